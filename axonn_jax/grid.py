@@ -1,0 +1,118 @@
+"""The grid `pipe x data x z x y x x`: axis sizes, divisibility rules, meshes."""
+
+from dataclasses import dataclass, fields
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from axonn_jax.errors import UserError
+from axonn_jax.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import jax
+
+MESH_AXES = ("data", "z", "y", "x")
+"""Axes of every stage's mesh, slowest first (DESIGN section 3)."""
+
+BATCH_AXES = ("data", "z")
+"""Axes that split the rows (sequences) of a batch."""
+
+
+@dataclass(frozen=True)
+class GridShape:
+    """Sizes of the grid's axes; their product is the number of devices."""
+
+    pipe: int = 1
+    """Pipeline stages. Only 1 is built so far."""
+    data: int = 1
+    """Replicas that share nothing but the gradient reduction once a step."""
+    z: int = 1
+    """Splits the batch, and every weight once more (gathered just before use, as in FSDP)."""
+    y: int = 1
+    """Splits the output features of odd linear layers and the input features of even ones; heads, vocabulary."""
+    x: int = 1
+    """Splits the input features of odd linear layers and the output features of even ones; the residual stream."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            size = getattr(self, f.name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise UserError(f"grid.{f.name}", size, "an integer of at least 1")
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of one pipeline stage."""
+        return self.data * self.z * self.y * self.x
+
+    @property
+    def devices(self) -> int:
+        """Devices of the whole grid."""
+        return self.pipe * self.stage_devices
+
+    @property
+    def batch_shards(self) -> int:
+        """Distinct shards of a batch: `data` times `z`."""
+        return self.data * self.z
+
+    def __str__(self) -> str:
+        return " x ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
+
+    def check_model(self, shape: ModelShape) -> None:
+        """Raises ``UserError`` unless every parameter and activation of the model divides over the grid.
+
+        A weight's input dim splits over its input axis and once more over `z`, its output dim over the output
+        axis, with `x` and `y` swapping roles in alternate layers (DESIGN section 4).
+        """
+        x, y, z = self.x, self.y, self.z
+        _divides("model.hidden", shape.hidden, x * z, "x*z")
+        _divides("model.kv_heads", shape.kv_heads, y, "y", axis="grid.y", legal_axis=True)
+        _divides("model.heads", shape.heads, y, "y", axis="grid.y", legal_axis=True)
+        _divides("heads * head_dim (model.hidden)", shape.heads * shape.head_dim, y * z, "y*z")
+        _divides("model.ffn", shape.ffn, y * z, "y*z")
+        _divides("model.vocab", shape.vocab, y * z, "y*z")
+        if shape.positions == "learned":
+            _divides("model.seq_len", shape.seq_len, z, "z")
+
+    def check_batch(self, global_batch: int, microbatches: int) -> None:
+        """Raises ``UserError`` unless the global batch splits into microbatches over `data` and `z`."""
+        if microbatches < 1:
+            raise UserError("train.microbatches", microbatches, "an integer of at least 1")
+        _divides("train.global_batch", global_batch, self.batch_shards * microbatches, "data*z*microbatches")
+
+
+def _divides(
+    field: str, size: int, parts: int, rule: str, *, axis: str = "", legal_axis: bool = False
+) -> None:
+    if size > 0 and size % parts == 0:
+        return
+    low = size // parts * parts
+    near = [n for n in (low, low + parts) if n > 0]
+    advice = f"a multiple of {rule} = {parts}; nearest: {' or '.join(map(str, near))}"
+    if legal_axis:
+        advice += f"; or {axis} one of " + ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
+    raise UserError(field, size, advice)
+
+
+class Grid(NamedTuple):
+    """A grid laid over devices: axis sizes and the stage's 4D mesh."""
+
+    shape: GridShape
+    mesh: "jax.sharding.Mesh"
+
+
+def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:
+    """Lays one stage's mesh over `devices`, `x` fastest, so that `x` neighbours are the closest devices.
+
+    Raises ``UserError`` when the number of devices is not the grid's product.
+    """
+    import jax
+    import numpy as np
+
+    sizes = tuple(getattr(shape, axis) for axis in MESH_AXES)
+    if len(devices) != prod(sizes):
+        raise UserError(
+            "grid", shape, f"a product of {len(devices)}, the number of devices; this is {prod(sizes)}"
+        )
+    auto = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
+    return Grid(shape, jax.sharding.Mesh(np.asarray(devices).reshape(sizes), MESH_AXES, axis_types=auto))
