@@ -1,0 +1,1 @@
+"""Prepared token data: writing it and reading it."""

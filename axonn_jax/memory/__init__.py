@@ -1,0 +1,1 @@
+"""Precision, activations and buckets."""

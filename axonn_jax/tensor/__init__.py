@@ -1,0 +1,1 @@
+"""4D-sharded layers: plain functions on local shards, and the Flax modules that hold their parameters."""

@@ -1,0 +1,1 @@
+"""Configuration, the trainer and the run around it."""

@@ -1,0 +1,97 @@
+"""Causal self-attention with heads sharded over `y`."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from axonn_jax.tensor.linear import Linear
+
+AttentionKernel = Literal["auto", "cudnn", "xla", "batched"]
+
+
+def rotary(x: jax.Array, theta: float) -> jax.Array:
+    """Rotates features [batch, seq, heads, head_dim] by position (RoFormer, eq. 34; halves layout as in Llama)."""
+    half = x.shape[-1] // 2
+    # numpy in float64: a float32 power would cost the low bits of the angle at far positions
+    frequencies = theta ** -(np.arange(half, dtype=np.float64) / half)
+    angles = np.outer(np.arange(x.shape[1], dtype=np.float64), frequencies)
+    cos = jnp.asarray(np.cos(angles), jnp.float32)[None, :, None, :]
+    sin = jnp.asarray(np.sin(angles), jnp.float32)[None, :, None, :]
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned.astype(x.dtype)
+
+
+def _batched_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Batch and heads as one leading dim: on CPU 1.5 to 2 times as fast as `dot_product_attention`."""
+    batch, seq, heads, head_dim = q.shape
+    group = heads // k.shape[2]
+
+    def heads_first(a: jax.Array, repeat: int) -> jax.Array:
+        a = jnp.repeat(a, repeat, axis=2) if repeat > 1 else a
+        return a.transpose(0, 2, 1, 3).reshape(batch * heads, seq, head_dim)
+
+    q, k, v = heads_first(q, 1), heads_first(k, group), heads_first(v, group)
+    scores = lax.dot_general(q, k, (((2,), (2,)), ((0,), (0,)))).astype(jnp.float32) * head_dim**-0.5
+    causal = jnp.tril(jnp.ones((seq, seq), bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), -1).astype(v.dtype)
+    out = lax.dot_general(weights, v, (((2,), (1,)), ((0,), (0,))))
+    return out.reshape(batch, heads, seq, head_dim).transpose(0, 2, 1, 3)
+
+
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, kernel: AttentionKernel = "auto") -> jax.Array:
+    """Softmax attention of each token over itself and the tokens before it, on local heads; no collectives.
+
+    Shapes: `q` [batch, seq, heads, head_dim], `k` and `v` [batch, seq, kv_heads, head_dim] -> like `q`.
+    `auto` is cuDNN's fused kernel on NVIDIA GPUs in half precision, the batched form on CPU, XLA's elsewhere.
+    """
+    if kernel == "auto":
+        backend = jax.default_backend()
+        half = q.dtype in (jnp.bfloat16, jnp.float16)
+        kernel = "batched" if backend == "cpu" else "cudnn" if backend == "gpu" and half else "xla"
+    if kernel == "batched":
+        return _batched_attention(q, k, v)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention: heads over `y`, the fused projection's columns ordered by KV head.
+
+    A KV head's columns are its queries, its key, its value, side by side; so a `y` shard holds whole groups and
+    the stored layout is the same on every grid.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        bias: bool,
+        std: float,
+        out_std: float,
+        rope_theta: float | None,
+        kernel: AttentionKernel,
+        key: jax.Array,
+    ):
+        self.head_dim, self.group = hidden // heads, heads // kv_heads
+        self.rope_theta, self.kernel = rope_theta, kernel
+        key_in, key_out = jax.random.split(key)
+        width = (heads + 2 * kv_heads) * self.head_dim
+        self.qkv = Linear(hidden, width, in_axis="x", bias=bias, std=std, key=key_in)
+        self.out = Linear(hidden, hidden, in_axis="y", bias=bias, std=out_std, key=key_out)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, hidden/Gx] -> same; collectives are those of its two `Linear` layers."""
+        batch, seq, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, seq, -1, self.group + 2, self.head_dim)
+        q = qkv[..., : self.group, :].reshape(batch, seq, -1, self.head_dim)
+        k, v = qkv[..., self.group, :], qkv[..., self.group + 1, :]
+        if self.rope_theta is not None:
+            q, k = rotary(q, self.rope_theta), rotary(k, self.rope_theta)
+        attended = causal_attention(q, k, v, self.kernel)
+        return self.out(attended.reshape(batch, seq, -1))

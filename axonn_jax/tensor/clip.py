@@ -1,0 +1,33 @@
+"""The global norm of sharded gradients."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from axonn_jax.tensor.collectives import vary
+
+TENSOR_AXES = ("z", "y", "x")
+
+
+def spec_axes(spec: PartitionSpec) -> frozenset[str]:
+    """Mesh axes that a layout splits over."""
+    return frozenset(a for dim in spec if dim is not None for a in ((dim,) if isinstance(dim, str) else dim))
+
+
+def global_norm(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec]) -> jax.Array:
+    """Euclidean norm of all gradients, each counted once however often it is replicated; inside a manual region.
+
+    Expects gradients already reduced over `data` and over the axes that replicate them. Collective: one all-reduce
+    of a scalar over `z`, `y`, `x`.
+    """
+    total = vary(jnp.zeros((), jnp.float32), TENSOR_AXES)
+    for name, grad in grads.items():
+        square = jnp.sum(jnp.square(grad.astype(jnp.float32)))
+        copies = 1
+        for axis in TENSOR_AXES:
+            copies *= 1 if axis in spec_axes(specs[name]) else lax.axis_size(axis)
+        total = total + vary(square, TENSOR_AXES) / copies
+    return jnp.sqrt(lax.psum(total, TENSOR_AXES))

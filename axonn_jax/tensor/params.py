@@ -1,0 +1,78 @@
+"""Parameters with a layout: born sharded, named by path, taken out of a module and put back."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from axonn_jax import compat
+
+Params = dict[str, jax.Array]
+Specs = dict[str, PartitionSpec]
+
+
+def normal_param(
+    key: jax.Array, shape: tuple[int, ...], std: float, spec: PartitionSpec
+) -> nnx.Param[jax.Array]:
+    """A float32 parameter drawn from N(0, std), of global `shape`, laid out by `spec`.
+
+    Under `jax.set_mesh` each device makes its own shard and nothing else; the values do not depend on the mesh.
+    """
+    return _param(_normal(shape, std), key, spec)
+
+
+def constant_param(shape: tuple[int, ...], value: float, spec: PartitionSpec) -> nnx.Param[jax.Array]:
+    """A float32 parameter filled with `value`, of global `shape`, laid out by `spec`."""
+    return _param(_constant(shape, value), None, spec)
+
+
+@functools.cache  # one function object a kind, so that jit compiles each once
+def _normal(shape: tuple[int, ...], std: float) -> Callable[[jax.Array], jax.Array]:
+    return lambda key: jnp.float32(std) * jax.random.normal(key, shape, jnp.float32)
+
+
+@functools.cache
+def _constant(shape: tuple[int, ...], value: float) -> Callable[[None], jax.Array]:
+    return lambda _: jnp.full(shape, value, jnp.float32)
+
+
+@functools.cache
+def _on_mesh(init: Callable[..., jax.Array], sharding: NamedSharding) -> Callable[..., jax.Array]:
+    return jax.jit(init, out_shardings=sharding)
+
+
+def _param(
+    init: Callable[..., jax.Array], key: jax.Array | None, spec: PartitionSpec
+) -> nnx.Param[jax.Array]:
+    mesh = None if isinstance(key, jax.core.Tracer) else compat.context_mesh()
+    value = init(key) if mesh is None else _on_mesh(init, NamedSharding(mesh, spec))(key)
+    return nnx.Param(value, out_sharding=spec, eager_sharding=False)
+
+
+class Parts(NamedTuple):
+    """A module taken apart: its parameters by dotted path, their layouts, and the way back."""
+
+    params: Params
+    specs: Specs
+    rebuild: Callable[[Mapping[str, jax.Array]], nnx.Module]
+
+
+def take_apart(module: nnx.Module) -> Parts:
+    """Splits a module into a flat dict of parameters, one of layouts, and a function that rebuilds the module.
+
+    Names are the attribute paths joined by dots (``blocks.3.attention.qkv.kernel``) and do not mention the grid.
+    """
+    graphdef, state, rest = nnx.split(module, nnx.Param, ...)
+    flat = {".".join(map(str, path)): (path, var) for path, var in nnx.to_flat_state(state)}
+
+    def rebuild(params: Mapping[str, jax.Array]) -> nnx.Module:
+        pairs = [(path, var.replace(params[name])) for name, (path, var) in flat.items()]
+        return nnx.merge(graphdef, nnx.from_flat_state(pairs), rest)
+
+    params = {name: var.get_value() for name, (_, var) in flat.items()}
+    specs = {name: var.get_metadata("out_sharding") for name, (_, var) in flat.items()}
+    return Parts(params, specs, rebuild)

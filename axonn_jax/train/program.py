@@ -1,0 +1,120 @@
+"""The compiled programs of a one-stage model: gradients of a step, evaluation, logits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax import compat
+from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.memory.activations import Activations, block_runner
+from axonn_jax.memory.buckets import reduce_in_buckets
+from axonn_jax.tensor.clip import global_norm, spec_axes
+from axonn_jax.tensor.collectives import vary
+from axonn_jax.tensor.params import Params, Parts
+
+BATCH_SPEC = P(None, BATCH_AXES)
+"""Layout of a step's tokens [microbatches, sequences, seq + 1]."""
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """Pure functions on global arrays for a model that lives on one 4D mesh; jit them to run them."""
+
+    parts: Parts
+    grid: Grid
+    dtype: jnp.dtype
+    activations: Activations = "none"
+    bucket: int = 16_000_000
+
+    def shardings(self) -> dict[str, NamedSharding]:
+        """The layout of every parameter on the mesh."""
+        return {name: NamedSharding(self.grid.mesh, spec) for name, spec in self.parts.specs.items()}
+
+    def batch_sharding(self) -> NamedSharding:
+        """The layout of a step's tokens on the mesh."""
+        return NamedSharding(self.grid.mesh, BATCH_SPEC)
+
+    def gradients(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None
+    ) -> tuple[Params, jax.Array, jax.Array]:
+        """Mean loss over a global batch, its gradients and their global norm.
+
+        `tokens` is [microbatches, sequences, seq + 1]; gradients are float32 in the parameters' layout. Microbatches
+        run one after the other and add up unreduced; then every gradient is summed once, in buckets, over `data`
+        (and over `z` where a parameter is replicated over it). Other collectives are those of the layers.
+        """
+        out_specs = (self.parts.specs, P(), P())
+        region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P()), out_specs)
+        return region(params, tokens, key)
+
+    def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
+        """Mean loss of [microbatches, sequences, seq + 1] tokens, without dropout."""
+
+        def local(params: Params, tokens: jax.Array) -> jax.Array:
+            def add(total: jax.Array, batch: jax.Array) -> tuple[jax.Array, None]:
+                return total + self._loss_sum(params, batch, None), None
+
+            total, _ = lax.scan(add, vary(jnp.zeros((), jnp.float32), BATCH_AXES), tokens)
+            return lax.psum(total, BATCH_AXES) / self._targets(tokens)
+
+        return self._manual(local, (self.parts.specs, BATCH_SPEC), P())(params, tokens)
+
+    def logits(self, params: Params, tokens: jax.Array) -> jax.Array:
+        """Logits [sequences, seq, vocab] of [sequences, seq] tokens, laid out over `data`, `z` and `y`."""
+
+        def local(params: Params, tokens: jax.Array) -> jax.Array:
+            return self._model(params)(tokens, dtype=self.dtype)
+
+        specs = (self.parts.specs, P(BATCH_AXES))
+        return self._manual(local, specs, P(BATCH_AXES, None, "y"))(params, tokens)
+
+    def _manual(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(f, mesh=self.grid.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+    def _model(self, params: Params) -> Any:
+        return self.parts.rebuild(params)
+
+    def _targets(self, tokens: jax.Array) -> int:
+        """Number of target tokens in the global batch of which `tokens` is this device's part."""
+        microbatches, rows, width = tokens.shape
+        return microbatches * rows * self.grid.shape.batch_shards * (width - 1)
+
+    def _loss_sum(self, params: Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
+        run_block = block_runner(self.activations)
+        losses = self._model(params).loss(
+            batch[:, :-1], batch[:, 1:], dtype=self.dtype, key=key, run_block=run_block
+        )
+        return jnp.sum(losses)
+
+    def _local_gradients(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None
+    ) -> tuple[Params, jax.Array, jax.Array]:
+        # Varying over data and z on purpose: autodiff then leaves gradients unreduced over both (a z-sharded kernel
+        # is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
+        own = {name: vary(p, BATCH_AXES) for name, p in params.items()}
+        targets = self._targets(tokens)
+
+        def add(
+            carry: tuple[jax.Array, Params], microbatch: tuple[jax.Array, jax.Array]
+        ) -> tuple[tuple[jax.Array, Params], None]:
+            total, sums = carry
+            index, batch = microbatch
+            key_here = None if key is None else jax.random.fold_in(key, index)
+            loss, grads = jax.value_and_grad(lambda p: self._loss_sum(p, batch, key_here) / targets)(own)
+            return (total + loss, jax.tree.map(jnp.add, sums, grads)), None
+
+        zeros = {name: vary(jnp.zeros_like(p), compat.varying_axes(p)) for name, p in own.items()}
+        start = (vary(jnp.zeros((), jnp.float32), BATCH_AXES), zeros)
+        (total, sums), _ = lax.scan(add, start, (jnp.arange(tokens.shape[0]), tokens))
+
+        def axes_of(name: str) -> tuple[str, ...]:
+            return ("data",) if "z" in spec_axes(self.parts.specs[name]) else BATCH_AXES
+
+        grads = reduce_in_buckets(sums, axes_of, self.bucket)
+        return grads, lax.psum(total, BATCH_AXES), global_norm(grads, self.parts.specs)
