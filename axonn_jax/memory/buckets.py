@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from axonn_jax import compat
+from axonn_jax.tensor.collectives import live, reduce_sum
 
 
 class Leaf(NamedTuple):
@@ -43,6 +43,8 @@ def reduce_in_buckets(
 
     Bytes a device on a ring: `2 (G-1)/G * itemsize * elements` of all gradients, G the product of the axes' sizes.
     """
+    if not live(axis for name in grads for axis in axes_of(name)):
+        return dict(grads)
     leaves = [
         Leaf(name, g.size, (axes_of(name), g.dtype, compat.varying_axes(g))) for name, g in grads.items()
     ]
@@ -50,9 +52,9 @@ def reduce_in_buckets(
     for bucket in plan_buckets(leaves, capacity):
         axes = axes_of(bucket[0])
         if len(bucket) == 1:
-            reduced[bucket[0]] = lax.psum(grads[bucket[0]], axes)
+            reduced[bucket[0]] = reduce_sum(grads[bucket[0]], axes)
             continue
-        flat = lax.psum(jnp.concatenate([grads[name].reshape(-1) for name in bucket]), axes)
+        flat = reduce_sum(jnp.concatenate([grads[name].reshape(-1) for name in bucket]), axes)
         start = 0
         for name in bucket:
             size = grads[name].size

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
-from axonn_jax.tensor.collectives import vary
+from axonn_jax.tensor.collectives import axis_size, reduce_sum, vary
 
 TENSOR_AXES = ("z", "y", "x")
 
@@ -28,6 +27,6 @@ def global_norm(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpe
         square = jnp.sum(jnp.square(grad.astype(jnp.float32)))
         copies = 1
         for axis in TENSOR_AXES:
-            copies *= 1 if axis in spec_axes(specs[name]) else lax.axis_size(axis)
+            copies *= 1 if axis in spec_axes(specs[name]) else axis_size(axis)
         total = total + vary(square, TENSOR_AXES) / copies
-    return jnp.sqrt(lax.psum(total, TENSOR_AXES))
+    return jnp.sqrt(reduce_sum(total, TENSOR_AXES))

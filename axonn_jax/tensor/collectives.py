@@ -1,6 +1,10 @@
 """The collectives of the 4D algebra, for use inside one manual region (`jax.shard_map`).
 
 Each is named for `jax.ad_checkpoint` policies, so that recomputation can keep what was communicated.
+
+An axis of size one is left out of the manual region altogether (`train/program.py`), and every function here takes
+an axis that is not there as one of size one: nothing is communicated and XLA sees a plain program. So the same
+layers, called outside a manual region, are the plain version.
 """
 
 from collections.abc import Iterable
@@ -12,6 +16,24 @@ from jax.ad_checkpoint import checkpoint_name
 from axonn_jax import compat
 
 
+def axis_size(axis: str) -> int:
+    """Size of a mesh axis inside a manual region; 1 where the axis is not part of one."""
+    try:
+        return int(lax.axis_size(axis))
+    except NameError:  # jax says "unbound axis name"
+        return 1
+
+
+def axis_index(axis: str) -> jax.Array | int:
+    """This device's place along a mesh axis; 0 where the axis is not part of the manual region."""
+    return lax.axis_index(axis) if axis_size(axis) > 1 else 0
+
+
+def live(axes: Iterable[str]) -> tuple[str, ...]:
+    """Those of `axes` that communicate here: in a manual region and larger than one."""
+    return tuple(axis for axis in axes if axis_size(axis) > 1)
+
+
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Marks `x` as varying over `axes` in the forward pass.
 
@@ -19,7 +41,7 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     input of a matmul over the output axis that is the all-reduce of `dX` (DESIGN section 4), bytes
     `2 (G-1)/G * size * itemsize` a device on a ring.
     """
-    new = tuple(axis for axis in axes if axis not in compat.varying_axes(x))
+    new = tuple(axis for axis in live(axes) if axis not in compat.varying_axes(x))
     return lax.pcast(x, new, to="varying") if new else x
 
 
@@ -28,17 +50,25 @@ def gather_weight(w: jax.Array, axis: str = "z") -> jax.Array:
 
     Bytes a device on a ring: `(G-1)/G * size of the gathered weight * itemsize`, in either direction.
     """
+    if axis_size(axis) == 1:
+        return w
     return checkpoint_name(lax.all_gather(w, axis, axis=0, tiled=True), f"{axis}_all_gather")
 
 
-def reduce_sum(y: jax.Array, axis: str) -> jax.Array:
-    """All-reduces partial sums over `axis`; the result no longer varies over it.
+def reduce_sum(y: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
+    """All-reduces partial sums over `axes`; the result no longer varies over them.
 
-    Bytes a device on a ring: `2 (G-1)/G * size * itemsize`.
+    Bytes a device on a ring: `2 (G-1)/G * size * itemsize`, G the product of the axes' sizes.
     """
-    return checkpoint_name(lax.psum(y, axis), f"{axis}_all_reduce")
+    over = live((axes,) if isinstance(axes, str) else axes)
+    return checkpoint_name(lax.psum(y, over), f"{'_'.join(over)}_all_reduce") if over else y
 
 
-def shard_offset(axis: str, shard_size: int) -> jax.Array:
+def reduce_max(y: jax.Array, axis: str) -> jax.Array:
+    """All-reduces to the maximum over `axis`; bytes as for `reduce_sum`."""
+    return lax.pmax(y, axis) if axis_size(axis) > 1 else y
+
+
+def shard_offset(axis: str, shard_size: int) -> jax.Array | int:
     """First global index held by this device of a dim split into shards of `shard_size` over `axis`."""
-    return lax.axis_index(axis) * shard_size
+    return axis_index(axis) * shard_size

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from axonn_jax.grid import BATCH_AXES
+from axonn_jax.tensor.collectives import axis_index, axis_size
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
@@ -14,9 +15,9 @@ def dropout(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
     same entries. XLA fuses slice and generator: only the local part is ever computed.
     """
     rows, seq, features = x.shape
-    data, z, shards = (lax.axis_size(axis) for axis in (*BATCH_AXES, "x"))
-    first_row = (lax.axis_index("data") * z + lax.axis_index("z")) * rows
-    first_feature = lax.axis_index("x") * features
+    data, z, shards = (axis_size(axis) for axis in (*BATCH_AXES, "x"))
+    first_row = (axis_index("data") * z + axis_index("z")) * rows
+    first_feature = axis_index("x") * features
     keep = jax.random.bernoulli(key, 1.0 - rate, (data * z * rows, seq, shards * features))
-    keep = lax.dynamic_slice(keep, (first_row, jnp.zeros_like(first_row), first_feature), x.shape)
+    keep = lax.dynamic_slice(keep, (first_row, 0, first_feature), x.shape)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))

@@ -6,7 +6,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.tensor.collectives import gather_weight, reduce_sum, shard_offset, vary
+from axonn_jax.tensor.collectives import axis_size, gather_weight, reduce_sum, shard_offset, vary
 from axonn_jax.tensor.params import normal_param
 
 
@@ -23,8 +23,8 @@ class Embedding(nnx.Module):
         rows it holds); backward a reduce-scatter of the table's gradient over `z`.
         """
         table = gather_weight(self.table.get_value().astype(dtype))
-        if lax.axis_size("y") == 1:
-            return reduce_sum(jnp.take(vary(table, ("data",)), ids, axis=0, mode="clip"), "y")
+        if axis_size("y") == 1:
+            return jnp.take(table, ids, axis=0, mode="clip")
         local = ids - shard_offset("y", table.shape[0])
         held = (local >= 0) & (local < table.shape[0])
         rows = jnp.take(table, jnp.where(held, local, 0), axis=0, mode="clip")

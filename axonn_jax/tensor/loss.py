@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from axonn_jax.tensor.collectives import reduce_sum, shard_offset
+from axonn_jax.tensor.collectives import reduce_max, reduce_sum, shard_offset
 
 VOCAB_AXIS = "y"
 
@@ -17,7 +17,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     Source: Megatron-LM's vocabulary-parallel loss.
     """
     logits = logits.astype(jnp.float32)
-    top = lax.pmax(lax.stop_gradient(jnp.max(logits, -1)), VOCAB_AXIS)
+    top = reduce_max(lax.stop_gradient(jnp.max(logits, -1)), VOCAB_AXIS)
     total = jnp.sum(jnp.exp(logits - top[..., None]), -1)
     local = targets - shard_offset(VOCAB_AXIS, logits.shape[-1])
     held = (local >= 0) & (local < logits.shape[-1])

@@ -6,7 +6,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.tensor.collectives import reduce_sum
+from axonn_jax.tensor.collectives import axis_size, reduce_sum
 from axonn_jax.tensor.params import constant_param
 
 FEATURE_AXIS = "x"
@@ -29,7 +29,7 @@ class LayerNorm(nnx.Module):
         h = x.astype(jnp.float32)
         mean = jnp.mean(h, -1, keepdims=True)
         centred = jnp.mean(jnp.square(h - mean), -1, keepdims=True)
-        stats = jnp.concatenate([mean, centred, jnp.square(mean)], -1) / lax.axis_size(FEATURE_AXIS)
+        stats = jnp.concatenate([mean, centred, jnp.square(mean)], -1) / axis_size(FEATURE_AXIS)
         mean, centred, mean_squared = jnp.split(reduce_sum(stats, FEATURE_AXIS), 3, -1)
         variance = centred + (mean_squared - jnp.square(mean))
         h = (h - mean) * lax.rsqrt(variance + self.eps)
@@ -46,6 +46,6 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., features/Gx] -> same; float32 inside; one all-reduce over `x` of one number a row each way."""
         h = x.astype(jnp.float32)
-        local = jnp.mean(jnp.square(h), -1, keepdims=True) / lax.axis_size(FEATURE_AXIS)
+        local = jnp.mean(jnp.square(h), -1, keepdims=True) / axis_size(FEATURE_AXIS)
         h = h * lax.rsqrt(reduce_sum(local, FEATURE_AXIS) + self.eps)
         return (h * self.scale.get_value()).astype(x.dtype)

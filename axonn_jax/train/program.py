@@ -15,7 +15,7 @@ from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.memory.activations import Activations, block_runner
 from axonn_jax.memory.buckets import reduce_in_buckets
 from axonn_jax.tensor.clip import global_norm, spec_axes
-from axonn_jax.tensor.collectives import vary
+from axonn_jax.tensor.collectives import reduce_sum, vary
 from axonn_jax.tensor.params import Params, Parts
 
 BATCH_SPEC = P(None, BATCH_AXES)
@@ -61,7 +61,7 @@ class StageProgram:
                 return total + self._loss_sum(params, batch, None), None
 
             total, _ = lax.scan(add, vary(jnp.zeros((), jnp.float32), BATCH_AXES), tokens)
-            return lax.psum(total, BATCH_AXES) / self._targets(tokens)
+            return reduce_sum(total, BATCH_AXES) / self._targets(tokens)
 
         return self._manual(local, (self.parts.specs, BATCH_SPEC), P())(params, tokens)
 
@@ -75,7 +75,15 @@ class StageProgram:
         return self._manual(local, specs, P(BATCH_AXES, None, "y"))(params, tokens)
 
     def _manual(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(f, mesh=self.grid.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+        """Runs `f` on local shards, manual over the axes that are larger than one (none: a plain program)."""
+        sizes = self.grid.mesh.shape
+        axes = {axis for axis in sizes if sizes[axis] > 1}
+        if not axes:
+            return f
+        specs = jax.tree.map(lambda spec: _over(spec, axes), (in_specs, out_specs), is_leaf=_is_spec)
+        return jax.shard_map(
+            f, mesh=self.grid.mesh, in_specs=specs[0], out_specs=specs[1], axis_names=axes, check_vma=True
+        )
 
     def _model(self, params: Params) -> Any:
         return self.parts.rebuild(params)
@@ -117,4 +125,14 @@ class StageProgram:
             return ("data",) if "z" in spec_axes(self.parts.specs[name]) else BATCH_AXES
 
         grads = reduce_in_buckets(sums, axes_of, self.bucket)
-        return grads, lax.psum(total, BATCH_AXES), global_norm(grads, self.parts.specs)
+        return grads, reduce_sum(total, BATCH_AXES), global_norm(grads, self.parts.specs)
+
+
+def _is_spec(leaf: object) -> bool:
+    return isinstance(leaf, P)
+
+
+def _over(spec: P, axes: set[str]) -> P:
+    """The part of a layout that concerns `axes`."""
+    dims = [() if dim is None else (dim,) if isinstance(dim, str) else dim for dim in spec]
+    return P(*(tuple(axis for axis in dim if axis in axes) or None for dim in dims))
