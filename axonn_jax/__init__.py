@@ -1,0 +1,36 @@
+"""4D-sharded and pipelined training of Flax transformers: the AxoNN family of systems, rebuilt for JAX/XLA.
+
+Importing this package starts nothing: no MPI, no device, no thread. Names load when first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from axonn_jax.version import __version__
+
+if TYPE_CHECKING:
+    from axonn_jax import models
+    from axonn_jax.data.loader import Loader
+    from axonn_jax.errors import UserError
+    from axonn_jax.grid import Grid, GridShape
+    from axonn_jax.start import init
+    from axonn_jax.train.trainer import Trainer
+
+__all__ = ["Grid", "GridShape", "Loader", "Trainer", "UserError", "__version__", "init", "models"]
+
+_HOME = {
+    "Grid": "axonn_jax.grid",
+    "GridShape": "axonn_jax.grid",
+    "Loader": "axonn_jax.data.loader",
+    "Trainer": "axonn_jax.train.trainer",
+    "UserError": "axonn_jax.errors",
+    "init": "axonn_jax.start",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "models":
+        return importlib.import_module("axonn_jax.models")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'axonn_jax' has no attribute {name!r}")

@@ -1,5 +1,8 @@
 """The only place for version-dependent JAX names (jax 0.10.2 up)."""
 
+import pkgutil
+from importlib.metadata import entry_points
+
 import jax
 
 
@@ -15,3 +18,22 @@ def context_mesh() -> jax.sharding.Mesh | None:
     """The concrete mesh set by `jax.set_mesh`, or None inside a trace or without one."""
     mesh = jax.sharding.get_mesh()
     return None if mesh.empty else mesh
+
+
+def backends_started() -> bool:
+    """Whether jax has initialised its devices, after which their number is fixed."""
+    from jax._src import xla_bridge
+
+    return bool(xla_bridge.backends_are_initialized())
+
+
+def accelerator_expected() -> bool:
+    """Whether jax would look for anything but a CPU, asked without starting it."""
+    platforms = jax.config.jax_platforms
+    if platforms:
+        return platforms.split(",")[0] != "cpu"
+    try:
+        import jax_plugins
+    except ImportError:
+        return False
+    return any(pkgutil.iter_modules(jax_plugins.__path__)) or bool(entry_points(group="jax_plugins"))

@@ -81,9 +81,7 @@ class GridShape:
         _divides("train.global_batch", global_batch, self.batch_shards * microbatches, "data*z*microbatches")
 
 
-def _divides(
-    field: str, size: int, parts: int, rule: str, *, axis: str = "", legal_axis: bool = False
-) -> None:
+def _divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", legal_axis: bool = False) -> None:
     if size > 0 and size % parts == 0:
         return
     low = size // parts * parts
@@ -111,8 +109,6 @@ def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:
 
     sizes = tuple(getattr(shape, axis) for axis in MESH_AXES)
     if len(devices) != prod(sizes):
-        raise UserError(
-            "grid", shape, f"a product of {len(devices)}, the number of devices; this is {prod(sizes)}"
-        )
+        raise UserError("grid", shape, f"a product of {len(devices)}, the number of devices; this is {prod(sizes)}")
     auto = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
     return Grid(shape, jax.sharding.Mesh(np.asarray(devices).reshape(sizes), MESH_AXES, axis_types=auto))

@@ -45,9 +45,7 @@ def reduce_in_buckets(
     """
     if not live(axis for name in grads for axis in axes_of(name)):
         return dict(grads)
-    leaves = [
-        Leaf(name, g.size, (axes_of(name), g.dtype, compat.varying_axes(g))) for name, g in grads.items()
-    ]
+    leaves = [Leaf(name, g.size, (axes_of(name), g.dtype, compat.varying_axes(g))) for name, g in grads.items()]
     reduced: dict[str, jax.Array] = {}
     for bucket in plan_buckets(leaves, capacity):
         axes = axes_of(bucket[0])

@@ -1,1 +1,20 @@
 """Models and their sizes."""
+
+from typing import TYPE_CHECKING, Any
+
+from axonn_jax.models.presets import preset, preset_names
+from axonn_jax.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from axonn_jax.models.transformer import Transformer
+
+__all__ = ["ModelShape", "Transformer", "preset", "preset_names"]
+
+
+def __getattr__(name: str) -> Any:
+    # Sizes are known without jax; only the model itself needs it.
+    if name == "Transformer":
+        from axonn_jax.models.transformer import Transformer
+
+        return Transformer
+    raise AttributeError(f"module 'axonn_jax.models' has no attribute {name!r}")

@@ -61,13 +61,9 @@ class ModelShape:
             if not getattr(self, name) > 0:
                 raise UserError(f"model.{name}", getattr(self, name), "a number above 0")
         if self.hidden % self.heads:
-            raise UserError(
-                "model.heads", self.heads, _divisors("a divisor of hidden", self.hidden, self.heads)
-            )
+            raise UserError("model.heads", self.heads, _divisors("a divisor of hidden", self.hidden, self.heads))
         if self.heads % self.kv_heads:
-            raise UserError(
-                "model.kv_heads", self.kv_heads, _divisors("a divisor of heads", self.heads, self.kv_heads)
-            )
+            raise UserError("model.kv_heads", self.kv_heads, _divisors("a divisor of heads", self.heads, self.kv_heads))
         if not 0.0 <= self.dropout < 1.0:
             raise UserError("model.dropout", self.dropout, "a probability of at least 0 and below 1")
         if self.positions == "rope" and self.head_dim % 2:

@@ -19,6 +19,8 @@ from axonn_jax.tensor.linear import Linear
 from axonn_jax.tensor.loss import cross_entropy
 from axonn_jax.tensor.norm import LayerNorm, RMSNorm
 
+FLOAT32 = jnp.dtype("float32")
+
 BlockFn = Callable[["Block", jax.Array, jax.Array | None], jax.Array]
 """Runs a block on (residual stream, dropout key); what an activation policy wraps."""
 
@@ -128,9 +130,7 @@ class Transformer(nnx.Module):
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: jax.Array | None = None) -> jax.Array:
         """Token ids [batch, seq] -> residual stream in `dtype`, which every later layer computes in."""
         if tokens.shape[1] > self.shape.seq_len:
-            raise UserError(
-                "sequence length", tokens.shape[1], f"at most model.seq_len = {self.shape.seq_len}"
-            )
+            raise UserError("sequence length", tokens.shape[1], f"at most model.seq_len = {self.shape.seq_len}")
         x = self.embedding(tokens, dtype)
         if self.positions is not None:
             x = x + self.positions(tokens.shape[1], dtype)
@@ -147,7 +147,7 @@ class Transformer(nnx.Module):
         self,
         tokens: jax.Array,
         *,
-        dtype: jnp.dtype = jnp.dtype("float32"),
+        dtype: jnp.dtype = FLOAT32,
         key: jax.Array | None = None,
         run_block: BlockFn = _run_block,
     ) -> jax.Array:
@@ -162,7 +162,7 @@ class Transformer(nnx.Module):
         tokens: jax.Array,
         targets: jax.Array,
         *,
-        dtype: jnp.dtype = jnp.dtype("float32"),
+        dtype: jnp.dtype = FLOAT32,
         key: jax.Array | None = None,
         run_block: BlockFn = _run_block,
     ) -> jax.Array:

@@ -15,9 +15,7 @@ Params = dict[str, jax.Array]
 Specs = dict[str, PartitionSpec]
 
 
-def normal_param(
-    key: jax.Array, shape: tuple[int, ...], std: float, spec: PartitionSpec
-) -> nnx.Param[jax.Array]:
+def normal_param(key: jax.Array, shape: tuple[int, ...], std: float, spec: PartitionSpec) -> nnx.Param[jax.Array]:
     """A float32 parameter drawn from N(0, std), of global `shape`, laid out by `spec`.
 
     Under `jax.set_mesh` each device makes its own shard and nothing else; the values do not depend on the mesh.
@@ -45,9 +43,7 @@ def _on_mesh(init: Callable[..., jax.Array], sharding: NamedSharding) -> Callabl
     return jax.jit(init, out_shardings=sharding)
 
 
-def _param(
-    init: Callable[..., jax.Array], key: jax.Array | None, spec: PartitionSpec
-) -> nnx.Param[jax.Array]:
+def _param(init: Callable[..., jax.Array], key: jax.Array | None, spec: PartitionSpec) -> nnx.Param[jax.Array]:
     mesh = None if isinstance(key, jax.core.Tracer) else compat.context_mesh()
     value = init(key) if mesh is None else _on_mesh(init, NamedSharding(mesh, spec))(key)
     return nnx.Param(value, out_sharding=spec, eager_sharding=False)

@@ -95,9 +95,7 @@ class StageProgram:
 
     def _loss_sum(self, params: Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
         run_block = block_runner(self.activations)
-        losses = self._model(params).loss(
-            batch[:, :-1], batch[:, 1:], dtype=self.dtype, key=key, run_block=run_block
-        )
+        losses = self._model(params).loss(batch[:, :-1], batch[:, 1:], dtype=self.dtype, key=key, run_block=run_block)
         return jnp.sum(losses)
 
     def _local_gradients(

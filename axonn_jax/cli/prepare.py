@@ -1,0 +1,179 @@
+"""``axonn-jax prepare``: text or code to tokenised shards."""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
+
+if TYPE_CHECKING:
+    from axonn_jax.data.manifest import Manifest
+
+# fmt: off
+INCLUDE = (
+    "*.txt", "*.md", "*.rst", "*.tex", "*.html", "*.css", "*.py", "*.pyi", "*.pyx", "*.c", "*.h", "*.cc",
+    "*.cpp", "*.hpp", "*.cu", "*.cuh", "*.f", "*.f90", "*.F90", "*.jl", "*.rs", "*.go", "*.java", "*.kt",
+    "*.scala", "*.js", "*.ts", "*.jsx", "*.tsx", "*.rb", "*.pl", "*.lua", "*.r", "*.R", "*.m", "*.hs",
+    "*.ml", "*.sql", "*.sh", "*.cmake", "*.toml", "*.yaml", "*.yml",
+)
+EXCLUDE = (
+    ".git", ".hg", ".svn", "__pycache__", "site-packages", "node_modules", ".venv", ".tox", ".nox",
+    ".eggs", "*.egg-info", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints",
+    "*.min.js", "*.min.css",
+)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Turn a directory of text or code into tokenised shards to train on.
+
+    Trains a byte-level BPE on the files, encodes them, and holds some of them out for evaluation. OUT_DIR is
+    what `[data] path` of a training configuration names; it appears complete or not at all.
+    """
+
+    source: Annotated[Positional[Path], arg(metavar="SOURCE_DIR")]
+    """The directory whose files are read, with all below it. Symbolic links and files that are not UTF-8 text are
+    skipped."""
+
+    out: Annotated[Positional[Path], arg(metavar="OUT_DIR")]
+    """The directory to write; new, or empty."""
+
+    vocab: int
+    """Entries of the vocabulary, from 257. Above 65535 tokens take 4 bytes instead of 2."""
+
+    include: UseAppendAction[tuple[str, ...]] = ()
+    """Read only files that match this pattern; repeat it for more. A pattern with a slash is compared with the
+    path below SOURCE_DIR, one without with the file's name. Without any: common kinds of text and source code."""
+
+    exclude: UseAppendAction[tuple[str, ...]] = ()
+    """Leave out files and directories that match this pattern; repeat it for more. These come on top of .git,
+    __pycache__, site-packages, node_modules, virtual environments and tool caches below SOURCE_DIR."""
+
+    holdout: float = 0.05
+    """The share of the files to hold out for evaluation, at least one; a hash of path and seed chooses."""
+
+    seed: int = 0
+    """Changes which files are held out."""
+
+    shard_tokens: int = 16 << 20
+    """The most tokens in one shard file."""
+
+    force: FlagCreatePairsOff[bool] = False
+    """Replace OUT_DIR if it is an earlier prepared directory."""
+
+    json: FlagCreatePairsOff[bool] = False
+    """Print one JSON object with the result, and nothing else, on standard output."""
+
+
+def run(args: Prepare) -> int:
+    """Prepares the directory, prints what came out and returns the exit status.
+
+    Raises:
+        UserError: an argument is of no use, or the text is not enough.
+    """
+    from axonn_jax.data.prepare import prepare
+
+    began = time.perf_counter()
+    with _terminated(), _progress() as report:
+        manifest, source = prepare(
+            args.source,
+            args.out,
+            vocab=args.vocab,
+            include=args.include or INCLUDE,
+            exclude=(*EXCLUDE, *args.exclude),
+            holdout=args.holdout,
+            seed=args.seed,
+            force=args.force,
+            shard_tokens=args.shard_tokens,
+            report=report,
+        )
+    seconds = time.perf_counter() - began
+    for reason, count in sorted(source.skipped.items()):
+        print(f"skipped {count} {reason}, such as {source.examples[reason]!r}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(_summary(manifest, seconds)))
+    else:
+        print(_lines(manifest, seconds))
+    return 0
+
+
+def _summary(manifest: "Manifest", seconds: float) -> dict[str, Any]:
+    """The manifest with the number of shards in the place of their list."""
+    whole = manifest.as_json()
+    for split in whole["splits"].values():
+        split["shards"] = len(split["shards"])
+    return {"path": str(manifest.path), "seconds": round(seconds, 3), **whole}
+
+
+def _lines(manifest: "Manifest", seconds: float) -> str:
+    rows = [
+        f"{name}: {split.tokens:,} tokens from {split.files:,} files, {split.bytes:,} bytes "
+        f"({split.bytes / split.tokens:.2f} a token), shards: {len(split.shards)}"
+        for name, split in manifest.splits.items()
+    ]
+    rows.append(f"unigram entropy of the held-out split: {manifest.unigram_entropy:.4f} nats a token")
+    rows.append(f"{manifest.path} written in {seconds:.1f} s")
+    return "\n".join(rows)
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """Makes SIGTERM, which a batch system sends at the time limit, clean up as an interrupt does."""
+
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # only the main thread may ask for signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Gives the function to report to: on standard error, a bar on a terminal, else a plain line now and then."""
+    if not sys.stderr.isatty():
+        yield _PlainLines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:16}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                for task in tasks.values():
+                    bar.stop_task(task)
+                tasks[phase] = bar.add_task(phase, total=total or None)
+            bar.update(tasks[phase], completed=done)
+
+        yield report
+
+
+class _PlainLines:
+    """Prints a line when a phase begins, and every ten seconds within it."""
+
+    def __init__(self) -> None:
+        self._phase, self._printed = "", 0.0
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if phase == self._phase and now < self._printed + 10:
+            return
+        progress = f": {done >> 20} of {total >> 20} MiB" if total and phase == self._phase else ""
+        self._phase, self._printed = phase, now
+        print(f"prepare: {phase}{progress}", file=sys.stderr, flush=True)

@@ -1,0 +1,210 @@
+"""Batches of token sequences, the same ones in the same order whatever the grid, from any position on."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from axonn_jax.data.manifest import SPLITS, Manifest, Shard
+from axonn_jax.errors import UserError, nearest
+
+_OPEN_SHARDS = 128  # each mapped file holds a descriptor, and a process may have 1024
+
+
+class TokenSamples:
+    """Random access to a split: sample ``i`` is tokens ``[i*S, i*S + S + 1)`` of its stream, as int32.
+
+    Neighbouring samples share one token: the last target of one is the first input of the next.
+
+    Raises:
+        UserError: the directory is not a whole prepared one, or has no such split, or too short a one.
+    """
+
+    def __init__(self, path: str | Path, split: str, seq_len: int, *, verify: bool = False):
+        if split not in SPLITS:
+            raise UserError("split", split, f"one of {', '.join(SPLITS)}{nearest(split, SPLITS)}")
+        if seq_len < 1:
+            raise UserError("model.seq_len", seq_len, "a whole number from 1")
+        self.manifest = Manifest.load(path)
+        self.seq_len = seq_len
+        chosen = self.manifest.splits[split]
+        if chosen.tokens < seq_len + 1:
+            raise UserError(
+                "model.seq_len",
+                seq_len,
+                f"at most {max(chosen.tokens - 1, 0)}: the {split} split of {str(path)!r} has "
+                f"{chosen.tokens} tokens; or prepare more text",
+            )
+        if verify:
+            self.manifest.verify([split])
+        self._length = (chosen.tokens - 1) // seq_len
+        self._shards = chosen.shards
+        self._starts = np.cumsum([0, *(shard.tokens for shard in chosen.shards)])
+        # Not a method: a cache that holds its owner keeps files open until the garbage collector comes by.
+        opened = partial(_open, self.manifest.path, self.manifest.storage)
+        self._map = lru_cache(maxsize=_OPEN_SHARDS)(opened)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        if not 0 <= index < self._length:
+            raise IndexError(f"sample {index} of {self._length}")
+        sample = np.empty(self.seq_len + 1, np.int32)
+        position, filled = index * self.seq_len, 0
+        shard = int(np.searchsorted(self._starts, position, side="right")) - 1
+        while filled < len(sample):
+            offset = position + filled - int(self._starts[shard])
+            part = self._map(self._shards[shard])[offset : offset + len(sample) - filled]
+            sample[filled : filled + len(part)] = part
+            filled += len(part)
+            shard += 1
+        return sample
+
+
+def _open(folder: Path, storage: np.dtype[Any], shard: Shard) -> NDArray[Any]:
+    return np.memmap(folder / shard.name, dtype=storage, mode="r", shape=(shard.tokens,))
+
+
+class _Batches:
+    """The endless row of batches, as the random-access source that grain wants; any thread may read it."""
+
+    def __init__(
+        self, samples: TokenSamples, rows: tuple[int, ...], stride: int, start: int, key: int | None
+    ):
+        self._samples, self._rows, self._stride, self._start = samples, rows, stride, start
+        self._key = None if key is None else lru_cache(maxsize=4)(partial(_epoch_key, key))
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def numbers(self, batch: int) -> list[int]:
+        """Returns the global sample numbers of a batch."""
+        return [self._start + batch * self._stride + row for row in self._rows]
+
+    def index(self, number: int) -> int:
+        """Returns which sample of the split has a global number."""
+        epoch, place = divmod(number, len(self._samples))
+        if self._key is None:
+            return place
+        from grain.experimental import index_shuffle
+
+        return int(index_shuffle(place, max_index=len(self._samples) - 1, seed=self._key(epoch), rounds=4))
+
+    def __getitem__(self, batch: int) -> NDArray[np.int32]:
+        read = [self._samples[self.index(number)] for number in self.numbers(batch)]
+        return np.stack(read) if read else np.empty((0, self._samples.seq_len + 1), np.int32)
+
+    def __repr__(self) -> str:  # grain prints its source in debugging output
+        return "_Batches()"
+
+
+def _epoch_key(seed: int, epoch: int) -> int:
+    # Not grain's own seed + epoch: that makes epoch 1 of seed 0 the same as epoch 0 of seed 1.
+    return int(np.random.SeedSequence(seed, spawn_key=(epoch,)).generate_state(1)[0])
+
+
+class Loader:
+    """An endless iterator over batches ``int32 [len(rows), seq_len + 1]`` of a prepared directory.
+
+    Samples have one global number ``g`` = 0, 1, 2, ... through all epochs. Epoch ``e = g // n`` visits each of
+    the split's ``n`` samples once, in an order that depends on ``seed`` and ``e`` alone: place ``g % n`` holds
+    the sample that grain's ``index_shuffle`` (a keyed permutation of ``range(n)``, so nothing is stored) gives
+    for a key drawn by numpy's ``SeedSequence(seed, spawn_key=(e,))``. With ``shuffle=False`` every epoch has the
+    stream's own order.
+
+    A batch is the samples ``position + r`` for ``r`` in ``rows``; then ``position`` goes up by ``global_batch``.
+    So what comes next depends only on ``seed`` and ``position``, not on batch sizes or on who reads which rows.
+
+    Grain reads ``prefetch`` batches ahead on one thread (none for 0), which starts with the first batch.
+
+    Raises:
+        UserError: an argument is out of range, or the data is not whole (``verify`` compares its checksums).
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        split: str = "train",
+        seq_len: int,
+        global_batch: int,
+        rows: Sequence[int] | None = None,
+        seed: int = 0,
+        position: int = 0,
+        prefetch: int = 4,
+        verify: bool = True,
+        shuffle: bool = True,
+    ):
+        if global_batch < 1:
+            raise UserError("train.global_batch", global_batch, "a whole number from 1")
+        rows = range(global_batch) if rows is None else rows
+        for row in rows:
+            if not 0 <= row < global_batch:
+                raise UserError("rows", row, f"rows of the global batch, 0 to {global_batch - 1}")
+        for name, value in (("data.seed", seed), ("position", position), ("prefetch", prefetch)):
+            if value < 0:
+                raise UserError(name, value, "a whole number from 0")
+        self._samples = TokenSamples(path, split, seq_len, verify=verify)
+        if shuffle and len(self._samples) > 2**32:
+            # index_shuffle takes larger ones, and silently counts in 32 bits.
+            raise UserError(
+                "model.seq_len", seq_len, f"longer sequences: {len(self._samples)} samples, at most 2**32"
+            )
+        self._global_batch, self._start, self._prefetch = global_batch, position, prefetch
+        self._batches = _Batches(
+            self._samples, tuple(rows), global_batch, position, seed if shuffle else None
+        )
+        self._taken = 0
+        self._iterator: Any = None
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in an epoch."""
+        return len(self._samples)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the data."""
+        return self._samples.manifest
+
+    @property
+    def position(self) -> int:
+        """The global number of the next batch's first sample; a new loader given it goes on from here."""
+        return self._start + self._taken * self._global_batch
+
+    def samples(self, batch: int) -> list[int]:
+        """Returns the global sample numbers of batch ``batch``, counted from the first position given."""
+        return self._batches.numbers(batch)
+
+    def index(self, sample: int) -> int:
+        """Returns which sample of the split has the global number ``sample``."""
+        return self._batches.index(sample)
+
+    def __iter__(self) -> Iterator[NDArray[np.int32]]:
+        return self
+
+    def __next__(self) -> NDArray[np.int32]:
+        if self._iterator is None:
+            self._iterator = self._start_reading()
+        taken: NDArray[np.int32] = next(self._iterator)
+        self._taken += 1
+        return taken
+
+    def close(self) -> None:
+        """Stops reading ahead; taking another batch starts it again."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+    def _start_reading(self) -> Any:
+        import grain  # takes a second, so only who reads data pays it
+
+        options = grain.ReadOptions(num_threads=min(self._prefetch, 1), prefetch_buffer_size=self._prefetch)
+        iterator = iter(grain.MapDataset.source(self._batches).to_iter_dataset(options))
+        iterator.set_state({"next_index": self._taken})
+        return iterator

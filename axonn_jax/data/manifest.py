@@ -1,0 +1,252 @@
+"""What a prepared directory holds: its manifest, its shards, and the check that they are whole."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from axonn_jax.errors import UserError
+
+FORMAT = "axonn_jax tokens"
+VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+SPLITS = ("train", "valid")
+AGAIN = "run `axonn-jax prepare` again"
+_DTYPES = ("uint16", "uint32")
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens: little-endian integers of the manifest's dtype and nothing else."""
+
+    name: str
+    tokens: int
+    documents: int
+    """How many documents end in this shard."""
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """The files that went into a split and the shards that came out, which in order are its token stream."""
+
+    files: int
+    bytes: int
+    tokens: int
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a prepared directory."""
+
+    path: Path
+    vocab: int
+    dtype: str
+    eot_id: int
+    splits: Mapping[str, Split]
+    unigram_entropy: float
+    """``-sum p_t ln p_t``, nats a token, with ``p_t`` the share of token ``t`` in the held-out split, end-of-text
+    included: the loss there of the best predictor that ignores all context."""
+    skipped: Mapping[str, int]
+    """How many files were left out, by reason."""
+    options: Mapping[str, Any]
+    """What was asked for: include, exclude, holdout, seed."""
+    tools: Mapping[str, str]
+    """Versions of what wrote it."""
+    version: int = VERSION
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """The numpy dtype of the shards."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the object that ``manifest.json`` holds."""
+        return {
+            "format": FORMAT,
+            "version": self.version,
+            "vocab": self.vocab,
+            "dtype": self.dtype,
+            "byte_order": "little",
+            "eot_id": self.eot_id,
+            "unigram_entropy": self.unigram_entropy,
+            "splits": {name: asdict(split) for name, split in self.splits.items()},
+            "skipped": dict(self.skipped),
+            "options": dict(self.options),
+            "tools": dict(self.tools),
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Manifest":
+        """Reads the manifest of a prepared directory and checks that every shard is there in its full size.
+
+        Raises:
+            UserError: the directory or its manifest is missing, not readable or not of this version, or a shard
+                is missing or has the wrong size.
+        """
+        path = Path(path)
+        try:
+            raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            missing = f"no {MANIFEST} in it" if path.is_dir() else "no such directory"
+            raise _bad(path, f"{missing}; give a directory written by `axonn-jax prepare`") from None
+        except OSError as error:
+            raise _bad(path, f"{MANIFEST} is not readable: {error.strerror}") from None
+        except ValueError as error:
+            raise _bad(path, f"{MANIFEST} is not valid JSON ({error}); {AGAIN}") from None
+        manifest = cls._parse(path, raw)
+        manifest._check_sizes()
+        return manifest
+
+    @classmethod
+    def _parse(cls, path: Path, raw: Any) -> "Manifest":
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise _bad(
+                path, f"{MANIFEST} was not written by `axonn-jax prepare` (its format should be {FORMAT!r})"
+            )
+        if raw.get("version") != VERSION:
+            raise _bad(
+                path,
+                f"{MANIFEST} has version {raw.get('version')!r}; this axonn_jax reads {VERSION}; {AGAIN}",
+            )
+        try:
+            splits = {name: _split(raw["splits"][name]) for name in SPLITS}
+            manifest = cls(
+                path=path,
+                vocab=int(raw["vocab"]),
+                dtype=str(raw["dtype"]),
+                eot_id=int(raw["eot_id"]),
+                splits=MappingProxyType(splits),
+                unigram_entropy=float(raw["unigram_entropy"]),
+                skipped=MappingProxyType(dict(raw["skipped"])),
+                options=MappingProxyType(dict(raw["options"])),
+                tools=MappingProxyType(dict(raw["tools"])),
+            )
+            if manifest.dtype not in _DTYPES:
+                raise ValueError(f"dtype {manifest.dtype!r}")
+            for name, split in splits.items():
+                if split.tokens != sum(shard.tokens for shard in split.shards):
+                    raise ValueError(f"tokens of split {name!r}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise _bad(path, f"{MANIFEST} is damaged ({type(error).__name__}: {error}); {AGAIN}") from None
+        return manifest
+
+    def _check_sizes(self) -> None:
+        for shard in self._shards(SPLITS):
+            expected = shard.tokens * self.storage.itemsize
+            try:
+                size = (self.path / shard.name).stat().st_size
+            except OSError as error:
+                raise _bad(self.path, f"shard {shard.name} is missing ({error.strerror}); {AGAIN}") from None
+            if size != expected:
+                raise _bad(self.path, f"shard {shard.name} has {size} bytes, expected {expected}; {AGAIN}")
+
+    def verify(self, splits: Iterable[str] = SPLITS) -> None:
+        """Reads every shard of the given splits and compares its SHA-256 with the manifest's.
+
+        Raises:
+            UserError: a shard is corrupt or not readable.
+        """
+        for shard in self._shards(splits):
+            try:
+                found = _checksum(self.path / shard.name)
+            except OSError as error:
+                raise _bad(self.path, f"shard {shard.name} is not readable: {error.strerror}") from None
+            if found != shard.sha256:
+                raise _bad(
+                    self.path,
+                    f"shard {shard.name} is corrupt: checksum {found}, expected {shard.sha256}; {AGAIN}",
+                )
+
+    def _shards(self, splits: Iterable[str]) -> list[Shard]:
+        return [shard for name in splits for shard in self.splits[name].shards]
+
+
+class ShardWriter:
+    """Writes a split's token stream into files of at most ``limit`` tokens, and counts the tokens by id."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], vocab: int, eot_id: int, limit: int):
+        self.split = split
+        self.counts = np.zeros(vocab, np.int64)
+        self._folder, self._dtype, self._eot, self._limit = folder, dtype.newbyteorder("<"), eot_id, limit
+        self._done: list[Shard] = []
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, ids: NDArray[np.uint32]) -> None:
+        """Appends tokens, opening further files as they fill up."""
+        self.counts += np.bincount(ids, minlength=len(self.counts))
+        while len(ids):
+            if self._file is None:
+                self._name = f"{self.split}-{len(self._done):05d}.bin"
+                self._file = (self._folder / self._name).open("wb")
+                self._digest, self._tokens, self._documents = hashlib.sha256(), 0, 0
+            part, ids = np.split(ids, [self._limit - self._tokens])
+            raw = part.astype(self._dtype).tobytes()
+            self._file.write(raw)
+            self._digest.update(raw)
+            self._tokens += len(part)
+            self._documents += int((part == self._eot).sum())
+            if self._tokens == self._limit:
+                self._finish(self._file)
+
+    def close(self) -> tuple[Shard, ...]:
+        """Ends the last file and returns all of them."""
+        if self._file is not None:
+            self._finish(self._file)
+        return tuple(self._done)
+
+    def _finish(self, file: BinaryIO) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        self._file = None
+        self._done.append(Shard(self._name, self._tokens, self._documents, self._digest.hexdigest()))
+
+
+def _bad(path: Path, accepted: str) -> UserError:
+    return UserError("data.path", str(path), accepted)
+
+
+def _split(raw: Mapping[str, Any]) -> Split:
+    shards = tuple(
+        Shard(
+            name=_plain(shard["name"]),
+            tokens=int(shard["tokens"]),
+            documents=int(shard["documents"]),
+            sha256=str(shard["sha256"]),
+        )
+        for shard in raw["shards"]
+    )
+    return Split(files=int(raw["files"]), bytes=int(raw["bytes"]), tokens=int(raw["tokens"]), shards=shards)
+
+
+def _plain(name: str) -> str:
+    # A shard lies in the directory itself: a manifest from elsewhere must not make us read other files.
+    if Path(name).name != name:
+        raise ValueError(f"shard name {name!r}")
+    return name
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,150 @@
+"""Which processes make up this run: explicit arguments, MPI, Slurm, or one process, in that order."""
+
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from axonn_jax.errors import UserError
+
+_SLURM = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NODELIST",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+)
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, as one of them sees it."""
+
+    rank: int
+    """This process's place among all."""
+    size: int
+    """Number of processes."""
+    local_rank: int
+    """This process's place among those of its host."""
+    hosts: int
+    """Number of hosts."""
+    coordinator: str | None
+    """`host:port` of process 0 for `jax.distributed`; None for one process."""
+    source: str
+    """What told: explicit arguments, MPI, Slurm, or nothing (one process)."""
+    why: str
+    """The reason, for people."""
+
+    def __str__(self) -> str:
+        processes = "1 process" if self.size == 1 else f"{self.size} processes on {self.hosts} host(s)"
+        return f"{processes}, by {self.source}: {self.why}"
+
+
+@dataclass(frozen=True)
+class MpiFacts:
+    """What MPI itself says, once initialised."""
+
+    rank: int
+    size: int
+    local_rank: int
+    hosts: int
+    coordinator: str
+    library: str
+
+
+@dataclass(frozen=True)
+class Explicit:
+    """Processes named by the caller."""
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+
+
+def detect(environ: Mapping[str, str], mpi: Callable[[], MpiFacts], explicit: Explicit | None = None) -> World:
+    """Decides which processes make up the run, in the stated order; `mpi` is asked only under an MPI launcher.
+
+    Raises ``UserError`` where two sources contradict each other, with both values.
+    """
+    if explicit is not None:
+        return _from_explicit(explicit)
+    announced = next((name for name in _MPI_SIZES if int(environ.get(name, "0") or 0) > 1), None)
+    if announced is not None:
+        return _from_mpi(environ, announced, mpi())
+    missing = [name for name in _SLURM if name not in environ]
+    if not missing and int(environ["SLURM_STEP_NUM_TASKS"]) > 1:
+        return _from_slurm(environ)
+    why = "no MPI launcher, no complete set of Slurm variables"
+    if missing and len(missing) < len(_SLURM):
+        why = f"Slurm variables are incomplete (no {', '.join(missing)}), so this is not an srun task"
+    return World(0, 1, 0, 1, None, "one process", why)
+
+
+def _from_explicit(told: Explicit) -> World:
+    if told.num_processes < 1:
+        raise UserError("num_processes", told.num_processes, "an integer of at least 1")
+    if not 0 <= told.process_id < told.num_processes:
+        raise UserError("process_id", told.process_id, f"0 to num_processes - 1 = {told.num_processes - 1}")
+    if not re.fullmatch(r"[^:\s]+:\d+|\[[0-9a-fA-F:]+\]:\d+", told.coordinator):
+        raise UserError("coordinator", told.coordinator, "host:port of process 0")
+    local = told.coordinator.startswith(("127.", "localhost:", "[::1]"))
+    return World(
+        told.process_id,
+        told.num_processes,
+        0 if not local else told.process_id,
+        1 if local else told.num_processes,
+        told.coordinator,
+        "explicit arguments",
+        f"coordinator {told.coordinator}",
+    )
+
+
+def _from_mpi(environ: Mapping[str, str], announced: str, facts: MpiFacts) -> World:
+    size = int(environ[announced])
+    if facts.size != size:
+        raise UserError(
+            announced,
+            size,
+            f"the number of processes mpi4py sees, which is {facts.size} ({facts.library}): mpi4py must use the "
+            "MPI that mpirun belongs to; `axonn-jax doctor` shows both",
+        )
+    why = f"{announced}={size} and mpi4py ({facts.library}) agree"
+    if "SLURM_PROCID" in environ and environ.get("SLURM_PROCID") != str(facts.rank):
+        why += "; Slurm variables describe the shell mpirun was started from and are left aside"
+    return World(facts.rank, size, facts.local_rank, facts.hosts, facts.coordinator, "MPI", why)
+
+
+def _from_slurm(environ: Mapping[str, str]) -> World:
+    size, rank = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_PROCID"])
+    if "SLURM_NTASKS" in environ and int(environ["SLURM_NTASKS"]) != size:
+        raise UserError(
+            "SLURM_STEP_NUM_TASKS",
+            size,
+            f"equal to SLURM_NTASKS = {environ['SLURM_NTASKS']}; start with srun -n",
+        )
+    if not 0 <= rank < size:
+        raise UserError("SLURM_PROCID", rank, f"0 to SLURM_STEP_NUM_TASKS - 1 = {size - 1}")
+    nodes = environ["SLURM_STEP_NODELIST"]
+    hosts = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
+    host = "127.0.0.1" if hosts == 1 else first_slurm_host(nodes)
+    # The same port on every task without a message: from job and step, in the dynamic range.
+    port = 49152 + zlib.crc32(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}".encode()) % 16384
+    return World(
+        rank,
+        size,
+        int(environ["SLURM_LOCALID"]),
+        hosts,
+        f"{host}:{port}",
+        "Slurm",
+        f"step {environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']} has {size} tasks on {nodes}",
+    )
+
+
+def first_slurm_host(nodelist: str) -> str:
+    """First host of a Slurm node list: ``gpu[007-009,12],x1`` -> ``gpu007``."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]\-,]+)[^\]]*\])?([^,\[]*)", nodelist)
+    if match is None:
+        raise UserError("SLURM_STEP_NODELIST", nodelist, "a Slurm node list such as gpu[007-009]")
+    return match[1] + (match[2] or "") + match[3]

@@ -1,0 +1,20 @@
+"""Published dense peaks of accelerators, for percent-of-peak figures; no jax."""
+
+_BF16_FLOPS = {
+    "V100": 125e12,  # fp16: it has no bf16
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "MI250X": 191.5e12,  # one GCD
+    "MI300X": 1307e12,
+}
+"""FLOP/s by a part of the device's name, from the vendors' data sheets (without sparsity)."""
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Half-precision matmul peak in FLOP/s of the device jax names so; None where it is not known."""
+    matches = [name for name in _BF16_FLOPS if name.lower() in device_kind.lower()]
+    return _BF16_FLOPS[max(matches, key=len)] if matches else None

@@ -1,0 +1,196 @@
+"""Starts jax for a run: devices, `jax.distributed`, the grid's mesh, the first collectives."""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid
+from axonn_jax.launch import Explicit, MpiFacts, World, detect
+
+_HEARTBEAT_S = 30
+_WARM_UP_FLOATS = 65_536
+
+
+def init(
+    *,
+    pipe: int = 1,
+    data: int = 1,
+    z: int = 1,
+    y: int = 1,
+    x: int = 1,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> Grid:
+    """Finds this run's processes, starts jax for them and returns the grid, as the current mesh.
+
+    In one process on the CPU backend it makes as many virtual devices as the grid needs. Under `mpirun`, `srun` or
+    with explicit `coordinator` (host:port), `num_processes` and `process_id` it joins the processes with
+    `jax.distributed`. Process 0 prints what was chosen and why. Raises ``UserError`` where the grid does not fit the
+    devices or two sources contradict each other.
+    """
+    given = (coordinator, num_processes, process_id)
+    explicit = None
+    if coordinator is not None and num_processes is not None and process_id is not None:
+        explicit = Explicit(coordinator, num_processes, process_id)
+    elif any(value is not None for value in given):
+        raise UserError("init", given, "coordinator, num_processes and process_id together, or none of them")
+    world, grid = start(GridShape(pipe, data, z, y, x), explicit)
+    if world.rank == 0:
+        print(f"axonn_jax: {describe(world, grid)}", file=sys.stderr, flush=True)
+    return grid
+
+
+def describe(world: World, grid: Grid) -> str:
+    """One line: processes and why, devices, grid."""
+    device = grid.mesh.devices.flat[0]
+    return f"{world}; {grid.shape.devices} x {device.device_kind} ({device.platform}); grid {grid.shape}"
+
+
+def start(shape: GridShape, explicit: Explicit | None = None) -> tuple[World, Grid]:
+    """As `init`, silently; the grid becomes the mesh that `jax.set_mesh` set."""
+    import jax
+
+    from axonn_jax import compat
+    from axonn_jax.memory.host import keep_freed_memory
+
+    if shape.pipe > 1:
+        raise UserError("grid.pipe", shape.pipe, "1: pipelines are not supported by this version")
+    world = detect(os.environ, _ask_mpi, explicit)
+    if not compat.accelerator_expected():
+        keep_freed_memory()
+    if world.size == 1:
+        _make_cpu_devices(shape.devices)
+    else:
+        if shape.devices % world.size:
+            raise UserError("grid", shape, f"a product that {world.size} processes divide, not {shape.devices}")
+        _join(world)
+    grid = build_grid(shape, _devices(shape, world))
+    jax.set_mesh(grid.mesh)
+    if world.size > 1 and jax.default_backend() == "cpu":
+        _warm_up(grid)
+    return world, grid
+
+
+def _make_cpu_devices(count: int) -> None:
+    """Virtual CPU devices, if nothing has started jax yet and nobody asked for another number."""
+    import jax
+
+    from axonn_jax import compat
+
+    if not compat.backends_started() and jax.config.jax_num_cpu_devices < 1:
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def _devices(shape: GridShape, world: World) -> "Sequence[object]":
+    import jax
+
+    devices = jax.devices()
+    virtual = world.size == 1 and jax.default_backend() == "cpu"
+    if virtual and len(devices) > shape.devices:
+        return devices[: shape.devices]
+    if len(devices) != shape.devices:
+        where = f"{len(devices)} {devices[0].platform} device(s) in {world.size} process(es)"
+        hint = ""
+        if virtual:
+            hint = "; start jax with at least as many CPU devices (jax_num_cpu_devices), or call init before jax"
+        elif world.size == 1:
+            hint = "; JAX_PLATFORMS=cpu rehearses any grid on virtual CPU devices"
+        raise UserError("grid", shape, f"a product equal to the device count, {where}; this is {shape.devices}{hint}")
+    # By process, then by device: `x`, the fastest axis, stays inside a process where it can.
+    return sorted(devices, key=lambda device: (device.process_index, device.id))
+
+
+def _ask_mpi() -> MpiFacts:
+    """Initialises MPI (THREAD_MULTIPLE) and lets process 0 offer an address for `jax.distributed`."""
+    local_size, size = (os.environ.get(f"OMPI_COMM_WORLD_{name}SIZE") for name in ("LOCAL_", ""))
+    if local_size is not None and local_size == size:
+        # On one host Open MPI needs shared memory only, and its TCP transport would listen on every interface.
+        os.environ.setdefault("OMPI_MCA_btl", "self,sm")
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UserError(
+            "mpirun", os.environ.get("OMPI_COMM_WORLD_SIZE", "?"), f"one process without mpi4py ({error}); "
+            "`pip install mpi4py` or scripts/setup gives it",
+        ) from None  # fmt: skip
+    world = MPI.COMM_WORLD
+    on_host = world.Split_type(MPI.COMM_TYPE_SHARED)
+    hosts = world.allreduce(int(on_host.Get_rank() == 0))
+    offered = f"{_own_address(hosts)}:{_free_port()}" if world.Get_rank() == 0 else None
+    library = MPI.Get_library_version().split(",")[0].strip("\x00\n ")
+    return MpiFacts(world.Get_rank(), world.Get_size(), on_host.Get_rank(), hosts, world.bcast(offered), library)
+
+
+def _own_address(hosts: int) -> str:
+    if hosts == 1:
+        return "127.0.0.1"
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        raise UserError("hostname", name, f"a name that resolves on this host ({error})") from None
+    if address.startswith("127."):
+        raise UserError("hostname", name, f"an address other hosts can reach; it resolves to {address}")
+    return address
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _join(world: World) -> None:
+    import jax
+
+    from axonn_jax import compat
+
+    if compat.backends_started():
+        raise UserError("init", "called after jax started", "a call before any other use of jax devices")
+    if not compat.accelerator_expected():
+        # One device a process: several, with many dispatches in flight, deadlock in gloo.
+        jax.config.update("jax_num_cpu_devices", 1)
+    assert world.coordinator is not None
+    port = world.coordinator.rsplit(":", 1)[1]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    jax.distributed.initialize(
+        world.coordinator,
+        world.size,
+        world.rank,
+        # Where the launcher did not narrow the view already, each process takes the GPU of its local rank.
+        local_device_ids=[world.local_rank] if compat.accelerator_expected() and "," in visible else None,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=f"127.0.0.1:{port}" if world.hosts == 1 else f"[::]:{port}",
+        heartbeat_timeout_seconds=_HEARTBEAT_S,
+        shutdown_timeout_seconds=_HEARTBEAT_S,
+        initialization_timeout=120,
+    )
+
+
+def _warm_up(grid: Grid) -> None:
+    """Lets every group of processes meet now, with a message of a size that sets gloo's buffers right.
+
+    gloo makes a group's sockets at its first collective and gives up when a member is 30 s late; and where that
+    first one is a small reduce-scatter, every later large all-reduce of the group is 150 times slower.
+    Collectives: one reduce-scatter of 256 KiB a device over each axis, and over the groups that a step uses.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    for axes in (*((axis,) for axis in grid.mesh.axis_names), BATCH_AXES, ("z", "y", "x")):
+        over = tuple(axis for axis in axes if grid.mesh.shape[axis] > 1)
+        if not over:
+            continue
+        count = 1
+        for axis in over:
+            count *= grid.mesh.shape[axis]
+
+        def scatter(x: "jax.Array", over: tuple[str, ...] = over) -> "jax.Array":
+            return jax.lax.psum_scatter(jax.lax.pcast(x, over, to="varying"), over, tiled=True)
+
+        run = jax.shard_map(scatter, mesh=grid.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(over))
+        jax.block_until_ready(jax.jit(run)(jnp.ones((count * _WARM_UP_FLOATS,), jnp.float32)))

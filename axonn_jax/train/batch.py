@@ -1,0 +1,40 @@
+"""Which rows of a global batch a process needs, and how they become one sharded array."""
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from axonn_jax.errors import UserError
+
+
+def local_rows(sharding: NamedSharding, global_batch: int, microbatches: int) -> list[int]:
+    """Global row numbers that this process's devices hold, in ascending order.
+
+    Row `m * (global_batch / microbatches) + r` is sequence `r` of microbatch `m`.
+    """
+    per_microbatch = global_batch // microbatches
+    index_map = sharding.addressable_devices_indices_map((microbatches, per_microbatch, 1))
+    held: set[int] = set()
+    for index in index_map.values():
+        held.update(range(*index[1].indices(per_microbatch)))
+    return [m * per_microbatch + r for m in range(microbatches) for r in sorted(held)]
+
+
+def place(
+    batch: np.ndarray, rows: list[int], global_batch: int, microbatches: int, sharding: NamedSharding
+) -> jax.Array:
+    """Makes [microbatches, global_batch / microbatches, seq + 1] on the mesh from this process's rows of it.
+
+    Raises ``UserError`` where the number of rows is not the number this process holds.
+    """
+    if batch.ndim != 2 or batch.shape[0] != len(rows):
+        raise UserError("batch", batch.shape, f"[{len(rows)}, seq_len + 1] token ids: this process's rows")
+    per_microbatch, width = global_batch // microbatches, batch.shape[1]
+    where = {row: position for position, row in enumerate(rows)}
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        sequences = range(*index[1].indices(per_microbatch))
+        chosen = [[where[m * per_microbatch + r] for r in sequences] for m in range(microbatches)]
+        return batch[np.asarray(chosen)].astype(np.int32)
+
+    return jax.make_array_from_callback((microbatches, per_microbatch, width), sharding, shard)

@@ -1,0 +1,131 @@
+"""Every check of a training configuration that needs neither jax nor a device."""
+
+import math
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from axonn_jax.data.manifest import SPLITS, Manifest
+from axonn_jax.errors import UserError
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.train.config import Config, DataConfig, LogConfig, ModelConfig
+
+_INT32 = 2**31 - 1  # step counters live on the device as int32
+_UINT32 = 2**32 - 1  # seeds of PRNG keys, without 64-bit mode
+
+
+@dataclass(frozen=True)
+class _Range:
+    accepted: str
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        if not (above and below):  # written so that NaN fails
+            raise UserError(name, value, self.accepted)
+
+
+_COUNT = _Range(f"an integer from 1 to {_INT32}", 1, _INT32)
+_COUNT_OR_0 = _Range(f"an integer from 0 to {_INT32}", 0, _INT32)
+_SEED = _Range(f"an integer from 0 to {_UINT32}", 0, _UINT32)
+_POSITIVE = _Range("a finite number above 0", 0, math.inf, open_low=True, open_high=True)
+_NOT_NEGATIVE = _Range("a finite number of at least 0", 0, math.inf, open_high=True)
+_DECAY = _Range("a number of at least 0 and below 1", 0, 1, open_high=True)
+
+_RANGES = {
+    "model.norm_eps": _POSITIVE,
+    "model.rope_theta": _POSITIVE,
+    "model.init_std": _POSITIVE,
+    "model.dropout": _Range("a probability of at least 0 and below 1", 0, 1, open_high=True),
+    "data.seed": _SEED,
+    "train.steps": _COUNT,
+    "train.global_batch": _COUNT,
+    "train.microbatches": _COUNT,
+    "train.lr": _POSITIVE,
+    "train.warmup": _COUNT_OR_0,
+    "train.min_lr_ratio": _Range("a number from 0 to 1", 0, 1),
+    "train.weight_decay": _NOT_NEGATIVE,
+    "train.beta1": _DECAY,
+    "train.beta2": _DECAY,
+    "train.eps": _POSITIVE,
+    "train.clip": _NOT_NEGATIVE,
+    "train.eval_every": _COUNT_OR_0,
+    "train.eval_batches": _COUNT,
+    "train.seed": _SEED,
+    "memory.bucket": _COUNT,
+    "log.every": _COUNT,
+}
+
+
+def check(config: Config) -> Config:
+    """Checks the config, cheap checks first; returns it with every model field and the run directory filled in.
+
+    Raises:
+        UserError: a value is out of range, contradicts another or the data, or names something unusable.
+    """
+    for name, allowed in _RANGES.items():
+        table, key = name.split(".")
+        value = getattr(getattr(config, table), key)
+        if value is not None:
+            allowed.check(name, value)
+    if config.grid.pipe != 1:
+        raise UserError("grid.pipe", config.grid.pipe, "not supported by this version, which accepts only 1")
+    if config.train.warmup > config.train.steps:
+        raise UserError(
+            "train.warmup", config.train.warmup, f"at most train.steps, which is {config.train.steps}"
+        )
+    config.grid.check_batch(config.train.global_batch, config.train.microbatches)
+    log = _check_log(config.log)
+    if config.model.preset is not None or config.model.vocab is not None:
+        config.model.shape()  # a mistake in the model is reported even where the data is not there yet
+    manifest = _load(config.data)
+    shape = config.model.shape(default_vocab=manifest.vocab)
+    _check_data(shape, manifest)
+    config.grid.check_model(shape)
+    if config.data.verify:
+        manifest.verify()
+    model = ModelConfig(preset=config.model.preset, **asdict(shape))
+    return replace(config, model=model, log=log)
+
+
+def _load(data: DataConfig) -> Manifest:
+    if not data.path:
+        raise UserError("data.path", data.path, "a directory written by `axonn-jax prepare`")
+    return Manifest.load(data.path)
+
+
+def _check_data(shape: ModelShape, manifest: Manifest) -> None:
+    if shape.vocab < manifest.vocab:
+        raise UserError(
+            "model.vocab", shape.vocab, f"at least the prepared data's vocabulary, which is {manifest.vocab}"
+        )
+    for name in SPLITS:
+        tokens = manifest.splits[name].tokens
+        if tokens < shape.seq_len + 1:  # a sequence and the token behind it
+            raise UserError(
+                "model.seq_len",
+                shape.seq_len,
+                f"at most {tokens - 1}, one less than the tokens of the data's {name} split",
+            )
+
+
+def _check_log(log: LogConfig) -> LogConfig:
+    """Nothing is created here: a run directory should not appear for a run that cannot start."""
+    if not log.dir:
+        raise UserError("log.dir", log.dir, "the path of a directory that can be written")
+    path = log.dir.replace("{name}", "run")  # only a config that did not come from a file still has it
+    existing = Path(path)
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        what = "is not a directory" if existing == Path(path) else f"{existing} is not a directory"
+        raise UserError("log.dir", log.dir, f"a directory that can be written; {what}")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError("log.dir", log.dir, f"a directory that can be written; {existing} cannot")
+    return replace(log, dir=path)
+
+

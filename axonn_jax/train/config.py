@@ -1,0 +1,229 @@
+"""The configuration of a training run: typed tables of documented fields, without jax."""
+
+import json
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.models.presets import preset, preset_names
+from axonn_jax.models.shape import Mlp, ModelShape, Norm, Positions
+
+Optimizer = Literal["adamw", "adam", "sgd", "lion"]
+Schedule = Literal["cosine", "linear", "constant"]
+Precision = Literal["fp32", "bf16", "auto"]
+Activations = Literal["none", "full", "dots"]
+
+
+class _NotGiven:
+    def __str__(self) -> str:
+        return "(not given)"
+
+
+NOT_GIVEN = _NotGiven()
+"""What an error message shows as the value of a required field that was left out."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model: a preset, a preset with some sizes changed, or all sizes."""
+
+    preset: str | None = None
+    """Name of a published model (docs/config.md lists them); the fields below change its sizes."""
+    layers: int | None = None
+    """Number of transformer blocks. Required without a preset."""
+    hidden: int | None = None
+    """Width of the residual stream (features a token). Required without a preset."""
+    heads: int | None = None
+    """Number of query heads; divides `hidden`. Required without a preset."""
+    kv_heads: int | None = None
+    """Number of key/value heads; divides `heads`. Left out: as many as `heads`, or the preset's."""
+    ffn: int | None = None
+    """Width of the feed-forward layer. Left out: 4 `hidden`, or the preset's."""
+    vocab: int | None = None
+    """Size of the vocabulary, at least the prepared data's. Left out: the preset's, else the data's."""
+    seq_len: int | None = None
+    """Tokens a sequence. Required without a preset."""
+    positions: Positions | None = None
+    """How a token knows its place: a learned table (default), or rotary embeddings."""
+    norm: Norm | None = None
+    """Normalisation in front of each half of a block (default: layernorm)."""
+    mlp: Mlp | None = None
+    """Feed-forward: two matmuls around GELU (default), or the gated three-matmul SwiGLU."""
+    bias: bool | None = None
+    """Whether linear layers have biases (default: true)."""
+    tied: bool | None = None
+    """Whether the output projection is the embedding table (default: true)."""
+    dropout: float | None = None
+    """Dropout on the embedding and on both branches of a block (default: 0)."""
+    norm_eps: float | None = None
+    """Added to the variance under the square root of a norm (default: 1e-5)."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies (default: 10000)."""
+    init_std: float | None = None
+    """Standard deviation of initial weights (default: 0.02)."""
+
+    def shape(self, default_vocab: int | None = None) -> ModelShape:
+        """Returns the model's sizes; `default_vocab` is used where neither `vocab` nor a preset gives one.
+
+        Raises:
+            UserError: the preset is unknown, a required field is missing, or a size is not possible.
+        """
+        given: dict[str, Any] = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name != "preset" and getattr(self, f.name) is not None
+        }
+        if self.preset is not None:
+            base = preset(self.preset)
+            # Sizes that follow from another one in the preset keep following it.
+            if base.kv_heads == base.heads and "heads" in given:
+                given.setdefault("kv_heads", given["heads"])
+            if base.ffn == 4 * base.hidden and "hidden" in given:
+                given.setdefault("ffn", 4 * given["hidden"])
+            return replace(base, **given)
+        if default_vocab is not None:
+            given.setdefault("vocab", default_vocab)
+        required = ("layers", "hidden", "heads", "vocab", "seq_len")
+        missing = [name for name in required if name not in given]
+        if len(missing) >= 4:
+            raise UserError(
+                "model.preset",
+                NOT_GIVEN,
+                f"a preset ({', '.join(preset_names())}), or model.layers, hidden, heads and seq_len",
+            )
+        if missing:
+            raise UserError(
+                ", ".join(f"model.{name}" for name in missing),
+                NOT_GIVEN,
+                "required where model.preset is left out; an integer of at least 1",
+            )
+        given.setdefault("kv_heads", given["heads"])
+        given.setdefault("ffn", 4 * given["hidden"])
+        return ModelShape(**given)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the tokens come from."""
+
+    path: str
+    """A directory written by `axonn-jax prepare`; a relative path starts at the current directory."""
+    seed: int = 0
+    """Seed of the order in which training sequences are drawn."""
+    verify: bool = True
+    """Compare the checksum of every shard at the start, which reads all of the data once."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The optimisation."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    global_batch: int = 32
+    """Sequences a step, over all devices; a multiple of grid.data * grid.z * microbatches."""
+    microbatches: int = 1
+    """Parts a step's batch is processed in, one after the other, gradients accumulated."""
+    optimizer: Optimizer = "adamw"
+    """Which optimizer."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    warmup: int = 0
+    """Steps of linear warm-up from 0 to the peak learning rate."""
+    schedule: Schedule = "cosine"
+    """Learning rate after the warm-up: down to `min_lr_ratio` of the peak at the last step, or constant."""
+    min_lr_ratio: float = 0.1
+    """Learning rate at the last step as a share of the peak (cosine and linear)."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of weight matrices (adamw and lion; adam and sgd have none)."""
+    beta1: float = 0.9
+    """Decay of the first moment; for sgd, the momentum."""
+    beta2: float = 0.95
+    """Decay of the second moment (adamw, adam) or of the slow average (lion)."""
+    eps: float = 1e-8
+    """Added to the root of the second moment (adamw, adam)."""
+    clip: float = 1.0
+    """Gradients are scaled down to this global norm; 0: not clipped."""
+    eval_every: int = 0
+    """Steps between evaluations on the held-out split; 0: only at the end."""
+    eval_batches: int = 8
+    """Global batches an evaluation averages over."""
+    seed: int = 0
+    """Seed of the initial weights and of dropout."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What is kept on the device, and in which precision."""
+
+    precision: Precision = "auto"
+    """Of compute and gradients; weights and moments stay fp32. auto: bf16 on accelerators, fp32 on CPU."""
+    activations: Activations = "none"
+    """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)."""
+    bucket: int = 16_000_000
+    """Elements reduced together over grid.data: one collective a bucket."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What a run leaves behind."""
+
+    dir: str = "runs/{name}"
+    """The run directory; {name} stands for the config file's name without .toml."""
+    every: int = 1
+    """Steps between lines of metrics.jsonl."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files (needs the `tensorboard` extra)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that defines a training run; each field is a table of the TOML file."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model: a preset, a preset with some sizes changed, or all sizes."""
+    data: DataConfig
+    """Where the tokens come from."""
+    grid: GridShape = field(default_factory=GridShape)
+    """How the devices are arranged; the product of the axes is the number of devices."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """The optimisation."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """What is kept on the device, and in which precision."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """What a run leaves behind."""
+
+    def check(self) -> "Config":
+        """Checks all that can be checked without devices; returns the config with every model field filled in.
+
+        Raises:
+            UserError: a value is out of range, contradicts another or the data, or names something unusable.
+        """
+        from axonn_jax.train.check import check
+
+        return check(self)
+
+
+def to_toml(config: Config) -> str:
+    """Returns the config as TOML text that reads back as the same config."""
+    lines: list[str] = []
+    for table in fields(config):
+        value = getattr(config, table.name)
+        assert is_dataclass(value)
+        lines += [f"[{table.name}]"]
+        for key in fields(value):
+            entry = getattr(value, key.name)
+            if entry is not None:  # TOML has no null: what is left out reads back as None
+                lines.append(f"{key.name} = {_literal(entry)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, except that TOML also wants DEL escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

@@ -1,0 +1,117 @@
+"""What a run writes while it trains: metrics.jsonl, TensorBoard events, loss.png."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from axonn_jax.errors import UserError
+
+METRICS = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends one JSON object a line to the run directory's metrics.jsonl, each line whole on disk at once.
+
+    An earlier run's file in the same directory is kept under a numbered name.
+    """
+
+    def __init__(self, directory: Path, *, tensorboard: bool = False):
+        self.path = directory / METRICS
+        if self.path.exists():
+            self.path.rename(_free_name(self.path))
+        self._file = self.path.open("w", encoding="utf-8", buffering=1)
+        self._events = _event_writer(directory) if tensorboard else None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Writes one record; a number that is not finite becomes null, which JSON can hold."""
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps(clean) + "\n")
+        if self._events is not None:
+            for name, value in record.items():
+                if name != "step":
+                    self._events.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return candidate
+
+
+def _event_writer(directory: Path) -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise UserError("log.tensorboard", True, "false, or `pip install axonn_jax[tensorboard]`") from None
+    return SummaryWriter(str(directory / "tensorboard"))
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """All records of a run directory, in order; a last line cut off in the middle is left out."""
+    records = []
+    for line in (directory / METRICS).read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
+    """Draws loss.png from metrics.jsonl: training loss, its running mean, held-out loss, unigram entropy."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = read_metrics(directory)
+    train = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
+    held_out = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if train:
+        steps, losses = zip(*train, strict=True)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training loss")
+        axes.plot(steps, _running_mean(losses, 0.9), color="tab:blue", linewidth=1.8, label="running mean")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", markersize=4, label="held-out loss")
+        step, loss = held_out[-1]
+        axes.annotate(f"{loss:.3f}", (step, loss), xytext=(-4, 8), textcoords="offset points", ha="right")
+    if unigram_entropy is not None:
+        axes.axhline(unigram_entropy, color="gray", linestyle="--", linewidth=1)
+        axes.annotate(
+            f"unigram entropy of the held-out text: {unigram_entropy:.3f}",
+            (0.99, unigram_entropy),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            color="gray",
+            fontsize=9,
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats a token)")
+    axes.set_title(f"{directory.name}")
+    axes.grid(alpha=0.25)
+    axes.legend(loc="upper right" if unigram_entropy is None else "best")
+    path = directory / "loss.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _running_mean(values: tuple[float, ...], decay: float) -> list[float]:
+    """Exponential mean with its start corrected (as Adam's)."""
+    means, mean, weight = [], 0.0, 0.0
+    for value in values:
+        mean = decay * mean + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
+        means.append(mean / weight)
+    return means

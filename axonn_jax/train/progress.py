@@ -1,0 +1,69 @@
+"""Progress of a run on standard error: a live line on a terminal, plain lines everywhere else."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+
+def duration(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``."""
+    whole = int(seconds + 0.5)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Progress:
+    """Shows step, loss, speed and time left; `shown=False` (ranks other than 0) is silent.
+
+    Away from a terminal (a log file, mpirun) it prints a plain line at the first and the last step and at most one
+    every `interval` seconds in between.
+    """
+
+    def __init__(self, steps: int, *, shown: bool = True, interval: float = 5.0):
+        self._steps, self._shown, self._interval = steps, shown, interval
+        self._last_line, self._start = -interval, time.monotonic()
+        self._bar: Any = None
+        if shown and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Bar
+
+            columns = (
+                BarColumn(24),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+            )
+            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task("compiling the step", total=steps)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Prints a line of its own."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        elif self._shown:
+            print(text, file=sys.stderr, flush=True)
+
+    def update(self, step: int, loss: float, tokens_per_s: float, step_s: float) -> None:
+        """Shows a finished step."""
+        left = duration((self._steps - step) * step_s)
+        text = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {left} left"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=text)
+            return
+        now = time.monotonic()
+        if step in (1, self._steps) or now - self._last_line >= self._interval:
+            self._last_line = now
+            self.say(f"step {step}/{self._steps}  {text}")

@@ -1,0 +1,182 @@
+"""One training run: from a checked config to a run directory."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from axonn_jax.data.loader import Loader
+from axonn_jax.launch import World
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.peaks import peak_flops
+from axonn_jax.start import describe, start
+from axonn_jax.state.checkpoint import save_weights
+from axonn_jax.train.config import Config, to_toml
+from axonn_jax.train.metrics import MetricsLog, plot_loss
+from axonn_jax.train.optimizer import learning_rate, make_optimizer
+from axonn_jax.train.progress import Progress, duration
+from axonn_jax.train.trainer import StepMetrics, Trainer
+
+
+def train(config: Config) -> int:
+    """Trains as a checked config says and leaves a run directory; returns the exit status."""
+    world, grid = start(config.grid)
+    with _all_or_nothing(world):
+        shape = config.model.shape()
+        model = Transformer(shape, rngs=nnx.Rngs(config.train.seed))
+        trainer = Trainer(
+            model,
+            make_optimizer(config.train),
+            grid,
+            microbatches=config.train.microbatches,
+            clip=config.train.clip,
+            precision=config.memory.precision,
+            activations=config.memory.activations,
+            bucket=config.memory.bucket,
+            seed=config.train.seed,
+        )
+        del model  # its arrays live on in the trainer, which donates them
+        run = Run(config, shape, world, trainer)
+        run.say(describe(world, grid))
+        run.go()
+    return 0
+
+
+@contextlib.contextmanager
+def _all_or_nothing(world: World) -> Iterator[None]:
+    """In a run of several processes, one that fails ends at once, so that its launcher ends the others.
+
+    The orderly exit would wait in `jax.distributed` for peers that wait for this process.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if world.size == 1 or isinstance(error, SystemExit):
+            raise
+        from axonn_jax.cli.main import report
+
+        status = report(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+class Run:
+    """The loop around a trainer: data, evaluation, metrics, progress, pictures, weights."""
+
+    def __init__(self, config: Config, shape: ModelShape, world: World, trainer: Trainer):
+        self.config, self.shape, self.world, self.trainer = config, shape, world, trainer
+        self.directory = Path(config.log.dir)
+        self.first = world.rank == 0
+        self.rows = trainer.rows(config.train.global_batch)
+        self.train_data = self._loader("train")
+        self.held_out = self._held_out()
+        self.tokens = config.train.global_batch * shape.seq_len
+        self.rate = learning_rate(config.train)
+        self.progress = Progress(config.train.steps, shown=self.first)
+        self.log: MetricsLog | None = None
+        if self.first:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            self.log = MetricsLog(self.directory, tensorboard=config.log.tensorboard)
+
+    def say(self, text: str) -> None:
+        """Prints a line, on the first process only."""
+        self.progress.say(text)
+
+    def go(self) -> None:
+        """Trains to the last step, evaluates, draws, saves."""
+        steps, every = self.config.train.steps, self.config.train.eval_every
+        entropy = self.train_data.manifest.unigram_entropy
+        self.say(f"{self.shape.params():,} parameters; {self.tokens:,} tokens a step; run directory {self.directory}")
+        start = mark = time.monotonic()
+        with self.progress:
+            self.say("compiling the step (the first time takes a while)")
+            waiting: StepMetrics | None = None
+            for step in range(1, steps + 1):
+                metrics = self.trainer.step(next(self.train_data))
+                if waiting is not None:  # one step behind: the devices are never waited for with nothing to do
+                    mark = self._report(step - 1, waiting, mark)
+                waiting = metrics
+                if step == steps or (every and step % every == 0):
+                    mark = self._report(step, waiting, mark)
+                    waiting = None
+                    self._evaluate(step)
+                    mark = time.monotonic()
+        checkpoint = save_weights(self.directory / "checkpoints", steps, self.trainer.params)
+        if self.log is not None:
+            self.log.close()
+            picture = plot_loss(self.directory, entropy)
+            self.say(f"trained {steps} steps in {duration(time.monotonic() - start)}; {picture}; weights {checkpoint}")
+
+    def _report(self, step: int, metrics: StepMetrics, mark: float) -> float:
+        """Waits for a step, the run's one sync a step, and writes it down; returns when it was done."""
+        if not self.first:
+            metrics["loss"].block_until_ready()
+            return time.monotonic()
+        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        now = time.monotonic()
+        step_s = now - mark
+        if step % self.config.log.every == 0 or step == self.config.train.steps:
+            record: dict[str, Any] = {
+                "step": step,
+                "loss": loss,
+                "tokens": step * self.tokens,
+                "tokens_per_s": self.tokens / step_s,
+                "step_s": step_s,
+                "grad_norm": norm,
+                "lr": float(self.rate(step - 1)),
+                **self._usage(step_s),
+            }
+            assert self.log is not None
+            self.log.write(record)
+        self.progress.update(step, loss, self.tokens / step_s, step_s)
+        return now
+
+    def _usage(self, step_s: float) -> dict[str, float]:
+        """Percent of peak and device memory, where they can be known."""
+        devices = self.trainer.grid.mesh.devices
+        used: dict[str, float] = {}
+        peak = peak_flops(devices.flat[0].device_kind)
+        if peak is not None:
+            flops = self.shape.step_flops(self.config.train.global_batch)
+            used["mfu"] = flops / (step_s * devices.size * peak)
+        local = [device for device in devices.flat if device.process_index == self.world.rank]
+        stats = local[0].memory_stats() if local else None
+        if stats and "peak_bytes_in_use" in stats:
+            used["device_bytes"] = stats["peak_bytes_in_use"]
+        return used
+
+    def _evaluate(self, step: int) -> None:
+        loss = self.trainer.evaluate(self.held_out)
+        if self.log is not None:
+            self.log.write({"step": step, "eval_loss": loss})
+        entropy = self.train_data.manifest.unigram_entropy
+        self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {entropy:.4f})")
+
+    def _loader(self, split: str, **options: Any) -> Loader:
+        return Loader(
+            self.config.data.path,
+            split=split,
+            seq_len=self.shape.seq_len,
+            global_batch=self.config.train.global_batch,
+            rows=self.rows,
+            seed=self.config.data.seed,
+            verify=False,  # the config's check has done it
+            **options,
+        )
+
+    def _held_out(self) -> list[np.ndarray]:
+        """The evaluation's batches: the first of the held-out split, read once, the same at every evaluation."""
+        loader = self._loader("valid", shuffle=False)
+        enough = -(-loader.num_samples // self.config.train.global_batch)
+        batches = [next(loader) for _ in range(min(self.config.train.eval_batches, enough))]
+        loader.close()
+        return batches

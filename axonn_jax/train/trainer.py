@@ -1,0 +1,131 @@
+"""The trainer: a model, an optimizer and a grid become a step."""
+
+from collections.abc import Iterable
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import Grid
+from axonn_jax.memory.activations import Activations
+from axonn_jax.memory.precision import Precision, compute_dtype
+from axonn_jax.tensor.params import Params, take_apart
+from axonn_jax.train.batch import local_rows, place
+from axonn_jax.train.program import StageProgram
+
+
+class StepMetrics(TypedDict):
+    """Results of a step, still on the devices: reading one waits for the step."""
+
+    loss: jax.Array
+    grad_norm: jax.Array
+
+
+class Trainer:
+    """Trains a model on a grid: one compiled program a step, parameters and optimizer state donated to it.
+
+    `optimizer` is any optax transformation; it sees global arrays, so transformations that are not elementwise are
+    right too. The loss is the mean over all target tokens of the global batch, whatever the grid. With `clip` the
+    gradients are scaled down to that global norm. Under bf16, layers compute in bfloat16 and master weights,
+    gradient sums and optimizer state stay float32.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        optimizer: optax.GradientTransformation,
+        grid: Grid,
+        *,
+        microbatches: int = 1,
+        clip: float = 0.0,
+        precision: Precision = "auto",
+        activations: Activations = "none",
+        bucket: int = 16_000_000,
+        seed: int = 0,
+    ):
+        parts = take_apart(model)
+        shape = getattr(model, "shape", None)
+        if shape is not None:
+            grid.shape.check_model(shape)
+        self.grid, self.microbatches, self.optimizer = grid, microbatches, optimizer
+        self.program = StageProgram(parts, grid, compute_dtype(precision), activations, bucket)
+        self._clip = clip
+        self._key = jax.random.key(seed) if getattr(shape, "dropout", 0.0) > 0.0 else None
+        shardings = self.program.shardings()
+        self._scalar = NamedSharding(grid.mesh, P())
+        self.params: Params = jax.device_put(parts.params, shardings)
+        state_shardings = self._state_shardings(jax.eval_shape(optimizer.init, self.params))
+        self.opt_state: Any = jax.jit(optimizer.init, out_shardings=state_shardings)(self.params)
+        self._step = jax.jit(
+            self._train_step,
+            donate_argnums=(0, 1),
+            out_shardings=(shardings, state_shardings, {"loss": self._scalar, "grad_norm": self._scalar}),
+        )
+        self._loss = jax.jit(self.program.loss)
+        self.steps_done = 0
+
+    def _state_shardings(self, state: Any) -> Any:
+        """Optimizer state has its parameter's layout where it has its shape, and is replicated elsewhere."""
+        shardings, shapes = self.program.shardings(), {name: p.shape for name, p in self.params.items()}
+
+        def layout(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in shapes]
+            same = bool(names) and shapes[names[-1]] == leaf.shape
+            return shardings[names[-1]] if same else self._scalar
+
+        return jax.tree_util.tree_map_with_path(layout, state)
+
+    def _train_step(
+        self, params: Params, opt_state: Any, tokens: jax.Array, key: jax.Array | None
+    ) -> tuple[Params, Any, StepMetrics]:
+        grads, loss, norm = self.program.gradients(params, tokens, key)
+        if self._clip > 0.0:
+            # The published coefficient (AxoNN, Megatron-LM): clip / (norm + 1e-6), never above one.
+            scale = jnp.minimum(1.0, self._clip / (norm + 1e-6))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        updates, opt_state = self.optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {"loss": loss, "grad_norm": norm}
+
+    def rows(self, global_batch: int) -> list[int]:
+        """Rows of a global batch that this process must load (all of them in a run of one process)."""
+        self.grid.shape.check_batch(global_batch, self.microbatches)
+        return local_rows(self.program.batch_sharding(), global_batch, self.microbatches)
+
+    def place(self, batch: np.ndarray) -> jax.Array:
+        """Puts this process's rows [rows, seq + 1] of a global batch onto the mesh."""
+        share = len(self.rows(self.grid.shape.batch_shards * self.microbatches))
+        if len(batch) % share:
+            raise UserError("batch", batch.shape, f"rows in a multiple of {share}, data*z*microbatches here")
+        global_batch = len(batch) // share * self.grid.shape.batch_shards * self.microbatches
+        rows = self.rows(global_batch)
+        return place(batch, rows, global_batch, self.microbatches, self.program.batch_sharding())
+
+    def step(self, batch: np.ndarray) -> StepMetrics:
+        """One optimizer step on this process's rows [rows, seq + 1] of a global batch of token ids.
+
+        Dispatches and returns: the metrics are device values, and nothing is waited for. Collectives are those of
+        `StageProgram.gradients`.
+        """
+        tokens = self.place(batch)
+        key = None if self._key is None else jax.random.fold_in(self._key, self.steps_done)
+        self.params, self.opt_state, metrics = self._step(self.params, self.opt_state, tokens, key)
+        self.steps_done += 1
+        return metrics
+
+    def compiled_step(self, batch: np.ndarray) -> jax.stages.Compiled:
+        """The step's compiled program for batches of this shape: its HLO, memory and cost can be read."""
+        key = None if self._key is None else jax.random.fold_in(self._key, 0)
+        return self._step.lower(self.params, self.opt_state, self.place(batch), key).compile()
+
+    def evaluate(self, batches: Iterable[np.ndarray]) -> float:
+        """Mean loss over batches (this process's rows of each), without dropout; waits for the result."""
+        losses = [self._loss(self.params, self.place(batch)) for batch in batches]
+        if not losses:
+            raise UserError("evaluate", "no batches", "at least one batch")
+        return float(np.mean([float(loss) for loss in losses]))
