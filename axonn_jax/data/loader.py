@@ -73,9 +73,7 @@ def _open(folder: Path, storage: np.dtype[Any], shard: Shard) -> NDArray[Any]:
 class _Batches:
     """The endless row of batches, as the random-access source that grain wants; any thread may read it."""
 
-    def __init__(
-        self, samples: TokenSamples, rows: tuple[int, ...], stride: int, start: int, key: int | None
-    ):
+    def __init__(self, samples: TokenSamples, rows: tuple[int, ...], stride: int, start: int, key: int | None):
         self._samples, self._rows, self._stride, self._start = samples, rows, stride, start
         self._key = None if key is None else lru_cache(maxsize=4)(partial(_epoch_key, key))
 
@@ -152,13 +150,9 @@ class Loader:
         self._samples = TokenSamples(path, split, seq_len, verify=verify)
         if shuffle and len(self._samples) > 2**32:
             # index_shuffle takes larger ones, and silently counts in 32 bits.
-            raise UserError(
-                "model.seq_len", seq_len, f"longer sequences: {len(self._samples)} samples, at most 2**32"
-            )
+            raise UserError("model.seq_len", seq_len, f"longer sequences: {len(self._samples)} samples, at most 2**32")
         self._global_batch, self._start, self._prefetch = global_batch, position, prefetch
-        self._batches = _Batches(
-            self._samples, tuple(rows), global_batch, position, seed if shuffle else None
-        )
+        self._batches = _Batches(self._samples, tuple(rows), global_batch, position, seed if shuffle else None)
         self._taken = 0
         self._iterator: Any = None
 

@@ -111,9 +111,7 @@ class Manifest:
     @classmethod
     def _parse(cls, path: Path, raw: Any) -> "Manifest":
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            raise _bad(
-                path, f"{MANIFEST} was not written by `axonn-jax prepare` (its format should be {FORMAT!r})"
-            )
+            raise _bad(path, f"{MANIFEST} was not written by `axonn-jax prepare` (its format should be {FORMAT!r})")
         if raw.get("version") != VERSION:
             raise _bad(
                 path,

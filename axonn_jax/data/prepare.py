@@ -98,9 +98,7 @@ def prepare(
             splits=MappingProxyType(splits),
             unigram_entropy=unigram_entropy(counts["valid"]),
             skipped=MappingProxyType(dict(sorted(found.skipped.items()))),
-            options=MappingProxyType(
-                {"include": [*include], "exclude": [*exclude], "holdout": holdout, "seed": seed}
-            ),
+            options=MappingProxyType({"include": [*include], "exclude": [*exclude], "holdout": holdout, "seed": seed}),
             tools=MappingProxyType(
                 {
                     "axonn_jax": __version__,
@@ -167,9 +165,7 @@ def scan(root: Path, include: Sequence[str], exclude: Sequence[str], out: Path, 
             done += size
             report("reading", done, 0)
     if not found.sizes and not found.skipped:
-        raise UserError(
-            "--include", " ".join(include), f"patterns that match at least two files below {root}"
-        )
+        raise UserError("--include", " ".join(include), f"patterns that match at least two files below {root}")
     if len(found.sizes) < 2:
         why = ", ".join(f"{count} {reason}" for reason, count in sorted(found.skipped.items())) or "none"
         raise UserError(

@@ -80,9 +80,7 @@ def train(texts: Iterable[str], vocab: int) -> Any:
 def check_vocab(vocab: int) -> None:
     """Raises a UserError unless a byte-level BPE can have ``vocab`` entries."""
     if not MIN_VOCAB <= vocab <= MAX_VOCAB:
-        raise UserError(
-            "--vocab", vocab, f"a whole number from {MIN_VOCAB} (the bytes and {EOT}) to {MAX_VOCAB}"
-        )
+        raise UserError("--vocab", vocab, f"a whole number from {MIN_VOCAB} (the bytes and {EOT}) to {MAX_VOCAB}")
 
 
 def load(file: str | Path) -> Any:
