@@ -16,7 +16,10 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 
 def context_mesh() -> jax.sharding.Mesh | None:
     """The concrete mesh set by `jax.set_mesh`, or None inside a trace or without one."""
-    mesh = jax.sharding.get_mesh()
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # inside a trace, where a parameter is abstract or made by the program around it
+        return None
     return None if mesh.empty else mesh
 
 

@@ -44,7 +44,7 @@ def _on_mesh(init: Callable[..., jax.Array], sharding: NamedSharding) -> Callabl
 
 
 def _param(init: Callable[..., jax.Array], key: jax.Array | None, spec: PartitionSpec) -> nnx.Param[jax.Array]:
-    mesh = None if isinstance(key, jax.core.Tracer) else compat.context_mesh()
+    mesh = compat.context_mesh()
     value = init(key) if mesh is None else _on_mesh(init, NamedSharding(mesh, spec))(key)
     return nnx.Param(value, out_sharding=spec, eager_sharding=False)
 

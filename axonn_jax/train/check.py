@@ -75,9 +75,7 @@ def check(config: Config) -> Config:
     if config.grid.pipe != 1:
         raise UserError("grid.pipe", config.grid.pipe, "not supported by this version, which accepts only 1")
     if config.train.warmup > config.train.steps:
-        raise UserError(
-            "train.warmup", config.train.warmup, f"at most train.steps, which is {config.train.steps}"
-        )
+        raise UserError("train.warmup", config.train.warmup, f"at most train.steps, which is {config.train.steps}")
     config.grid.check_batch(config.train.global_batch, config.train.microbatches)
     log = _check_log(config.log)
     if config.model.preset is not None or config.model.vocab is not None:
@@ -127,5 +125,3 @@ def _check_log(log: LogConfig) -> LogConfig:
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError("log.dir", log.dir, f"a directory that can be written; {existing} cannot")
     return replace(log, dir=path)
-
-

@@ -45,23 +45,23 @@ class ModelConfig:
     seq_len: int | None = None
     """Tokens a sequence. Required without a preset."""
     positions: Positions | None = None
-    """How a token knows its place: a learned table (default), or rotary embeddings."""
+    """How a token knows its place: a learned table, or rotary embeddings. Left out: learned, or the preset's."""
     norm: Norm | None = None
-    """Normalisation in front of each half of a block (default: layernorm)."""
+    """Normalisation in front of each half of a block. Left out: layernorm, or the preset's."""
     mlp: Mlp | None = None
-    """Feed-forward: two matmuls around GELU (default), or the gated three-matmul SwiGLU."""
+    """Feed-forward: two matmuls around GELU, or the gated three-matmul SwiGLU. Left out: gelu, or the preset's."""
     bias: bool | None = None
-    """Whether linear layers have biases (default: true)."""
+    """Whether linear layers have biases. Left out: true, or the preset's."""
     tied: bool | None = None
-    """Whether the output projection is the embedding table (default: true)."""
+    """Whether the output projection is the embedding table. Left out: true, or the preset's."""
     dropout: float | None = None
-    """Dropout on the embedding and on both branches of a block (default: 0)."""
+    """Dropout on the embedding and on both branches of a block. Left out: 0."""
     norm_eps: float | None = None
-    """Added to the variance under the square root of a norm (default: 1e-5)."""
+    """Added to the variance under the square root of a norm. Left out: 1e-5."""
     rope_theta: float | None = None
-    """Base of the rotary frequencies (default: 10000)."""
+    """Base of the rotary frequencies. Left out: 10000, or the preset's."""
     init_std: float | None = None
-    """Standard deviation of initial weights (default: 0.02)."""
+    """Standard deviation of initial weights. Left out: 0.02."""
 
     def shape(self, default_vocab: int | None = None) -> ModelShape:
         """Returns the model's sizes; `default_vocab` is used where neither `vocab` nor a preset gives one.

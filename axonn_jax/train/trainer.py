@@ -89,7 +89,8 @@ class Trainer:
             # The published coefficient (AxoNN, Megatron-LM): clip / (norm + 1e-6), never above one.
             scale = jnp.minimum(1.0, self._clip / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale, grads)
-        updates, opt_state = self.optimizer.update(grads, opt_state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
+            updates, opt_state = self.optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, {"loss": loss, "grad_norm": norm}
 
     def rows(self, global_batch: int) -> list[int]:

@@ -1,0 +1,117 @@
+"""The command `axonn-jax`: finds the subcommand, runs it, turns what happens into an exit status."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from axonn_jax.cli.report import report
+from axonn_jax.errors import UserError, nearest
+from axonn_jax.version import __version__
+
+__all__ = ["COMMANDS", "Command", "main", "report"]
+
+PROG = "axonn-jax"
+
+
+class Command(NamedTuple):
+    """A subcommand: its module has `main(argv) -> int`, or a dataclass named after it and `run(args) -> int`."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command("train", "axonn_jax.cli.train", "train a model as a TOML file says"),
+    Command("prepare", "axonn_jax.cli.prepare", "turn a directory of text or code into tokenised shards"),
+    Command("doctor", "axonn_jax.cli.doctor", "show what is installed, what would fail, and how to fix it"),
+)
+
+# Not imported for --version, only looked up: importing jax takes a second and may start a device.
+_VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py", "mpi4jax")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns the exit status: 0, 1 for a failed run, 2 for bad input, 130 if interrupted."""
+    try:
+        status = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        return report(RuntimeError(stop.code))
+    except BrokenPipeError as error:
+        return 141 if _reader_is_gone() else report(error)
+    except BaseException as error:
+        return report(error)
+    return status
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(_versions())
+        return 0
+    name, rest = argv[0], argv[1:]
+    command = next((command for command in COMMANDS if command.name == name), None)
+    if command is None:
+        names = [command.name for command in COMMANDS]
+        raise UserError("command", name, f"one of {', '.join(names)}{nearest(name, names)}")
+    module = importlib.import_module(command.module)
+    if hasattr(module, "main"):
+        return int(module.main(rest))
+    from axonn_jax.cli.parse import parse
+
+    return int(module.run(parse(getattr(module, name.capitalize()), rest, f"{PROG} {name}")))
+
+
+def _overview() -> str:
+    width = max(len(command.name) for command in COMMANDS)
+    return "\n".join(
+        [
+            f"usage: {PROG} COMMAND ...",
+            "",
+            "4D-sharded and pipelined training of Flax transformers.",
+            "",
+            "commands:",
+            *(f"  {command.name:{width}}  {command.help}" for command in COMMANDS),
+            "",
+            f"{PROG} COMMAND --help shows a command's options, {PROG} --version what is installed.",
+        ]
+    )
+
+
+def _versions() -> str:
+    from importlib import metadata
+
+    lines = [f"{PROG} {__version__}", f"python {sys.version.split()[0]}"]
+    for name in _VERSIONS:
+        try:
+            lines.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{name} not installed")
+    return "\n".join(lines)
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is the broken pipe (`| head`); if so, the interpreter's last flush goes nowhere."""
+    import select
+
+    try:
+        out = sys.stdout.fileno()
+    except OSError:  # not a file at all
+        return False
+    poll = select.poll()
+    poll.register(out, select.POLLOUT)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), out)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""What `axonn-jax doctor` looks at; nothing here imports jax or MPI into this process."""
+
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from axonn_jax.doctor_probes import (
+    Probe,
+    Row,
+    installed,
+    pip_command,
+    probe,
+    python,
+    ranges,
+    release,
+    satisfies,
+    setup_command,
+)
+
+_FAILS = {
+    "jax": "everything that computes",
+    "jaxlib": "everything that computes",
+    "numpy": "everything that computes",
+    "flax": "models: train, generate, convert",
+    "optax": "training",
+    "orbax-checkpoint": "saving and resuming a run",
+    "grain": "reading training data",
+    "tokenizers": "prepare and generate",
+    "tyro": "the command line",
+    "rich": "tables and progress on a terminal",
+    "matplotlib": "loss.png, timeline.png and plots of the planner",
+}
+_EXTRAS = {
+    "tensorboardX": ("tensorboard", "[log] tensorboard"),
+    "safetensors": ("hf", "convert"),
+    "transformers": ("hf", "fine-tuning of a Hugging Face checkpoint"),
+    "torch": ("", "only scripts that make oracle values or compare with PyTorch"),
+}
+_IMPORTS = """
+import importlib, json, sys
+for name in sys.argv[2:]:
+    try:
+        importlib.import_module(name)
+        note = ""
+    except BaseException as error:
+        note = (type(error).__name__ + ": " + " ".join(str(error).split()))[:300]
+    print(sys.argv[1] + json.dumps({"import": name, "note": note}), flush=True)
+import jax
+print(sys.argv[1] + json.dumps({"devices": [[d.platform, d.device_kind] for d in jax.devices()]}), flush=True)
+"""
+_SLURM = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NODELIST",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+)
+_GIB = 1 << 30
+
+
+def packages(timeout: float) -> Iterator[Row]:
+    """The Python packages, in the versions supported, imported for real, and the devices jax finds."""
+    wanted = {name: range_ for name, (range_, extra) in ranges("axonn_jax").items() if not extra}
+    if not wanted:
+        fix = setup_command() or pip_command("-e", str(Path(__file__).resolve().parent.parent))
+        yield Row("axonn_jax", "missing", "not installed: no metadata", "the axonn-jax command", fix, True)
+        wanted = dict.fromkeys(_FAILS, "")
+    wanted["jaxlib"] = ranges("jax").get("jaxlib", ("", False))[0]
+    order = sorted(wanted, key=lambda name: [*_FAILS, name].index(name))
+    modules = {"flax": "flax.nnx", "orbax-checkpoint": "orbax.checkpoint"}
+    named = {name: modules.get(name, name.replace("-", "_")) for name in order}
+    seen = probe(python(_IMPORTS, *named.values()), timeout)
+    for name in order:
+        yield _package(name, wanted[name], seen.answers.get(named[name], seen.trouble(timeout)))
+    yield devices(seen, timeout)
+
+
+def _package(name: str, range_: str, trouble: str) -> Row:
+    fails = _FAILS.get(name, "whatever imports it")
+    version = installed(name)
+    fix = setup_command("--again") or pip_command("--upgrade", name + range_)
+    supported = f" (supported: {range_})" if range_ else ""
+    if version is None:
+        return Row(name, "missing", f"not installed{supported}", fails, fix, True)
+    if not satisfies(version, range_):
+        return Row(name, "missing", f"{version} is outside the supported range {range_}", fails, fix, True)
+    if trouble:
+        return Row(name, "missing", f"{version} does not import: {trouble}", fails, fix, True)
+    return Row(name, "ok", version + supported, fails, "", True)
+
+
+def devices(seen: Probe, timeout: float) -> Row:
+    """What jax computes on, and whether a GPU lies idle."""
+    fails = "everything that computes"
+    gpus = probe(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], 10)
+    names = [line.strip() for line in gpus.output.splitlines() if line.strip()] if gpus.ok else []
+    told = seen.answers.get("devices")
+    if told is None:
+        fix = "export JAX_PLATFORMS=cpu" if seen.timed_out or names else setup_command("--again") or pip_command("jax")
+        return Row("devices", "missing", f"jax.devices(): {seen.trouble(timeout)}", fails, fix, True)
+    kinds = Counter(f"{kind} ({backend})" if kind != backend else kind for backend, kind in told)
+    found = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    if names and all(backend == "cpu" for backend, _ in told):
+        cuda = "cuda13" if release(names[0].rpartition(",")[2].strip()) >= (580,) else "cuda12"
+        setup = setup_command()
+        fix = f"AXONN_EXTRAS={cuda} {setup}" if setup else pip_command(f"axonn_jax[{cuda}]")
+        why = f"{found}, though nvidia-smi shows {len(names)} x {names[0]}"
+        return Row("devices", "warning", why, "nothing, but it runs on the CPU", fix, True)
+    return Row("devices", "ok", found, fails, "", True)
+
+
+def extras() -> Iterator[Row]:
+    """Packages that only some commands want."""
+    supported = ranges("axonn_jax")
+    for name, (extra, fails) in _EXTRAS.items():
+        version, range_ = installed(name), supported.get(name, ("", True))[0]
+        fix = (extra and setup_command("--again")) or pip_command("--upgrade", name + range_)
+        if version is None:
+            yield Row(name, "missing", "not installed (optional)", fails, fix)
+        elif not satisfies(version, range_):
+            yield Row(name, "warning", f"{version} is outside the supported range {range_}", fails, fix)
+        else:
+            yield Row(name, "ok", version, fails)
+
+
+def host() -> Iterator[Row]:
+    """Python and the machine."""
+    needs = (metadata.metadata("axonn_jax")["Requires-Python"] if installed("axonn_jax") else "") or ">=3.11,<3.14"
+    version, good = platform.python_version(), satisfies(platform.python_version(), needs)
+    fix = "" if good else f"AXONN_PYTHON=$(command -v python3.11) {setup_command() or 'bash scripts/setup'}"
+    found = f"{version} ({sys.executable}; supported: {needs})"
+    yield Row("python", "ok" if good else "missing", found, "everything", fix, True)
+    linux = sys.platform == "linux"
+    where = "" if linux else "use Linux (on Windows: wsl --install)"
+    yield Row("platform", "ok" if linux else "warning", platform.platform(), "not tested anywhere but on Linux", where)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Row("cores", "ok", f"{usable} usable of {os.cpu_count()}", "speed on the CPU")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
+    yield _amount("memory", memory, 4, "GiB", "training on the CPU, building mpi4jax", "free -h")
+
+
+def _amount(check: str, have: float, least: float, unit: str, fails: str, look: str) -> Row:
+    few = have < least
+    found = f"{have:.1f} {unit}" + (f", less than {least:g}" if few else "")
+    return Row(check, "warning" if few else "ok", found, fails, look if few else "")
+
+
+def places() -> Iterator[Row]:
+    """The network names and the disk space that runs count on."""
+    name = socket.gethostname()
+    code = f"import socket; print(socket.gethostbyname({name!r}))"
+    seen = probe(python(code), 10)  # a name server that does not answer can hold a process for a long time
+    joins = "processes finding each other: jax.distributed and mpirun"
+    if seen.ok:
+        yield Row("hostname", "ok", f"{name} is {seen.output.strip()}", joins)
+    else:
+        fix = f"echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts"
+        yield Row("hostname", "warning", f"{name} does not resolve: {seen.trouble(10)}", joins, fix)
+    trouble = loopback()
+    fix = "sudo ip link set lo up" if trouble else ""
+    yield Row("loopback", "warning" if trouble else "ok", trouble or "127.0.0.1 works", joins, fix)
+    free = shutil.disk_usage(Path.cwd()).free / _GIB
+    yield _amount("disk", free, 2, "GiB free here", "checkpoints, prepared data", f"df -h {Path.cwd()}")
+    if Path("/dev/shm").is_dir():
+        shared = shutil.disk_usage("/dev/shm").free / _GIB
+        grow = "sudo mount -o remount,size=1G /dev/shm"
+        yield _amount("/dev/shm", shared, 0.25, "GiB free", "MPI between ranks of one machine, data workers", grow)
+
+
+def loopback() -> str:
+    """What is wrong with 127.0.0.1, empty where nothing is."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(3)
+            with socket.create_connection(server.getsockname(), 3) as one:
+                two, _ = server.accept()
+                with two:
+                    one.sendall(b"x")
+                    two.settimeout(3)
+                    return "" if two.recv(1) == b"x" else "127.0.0.1 loses data"
+    except OSError as error:
+        return f"127.0.0.1: {error}"
+
+
+def slurm(environ: Mapping[str, str]) -> Row:
+    """The Slurm variables, whether they are an srun task's, and whether they contradict each other or MPI's."""
+    fails = "a process started without srun or mpirun would take a wrong rank or number of processes"
+    seen = {name: environ[name] for name in (*_SLURM, "SLURM_NTASKS") if name in environ}
+    if not seen:
+        return Row("slurm", "ok", "no Slurm variables", "nothing: processes are found without Slurm")
+    shown = " ".join(f"{name.removeprefix('SLURM_')}={value}" for name, value in seen.items())
+    if missing := [name.removeprefix("SLURM_") for name in _SLURM if name not in seen]:
+        batch = f"{shown}; no {', '.join(missing)}: a batch shell, no srun task, so a command typed here is one process"
+        return Row("slurm", "ok", batch, fails)
+    pairs = [
+        ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
+        ("SLURM_PROCID", "PMI_RANK"),
+        ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"),
+        ("SLURM_STEP_NUM_TASKS", "PMI_SIZE"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    ]
+    wrong = [
+        f"{one}={environ[one]} but {other}={environ[other]}"
+        for one, other in pairs
+        if environ.get(other, environ[one]) != environ[one]
+    ]
+    numbers = [seen[name] for name in ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
+    if not all(number.isdigit() for number in numbers):
+        wrong.append("a rank or size that is no number")
+    elif not int(numbers[0]) <= int(numbers[1]) < int(numbers[2]):
+        wrong.append("they break LOCALID <= PROCID < STEP_NUM_TASKS")
+    if wrong:
+        return Row("slurm", "warning", f"{shown}: {'; '.join(wrong)}", fails, f"unset {' '.join(seen)}")
+    return Row("slurm", "ok", f"{shown}: they agree", fails)

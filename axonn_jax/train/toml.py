@@ -1,0 +1,191 @@
+"""From a TOML file and command-line overrides to a `Config`: which keys exist, and their types."""
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from axonn_jax.errors import UserError, nearest
+from axonn_jax.train.config import NOT_GIVEN, Config
+from axonn_jax.train.flags import read_flags
+
+# What the design names and this version does not do: refused by name, so that it is never silently ignored.
+LATER_TABLES = ("pipeline", "checkpoint")
+LATER_KEYS = {
+    "grid.expert": "leave it out",
+    "memory.offload": "leave it out (optimizer state stays on the device)",
+    "memory.zero": "leave it out (grid.z shards weights and optimizer state)",
+}
+LATER_VALUES = {
+    "memory.precision": ("fp16",),
+    "memory.activations": ("save_collectives", "offload"),
+}
+_NOUNS: Mapping[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+
+
+@cache
+def tables() -> Mapping[str, Mapping[str, Any]]:
+    """Returns the type of every key by table, in the order of the dataclasses."""
+    return MappingProxyType(
+        {name: MappingProxyType(get_type_hints(cls)) for name, cls in get_type_hints(Config).items()}
+    )
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file; overrides are flags, `--table.key value` or `--table.key=value`, and win over the file.
+
+    Raises:
+        UserError: the file cannot be read or is not TOML, or a key or flag is unknown or of the wrong type.
+    """
+    rest, flags = split_argv(overrides)
+    if rest:
+        raise UserError("argument", rest[0], "only flags such as --train.steps 100 beside the config file")
+    return read(path, flags)
+
+
+def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]]:
+    """Returns the arguments that belong to no flag, and every flag's dotted name with its value.
+
+    Raises:
+        UserError: an argument starts with a single dash.
+    """
+    kinds = {f"{table}.{key}": _not_none(kind) for table, keys in tables().items() for key, kind in keys.items()}
+    texts = [name for name, kind in kinds.items() if kind is str or get_origin(kind) is Literal]
+    return read_flags(argv, texts, [name for name, kind in kinds.items() if kind is bool])
+
+
+def read(path: str | Path, flags: Iterable[tuple[str, object]] = ()) -> Config:
+    """Reads a TOML file, over which the flags win.
+
+    Raises:
+        UserError: the file cannot be read or is not TOML, or a key or flag is unknown or of the wrong type.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError("CONFIG.toml", str(path), "no such file; give the path of a TOML file") from None
+    except IsADirectoryError:
+        raise UserError("CONFIG.toml", str(path), "is a directory; give the path of a TOML file") from None
+    except OSError as error:
+        raise UserError("CONFIG.toml", str(path), f"a TOML file that can be read; {error.strerror}") from None
+    except ValueError as error:
+        raise UserError("CONFIG.toml", str(path), f"a TOML file, which is UTF-8 text; {error}") from None
+    return loads(text, flags, source=str(path), name=path.stem)
+
+
+def loads(
+    text: str,
+    flags: Iterable[tuple[str, object]] = (),
+    *,
+    source: str = "text",
+    name: str | None = None,
+) -> Config:
+    """Returns the config of a TOML text; flags are dotted names with values, `name` replaces `{name}` in log.dir.
+
+    Raises:
+        UserError: the text is not TOML, or a key or flag is unknown or of the wrong type.
+    """
+    try:
+        raw = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError("CONFIG.toml", source, f"valid TOML; {error}") from None
+    checked: dict[str, dict[str, Any]] = {table: {} for table in tables()}
+    for dotted, value in (*_entries(raw), *flags):
+        table, key = _known(dotted, value)
+        checked[table][key] = _typed(dotted, value, tables()[table][key])
+    if name is not None and "{name}" in (folder := checked["log"].get("dir", "runs/{name}")):
+        checked["log"]["dir"] = folder.replace("{name}", name)
+    return Config(**{table: _build(table, values) for table, values in checked.items()})
+
+
+def _entries(raw: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
+    for table, content in raw.items():
+        if isinstance(content, dict):
+            if not content or table not in tables():
+                _known_table(table, content)
+            yield from ((f"{table}.{key}", value) for key, value in content.items())
+        elif table in tables():
+            raise UserError(table, content, f"a table, [{table}] on a line of its own and its keys below")
+        else:
+            home = [f"{known}.{table}" for known, keys in tables().items() if table in keys]
+            hint = f"; did you mean {' or '.join(home)}?" if home else ""
+            raise UserError(table, content, f"not inside a table; the tables are {_listed(tables())}{hint}")
+
+
+def _known_table(table: str, value: object) -> None:
+    if table in tables():
+        return
+    if table in LATER_TABLES:
+        raise UserError(table, value, f"not supported by this version, which accepts the tables {_listed(tables())}")
+    raise UserError(table, value, f"not a known table{nearest(table, tables())}; the tables are {_listed(tables())}")
+
+
+def _known(dotted: str, value: object) -> tuple[str, str]:
+    table, _, key = dotted.partition(".")
+    if not key:
+        everywhere = [f"{name}.{k}" for name, keys in tables().items() for k in keys]
+        same = [name for name in everywhere if name.endswith(f".{table}")]
+        hint = f"; did you mean {' or '.join(map(repr, same))}?" if same else nearest(table, everywhere)
+        raise UserError(dotted, value, f"not a known flag, which are --table.key{hint}")
+    if table in LATER_TABLES:
+        _known_table(table, {key: value})
+    if table not in tables():
+        raise UserError(
+            dotted, value, f"no table {table!r}{nearest(table, tables())}; the tables are {_listed(tables())}"
+        )
+    if dotted in LATER_KEYS:
+        raise UserError(dotted, value, f"not supported by this version; {LATER_KEYS[dotted]}")
+    keys = tables()[table]
+    if key not in keys:
+        hint = nearest(key, keys) or f"; the keys of [{table}] are {_listed(keys)}"
+        raise UserError(dotted, value, f"not a known key{hint}")
+    return table, key
+
+
+def _typed(dotted: str, value: object, annotation: Any) -> Any:
+    """Returns the value as the annotated type; only an integer for a number is converted, nothing is guessed."""
+    wanted = _not_none(annotation)
+    if get_origin(wanted) is Literal:
+        choices = get_args(wanted)
+        if value in LATER_VALUES.get(dotted, ()):
+            raise UserError(dotted, value, f"not supported by this version; one of {_listed(choices)}")
+        if value not in choices:
+            hint = nearest(value, choices) if isinstance(value, str) else ""
+            raise UserError(dotted, value, f"one of {_listed(choices)}{hint}")
+        return value
+    if type(value) is wanted and not (isinstance(value, str) and not _plain(value)):
+        return value
+    if wanted is float and type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            pass
+    raise UserError(dotted, value, _NOUNS[wanted] + (" without NUL" if type(value) is wanted else ""))
+
+
+def _not_none(annotation: Any) -> Any:
+    if get_origin(annotation) in (Union, UnionType):
+        return next(option for option in get_args(annotation) if option is not NoneType)
+    return annotation
+
+
+def _plain(text: str) -> bool:
+    """Whether the text can be a path and be written into config.toml (bytes that are not UTF-8 cannot)."""
+    return "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _build(table: str, values: Mapping[str, Any]) -> Any:
+    cls = get_type_hints(Config)[table]
+    for f in fields(cls):
+        if f.default is MISSING and f.name not in values:
+            noun = "a directory written by `axonn-jax prepare`" if table == "data" else "a value"
+            raise UserError(f"{table}.{f.name}", NOT_GIVEN, f"required; {noun}")
+    return cls(**values)
+
+
+def _listed(names: Iterable[object]) -> str:
+    return ", ".join(map(str, names))

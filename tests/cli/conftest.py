@@ -1,0 +1,80 @@
+"""What the tests of bad input share: prepared data, an empty place to run in, and what a refusal looks like."""
+
+import sys
+import types
+
+import pytest
+
+from axonn_jax.cli.main import main
+from axonn_jax.data.prepare import prepare
+
+BASE = {
+    "model": ["layers = 2", "hidden = 32", "heads = 4", "seq_len = 16"],
+    "data": ['path = "DATA"'],
+    "grid": ["x = 1"],
+    "train": ["steps = 10", "global_batch = 8"],
+}
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+    """A prepared directory with a vocabulary of 300."""
+    root = tmp_path_factory.mktemp("bad-input")
+    source = root / "text"
+    source.mkdir()
+    for number in range(4):
+        words = ("grid", "axis", "batch", "weight", "shard", "gather", "reduce", "stage", "token", "mesh")
+        lines = [f"{words[n % 10]} of {words[n * 7 % 9]} and {words[n * 3 % 8]} {n * number}\n" for n in range(90)]
+        (source / f"{number}.txt").write_text("".join(lines))
+    prepare(source, root / "data", vocab=300, include=["*.txt"], holdout=0.3)
+    return root / "data"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """An empty current directory, in which a run that would start fails."""
+
+    def train(config):
+        raise AssertionError("training was started")
+
+    module = types.ModuleType("axonn_jax.train.run")
+    module.train = train
+    monkeypatch.setitem(sys.modules, "axonn_jax.train.run", module)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def write_config(place, prepared):
+    """Writes run.toml: a good configuration with some keys changed."""
+
+    def write(changes=None, data=prepared):
+        tables = {name: list(lines) for name, lines in BASE.items()}
+        for table, lines in (changes or {}).items():
+            keys = {line.partition("=")[0].strip() for line in lines}
+            kept = [line for line in tables.get(table, []) if line.partition("=")[0].strip() not in keys]
+            tables[table] = [*kept, *lines]
+        text = "\n".join(f"[{name}]\n" + "\n".join(lines) for name, lines in tables.items())
+        (place / "run.toml").write_text(text.replace("DATA", str(data)))
+
+    return write
+
+
+@pytest.fixture
+def refused(place, capsys):
+    """Checks that a command line ends with status 2, one line and no trace on the disk."""
+
+    def check(argv, *parts):
+        before = sorted(place.rglob("*"))
+        status = main(argv)
+        out, err = capsys.readouterr()
+        assert status == 2, err
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert err.endswith("\n")
+        for part in parts:
+            assert part in err
+        assert sorted(place.rglob("*")) == before
+
+    return check

@@ -1,0 +1,58 @@
+"""Data that is not whole, or a run directory that cannot be written, is found before anything starts."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from axonn_jax.cli.main import main
+
+
+@pytest.fixture
+def data(prepared, place, write_config):
+    """A copy of the prepared directory to damage."""
+    write_config(data="data")
+    return Path(shutil.copytree(prepared, place / "data"))
+
+
+def corrupt(data):
+    shard = data / "train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[10] ^= 1
+    shard.write_bytes(content)
+
+
+def truncate(data):
+    shard = data / "valid-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+
+
+BAD_DATA = {
+    "shard corrupt": (corrupt, "shard train-00000.bin is corrupt"),
+    "shard cut off": (truncate, "shard valid-00000.bin has "),
+    "shard missing": (lambda data: (data / "train-00000.bin").unlink(), "shard train-00000.bin is missing"),
+    "manifest missing": (lambda data: (data / "manifest.json").unlink(), "no manifest.json"),
+    "manifest not JSON": (lambda data: (data / "manifest.json").write_text("{"), "not valid JSON"),
+    "manifest of another": (lambda data: (data / "manifest.json").write_text("{}"), "not written by"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_data(data, refused, case):
+    damage, says = BAD_DATA[case]
+    damage(data)
+    refused(["train", "run.toml"], "data.path = 'data': ", says)
+
+
+def test_data_that_is_not_to_be_verified_is_not(data, capsys):
+    corrupt(data)
+    assert main(["train", "run.toml", "--data.verify", "false"]) == 1
+    assert "training was started" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unwritable for root")
+def test_directory_that_cannot_be_written(write_config, place, refused):
+    (place / "closed").mkdir(mode=0o500)
+    write_config({"log": ['dir = "closed/run"']})
+    refused(["train", "run.toml"], "log.dir = 'closed/run'", "closed cannot")

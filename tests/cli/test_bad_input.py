@@ -1,0 +1,226 @@
+"""Every bad input ends with status 2 and one line that names the field, the value and what is accepted."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from axonn_jax.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_base_configuration_is_good(write_config, capsys):
+    write_config()
+    assert main(["train", "run.toml"]) == 1  # it got as far as train
+    assert "training was started" in capsys.readouterr().err
+
+
+TABLES = "model, data, grid, train, memory, log"
+
+# What one key or flag can get wrong: name, value as typed, value as shown, what the line says besides.
+KEYS = [
+    ("train.stepz", "5", "5", "not a known key; did you mean 'steps'?"),
+    ("grid.pipes", "2", "2", "did you mean 'pipe'?"),
+    ("log.qqqq", "1", "1", "the keys of [log] are dir, every, tensorboard"),
+    ("trian.steps", "5", None, "did you mean 'train'?"),
+    ("zzz.steps", "5", None, f"the tables are {TABLES}"),
+    ("train.steps", "0", "0", "an integer from 1 to 2147483647"),
+    ("train.steps", "-3", "-3", "an integer from 1"),
+    ("train.steps", "1.5", "1.5", "an integer"),
+    ("train.steps", "1e3", "1000.0", "an integer"),
+    ("train.steps", "true", "True", "an integer"),
+    ("train.steps", "9999999999", "9999999999", "2147483647"),
+    ("train.steps", '"ten"', "'ten'", "an integer"),
+    ("train.global_batch", "0", "0", "an integer from 1"),
+    ("train.microbatches", "-1", "-1", "an integer from 1"),
+    ("train.microbatches", "3", None, "train.global_batch = 8: a multiple of data*z*microbatches = 3; nearest: 6 or 9"),
+    ("train.lr", "nan", "nan", "a finite number above 0"),
+    ("train.lr", "inf", "inf", "a finite number above 0"),
+    ("train.lr", "0", "0.0", "a finite number above 0"),
+    ("train.lr", "-1e-3", "-0.001", "a finite number above 0"),
+    ("train.lr", '"fast"', "'fast'", "a number"),
+    ("train.lr", "false", "False", "a number"),
+    ("train.warmup", "11", "11", "at most train.steps, which is 10"),
+    ("train.warmup", "-1", "-1", "an integer from 0"),
+    ("train.beta1", "1", "1.0", "at least 0 and below 1"),
+    ("train.beta2", "-0.1", "-0.1", "at least 0 and below 1"),
+    ("train.eps", "0", "0.0", "above 0"),
+    ("train.clip", "-1", "-1.0", "at least 0"),
+    ("train.clip", "inf", "inf", "a finite number"),
+    ("train.weight_decay", "nan", "nan", "at least 0"),
+    ("train.min_lr_ratio", "1.1", "1.1", "from 0 to 1"),
+    ("train.eval_every", "-1", "-1", "an integer from 0"),
+    ("train.eval_batches", "0", "0", "an integer from 1"),
+    ("train.seed", "-1", "-1", "an integer from 0 to 4294967295"),
+    ("train.optimizer", '"adamx"', "'adamx'", "one of adamw, adam, sgd, lion; did you mean 'adam"),
+    ("train.schedule", '"Cosine"', "'Cosine'", "one of cosine, linear, constant; did you mean 'cosine'?"),
+    ("data.seed", "4294967296", "4294967296", "4294967295"),
+    ("data.path", '"nowhere"', "'nowhere'", "axonn-jax prepare"),
+    ("data.path", '""', "''", "axonn-jax prepare"),
+    ("data.verify", '"yes"', "'yes'", "true or false"),
+    ("data.verify", "1", "1", "true or false"),
+    ("grid.x", "0", "0", "an integer of at least 1"),
+    ("grid.x", "2.0", "2.0", "an integer"),
+    ("grid.x", "3", None, "model.hidden = 32: a multiple of x*z = 3; nearest: 30 or 33"),
+    ("grid.y", "8", None, "model.kv_heads = 4: a multiple of y = 8; nearest: 8; or grid.y one of 1, 2, 4"),
+    ("grid.data", "3", None, "train.global_batch = 8: a multiple of data*z*microbatches = 3; nearest: 6 or 9"),
+    ("grid.pipe", "2", "2", "not supported by this version, which accepts only 1"),
+    ("grid.expert", "2", "2", "not supported by this version"),
+    ("model.heads", "5", "5", "a divisor of hidden (32); the nearest is 4"),
+    ("model.kv_heads", "3", "3", "a divisor of heads (4); the nearest is 2"),
+    ("model.layers", "0", "0", "an integer of at least 1"),
+    ("model.vocab", "256", "256", "at least the prepared data's vocabulary, which is 300"),
+    ("model.vocab", "301", None, "model.vocab = 301: a multiple of y*z = 2; nearest: 300 or 302"),
+    ("model.seq_len", "1000000", "1000000", "at most"),
+    ("model.dropout", "1", "1.0", "a probability"),
+    ("model.init_std", "inf", "inf", "a finite number above 0"),
+    ("model.norm", '"batchnorm"', "'batchnorm'", "one of layernorm, rmsnorm"),
+    ("model.preset", '"gpt3"', "'gpt3'", "did you mean 'gpt2'?"),
+    ("model.preset", '"gpt2"', None, "model.vocab"),
+    ("memory.precision", '"fp16"', "'fp16'", "not supported by this version; one of fp32, bf16, auto"),
+    ("memory.precision", '"fp8"', "'fp8'", "one of fp32, bf16, auto"),
+    ("memory.activations", '"offload"', "'offload'", "not supported by this version; one of none, full, dots"),
+    ("memory.activations", '"save_collectives"', "'save_collectives'", "not supported by this version"),
+    ("memory.offload", '"optimizer"', "'optimizer'", "not supported by this version; leave it out"),
+    ("memory.zero", "1", "1", "not supported by this version; leave it out"),
+    ("memory.bucket", "0", "0", "an integer from 1"),
+    ("pipeline.policy", '"1f1b"', None, f"not supported by this version, which accepts the tables {TABLES}"),
+    ("checkpoint.every", "100", None, "not supported by this version, which accepts the tables"),
+    ("log.every", "0", "0", "an integer from 1"),
+    ("log.dir", '""', "''", "a directory that can be written"),
+    ("log.dir", '"run.toml"', "'run.toml'", "a directory that can be written; is not a directory"),
+    ("log.dir", '"run.toml/deeper"', "'run.toml/deeper'", "run.toml is not a directory"),
+]
+# Cases that need more than the key itself: the rest of the configuration they are tried in.
+WITH = {
+    ("model.vocab", "301"): {"grid": ["y = 2"]},
+    ("model.preset", '"gpt2"'): {"model": ["vocab = 299", "heads = 4", "hidden = 32", "seq_len = 16"]},
+}
+
+
+@pytest.mark.parametrize("way", ["file", "flag", "flag="])
+@pytest.mark.parametrize(("name", "typed", "shown", "says"), KEYS, ids=[f"{k[0]}={k[1]}" for k in KEYS])
+def test_bad_keys(write_config, refused, way, name, typed, shown, says):
+    table, _, key = name.partition(".")
+    changes = {table: list(lines) for table, lines in WITH.get((name, typed), {}).items()}
+    if way == "file":
+        changes[table] = [*changes.get(table, []), f"{key} = {typed}"]
+    write_config(changes)
+    text = typed[1:-1] if typed.startswith('"') else typed
+    flags = {"file": [], "flag": [f"--{name}", text], "flag=": [f"--{name}={text}"]}[way]
+    exact = [f"{name} = {shown}: "] if shown is not None else []
+    refused(["train", "run.toml", *flags], *exact, says)
+
+
+FILES = {
+    "not TOML": ("[train\nsteps = 5", "valid TOML"),
+    "no value": ("[train]\nsteps =", "Invalid value"),
+    "key twice": ("[train]\nsteps = 1\nsteps = 2", "valid TOML"),
+    "nested deeply": ("a = " + "[" * 5000, "valid TOML"),
+    "long number": ("[train]\nsteps = " + "9" * 5000, "valid TOML"),
+    "empty": ("", "data.path = (not given): required"),
+    "key outside tables": ("steps = 5", "not inside a table; the tables are " + TABLES + "; did you mean train.steps?"),
+    "table as value": ("train = 5", "train = 5: a table"),
+    "list of tables": ("[[train]]\nsteps = 5", "a table, [train]"),
+    "unknown empty table": ("[tarin]", "not a known table; did you mean 'train'?"),
+    "later empty table": ("[pipeline]", "not supported by this version"),
+    "table below a key": ("[train.steps]\nx = 1", "train.steps = {'x': 1}: an integer"),
+    "list for a number": ("[train]\nlr = [1e-3]", "train.lr = [0.001]: a number"),
+    "date for a text": ("[log]\ndir = 2026-01-01", "log.dir = 2026-01-01: a text"),
+    "NUL in a path": ('[log]\ndir = "a\\u0000b"', "a text without NUL"),
+    "no model": ('[data]\npath = "DATA"', "model.preset = (not given): a preset (gpt2, "),
+    "half a model": (
+        '[data]\npath = "DATA"\n[model]\nlayers = 1\nhidden = 32',
+        "model.heads, model.seq_len = (not given)",
+    ),
+    "newline in a key": ('[train]\n"st\\neps" = 1', "st\\neps"),
+    "unknown choice of the wrong type": ("[train]\noptimizer = 3", "train.optimizer = 3: one of adamw"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_bad_files(prepared, place, refused, case):
+    text, says = FILES[case]
+    (place / "run.toml").write_text(text.replace("DATA", str(prepared)))
+    refused(["train", "run.toml"], says)
+
+
+COMMANDS = {
+    "unknown command": (["trian"], ["command = 'trian': one of train, prepare, doctor; did you mean 'train'?"]),
+    "unknown flag": (["--verbose"], ["'--verbose'", "one of train"]),
+    "no config file": (["train"], ["CONFIG.toml = (not given)", "axonn-jax train CONFIG.toml"]),
+    "missing config file": (["train", "none.toml"], ["CONFIG.toml = 'none.toml': no such file"]),
+    "directory as config": (["train", "."], ["CONFIG.toml = '.': is a directory"]),
+    "binary config": (["train", "binary.toml"], ["CONFIG.toml = 'binary.toml': a TOML file, which is UTF-8 text"]),
+    "file below a file": (["train", "run.toml/x"], ["CONFIG.toml = 'run.toml/x': a TOML file that can be read"]),
+    "two config files": (["train", "run.toml", "more.toml"], ["argument = 'more.toml': only flags such as"]),
+    "flag without a table": (["train", "run.toml", "--steps", "5"], ["steps = 5: ", "did you mean 'train.steps'?"]),
+    "single dash": (["train", "run.toml", "-train.steps", "5"], ["'-train.steps'", "two dashes, as in --train.steps"]),
+    "flag without a value": (["train", "run.toml", "--train.steps"], ["train.steps = (not given): an integer"]),
+    "flag before a flag": (
+        ["train", "run.toml", "--train.lr", "--log.tensorboard"],
+        ["train.lr = (not given): a number"],
+    ),
+    "switch with a word": (
+        ["train", "run.toml", "--log.tensorboard", "yes"],
+        ["log.tensorboard = 'yes': true or false"],
+    ),
+    "prepare: nothing given": (["prepare"], ["SOURCE_DIR, OUT_DIR, --vocab INT = (not given): required"]),
+    "prepare: no source": (
+        ["prepare", "none", "out", "--vocab", "300"],
+        ["SOURCE_DIR = 'none': an existing directory"],
+    ),
+    "prepare: unknown flag": (
+        ["prepare", ".", "out", "--vocap", "300"],
+        ["--vocap = '300'", "did you mean '--vocab'?"],
+    ),
+    "prepare: vocab a word": (["prepare", ".", "out", "--vocab", "big"], ["--vocab = 'big': an integer"]),
+    "prepare: vocab too small": (["prepare", ".", "out", "--vocab", "-1"], ["vocab = -1: "]),
+    "prepare: vocab missing": (["prepare", ".", "out", "--vocab"], ["--vocab = (not given): an integer"]),
+    "prepare: holdout": (["prepare", ".", "out", "--vocab", "300", "--holdout", "2"], ["--holdout = 2.0: a share"]),
+    "prepare: holdout a word": (["prepare", ".", "out", "--vocab=300", "--holdout=x"], ["--holdout = 'x': a number"]),
+    "prepare: one more": (["prepare", ".", "out", "more", "--vocab", "300"], ["argument = 'more': not taken by"]),
+    "doctor: unknown flag": (["doctor", "--jason"], ["--jason", "did you mean '--json'?"]),
+    "doctor: timeout": (["doctor", "--timeout", "-1"], ["--timeout = -1.0: "]),
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_bad_command_lines(write_config, place, refused, case):
+    argv, parts = COMMANDS[case]
+    write_config()
+    (place / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    refused(argv, *parts)
+
+
+# The same through a real process, which also shows that no jax was imported to find the mistake.
+CHECK = """
+import sys
+from axonn_jax.cli.main import main
+status = main(sys.argv[1:])
+loaded = [name for name in ("jax", "jaxlib", "flax", "mpi4py") if name in sys.modules]
+sys.exit(f"imported {loaded}" if loaded else status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--grid.y", "8"], "error: model.kv_heads = 4: a multiple of y = 8; nearest: 8; or grid.y one of 1, 2, 4\n"),
+        (["--train.stepz", "5"], "error: train.stepz = 5: not a known key; did you mean 'steps'?\n"),
+        (["--train.lr", "nan"], "error: train.lr = nan: a finite number above 0\n"),
+    ],
+)
+def test_in_a_process_of_its_own(write_config, tmp_path, flags, line):
+    write_config()
+    argv = ["train", "run.toml", *flags]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    for python in (["-m", "axonn_jax.cli.main"], ["-c", CHECK]):
+        done = subprocess.run(
+            [sys.executable, *python, *argv], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]

@@ -1,0 +1,211 @@
+"""Doctor against the real machine, and against machines where something is broken."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axonn_jax.cli.doctor import Doctor, _show, run
+from axonn_jax.doctor_checks import loopback, slurm
+from axonn_jax.doctor_mpi import same_mpi
+from axonn_jax.doctor_probes import Row, environment, probe, ranges, satisfies, which
+from axonn_jax.errors import UserError
+
+DOCTOR = "import sys, tyro; from axonn_jax.cli.doctor import Doctor, run; sys.exit(run(tyro.cli(Doctor)))"
+ROWS = {
+    "python", "platform", "cores", "memory", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain",
+    "tokenizers", "tyro", "devices", "mpicc", "mpirun", "mpi4py", "mpi4jax", "mpi ping", "hostname", "loopback",
+    "disk", "slurm", "tensorboardX", "safetensors", "transformers", "torch",
+}  # fmt: skip
+TASK = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+
+
+def doctor(*arguments: str, stub: Path | None = None, launcher: tuple[str, ...] = ()) -> tuple[int, dict[str, Any]]:
+    env = {**os.environ, "PYTHONPATH": str(stub)} if stub else dict(os.environ)
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        [*launcher, sys.executable, "-c", DOCTOR, "--json", *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.stdout.count("\n") == 1, done.stdout + done.stderr
+    whole = json.loads(done.stdout)
+    assert whole["ok"] == (done.returncode == 0)
+    return done.returncode, {row["check"]: row for row in whole["rows"]}
+
+
+def hide(folder: Path, module: str, code: str) -> Path:
+    (folder / module).mkdir()
+    (folder / module / "__init__.py").write_text(code)
+    return folder
+
+
+def test_json_has_all_rows_and_every_trouble_a_remedy() -> None:
+    status, rows = doctor()
+    assert status == 0
+    assert set(rows) >= ROWS
+    for row in rows.values():
+        assert row["status"] in ("ok", "warning", "missing")
+        assert row["found"]
+        assert row["fails"]
+        assert bool(row["fix"]) == (row["status"] != "ok"), row
+    import jax
+
+    assert rows["jax"]["found"].startswith(jax.__version__)
+    assert rows["jax"]["status"] == "ok"
+
+
+def test_hidden_mpi4jax_is_missing_and_the_rest_is_untouched(tmp_path: Path) -> None:
+    stub = hide(tmp_path, "mpi4jax", "raise ImportError('hidden by a test')")
+    status, rows = doctor(stub=stub)
+    assert status == 0  # MPI is needed by nobody who stays in one process
+    assert rows["mpi4jax"]["status"] == "missing"
+    assert "ImportError: hidden by a test" in rows["mpi4jax"]["found"] or "not installed" in rows["mpi4jax"]["found"]
+    assert "mpi4jax" in rows["mpi4jax"]["fix"] or "setup --again" in rows["mpi4jax"]["fix"]
+    assert rows["jax"]["status"] == "ok"
+
+
+def test_broken_jax_is_an_exit_status_of_1(tmp_path: Path) -> None:
+    status, rows = doctor(stub=hide(tmp_path, "jax", "raise ImportError('no such library: libfoo')"))
+    assert status == 1
+    for check in ("jax", "devices"):
+        assert rows[check]["status"] == "missing"
+        assert "libfoo" in rows[check]["found"]
+    assert rows["tokenizers"]["status"] == "ok"
+
+
+def test_hanging_devices_do_not_hang_doctor(tmp_path: Path) -> None:
+    code = "import time\n__version__ = '9'\ndef devices():\n    time.sleep(600)\n"
+    stub = hide(tmp_path, "jax", code)
+    status, rows = doctor("--timeout", "4", stub=stub)
+    assert status == 1
+    assert rows["devices"]["status"] == "missing"
+    assert "no answer within 4 s" in rows["devices"]["found"]
+    assert rows["devices"]["fix"] == "export JAX_PLATFORMS=cpu"
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(which("mpirun")[0] is None, reason="there is no mpirun")
+def test_doctor_started_by_mpirun_still_finds_mpi() -> None:
+    _, rows = doctor(launcher=(str(which("mpirun")[0]), "-n", "1"))
+    assert rows["mpi ping"]["status"] == "ok", rows["mpi ping"]
+
+
+def test_timeout_must_be_of_use() -> None:
+    with pytest.raises(UserError, match="--timeout = 0: a number of seconds above 0"):
+        run(Doctor(timeout=0))
+
+
+def test_plain_output_has_no_escapes_and_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [Row("a", "ok", "1.0", "x"), Row("b", "missing", "no [b] here", "everything", "get b", required=True)]
+    _show(rows)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "a  ok       1.0" in out
+    assert "b: no [b] here\n  would fail: everything\n  to fix it:  get b" in out
+    assert out.rstrip().endswith("broken: b")
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "says"),
+    [
+        ({}, "ok", "they agree"),
+        ({"SLURM_NTASKS": "8"}, "warning", "SLURM_STEP_NUM_TASKS=4 but SLURM_NTASKS=8"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "warning", "SLURM_STEP_NUM_TASKS=4 but OMPI_COMM_WORLD_SIZE=2"),
+        ({"PMI_RANK": "3"}, "ok", "they agree"),
+        ({"SLURM_PROCID": "4"}, "warning", "PROCID < STEP_NUM_TASKS"),
+        ({"SLURM_LOCALID": "x"}, "warning", "no number"),
+    ],
+)
+def test_slurm_of_a_task(change: dict[str, str], status: str, says: str) -> None:
+    row = slurm({**TASK, **change})
+    assert row.status == status
+    assert says in row.found
+    assert bool(row.fix) == (status != "ok")
+
+
+def test_slurm_without_and_in_a_batch_shell() -> None:
+    assert slurm({}).found == "no Slurm variables"
+    batch = slurm({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    assert batch.status == "ok"
+    assert "a batch shell" in batch.found
+
+
+@pytest.mark.parametrize(
+    ("version", "range_", "expected"),
+    [
+        ("0.10.2", ">=0.10.2", True),
+        ("0.12.0.1", ">=0.10.2", True),
+        ("0.9", ">=0.10.2", False),
+        ("3.11.7", ">=3.11,<3.14", True),
+        ("3.14.0", "<3.14,>=3.11", False),
+        ("2.0", "==2", True),
+        ("2.1", "!=2.1", False),
+        ("1.0rc1", "", True),
+    ],
+)
+def test_satisfies(version: str, range_: str, expected: bool) -> None:
+    assert satisfies(version, range_) is expected
+
+
+def test_ranges_are_those_of_pyproject() -> None:
+    found = ranges("axonn_jax")
+    assert found["jax"][0].startswith(">=")
+    assert not found["jax"][1]
+    assert found["mpi4jax"][1]
+    assert ranges("no-such-distribution") == {}
+
+
+def test_other_processes_do_not_inherit_a_launcher() -> None:
+    env = environment({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "OMPI_MCA_btl": "self", "PATH": "p"})
+    assert env == {"OMPI_MCA_btl": "self", "PATH": "p", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def test_probe_ends_the_children_too(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    seen = probe(["bash", "-c", f"sleep 600 & echo $! > {pid}; wait"], 1)
+    assert seen.timed_out
+    assert seen.trouble(1) == "no answer within 1 s"
+    with pytest.raises(ProcessLookupError):
+        _wait_gone(int(pid.read_text()))
+
+
+def _wait_gone(pid: int) -> None:
+    import time
+
+    for _ in range(50):
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat")
+        if state.exists() and state.read_text().split()[2] == "Z":
+            raise ProcessLookupError
+        time.sleep(0.1)
+
+
+def test_probe_of_a_missing_program() -> None:
+    seen = probe(["/no/such/program"], 1)
+    assert not seen.ok
+    assert "No such file" in seen.trouble(1)
+
+
+def test_same_mpi() -> None:
+    assert same_mpi("mpirun (Open MPI) 5.0.11", "Open MPI v5.0.11")
+    assert not same_mpi("mpirun (Open MPI) 4.1.2", "Open MPI v5.0.11")
+    assert not same_mpi("HYDRA build details: Version: 4.2.0", "Open MPI v5.0.11")
+    assert same_mpi("HYDRA build details: Version: 4.2.0", "MPICH Version: 4.1.0")
+
+
+def test_loopback_works_here() -> None:
+    assert loopback() == ""

@@ -1,0 +1,278 @@
+"""The command line itself: help, version, exit statuses, one JSON object, ranks, signals and pipes."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from axonn_jax.cli import main as command_line
+from axonn_jax.cli import report as reporting
+from axonn_jax.cli.main import COMMANDS, Command, main, report
+from axonn_jax.cli.report import rank_of
+from axonn_jax.errors import UserError
+from axonn_jax.train.toml import tables
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def shell(*argv, environ=None, code=None, **options):
+    start = [sys.executable, "-c", code] if code else [sys.executable, "-m", "axonn_jax.cli.main"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | (environ or {})
+    return subprocess.run([*start, *argv], env=env, capture_output=True, text=True, timeout=60, **options)
+
+
+def install(monkeypatch, run, arguments=None):
+    """Adds a command `try` that calls `run`."""
+    module = types.ModuleType("a_command")
+    if arguments is None:
+        module.main = run
+    else:
+        module.Try, module.run = arguments, run
+    monkeypatch.setitem(sys.modules, "a_command", module)
+    monkeypatch.setattr(command_line, "COMMANDS", (*COMMANDS, Command("try", "a_command", "tries")))
+
+
+IMPORTED = """
+import sys
+from axonn_jax.cli.main import main
+status = main(sys.argv[1:])
+heavy = ("jax", "jaxlib", "flax", "numpy", "tyro", "rich", "mpi4py")
+print([name for name in heavy if name in sys.modules], file=sys.stderr)
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["--version"], ["-V"]])
+def test_help_and_version_import_nothing_heavy(argv):
+    done = shell(*argv, code=IMPORTED)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    assert done.stdout
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_help_lists_every_command_in_a_line(capsys, argv):
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for command in COMMANDS:
+        assert sum(line.split()[:1] == [command.name] and command.help in line for line in out.splitlines()) == 1
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_version_names_the_package_and_what_it_stands_on(capsys):
+    assert main(["--version"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "axonn-jax 0.1.0"
+    assert f"jax {metadata.version('jax')}" in lines
+
+
+def test_train_help_shows_every_key_and_no_jax():
+    done = shell("train", "--help", code=IMPORTED.replace('"tyro", ', "").replace('"numpy", ', ""))
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    assert done.stdout.startswith("usage: axonn-jax train CONFIG.toml ")
+    for table, keys in tables().items():
+        for key in keys:
+            assert f"--{table}.{key} " in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "True" not in done.stdout
+    assert "{None" not in done.stdout
+    widths = {len(line) for line in done.stdout.splitlines() if line.startswith(("│", "|"))}
+    assert len(widths) == 1
+
+
+@pytest.mark.parametrize("name", [command.name for command in COMMANDS])
+def test_every_command_has_help(name, capsys):
+    assert main([name, "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"usage: axonn-jax {name}")
+    assert err == ""
+
+
+def test_status_of_the_command_is_the_exit_status(monkeypatch):
+    install(monkeypatch, lambda argv: len(argv))
+    assert main(["try", "a", "b", "c"]) == 3
+
+
+def test_json_is_alone_on_standard_output(monkeypatch, capsys, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(3):
+        (source / f"{number}.txt").write_text("the same words and the same words again\n" * 20)
+    argv = ["prepare", str(source), str(tmp_path / "out"), "--vocab", "260", "--json"]
+    assert main(argv) == 0
+    out, _ = capsys.readouterr()
+    assert out.count("\n") == 1
+    assert json.loads(out)["vocab"] == 260
+    assert main(argv) == 2  # OUT_DIR exists now
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: OUT_DIR = ")
+
+
+def fail(error):
+    def run(argv):
+        raise error
+
+    return run
+
+
+def test_a_failed_run_is_one_line(monkeypatch, capsys):
+    install(monkeypatch, fail(RuntimeError("device\n  lost " + "x" * 5000)))
+    monkeypatch.delenv("AXONN_JAX_TRACEBACK", raising=False)
+    assert main(["try"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: RuntimeError: device lost xxx")
+    assert err.endswith("... (set AXONN_JAX_TRACEBACK=1 for the traceback)\n")
+    assert err.count("\n") == 1
+    assert len(err) < 800
+
+
+def test_traceback_on_request(monkeypatch, capsys):
+    install(monkeypatch, fail(RuntimeError("device lost")))
+    monkeypatch.setenv("AXONN_JAX_TRACEBACK", "1")
+    assert main(["try"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback (most recent call last):")
+    assert err.endswith("\nerror: RuntimeError: device lost\n")
+
+
+@pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (7, 7)])
+def test_system_exit_is_a_status(monkeypatch, code, status):
+    install(monkeypatch, fail(SystemExit(code)))
+    assert main(["try"]) == status
+
+
+def test_a_message_on_exit_is_a_failed_run(monkeypatch, capsys):
+    install(monkeypatch, fail(SystemExit("no more")))
+    assert main(["try"]) == 1
+    assert "no more" in capsys.readouterr().err
+
+
+def test_interrupt(monkeypatch, capsys):
+    install(monkeypatch, fail(KeyboardInterrupt()))
+    assert main(["try"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
+def test_interrupt_signal_of_a_process():
+    code = """
+import sys, time, types
+from axonn_jax.cli import main as m
+module = types.ModuleType("a_command")
+def run(argv):
+    print("ready", flush=True)
+    time.sleep(60)
+module.main = run
+sys.modules["a_command"] = module
+m.COMMANDS = (m.Command("try", "a_command", ""),)
+sys.exit(m.main(["try"]))
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "interrupted\n")
+
+
+def test_reader_of_standard_output_gone():
+    read, write = os.pipe()
+    os.close(read)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-m", "axonn_jax.cli.main", "train", "--help"]
+    done = subprocess.run(argv, env=env, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_another_broken_pipe_is_a_failed_run(monkeypatch, capsys):
+    install(monkeypatch, fail(BrokenPipeError(32, "Broken pipe")))
+    assert main(["try"]) == 1
+    assert "error: BrokenPipeError: " in capsys.readouterr().err
+
+
+OMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks"),
+    [
+        ({}, (0, 0)),
+        (OMPI, (3, 1)),
+        (OMPI | {"OMPI_COMM_WORLD_SIZE": "1"}, (0, 0)),
+        ({"OMPI_COMM_WORLD_RANK": "3"}, (0, 0)),
+        ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "4"}, (0, 0)),
+        ({"PMIX_RANK": "2", "PMIX_SIZE": "4"}, (2, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "0"}, (1, 0)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}, (5, 1)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "1"}, (0, 0)),
+        # mpirun in a Slurm batch shell: every process inherits the batch step's SLURM_PROCID
+        (OMPI | {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (3, 1)),
+    ],
+)
+def test_rank(environ, ranks):
+    assert rank_of(environ) == ranks
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "field", "speaks"),
+    [
+        (0, 0, "train.lr", True),
+        (1, 1, "train.lr", False),
+        (4, 0, "train.lr", False),
+        (4, 0, "data.path", True),  # may be missing on that host alone
+        (5, 1, "data.path", False),
+    ],
+)
+def test_one_process_speaks(monkeypatch, capsys, rank, local, field, speaks):
+    for name, number in {"RANK": rank, "SIZE": 8, "LOCAL_RANK": local}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(number))
+    monkeypatch.setattr(reporting, "_GRACE_S", 0.0)
+    assert report(UserError(field, 1, "2")) == 2
+    assert capsys.readouterr().err == (f"error: {field} = 1: 2\n" if speaks else "")
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys):
+    assert main(["\x1b[31mred\n"]) == 2
+    assert report(ValueError("\x1b[31mred")) == 1
+    assert "\x1b" not in capsys.readouterr().err
+
+
+@dataclasses.dataclass(frozen=True)
+class Try:
+    """Tries."""
+
+    size: int = 3
+    """How much."""
+
+
+def test_a_new_command_needs_one_line(monkeypatch, capsys):
+    install(monkeypatch, lambda args: args.size, arguments=Try)
+    assert main(["try", "--size", "5"]) == 5
+    assert main(["try", "--siz", "5"]) == 2
+    assert main(["--help"]) == 0
+    assert "  try      tries\n" in capsys.readouterr().out
+
+
+@pytest.mark.mpi
+def test_only_one_line_under_mpirun(tmp_path):
+    mpirun = Path(sys.executable).parent / "mpirun"
+    if not mpirun.exists():
+        pytest.skip("no mpirun in this environment")
+    environ = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(ROOT)}
+    argv = [mpirun, "--oversubscribe", "-n", "3", sys.executable, "-m", "axonn_jax.cli.main", "train", "none.toml"]
+    done = subprocess.run(argv, cwd=tmp_path, env=os.environ | environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("error: ") == 1
+    assert "error: CONFIG.toml = 'none.toml': no such file" in done.stderr

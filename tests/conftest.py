@@ -1,0 +1,21 @@
+"""Strictness for the whole suite: 8 virtual CPU devices, strict dtype promotion, warnings as errors."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "allow")
+
+
+@pytest.fixture(autouse=True)
+def _no_mesh_left_behind():
+    """A test that sets the mesh (as `init` does) does not set it for the next one."""
+    before = jax.sharding.get_mesh()
+    yield
+    if jax.sharding.get_mesh() != before:
+        jax.set_mesh(before)

@@ -1,0 +1,72 @@
+"""Grids, models and reference results that several tests share; compiled once a session."""
+
+import functools
+from itertools import product
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from axonn_jax.grid import Grid, GridShape, build_grid
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.tensor.params import take_apart
+
+# Every size divides by 8 where some grid of 8 devices splits it eight ways, over two axes at once included.
+GPT = ModelShape(layers=2, hidden=32, heads=8, kv_heads=8, ffn=64, vocab=64, seq_len=16)
+LLAMA = ModelShape(
+    layers=2, hidden=64, heads=16, kv_heads=8, ffn=96, vocab=64, seq_len=16,
+    positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False,
+)  # fmt: skip
+MODELS = {"gpt": GPT, "llama": LLAMA}
+
+
+def all_grids(*products: int) -> list[GridShape]:
+    """Every `(data, z, y, x)` whose product is one of `products`."""
+    sizes = [1, 2, 4, 8]
+    grids = [GridShape(1, *axes) for axes in product(sizes, repeat=4)]
+    return [grid for grid in grids if grid.devices in products]
+
+
+def name(grid: GridShape) -> str:
+    """A test id: data, z, y, x."""
+    return f"d{grid.data}z{grid.z}y{grid.y}x{grid.x}"
+
+
+def lay(shape: GridShape) -> Grid:
+    """The grid over the first virtual devices."""
+    return build_grid(shape, jax.devices()[: shape.devices])
+
+
+def make_model(shape: ModelShape, grid: Grid, seed: int = 0) -> Transformer:
+    """The model, its parameters born sharded on the grid."""
+    with jax.set_mesh(grid.mesh):
+        return Transformer(shape, rngs=nnx.Rngs(seed))
+
+
+@functools.cache
+def host_params(shape: ModelShape) -> dict[str, np.ndarray]:
+    """Parameters of a model made on one device, every bias and norm parameter moved off its 0 or 1."""
+    params = take_apart(make_model(shape, lay(GridShape()))).params
+    return {
+        name: np.asarray(value) + (0.1 * np.sin(np.arange(value.size) + len(name)) if value.ndim == 1 else 0)
+        for name, value in sorted(params.items())
+    }
+
+
+def model_on(shape: ModelShape, grid: Grid) -> Transformer:
+    """The model with `host_params`, laid out on the grid: no program of its own to compile."""
+    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
+    parts = take_apart(model)
+    params = {
+        name: jax.device_put(value.astype(np.float32), NamedSharding(grid.mesh, parts.specs[name]))
+        for name, value in host_params(shape).items()
+    }
+    return parts.rebuild(params)
+
+
+@functools.cache
+def tokens(vocab: int, microbatches: int, sequences: int, seq_len: int) -> np.ndarray:
+    """Random token ids [microbatches, sequences, seq_len + 1]."""
+    return np.random.default_rng(1).integers(0, vocab, (microbatches, sequences, seq_len + 1), dtype=np.int32)

@@ -1,0 +1,136 @@
+"""The parts of scripts/setup that decide something, without installing anything."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def setup() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("axonn_setup", ROOT / "scripts/_setup.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["axonn_setup"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def program(path: Path, text: str = "exit 0") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_key_follows_the_files(setup: ModuleType, tmp_path: Path) -> None:
+    for name in setup.KEYED:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    before = setup.key(tmp_path)
+    assert before == setup.key(ROOT)
+    (tmp_path / "constraints.txt").write_text("jax==0.1\n")
+    assert setup.key(tmp_path) != before
+
+
+def test_choices_are_remembered_and_can_be_taken_back(setup: ModuleType) -> None:
+    first = setup.wanted({"AXONN_EXTRAS": "docs, cuda13,dev", "AXONN_MPI": "wheel"}, None, "k")
+    assert (first.extras, first.mpi) == ("cuda13,docs", "wheel")
+    assert setup.wanted({}, first, "k") == first
+    assert setup.wanted({"AXONN_EXTRAS": "none"}, first, "k").extras == ""
+    with pytest.raises(ValueError, match="AXONN_MPI = 'mpich': must be one of auto, site, wheel, none"):
+        setup.wanted({"AXONN_MPI": "mpich"}, None, "k")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"kee": 1}', "not json"])
+def test_an_unreadable_stamp_is_none(setup: ModuleType, tmp_path: Path, text: str) -> None:
+    (tmp_path / "s").write_text(text)
+    assert setup.read_stamp(tmp_path / "s") is None
+    assert setup.read_stamp(tmp_path / "none") is None
+
+
+def test_a_copied_environment_is_recognised(setup: ModuleType, tmp_path: Path) -> None:
+    here, there = tmp_path / "a b/.venv", tmp_path / "copy/.venv"
+    for folder in (here, there):
+        folder.mkdir(parents=True)
+        (folder / "pyvenv.cfg").write_text(f"home = /x\ncommand = /x/python -m venv --clear {here}\n")
+    assert setup.at_home(here)
+    assert not setup.at_home(there)
+    assert not setup.at_home(tmp_path)
+
+
+def test_mpicc_of_the_environment_is_not_the_sites(setup: ModuleType, tmp_path: Path) -> None:
+    own, site = program(tmp_path / ".venv/bin/mpicc"), program(tmp_path / "site/mpicc")
+    path = os.pathsep.join([str(own.parent), str(site.parent)])
+    find = setup.find_mpicc
+    assert find({"PATH": path}, "auto", tmp_path / ".venv") == str(site)
+    assert find({"PATH": path}, "wheel", tmp_path / ".venv") is None
+    assert find({"PATH": str(own.parent)}, "auto", tmp_path / ".venv") is None
+    with pytest.raises(ValueError, match="AXONN_MPI = 'site'"):
+        find({"PATH": str(own.parent)}, "site", tmp_path / ".venv")
+
+
+def test_cuda_is_a_folder_with_the_header_not_any_nvcc(setup: ModuleType, tmp_path: Path) -> None:
+    wrapper = program(tmp_path / "bin/nvcc")
+    env = {"PATH": str(wrapper.parent)}
+    assert setup.find_cuda(env, usual=tmp_path) is None
+    toolkit = tmp_path / "cuda-13.0"
+    nvcc = program(toolkit / "bin/nvcc")
+    (toolkit / "include").mkdir()
+    (toolkit / "include/cuda_runtime.h").touch()
+    assert setup.find_cuda(env, usual=tmp_path) == toolkit
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link/nvcc").symlink_to(nvcc)
+    assert setup.find_cuda({"PATH": str(tmp_path / "link")}, usual=tmp_path / "none") == toolkit
+    assert setup.find_cuda({"PATH": "", "CUDA_HOME": str(toolkit)}, usual=tmp_path / "none") == toolkit
+
+
+def run_setup(root: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(root / "scripts/setup"), *arguments]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("AXONN_")}
+    return subprocess.run(command, env={**clean, **env}, capture_output=True, text=True, timeout=60, cwd="/")
+
+
+def test_a_python_that_only_pretends_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/setup", tmp_path / "scripts/setup")
+    program(tmp_path / "bin/python3.13", "echo 'pyenv: python3.13: command not found' >&2; exit 127")
+    program(tmp_path / "bin/python3.12", 'case "$*" in *ensurepip*) ;; *) echo "worker: $*" ;; esac')
+    done = run_setup(tmp_path, "--again", PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
+    assert done.returncode == 0
+    assert done.stdout == f"worker: -I {tmp_path}/scripts/_setup.py --again\n"
+    assert done.stderr == ""
+
+
+def test_a_useless_axonn_python_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/setup", tmp_path / "scripts/setup")
+    done = run_setup(tmp_path, AXONN_PYTHON="/no/such/python")
+    assert done.returncode == 2
+    assert done.stderr.startswith("AXONN_PYTHON = '/no/such/python': must be")
+    assert done.stderr.count("\n") == 1
+
+
+def test_every_constraint_is_exact_and_every_dependency_is_pinned_for_every_python() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins: dict[str, list[str]] = {}
+    for line in lines:
+        found = re.fullmatch(r'([a-z0-9-]+)==[\w.]+( ; python_version (<|>=) "3\.12")?', line)
+        assert found, line
+        pins.setdefault(found[1], []).append(found[3] or "all")
+    assert all(sorted(kinds) in (["all"], ["<", ">="]) for kinds in pins.values())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = project["dependencies"] + [text for name in ("mpi", "hf", "tensorboard", "dev") for text in extras[name]]
+    names = {re.split(r"[\[<>=~! ]", text)[0].lower().replace("_", "-") for text in needed}
+    assert not names - set(pins)

@@ -1,0 +1,266 @@
+"""The configuration's tables: defaults, shapes, checks, text that reads back, and the reference made from them."""
+
+import subprocess
+import sys
+from dataclasses import MISSING, asdict, fields, replace
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axonn_jax.data.prepare import prepare
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.models.presets import preset, preset_names
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.train import toml
+from axonn_jax.train.config import Config, DataConfig, LogConfig, ModelConfig, TrainConfig, to_toml
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ModelConfig(layers=2, hidden=32, heads=4, seq_len=16)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("config")
+    (root / "text").mkdir()
+    for number in range(3):
+        (root / "text" / f"{number}.txt").write_text("the same words and the same words again\n" * 20)
+    prepare(root / "text", root / "data", vocab=264, include=["*.txt"])
+    return root / "data"
+
+
+@pytest.fixture
+def config(data):
+    return Config(model=TINY, data=DataConfig(str(data)))
+
+
+# Model
+
+
+def test_explicit_fields_fill_in_the_rest():
+    shape = TINY.shape(default_vocab=264)
+    assert shape == ModelShape(layers=2, hidden=32, heads=4, kv_heads=4, ffn=128, vocab=264, seq_len=16)
+    assert replace(TINY, vocab=300).shape(default_vocab=264).vocab == 300
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_preset_alone_is_the_preset(name):
+    assert ModelConfig(preset=name).shape() == preset(name)
+    assert ModelConfig(preset=name).shape(default_vocab=264) == preset(name)
+
+
+def test_preset_with_changes():
+    changed = ModelConfig(preset="gpt2", layers=2, norm="rmsnorm", dropout=0.1, tied=False)
+    assert changed.shape() == preset("gpt2", layers=2, norm="rmsnorm", dropout=0.1, tied=False)
+
+
+def test_sizes_that_follow_another_keep_following_it():
+    small = ModelConfig(preset="gpt2", hidden=128, heads=4).shape()
+    assert (small.kv_heads, small.ffn) == (4, 512)
+    assert ModelConfig(preset="gpt2", hidden=384, ffn=100).shape().ffn == 100
+    grouped = ModelConfig(preset="llama3-8b", hidden=2048, heads=16).shape()
+    assert (grouped.kv_heads, grouped.ffn) == (8, 14336)  # neither follows in this preset
+
+
+def test_missing_fields_are_named():
+    with pytest.raises(UserError, match=r"model\.heads, model\.vocab = \(not given\)"):
+        replace(TINY, heads=None).shape()
+    with pytest.raises(UserError, match=r"model\.preset = \(not given\): a preset \(gpt2, .*or model\.layers"):
+        ModelConfig().shape()
+
+
+# Check
+
+
+def test_check_fills_in_the_model_and_creates_nothing(config, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checked = config.check()
+    assert checked.model == ModelConfig(**asdict(TINY.shape(default_vocab=264)))
+    assert checked.model.shape() == TINY.shape(default_vocab=264)
+    assert checked == replace(config, model=checked.model, log=checked.log)
+    assert checked.log.dir == "runs/run"
+    assert checked.check() == checked
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checked_preset_is_the_same_model(config):
+    checked = replace(config, model=ModelConfig(preset="gpt2", layers=1, seq_len=16)).check()
+    assert checked.model.preset == "gpt2"
+    assert checked.model.shape() == preset("gpt2", layers=1, seq_len=16)
+
+
+def test_limits_are_allowed(config):
+    train = TrainConfig(steps=5, warmup=5, clip=0, weight_decay=0, beta1=0, min_lr_ratio=1, seed=2**32 - 1)
+    replace(config, train=train).check()
+
+
+def number_fields():
+    """Every numeric key with values no number may have; found from the types, so that none is forgotten."""
+    bad = {int: [-1], float: [float("nan"), float("inf"), -1.0]}
+    found = []
+    for table, cls in get_type_hints(Config).items():
+        for key, annotation in get_type_hints(cls).items():
+            for option in (annotation, *getattr(annotation, "__args__", ())):
+                found += [(table, key, value) for value in bad.get(option, ())]
+    return found
+
+
+def check_with(config, table, key, value):
+    replace(config, **{table: replace(getattr(config, table), **{key: value})}).check()
+
+
+@pytest.mark.parametrize(("table", "key", "value"), number_fields())
+def test_every_number_has_a_range(config, table, key, value):
+    with pytest.raises(UserError, match=rf"^{table}\.{key} = {value}: "):
+        check_with(config, table, key, value)
+
+
+def test_log_directory_may_exist(config, tmp_path):
+    for path in (tmp_path, tmp_path / "new" / "deep"):
+        assert replace(config, log=LogConfig(dir=str(path))).check().log.dir == str(path)
+
+
+# Text
+
+
+def optional(strategy):
+    return st.none() | strategy
+
+
+text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+numbers = st.floats(allow_nan=False)
+integers = st.integers(-(2**63), 2**63 - 1)
+
+
+def values(cls):
+    """Every value the types of a table allow, in range or not."""
+
+    def of(annotation, name):
+        arguments = getattr(annotation, "__args__", ())
+        if type(None) in arguments:
+            return optional(of(arguments[0], name))
+        if arguments:
+            return st.sampled_from(arguments)
+        return {int: integers, float: numbers, bool: st.booleans(), str: text}[annotation]
+
+    if cls is GridShape:
+        sizes = st.integers(1, 2**63 - 1)
+        return st.builds(GridShape, **{f.name: sizes for f in fields(GridShape)})
+    hints = get_type_hints(cls)
+    return st.builds(cls, **{f.name: of(hints[f.name], f.name) for f in fields(cls)})
+
+
+configs = st.builds(Config, **{name: values(cls) for name, cls in get_type_hints(Config).items()})
+
+
+@given(configs)
+def test_text_reads_back_as_the_same_config(config):
+    assert toml.loads(to_toml(config)) == config
+
+
+@given(configs)
+def test_flags_say_the_same_as_a_file(config):
+    plain = Config(data=DataConfig("elsewhere"))
+    flags = []
+    for table in fields(Config):
+        for key in fields(getattr(config, table.name)):
+            value = getattr(getattr(config, table.name), key.name)
+            if value is not None:
+                flags.append(f"--{table.name}.{key.name}={str(value).lower() if isinstance(value, bool) else value}")
+    rest, read = toml.split_argv(flags)
+    assert rest == []
+    assert toml.loads(to_toml(plain), read) == config
+
+
+def test_written_config_of_a_checked_run_trains_the_same(config, tmp_path):
+    checked = config.check()
+    (tmp_path / "config.toml").write_text(to_toml(checked), encoding="utf-8")
+    assert toml.load(tmp_path / "config.toml").check() == checked
+
+
+def write(path, content):
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+def test_load_with_overrides(tmp_path):
+    path = write(tmp_path / "small.toml", '[data]\npath = "d"\n[train]\nsteps = 5\nlr = 1\n')
+    assert toml.load(path).train == TrainConfig(steps=5, lr=1.0)
+    overrides = ["--train.steps", "7", "--train.lr=2e-3", "--train.eval-every", "3", "--log.tensorboard", "--grid.x=2"]
+    config = toml.load(path, overrides)
+    assert config.train == TrainConfig(steps=7, lr=2e-3, eval_every=3)
+    assert (config.log.tensorboard, config.grid) == (True, GridShape(x=2))
+    assert toml.load(path, ["--train.steps", "7", "--train.steps", "8"]).train.steps == 8
+    assert isinstance(toml.load(path).train.lr, float)
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        (["--log.tensorboard"], True),
+        (["--log.tensorboard", "true"], True),
+        (["--log.tensorboard", "false"], False),
+        (["--log.tensorboard=false"], False),
+        (["--log.tensorboard", "--train.steps", "3"], True),
+    ],
+)
+def test_switches(tmp_path, flags, value):
+    path = write(tmp_path / "c.toml", '[data]\npath = "d"\n')
+    assert toml.load(path, flags).log.tensorboard is value
+
+
+def test_switch_in_front_of_the_config_file():
+    assert toml.split_argv(["--log.tensorboard", "c.toml"]) == (["c.toml"], [("log.tensorboard", True)])
+    assert toml.split_argv(["--grid.x", "2", "c.toml"]) == (["c.toml"], [("grid.x", 2)])
+
+
+def test_texts_stay_as_they_are_typed(tmp_path):
+    path = write(tmp_path / "c.toml", '[data]\npath = "d"\n')
+    assert toml.load(path, ["--data.path", "123"]).data.path == "123"
+    assert toml.load(path, ["--data.path", "true"]).data.path == "true"
+    assert toml.load(path, ["--log.dir=a=b"]).log.dir == "a=b"
+
+
+def test_run_directory_is_named_after_the_file(tmp_path):
+    path = write(tmp_path / "gpt.v2.toml", '[data]\npath = "d"\n')
+    assert toml.load(path).log.dir == "runs/gpt.v2"
+    assert toml.load(path, ["--log.dir", "/scratch/{name}/1"]).log.dir == "/scratch/gpt.v2/1"
+    assert toml.load(path, ["--log.dir", "here"]).log.dir == "here"
+
+
+# Documents
+
+
+def test_every_field_is_documented_once_for_all():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/docs/config_reference", "--check"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    page = (ROOT / "docs/config.md").read_text(encoding="utf-8")
+    for table, keys in toml.tables().items():
+        section = page.split(f"\n## [{table}]\n")[1].split("\n## ")[0]
+        for key in keys:
+            assert f"| `{key}` | " in section
+
+
+def test_only_the_data_is_required():
+    required = [
+        f"{table.name}.{field.name}"
+        for table in fields(Config)
+        for field in fields(get_type_hints(Config)[table.name])
+        if field.default is MISSING
+    ]
+    assert required == ["data.path"]
+
+
+def test_the_example_is_good(data):
+    checked = toml.load(
+        ROOT / "examples" / "gpt-tiny.toml", ["--data.path", str(data), "--model.seq_len", "16"]
+    ).check()
+    assert checked.log.dir == "runs/gpt-tiny"
+    for grid in (GridShape(x=2), GridShape(y=2, x=2), GridShape(data=2, z=2, y=2), GridShape(z=4), GridShape(y=4)):
+        grid.check_model(replace(checked.model, vocab=4096).shape())
+        grid.check_batch(checked.train.global_batch, checked.train.microbatches)
