@@ -4,7 +4,7 @@ Only numpy: a tensor is at most transposed, and the columns of queries, keys and
 linear and only move entries, so they hold for values and gradients alike and undo each other bit for bit.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,7 +55,7 @@ def from_huggingface(state: Mapping[str, Array], shape: ModelShape) -> dict[str,
             raise UserError("tie_word_embeddings", True, f"false: {_HEAD} is not the embedding table")
     extra = [name for name in keys if not name.endswith(_BUFFERS)]
     if extra:
-        raise UserError("checkpoint tensors", _some(extra), f"only those of a {family} model of this shape")
+        raise UserError("checkpoint tensor", min(extra), f"only those of a {family} model of this shape")
     return params
 
 
@@ -68,7 +68,7 @@ def to_huggingface(params: Mapping[str, Array], shape: ModelShape) -> dict[str, 
     entries = list(_entries(shape, _family(shape)))
     extra = params.keys() - {entry.ours for entry in entries}
     if extra:
-        raise UserError("parameters", _some(extra), "only those of a model of this shape")
+        raise UserError("parameter", min(extra), "only those of a model of this shape")
     state: dict[str, Array] = {}
     for entry in entries:
         if entry.ours not in params:
@@ -84,7 +84,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     value, for whatever this package's transformer does not compute.
     """
     family = config.get("model_type")
-    if family not in _TRAITS:
+    if family not in ("gpt2", "llama"):
         raise UserError("config.model_type", family, "one of " + ", ".join(_TRAITS))
     _only(config, "quantization_config", None)
     return _gpt2_shape(config) if family == "gpt2" else _llama_shape(config)
@@ -189,10 +189,6 @@ def _family(shape: ModelShape) -> Family:
     raise UserError("model", given, accepted)
 
 
-def _some(names: Collection[str]) -> str:
-    return f"{min(names)} and {len(names) - 1} more" if len(names) > 1 else min(names)
-
-
 def _sized(name: str, array: Array, size: tuple[int, ...]) -> Array:
     if array.shape != size:
         raise UserError(f"shape of {name}", array.shape, f"{size}")
@@ -221,7 +217,8 @@ class _Entry:
         keys, values = kv_heads * group * head_dim, kv_heads * (group + 1) * head_dim
         thirds = np.split(np.concatenate(arrays, -1), (keys, values), -1)
         by_head = [a.reshape(*self.size[:-1], kv_heads, -1, head_dim) for a in thirds]
-        return np.concatenate(by_head, -2).reshape(self.size)
+        # contiguous at the end only: numpy lays the joined columns out like its inputs, which may be transposed
+        return np.ascontiguousarray(np.concatenate(by_head, -2).reshape(self.size))
 
     def split(self, array: Array) -> list[Array]:
         arrays = [array]

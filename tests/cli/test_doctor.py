@@ -15,7 +15,7 @@ from axonn_jax.doctor_mpi import same_mpi
 from axonn_jax.doctor_probes import Row, environment, probe, ranges, satisfies, which
 from axonn_jax.errors import UserError
 
-DOCTOR = "import sys, tyro; from axonn_jax.cli.doctor import Doctor, run; sys.exit(run(tyro.cli(Doctor)))"
+COMMAND = "import sys; from axonn_jax.cli.main import main; sys.exit(main(['doctor', '--json', *sys.argv[1:]]))"
 ROWS = {
     "python", "platform", "cores", "memory", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain",
     "tokenizers", "tyro", "devices", "mpicc", "mpirun", "mpi4py", "mpi4jax", "mpi ping", "hostname", "loopback",
@@ -35,7 +35,7 @@ def doctor(*arguments: str, stub: Path | None = None, launcher: tuple[str, ...] 
     env = {**os.environ, "PYTHONPATH": str(stub)} if stub else dict(os.environ)
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = subprocess.run(
-        [*launcher, sys.executable, "-c", DOCTOR, "--json", *arguments],
+        [*launcher, sys.executable, "-c", COMMAND, *arguments],
         env=env,
         capture_output=True,
         text=True,

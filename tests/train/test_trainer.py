@@ -46,7 +46,7 @@ CURVE_TOLERANCE = 1e-5
 def test_loss_curve_equals_the_one_device_curve(model, axes):
     _, curve = train(model, axes)
     np.testing.assert_allclose(curve, one_device_curve(model), rtol=CURVE_TOLERANCE)
-    assert curve[-1] < 0.8 * curve[0]  # it does learn, so the curves are not equal for want of change
+    assert curve[-1] < curve[0] - 0.2  # it does learn: the curves are not equal for want of change
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])

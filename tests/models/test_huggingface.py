@@ -1,0 +1,297 @@
+"""GPT-2 and Llama give the logits, loss and gradients that Hugging Face transformers (PyTorch) gave."""
+
+import functools
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import grids
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.models.huggingface import from_huggingface, shape_from_config, to_huggingface
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.tensor.params import take_apart
+from axonn_jax.train.program import StageProgram
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILIES = ("gpt2", "llama")
+GRIDS = [
+    GridShape(),
+    GridShape(z=2, y=2, x=2),
+    GridShape(data=2, y=2, x=2),
+    GridShape(data=2, z=4),
+    GridShape(data=2, z=2, y=2),
+    GridShape(x=8),
+]
+
+EPS = float(np.finfo(np.float32).eps)
+# Both sides are float32 and each sums in an order of its own. An entry's error is that of a sum of n terms, which
+# grows as sqrt(n) ulp of the partial sums (n eps at worst), behind some 20 roundings on the way through two blocks;
+# relative to the largest entry of the tensor, since a small entry is a sum of large terms that cancel.
+# Logits contract at most 48 features: 8 * sqrt(48) = 55 eps = 7e-6.
+LOGITS_TOLERANCE = 55 * EPS
+# A parameter's gradient sums over 8 sequences of 16 tokens: 8 * sqrt(128) = 90 eps = 1.1e-5.
+GRADIENT_TOLERANCE = 90 * EPS
+# The loss is a mean over all tokens, in which the roundings of single tokens average out.
+LOSS_TOLERANCE = 4 * EPS
+
+
+@functools.cache
+def fixture(family: str) -> dict[str, np.ndarray]:
+    with np.load(ROOT / f"tests/fixtures/huggingface_{family}.npz", allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def config(family: str) -> dict:
+    return json.loads(str(fixture(family)["config"]))
+
+
+def under(family: str, prefix: str) -> dict[str, np.ndarray]:
+    return {key.removeprefix(prefix): a for key, a in fixture(family).items() if key.startswith(prefix)}
+
+
+def error(got: np.ndarray, want: np.ndarray) -> float:
+    """Largest difference, relative to the largest entry."""
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    return float(np.max(np.abs(got.astype(np.float64) - want)) / np.max(np.abs(want)))
+
+
+def build(family: str, axes: GridShape) -> tuple[StageProgram, dict[str, jax.Array], ModelShape]:
+    """The program on a grid, and Hugging Face's weights laid out over it."""
+    shape, grid = shape_from_config(config(family)), grids.lay(axes)
+    axes.check_model(shape)
+    with jax.set_mesh(grid.mesh):
+        parts = take_apart(Transformer(shape, rngs=nnx.Rngs(0)))
+    program = StageProgram(parts, grid, jnp.dtype("float32"))
+    weights = from_huggingface(under(family, "weights/"), shape)
+    assert weights.keys() == parts.params.keys()
+    assert {k: a.shape for k, a in weights.items()} == {k: a.shape for k, a in parts.params.items()}
+    return program, jax.device_put(weights, program.shardings()), shape
+
+
+@pytest.mark.parametrize("axes", GRIDS, ids=grids.name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(family, axes):
+    program, params, _ = build(family, axes)
+    logits = jax.jit(program.logits)(params, fixture(family)["tokens"][:, :-1])
+    assert error(np.asarray(logits), fixture(family)["logits"]) <= LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("axes", GRIDS, ids=grids.name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_every_gradient(family, axes):
+    program, params, shape = build(family, axes)
+    tokens = fixture(family)["tokens"]
+    microbatches = 2 if axes.batch_shards <= 4 else 1
+    batch = jax.device_put(tokens.reshape(microbatches, -1, tokens.shape[1]), program.batch_sharding())
+    grads, loss, norm = jax.jit(program.gradients)(params, batch, None)
+
+    want = under(family, "gradients/")
+    want_loss = float(fixture(family)["loss"])
+    want_norm = sum(float(np.sum(g.astype(np.float64) ** 2)) for g in want.values()) ** 0.5
+    assert abs(float(loss) - want_loss) <= LOSS_TOLERANCE * want_loss
+    assert abs(float(norm) - want_norm) <= GRADIENT_TOLERANCE * want_norm
+    got = to_huggingface({name: np.asarray(g) for name, g in grads.items()}, shape)
+    assert got.keys() == want.keys()
+    for name, g in got.items():
+        assert error(g, want[name]) <= GRADIENT_TOLERANCE, f"{name}: {error(g, want[name]) / EPS:.0f} eps"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fixture_feels_every_parameter(family):
+    """No parameter at a value that would hide it, no gradient so small that a wrong one would pass."""
+    weights, gradients = under(family, "weights/"), under(family, "gradients/")
+    assert weights.keys() == gradients.keys()
+    assert sum(a.size for a in weights.values()) == shape_from_config(config(family)).params()
+    for name, value in weights.items():
+        assert value.dtype == gradients[name].dtype == np.float32
+        neutral = 1.0 if value.ndim == 1 and name.endswith("weight") else 0.0
+        assert np.sqrt(np.mean((value - neutral) ** 2)) > 0.1, name
+        assert np.max(np.abs(gradients[name])) > 0.01, name
+
+
+@pytest.mark.parametrize("kind", ["weights/", "gradients/"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_is_bitwise(family, kind):
+    shape, theirs = shape_from_config(config(family)), under(family, kind)
+    ours = from_huggingface(theirs, shape)
+    back = to_huggingface(ours, shape)
+    assert back.keys() == theirs.keys()
+    again = from_huggingface(back, shape)
+    assert list(again) == list(ours)
+    for want, got in ((theirs, back), (ours, again)):
+        for name in want:
+            assert got[name].dtype == want[name].dtype, name
+            assert got[name].shape == want[name].shape, name
+            assert got[name].flags.c_contiguous, name
+            assert got[name].tobytes() == want[name].tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16"])
+def test_dtype_is_kept(dtype):
+    theirs = {name: a.astype(jnp.dtype(dtype)) for name, a in under("llama", "weights/").items()}
+    ours = from_huggingface(theirs, shape_from_config(config("llama")))
+    assert {a.dtype for a in ours.values()} == {jnp.dtype(dtype)}
+
+
+def test_queries_keys_and_values_are_grouped_by_kv_head():
+    """Each column is labelled 100 * kind + head * head_dim + feature, so the order can be read off."""
+    shape = shape_from_config(config("llama"))
+    kinds = {"q_proj": (0, shape.heads), "k_proj": (100, shape.kv_heads), "v_proj": (200, shape.kv_heads)}
+    state = under("llama", "weights/")
+    for name, (base, heads) in kinds.items():
+        labels = base + np.arange(heads * shape.head_dim, dtype=np.float32)
+        state[f"model.layers.0.self_attn.{name}.weight"] = np.repeat(labels[:, None], shape.hidden, 1)
+    first_row = from_huggingface(state, shape)["blocks.0.attention.qkv.kernel"][0]
+    group0 = [*range(24), *range(100, 108), *range(200, 208)]
+    group1 = [*range(24, 48), *range(108, 116), *range(208, 216)]
+    assert first_row.tolist() == [*group0, *group1]
+
+
+def test_files_without_prefix_and_with_buffers_and_the_tied_head_are_read():
+    shape, theirs = shape_from_config(config("gpt2")), under("gpt2", "weights/")
+    bare = {name.removeprefix("transformer."): a for name, a in theirs.items()}
+    bare["h.0.attn.bias"] = np.ones((1, 1, 16, 16), bool)
+    bare["h.1.attn.masked_bias"] = np.float32(-1e4)
+    bare["lm_head.weight"] = bare["wte.weight"].copy()
+    want, got = from_huggingface(theirs, shape), from_huggingface(bare, shape)
+    assert got.keys() == want.keys()
+    assert all(np.array_equal(got[name], want[name]) for name in want)
+
+
+def test_untied_gpt2_and_tied_llama():
+    gpt2, llama = shape_from_config(config("gpt2")), shape_from_config(config("llama"))
+    head = np.ones((gpt2.vocab, gpt2.hidden), np.float32)
+    untied = from_huggingface(under("gpt2", "weights/") | {"lm_head.weight": head}, replace(gpt2, tied=False))
+    assert untied["head.kernel"].shape == (gpt2.hidden, gpt2.vocab)
+    state = under("llama", "weights/")
+    del state["lm_head.weight"]
+    assert "head.kernel" not in from_huggingface(state, replace(llama, tied=True))
+
+
+def refusal(call, *arguments) -> UserError:
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_bad_states_are_refused():
+    shape, theirs = shape_from_config(config("gpt2")), under("gpt2", "weights/")
+    ours = from_huggingface(theirs, shape)
+    wpe = theirs["transformer.wpe.weight"]
+
+    missing = {name: a for name, a in theirs.items() if name != "transformer.wpe.weight"}
+    assert refusal(from_huggingface, missing, shape).field == "tensor transformer.wpe.weight"
+    short = refusal(from_huggingface, theirs | {"transformer.wpe.weight": wpe[:8]}, shape)
+    assert (short.field, short.value, short.accepted) == ("shape of transformer.wpe.weight", (8, 32), "(16, 32)")
+    extra = refusal(from_huggingface, theirs | {"transformer.h.2.ln_1.bias": wpe[0]}, shape)
+    assert extra.value == "transformer.h.2.ln_1.bias"
+    head = refusal(from_huggingface, theirs | {"lm_head.weight": 2 * theirs["transformer.wte.weight"]}, shape)
+    assert head.field == "tie_word_embeddings"
+
+    assert refusal(to_huggingface, ours | {"blocks.2.mlp.up.bias": wpe[0]}, shape).value == "blocks.2.mlp.up.bias"
+    assert refusal(to_huggingface, {}, shape).field == "parameter embedding.table"
+    assert refusal(to_huggingface, ours | {"norm.shift": wpe}, shape).field == "shape of norm.shift"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"norm": "rmsnorm"}, "model"), ({"bias": False}, "model"), ({"kv_heads": 2}, "model.kv_heads")],
+)
+def test_shapes_of_neither_family_are_refused(changes, field):
+    shape = replace(shape_from_config(config("gpt2")), **changes)
+    assert refusal(to_huggingface, {}, shape).field == field
+    assert refusal(from_huggingface, {}, shape).field == field
+
+
+def test_shapes_of_the_fixtures():
+    assert shape_from_config(config("gpt2")) == ModelShape(2, 32, 4, 4, 48, 56, 16, norm_eps=1e-3)
+    assert shape_from_config(config("llama")) == ModelShape(
+        2, 48, 6, 2, 40, 56, 16,
+        positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False, norm_eps=1e-3, rope_theta=100.0,
+    )  # fmt: skip
+
+
+def test_fields_left_out_take_the_defaults_of_transformers():
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 4}
+    assert shape_from_config({"model_type": "gpt2", **sizes, "n_inner": None}) == ModelShape(1, 8, 2, 2, 32, 16, 4)
+    llama = {
+        "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2,
+        "intermediate_size": 12, "vocab_size": 16, "max_position_embeddings": 4,
+    }  # fmt: skip
+    want = ModelShape(
+        1, 8, 2, 2, 12, 16, 4,
+        positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False, norm_eps=1e-6,
+    )  # fmt: skip
+    assert shape_from_config(llama) == want
+    # transformers 4 wrote the base beside an empty rope_scaling
+    old = llama | {"rope_theta": 5e5, "rope_scaling": None}
+    assert shape_from_config(old) == replace(want, rope_theta=5e5)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "field", "value"),
+    [
+        ("gpt2", {"model_type": "gpt_neox"}, "config.model_type", "gpt_neox"),
+        ("gpt2", {"model_type": None}, "config.model_type", None),
+        ("gpt2", {"activation_function": "relu"}, "config.activation_function", "relu"),
+        ("gpt2", {"activation_function": "gelu"}, "config.activation_function", "gelu"),
+        ("gpt2", {"scale_attn_weights": False}, "config.scale_attn_weights", False),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "config.scale_attn_by_inverse_layer_idx", True),
+        ("gpt2", {"add_cross_attention": True}, "config.add_cross_attention", True),
+        ("gpt2", {"quantization_config": {"bits": 4}}, "config.quantization_config", {"bits": 4}),
+        ("gpt2", {"n_layer": None}, "config.n_layer", None),
+        ("gpt2", {"n_embd": "32"}, "config.n_embd", "32"),
+        ("gpt2", {"n_head": True}, "config.n_head", True),
+        ("gpt2", {"n_head": 5}, "model.heads", 5),
+        ("gpt2", {"layer_norm_epsilon": 0}, "config.layer_norm_epsilon", 0),
+        ("gpt2", {"tie_word_embeddings": "yes"}, "config.tie_word_embeddings", "yes"),
+        ("llama", {"hidden_act": "gelu_new"}, "config.hidden_act", "gelu_new"),
+        ("llama", {"attention_bias": True}, "config.attention_bias", True),
+        ("llama", {"mlp_bias": True}, "config.mlp_bias", True),
+        ("llama", {"head_dim": 16}, "config.head_dim", 16),
+        ("llama", {"num_attention_heads": None}, "config.num_attention_heads", None),
+        ("llama", {"num_key_value_heads": 4}, "model.kv_heads", 4),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "config.rope_scaling.factor", 2.0),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "config.rope_scaling.rope_type", "llama3"),
+        ("llama", {"rope_scaling": "linear"}, "config.rope_scaling", "linear"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "config.rope_parameters.rope_type", "yarn"),
+        (
+            "llama",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "config.rope_parameters.partial_rotary_factor",
+            0.5,
+        ),
+        ("llama", {"rope_parameters": {"rope_theta": -1.0}}, "config.rope_parameters.rope_theta", -1.0),
+        ("llama", {"partial_rotary_factor": 0.5}, "config.partial_rotary_factor", 0.5),
+    ],
+)
+def test_unsupported_configs_are_refused(family, changes, field, value):
+    caught = refusal(shape_from_config, config(family) | changes)
+    assert (caught.field, caught.value) == (field, value)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's and transformers' own
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_script_makes_the_fixture_again(family):
+    for module in ("torch", "transformers"):
+        pytest.importorskip(module, reason=f"{module} is not installed; scripts/oracle/huggingface needs it")
+    made, stored = runpy.run_path(str(ROOT / "scripts/oracle/huggingface"))["make"](family), fixture(family)
+    assert made.keys() == stored.keys()
+    changing = {"versions", "config"}  # transformers may add fields to a config
+    assert shape_from_config(json.loads(str(made["config"]))) == shape_from_config(config(family))
+    for name in made.keys() - changing:
+        if name == "tokens" or name.startswith("weights/"):
+            np.testing.assert_array_equal(made[name], stored[name], err_msg=name)
+        else:  # another CPU or torch sums in another order
+            assert error(made[name], stored[name]) <= GRADIENT_TOLERANCE, name
