@@ -32,7 +32,7 @@ def backends_started() -> bool:
 
 def accelerator_expected() -> bool:
     """Whether jax would look for anything but a CPU, asked without starting it."""
-    platforms = jax.config.jax_platforms
+    platforms = getattr(jax.config, "jax_platforms", None)
     if platforms:
         return platforms.split(",")[0] != "cpu"
     try:

@@ -80,7 +80,7 @@ def _make_cpu_devices(count: int) -> None:
 
     from axonn_jax import compat
 
-    if not compat.backends_started() and jax.config.jax_num_cpu_devices < 1:
+    if not compat.backends_started() and getattr(jax.config, "jax_num_cpu_devices", -1) < 1:
         jax.config.update("jax_num_cpu_devices", count)
 
 

@@ -26,6 +26,7 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("train", "axonn_jax.cli.train", "train a model as a TOML file says"),
     Command("prepare", "axonn_jax.cli.prepare", "turn a directory of text or code into tokenised shards"),
+    Command("generate", "axonn_jax.cli.generate", "continue a prompt with a trained model"),
     Command("doctor", "axonn_jax.cli.doctor", "show what is installed, what would fail, and how to fix it"),
 )
 

@@ -1,6 +1,6 @@
 """Activation policies: what the backward pass keeps and what it computes again."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -23,7 +23,7 @@ def block_runner(policy: Activations) -> BlockFn:
     def run(block: Block, x: jax.Array, key: jax.Array | None) -> jax.Array:
         graphdef, state = nnx.split(block)
 
-        def pure(state: nnx.State, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        def pure(state: Any, x: jax.Array, key: jax.Array | None) -> jax.Array:
             return nnx.merge(graphdef, state)(x, key)
 
         return jax.checkpoint(pure, policy=keep)(state, x, key)  # type: ignore[no-any-return]

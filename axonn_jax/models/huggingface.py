@@ -142,8 +142,8 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     rope = config.get(key) or {}
     if not isinstance(rope, Mapping):
         raise UserError(f"config.{key}", rope, "an object")
-    for name in sorted(rope.keys() - {"rope_theta"}):
-        supported = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
+    supported = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
+    for name in [*supported, *sorted(rope.keys() - supported.keys() - {"rope_theta"})]:  # the kind before its factors
         _only(rope, name, supported.get(name), of=f"config.{key}")
     return _number(rope, "rope_theta", _number(config, "rope_theta", 10_000.0), of=f"config.{key}")
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,8 @@ def take_apart(module: nnx.Module) -> Parts:
 
     Names are the attribute paths joined by dots (``blocks.3.attention.qkv.kernel``) and do not mention the grid.
     """
-    graphdef, state, rest = nnx.split(module, nnx.Param, ...)
+    split: Any = nnx.split(module, nnx.Param, ...)
+    graphdef, state, rest = split
     flat = {".".join(map(str, path)): (path, var) for path, var in nnx.to_flat_state(state)}
 
     def rebuild(params: Mapping[str, jax.Array]) -> nnx.Module:

@@ -16,6 +16,7 @@ def local_rows(sharding: NamedSharding, global_batch: int, microbatches: int) ->
     index_map = sharding.addressable_devices_indices_map((microbatches, per_microbatch, 1))
     held: set[int] = set()
     for index in index_map.values():
+        assert index is not None  # None stands for devices of other processes
         held.update(range(*index[1].indices(per_microbatch)))
     return [m * per_microbatch + r for m in range(microbatches) for r in sorted(held)]
 
@@ -32,7 +33,8 @@ def place(
     per_microbatch, width = global_batch // microbatches, batch.shape[1]
     where = {row: position for position, row in enumerate(rows)}
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         sequences = range(*index[1].indices(per_microbatch))
         chosen = [[where[m * per_microbatch + r] for r in sequences] for m in range(microbatches)]
         return batch[np.asarray(chosen)].astype(np.int32)

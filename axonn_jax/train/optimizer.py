@@ -35,9 +35,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """The optax transformation a config names; clipping is the trainer's."""
     rate = learning_rate(config)
     if config.optimizer == "adamw":
-        return optax.adamw(
-            rate, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=decayed
-        )
+        return optax.adamw(rate, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=decayed)
     if config.optimizer == "adam":
         return optax.adam(rate, config.beta1, config.beta2, config.eps)
     if config.optimizer == "lion":

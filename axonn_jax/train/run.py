@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -85,6 +86,7 @@ class Run:
         if self.first:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            shutil.copyfile(Path(config.data.path) / "tokenizer.json", self.directory / "tokenizer.json")
             self.log = MetricsLog(self.directory, tensorboard=config.log.tensorboard)
 
     def say(self, text: str) -> None:
@@ -156,9 +158,9 @@ class Run:
 
     def _evaluate(self, step: int) -> None:
         loss = self.trainer.evaluate(self.held_out)
-        if self.log is not None:
-            self.log.write({"step": step, "eval_loss": loss})
         entropy = self.train_data.manifest.unigram_entropy
+        if self.log is not None:
+            self.log.write({"step": step, "eval_loss": loss, "unigram_entropy": entropy})
         self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {entropy:.4f})")
 
     def _loader(self, split: str, **options: Any) -> Loader:

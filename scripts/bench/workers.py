@@ -43,7 +43,7 @@ class Worker:
     def __init__(self, script: str, core: int, arguments: Sequence[str]):
         command = [sys.executable, str(HERE / script), *arguments]
         self._name = f"{script} on core {core}"
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the worker
         self._ready = False
         self._process = subprocess.Popen(
             command,

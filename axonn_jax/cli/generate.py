@@ -1,0 +1,72 @@
+"""``axonn-jax generate``: continues a prompt with a trained model."""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from axonn_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt with the weights of a run directory, on one device."""
+
+    run_dir: Annotated[Positional[Path], arg(metavar="RUN_DIR")]
+    """A directory left by `axonn-jax train`."""
+    prompt: str
+    """The text to continue."""
+    tokens: int = 100
+    """How many tokens to add."""
+    temperature: float = 0.8
+    """Divides the scores before sampling; 0 always takes the likeliest token."""
+    top_k: int = 50
+    """Sample among this many likeliest tokens only; 0: among all."""
+    seed: int = 0
+    """Seed of the sampling."""
+    json: bool = False
+    """Print one JSON object instead of the text as it comes."""
+
+
+def run(args: Generate) -> int:
+    """Prints prompt and continuation.
+
+    Raises:
+        UserError: the directory is not a run's, or an option is out of range.
+    """
+    for name, value, accepted in (
+        ("--tokens", args.tokens, "an integer of at least 1"),
+        ("--top-k", args.top_k, "an integer of at least 0"),
+        ("--seed", args.seed, "an integer of at least 0"),
+    ):
+        if value < (1 if name == "--tokens" else 0):
+            raise UserError(name, value, accepted)
+    if not (math.isfinite(args.temperature) and args.temperature >= 0):
+        raise UserError("--temperature", args.temperature, "a finite number of at least 0")
+    if not (args.run_dir / "config.toml").is_file():
+        raise UserError("RUN_DIR", str(args.run_dir), "a directory left by `axonn-jax train`, with a config.toml")
+    from axonn_jax.train.toml import read
+
+    shape = read(str(args.run_dir / "config.toml"), []).model.shape()
+    from axonn_jax.grid import GridShape
+    from axonn_jax.inference.generate import Generator
+    from axonn_jax.start import start
+
+    _, grid = start(GridShape())
+    generator = Generator(args.run_dir, shape, grid)
+    pieces = generator.continue_prompt(
+        args.prompt, tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
+    )
+    if args.json:
+        print(json.dumps({"prompt": args.prompt, "text": "".join(pieces)}))
+        return 0
+    sys.stdout.write(args.prompt)
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    print()
+    return 0

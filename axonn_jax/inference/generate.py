@@ -1,0 +1,72 @@
+"""Text from a run directory's weights: one token at a time, the whole window computed anew for each."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axonn_jax.data.tokenize import load as load_tokenizer
+from axonn_jax.errors import UserError
+from axonn_jax.grid import Grid
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.state.checkpoint import latest, load_weights
+from axonn_jax.tensor.params import take_apart
+from axonn_jax.train.program import StageProgram
+
+
+class Generator:
+    """A trained model and its tokenizer, ready to continue prompts on one device."""
+
+    def __init__(self, run: Path, shape: ModelShape, grid: Grid):
+        if grid.shape.devices != 1:
+            raise UserError("grid", grid.shape, "one device: generation on several is not supported by this version")
+        if not (run / "tokenizer.json").is_file():
+            raise UserError("run directory", run, "a directory left by `axonn-jax train`, with a tokenizer.json")
+        self.shape, self.tokenizer = shape, load_tokenizer(run / "tokenizer.json")
+        parts = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
+        program = StageProgram(parts, grid, jnp.dtype(jnp.float32))
+        shardings = program.shardings()
+        abstract = {
+            name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[name]) for name, p in parts.params.items()
+        }
+        self.params = load_weights(latest(run / "checkpoints"), abstract)
+
+        def scores(params: dict[str, jax.Array], window: jax.Array, last: jax.Array) -> jax.Array:
+            return program.logits(params, window)[0, last]
+
+        self._scores = jax.jit(scores)
+
+    def continue_prompt(self, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[str]:
+        """Yields the continuation piece by piece; temperature 0 always takes the likeliest token.
+
+        Raises ``UserError`` for a prompt without tokens.
+        """
+        ids: list[int] = list(self.tokenizer.encode(prompt).ids)
+        if not ids:
+            raise UserError("--prompt", prompt, "a text of at least one token")
+        draw, shown = np.random.default_rng(seed), ""
+        start = len(ids)
+        for _ in range(tokens):
+            recent = ids[-self.shape.seq_len :]
+            window = np.zeros((1, self.shape.seq_len), np.int32)
+            window[0, : len(recent)] = recent  # causal: what stands behind the last token does not matter
+            scores = np.asarray(self._scores(self.params, window, len(recent) - 1), np.float64)
+            ids.append(_sample(scores[: self.tokenizer.get_vocab_size()], temperature, top_k, draw))
+            text = self.tokenizer.decode(ids[start:])
+            if not text.endswith("�"):  # a character whose bytes are not all there yet
+                yield text[len(shown) :]
+                shown = text
+
+
+def _sample(scores: Any, temperature: float, top_k: int, draw: np.random.Generator) -> int:
+    if temperature == 0:
+        return int(scores.argmax())
+    if 0 < top_k < len(scores):
+        scores = np.where(scores < np.partition(scores, -top_k)[-top_k], -np.inf, scores)
+    weights = np.exp((scores - scores.max()) / temperature)
+    return int(draw.choice(len(weights), p=weights / weights.sum()))

@@ -1,0 +1,116 @@
+"""Which processes make up a run: order of sources, cross-checks, refusals. No MPI, no Slurm, no jax needed."""
+
+import pytest
+
+from axonn_jax.errors import UserError
+from axonn_jax.launch import Explicit, MpiFacts, detect, first_slurm_host
+
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+BATCH_SHELL = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
+
+def facts(size=4, rank=1):
+    return lambda: MpiFacts(rank, size, rank, 1, "127.0.0.1:5000", "Open MPI v5.0.11")
+
+
+def not_asked():
+    raise AssertionError("MPI must not be initialised here")
+
+
+def test_nothing_said_is_one_process_without_mpi():
+    world = detect({}, not_asked)
+    assert (world.rank, world.size, world.coordinator, world.source) == (0, 1, None, "one process")
+
+
+def test_mpirun_asks_mpi():
+    world = detect(OPEN_MPI, facts())
+    assert (world.rank, world.size, world.hosts, world.coordinator) == (1, 4, 1, "127.0.0.1:5000")
+    assert world.source == "MPI"
+    assert "OMPI_COMM_WORLD_SIZE=4" in world.why
+
+
+def test_mpirun_of_one_process_is_one_process():
+    assert detect({"OMPI_COMM_WORLD_SIZE": "1"}, not_asked).size == 1
+
+
+def test_mpi_of_another_kind_is_refused_with_both_sizes():
+    with pytest.raises(UserError, match=r"OMPI_COMM_WORLD_SIZE = 4: .*which is 1 \(Open MPI"):
+        detect(OPEN_MPI, facts(size=1, rank=0))
+
+
+def test_mpirun_inside_a_batch_shell_wins_over_its_slurm_variables():
+    world = detect({**BATCH_SHELL, **OPEN_MPI}, facts())
+    assert (world.source, world.rank) == ("MPI", 1)
+    assert "left aside" in world.why
+
+
+def test_srun():
+    world = detect(SLURM, not_asked)
+    assert (world.source, world.rank, world.size, world.local_rank, world.hosts) == ("Slurm", 3, 4, 1, 2)
+    host, port = world.coordinator.rsplit(":", 1)
+    assert host == "gpu007"
+    assert 49152 <= int(port) < 65536
+    assert detect({**SLURM, "SLURM_PROCID": "0"}, not_asked).coordinator == world.coordinator
+
+
+def test_srun_on_one_node_stays_on_loopback():
+    world = detect({**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu007"}, not_asked)
+    assert world.coordinator.startswith("127.0.0.1:")
+
+
+def test_two_steps_of_a_job_get_different_ports():
+    assert detect(SLURM, not_asked).coordinator != detect({**SLURM, "SLURM_STEP_ID": "1"}, not_asked).coordinator
+
+
+def test_incomplete_slurm_variables_are_one_process_and_said_so():
+    world = detect(BATCH_SHELL, not_asked)
+    assert world.size == 1
+    assert "SLURM_STEP_ID" in world.why
+
+
+@pytest.mark.parametrize(("name", "value"), [("SLURM_NTASKS", "8"), ("SLURM_PROCID", "4")])
+def test_contradicting_slurm_variables_are_refused(name, value):
+    with pytest.raises(UserError, match=value):
+        detect({**SLURM, name: value}, not_asked)
+
+
+def test_explicit_arguments_win_over_everything():
+    world = detect({**SLURM, **OPEN_MPI}, not_asked, Explicit("node1:1234", 2, 1))
+    assert (world.rank, world.size, world.coordinator) == (1, 2, "node1:1234")
+
+
+@pytest.mark.parametrize(
+    ("told", "field"),
+    [
+        (Explicit("node1:1234", 0, 0), "num_processes"),
+        (Explicit("node1:1234", 2, 2), "process_id"),
+        (Explicit("node1", 2, 0), "coordinator"),
+    ],
+)
+def test_bad_explicit_arguments(told, field):
+    with pytest.raises(UserError, match=field):
+        detect({}, not_asked, told)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("gpu[007-009,12],x1", "gpu007"),
+        ("node5", "node5"),
+        ("a1,b2", "a1"),
+        ("rack[3]n,other", "rack3n"),
+        ("nid[000001,000005-7]", "nid000001"),
+    ],
+)
+def test_first_host_of_a_node_list(nodelist, host):
+    assert first_slurm_host(nodelist) == host

@@ -1,0 +1,118 @@
+"""Sizes by formula against counting: parameters of the real model, FLOPs of its traced program, published figures."""
+
+import re
+
+import grids
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from axonn_jax.errors import UserError
+from axonn_jax.models import ModelShape, Transformer, preset, preset_names
+from axonn_jax.tensor.params import take_apart
+
+
+def abstract(shape):
+    return take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))).params
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_parameters_of_every_preset_equal_counting_without_allocating(name):
+    shape = preset(name)
+    # Every block is alike; the deepest presets are counted from their first two blocks.
+    shallow = preset(name, layers=2)
+    params = abstract(shallow)
+    assert all(isinstance(p, jax.ShapeDtypeStruct) for p in params.values())
+    assert sum(p.size for p in params.values()) == shallow.params()
+    block = sum(p.size for key, p in params.items() if key.startswith("blocks.0."))
+    assert shape.params() == shallow.params() + (shape.layers - 2) * block
+
+
+def test_a_5b_preset_is_initialised_abstractly_in_full():
+    params = abstract(preset("gpt-5b"))
+    assert sum(p.size for p in params.values()) == preset("gpt-5b").params() == 5_051_228_160
+
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_equal_the_published_count(name):
+    assert preset(name).params() == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(("name", "flops"), [("gpt-5b", 7.237e17), ("gpt-20b", 2.811e18), ("gpt-80b", 1.056e19)])
+def test_flops_equal_the_published_formula(name, flops):
+    """SC 24: B=8192, S=2048, V=51200, recomputation included; four published digits."""
+    assert preset(name).step_flops(8192, recompute=True) == pytest.approx(flops, rel=5e-4)
+    s = preset(name)
+    b, n, h, layers, v = 8192, s.seq_len, s.hidden, s.layers, s.vocab
+    formula = 96 * b * n * layers * h**2 * (1 + n / (6 * h) + v / (16 * layers * h))
+    assert s.step_flops(8192, recompute=True) == pytest.approx(formula, rel=1e-12)
+
+
+def matmul_flops(jaxpr):
+    """FLOPs of every dot_general of a traced program, scans multiplied out."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                total += times * matmul_flops(inner)
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            left = eqn.invars[0].aval.shape
+            depth = 1
+            for dim in contracted:
+                depth *= left[dim]
+            total += 2 * eqn.outvars[0].aval.size * depth
+    return total
+
+
+@pytest.mark.parametrize("model", grids.MODELS)
+def test_flops_equal_counting_the_traced_program(model):
+    shape = grids.MODELS[model]
+    parts = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
+    batch = jax.ShapeDtypeStruct((3, shape.seq_len + 1), jnp.int32)
+
+    def loss(params, tokens):
+        return parts.rebuild(params).loss(tokens[:, :-1], tokens[:, 1:]).mean()
+
+    forward = matmul_flops(jax.make_jaxpr(loss)(parts.params, batch).jaxpr)
+    step = matmul_flops(jax.make_jaxpr(jax.grad(loss))(parts.params, batch).jaxpr)
+    assert forward == shape.layers * shape.layer_forward_flops(3) + shape.head_forward_flops(3)
+    assert step == shape.step_flops(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 5}, r"model.heads = 5: a divisor of hidden \(32\); the nearest is 4"),
+        ({"kv_heads": 3}, r"model.kv_heads = 3: a divisor of heads \(8\); the nearest is 2"),
+        ({"layers": 0}, "model.layers = 0: an integer of at least 1"),
+        ({"dropout": 1.0}, "model.dropout = 1.0"),
+        ({"norm": "batchnorm"}, "model.norm = 'batchnorm': one of layernorm, rmsnorm"),
+        ({"heads": 32, "kv_heads": 32, "positions": "rope"}, "model.heads = 32: rotary"),
+    ],
+)
+def test_impossible_sizes_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        ModelShape(**{**grids.GPT.__dict__, **change})
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(UserError, match=re.escape("did you mean 'gpt-80b'?")):
+        preset("gpt-80")
