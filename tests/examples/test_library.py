@@ -1,0 +1,35 @@
+"""The README's library example is the file in examples/, and it runs."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from axonn_jax.data.prepare import prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_readme_shows_the_example():
+    shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    example = (ROOT / "examples" / "library.py").read_text()
+    code = [line for line in shown.splitlines() if line and "Loader(" not in line and "for step" not in line]
+    assert all(line in example for line in code), [line for line in code if line not in example]
+
+
+def test_the_example_trains(tmp_path):
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    prepare(stdlib, tmp_path / "text", vocab=4096, include=["email/*.py", "asyncio/*.py", "json/*.py", "[a-f]*.py"])
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "library.py"), str(tmp_path / "text"), "10"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
