@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -80,8 +81,8 @@ def test_rehearsal_measures_what_the_real_run_measures(rehearsal):
     training = rows(found, "training")
     assert list(training) == [
         "full, microbatch 2",
-        "dots, microbatch 2",
         "none, microbatch 2",
+        "dots, microbatch 2",
         "full, microbatch 2 x 4",
     ]
     assert list(rows(found, "program")) == list(training)
@@ -183,8 +184,8 @@ def test_not_fitting_spares_the_larger_microbatches_of_that_policy_only(monkeypa
     plan = train_plan(given.microbatches, given.activations)
     assert [config.name for config in plan[:4]] == [
         "full, microbatch 8",
-        "dots, microbatch 8",
         "none, microbatch 4",
+        "dots, microbatch 8",
         "full, microbatch 8 x 4",
     ]
     assert len(plan) == 10
@@ -200,7 +201,7 @@ def test_not_fitting_spares_the_larger_microbatches_of_that_policy_only(monkeypa
 
     monkeypatch.setattr(run, "work", work)
     assert run._train(plan, {}, 0.0) == []
-    assert "dots, microbatch 4" in started
+    assert "dots, microbatch 4" in started  # may fit where 8 did not
     assert "dots, microbatch 16" not in started
     assert {"full, microbatch 16", "none, microbatch 16", "full, microbatch 4"} <= set(started)
 
@@ -238,8 +239,8 @@ def test_the_parity_programs_lower_for_cuda(kind):
     shape = parity_shape(kind, quick=True)
     parts = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), attention="xla")))
     grid = build_grid(GridShape(), jax.devices()[:1])
-    for dtype, activations in (("float32", "none"), ("bfloat16", "full"), ("bfloat16", "dots")):
-        program = StageProgram(parts, grid, np.dtype(dtype), activations)
+    for dtype, activations in ((jnp.float32, "none"), (jnp.bfloat16, "full"), (jnp.bfloat16, "dots")):
+        program = StageProgram(parts, grid, jnp.dtype(dtype), activations)
         tokens = jax.ShapeDtypeStruct((2, 2, shape.seq_len + 1), np.int32)
         params = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in parts.params.items()}
         with jax.numpy_dtype_promotion("standard"):  # jax's own attention does not live up to the suite's "strict"

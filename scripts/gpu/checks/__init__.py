@@ -1,0 +1,1 @@
+"""The sections of scripts/gpu/check and the program that runs them."""

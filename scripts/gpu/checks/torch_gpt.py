@@ -1,0 +1,184 @@
+"""The yardstick: the same GPT in plain PyTorch, trained the way PyTorch users do it.
+
+float32 parameters under bf16 autocast, fused AdamW, `torch.compile` over the whole model, fused attention, and
+activation checkpointing of whole blocks where ours recomputes them. The residual stream is bf16, as ours is.
+"""
+
+import functools
+import importlib.util
+import math
+import statistics
+import time
+from typing import Any
+
+from axonn_jax.models import ModelShape
+from checks.rates import rates
+from checks.report import Emit, Row, Skip, attempt, first_line, out_of_memory, throughput_note
+from checks.sizes import TrainConfig
+
+
+def run(spec: dict[str, Any], emit: Emit) -> None:
+    """One row a configuration, with the ratio to ours where ours was measured."""
+    for fields, ours in zip(spec["configs"], spec["ours"], strict=True):
+        config = TrainConfig(**fields)
+        attempt(emit, "torch", config.name, functools.partial(_measure, config, ours, spec))
+
+
+def unsuitable(shape: ModelShape) -> str:
+    """Why this model has no PyTorch counterpart here, or an empty string."""
+    gpt = (shape.positions, shape.norm, shape.mlp, shape.tied) == ("learned", "layernorm", "gelu", True)
+    return "" if gpt and shape.kv_heads == shape.heads else "written for GPT shapes only"
+
+
+def make_model(shape: ModelShape, checkpoint: bool, residual: str) -> Any:
+    """The model, with its residual stream in a dtype; called on (tokens, targets) it returns the mean loss."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+    from torch.utils.checkpoint import checkpoint as recompute
+
+    stream = getattr(torch, residual)
+
+    def linear(inputs: int, outputs: int, std: float) -> nn.Linear:
+        layer = nn.Linear(inputs, outputs, bias=shape.bias)
+        nn.init.normal_(layer.weight, std=std)
+        if shape.bias:
+            nn.init.zeros_(layer.bias)
+        return layer
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            hidden, std = shape.hidden, shape.init_std
+            out_std = std / (2 * shape.layers) ** 0.5
+            self.attention_norm = nn.LayerNorm(hidden, eps=shape.norm_eps)
+            self.qkv = linear(hidden, 3 * hidden, std)
+            self.out = linear(hidden, hidden, out_std)
+            self.mlp_norm = nn.LayerNorm(hidden, eps=shape.norm_eps)
+            self.up = linear(hidden, shape.ffn, std)
+            self.down = linear(shape.ffn, hidden, out_std)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            batch, seq, hidden = x.shape
+            # A head's query, key and value lie side by side, as in our fused projection.
+            qkv = self.qkv(self.attention_norm(x)).view(batch, seq, shape.heads, 3, shape.head_dim)
+            q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(attended.transpose(1, 2).reshape(batch, seq, hidden))
+            return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+
+    class Gpt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+            self.positions = nn.Embedding(shape.seq_len, shape.hidden)
+            for table in (self.embedding, self.positions):
+                nn.init.normal_(table.weight, std=shape.init_std)
+            self.blocks = nn.ModuleList(Block() for _ in range(shape.layers))
+            self.norm = nn.LayerNorm(shape.hidden, eps=shape.norm_eps)
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+            x = x.to(stream)
+            for block in self.blocks:
+                x = recompute(block, x, use_reentrant=False) if checkpoint else block(x)
+            logits = F.linear(self.norm(x), self.embedding.weight)
+            return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    return Gpt()
+
+
+def _measure(config: TrainConfig, ours: dict[str, Any] | None, spec: dict[str, Any]) -> Row:
+    shape = ModelShape(**spec["shape"])
+    if importlib.util.find_spec("torch") is None:
+        raise Skip("PyTorch is not installed")
+    if unsuitable(shape):
+        raise Skip(unsuitable(shape))
+    import torch
+
+    if not torch.cuda.is_available() and not spec["rehearse_torch"]:
+        raise Skip("no GPU" if not spec["gpu"] else f"this PyTorch ({torch.__version__}) has no CUDA")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(0)
+    note, compiled = "", device == "cuda"
+    try:
+        figures = _train(shape, config, device, compiled, spec)
+    except Exception as error:
+        if not compiled or out_of_memory(error):
+            raise
+        note, compiled = f"; eager, torch.compile failed: {first_line(error)[:120]}", False
+    if note:  # outside the handler, whose traceback would keep the failed attempt's memory alive
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+        figures = _train(shape, config, device, compiled, spec)
+    figures |= {"device": device, "compiled": compiled, "torch": torch.__version__, "cuda": torch.version.cuda}
+    if ours is not None:
+        if figures["parameters"] != ours["parameters"]:
+            raise ValueError(f"not the same model: {figures['parameters']} parameters, ours {ours['parameters']}")
+        figures["ratio"] = ours["tokens_per_s"] / figures["tokens_per_s"]
+        note = f"; ours / torch = {figures['ratio']:.3f}{note}"
+    elif not note:
+        note = "; ours was not measured"
+    if device == "cpu":
+        note += "; eager on the CPU, a rehearsal"
+    return Row("torch", config.name, "ok", throughput_note(figures) + note, figures)
+
+
+def _train(shape: ModelShape, config: TrainConfig, device: str, compiled: bool, spec: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    start = time.perf_counter()
+    with torch.device(device):
+        model = make_model(shape, config.activations == "full", "bfloat16")
+        tokens = torch.randint(0, shape.vocab, (config.accumulate, config.microbatch, shape.seq_len + 1))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), 1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda" or None
+    )
+    forward = torch.compile(model) if compiled else model
+    wait()
+    ready = time.perf_counter()
+
+    def step() -> Any:
+        total = 0.0
+        for batch in tokens:
+            with torch.autocast(device, torch.bfloat16):
+                loss = forward(batch[:, :-1], batch[:, 1:]) / config.accumulate
+            loss.backward()
+            total = total + loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    losses = [float(step())]
+    compile_s = time.perf_counter() - ready
+    for _ in range(spec["warm_up"] - 1):
+        step()
+    wait()
+    times = []
+    for _ in range(spec["steps"]):
+        begin = time.perf_counter()
+        loss = step()
+        wait()
+        times.append(time.perf_counter() - begin)
+    losses.append(float(loss))
+    if not (math.isfinite(losses[-1]) and losses[-1] < losses[0]):
+        raise ValueError(f"the loss of one repeated batch went from {losses[0]:.3f} to {losses[-1]:.3f}")
+
+    return {
+        **rates(shape, config.microbatch * config.accumulate, config.activations, statistics.median(times), spec),
+        "activations": config.activations,
+        "microbatch": config.microbatch,
+        "accumulate": config.accumulate,
+        "steps_s": times,
+        "init_s": ready - start,
+        "compile_s": compile_s,
+        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "losses": losses,
+    }

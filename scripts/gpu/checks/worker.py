@@ -1,0 +1,75 @@
+"""A worker: the process of one section, started by `main`; the device's memory is free again when it ends."""
+
+import importlib.metadata
+import importlib.util
+import json
+from typing import Any
+
+from checks.report import Emit, Row, Skip, attempt, to_stdout
+
+
+def run(text: str) -> int:
+    """Runs the section that a JSON spec names; rows go to standard output."""
+    spec: dict[str, Any] = json.loads(text)
+    emit: Emit = to_stdout
+    section = spec["section"]
+    if section == "device":
+        attempt(emit, "device", "device", device)
+    elif section == "parity":
+        from checks import parity
+
+        parity.run(spec, emit)
+    elif section == "matmul":
+        from checks import matmul
+
+        matmul.run(spec, emit)
+    elif section == "training":
+        from checks import training
+
+        training.run(spec, emit)
+    elif section == "torch":
+        from checks import torch_gpt
+
+        torch_gpt.run(spec, emit)
+    else:
+        raise ValueError(f"section {section!r}")
+    return 0
+
+
+def device() -> Row:
+    """What jax sees, and which versions of what."""
+    import jax
+
+    found = jax.devices()[0]
+    stats = found.memory_stats() or {}
+    names = ("jax", "jaxlib", "flax", "optax", "numpy", "torch")
+    versions = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
+    figures = {
+        "platform": found.platform,
+        "kind": found.device_kind,
+        "devices": len(jax.devices()),
+        "bytes_limit": stats.get("bytes_limit"),
+        "platform_version": str(getattr(found.client, "platform_version", "")).replace("\n", " ").strip(),
+        "cudnn": _cudnn_version(),
+        "versions": versions,
+    }
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return Row("device", found.device_kind, "ok", f"{found.platform}; {shown}", figures)
+
+
+def _cudnn_version() -> int | None:
+    """cuDNN's version as jax knows it; the name is private, so any surprise means only that it is not shown."""
+    try:
+        from jax._src.lib import cuda_versions
+
+        return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
+    except Exception:
+        return None
+
+
+def need_gpu() -> None:
+    """Raises `Skip` where jax's device is no GPU."""
+    import jax
+
+    if jax.default_backend() != "gpu":
+        raise Skip("no GPU")
