@@ -30,6 +30,12 @@ def _norm(shape: ModelShape) -> LayerNorm | RMSNorm:
     return kind(shape.hidden, eps=shape.norm_eps)
 
 
+# Both keep their inputs for the backward pass and nothing in between: what they compute again is cheaper than the
+# memory it would pass through.
+_gelu = jax.checkpoint(lambda h: jax.nn.gelu(h, approximate=True))
+_swiglu = jax.checkpoint(lambda gate, h: jax.nn.silu(gate) * h)
+
+
 class Mlp(nnx.Module):
     """Two matmuls around GELU, or SwiGLU's three."""
 
@@ -46,8 +52,7 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, seq, hidden/Gx] -> same; collectives are those of its `Linear` layers."""
         h = self.up(x)
-        h = jax.nn.gelu(h, approximate=True) if self.gate is None else jax.nn.silu(self.gate(x)) * h
-        return self.down(h)
+        return self.down(_gelu(h) if self.gate is None else _swiglu(self.gate(x), h))
 
 
 class Block(nnx.Module):

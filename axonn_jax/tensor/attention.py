@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
+from axonn_jax.tensor.blocked_attention import blocked_attention
 from axonn_jax.tensor.linear import Linear
 
-AttentionKernel = Literal["auto", "cudnn", "xla", "batched"]
+AttentionKernel = Literal["auto", "cudnn", "xla", "blocked"]
 
 
 def rotary(x: jax.Array, theta: float) -> jax.Array:
@@ -26,8 +26,8 @@ def rotary(x: jax.Array, theta: float) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-def _batched_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Batch and heads as one leading dim: on CPU 1.5 to 2 times as fast as `dot_product_attention`."""
+def _blocked(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """`blocked_attention` on [batch, seq, heads, head_dim], each KV head repeated for its queries."""
     batch, seq, heads, head_dim = q.shape
     group = heads // k.shape[2]
 
@@ -35,11 +35,7 @@ def _batched_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         a = jnp.repeat(a, repeat, axis=2) if repeat > 1 else a
         return a.transpose(0, 2, 1, 3).reshape(batch * heads, seq, head_dim)
 
-    q, k, v = heads_first(q, 1), heads_first(k, group), heads_first(v, group)
-    scores = lax.dot_general(q, k, (((2,), (2,)), ((0,), (0,)))).astype(jnp.float32) * head_dim**-0.5
-    causal = jnp.tril(jnp.ones((seq, seq), bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), -1).astype(v.dtype)
-    out = lax.dot_general(weights, v, (((2,), (1,)), ((0,), (0,))))
+    out = blocked_attention(heads_first(q, 1), heads_first(k, group), heads_first(v, group))
     return out.reshape(batch, heads, seq, head_dim).transpose(0, 2, 1, 3)
 
 
@@ -47,14 +43,14 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, kernel: Attention
     """Softmax attention of each token over itself and the tokens before it, on local heads; no collectives.
 
     Shapes: `q` [batch, seq, heads, head_dim], `k` and `v` [batch, seq, kv_heads, head_dim] -> like `q`.
-    `auto` is cuDNN's fused kernel on NVIDIA GPUs in half precision, the batched form on CPU, XLA's elsewhere.
+    `auto` is cuDNN's fused kernel on NVIDIA GPUs in half precision, cache-sized blocks on CPU, XLA's elsewhere.
     """
     if kernel == "auto":
         backend = jax.default_backend()
         half = q.dtype in (jnp.bfloat16, jnp.float16)
-        kernel = "batched" if backend == "cpu" else "cudnn" if backend == "gpu" and half else "xla"
-    if kernel == "batched":
-        return _batched_attention(q, k, v)
+        kernel = "blocked" if backend == "cpu" else "cudnn" if backend == "gpu" and half else "xla"
+    if kernel == "blocked":
+        return _blocked(q, k, v)
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
 
 

@@ -18,9 +18,15 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """
     logits = logits.astype(jnp.float32)
     top = reduce_max(lax.stop_gradient(jnp.max(logits, -1)), VOCAB_AXIS)
-    total = jnp.sum(jnp.exp(logits - top[..., None]), -1)
+    total = _sum_exp(logits, top)
     local = targets - shard_offset(VOCAB_AXIS, logits.shape[-1])
     held = (local >= 0) & (local < logits.shape[-1])
     picked = jnp.take_along_axis(logits, jnp.where(held, local, 0)[..., None], -1, mode="clip")[..., 0]
     sums = reduce_sum(jnp.stack([total, jnp.where(held, picked - top, 0.0)]), VOCAB_AXIS)
     return jnp.log(sums[0]) - sums[1]
+
+
+@jax.checkpoint
+def _sum_exp(logits: jax.Array, top: jax.Array) -> jax.Array:
+    """Kept for the backward pass are the logits alone, not their exponentials."""
+    return jnp.sum(jnp.exp(logits - top[..., None]), -1)

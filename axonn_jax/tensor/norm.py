@@ -27,13 +27,24 @@ class LayerNorm(nnx.Module):
         centred sum of squares are combined (Chan et al. 1979), which on one shard is the two-pass variance.
         """
         h = x.astype(jnp.float32)
-        mean = jnp.mean(h, -1, keepdims=True)
-        centred = jnp.mean(jnp.square(h - mean), -1, keepdims=True)
-        stats = jnp.concatenate([mean, centred, jnp.square(mean)], -1) / axis_size(FEATURE_AXIS)
+        stats = _moments(h) / axis_size(FEATURE_AXIS)
         mean, centred, mean_squared = jnp.split(reduce_sum(stats, FEATURE_AXIS), 3, -1)
         variance = centred + (mean_squared - jnp.square(mean))
-        h = (h - mean) * lax.rsqrt(variance + self.eps)
-        return (h * self.scale.get_value() + self.shift.get_value()).astype(x.dtype)
+        scale, shift = self.scale.get_value(), self.shift.get_value()
+        return _normalise(h, mean, lax.rsqrt(variance + self.eps), scale, shift).astype(x.dtype)
+
+
+# Kept for the backward pass are the input and numbers a row; the rest is computed again from them.
+@jax.checkpoint
+def _moments(h: jax.Array) -> jax.Array:
+    mean = jnp.mean(h, -1, keepdims=True)
+    centred = jnp.mean(jnp.square(h - mean), -1, keepdims=True)
+    return jnp.concatenate([mean, centred, jnp.square(mean)], -1)
+
+
+@jax.checkpoint
+def _normalise(h: jax.Array, mean: jax.Array, factor: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
+    return (h - mean) * factor * scale + shift
 
 
 class RMSNorm(nnx.Module):

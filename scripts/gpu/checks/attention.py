@@ -21,7 +21,7 @@ goes through the same roundings twice."""
 def run(quick: bool, emit: Emit) -> None:
     """One row a kernel and shape."""
     for shape in attention_shapes(quick):
-        for kernel in ("xla", "batched", "cudnn"):
+        for kernel in ("xla", "blocked", "cudnn"):
             name = f"attention {kernel}, kv {shape[3]}/{shape[2]} x {shape[4]}"
             attempt(emit, "parity", name, functools.partial(_check, name, shape, kernel))
 
@@ -37,7 +37,7 @@ def _inputs(shape: tuple[int, int, int, int, int]) -> tuple[jax.Array, ...]:
 @functools.cache
 def _reference(shape: tuple[int, int, int, int, int]) -> dict[str, np.ndarray]:
     with jax.default_matmul_precision("highest"):
-        return _evaluate(tuple(a.astype(jnp.float32) for a in _inputs(shape)), "batched")
+        return _evaluate(tuple(a.astype(jnp.float32) for a in _inputs(shape)), "blocked")
 
 
 def _evaluate(inputs: tuple[jax.Array, ...], kernel: Any) -> dict[str, np.ndarray]:

@@ -104,7 +104,7 @@ class Subject:
     @functools.cached_property
     def reference(self) -> Result:
         """float32 on the CPU, with the kernel that is plain matmuls and a softmax."""
-        return self.result(jax.devices("cpu")[0], "float32", kernel="batched")
+        return self.result(jax.devices("cpu")[0], "float32", kernel="blocked")
 
     @functools.cached_property
     def plain_fp32(self) -> Result:
