@@ -1,5 +1,6 @@
 """Every check of a training configuration that needs neither jax nor a device."""
 
+import importlib.util
 import math
 import os
 from dataclasses import asdict, dataclass, replace
@@ -77,6 +78,8 @@ def check(config: Config) -> Config:
     if config.train.warmup > config.train.steps:
         raise UserError("train.warmup", config.train.warmup, f"at most train.steps, which is {config.train.steps}")
     config.grid.check_batch(config.train.global_batch, config.train.microbatches)
+    if config.log.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise UserError("log.tensorboard", True, "false, or `pip install axonn_jax[tensorboard]`")
     log = _check_log(config.log)
     if config.model.preset is not None or config.model.vocab is not None:
         config.model.shape()  # a mistake in the model is reported even where the data is not there yet

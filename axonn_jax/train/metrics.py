@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.errors import UserError
-
 METRICS = "metrics.jsonl"
 
 
@@ -18,11 +16,11 @@ class MetricsLog:
     """
 
     def __init__(self, directory: Path, *, tensorboard: bool = False):
+        self._events = _event_writer(directory) if tensorboard else None
         self.path = directory / METRICS
         if self.path.exists():
             self.path.rename(_free_name(self.path))
         self._file = self.path.open("w", encoding="utf-8", buffering=1)
-        self._events = _event_writer(directory) if tensorboard else None
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one record; a number that is not finite becomes null, which JSON can hold."""
@@ -48,10 +46,8 @@ def _free_name(path: Path) -> Path:
 
 
 def _event_writer(directory: Path) -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise UserError("log.tensorboard", True, "false, or `pip install axonn_jax[tensorboard]`") from None
+    from tensorboardX import SummaryWriter  # the config's check has looked for it
+
     return SummaryWriter(str(directory / "tensorboard"))
 
 

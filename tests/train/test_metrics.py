@@ -1,0 +1,96 @@
+"""metrics.jsonl, loss.png, progress and peaks."""
+
+import io
+import json
+import math
+
+import pytest
+
+from axonn_jax.errors import UserError
+from axonn_jax.peaks import peak_flops
+from axonn_jax.train.config import Config, DataConfig, LogConfig, TrainConfig
+from axonn_jax.train.metrics import MetricsLog, plot_loss, read_metrics
+from axonn_jax.train.optimizer import learning_rate
+from axonn_jax.train.progress import Progress, duration
+
+
+def test_each_record_is_a_line_at_once_and_json(tmp_path):
+    log = MetricsLog(tmp_path)
+    log.write({"step": 1, "loss": 2.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.5}
+    log.write({"step": 2, "loss": math.nan})
+    log.close()
+    assert read_metrics(tmp_path)[1] == {"step": 2, "loss": None}
+
+
+def test_an_earlier_runs_metrics_are_kept(tmp_path):
+    for value in (1.0, 2.0, 3.0):
+        log = MetricsLog(tmp_path)
+        log.write({"step": 1, "loss": value})
+        log.close()
+    assert read_metrics(tmp_path)[0]["loss"] == 3.0
+    assert json.loads((tmp_path / "metrics.1.jsonl").read_text())["loss"] == 1.0
+    assert json.loads((tmp_path / "metrics.2.jsonl").read_text())["loss"] == 2.0
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
+
+
+def test_the_plot_is_a_picture(tmp_path):
+    log = MetricsLog(tmp_path)
+    for step in range(1, 30):
+        log.write({"step": step, "loss": 8.0 / step})
+    log.write({"step": 29, "eval_loss": 0.5})
+    log.close()
+    assert plot_loss(tmp_path, 6.0).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_progress_away_from_a_terminal_is_plain_lines(monkeypatch):
+    lines = io.StringIO()
+    monkeypatch.setattr("sys.stderr", lines)
+    with Progress(100, interval=3600) as progress:
+        for step in range(1, 101):
+            progress.update(step, 2.0, 1000.0, 0.5)
+    assert lines.getvalue().splitlines() == [
+        "step 1/100  loss 2.0000  1,000 tokens/s  0:50 left",
+        "step 100/100  loss 2.0000  1,000 tokens/s  0:00 left",
+    ]
+
+
+def test_other_ranks_are_silent(monkeypatch):
+    lines = io.StringIO()
+    monkeypatch.setattr("sys.stderr", lines)
+    with Progress(1, shown=False) as progress:
+        progress.say("x")
+        progress.update(1, 2.0, 1.0, 1.0)
+    assert lines.getvalue() == ""
+
+
+def test_duration():
+    assert [duration(s) for s in (0, 61, 3723)] == ["0:00", "1:01", "1:02:03"]
+
+
+def test_tensorboard_without_its_package_is_one_line(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = Config(data=DataConfig("nowhere"), log=LogConfig(tensorboard=True))
+    with pytest.raises(UserError, match=r"log.tensorboard = True: false, or `pip install"):
+        config.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-40GB", 312e12), ("cpu", None)],
+)
+def test_peaks(kind, peak):
+    assert peak_flops(kind) == peak
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_schedules(schedule):
+    rate = learning_rate(TrainConfig(steps=100, warmup=10, lr=1.0, min_lr_ratio=0.1, schedule=schedule))
+    assert [round(float(rate(step)), 6) for step in (0, 4, 9, 10)] == [0.1, 0.5, 1.0, 1.0]
+    assert float(rate(100)) == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    middle = {"cosine": 0.55, "linear": 0.55, "constant": 1.0}[schedule]
+    assert float(rate(55)) == pytest.approx(middle, abs=1e-6)
