@@ -22,6 +22,7 @@ from axonn_jax.doctor_probes import (
     satisfies,
     setup_command,
 )
+from axonn_jax.launch import SLURM_STEP
 
 _FAILS = {
     "jax": "everything that computes",
@@ -54,14 +55,6 @@ for name in sys.argv[2:]:
 import jax
 print(sys.argv[1] + json.dumps({"devices": [[d.platform, d.device_kind] for d in jax.devices()]}), flush=True)
 """
-_SLURM = (
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_NODELIST",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-)
 _GIB = 1 << 30
 
 
@@ -192,11 +185,11 @@ def loopback() -> str:
 def slurm(environ: Mapping[str, str]) -> Row:
     """The Slurm variables, whether they are an srun task's, and whether they contradict each other or MPI's."""
     fails = "a process started without srun or mpirun would take a wrong rank or number of processes"
-    seen = {name: environ[name] for name in (*_SLURM, "SLURM_NTASKS") if name in environ}
+    seen = {name: environ[name] for name in (*SLURM_STEP, "SLURM_NTASKS") if name in environ}
     if not seen:
         return Row("slurm", "ok", "no Slurm variables", "nothing: processes are found without Slurm")
     shown = " ".join(f"{name.removeprefix('SLURM_')}={value}" for name, value in seen.items())
-    if missing := [name.removeprefix("SLURM_") for name in _SLURM if name not in seen]:
+    if missing := [name.removeprefix("SLURM_") for name in SLURM_STEP if name not in seen]:
         batch = f"{shown}; no {', '.join(missing)}: a batch shell, no srun task, so a command typed here is one process"
         return Row("slurm", "ok", batch, fails)
     pairs = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from axonn_jax.errors import UserError
 
-_SLURM = (
+SLURM_STEP = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
     "SLURM_STEP_NUM_TASKS",
@@ -15,6 +15,7 @@ _SLURM = (
     "SLURM_PROCID",
     "SLURM_LOCALID",
 )
+"""What srun sets for a task; a batch shell or an ssh session has only some of them."""
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
@@ -73,11 +74,11 @@ def detect(environ: Mapping[str, str], mpi: Callable[[], MpiFacts], explicit: Ex
     announced = next((name for name in _MPI_SIZES if int(environ.get(name, "0") or 0) > 1), None)
     if announced is not None:
         return _from_mpi(environ, announced, mpi())
-    missing = [name for name in _SLURM if name not in environ]
+    missing = [name for name in SLURM_STEP if name not in environ]
     if not missing and int(environ["SLURM_STEP_NUM_TASKS"]) > 1:
         return _from_slurm(environ)
     why = "no MPI launcher, no complete set of Slurm variables"
-    if missing and len(missing) < len(_SLURM):
+    if missing and len(missing) < len(SLURM_STEP):
         why = f"Slurm variables are incomplete (no {', '.join(missing)}), so this is not an srun task"
     return World(0, 1, 0, 1, None, "one process", why)
 

@@ -69,6 +69,7 @@ class Trainer:
         )
         self._loss = jax.jit(self.program.loss)
         self.steps_done = 0
+        self._rows: dict[int, list[int]] = {}
 
     def _state_shardings(self, state: Any) -> Any:
         """Optimizer state has its parameter's layout where it has its shape, and is replicated elsewhere."""
@@ -95,8 +96,10 @@ class Trainer:
 
     def rows(self, global_batch: int) -> list[int]:
         """Rows of a global batch that this process must load (all of them in a run of one process)."""
-        self.grid.shape.check_batch(global_batch, self.microbatches)
-        return local_rows(self.program.batch_sharding(), global_batch, self.microbatches)
+        if global_batch not in self._rows:
+            self.grid.shape.check_batch(global_batch, self.microbatches)
+            self._rows[global_batch] = local_rows(self.program.batch_sharding(), global_batch, self.microbatches)
+        return self._rows[global_batch]
 
     def place(self, batch: np.ndarray) -> jax.Array:
         """Puts this process's rows [rows, seq + 1] of a global batch onto the mesh."""

@@ -117,7 +117,7 @@ def test_bad_keys(write_config, refused, way, name, typed, shown, says):
 
 FILES = {
     "not TOML": ("[train\nsteps = 5", "valid TOML"),
-    "no value": ("[train]\nsteps =", "Invalid value"),
+    "no value": ("[train]\nsteps = = 5", "Invalid value"),
     "key twice": ("[train]\nsteps = 1\nsteps = 2", "valid TOML"),
     "nested deeply": ("a = " + "[" * 5000, "valid TOML"),
     "long number": ("[train]\nsteps = " + "9" * 5000, "valid TOML"),
