@@ -48,6 +48,14 @@ def _groups(text: str) -> list[list[int]]:
     listed = re.search(r"replica_groups=\{(\{.*?\})\}", text)
     if listed:
         return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    named = re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}]+)\}", text)  # from jax 0.11 on
+    if named:
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        over = re.findall(r"'(\w+)'", named[2])
+        ids = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
+        rest = [axis for axis in sizes if axis not in over]
+        ids = ids.transpose([list(sizes).index(axis) for axis in (*rest, *over)])
+        return ids.reshape(-1, int(np.prod([sizes[axis] for axis in over]))).tolist()
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     assert iota, text
     shape, dims = ([int(n) for n in iota[i].split(",")] for i in (1, 2))

@@ -149,7 +149,10 @@ def test_bad_files(prepared, place, refused, case):
 
 
 COMMANDS = {
-    "unknown command": (["trian"], ["command = 'trian': one of train, prepare, generate, doctor; did you mean 'train'?"]),
+    "unknown command": (
+        ["trian"],
+        ["command = 'trian': one of train, prepare, generate, doctor; did you mean 'train'?"],
+    ),
     "unknown flag": (["--verbose"], ["'--verbose'", "one of train"]),
     "no config file": (["train"], ["CONFIG.toml = (not given)", "axonn-jax train CONFIG.toml"]),
     "missing config file": (["train", "none.toml"], ["CONFIG.toml = 'none.toml': no such file"]),
