@@ -2,13 +2,18 @@
 
 import pkgutil
 from importlib.metadata import entry_points
+from typing import Any
 
 import jax
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """Mesh axes over which `x` varies inside a manual region; empty outside one."""
-    aval = jax.typeof(x)
+    return varying_axes_of(jax.typeof(x))
+
+
+def varying_axes_of(aval: Any) -> frozenset[str]:
+    """As `varying_axes`, of an abstract value, such as a traced variable's."""
     if hasattr(aval, "manual_axis_type"):  # jax 0.10.2 and later
         return frozenset(aval.manual_axis_type.varying)
     return frozenset(getattr(aval, "vma", ()))

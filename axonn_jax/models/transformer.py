@@ -9,8 +9,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
+from axonn_jax.grid import BATCH_AXES
+from axonn_jax.models.pieces import Piece, transformer_pieces
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.tensor.attention import Attention, AttentionKernel
 from axonn_jax.tensor.dropout import dropout
@@ -79,7 +82,14 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """[batch, seq, hidden/Gx] -> same; dropout where `key` is given."""
-        x = x + self._drop(self.attention(self.attention_norm(x)), key, 0)
+        return self.feed(self.attend(x, key), key)
+
+    def attend(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """The first half of a block: attention, added to the residual stream."""
+        return x + self._drop(self.attention(self.attention_norm(x)), key, 0)
+
+    def feed(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """The second half of a block: feed-forward, added to the residual stream."""
         return x + self._drop(self.mlp(self.mlp_norm(x)), key, 1)
 
     def _drop(self, branch: jax.Array, key: jax.Array | None, which: int) -> jax.Array:
@@ -147,6 +157,46 @@ class Transformer(nnx.Module):
         """Residual stream -> scores of the local vocabulary shard [batch, seq, vocab/Gy]."""
         h = self.norm(x)
         return self.embedding.attend(h) if self.head is None else self.head(h)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The model as a sequence: embedding, the halves of every block, the head with the loss."""
+        return transformer_pieces(self.shape)
+
+    @property
+    def between(self) -> P:
+        """Layout of what one piece hands to the next, [batch, seq, hidden]."""
+        return P(BATCH_AXES, None, "x")
+
+    def stretch(
+        self,
+        first: int,
+        last: int,
+        x: jax.Array | None,
+        tokens: jax.Array | None,
+        *,
+        dtype: jnp.dtype = FLOAT32,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Runs pieces `first` to `last - 1`; `tokens` [batch, seq + 1] is read by the first and the last piece.
+
+        Takes and gives the residual stream, except that piece 0 takes none, and the last piece gives the
+        cross-entropy of every target [batch, seq] float32.
+        """
+        end = len(self.blocks) * 2 + 1
+        if first == 0:
+            assert tokens is not None
+            x = self.embed(tokens[:, :-1], dtype, key)
+        assert x is not None
+        for piece in range(max(first, 1), min(last, end)):
+            index, half = divmod(piece - 1, 2)
+            block = self.blocks[index]
+            key_here = None if key is None else jax.random.fold_in(key, index)
+            x = block.attend(x, key_here) if half == 0 else block.feed(x, key_here)
+        if last <= end:
+            return x
+        assert tokens is not None
+        return cross_entropy(self.logits(x), tokens[:, 1:])
 
     def __call__(
         self,

@@ -2,7 +2,7 @@
 
 Each is named for `jax.ad_checkpoint` policies, so that recomputation can keep what was communicated.
 
-An axis of size one is left out of the manual region altogether (`train/program.py`), and every function here takes
+An axis of size one is left out of the manual region altogether (`tensor/region.py`), and every function here takes
 an axis that is not there as one of size one: nothing is communicated and XLA sees a plain program. So the same
 layers, called outside a manual region, are the plain version.
 """

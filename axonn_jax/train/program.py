@@ -17,6 +17,7 @@ from axonn_jax.memory.buckets import reduce_in_buckets
 from axonn_jax.tensor.clip import global_norm, spec_axes
 from axonn_jax.tensor.collectives import reduce_sum, vary
 from axonn_jax.tensor.params import Params, Parts
+from axonn_jax.tensor.region import manual
 
 BATCH_SPEC = P(None, BATCH_AXES)
 """Layout of a step's tokens [microbatches, sequences, seq + 1]."""
@@ -75,25 +76,7 @@ class StageProgram:
         return self._manual(local, specs, P(BATCH_AXES, None, "y"))(params, tokens)
 
     def _manual(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Runs `f` on local shards, over a mesh of the axes that are larger than one (none: a plain program).
-
-        Leaving out an axis keeps its collectives of one out of the program. The mesh itself is made smaller because
-        a region manual over only some axes of a mesh crashes XLA's CPU compiler on bfloat16 sums (jaxlib 0.10.2).
-        """
-        mesh = self.grid.mesh
-        axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
-        if not axes:
-            return f
-        auto = (jax.sharding.AxisType.Auto,) * len(axes)
-        live = jax.sharding.Mesh(mesh.devices.squeeze(), axes, axis_types=auto)
-        specs = jax.tree.map(lambda spec: _over(spec, axes), (in_specs, out_specs), is_leaf=_is_spec)
-        region = jax.shard_map(f, mesh=live, in_specs=specs[0], out_specs=specs[1], check_vma=True)
-
-        def run(*args: Any) -> Any:
-            with jax.sharding.use_abstract_mesh(live.abstract_mesh):  # `jax.set_mesh` may have set the 4D one
-                return region(*args)
-
-        return run
+        return manual(f, self.grid.mesh, in_specs, out_specs)
 
     def _model(self, params: Params) -> Any:
         return self.parts.rebuild(params)
@@ -134,13 +117,3 @@ class StageProgram:
 
         grads = reduce_in_buckets(sums, axes_of, self.bucket)
         return grads, reduce_sum(total, BATCH_AXES), global_norm(grads, self.parts.specs)
-
-
-def _is_spec(leaf: object) -> bool:
-    return isinstance(leaf, P)
-
-
-def _over(spec: P, axes: tuple[str, ...]) -> P:
-    """The part of a layout that concerns `axes`."""
-    dims = [() if dim is None else (dim,) if isinstance(dim, str) else dim for dim in spec]
-    return P(*(tuple(axis for axis in dim if axis in axes) or None for dim in dims))

@@ -1,0 +1,40 @@
+"""A model as a sequence of pieces with their costs: what a pipeline cuts into stages. No jax."""
+
+from dataclasses import dataclass
+
+from axonn_jax.models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One link of the sequence: the smallest part of a model that a stage can hold."""
+
+    name: str
+    """For people, such as `blocks.3.mlp`."""
+    flops: int
+    """FLOPs of its forward pass for one sequence (its backward takes about twice as many)."""
+    params: int
+    """Parameters it holds."""
+
+
+def transformer_pieces(shape: ModelShape) -> tuple[Piece, ...]:
+    """Embedding, the two halves of every block, the head: their costs add up to the model's.
+
+    Attention is counted without its causal half, as in the published formulas; a table lookup counts no FLOPs. A tied
+    table counts as the embedding's parameters.
+    """
+    seq, width = shape.seq_len, shape.heads * shape.head_dim
+    attention_matrices = shape.hidden * (shape.qkv_width + width)
+    mlp_matrices = shape.layer_matmul_params() - attention_matrices
+    mlp_biases = shape.hidden + shape.ffn * (2 if shape.mlp == "swiglu" else 1) if shape.bias else 0
+    norm = shape.hidden * (2 if shape.norm == "layernorm" else 1)
+    mlp = norm + mlp_matrices + mlp_biases
+    pieces = [Piece("embedding", 0, shape.embedding_params())]
+    for block in range(shape.layers):
+        scores = 4 * seq * seq * width
+        pieces.append(
+            Piece(f"blocks.{block}.attention", 2 * seq * attention_matrices + scores, shape.layer_params() - mlp)
+        )
+        pieces.append(Piece(f"blocks.{block}.mlp", 2 * seq * mlp_matrices, mlp))
+    pieces.append(Piece("head", shape.head_forward_flops(1), shape.head_params()))
+    return tuple(pieces)

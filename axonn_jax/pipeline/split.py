@@ -1,0 +1,151 @@
+"""Cuts one traced function into programs that run one after the other: forward, input gradient, weight gradient.
+
+A stage's forward and backward passes are traced as one function. What each program computes is then a matter of
+which outputs it owes: the equations that a later program needs and an earlier one has run hand their values over
+(residuals), or run again, as the activation policy says. Nothing is differentiated here, and no program computes
+what another has handed over.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+Keep = Callable[[JaxprEqn], bool]
+"""Whether the results of an equation may be handed over, rather than computed again."""
+
+_LAYOUT = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "pvary", "copy", "name"})
+"""Equations that only show their operand in another form: a residual is the operand, once, and not the forms."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One program of a cut function."""
+
+    closed: ClosedJaxpr
+    inputs: tuple[int, ...]
+    """Which inputs of the whole function it takes, by position."""
+    taken: tuple[tuple[int, int], ...]
+    """Which values it takes over, as (earlier part, position among that part's handed values)."""
+    handed: tuple[Var, ...]
+    """What it hands to later parts, behind its own outputs."""
+    outputs: tuple[int, ...]
+    """Which outputs of the whole function it computes."""
+
+    def __call__(self, inputs: Sequence[Any], taken: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Runs it on its inputs and the values it takes over, in the order of both fields: (outputs, handed)."""
+        results = jaxpr_as_fun(self.closed)(*inputs, *taken)
+        return list(results[: len(self.outputs)]), list(results[len(self.outputs) :])
+
+
+def cut(
+    closed: ClosedJaxpr, goals: Sequence[Iterable[int]], held: Iterable[int], free: Iterable[int], keep: Sequence[Keep]
+) -> list[Part]:
+    """Cuts a function into one part for each set of output positions in `goals`, in that order.
+
+    Inputs at `held` positions are given to every part that needs them; the others go to the first part that needs
+    them, which hands them on. Values that depend on `free` inputs alone (parameters: casts, gathered weights) are
+    computed again wherever they are needed, so that they never wait in memory between two parts. Of the rest, part
+    `i` hands over what `keep[i]` allows and a later part needs.
+    """
+    whole = closed.jaxpr
+    position = {var: i for i, var in enumerate(whole.invars)}
+    producer: dict[Var, JaxprEqn] = {var: eqn for eqn in whole.eqns for var in eqn.outvars}
+    order = {id(eqn): i for i, eqn in enumerate(whole.eqns)}
+    cheap = _depend_only_on(closed, {whole.invars[i] for i in free})
+    held_vars = {whole.invars[i] for i in held}
+    home: dict[Var, int] = {}  # the latest part that has a value
+    runs: list[list[JaxprEqn]] = []
+    wanted: list[dict[Var, int]] = []  # what each part takes over, and from which
+    for number, outputs in enumerate(goals):
+        chosen: dict[int, JaxprEqn] = {}
+        takes: dict[Var, int] = {}
+        seen: set[Var] = set()
+        todo = [v for i in outputs if isinstance(v := whole.outvars[i], Var)]
+        while todo:
+            var = todo.pop()
+            if var in seen or var in whole.constvars:
+                continue
+            seen.add(var)
+            if var in position:
+                if var not in held_vars and home.get(var, number) < number:
+                    takes[var] = home[var]
+                continue
+            eqn = producer[var]
+            again = var in cheap or eqn.primitive.name in _LAYOUT
+            before = home.get(var)
+            if not again and before is not None and keep[before](eqn):
+                takes[var] = before
+                continue
+            chosen[id(eqn)] = eqn
+            todo += [v for v in eqn.invars if isinstance(v, Var)]
+        eqns = sorted(chosen.values(), key=lambda eqn: order[id(eqn)])
+        for var in seen - set(takes):
+            home[var] = number
+        for eqn in eqns:
+            home.update((var, number) for var in eqn.outvars)
+        runs.append(eqns)
+        wanted.append(takes)
+    handed = [
+        tuple(dict.fromkeys(var for takes in wanted for var, source in takes.items() if source == part))
+        for part in range(len(runs))
+    ]
+    return [
+        _part(closed, tuple(outputs), eqns, wanted[i], handed, i, position)
+        for i, (outputs, eqns) in enumerate(zip(goals, runs, strict=True))
+    ]
+
+
+def _part(
+    closed: ClosedJaxpr,
+    outputs: tuple[int, ...],
+    eqns: list[JaxprEqn],
+    takes: Mapping[Var, int],
+    handed: Sequence[tuple[Var, ...]],
+    number: int,
+    position: Mapping[Var, int],
+) -> Part:
+    whole = closed.jaxpr
+    made = {var for eqn in eqns for var in eqn.outvars}
+    results = [whole.outvars[i] for i in outputs] + list(handed[number])
+    read = [v for eqn in eqns for v in eqn.invars] + results
+    inputs = dict.fromkeys(v for v in read if isinstance(v, Var) and v in position and v not in takes)
+    jaxpr = Jaxpr(whole.constvars, [*inputs, *takes], results, eqns, whole.effects)
+    missing = [v for v in read if isinstance(v, Var) and v not in {*inputs, *takes, *made, *whole.constvars}]
+    assert not missing, f"part {number} lacks {missing}"
+    taken = tuple((source, handed[source].index(var)) for var, source in takes.items())
+    return Part(
+        ClosedJaxpr(jaxpr, closed.consts),
+        tuple(position[var] for var in inputs),
+        taken,
+        handed[number],
+        outputs,
+    )
+
+
+def _depend_only_on(closed: ClosedJaxpr, free: set[Var]) -> set[Var]:
+    """Values that depend on nothing but `free` inputs and constants, or are random keys (which cost nothing)."""
+    known = free | set(closed.jaxpr.constvars)
+    for eqn in closed.jaxpr.eqns:
+        if all(isinstance(v, Literal) or v in known for v in eqn.invars):
+            known.update(eqn.outvars)
+        else:
+            known.update(v for v in eqn.outvars if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key))
+    return known - free
+
+
+def keep_all(eqn: JaxprEqn) -> bool:
+    """Hands over every value that is needed later."""
+    return True
+
+
+def keep_none(eqn: JaxprEqn) -> bool:
+    """Hands over only the inputs; everything else is computed again."""
+    return False
+
+
+def keep_matmuls(eqn: JaxprEqn) -> bool:
+    """Hands over results of matmuls with weights (no batch dims) and computes the rest again."""
+    return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0]
