@@ -8,7 +8,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.models.shape import ModelShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import jax
 
@@ -24,7 +24,7 @@ class GridShape:
     """Sizes of the grid's axes; their product is the number of devices."""
 
     pipe: int = 1
-    """Pipeline stages. Only 1 is built so far."""
+    """Pipeline stages: the model's layers in order, cut by cost; microbatches flow through them."""
     data: int = 1
     """Replicas that share nothing but the gradient reduction once a step."""
     z: int = 1
@@ -93,22 +93,43 @@ def _divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", le
 
 
 class Grid(NamedTuple):
-    """A grid laid over devices: axis sizes and the stage's 4D mesh."""
+    """A grid laid over devices: axis sizes, the 4D mesh of this process's (first) stage, its place in the run."""
 
     shape: GridShape
     mesh: "jax.sharding.Mesh"
+    meshes: "Mapping[int, jax.sharding.Mesh]"
+    """The meshes this process takes part in, by place along the pipe: all of them in a run of one process."""
+    rank: int = 0
+    """This process's place among all of the run."""
+    size: int = 1
+    """Processes of the run."""
+
+    @property
+    def stage_processes(self) -> int:
+        """Processes of one stage; 1 also where one process holds all stages."""
+        return max(1, self.size // self.shape.pipe)
 
 
 def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:
-    """Lays one stage's mesh over `devices`, `x` fastest, so that `x` neighbours are the closest devices.
+    """Lays the meshes over all devices of a run of one process (or of a run without pipeline), `x` fastest.
 
+    Neighbours along `x` are then the closest devices, and each stage has a contiguous slice.
     Raises ``UserError`` when the number of devices is not the grid's product.
     """
+    if len(devices) != shape.devices:
+        raise UserError("grid", shape, f"a product of {len(devices)}, the number of devices; this is {shape.devices}")
+    each = shape.stage_devices
+    meshes = {place: build_mesh(shape, devices[place * each : (place + 1) * each]) for place in range(shape.pipe)}
+    return Grid(shape, meshes[0], meshes)
+
+
+def build_mesh(shape: GridShape, devices: "Sequence[jax.Device]") -> "jax.sharding.Mesh":
+    """Lays one stage's 4D mesh over its devices, `x` fastest; raises ``UserError`` for a wrong number of them."""
     import jax
     import numpy as np
 
     sizes = tuple(getattr(shape, axis) for axis in MESH_AXES)
     if len(devices) != prod(sizes):
-        raise UserError("grid", shape, f"a product of {len(devices)}, the number of devices; this is {prod(sizes)}")
+        raise UserError("grid", shape, f"{prod(sizes)} devices a stage, not {len(devices)}")
     auto = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-    return Grid(shape, jax.sharding.Mesh(np.asarray(devices).reshape(sizes), MESH_AXES, axis_types=auto))
+    return jax.sharding.Mesh(np.asarray(devices).reshape(sizes), MESH_AXES, axis_types=auto)

@@ -4,10 +4,14 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid
 from axonn_jax.launch import Explicit, MpiFacts, World, detect
+
+if TYPE_CHECKING:
+    import jax
 
 _HEARTBEAT_S = 30
 _WARM_UP_FLOATS = 65_536
@@ -49,28 +53,37 @@ def describe(world: World, grid: Grid) -> str:
     return f"{world}; {grid.shape.devices} x {device.device_kind} ({device.platform}); grid {grid.shape}"
 
 
-def start(shape: GridShape, explicit: Explicit | None = None) -> tuple[World, Grid]:
-    """As `init`, silently; the grid becomes the mesh that `jax.set_mesh` set."""
+def start(shape: GridShape, explicit: Explicit | None = None, settings: str = "") -> tuple[World, Grid]:
+    """As `init`, silently; without a pipeline the grid becomes the mesh that `jax.set_mesh` set.
+
+    `settings` (the run's configuration as text) must be the same on every process of an MPI run, as the grid must:
+    ``UserError`` names the first line that differs, before anything waits for a process that does something else.
+    """
     import jax
 
     from axonn_jax import compat
     from axonn_jax.memory.host import keep_freed_memory
 
-    if shape.pipe > 1:
-        raise UserError("grid.pipe", shape.pipe, "1: pipelines are not supported by this version")
     world = detect(os.environ, _ask_mpi, explicit)
+    if world.source == "MPI":
+        check_same(f"grid = {shape}\n{settings}")
     if not compat.accelerator_expected():
         keep_freed_memory()
+    if world.size > 1 and shape.pipe > 1:
+        from axonn_jax.start_stage import start_stage
+
+        return world, start_stage(shape, world)
     if world.size == 1:
         _make_cpu_devices(shape.devices)
     else:
         if shape.devices % world.size:
             raise UserError("grid", shape, f"a product that {world.size} processes divide, not {shape.devices}")
-        _join(world)
-    grid = build_grid(shape, _devices(shape, world))
-    jax.set_mesh(grid.mesh)
+        join(world)
+    grid = build_grid(shape, _devices(shape, world))._replace(rank=world.rank, size=world.size)
+    if shape.pipe == 1:
+        jax.set_mesh(grid.mesh)
     if world.size > 1 and jax.default_backend() == "cpu":
-        _warm_up(grid)
+        warm_up(grid.mesh)
     return world, grid
 
 
@@ -119,12 +132,26 @@ def _ask_mpi() -> MpiFacts:
     world = MPI.COMM_WORLD
     on_host = world.Split_type(MPI.COMM_TYPE_SHARED)
     hosts = world.allreduce(int(on_host.Get_rank() == 0))
-    offered = f"{_own_address(hosts)}:{_free_port()}" if world.Get_rank() == 0 else None
+    offered = f"{own_address(hosts)}:{free_port()}" if world.Get_rank() == 0 else None
     library = MPI.Get_library_version().split(",")[0].strip("\x00\n ")
     return MpiFacts(world.Get_rank(), world.Get_size(), on_host.Get_rank(), hosts, world.bcast(offered), library)
 
 
-def _own_address(hosts: int) -> str:
+def check_same(settings: str) -> None:
+    """Raises ``UserError`` on every process where the processes of an MPI run have different settings."""
+    from mpi4py import MPI
+
+    everyone = MPI.COMM_WORLD.allgather(settings)
+    for rank, other in enumerate(everyone):
+        for first, second in zip(everyone[0].splitlines(), other.splitlines(), strict=False):
+            if first != second:
+                raise UserError(f"rank {rank}'s settings", second, f"the same on every rank; rank 0 has {first!r}")
+        if other != everyone[0]:
+            raise UserError(f"rank {rank}'s settings", "other lines", "the same on every rank")
+
+
+def own_address(hosts: int) -> str:
+    """This host's address for a coordinator: loopback on one host; ``UserError`` where its name leads nowhere."""
     if hosts == 1:
         return "127.0.0.1"
     name = socket.gethostname()
@@ -137,13 +164,15 @@ def _own_address(hosts: int) -> str:
     return address
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
-def _join(world: World) -> None:
+def join(world: World) -> None:
+    """Joins the processes of a world with `jax.distributed`, one CPU device each."""
     import jax
 
     from axonn_jax import compat
@@ -170,7 +199,7 @@ def _join(world: World) -> None:
     )
 
 
-def _warm_up(grid: Grid) -> None:
+def warm_up(mesh: "jax.sharding.Mesh") -> None:
     """Lets every group of processes meet now, with a message of a size that sets gloo's buffers right.
 
     gloo makes a group's sockets at its first collective and gives up when a member is 30 s late; and where that
@@ -181,16 +210,16 @@ def _warm_up(grid: Grid) -> None:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    for axes in (*((axis,) for axis in grid.mesh.axis_names), BATCH_AXES, ("z", "y", "x")):
-        over = tuple(axis for axis in axes if grid.mesh.shape[axis] > 1)
+    for axes in (*((axis,) for axis in mesh.axis_names), BATCH_AXES, ("z", "y", "x")):
+        over = tuple(axis for axis in axes if mesh.shape[axis] > 1)
         if not over:
             continue
         count = 1
         for axis in over:
-            count *= grid.mesh.shape[axis]
+            count *= mesh.shape[axis]
 
         def scatter(x: "jax.Array", over: tuple[str, ...] = over) -> "jax.Array":
             return jax.lax.psum_scatter(jax.lax.pcast(x, over, to="varying"), over, tiled=True)
 
-        run = jax.shard_map(scatter, mesh=grid.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(over))
+        run = jax.shard_map(scatter, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(over))
         jax.block_until_ready(jax.jit(run)(jnp.ones((count * _WARM_UP_FLOATS,), jnp.float32)))

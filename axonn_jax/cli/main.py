@@ -27,6 +27,7 @@ COMMANDS = (
     Command("train", "axonn_jax.cli.train", "train a model as a TOML file says"),
     Command("prepare", "axonn_jax.cli.prepare", "turn a directory of text or code into tokenised shards"),
     Command("generate", "axonn_jax.cli.generate", "continue a prompt with a trained model"),
+    Command("timeline", "axonn_jax.cli.timeline", "draw what the stages of a pipelined run did, and their idle time"),
     Command("doctor", "axonn_jax.cli.doctor", "show what is installed, what would fail, and how to fix it"),
 )
 

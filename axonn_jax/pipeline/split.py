@@ -40,22 +40,18 @@ class Part:
         return list(results[: len(self.outputs)]), list(results[len(self.outputs) :])
 
 
-def cut(
-    closed: ClosedJaxpr, goals: Sequence[Iterable[int]], held: Iterable[int], free: Iterable[int], keep: Sequence[Keep]
-) -> list[Part]:
+def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int], keep: Sequence[Keep]) -> list[Part]:
     """Cuts a function into one part for each set of output positions in `goals`, in that order.
 
-    Inputs at `held` positions are given to every part that needs them; the others go to the first part that needs
-    them, which hands them on. Values that depend on `free` inputs alone (parameters: casts, gathered weights) are
-    computed again wherever they are needed, so that they never wait in memory between two parts. Of the rest, part
-    `i` hands over what `keep[i]` allows and a later part needs.
+    Inputs are given to every part that needs them. Values that depend on `free` inputs alone (parameters: casts,
+    gathered weights) are computed again wherever they are needed, so that they never wait in memory between two
+    parts. Of the rest, part `i` hands over what `keep[i]` allows and a later part needs.
     """
     whole = closed.jaxpr
     position = {var: i for i, var in enumerate(whole.invars)}
     producer: dict[Var, JaxprEqn] = {var: eqn for eqn in whole.eqns for var in eqn.outvars}
     order = {id(eqn): i for i, eqn in enumerate(whole.eqns)}
     cheap = _depend_only_on(closed, {whole.invars[i] for i in free})
-    held_vars = {whole.invars[i] for i in held}
     home: dict[Var, int] = {}  # the latest part that has a value
     runs: list[list[JaxprEqn]] = []
     wanted: list[dict[Var, int]] = []  # what each part takes over, and from which
@@ -66,13 +62,9 @@ def cut(
         todo = [v for i in outputs if isinstance(v := whole.outvars[i], Var)]
         while todo:
             var = todo.pop()
-            if var in seen or var in whole.constvars:
+            if var in seen or var in position or var in whole.constvars:
                 continue
             seen.add(var)
-            if var in position:
-                if var not in held_vars and home.get(var, number) < number:
-                    takes[var] = home[var]
-                continue
             eqn = producer[var]
             again = var in cheap or eqn.primitive.name in _LAYOUT
             before = home.get(var)
@@ -82,8 +74,6 @@ def cut(
             chosen[id(eqn)] = eqn
             todo += [v for v in eqn.invars if isinstance(v, Var)]
         eqns = sorted(chosen.values(), key=lambda eqn: order[id(eqn)])
-        for var in seen - set(takes):
-            home[var] = number
         for eqn in eqns:
             home.update((var, number) for var in eqn.outvars)
         runs.append(eqns)
@@ -111,7 +101,7 @@ def _part(
     made = {var for eqn in eqns for var in eqn.outvars}
     results = [whole.outvars[i] for i in outputs] + list(handed[number])
     read = [v for eqn in eqns for v in eqn.invars] + results
-    inputs = dict.fromkeys(v for v in read if isinstance(v, Var) and v in position and v not in takes)
+    inputs = dict.fromkeys(v for v in read if isinstance(v, Var) and v in position)
     jaxpr = Jaxpr(whole.constvars, [*inputs, *takes], results, eqns, whole.effects)
     missing = [v for v in read if isinstance(v, Var) and v not in {*inputs, *takes, *made, *whole.constvars}]
     assert not missing, f"part {number} lacks {missing}"
@@ -132,7 +122,7 @@ def _depend_only_on(closed: ClosedJaxpr, free: set[Var]) -> set[Var]:
         if all(isinstance(v, Literal) or v in known for v in eqn.invars):
             known.update(eqn.outvars)
         else:
-            known.update(v for v in eqn.outvars if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key))
+            known.update(v for v in eqn.outvars if jax.numpy.issubdtype(v.aval.dtype, jax.dtypes.prng_key))
     return known - free
 
 

@@ -17,7 +17,12 @@ def spec_axes(spec: PartitionSpec) -> frozenset[str]:
 
 
 def global_norm(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec]) -> jax.Array:
-    """Euclidean norm of all gradients, each counted once however often it is replicated; inside a manual region.
+    """Euclidean norm of all gradients: the root of `square_sum`, with its collective."""
+    return jnp.sqrt(square_sum(grads, specs))
+
+
+def square_sum(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec]) -> jax.Array:
+    """Sum of squares of all gradients, each counted once however often it is replicated; inside a manual region.
 
     Expects gradients already reduced over `data` and over the axes that replicate them. Collective: one all-reduce
     of a scalar over `z`, `y`, `x`.
@@ -29,4 +34,4 @@ def global_norm(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpe
         for axis in TENSOR_AXES:
             copies *= 1 if axis in spec_axes(specs[name]) else axis_size(axis)
         total = total + vary(square, TENSOR_AXES) / copies
-    return jnp.sqrt(reduce_sum(total, TENSOR_AXES))
+    return reduce_sum(total, TENSOR_AXES)

@@ -3,13 +3,18 @@
 import importlib.util
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from axonn_jax.data.manifest import SPLITS, Manifest
 from axonn_jax.errors import UserError
+from axonn_jax.models.pieces import Piece, transformer_pieces
 from axonn_jax.models.shape import ModelShape
-from axonn_jax.train.config import Config, DataConfig, LogConfig, ModelConfig
+from axonn_jax.schedule.partition import Cost, explicit, partition
+from axonn_jax.schedule.policies import check_policy
+from axonn_jax.schedule.tasks import Layout
+from axonn_jax.train.config import Config, DataConfig, LogConfig, ModelConfig, PipelineConfig
 
 _INT32 = 2**31 - 1  # step counters live on the device as int32
 _UINT32 = 2**32 - 1  # seeds of PRNG keys, without 64-bit mode
@@ -57,6 +62,9 @@ _RANGES = {
     "train.eval_every": _COUNT_OR_0,
     "train.eval_batches": _COUNT,
     "train.seed": _SEED,
+    "pipeline.virtual_stages": _COUNT,
+    "pipeline.in_flight": _COUNT_OR_0,
+    "pipeline.stall_timeout": _POSITIVE,
     "memory.bucket": _COUNT,
     "log.every": _COUNT,
 }
@@ -73,8 +81,6 @@ def check(config: Config) -> Config:
         value = getattr(getattr(config, table), key)
         if value is not None:
             allowed.check(name, value)
-    if config.grid.pipe != 1:
-        raise UserError("grid.pipe", config.grid.pipe, "not supported by this version, which accepts only 1")
     if config.train.warmup > config.train.steps:
         raise UserError("train.warmup", config.train.warmup, f"at most train.steps, which is {config.train.steps}")
     config.grid.check_batch(config.train.global_batch, config.train.microbatches)
@@ -87,10 +93,31 @@ def check(config: Config) -> Config:
     shape = config.model.shape(default_vocab=manifest.vocab)
     _check_data(shape, manifest)
     config.grid.check_model(shape)
+    if config.grid.pipe > 1:
+        check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_pieces(shape))
     if config.data.verify:
         manifest.verify()
     model = ModelConfig(preset=config.model.preset, **asdict(shape))
     return replace(config, model=model, log=log)
+
+
+def check_pipeline(
+    pipe: int, microbatches: int, pipeline: PipelineConfig, pieces: Sequence[Piece]
+) -> tuple[Layout, list[range]]:
+    """Returns the pipeline's sizes and the pieces of every virtual stage.
+
+    Raises:
+        UserError: the policy cannot run so, or the model does not split so.
+    """
+    layout = Layout(pipe, microbatches, pipeline.virtual_stages)
+    check_policy(pipeline.policy, layout)
+    if pipeline.split:
+        words = pipeline.split.split(",")
+        if not all(word.strip().isdecimal() for word in words):
+            raise UserError("pipeline.split", pipeline.split, 'numbers of pieces with commas, such as "9,8"')
+        return layout, explicit([int(word) for word in words], len(pieces), layout.stages)
+    costs = [Cost(piece.name, piece.flops, 2 * piece.flops, piece.params) for piece in pieces]
+    return layout, partition(costs, pipe, pipeline.virtual_stages)
 
 
 def _load(data: DataConfig) -> Manifest:

@@ -8,11 +8,13 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset, preset_names
 from axonn_jax.models.shape import Mlp, ModelShape, Norm, Positions
+from axonn_jax.schedule.policies import Policy
 
 Optimizer = Literal["adamw", "adam", "sgd", "lion"]
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["fp32", "bf16", "auto"]
 Activations = Literal["none", "full", "dots"]
+ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
 
 
 class _NotGiven:
@@ -154,6 +156,26 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    """How microbatches flow through the stages; used where grid.pipe is above 1."""
+
+    policy: Policy = "message"
+    """Who decides which task a stage runs next: what has arrived (message), or a fixed order."""
+    channel: ChannelName = "auto"
+    """What carries activations between stages: local (one process), mpi4py, mpi4jax, or auto: the fastest here."""
+    virtual_stages: int = 1
+    """Stages each place of the pipe holds; more make the bubble smaller and the messages more."""
+    in_flight: int = 0
+    """Microbatches between their first forward and their last backward (policy message). 0: as interleaved 1F1B."""
+    split_backward: bool = True
+    """Policy message: gradients of weights are tasks of their own, which fill idle time."""
+    split: str = ""
+    """Pieces of each stage, such as "9,8" (embedding, two a block, head). Left out: balanced by FLOPs."""
+    stall_timeout: float = 120.0
+    """Seconds without any progress after which a run ends and says who waits for whom."""
+
+
+@dataclass(frozen=True)
 class MemoryConfig:
     """What is kept on the device, and in which precision."""
 
@@ -189,6 +211,8 @@ class Config:
     """How the devices are arranged; the product of the axes is the number of devices."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """The optimisation."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """How microbatches flow through the stages; used where grid.pipe is above 1."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """What is kept on the device, and in which precision."""
     log: LogConfig = field(default_factory=LogConfig)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -28,7 +29,7 @@ from axonn_jax.train.trainer import StepMetrics, Trainer
 
 def train(config: Config) -> int:
     """Trains as a checked config says and leaves a run directory; returns the exit status."""
-    world, grid = start(config.grid)
+    world, grid = start(config.grid, settings=to_toml(config))
     with _all_or_nothing(world):
         shape = config.model.shape()
         model = Transformer(shape, rngs=nnx.Rngs(config.train.seed))
@@ -150,7 +151,7 @@ class Run:
         if peak is not None:
             flops = self.shape.step_flops(self.config.train.global_batch)
             used["mfu"] = flops / (step_s * devices.size * peak)
-        local = [device for device in devices.flat if device.process_index == self.world.rank]
+        local = [device for device in devices.flat if device.process_index == jax.process_index()]
         stats = local[0].memory_stats() if local else None
         if stats and "peak_bytes_in_use" in stats:
             used["device_bytes"] = stats["peak_bytes_in_use"]

@@ -13,7 +13,7 @@ from axonn_jax.train.config import NOT_GIVEN, Config
 from axonn_jax.train.flags import read_flags
 
 # What the design names and this version does not do: refused by name, so that it is never silently ignored.
-LATER_TABLES = ("pipeline", "checkpoint")
+LATER_TABLES = ("checkpoint",)
 LATER_KEYS = {
     "grid.expert": "leave it out",
     "memory.offload": "leave it out (optimizer state stays on the device)",

@@ -1,6 +1,6 @@
 """The trainer: a model, an optimizer and a grid become a step."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypedDict
 
 import jax
@@ -17,28 +17,40 @@ from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.precision import Precision, compute_dtype
 from axonn_jax.tensor.params import Params, take_apart
 from axonn_jax.train.batch import local_rows, place
+from axonn_jax.train.config import PipelineConfig
+from axonn_jax.train.layout import state_layout
 from axonn_jax.train.program import StageProgram
 
 
 class StepMetrics(TypedDict):
-    """Results of a step, still on the devices: reading one waits for the step."""
+    """Results of a step. Without a pipeline they are still on the devices: reading one waits for the step."""
 
-    loss: jax.Array
-    grad_norm: jax.Array
+    loss: Any
+    grad_norm: Any
 
 
 class Trainer:
     """Trains a model on a grid: one compiled program a step, parameters and optimizer state donated to it.
 
-    `optimizer` is any optax transformation; it sees global arrays, so transformations that are not elementwise are
-    right too. The loss is the mean over all target tokens of the global batch, whatever the grid. With `clip` the
-    gradients are scaled down to that global norm. Under bf16, layers compute in bfloat16 and master weights,
-    gradient sums and optimizer state stay float32.
+    `model` is a module or a function that makes one. `optimizer` is any optax transformation; it sees global arrays,
+    so transformations that are not elementwise are right too. The loss is the mean over all target tokens of the
+    global batch, whatever the grid. With `clip` the gradients are scaled down to that global norm. Under bf16, layers
+    compute in bfloat16 and master weights, gradient sums and optimizer state stay float32.
+
+    On a grid with `pipe` above 1 this makes a `PipelineTrainer`, which has the same methods and takes `pipeline`.
     """
+
+    def __new__(cls, model: Any, optimizer: Any, grid: Grid, **options: Any) -> "Trainer":
+        """Makes the trainer that the grid asks for."""
+        if grid.shape.pipe > 1 and cls is Trainer:
+            from axonn_jax.train.pipelined import PipelineTrainer
+
+            cls = PipelineTrainer
+        return super().__new__(cls)
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: nnx.Module | Callable[[], nnx.Module],
         optimizer: optax.GradientTransformation,
         grid: Grid,
         *,
@@ -48,7 +60,10 @@ class Trainer:
         activations: Activations = "none",
         bucket: int = 16_000_000,
         seed: int = 0,
+        pipeline: PipelineConfig | None = None,
     ):
+        if not isinstance(model, nnx.Module):
+            model = model()
         parts = take_apart(model)
         shape = getattr(model, "shape", None)
         if shape is not None:
@@ -60,7 +75,8 @@ class Trainer:
         shardings = self.program.shardings()
         self._scalar = NamedSharding(grid.mesh, P())
         self.params: Params = jax.device_put(parts.params, shardings)
-        state_shardings = self._state_shardings(jax.eval_shape(optimizer.init, self.params))
+        state = jax.eval_shape(optimizer.init, self.params)
+        state_shardings = state_layout(state, self.params, shardings, self._scalar)
         self.opt_state: Any = jax.jit(optimizer.init, out_shardings=state_shardings)(self.params)
         self._step = jax.jit(
             self._train_step,
@@ -70,17 +86,6 @@ class Trainer:
         self._loss = jax.jit(self.program.loss)
         self.steps_done = 0
         self._rows: dict[int, list[int]] = {}
-
-    def _state_shardings(self, state: Any) -> Any:
-        """Optimizer state has its parameter's layout where it has its shape, and is replicated elsewhere."""
-        shardings, shapes = self.program.shardings(), {name: p.shape for name, p in self.params.items()}
-
-        def layout(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in shapes]
-            same = bool(names) and shapes[names[-1]] == leaf.shape
-            return shardings[names[-1]] if same else self._scalar
-
-        return jax.tree_util.tree_map_with_path(layout, state)
 
     def _train_step(
         self, params: Params, opt_state: Any, tokens: jax.Array, key: jax.Array | None

@@ -1,0 +1,93 @@
+"""``axonn-jax timeline``: what a pipelined run's stages did, as a picture and in figures."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from axonn_jax.errors import UserError
+from axonn_jax.pipeline.timeline import KINDS, TIMELINE, Span, last_whole_step, ranks_of, read_trace, usage, window
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Draw timeline.png from the timeline.json of a pipelined run, and print what the stages' time went into.
+
+    timeline.json itself opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing.
+    """
+
+    run_dir: Annotated[Positional[Path], arg(metavar="RUN_DIR")]
+    """A directory left by a pipelined `axonn-jax train`."""
+    step: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the last whole one)")] = None
+    """The step to show, one of the last few of the run."""
+    json: bool = False
+    """Print one JSON object instead of the table."""
+
+
+def run(args: Timeline) -> int:
+    """Draws the picture and prints the figures.
+
+    Raises:
+        UserError: the directory is none or has no timeline, or the step is not in it.
+    """
+    if not args.run_dir.is_dir():
+        raise UserError("RUN_DIR", str(args.run_dir), "a directory left by a pipelined `axonn-jax train`")
+    recorded = read_trace(args.run_dir / TIMELINE)
+    # A step that was stopped before its first task has nothing to show.
+    steps = sorted({span.step for span in recorded if span.is_task and span.end > span.start})
+    if not steps:
+        raise UserError(TIMELINE, str(args.run_dir / TIMELINE), "a trace with at least one step; this one has none")
+    step = last_whole_step(recorded) if args.step is None else args.step
+    if step not in steps:
+        raise UserError("--step", step, f"a step that was recorded: {', '.join(map(str, steps))}")
+    from axonn_jax.pipeline.picture import PICTURE, draw
+
+    picture = args.run_dir / PICTURE
+    try:
+        draw(recorded, picture, title=args.run_dir.resolve().name, step=step)
+    except OSError as error:
+        raise UserError("RUN_DIR", str(args.run_dir), f"a directory to write {PICTURE} in ({error.strerror})") from None
+    figures = _figures([span for span in recorded if span.step == step], ranks_of(recorded))
+    if args.json:
+        files = {"trace": str(args.run_dir / TIMELINE), "png": str(picture)}
+        print(json.dumps({"step": step, "steps": steps, **figures, **files}))
+        return 0
+    print(f"step {step} (recorded: {', '.join(map(str, steps))}), {figures['step_s'] * 1e3:,.3f} ms\n")
+    print(_table(figures))
+    print(f"\n{picture}\n{args.run_dir / TIMELINE} opens in https://ui.perfetto.dev")
+    return 0
+
+
+def _figures(spans: Sequence[Span], ranks: int) -> dict[str, Any]:
+    """Length of the step in seconds, its bubble, and the shares of every kind, per stage and over all."""
+    start, end = window(spans)
+    used = usage(spans, ranks)
+    return {
+        "step_s": end - start,
+        "bubble": fmean(one.bubble for one in used),
+        "exposed_communication": fmean(one.exposed for one in used),
+        "shares": {kind: fmean(one.shares[kind] for one in used) for kind in KINDS},
+        "stages": [
+            {"stage": one.rank, "bubble": one.bubble, "exposed_communication": one.exposed, "shares": dict(one.shares)}
+            for one in used
+        ],
+    }
+
+
+def _table(figures: dict[str, Any]) -> str:
+    """A row a stage and one for all; a kind that nothing was of has no column."""
+    kinds = [kind for kind in KINDS if figures["shares"][kind] > 0]
+    heads = ["stage", "bubble", *(kind.replace("_", " ") for kind in kinds)]
+    rows = [heads]
+    for name, one in [*((str(stage["stage"]), stage) for stage in figures["stages"]), ("all", figures)]:
+        row = [name, f"{one['bubble']:.1%}"]
+        for kind in kinds:
+            exposed = f" ({one['exposed_communication']:.1%} exposed)" if kind == "communication" else ""
+            row.append(f"{one['shares'][kind]:.1%}{exposed}")
+        rows.append(row)
+    widths = [max(len(row[at]) for row in rows) for at in range(len(heads))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -1,0 +1,1 @@
+"""The pipeline: compiled stage programs, the host loop that runs them, and their measured timeline."""

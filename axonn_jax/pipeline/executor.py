@@ -1,0 +1,203 @@
+"""The host loop of a pipeline: starts what the dispatchers choose, and tells them what arrived and what has run."""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import jax
+
+from axonn_jax.channels.base import Channel
+from axonn_jax.pipeline.rank import Rank
+from axonn_jax.pipeline.status import Status
+from axonn_jax.pipeline.timeline import Kind as SpanKind
+from axonn_jax.pipeline.timeline import Recorder
+from axonn_jax.schedule.dispatcher import Follower
+from axonn_jax.schedule.tasks import Kind, Layout, Message, Task, sends
+
+SPAN_KINDS: dict[Kind, SpanKind] = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input_gradient",
+    Kind.BACKWARD_WEIGHT: "weight_gradient",
+}
+
+
+class Orders(Protocol):
+    """Keeps the processes of one stage at the same tasks in the same order."""
+
+    leads: bool
+    """Whether this process chooses; the others follow."""
+
+    def start(self, told: Callable[[Task, int], None], failed: Callable[[BaseException], None]) -> None:
+        """Begins to listen for tasks and their steps; both may be called from any thread."""
+
+    def tell(self, task: Task, step: int) -> None:
+        """Tells the others what this process has chosen, without waiting."""
+
+    def close(self) -> None:
+        """Stops listening."""
+
+
+class _Arrived(NamedTuple):
+    message: Message
+    value: jax.Array
+
+
+class _Ran(NamedTuple):
+    place: int
+    begin: float
+    end: float
+
+
+class _Told(NamedTuple):
+    task: Task
+    step: int
+
+
+class _Broke(NamedTuple):
+    error: BaseException
+
+
+class _Started(NamedTuple):
+    task: Task
+    value: jax.Array | None
+
+
+class _Probe(NamedTuple):
+    """A program in a device's queue: when it was started, what becomes ready with it, whom to tell."""
+
+    at: float
+    done: jax.Array
+    ran: Callable[[float, float], None]
+
+
+class Executor:
+    """Runs steps on the ranks of this process (one, or all of them in a run of one process).
+
+    Nothing here waits for a device value: a thread a rank does (asleep, not spinning), and says when a program has
+    run. Then its result is sent, the dispatcher is told, and the next task is started. On accelerators, where
+    starting a program takes a noticeable part of its time, a rank keeps two programs in its device's queue.
+    """
+
+    def __init__(
+        self,
+        ranks: Mapping[int, Rank],
+        layout: Layout,
+        channel: Channel,
+        status: Status,
+        recorder: Recorder,
+        orders: Orders | None = None,
+    ):
+        self._ranks, self._layout, self._channel = ranks, layout, channel
+        self._status, self._recorder, self._orders = status, recorder, orders
+        self._depth = 1 if jax.default_backend() == "cpu" else 2
+        self._events: queue.SimpleQueue[_Arrived | _Ran | _Told | _Broke] = queue.SimpleQueue()
+        self._early: deque[_Arrived | _Told] = deque()  # of the next step, come before this one ended
+        self._probes: dict[int, queue.SimpleQueue[_Probe | None]] = {}
+        for place in ranks:
+            self._probes[place] = queue.SimpleQueue()
+            threading.Thread(target=self._wait, args=(place,), name=f"axonn-device-{place}", daemon=True).start()
+        channel.start(lambda message, value: self._events.put(_Arrived(message, value)), self._broke)
+        if orders is not None:
+            orders.start(lambda task, step: self._events.put(_Told(task, step)), self._broke)
+
+    def close(self) -> None:
+        """Ends the threads and the channel."""
+        for probes in self._probes.values():
+            probes.put(None)
+        self._channel.close()
+        if self._orders is not None:
+            self._orders.close()
+
+    def then(self, place: int, done: jax.Array, name: str, kind: SpanKind, step: int, at: float) -> None:
+        """Records a program that was started on a rank's device at time `at`, outside the tasks."""
+
+        def record(begin: float, end: float) -> None:
+            self._recorder.add(place, name, kind, begin, end, step)
+
+        self._probes[place].put(_Probe(at, done, record))
+
+    def run(self, dispatchers: Mapping[int, Follower], step: int, *, train: bool = True) -> None:
+        """Runs every task of a step; returns when the last has run here.
+
+        Raises what broke a program or the channel.
+        """
+        self._status.step = step
+        self._status.now("in a step")
+        self._dispatchers = dispatchers
+        running: dict[int, deque[_Started]] = {place: deque() for place in self._ranks}
+        self._step = step
+        early, self._early = self._early, deque()
+        for kept in early:
+            self._take(kept)
+        while True:
+            active = False
+            for place, rank in self._ranks.items():
+                while len(running[place]) < self._depth and (task := dispatchers[place].next()) is not None:
+                    if self._orders is not None and self._orders.leads:
+                        self._orders.tell(task, step)
+                    at = time.monotonic()
+                    ran = rank.start(task, train=train)
+                    running[place].append(_Started(task, ran.value))
+                    self._probes[place].put(_Probe(at, ran.done, partial(self._ran, place)))
+                active = active or bool(running[place])
+            if not active and all(dispatcher.done for dispatcher in dispatchers.values()):
+                return
+            self._channel.busy(active)
+            self._note(running)
+            event = self._events.get()
+            if isinstance(event, _Broke):
+                raise event.error
+            if not isinstance(event, _Ran):
+                self._take(event)
+                continue
+            started = running[event.place].popleft()
+            if train:
+                kind = SPAN_KINDS[started.task.kind]
+                self._recorder.add(event.place, str(started.task), kind, event.begin, event.end, step)
+            message = sends(started.task, self._layout)
+            if message is not None:
+                assert started.value is not None
+                self._channel.send(message, started.value)
+            self._status.finished = str(started.task)
+            dispatchers[event.place].finished(started.task)
+
+    def _take(self, event: _Arrived | _Told) -> None:
+        """Gives an arrival or an order to its dispatcher, or keeps it for the next step."""
+        stage = event.message.stage if isinstance(event, _Arrived) else event.task.stage
+        place = self._layout.rank_of(stage)
+        early = self._dispatchers[place].done if isinstance(event, _Arrived) else event.step != self._step
+        if early:
+            self._early.append(event)
+        elif isinstance(event, _Arrived):
+            self._ranks[place].arrived(event.message, event.value)
+            self._dispatchers[place].arrived(event.message)
+        else:
+            self._dispatchers[place].tell(event.task)
+
+    def _note(self, running: Mapping[int, Sequence[_Started]]) -> None:
+        tasks = [str(queued[0].task) for queued in running.values() if queued]
+        waiting = [] if tasks else [m for d in self._dispatchers.values() for m in d.waiting_for()]
+        self._status.now(running=", ".join(tasks), waiting=waiting)
+
+    def _wait(self, place: int) -> None:
+        last = 0.0
+        while (probe := self._probes[place].get()) is not None:
+            try:
+                probe.done.block_until_ready()
+            except BaseException as error:
+                self._broke(error)
+                return
+            now = time.monotonic()
+            probe.ran(max(probe.at, last), now)  # a device runs its programs one after the other
+            last = now
+
+    def _ran(self, place: int, begin: float, end: float) -> None:
+        self._events.put(_Ran(place, begin, end))
+
+    def _broke(self, error: BaseException) -> None:
+        self._events.put(_Broke(error))

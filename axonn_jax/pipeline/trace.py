@@ -1,0 +1,213 @@
+"""Traces a stretch of a model on local shards: what it needs, what it hands on, its forward and backward."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax import compat
+from axonn_jax.grid import BATCH_AXES
+from axonn_jax.memory.activations import Activations
+from axonn_jax.models.pieces import Piece
+from axonn_jax.pipeline.split import cut, keep_all
+from axonn_jax.tensor.clip import spec_axes
+from axonn_jax.tensor.collectives import vary
+from axonn_jax.tensor.params import Parts
+from axonn_jax.tensor.region import live_axes, manual
+
+X, TOKENS, KEY, MICROBATCH, DY = " x", " tokens", " key", " microbatch", " dy"
+"""Inputs of a stage beside its parameters; the space keeps them apart from parameters' names."""
+
+
+class Sequenced(Protocol):
+    """What a model must offer to be cut into stages."""
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """Its links in order."""
+
+    @property
+    def between(self) -> P:
+        """Layout of what one piece hands to the next."""
+
+    def stretch(
+        self,
+        first: int,
+        last: int,
+        x: jax.Array | None,
+        tokens: jax.Array | None,
+        *,
+        dtype: jnp.dtype,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """Runs pieces `first` to `last - 1`; the last piece gives the loss of every target."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sizes of a step, the same for all stages."""
+
+    rows: int
+    """Sequences of a microbatch, over all of `data` and `z`."""
+    width: int
+    """Tokens a sequence, one more than the model reads."""
+    microbatches: int
+    """Microbatches of a step."""
+    dtype: jnp.dtype
+    """What layers compute in and activations travel in."""
+    activations: Activations
+    """What the forward pass keeps."""
+
+    @property
+    def targets(self) -> int:
+        """Target tokens of a step's global batch."""
+        return self.rows * self.microbatches * (self.width - 1)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Some pieces of a model, in a row, on a mesh."""
+
+    parts: Parts
+    """The whole model, with abstract parameters."""
+    mesh: Mesh
+    pieces: range
+    total: int
+    """Pieces of the whole model."""
+    work: Work
+    keyed: bool
+    """Whether it drops out: it then takes a key and the microbatch's number."""
+    x: jax.ShapeDtypeStruct | None
+    """What arrives (None for the first)."""
+
+    @property
+    def first(self) -> bool:
+        """Whether it reads the tokens and nothing else."""
+        return self.pieces.start == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it ends with the loss."""
+        return self.pieces.stop == self.total
+
+    @property
+    def model(self) -> Sequenced:
+        """The model, with abstract parameters."""
+        model: Any = self.parts.rebuild(self.parts.params)
+        return model  # type: ignore[no-any-return]
+
+    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every input by name, as a global array with its layout; of the parameters all of the model's."""
+
+        def struct(like: Any, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(self.mesh, spec))
+
+        given = {name: struct(p, self.parts.specs[name]) for name, p in self.parts.params.items()}
+        if self.x is not None:
+            given[X] = self.x
+        if self.first or self.last:
+            given[TOKENS] = struct(jax.ShapeDtypeStruct((self.work.rows, self.work.width), jnp.int32), P(BATCH_AXES))
+        if self.keyed:
+            given[KEY] = struct(jax.eval_shape(lambda: jax.random.key(0)), P())
+            given[MICROBATCH] = struct(jax.ShapeDtypeStruct((), jnp.uint32), P())
+        return given
+
+    def forward(self, params: Mapping[str, jax.Array], given: Mapping[str, jax.Array]) -> jax.Array:
+        """On local shards: what goes on to the next stage, or the sum of the losses of the local targets."""
+        key = jax.random.fold_in(given[KEY], given[MICROBATCH]) if self.keyed else None
+        model: Any = self.parts.rebuild(params)
+        run = (self.pieces.start, self.pieces.stop, given.get(X), given.get(TOKENS))
+        out = model.stretch(*run, dtype=self.work.dtype, key=key)
+        return jnp.sum(out) if self.last else out
+
+    def own(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The parameters, varying over data and z on purpose: gradients then stay unreduced over both."""
+        return {name: vary(given[name], BATCH_AXES) for name in self.parts.params}
+
+    def whole(self, given: Mapping[str, jax.Array], dy: jax.Array | None) -> list[jax.Array]:
+        """On local shards: result, gradient of `x` if there is one, gradients of all parameters."""
+        rest = {name: value for name, value in given.items() if name != X}
+        x = given.get(X)
+
+        def forward(params: Mapping[str, jax.Array], x: jax.Array | None) -> jax.Array:
+            return self.forward(params, rest if x is None else {**rest, X: x})
+
+        y, pull = jax.vjp(forward, self.own(given), x)
+        if dy is None:  # the loss is the mean over all targets of the step
+            dy = vary(jnp.full(y.shape, 1.0 / self.work.targets, y.dtype), compat.varying_axes(y))
+        dp, dx = pull(dy)
+        return [y, *([] if x is None else [dx]), *(dp[name] for name in self.parts.params)]
+
+
+class Traced(NamedTuple):
+    """A traced function on local shards, and what its inputs are called."""
+
+    closed: ClosedJaxpr
+    slots: list[str]
+
+
+class Needs(NamedTuple):
+    """What a stretch needs and gives."""
+
+    names: tuple[str, ...]
+    """The parameters it reads."""
+    y: jax.ShapeDtypeStruct | None
+    """What it hands on (None for the last)."""
+
+
+def survey(stretch: Stretch) -> Needs:
+    """Finds what a stretch needs and gives, by tracing its forward pass; nothing is allocated."""
+    closed, slots = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)], None)
+    (part,) = cut(closed, [[0]], [], [keep_all])
+    names = tuple(slots[i] for i in part.inputs if slots[i] in stretch.parts.params)
+    if stretch.last:
+        return Needs(names, None)
+    y, spec = closed.jaxpr.outvars[0].aval, stretch.model.between
+    shape = global_shape(y.shape, spec, stretch.mesh)
+    return Needs(names, jax.ShapeDtypeStruct(shape, y.dtype, sharding=NamedSharding(stretch.mesh, spec)))
+
+
+def trace_whole(stretch: Stretch, y: jax.ShapeDtypeStruct | None) -> Traced:
+    """Traces forward and backward as one function: (inputs, `dy`) -> [result, `dx`, gradients of all parameters]."""
+    return _trace(stretch, lambda given: stretch.whole(given, given.get(DY)), y)
+
+
+def _trace(stretch: Stretch, f: Any, dy: jax.ShapeDtypeStruct | None) -> Traced:
+    given = {**stretch.inputs(), **({} if dy is None else {DY: dy})}
+    slots = list(given)
+    found: list[ClosedJaxpr] = []
+
+    def capture(*inputs: jax.Array) -> jax.Array:
+        found.append(jax.make_jaxpr(lambda *values: f(dict(zip(slots, values, strict=True))))(*inputs))
+        return jnp.zeros(())
+
+    specs = tuple(struct.sharding.spec for struct in given.values())
+    jax.eval_shape(manual(capture, stretch.mesh, specs, P()), *given.values())
+    return Traced(found[0], slots)
+
+
+def crossing(aval: Any, mesh: Mesh, spec: P | None = None) -> jax.ShapeDtypeStruct:
+    """The global form of a local value that crosses between programs, or between microbatches.
+
+    It gets a leading dim over the axes it varies over (beyond those of `spec`, a parameter's own layout), so that
+    every device keeps what it has and nothing is communicated.
+    """
+    own = spec_axes(spec) if spec is not None else frozenset()
+    extra = tuple(a for a in live_axes(mesh) if a in compat.varying_axes_of(aval) and a not in own)
+    full = P(extra or None, *(spec or ()))
+    shape = global_shape((1, *aval.shape), full, mesh)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=NamedSharding(mesh, full))
+
+
+def global_shape(local: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of the array of which every device holds `local`, laid out by `spec`."""
+    shape = list(local)
+    for dim, axes in enumerate(spec):
+        for axis in () if axes is None else (axes,) if isinstance(axes, str) else axes:
+            shape[dim] *= mesh.shape[axis]
+    return tuple(shape)

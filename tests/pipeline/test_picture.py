@@ -1,0 +1,52 @@
+"""The picture of a timeline."""
+
+import pytest
+from spans import gpipe, task
+
+from axonn_jax.pipeline.picture import draw
+from axonn_jax.pipeline.timeline import shift
+
+
+def texts_of(monkeypatch, spans, path, **options):
+    """Draws, and returns what is written on the tasks and the title."""
+    from matplotlib.axes import Axes
+
+    written, titles = [], []
+    text, title = Axes.text, Axes.set_title
+    monkeypatch.setattr(Axes, "text", lambda self, x, y, s, **more: written.append(s) or text(self, x, y, s, **more))
+    monkeypatch.setattr(Axes, "set_title", lambda self, s, **more: titles.append(s) or title(self, s, **more))
+    draw(spans, path, **options)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    return written, titles[0]
+
+
+def test_the_picture_is_of_the_last_whole_step(tmp_path, monkeypatch):
+    spans = gpipe(2, 4, step=7) + shift(gpipe(2, 4, step=8, split=True), 50.0) + gpipe(2, 4, step=9)[:3]
+    written, title = texts_of(monkeypatch, spans, tmp_path / "timeline.png", title="a $run_{")
+    assert title == "a $run_{ \N{EM DASH} step 8: 15,000 ms, bubble 20.0%"
+    assert sorted(written) == sorted("0123" * 6)
+    written, title = texts_of(monkeypatch, spans, tmp_path / "7.png", step=7)
+    assert title.startswith("step 7: ")
+    assert sorted(written) == sorted("0123" * 4)
+
+
+def test_many_stages_and_microbatches_have_their_numbers(tmp_path, monkeypatch):
+    written, _ = texts_of(monkeypatch, gpipe(16, 64), tmp_path / "timeline.png")
+    assert len(written) == 16 * 64 * 2
+
+
+def test_a_number_that_does_not_fit_is_left_out(tmp_path, monkeypatch):
+    spans = [*gpipe(1, 3), task(0, 20.0, 20.001, name="F0.3")]
+    written, _ = texts_of(monkeypatch, spans, tmp_path / "timeline.png")
+    assert sorted(written) == sorted("012" * 2)
+
+
+def test_tasks_without_a_microbatch_or_length_are_drawn(tmp_path, monkeypatch):
+    spans = [task(1, 0.0, 1.0, kind="optimizer", name="O1"), task(0, 0.5, 0.5)]
+    assert texts_of(monkeypatch, spans, tmp_path / "timeline.png")[0] == []
+
+
+@pytest.mark.parametrize("spans", [[], [task(0, 0.0, 1.0, kind="communication")], [task(0, 1.0, 1.0)]])
+def test_nothing_to_draw(tmp_path, spans):
+    with pytest.raises(ValueError, match="no tasks in step"):
+        draw(spans, tmp_path / "timeline.png")
