@@ -6,9 +6,10 @@ from axonn_jax.models.presets import preset, preset_names
 from axonn_jax.models.shape import ModelShape
 
 if TYPE_CHECKING:
+    from axonn_jax.models.sequence import SequenceModel
     from axonn_jax.models.transformer import Transformer
 
-__all__ = ["ModelShape", "Transformer", "preset", "preset_names"]
+__all__ = ["ModelShape", "SequenceModel", "Transformer", "preset", "preset_names"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,4 +18,8 @@ def __getattr__(name: str) -> Any:
         from axonn_jax.models.transformer import Transformer
 
         return Transformer
+    if name == "SequenceModel":
+        from axonn_jax.models.sequence import SequenceModel
+
+        return SequenceModel
     raise AttributeError(f"module 'axonn_jax.models' has no attribute {name!r}")

@@ -122,7 +122,7 @@ class Executor:
         self._probes[place].put(_Probe(at, done, record))
 
     def run(self, dispatchers: Mapping[int, Follower], step: int, *, train: bool = True) -> None:
-        """Runs every task of a step; returns when the last has run here.
+        """Runs every task of a step, or of an evaluation after it; returns when the last has run here.
 
         Raises what broke a program or the channel.
         """
@@ -138,7 +138,7 @@ class Executor:
             active = False
             for place, rank in self._ranks.items():
                 while len(running[place]) < self._depth and (task := dispatchers[place].next()) is not None:
-                    if self._orders is not None and self._orders.leads:
+                    if train and self._orders is not None and self._orders.leads:
                         self._orders.tell(task, step)
                     at = time.monotonic()
                     ran = rank.start(task, train=train)

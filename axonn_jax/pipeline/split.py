@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 Keep = Callable[[JaxprEqn], bool]
 """Whether the results of an equation may be handed over, rather than computed again."""
@@ -98,18 +98,14 @@ def _part(
     position: Mapping[Var, int],
 ) -> Part:
     whole = closed.jaxpr
-    made = {var for eqn in eqns for var in eqn.outvars}
-    results = [whole.outvars[i] for i in outputs] + list(handed[number])
-    read = [v for eqn in eqns for v in eqn.invars] + results
-    inputs = dict.fromkeys(v for v in read if isinstance(v, Var) and v in position)
-    jaxpr = Jaxpr(whole.constvars, [*inputs, *takes], results, eqns, whole.effects)
-    missing = [v for v in read if isinstance(v, Var) and v not in {*inputs, *takes, *made, *whole.constvars}]
-    assert not missing, f"part {number} lacks {missing}"
-    taken = tuple((source, handed[source].index(var)) for var, source in takes.items())
+    results = [*(whole.outvars[i] for i in outputs), *handed[number]]
+    read = [*(v for eqn in eqns for v in eqn.invars), *results]
+    inputs = list(dict.fromkeys(v for v in read if isinstance(v, Var) and v in position))
+    jaxpr = whole.replace(invars=[*inputs, *takes], outvars=results, eqns=eqns)
     return Part(
         ClosedJaxpr(jaxpr, closed.consts),
         tuple(position[var] for var in inputs),
-        taken,
+        tuple((source, handed[source].index(var)) for var, source in takes.items()),
         handed[number],
         outputs,
     )

@@ -27,7 +27,7 @@ _BEAT_S = 0.5
 _SILENT_S = 4.0
 """A living process is heard of every half second per neighbour on the way; this long without a word is suspicious."""
 _TERMINATED = 128 + signal.SIGTERM
-_GRACE_S = 0.3
+_GRACE_S = 0.6
 
 
 class Watch:

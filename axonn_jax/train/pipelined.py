@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,12 +19,15 @@ from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.precision import Precision, compute_dtype
 from axonn_jax.pipeline.build import Pipe, Plan, names_by_place, plan, shared
+from axonn_jax.pipeline.collect import collect
 from axonn_jax.pipeline.connect import connect
-from axonn_jax.pipeline.timeline import Recorder
+from axonn_jax.pipeline.picture import draw
+from axonn_jax.pipeline.timeline import TIMELINE, Recorder, write_trace
 from axonn_jax.pipeline.trace import Work
 from axonn_jax.pipeline.update import clip_scale
 from axonn_jax.schedule.dispatcher import Dispatcher, Follower
 from axonn_jax.schedule.forward_only import ForwardOnly
+from axonn_jax.state.checkpoint import save_weights_in_parts
 from axonn_jax.tensor.params import Params, Parts, take_apart
 from axonn_jax.train.batch import local_rows
 from axonn_jax.train.check import check_pipeline
@@ -66,7 +70,8 @@ class PipelineTrainer(Trainer):
                 "model", type(abstract).__name__, "where grid.pipe is above 1, a Transformer or a Sequence of layers"
             )
         sequence: Any = abstract
-        self.layout, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, sequence.pieces)
+        self._pieces = list(sequence.pieces)
+        self.layout, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._pieces)
         self.grid, self.microbatches, self.optimizer, self.pipeline = grid, microbatches, optimizer, pipeline
         self.parts = _abstract(take_apart(abstract))
         self.steps_done = 0
@@ -175,7 +180,7 @@ class PipelineTrainer(Trainer):
             for place, rank in pipe.ranks.items():
                 rank.begin(self.places[place], microbatches, None, train=False)
             orders = {place: ForwardOnly(self.layout, place) for place in pipe.ranks}
-            pipe.executor.run(orders, -1 - self.steps_done, train=False)
+            pipe.executor.run(orders, self.steps_done, train=False)
             losses = {
                 place: mean(rank.losses) for place, rank in pipe.ranks.items() if (mean := pipe.updates[place].mean)
             }
@@ -186,6 +191,47 @@ class PipelineTrainer(Trainer):
         if not results:
             raise UserError("evaluate", "no batches", "at least one batch")
         return float(np.mean(results))
+
+    def save(self, directory: Path, step: int) -> Path:
+        """Writes the weights below `directory`; every process of the run must call it. Returns the path."""
+        status = self._links.status
+        status.now("saving")
+
+        def agree() -> None:
+            self._links.together.sums(dict.fromkeys(self.places, (0.0,)))
+
+        path = save_weights_in_parts(directory, step, self.places, first=self.grid.rank == 0, agree=agree)
+        status.now("between steps")
+        return path
+
+    def explain(self) -> list[str]:
+        """Lines for people: the pieces and parameters of every stage, and what the schedule is like."""
+        names, layout = [piece.name for piece in self._pieces], self.layout
+        lines = [
+            f"stage {stage} (place {layout.rank_of(stage)}): {names[r[0]]} to {names[r[-1]]}, "
+            f"{sum(piece.params for piece in self._pieces[r.start : r.stop]):,} parameters"
+            for stage, r in enumerate(self.ranges)
+        ]
+        policy = self.pipeline.policy
+        lines.append(f"{layout.microbatches} microbatches a step, policy {policy}, channel {self._channel}")
+        if layout.microbatches < layout.pipe:
+            idle = 1 - layout.microbatches / layout.pipe
+            lines.append(
+                f"train.microbatches = {layout.microbatches} is fewer than grid.pipe = {layout.pipe}: at least "
+                f"{idle:.0%} of the places are idle at any time; {4 * layout.pipe} or more would keep them busy"
+            )
+        return lines
+
+    def leave_timeline(self, directory: Path) -> list[Path]:
+        """Writes timeline.json and timeline.png of the last steps; every process of the run must call it."""
+        first_of_stage = self.grid.rank % self.grid.stage_processes == 0
+        spans = collect(self._links.recorder, self._links.pipe) if first_of_stage else []
+        if self.grid.rank != 0 or not spans:
+            return []
+        write_trace(directory / TIMELINE, spans)
+        picture = directory / "timeline.png"
+        draw(spans, picture)
+        return [picture]
 
     def _prepare(self, batch: np.ndarray) -> tuple[Pipe, list[np.ndarray]]:
         """The pipeline for batches of this shape, and the batch as [microbatches, rows, seq + 1]."""

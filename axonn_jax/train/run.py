@@ -19,7 +19,6 @@ from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.peaks import peak_flops
 from axonn_jax.start import describe, start
-from axonn_jax.state.checkpoint import save_weights
 from axonn_jax.train.config import Config, to_toml
 from axonn_jax.train.metrics import MetricsLog, plot_loss
 from axonn_jax.train.optimizer import learning_rate, make_optimizer
@@ -32,9 +31,8 @@ def train(config: Config) -> int:
     world, grid = start(config.grid, settings=to_toml(config))
     with _all_or_nothing(world):
         shape = config.model.shape()
-        model = Transformer(shape, rngs=nnx.Rngs(config.train.seed))
         trainer = Trainer(
-            model,
+            lambda: Transformer(shape, rngs=nnx.Rngs(config.train.seed)),
             make_optimizer(config.train),
             grid,
             microbatches=config.train.microbatches,
@@ -43,11 +41,12 @@ def train(config: Config) -> int:
             activations=config.memory.activations,
             bucket=config.memory.bucket,
             seed=config.train.seed,
+            pipeline=config.pipeline,
         )
-        del model  # its arrays live on in the trainer, which donates them
         run = Run(config, shape, world, trainer)
         run.say(describe(world, grid))
         run.go()
+        trainer.close()
     return 0
 
 
@@ -101,6 +100,8 @@ class Run:
         self.say(f"{self.shape.params():,} parameters; {self.tokens:,} tokens a step; run directory {self.directory}")
         start = mark = time.monotonic()
         with self.progress:
+            for line in self.trainer.explain():
+                self.say(line)
             self.say("compiling the step (the first time takes a while)")
             waiting: StepMetrics | None = None
             for step in range(1, steps + 1):
@@ -108,21 +109,26 @@ class Run:
                 if waiting is not None:  # one step behind: the devices are never waited for with nothing to do
                     mark = self._report(step - 1, waiting, mark)
                 waiting = metrics
-                if step == steps or (every and step % every == 0):
+                if isinstance(metrics["loss"], np.generic):  # a pipeline's step ends on the host: nothing to wait for
                     mark = self._report(step, waiting, mark)
+                    waiting = None
+                if step == steps or (every and step % every == 0):
+                    if waiting is not None:
+                        mark = self._report(step, waiting, mark)
                     waiting = None
                     self._evaluate(step)
                     mark = time.monotonic()
-        checkpoint = save_weights(self.directory / "checkpoints", steps, self.trainer.params)
+        pictures = self.trainer.leave_timeline(self.directory)
+        checkpoint = self.trainer.save(self.directory / "checkpoints", steps)
         if self.log is not None:
             self.log.close()
-            picture = plot_loss(self.directory, entropy)
-            self.say(f"trained {steps} steps in {duration(time.monotonic() - start)}; {picture}; weights {checkpoint}")
+            shown = ", ".join(map(str, [plot_loss(self.directory, entropy), *pictures]))
+            self.say(f"trained {steps} steps in {duration(time.monotonic() - start)}; {shown}; weights {checkpoint}")
 
     def _report(self, step: int, metrics: StepMetrics, mark: float) -> float:
         """Waits for a step, the run's one sync a step, and writes it down; returns when it was done."""
         if not self.first:
-            metrics["loss"].block_until_ready()
+            jax.block_until_ready(metrics["loss"])
             return time.monotonic()
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         now = time.monotonic()
@@ -150,7 +156,7 @@ class Run:
         peak = peak_flops(devices.flat[0].device_kind)
         if peak is not None:
             flops = self.shape.step_flops(self.config.train.global_batch)
-            used["mfu"] = flops / (step_s * devices.size * peak)
+            used["mfu"] = flops / (step_s * self.config.grid.devices * peak)
         local = [device for device in devices.flat if device.process_index == jax.process_index()]
         stats = local[0].memory_stats() if local else None
         if stats and "peak_bytes_in_use" in stats:

@@ -1,6 +1,7 @@
 """The trainer: a model, an optimizer and a grid become a step."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypedDict
 
 import jax
@@ -15,6 +16,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.precision import Precision, compute_dtype
+from axonn_jax.state.checkpoint import save_weights
 from axonn_jax.tensor.params import Params, take_apart
 from axonn_jax.train.batch import local_rows, place
 from axonn_jax.train.config import PipelineConfig
@@ -138,3 +140,21 @@ class Trainer:
         if not losses:
             raise UserError("evaluate", "no batches", "at least one batch")
         return float(np.mean([float(loss) for loss in losses]))
+
+    def save(self, directory: Path, step: int) -> Path:
+        """Writes the weights below `directory`; every process of the run must call it. Returns the path."""
+        return save_weights(directory, step, self.params)
+
+    def explain(self) -> list[str]:
+        """Lines for people on how the model is spread, beyond the grid: none without a pipeline."""
+        return []
+
+    def leave_timeline(self, directory: Path) -> list[Path]:
+        """Writes what was measured of the pipeline's last steps; every process of the run must call it.
+
+        Returns the files for people to look at: none without a pipeline.
+        """
+        return []
+
+    def close(self) -> None:
+        """Ends what the trainer keeps running beside the devices: nothing without a pipeline."""

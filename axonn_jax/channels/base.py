@@ -1,0 +1,141 @@
+"""What every channel does: send without waiting, and tell when a message has arrived."""
+
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+
+from axonn_jax.schedule.tasks import Message
+
+Deliver = Callable[[Message, jax.Array], None]
+"""Takes a message that has arrived, from any thread; must not block."""
+
+Failed = Callable[[BaseException], None]
+"""Takes what broke a channel, from any thread, once; must not block."""
+
+
+class ChannelClosed(RuntimeError):
+    """A message was given to a channel that is closed, has failed or has not been started."""
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The activations that arrive at this process, as the channel must rebuild them."""
+
+    arriving: Mapping[int, jax.ShapeDtypeStruct]
+    """By destination stage: global shape, dtype and `NamedSharding` of its incoming activations, and of the gradients
+    of its outgoing ones, which have the same form. `local` needs every stage, the others those of this process."""
+    stages: int
+    """Virtual stages of the whole pipeline."""
+
+    def form(self, message: Message) -> jax.ShapeDtypeStruct:
+        """Returns the form of what `message` carries; ``KeyError`` for a stage that does not live here."""
+        try:
+            return self.arriving[message.stage]
+        except KeyError:
+            raise KeyError(f"{message}: this process receives for stages {sorted(self.arriving)}") from None
+
+
+class Channel(ABC):
+    """Asynchronous transport of one array a message between neighbouring stages.
+
+    Messages between two stages and of one direction arrive in any order, except that two of the same name (those of
+    successive steps) keep theirs. The sender must not donate or delete a value before its message has left `unsent`;
+    a program that is given it for donation meanwhile makes a copy.
+    """
+
+    name: ClassVar[str]
+    """As in `pipeline.channel`."""
+
+    @abstractmethod
+    def start(self, deliver: Deliver, failed: Failed) -> None:
+        """Begins to receive; arrays given to `deliver` are laid out on the receiving stage's mesh.
+
+        Whatever goes wrong in the channel's threads, an exception of `deliver` included, goes to `failed` once, and the
+        channel then carries nothing more. Raises ``ChannelClosed`` when started twice or after `close`.
+        """
+
+    @abstractmethod
+    def send(self, message: Message, value: jax.Array) -> None:
+        """Sends `value`, laid out on the sending stage's mesh, without waiting for anything.
+
+        `value` may still be in computation; it then leaves when it is ready. Raises ``ChannelClosed`` where the channel
+        does not run, ``UserError`` where MPI has no tag for the microbatch.
+        """
+
+    @abstractmethod
+    def busy(self, active: bool) -> None:
+        """Tells whether this process computes, so that looking for messages costs it (nearly) no time."""
+
+    @abstractmethod
+    def unsent(self) -> list[Message]:
+        """Returns the messages that have not left yet, for error lines."""
+
+    @abstractmethod
+    def flush(self, timeout: float) -> None:
+        """Waits until every message has left.
+
+        Raises ``TimeoutError`` that names those left after `timeout` seconds, ``ChannelClosed`` if the channel failed.
+        """
+
+    @abstractmethod
+    def close(self, timeout: float = 5.0) -> bool:
+        """Stops the channel within about `timeout` seconds, sending what it still can; may be called twice.
+
+        Returns False where a thread or a transfer is left hanging on a peer: an interpreter that ends by itself could
+        then wait for ever in MPI or in jax, so the process should leave with `os._exit`.
+        """
+
+
+class Pause:
+    """How long to sleep before looking again: a share of the wait so far, so that it costs neither core nor time.
+
+    Idle: a hundredth of the wait, from 50 us to 1 ms. Beside a computation a wake-up takes from it (10 to 30 us), and
+    what arrives is not urgent: a fiftieth, from 1 ms to 4 ms; but a tenth, from 50 us to 1 ms, while a transfer is
+    under way, since its other end waits for this one to go on.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._since = clock()
+
+    def restart(self) -> None:
+        """Something happened: look again soon."""
+        self._since = self._clock()
+
+    def seconds(self, *, busy: bool, transferring: bool) -> float:
+        """Returns the next sleep in seconds."""
+        waited = self._clock() - self._since
+        if not busy:
+            return min(1e-3, max(50e-6, waited / 100))
+        if transferring:
+            return min(1e-3, max(50e-6, waited / 10))
+        return min(4e-3, max(1e-3, waited / 50))
+
+
+class Wake:
+    """Ends another thread's sleep; cheaper to wait for than `threading.Event`, and reset by waking."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Ends the sleep, or the next one if nobody sleeps."""
+        with contextlib.suppress(RuntimeError):  # already set
+            self._lock.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleeps; returns whether it was woken."""
+        return self._lock.acquire(timeout=seconds)
+
+
+def hanging(what: str, timeout: float, left: Sequence[Message]) -> TimeoutError:
+    """Returns the error for messages that did not leave within `timeout` seconds."""
+    names = "; ".join(map(str, left[:4])) + (f"; and {len(left) - 4} more" if len(left) > 4 else "")
+    return TimeoutError(f"{what}: {len(left)} message(s) not taken by their receivers within {timeout:g} s: {names}")

@@ -1,0 +1,109 @@
+"""Which channel a run uses, and opening it."""
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, get_args
+
+from axonn_jax.channels.base import Channel, Ports
+from axonn_jax.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Name = Literal["auto", "local", "mpi4jax", "mpi4py"]
+"""What `pipeline.channel` may be."""
+
+_GET_IT = "install the extra `mpi` (scripts/setup does; `axonn-jax doctor` shows what is missing)"
+_FIELD = "pipeline.channel"
+
+
+def choose(
+    name: str,
+    processes: int,
+    platform: str = "cpu",
+    environ: Mapping[str, str] = os.environ,
+    say: Callable[[str], None] = lambda line: None,
+) -> str:
+    """Returns the channel to use, `local`, `mpi4py` or `mpi4jax`, and gives `say` one line that tells why.
+
+    `auto` is `local` in one process, and in several `mpi4py`: from and into host memory it takes half to two thirds of
+    mpi4jax's time while cores are free and about the same where they are not (scripts/bench/channels), and it needs one
+    thread and no free core. Only where the devices are GPUs, mpi4jax was built with CUDA, and `MPI4JAX_USE_CUDA_MPI`
+    says that this MPI takes device memory is it `mpi4jax` (reasoned, not measured): there
+    messages then need not pass through the host. `processes` counts those of the run, `platform` is that of its
+    devices. Raises ``UserError`` for a name that is not known or not possible here.
+    """
+    if name not in get_args(Name):
+        accepted = ", ".join(get_args(Name))
+        raise UserError(_FIELD, name, f"one of {accepted}{nearest(name, get_args(Name))}")
+    if processes == 1 and name in ("auto", "local"):
+        say("channel local: one process holds every stage")
+        return "local"
+    if name == "local":
+        raise UserError(_FIELD, name, f"mpi4py, mpi4jax or auto in a run of {processes} processes")
+    if name == "mpi4jax":
+        _need("mpi4jax", name)
+    _check_threads(name, _need("mpi4py.MPI", name))
+    if name != "auto":
+        say(f"channel {name}: as asked for")
+        return name
+    chosen, why = _faster(platform, environ)
+    say(f"channel {chosen}: {why}")
+    return chosen
+
+
+def open_channel(
+    name: str, ports: Ports, comm: "MPI.Comm | None" = None, rank_of_stage: Callable[[int], int] | None = None
+) -> Channel:
+    """Makes the channel that `choose` named, not started; collective over `comm`, whose ranks are the pipe's places."""
+    if name == "local":
+        from axonn_jax.channels.local import LocalChannel
+
+        return LocalChannel(ports)
+    if comm is None:
+        raise UserError(_FIELD, name, "local without an MPI communicator")
+    if name == "mpi4jax":
+        from axonn_jax.channels.mpi4jax import Mpi4jaxChannel
+
+        return Mpi4jaxChannel(comm, ports, rank_of_stage)
+    from axonn_jax.channels.mpi4py import Mpi4pyChannel
+
+    return Mpi4pyChannel(comm, ports, rank_of_stage)
+
+
+def _need(module: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        alone = " or channel mpi4py" if package == "mpi4jax" else ""
+        accepted = f"a channel whose package imports; {package} does not ({error}): {_GET_IT}{alone}"
+        raise UserError(_FIELD, name, accepted) from None
+
+
+def _check_threads(name: str, mpi: ModuleType) -> None:
+    """A channel's threads call MPI beside the caller's, so MPI has to allow calls from several at once."""
+    level = mpi.Query_thread()
+    if level != mpi.THREAD_MULTIPLE:
+        known = {getattr(mpi, f"THREAD_{word}"): word for word in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
+        raise UserError(
+            _FIELD, name,
+            f"an MPI of thread level MPI_THREAD_MULTIPLE; this one gave MPI_THREAD_{known.get(level, level)} "
+            f"({mpi.Get_library_version().split(',')[0].strip()}); `axonn-jax doctor` shows it",
+        )  # fmt: skip
+
+
+def _faster(platform: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    if platform == "cpu":
+        return "mpi4py", "messages of CPU devices leave from host memory, where it is the faster one"
+    if environ.get("MPI4JAX_USE_CUDA_MPI", "").lower() not in ("1", "true", "on"):
+        return "mpi4py", "MPI4JAX_USE_CUDA_MPI does not say that this MPI takes device memory"
+    try:
+        cuda = importlib.import_module("mpi4jax").has_cuda_support()
+    except ImportError as error:
+        return "mpi4py", f"mpi4jax does not import ({error})"
+    if not cuda:
+        return "mpi4py", "mpi4jax was built without CUDA"
+    return "mpi4jax", f"{platform} devices, mpi4jax with CUDA, and MPI4JAX_USE_CUDA_MPI is set"

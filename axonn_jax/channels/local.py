@@ -1,0 +1,56 @@
+"""Between stages on device slices of one process: jax moves the arrays."""
+
+from typing import ClassVar
+
+import jax
+
+from axonn_jax.channels.base import Channel, ChannelClosed, Deliver, Failed, Ports
+from axonn_jax.schedule.tasks import Message
+
+
+class LocalChannel(Channel):
+    """Puts every message on its destination's devices at once.
+
+    A delivered array may still be in computation or on its way: what uses it waits for it on the device.
+    """
+
+    name: ClassVar[str] = "local"
+
+    def __init__(self, ports: Ports):
+        self._ports = ports
+        self._deliver: Deliver | None = None
+        self._closed = False
+
+    def start(self, deliver: Deliver, failed: Failed) -> None:  # noqa: D102
+        if self._deliver is not None or self._closed:
+            raise ChannelClosed("local channel: started twice, or after close")
+        self._deliver = deliver
+
+    def send(self, message: Message, value: jax.Array) -> None:  # noqa: D102
+        if self._deliver is None or self._closed:
+            raise ChannelClosed(f"local channel: not running, so no {message}")
+        self._deliver(message, move(value, self._ports.form(message)))
+
+    def busy(self, active: bool) -> None:  # noqa: D102
+        pass
+
+    def unsent(self) -> list[Message]:  # noqa: D102
+        return []
+
+    def flush(self, timeout: float) -> None:  # noqa: D102
+        pass
+
+    def close(self, timeout: float = 5.0) -> bool:  # noqa: D102
+        self._closed = True
+        return True
+
+
+def move(value: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
+    """Lays `value` out as `form`, another stage's mesh of the same shape, without waiting for it.
+
+    Communication: one transfer of a shard from each device to its counterpart, none between devices of equal shards.
+    Raises ``ValueError`` where shape or dtype differ.
+    """
+    if value.shape != form.shape or value.dtype != form.dtype:
+        raise ValueError(f"{value.dtype}{value.shape} sent where {form.dtype}{form.shape} is expected")
+    return jax.device_put(value, form.sharding)

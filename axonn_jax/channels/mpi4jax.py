@@ -1,0 +1,213 @@
+"""Between processes through mpi4jax: blocking, from and into device memory, so in threads of its own."""
+
+import atexit
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axonn_jax.channels.base import Channel, Deliver, Failed, Pause, Ports, Wake
+from axonn_jax.channels.outbox import Outbox
+from axonn_jax.channels.shards import local_devices, local_shards, rebuild, shard_bytes
+from axonn_jax.errors import UserError
+from axonn_jax.schedule.tasks import Direction, Message
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+_Parcel = tuple[int, Message, list[jax.Array]]
+
+
+class Mpi4jaxChannel(Channel):
+    """A sender and a receiver thread for each direction, which dispatch mpi4jax's blocking operations.
+
+    jax orders the mpi4jax calls of one thread only, so the four run side by side. A tag is part of a compiled program;
+    therefore the data of a shard travels under the number of its device, the same program for every message, and a
+    header of 16 bytes before it names stage and microbatch. Header and data have a communicator each, and the data's is
+    mpi4jax's alone, except that a receiver looks there (`Iprobe`) before it dispatches a receive, which would otherwise
+    spin on a core.
+
+    On CPU devices a blocked operation occupies a thread of jax's pool, which has one a core. So a process runs one send
+    at a time, and receives only what is there; else sends both ways could take all threads of all processes, and nobody
+    could receive. Raises ``UserError`` where the pool has one thread.
+
+    Collective over `comm`, whose ranks are the pipe's places: it is duplicated four times and not used
+    otherwise. `rank_of_stage` gives the rank a virtual stage lives on, by default `stage % comm.Get_size()`.
+    """
+
+    name: ClassVar[str] = "mpi4jax"
+
+    def __init__(self, comm: "MPI.Comm", ports: Ports, rank_of_stage: Callable[[int], int] | None = None):
+        _check_pool(ports)
+        size = comm.Get_size()
+        rank_of = rank_of_stage or (lambda stage: stage % size)
+        self._outbox = Outbox(self.name)
+        turn = threading.Lock()
+        self._lanes = {d: _Lane(d, comm.Dup(), comm.Dup(), ports, rank_of, self._outbox, turn) for d in _DIRECTIONS}
+        self._threads: list[threading.Thread] = []
+
+    def start(self, deliver: Deliver, failed: Failed) -> None:  # noqa: D102
+        self._outbox.open()
+
+        def run(work: Callable[[], None]) -> None:
+            try:
+                work()
+            except BaseException as error:
+                if self._outbox.fail(error):
+                    self._stop()
+                    failed(error)
+
+        for direction, lane in self._lanes.items():
+            for role, work in (("send", lane.send_all), ("receive", lambda lane=lane: lane.receive_all(deliver))):
+                name = f"channel-mpi4jax-{direction}-{role}"
+                self._threads.append(threading.Thread(target=run, args=(work,), name=name, daemon=True))
+        atexit.register(self.close, 1.0)  # a thread inside MPI while the interpreter finalises it would crash
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: Message, value: jax.Array) -> None:  # noqa: D102
+        shards = local_shards(value)
+        self._lanes[message.direction].parcels.put((self._outbox.add(message), message, shards))
+
+    def busy(self, active: bool) -> None:  # noqa: D102
+        for lane in self._lanes.values():
+            lane.busy = active
+            if not active:
+                lane.wake.set()
+
+    def unsent(self) -> list[Message]:  # noqa: D102
+        return self._outbox.unsent()
+
+    def flush(self, timeout: float) -> None:  # noqa: D102
+        self._outbox.flush(timeout)
+
+    def close(self, timeout: float = 5.0) -> bool:  # noqa: D102
+        atexit.unregister(self.close)
+        self._outbox.end()
+        self._stop()
+        end = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _stop(self) -> None:
+        for lane in self._lanes.values():
+            lane.closing = True
+            lane.wake.set()
+            lane.parcels.put(None)
+
+
+class _Lane:
+    """One direction: its communicators, its parcels to send, and what its two threads do."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        headers: "MPI.Comm",
+        data: "MPI.Comm",
+        ports: Ports,
+        rank_of: Callable[[int], int],
+        outbox: Outbox,
+        turn: threading.Lock,
+    ):
+        self.parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
+        self.wake = Wake()  # the receiver
+        self.busy = self.closing = False
+        self._direction, self._ports, self._rank_of, self._outbox = direction, ports, rank_of, outbox
+        self._headers, self._data, self._turn = headers, data, turn
+
+    def send_all(self) -> None:
+        """Sends parcels in order until the channel closes."""
+        programs: dict[tuple[int, int], Any] = {}
+        while (parcel := self.parcels.get()) is not None:
+            number, message, shards = parcel
+            # Not before the value is there: the receiver starts to wait for the data once it has the header.
+            jax.block_until_ready(shards)
+            peer = self._rank_of(message.stage)
+            self._headers.Send(np.asarray([message.stage, message.microbatch], np.int64), peer)
+            with self._turn:
+                for place, shard in enumerate(shards):
+                    key = (peer, place)
+                    programs[key] = programs.get(key) or _sender(self._data, peer, place)
+                    programs[key](shard)
+                jax.effects_barrier()  # of this thread's calls only
+            self._outbox.remove(number)
+
+    def receive_all(self, deliver: Deliver) -> None:
+        """Receives and delivers until the channel closes."""
+        from mpi4py import MPI
+
+        programs: dict[tuple[int, int, int], Any] = {}
+        status = MPI.Status()
+        header = np.empty(2, np.int64)
+        while self._wait_for(self._headers, MPI.ANY_SOURCE, MPI.ANY_TAG, status, transferring=False):
+            source = status.Get_source()
+            self._headers.Recv(header, source)
+            message = Message(self._direction, int(header[0]), int(header[1]))
+            form = self._ports.form(message)
+            shards = []
+            for place, device in enumerate(local_devices(form.sharding)):
+                if not self._wait_for(self._data, source, place, status, transferring=True):
+                    return
+                got, expected = status.Get_count(MPI.BYTE), shard_bytes(form)
+                if got != expected:
+                    raise ValueError(f"{message}: a shard of {got} bytes came, {expected} are expected")
+                key = (source, message.stage, place)
+                programs[key] = programs.get(key) or _receiver(self._data, source, place, form, device)
+                shards.append(programs[key]())
+            jax.block_until_ready(shards)
+            deliver(message, rebuild(form, shards))
+
+    def _wait_for(self, comm: "MPI.Comm", source: int, tag: int, status: "MPI.Status", *, transferring: bool) -> bool:
+        """Sleeps until a message is there to be received; False once the channel closes."""
+        pause = Pause()
+        while not comm.Iprobe(source, tag, status):
+            if self.closing:
+                return False
+            if self.wake.wait(pause.seconds(busy=self.busy, transferring=transferring)):
+                pause.restart()
+        return True
+
+
+def _check_pool(ports: Ports) -> None:
+    """Raises ``UserError`` where jax's CPU pool could not receive while it sends."""
+    devices = {device for form in ports.arriving.values() for device in local_devices(form.sharding)}
+    if any(device.platform != "cpu" for device in devices):
+        return
+    told = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
+    cores = int(told) if told else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if max(cores or 1, jax.local_device_count()) < 2:
+        raise UserError("pipeline.channel", "mpi4jax", "mpi4py in processes of one CPU core (or set NPROC=2)")
+
+
+def _carrier(dtype: np.dtype) -> np.dtype:
+    """What a dtype travels as: MPI has no types for the short floats."""
+    return np.dtype(dtype if dtype.itemsize > 2 else f"uint{8 * dtype.itemsize}")
+
+
+def _sender(comm: "MPI.Comm", peer: int, tag: int) -> Any:
+    """Returns the compiled send of a shard to rank `peer`."""
+    import mpi4jax
+
+    def send(shard: jax.Array) -> None:
+        mpi4jax.send(jax.lax.bitcast_convert_type(shard, _carrier(shard.dtype)), peer, tag=tag, comm=comm)
+
+    return jax.jit(send)
+
+
+def _receiver(comm: "MPI.Comm", source: int, tag: int, form: jax.ShapeDtypeStruct, device: jax.Device) -> Any:
+    """Returns the compiled receive of a shard of `form` onto `device`."""
+    import mpi4jax
+
+    def receive() -> jax.Array:
+        like = jnp.zeros(form.sharding.shard_shape(form.shape), _carrier(np.dtype(form.dtype)))
+        return jax.lax.bitcast_convert_type(mpi4jax.recv(like, source, tag=tag, comm=comm), form.dtype)
+
+    return jax.jit(receive, out_shardings=jax.sharding.SingleDeviceSharding(device))

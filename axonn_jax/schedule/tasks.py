@@ -1,0 +1,136 @@
+"""The tasks of a pipelined training step, the messages between them, and where stages live."""
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from axonn_jax.errors import UserError
+
+Direction = Literal["forward", "backward"]
+"""Which way a message travels: activations go forward, their gradients backward."""
+
+
+class Kind(enum.StrEnum):
+    """What a task computes."""
+
+    FORWARD = "F"
+    """The stage's outputs from its inputs."""
+    BACKWARD = "B"
+    """Gradients of the inputs and of the weights in one task."""
+    BACKWARD_INPUT = "I"
+    """Gradients of the inputs only: what the stage before waits for."""
+    BACKWARD_WEIGHT = "W"
+    """Gradients of the weights only; nobody waits for them before the optimizer."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Task:
+    """One kind of work of one virtual stage for one microbatch."""
+
+    kind: Kind
+    """What is computed."""
+    stage: int
+    """Virtual stage, 0 to `pipe * virtual_stages - 1` in the order in which activations pass."""
+    microbatch: int
+    """Microbatch of the step, from 0."""
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Message:
+    """What one stage sends another: it makes exactly one task runnable at its destination."""
+
+    direction: Direction
+    """`forward`: activations; `backward`: gradients of activations."""
+    stage: int
+    """Virtual stage that receives it."""
+    microbatch: int
+    """Microbatch of the step, from 0."""
+
+    def __str__(self) -> str:
+        return f"{self.direction} message for stage {self.stage}, microbatch {self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of a pipelined step, and the place of each virtual stage.
+
+    A "rank" is a place along the pipe axis. Virtual stages are dealt out in turn (stage `s` lives on rank
+    `s % pipe`), so a microbatch passes every rank `virtual_stages` times. Raises ``UserError`` for a size below 1.
+    """
+
+    pipe: int
+    """Ranks of the pipeline."""
+    microbatches: int
+    """Microbatches of a step."""
+    virtual_stages: int = 1
+    """Stages on each rank."""
+
+    def __post_init__(self) -> None:
+        for field, size in (
+            ("grid.pipe", self.pipe),
+            ("train.microbatches", self.microbatches),
+            ("pipeline.virtual_stages", self.virtual_stages),
+        ):
+            if size < 1:
+                raise UserError(field, size, "an integer of at least 1")
+
+    @property
+    def stages(self) -> int:
+        """Virtual stages of the whole pipeline."""
+        return self.pipe * self.virtual_stages
+
+    @property
+    def first(self) -> int:
+        """The virtual stage that reads tokens."""
+        return 0
+
+    @property
+    def last(self) -> int:
+        """The virtual stage that computes the loss."""
+        return self.pipe * self.virtual_stages - 1
+
+    def rank_of(self, stage: int) -> int:
+        """Returns the rank a virtual stage lives on."""
+        return stage % self.pipe
+
+    def stages_of(self, rank: int) -> range:
+        """Returns the virtual stages of a rank, shallowest first."""
+        return range(rank, self.stages, self.pipe)
+
+
+def sends(task: Task, layout: Layout) -> Message | None:
+    """Returns the message that a finished task gives rise to, or None if it has none.
+
+    A forward sends its activations to the next stage, a backward (fused or of the inputs) its gradients to the one
+    before.
+    """
+    if task.kind is Kind.FORWARD:
+        return Message("forward", task.stage + 1, task.microbatch) if task.stage < layout.last else None
+    if task.kind is Kind.BACKWARD_WEIGHT or task.stage == 0:
+        return None
+    return Message("backward", task.stage - 1, task.microbatch)
+
+
+def needs(task: Task, layout: Layout) -> Message | None:
+    """Returns the message without which a task cannot start, or None if what it needs is on its own rank."""
+    if task.kind is Kind.FORWARD:
+        return Message("forward", task.stage, task.microbatch) if task.stage > 0 else None
+    if task.kind is Kind.BACKWARD_WEIGHT or task.stage == layout.last:
+        return None
+    return Message("backward", task.stage, task.microbatch)
+
+
+def predecessor(task: Task) -> Kind | None:
+    """Returns the kind of task that must have started on the same stage and microbatch first, if any."""
+    if task.kind is Kind.FORWARD:
+        return None
+    return Kind.BACKWARD_INPUT if task.kind is Kind.BACKWARD_WEIGHT else Kind.FORWARD
+
+
+def show(orders: Sequence[Iterable[Task]]) -> str:
+    """Returns the task lists as text, one line a rank: `rank 0: F0.0 F0.1 B0.0 ...`."""
+    return "\n".join(f"rank {rank}: " + " ".join(map(str, order)) for rank, order in enumerate(orders))

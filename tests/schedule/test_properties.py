@@ -1,0 +1,176 @@
+"""Ten thousand random steps in virtual time: none deadlocks, every task once and after its inputs, memory bounded."""
+
+import random
+import subprocess
+import sys
+from collections import Counter
+
+from axonn_jax.planner.simulator import drive, simulate
+from axonn_jax.schedule.dispatcher import Dispatcher, Follower, check_feasible
+from axonn_jax.schedule.policies import POLICIES, live_bound
+from axonn_jax.schedule.tasks import Kind, Layout, needs, predecessor, sends
+
+CASES = 10_000
+RELEASES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
+
+def random_case(rng):
+    """A layout (mostly small, up to 16 x 64 x 4), a policy and its options."""
+    small = rng.random() < 0.98
+    pipe = rng.randint(2, 5 if small else 16)
+    chunks = rng.choice((1, 1, 1, 2, 2, 3, 4))
+    microbatches = rng.randint(1, 8 if small else min(64, 2000 // (pipe * chunks)))
+    layout = Layout(pipe, microbatches, chunks)
+    policy = rng.choice(("message", *POLICIES))
+    if policy == "1f1b" and layout.virtual_stages > 1:
+        policy = "message"
+    in_flight = rng.choice((0, 0, 1, 2, rng.randint(1, 2 * pipe)))
+    return layout, policy, {"in_flight": in_flight, "split": rng.random() < 0.7}
+
+
+def random_times(rng):
+    """A source of times: constant, zero, even, or heavy-tailed (a Pareto tail without variance, lognormal)."""
+    return rng.choice(
+        (
+            lambda: 1.0,
+            lambda: 0.0,
+            rng.random,
+            lambda: rng.paretovariate(1.2) - 1.0,
+            lambda: rng.lognormvariate(0.0, 1.5),
+        )
+    )
+
+
+def expected_tasks(layout, policy, split):
+    both = policy == "zero-bubble" or (policy == "message" and split)
+    return (3 if both else 2) * layout.stages * layout.microbatches
+
+
+def check(result, layout, policy, options, delays):
+    spans = result.spans
+    times = {span.task: span for span in spans}
+    assert len(times) == len(spans) == expected_tasks(layout, policy, options["split"])
+    free = [0.0] * layout.pipe
+    for span in sorted(spans, key=lambda s: (s.start, s.end)):
+        assert span.start >= free[span.rank]
+        free[span.rank] = span.end
+    ready = {message: span.end + delays[message] for span in spans if (message := sends(span.task, layout))}
+    for task, span in times.items():
+        assert span.rank == layout.rank_of(task.stage)
+        message, before = needs(task, layout), predecessor(task)
+        assert message is None or ready[message] <= span.start
+        assert before is None or times[type(task)(before, task.stage, task.microbatch)].end <= span.start
+    for rank, peak in enumerate(result.peak_live):
+        assert 1 <= peak <= live_bound(policy, layout, rank, **options)
+
+
+def test_ten_thousand_random_steps():
+    rng = random.Random(20240229)
+    seen = Counter()
+    for number in range(CASES):
+        layout, policy, options = random_case(rng)
+        task_times, message_times, delays = random_times(rng), random_times(rng), {}
+
+        def message_time(message, delays=delays, draw=message_times):
+            assert message not in delays
+            return delays.setdefault(message, draw())
+
+        try:
+            result = simulate(
+                layout, policy, task_time=lambda _, draw=task_times: draw(), message_time=message_time, **options
+            )
+            check(result, layout, policy, options, delays)
+        except Exception as error:
+            raise AssertionError(f"case {number}: {layout}, {policy}, {options}") from error
+        seen[policy] += 1
+    assert sum(seen.values()) == CASES
+    assert min(seen[policy] for policy in POLICIES) > CASES // 20, seen
+
+
+def random_run(rng, ranks, layout):
+    """Starts, ends and deliveries in random order, tasks started ahead of the device; the orders of start."""
+    orders, running, under_way = [[] for _ in ranks], [[] for _ in ranks], []
+    while True:
+        moves = [("end", r) for r, tasks in enumerate(running) if tasks]
+        moves += [("deliver", i) for i in range(len(under_way))]
+        rng.shuffle(moves)
+        moves += [("start", r) for r in rng.sample(range(len(ranks)), len(ranks))]
+        if rng.random() < 0.5:
+            moves.reverse()
+        for move, number in moves:
+            if move == "start":
+                task = ranks[number].next()
+                if task is None:
+                    continue
+                orders[number].append(task)
+                running[number].append(task)
+            elif move == "end":
+                task = running[number].pop(0)
+                ranks[number].finished(task)
+                message = sends(task, layout)
+                if message:
+                    under_way.append(message)
+            else:
+                message = under_way.pop(number)
+                ranks[layout.rank_of(message.stage)].arrived(message)
+            break
+        else:
+            return orders
+
+
+def device_peak(order):
+    """The most activations alive on a device that runs the order: born at a forward's start, dead at an end."""
+    live = peak = 0
+    for task in order:
+        live += task.kind is Kind.FORWARD
+        peak = max(peak, live)
+        live -= task.kind in RELEASES
+    return peak
+
+
+def test_starting_ahead_never_deadlocks_and_keeps_the_bound():
+    rng = random.Random(7)
+    for _ in range(300):
+        layout, policy, options = random_case(rng)
+        if layout.stages * layout.microbatches > 300:
+            continue
+        ranks = [Dispatcher(layout, rank, policy, **options) for rank in range(layout.pipe)]
+        orders = random_run(rng, ranks, layout)
+        assert all(rank.done for rank in ranks), (layout, policy, options)
+        assert sum(map(len, orders)) == expected_tasks(layout, policy, options["split"])
+        for rank, order in enumerate(orders):
+            assert device_peak(order) <= live_bound(policy, layout, rank, **options)
+        # What one process of each stage chose, the others can follow, whenever their own messages arrive.
+        check_feasible(orders, layout)
+        followers = [Follower(layout, rank) for rank in range(layout.pipe)]
+        for follower, order in zip(followers, orders, strict=True):
+            for task in order:
+                follower.tell(task)
+        replay = drive(followers, task_time=lambda _: rng.random(), message_time=lambda _: rng.paretovariate(1.2))
+        for follower, order in zip(followers, orders, strict=True):
+            ran = [span.task for span in replay.spans if span.rank == follower.rank]
+            assert ran == order
+
+
+def test_the_same_arrivals_give_the_same_choices():
+    layout, rng = Layout(4, 9, 2), random.Random(3)
+    tasks, messages = {}, {}
+
+    def run():
+        result = simulate(
+            layout,
+            "message",
+            task_time=lambda t: tasks.setdefault(t, rng.lognormvariate(0, 1)),
+            message_time=lambda m: messages.setdefault(m, rng.paretovariate(1.2)),
+        )
+        return result.spans
+
+    assert run() == run()
+
+
+def test_schedule_and_simulator_import_neither_jax_nor_numpy_nor_mpi():
+    modules = ["dispatcher", "message_driven", "partition", "policies", "tasks"]
+    code = "import sys, axonn_jax.planner.simulator, " + ", ".join(f"axonn_jax.schedule.{m}" for m in modules)
+    code += "\nprint(sorted({'jax', 'jaxlib', 'numpy', 'mpi4py', 'flax'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

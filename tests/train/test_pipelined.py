@@ -1,0 +1,190 @@
+"""Pipelines in one process: loss curves and norms of every policy and grid equal the one-stage run's."""
+
+import dataclasses
+import functools
+
+import grids
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import axonn_jax as ax
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.pipeline.timeline import last_whole_step
+from axonn_jax.train.config import PipelineConfig
+from axonn_jax.train.trainer import Trainer
+
+STEPS, MICROBATCHES, ROWS = 20, 4, 16
+# Sums of another order: within a stage as on any grid (test_trainer), and the norm's squares added stage by stage.
+CURVE_TOLERANCE = 2e-6
+NORM_TOLERANCE = 1e-5
+
+GPT = dataclasses.replace(grids.GPT, layers=4, seq_len=8, dropout=0.1)  # tied embeddings: both ends hold the table
+LLAMA = dataclasses.replace(grids.LLAMA, layers=3, seq_len=8)
+SHAPES = {"gpt": GPT, "llama": LLAMA}
+
+CASES = {
+    "message": ("gpt", {"pipe": 2}, {}),
+    "message 4": ("gpt", {"pipe": 4}, {"in_flight": 2}),
+    "message fused": ("llama", {"pipe": 2}, {"split_backward": False}),
+    "message virtual": ("gpt", {"pipe": 2}, {"virtual_stages": 2}),
+    "gpipe": ("gpt", {"pipe": 2}, {"policy": "gpipe"}),
+    "1f1b": ("gpt", {"pipe": 4}, {"policy": "1f1b"}),
+    "interleaved": ("gpt", {"pipe": 2}, {"policy": "interleaved", "virtual_stages": 2}),
+    "zero-bubble": ("llama", {"pipe": 4}, {"policy": "zero-bubble"}),
+    "uneven": ("gpt", {"pipe": 2}, {"split": "3,7"}),
+    "4D": ("llama", {"pipe": 2, "z": 2, "x": 2}, {}),
+    "4D full": ("gpt", {"pipe": 2, "y": 2, "z": 2}, {"activations": "full"}),
+    "4D dots": ("gpt", {"pipe": 2, "data": 2, "x": 2}, {"policy": "1f1b", "activations": "dots"}),
+}
+
+
+def trainer(model, axes, *, activations="none", lazy=True, clip=0.5, precision="fp32", optimizer=None, **pipeline):
+    grid = grids.lay(GridShape(**axes))
+    shape = SHAPES[model]
+
+    def make():
+        return ax.models.Transformer(shape, rngs=nnx.Rngs(0))
+
+    return Trainer(
+        make if lazy else make(),
+        optimizer or optax.adamw(3e-3),
+        grid,
+        microbatches=MICROBATCHES,
+        clip=clip,
+        activations=activations,
+        precision=precision,
+        pipeline=PipelineConfig(**pipeline),
+    )
+
+
+def batches(vocab, width):
+    return np.random.default_rng(0).integers(0, vocab, (4, ROWS, width))
+
+
+def curve(made, shape, steps=STEPS):
+    given = batches(shape.vocab, shape.seq_len + 1)
+    metrics = [made.step(given[step % 4]) for step in range(steps)]
+    losses = [(float(m["loss"]), float(m["grad_norm"])) for m in metrics]
+    held_out = made.evaluate(given[:2])
+    made.close()
+    return np.asarray(losses), held_out
+
+
+@functools.cache
+def one_stage(model):
+    return curve(trainer(model, {}), SHAPES[model])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_curve_equals_the_one_stage_curve(case):
+    model, axes, options = CASES[case]
+    losses, held_out = curve(trainer(model, axes, **options), SHAPES[model])
+    want, want_held_out = one_stage(model)
+    np.testing.assert_allclose(losses[:, 0], want[:, 0], rtol=CURVE_TOLERANCE)
+    np.testing.assert_allclose(losses[:, 1], want[:, 1], rtol=NORM_TOLERANCE)
+    np.testing.assert_allclose(held_out, want_held_out, rtol=CURVE_TOLERANCE)
+    assert losses[-1, 0] < losses[0, 0] - 0.05  # it does learn
+
+
+def test_a_stage_holds_its_own_parameters_only_and_a_tied_table_is_the_same_at_both_ends():
+    made = trainer("gpt", {"pipe": 2})
+    curve(made, GPT, steps=3)
+    first, last = made.places[0], made.places[1]
+    assert set(first) & set(last) == {"embedding.table"}
+    assert "blocks.3.mlp.up.kernel" in last
+    assert "positions.table" in first
+    np.testing.assert_array_equal(first["embedding.table"], last["embedding.table"])
+    assert first["embedding.table"].devices().isdisjoint(last["embedding.table"].devices())
+
+
+def test_a_model_given_whole_and_one_made_stage_by_stage_start_equal():
+    lazy, whole = trainer("gpt", {"pipe": 2}), trainer("gpt", {"pipe": 2}, lazy=False)
+    for name, value in lazy.params.items():
+        # The same numbers are drawn; XLA may compute them in another fused loop, which has its own roundings: 2 ulp.
+        np.testing.assert_array_max_ulp(np.asarray(value), np.asarray(whole.params[name]), maxulp=2)
+    lazy.close()
+    whole.close()
+
+
+def test_bfloat16_travels_in_bfloat16():
+    made = trainer("llama", {"pipe": 2, "x": 2}, precision="bf16")
+    losses, _ = curve(made, LLAMA, steps=4)
+    want, _ = one_stage("llama")
+    (pipe,) = made._pipes.values() if made._pipes else [made._prepare(batches(LLAMA.vocab, 9)[0])[0]]
+    assert all(
+        stage.y is None or stage.y.dtype == jnp.bfloat16 for r in pipe.ranks.values() for stage in r.stages.values()
+    )
+    # bfloat16 has 8 bits: a few of its roundings (2^-9 each) on a loss.
+    np.testing.assert_allclose(losses[:, 0], want[:4, 0], rtol=2e-2)
+    made.close()
+
+
+def test_every_task_is_on_the_timeline():
+    made = trainer("gpt", {"pipe": 2})
+    curve(made, GPT, steps=2)
+    spans = made.recorder.spans(2)
+    for place in (0, 1):
+        names = sorted(span.name for span in spans if span.rank == place)
+        assert names == sorted([*(f"{k}{place}.{m}" for k in "FIW" for m in range(MICROBATCHES)), "update"])
+    assert last_whole_step(made.recorder.spans()) == 2
+    assert all(span.end >= span.start for span in spans)
+
+
+def test_the_same_order_gives_the_same_bits():
+    runs = [curve(trainer("gpt", {"pipe": 2}, policy="1f1b"), GPT, steps=5)[0] for _ in range(2)]
+    np.testing.assert_array_equal(runs[0], runs[1])
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jax.nn.relu(self.up(self.norm(x))))
+
+
+def flax_layers():
+    rngs = nnx.Rngs(0)
+    layers = [nnx.Embed(32, 16, rngs=rngs), *(Wide(rngs) for _ in range(3)), nnx.Linear(16, 32, rngs=rngs)]
+    return ax.models.SequenceModel(layers, optax.softmax_cross_entropy_with_integer_labels)
+
+
+@pytest.mark.parametrize("axes", [{"pipe": 2}, {"pipe": 2, "data": 2, "z": 2}])
+def test_plain_flax_layers_train_over_a_pipeline(axes):
+    def run(axes):
+        made = Trainer(flax_layers, optax.adam(1e-2), grids.lay(GridShape(**axes)), microbatches=MICROBATCHES, clip=1.0)
+        given = batches(32, 9)
+        losses = [float(made.step(given[step % 4])["loss"]) for step in range(STEPS)]
+        made.close()
+        return losses
+
+    losses = run(axes)
+    np.testing.assert_allclose(losses, run({}), rtol=CURVE_TOLERANCE)
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_an_optimizer_that_looks_at_all_parameters_is_refused():
+    both = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    with pytest.raises(UserError, match=r"looks at all parameters together.*train\.clip"):
+        trainer("gpt", {"pipe": 2}, optimizer=both)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "said"),
+    [
+        ({"pipe": 2}, {"policy": "1f1b", "virtual_stages": 2}, "pipeline.virtual_stages = 2"),
+        ({"pipe": 2}, {"split": "9,9"}, "pipeline.split"),
+        ({"pipe": 8}, {"virtual_stages": 2}, "pieces"),
+        ({"pipe": 2}, {"channel": "mpi4py"}, "pipeline.channel"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_compiles(axes, options, said):
+    with pytest.raises(UserError, match=said):
+        trainer("gpt", axes, **options)
