@@ -141,13 +141,24 @@ def check_same(settings: str) -> None:
     """Raises ``UserError`` on every process where the processes of an MPI run have different settings."""
     from mpi4py import MPI
 
-    everyone = MPI.COMM_WORLD.allgather(settings)
+    everyone = [_by_key(text) for text in MPI.COMM_WORLD.allgather(settings)]
     for rank, other in enumerate(everyone):
-        for first, second in zip(everyone[0].splitlines(), other.splitlines(), strict=False):
+        for key in {**everyone[0], **other}:
+            first, second = (values.get(key, "(left out)") for values in (everyone[0], other))
             if first != second:
-                raise UserError(f"rank {rank}'s settings", second, f"the same on every rank; rank 0 has {first!r}")
-        if other != everyone[0]:
-            raise UserError(f"rank {rank}'s settings", "other lines", "the same on every rank")
+                raise UserError(f"rank {rank}'s {key}", second, f"the same on every rank; rank 0 has {first!r}")
+
+
+def _by_key(settings: str) -> dict[str, str]:
+    """The values of `key = value` lines by key, with the table's name in front where one is open."""
+    table, found = "", {}
+    for line in settings.splitlines():
+        if line.startswith("["):
+            table = line.strip("[]") + "."
+        elif line:
+            key, _, value = line.partition(" = ")
+            found[table + key] = value
+    return found
 
 
 def own_address(hosts: int) -> str:

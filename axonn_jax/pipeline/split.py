@@ -6,7 +6,7 @@ which outputs it owes: the equations that a later program needs and an earlier o
 what another has handed over.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,14 @@ Keep = Callable[[JaxprEqn], bool]
 
 _LAYOUT = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "pvary", "copy", "name"})
 """Equations that only show their operand in another form: a residual is the operand, once, and not the forms."""
+
+_ELEMENTWISE = frozenset(
+    {"add", "sub", "mul", "div", "neg", "max", "min", "tanh", "exp", "logistic", "rsqrt", "square", "integer_pow"}
+    | {"select_n", "convert_element_type", "stop_gradient"}
+)
+"""Equations that cost less to run again than their result costs to write, keep and read."""
+
+_LONGEST = 16  # elementwise equations run again for one value
 
 
 @dataclass(frozen=True)
@@ -66,13 +74,24 @@ def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int]
                 continue
             seen.add(var)
             eqn = producer[var]
-            again = var in cheap or eqn.primitive.name in _LAYOUT
+            again = var in cheap or _only_shows(eqn)
             before = home.get(var)
             if not again and before is not None and keep[before](eqn):
                 takes[var] = before
                 continue
             chosen[id(eqn)] = eqn
             todo += [v for v in eqn.invars if isinstance(v, Var)]
+        # A value that elementwise equations give from what is handed over anyway need not be handed over.
+        there = {var: source for earlier in wanted for var, source in earlier.items()} | takes
+        for var in sorted(takes, key=lambda var: -var.aval.size):
+            known = (set(there) | set(position) | cheap) - {var}
+            chain = _elementwise_from(var, known, producer)
+            sources = {v for v in _reads(chain) if v in there and v != var} if chain else set()
+            if sources and chain:
+                del takes[var]
+                there = {v: source for v, source in there.items() if v != var}
+                takes.update((v, there[v]) for v in sources)
+                chosen.update((id(eqn), eqn) for eqn in [*chain, *_cheap_ones(chain, cheap, producer)])
         eqns = sorted(chosen.values(), key=lambda eqn: order[id(eqn)])
         for eqn in eqns:
             home.update((var, number) for var in eqn.outvars)
@@ -86,6 +105,49 @@ def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int]
         _part(closed, tuple(outputs), eqns, wanted[i], handed, i, position)
         for i, (outputs, eqns) in enumerate(zip(goals, runs, strict=True))
     ]
+
+
+def _only_shows(eqn: JaxprEqn) -> bool:
+    """Whether an equation shows its operand, or a good part of it, in another form."""
+    if eqn.primitive.name in _LAYOUT:
+        return True
+    parts = eqn.primitive.name in ("slice", "split", "squeeze")
+    return parts and 4 * eqn.outvars[0].aval.size >= eqn.invars[0].aval.size
+
+
+def _elementwise_from(var: Var, known: set[Var], producer: Mapping[Var, JaxprEqn]) -> list[JaxprEqn] | None:
+    """The few elementwise equations that give `var` from `known` values, or None if there are none such."""
+    chain: dict[int, JaxprEqn] = {}
+    todo = [var]
+    while todo:
+        eqn = producer[todo.pop()]
+        if id(eqn) in chain:
+            continue
+        if len(chain) == _LONGEST or not (eqn.primitive.name in _ELEMENTWISE or _only_shows(eqn)):
+            return None
+        chain[id(eqn)] = eqn
+        for v in eqn.invars:
+            if isinstance(v, Var) and v not in known:
+                if v not in producer:
+                    return None
+                todo.append(v)
+    return list(chain.values())
+
+
+def _reads(eqns: Iterable[JaxprEqn]) -> Iterator[Var]:
+    return (v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
+
+
+def _cheap_ones(eqns: Iterable[JaxprEqn], cheap: set[Var], producer: Mapping[Var, JaxprEqn]) -> list[JaxprEqn]:
+    """The equations behind the cheap values that `eqns` read."""
+    found: dict[int, JaxprEqn] = {}
+    todo = [v for v in _reads(eqns) if v in cheap]
+    while todo:
+        eqn = producer[todo.pop()]
+        if id(eqn) not in found:
+            found[id(eqn)] = eqn
+            todo += [v for v in _reads([eqn]) if v in producer]
+    return list(found.values())
 
 
 def _part(

@@ -1,5 +1,6 @@
 """Weights on disk, as global arrays under names that do not mention the grid."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,20 @@ def save_weights_in_parts(
     name, so that a `step_N` is complete. All must see the same directory.
     """
     path = _path(directory, step)
-    unfinished = path.with_name(f"unfinished_{path.name}")
+    unfinished, replaced = (path.with_name(f"{word}_{path.name}") for word in ("unfinished", "replaced"))
+    if first:  # what an earlier run left: with more places it would leave parts of a place nobody writes now
+        shutil.rmtree(unfinished, ignore_errors=True)
+    agree()
     for place, params in parts.items():
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(unfinished / f"place_{place:03d}", dict(params), force=True)
     agree()
     if first:
+        shutil.rmtree(replaced, ignore_errors=True)
         if path.exists():
-            path.rename(path.with_name(f"replaced_{path.name}"))
+            path.rename(replaced)
         unfinished.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
     agree()
     return path
 

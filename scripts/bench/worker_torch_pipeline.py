@@ -69,7 +69,7 @@ def place(schedule: str, layers: int, world: int, split: int) -> list[tuple[int,
     stages, begin = [], 0
     for rank in ranks:
         end = begin + counts[rank].pop(0)
-        if end == begin:
+        if end <= begin:
             raise SystemExit(f"error: --split {split} leaves a stage of {schedule} without blocks")
         stages.append((rank, begin, end))
         begin = end
