@@ -9,8 +9,11 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 os.sched_setaffinity(0, {int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))})
+if "mpi4jax" in sys.argv:
+    os.environ["NPROC"] = "2"  # its receives hold a thread of jax's pool, which has one a core
 
 import numpy as np
 import optax
@@ -19,6 +22,19 @@ from workers import Task
 
 import axonn_jax as ax
 from axonn_jax.train.config import PipelineConfig
+
+
+def slow_down(trainer: ax.Trainer, mean: float, batch: np.ndarray) -> None:
+    """Makes this rank sleep before every task, for times as others' use of a machine gives them: mostly short."""
+    pipe, _ = trainer._prepare(batch)
+    (rank,) = pipe.ranks.values()
+    start, sleeps = rank.start, np.random.default_rng(1)
+
+    def late(task: Task, *, train: bool = True) -> object:
+        time.sleep(mean * (sleeps.pareto(1.5) * 0.5))  # a mean of 1 with a heavy tail
+        return start(task, train=train)
+
+    rank.start = late
 
 
 def main() -> None:
@@ -59,6 +75,9 @@ def main() -> None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
+    if arguments.straggler and grid.rank == ranks - 1:
+        slow_down(trainer, arguments.straggler, batches.integers(0, task.vocab, (global_batch, task.seq_len + 1)))
+        batches = np.random.default_rng(0)
     if grid.rank == 0:
         print(json.dumps({"ready": True}), flush=True)
     while True:
@@ -70,6 +89,8 @@ def main() -> None:
             time.sleep(0.003)
         if not order[0]:
             break
+        if arguments.timeline:
+            trainer.leave_timeline(Path(arguments.timeline))
         start = time.perf_counter()
         loss = trainer.step(batches.integers(0, task.vocab, (global_batch, task.seq_len + 1)))["loss"]
         np.asarray(next(iter(trainer.params.values())))  # the update too has run then

@@ -38,10 +38,10 @@ class Task:
 
 
 class Worker:
-    """A subprocess that runs training steps on one core."""
+    """A subprocess that runs training steps on one core, or under a launcher with ranks on cores of their own."""
 
-    def __init__(self, script: str, core: int, arguments: Sequence[str]):
-        command = [sys.executable, str(HERE / script), *arguments]
+    def __init__(self, script: str, core: int, arguments: Sequence[str], launcher: Sequence[str] = ()):
+        command = [*launcher, sys.executable, str(HERE / script), *arguments]
         self._name = f"{script} on core {core}"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the worker
         self._ready = False
@@ -78,6 +78,27 @@ class Worker:
     def close(self) -> None:
         """Ends the worker."""
         self._process.kill()
+
+
+def mpirun(ranks: int) -> list[str]:
+    """The command that starts so many ranks, which choose their cores themselves."""
+    import shutil
+
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    found = shutil.which("mpirun", path=path)
+    if found is None:
+        sys.exit("error: this benchmark needs mpirun: scripts/setup installs one")
+    os.environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")  # in a container one is root
+    return [found, "-n", str(ranks), "--bind-to", "none", "--oversubscribe"]
+
+
+def free_port() -> str:
+    """A free TCP port on loopback."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def pin() -> None:
@@ -124,11 +145,17 @@ def tokens_per_s(results: list[dict[str, float]], tokens: int) -> float:
     return tokens / statistics.median(r["seconds"] for r in results[1:])
 
 
+def in_turn(results: dict[str, list[dict[str, float]]], name: str, reference: str) -> float:
+    """Speed of one contestant over another's, as the median over the rounds: whatever slowed a round met both."""
+    pairs = zip(results[name][1:], results[reference][1:], strict=True)
+    return statistics.median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs)
+
+
 def report(ratios: dict[str, float], raw: dict[str, Any], *, as_json: bool) -> None:
     """Prints the result: one JSON object, or lines for people."""
     import importlib.metadata
 
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "torch")}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "torch", "mpi4py", "mpi4jax")}
     if as_json:
         headline = {"ratio": next(iter(ratios.values()))} if len(ratios) == 1 else {}
         device = f"{platform.machine()}, {os.cpu_count()} cores: {_cpu()}"
