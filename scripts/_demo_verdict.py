@@ -12,13 +12,14 @@ def main(run: Path) -> int:
     loss, entropy = last["eval_loss"], last["unigram_entropy"]
     print(f"demo: held-out loss {loss:.3f}, unigram entropy {entropy:.3f} nats a token")
     print(f"demo: the picture is {run / 'loss.png'}, the figures {run / 'metrics.jsonl'}")
+    print(f"demo: what each stage did and when: {run / 'timeline.png'}; {run / 'timeline.json'} opens in Perfetto")
     if loss >= entropy:
         print("demo: FAILED: the model knows no more than how often each token occurs", file=sys.stderr)
         return 1
     print("demo: next, the same on two processes:")
     print(
         "  .venv/bin/mpirun -n 2 .venv/bin/axonn-jax train examples/demo.toml "
-        "--grid.data 2 --grid.z 1 --grid.y 1 --grid.x 1 --log.dir runs/two"
+        "--grid.pipe 2 --grid.x 1 --log.dir runs/two"
     )
     return 0
 

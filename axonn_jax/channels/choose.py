@@ -41,6 +41,8 @@ def choose(
     if processes == 1 and name in ("auto", "local"):
         say("channel local: one process holds every stage")
         return "local"
+    if processes == 1:
+        raise UserError(_FIELD, name, "local or auto in a run of one process; mpirun or srun starts several")
     if name == "local":
         raise UserError(_FIELD, name, f"mpi4py, mpi4jax or auto in a run of {processes} processes")
     if name == "mpi4jax":

@@ -26,6 +26,9 @@ SPAN_KINDS: dict[Kind, SpanKind] = {
 }
 
 
+_JOIN_S = 5.0
+
+
 class Orders(Protocol):
     """Keeps the processes of one stage at the same tasks in the same order."""
 
@@ -98,9 +101,12 @@ class Executor:
         self._events: queue.SimpleQueue[_Arrived | _Ran | _Told | _Broke] = queue.SimpleQueue()
         self._early: deque[_Arrived | _Told] = deque()  # of the next step, come before this one ended
         self._probes: dict[int, queue.SimpleQueue[_Probe | None]] = {}
+        self._threads: list[threading.Thread] = []
         for place in ranks:
             self._probes[place] = queue.SimpleQueue()
-            threading.Thread(target=self._wait, args=(place,), name=f"axonn-device-{place}", daemon=True).start()
+            self._threads.append(threading.Thread(target=self._wait, args=(place,), name=f"axonn-device-{place}"))
+            self._threads[-1].daemon = True
+            self._threads[-1].start()
         channel.start(lambda message, value: self._events.put(_Arrived(message, value)), self._broke)
         if orders is not None:
             orders.start(lambda task, step: self._events.put(_Told(task, step)), self._broke)
@@ -109,6 +115,8 @@ class Executor:
         """Ends the threads and the channel."""
         for probes in self._probes.values():
             probes.put(None)
+        for thread in self._threads:
+            thread.join(_JOIN_S)  # one left in jax when the interpreter ends would abort the process
         self._channel.close()
         if self._orders is not None:
             self._orders.close()

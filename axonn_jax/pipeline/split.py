@@ -83,7 +83,7 @@ def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int]
             todo += [v for v in eqn.invars if isinstance(v, Var)]
         # A value that elementwise equations give from what is handed over anyway need not be handed over.
         there = {var: source for earlier in wanted for var, source in earlier.items()} | takes
-        for var in sorted(takes, key=lambda var: -var.aval.size):
+        for var in sorted(takes, key=lambda var: -_size(var)):
             known = (set(there) | set(position) | cheap) - {var}
             chain = _elementwise_from(var, known, producer)
             sources = {v for v in _reads(chain) if v in there and v != var} if chain else set()
@@ -112,7 +112,7 @@ def _only_shows(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name in _LAYOUT:
         return True
     parts = eqn.primitive.name in ("slice", "split", "squeeze")
-    return parts and 4 * eqn.outvars[0].aval.size >= eqn.invars[0].aval.size
+    return parts and 4 * _size(eqn.outvars[0]) >= _size(eqn.invars[0])
 
 
 def _elementwise_from(var: Var, known: set[Var], producer: Mapping[Var, JaxprEqn]) -> list[JaxprEqn] | None:
@@ -197,3 +197,7 @@ def keep_none(eqn: JaxprEqn) -> bool:
 def keep_matmuls(eqn: JaxprEqn) -> bool:
     """Hands over results of matmuls with weights (no batch dims) and computes the rest again."""
     return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0]
+
+
+def _size(atom: Any) -> int:
+    return int(atom.aval.size)

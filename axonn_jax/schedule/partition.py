@@ -40,6 +40,13 @@ def partition(costs: Sequence[Cost], pipe: int, virtual_stages: int = 1) -> list
         UserError: there are fewer pieces than virtual stages.
     """
     stages = pipe * virtual_stages
+    if len(costs) < virtual_stages:
+        raise UserError(
+            "pipeline.virtual_stages",
+            virtual_stages,
+            f"at most {max(1, len(costs) // pipe)}: each of the {virtual_stages} * pipe virtual stages needs one of "
+            f"the model's {len(costs)} pieces",
+        )
     if len(costs) < stages:
         raise UserError(
             "grid.pipe",

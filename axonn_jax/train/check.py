@@ -113,7 +113,7 @@ def check_pipeline(
     check_policy(pipeline.policy, layout)
     if pipeline.split:
         words = pipeline.split.split(",")
-        if not all(word.strip().isdecimal() for word in words):
+        if not all(word.strip().isdecimal() and len(word) < 10 for word in words):
             raise UserError("pipeline.split", pipeline.split, 'numbers of pieces with commas, such as "9,8"')
         return layout, explicit([int(word) for word in words], len(pieces), layout.stages)
     costs = [Cost(piece.name, piece.flops, 2 * piece.flops, piece.params) for piece in pieces]

@@ -77,6 +77,13 @@ def test_local_in_several_processes_is_refused():
         open_channel("mpi4py", Ports({}, 1))
 
 
+@pytest.mark.parametrize("name", ["mpi4py", "mpi4jax"])
+def test_a_channel_of_mpi_in_one_process_is_refused_without_starting_mpi(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(UserError, match=rf"pipeline.channel = '{name}': local or auto in a run of one process"):
+        choose(name, 1)
+
+
 def test_an_unknown_name_suggests_a_known_one():
     with pytest.raises(UserError, match=r"one of auto, local, mpi4jax, mpi4py; did you mean 'mpi4jax'\?"):
         choose("mpijax", 2)

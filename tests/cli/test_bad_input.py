@@ -18,8 +18,9 @@ def test_the_base_configuration_is_good(write_config, capsys):
     assert "training was started" in capsys.readouterr().err
 
 
-TABLES = "model, data, grid, train, memory, log"
+TABLES = "model, data, grid, train, pipeline, memory, log"
 
+LONG = "9" * 5000
 # What one key or flag can get wrong: name, value as typed, value as shown, what the line says besides.
 KEYS = [
     ("train.stepz", "5", "5", "not a known key; did you mean 'steps'?"),
@@ -67,7 +68,8 @@ KEYS = [
     ("grid.x", "3", None, "model.hidden = 32: a multiple of x*z = 3; nearest: 30 or 33"),
     ("grid.y", "8", None, "model.kv_heads = 4: a multiple of y = 8; nearest: 8; or grid.y one of 1, 2, 4"),
     ("grid.data", "3", None, "train.global_batch = 8: a multiple of data*z*microbatches = 3; nearest: 6 or 9"),
-    ("grid.pipe", "2", "2", "not supported by this version, which accepts only 1"),
+    ("grid.pipe", "0", "0", "an integer of at least 1"),
+    ("grid.pipe", "7", "7", "at most 6: each of the 1 * pipe virtual stages needs one of the model's 6 pieces"),
     ("grid.expert", "2", "2", "not supported by this version"),
     ("model.heads", "5", "5", "a divisor of hidden (32); the nearest is 4"),
     ("model.kv_heads", "3", "3", "a divisor of heads (4); the nearest is 2"),
@@ -87,7 +89,33 @@ KEYS = [
     ("memory.offload", '"optimizer"', "'optimizer'", "not supported by this version; leave it out"),
     ("memory.zero", "1", "1", "not supported by this version; leave it out"),
     ("memory.bucket", "0", "0", "an integer from 1"),
-    ("pipeline.policy", '"1f1b"', None, f"not supported by this version, which accepts the tables {TABLES}"),
+    (
+        "pipeline.policy",
+        '"1f1"',
+        "'1f1'",
+        "one of message, gpipe, 1f1b, interleaved, zero-bubble; did you mean '1f1b'?",
+    ),
+    ("pipeline.virtual_stages", "0", "0", "an integer from 1"),
+    ("pipeline.virtual_stages", "2", "2", 'pipeline.policy "1f1b" has 1; "interleaved" is the 1F1B order for more'),
+    ("pipeline.virtual_stages", "4", None, "grid.pipe = 2: at most 1: each of the 4 * pipe virtual stages"),
+    ("pipeline.virtual_stages", "2147483647", "2147483647", "at most 3: "),
+    (
+        "pipeline.split",
+        '"9,9"',
+        "[9, 9]",
+        "2 numbers of at least 1 that add up to the model's 6 pieces; these add up to 18",
+    ),
+    ("pipeline.split", '"6"', "[6]", "one a virtual stage; these are 1 numbers"),
+    ("pipeline.split", '"6,0"', "[6, 0]", "stage 1 is empty"),
+    ("pipeline.split", '"a,b"', "'a,b'", "numbers of pieces with commas"),
+    ("pipeline.split", '"-1,7"', "'-1,7'", "numbers of pieces with commas"),
+    ("pipeline.split", f'"{LONG}"', f"'{LONG}'", "numbers of pieces with commas"),
+    ("pipeline.in_flight", "-1", "-1", "an integer from 0"),
+    ("pipeline.stall_timeout", "0", "0.0", "a finite number above 0"),
+    ("pipeline.stall_timeout", "inf", "inf", "a finite number above 0"),
+    ("pipeline.split_backward", '"no"', "'no'", "true or false"),
+    ("pipeline.channel", '"mpi"', "'mpi'", "one of auto, local, mpi4jax, mpi4py; did you mean 'mpi4py'?"),
+    ("pipeline.channels", '"auto"', "'auto'", "did you mean 'channel'?"),
     ("checkpoint.every", "100", None, "not supported by this version, which accepts the tables"),
     ("log.every", "0", "0", "an integer from 1"),
     ("log.dir", '""', "''", "a directory that can be written"),
@@ -95,14 +123,19 @@ KEYS = [
     ("log.dir", '"run.toml/deeper"', "'run.toml/deeper'", "run.toml is not a directory"),
 ]
 # Cases that need more than the key itself: the rest of the configuration they are tried in.
+PIPE_2 = {"grid": ["pipe = 2"]}
 WITH = {
+    ("pipeline.virtual_stages", "2"): {**PIPE_2, "pipeline": ['policy = "1f1b"']},
+    ("pipeline.virtual_stages", "4"): PIPE_2,
+    ("pipeline.virtual_stages", "2147483647"): PIPE_2,
+    **{(name, typed): PIPE_2 for name, typed, *_ in KEYS if name == "pipeline.split"},
     ("model.vocab", "301"): {"grid": ["y = 2"]},
     ("model.preset", '"gpt2"'): {"model": ["vocab = 299", "heads = 4", "hidden = 32", "seq_len = 16"]},
 }
 
 
 @pytest.mark.parametrize("way", ["file", "flag", "flag="])
-@pytest.mark.parametrize(("name", "typed", "shown", "says"), KEYS, ids=[f"{k[0]}={k[1]}" for k in KEYS])
+@pytest.mark.parametrize(("name", "typed", "shown", "says"), KEYS, ids=[f"{k[0]}={k[1]:.40}" for k in KEYS])
 def test_bad_keys(write_config, refused, way, name, typed, shown, says):
     table, _, key = name.partition(".")
     changes = {table: list(lines) for table, lines in WITH.get((name, typed), {}).items()}
@@ -126,7 +159,7 @@ FILES = {
     "table as value": ("train = 5", "train = 5: a table"),
     "list of tables": ("[[train]]\nsteps = 5", "a table, [train]"),
     "unknown empty table": ("[tarin]", "not a known table; did you mean 'train'?"),
-    "later empty table": ("[pipeline]", "not supported by this version"),
+    "later empty table": ("[checkpoint]", "not supported by this version"),
     "table below a key": ("[train.steps]\nx = 1", "train.steps = {'x': 1}: an integer"),
     "list for a number": ("[train]\nlr = [1e-3]", "train.lr = [0.001]: a number"),
     "date for a text": ("[log]\ndir = 2026-01-01", "log.dir = 2026-01-01: a text"),
@@ -214,6 +247,11 @@ sys.exit(f"imported {loaded}" if loaded else status)
     [
         (["--grid.y", "8"], "error: model.kv_heads = 4: a multiple of y = 8; nearest: 8; or grid.y one of 1, 2, 4\n"),
         (["--train.stepz", "5"], "error: train.stepz = 5: not a known key; did you mean 'steps'?\n"),
+        (
+            ["--grid.pipe", "2", "--pipeline.split", "9,9"],
+            "error: pipeline.split = [9, 9]: 2 numbers of at least 1 that add up to the model's 6 pieces; "
+            "these add up to 18\n",
+        ),
         (["--train.lr", "nan"], "error: train.lr = nan: a finite number above 0\n"),
     ],
 )
@@ -226,4 +264,19 @@ def test_in_a_process_of_its_own(write_config, tmp_path, flags, line):
             [sys.executable, *python, *argv], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
         )
         assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize("channel", ["mpi4py", "mpi4jax"])
+def test_a_channel_between_processes_is_refused_in_one(write_config, tmp_path, channel):
+    """How many processes take part is known only once the run starts; still nothing is compiled or left behind."""
+    write_config()
+    argv = ["train", "run.toml", "--grid.pipe", "2", "--pipeline.channel", channel]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    python = [sys.executable, "-m", "axonn_jax.cli.main"]
+    done = subprocess.run([*python, *argv], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    line = (
+        f"error: pipeline.channel = '{channel}': local or auto in a run of one process; mpirun or srun starts several\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]

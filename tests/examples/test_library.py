@@ -1,4 +1,4 @@
-"""The README's library example is the file in examples/, and it runs."""
+"""The README's examples run; the first is the file in examples/."""
 
 import os
 import re
@@ -33,3 +33,18 @@ def test_the_example_trains(tmp_path):
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 2
     assert losses[1] < losses[0]
+
+
+def test_the_readme_pipelines_plain_flax_layers():
+    _, code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line[0].isdecimal()]
+    assert len(losses) == 20
+    assert losses[-1] < 0.1 < losses[0]

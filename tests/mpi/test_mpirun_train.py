@@ -1,21 +1,14 @@
 """`mpirun -n N axonn-jax train` gives the one-process loss curve."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
-import sysconfig
-from pathlib import Path
 
 import numpy as np
 import pytest
+from launched import MPIRUN, UNDER_MPIRUN, environment
 
-MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.skipif(MPIRUN is None, reason="no mpirun; scripts/setup installs one"),
-]
+pytestmark = UNDER_MPIRUN
 
 CONFIG = """
 [model]
@@ -36,23 +29,6 @@ warmup = 2
 eval_every = 5
 eval_batches = 2
 """
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    """The interpreter's own json and email packages as training text."""
-    out = tmp_path_factory.mktemp("mpi") / "data"
-    stdlib = sysconfig.get_paths()["stdlib"]
-    include = [word for name in ("json", "email", "logging") for word in ("--include", f"{name}/*.py")]
-    command = [sys.executable, "-m", "axonn_jax.cli.main", "prepare", stdlib, str(out), "--vocab", "512", *include]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return out
-
-
-def environment():
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_"))}
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**kept, **root, "JAX_PLATFORMS": "cpu"}
 
 
 def train(folder, prepared, *, ranks=1, microbatches=1, **axes):

@@ -1,0 +1,144 @@
+"""`axonn-jax train` in processes of its own, alone or under mpirun: to its end, or started and watched."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+UNDER_MPIRUN = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(MPIRUN is None or find_spec("mpi4py") is None, reason="no MPI; scripts/setup installs one"),
+]
+AXONN = [sys.executable, "-m", "axonn_jax.cli.main"]
+
+CONFIG = """
+[model]
+layers = {layers}
+hidden = 32
+heads = 4
+seq_len = 32
+
+[data]
+path = "{data}"
+
+[train]
+steps = 20
+global_batch = 16
+microbatches = 4
+lr = 3e-3
+warmup = 2
+eval_every = 10
+eval_batches = 2
+"""
+
+
+def environment():
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_"))}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**kept, **root, "JAX_PLATFORMS": "cpu"}
+
+
+def flags(options):
+    """Keyword arguments as flags: `grid_pipe=2` is `--grid.pipe 2`."""
+    return [word for key, value in options.items() for word in (f"--{key.replace('_', '.', 1)}", str(value))]
+
+
+def command(config, run, ranks=1, **options):
+    words = [*AXONN, "train", str(config), "--log.dir", str(run), *flags(options)]
+    return words if ranks == 1 else [MPIRUN, "--oversubscribe", "-n", str(ranks), *words]
+
+
+def finished(words, timeout=200):
+    return subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=timeout)
+
+
+def curves(run):
+    """Losses, gradient norms and held-out losses that a run wrote down."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    held_out = [record["eval_loss"] for record in records if "eval_loss" in record]
+    return [r["loss"] for r in steps], [r["grad_norm"] for r in steps], held_out
+
+
+def errors(stderr):
+    return [line for line in stderr.splitlines() if line.startswith("error:")]
+
+
+class Launched:
+    """A run under mpirun that a test does something to; leaving the block kills what is left of it."""
+
+    def __init__(self, words, folder):
+        self._err = open(folder / "stderr", "w+b")  # noqa: SIM115
+        self.mpirun = subprocess.Popen(
+            words, stdout=self._err, stderr=self._err, env={**environment(), "AXONN_TEST_RUN": str(folder)}
+        )
+        self._mark = f"AXONN_TEST_RUN={folder}".encode()
+        self._pids: dict[int, int] = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        with suppress(ProcessLookupError):
+            os.kill(self.mpirun.pid, signal.SIGKILL)
+        self.mpirun.wait(30)
+        for pid, _ in self._processes():  # ranks, stopped ones too, and the daemons of other hosts
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._err.close()
+
+    @property
+    def stderr(self):
+        self._err.flush()
+        return Path(self._err.name).read_text(errors="replace")
+
+    def ranks(self):
+        """Process numbers by rank."""
+        for pid, variables in self._processes():
+            number = next((v for v in variables if v.startswith(b"OMPI_COMM_WORLD_RANK=")), None)
+            if number is not None:
+                self._pids[int(number.partition(b"=")[2])] = pid
+        return self._pids
+
+    def wait_for(self, text, seconds=120):
+        end = time.monotonic() + seconds
+        while text not in self.stderr:
+            assert self.mpirun.poll() is None, self.stderr[-3000:]
+            assert time.monotonic() < end, f"no {text!r} within {seconds} s:\n{self.stderr[-3000:]}"
+            time.sleep(0.05)
+
+    def wait_until_gone(self, seconds, *, stopped=(), mpirun=True):
+        """Seconds until all ranks but those `stopped`, and mpirun, have ended; fails after `seconds`."""
+        began = time.monotonic()
+        while True:
+            left = [f"rank {rank}" for rank, pid in self._pids.items() if rank not in stopped and alive(pid)]
+            left += ["mpirun"] * (mpirun and self.mpirun.poll() is None)
+            took = time.monotonic() - began
+            if not left:
+                return took
+            assert took < seconds, f"left after {took:.1f} s: {left}\n{self.stderr[-4000:]}"
+            time.sleep(0.02)
+
+    def _processes(self):
+        """Everything that this run's mpirun has started, which inherits a mark in its environment."""
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdecimal() else ()
+                if self._mark in variables:
+                    yield int(entry.name), variables
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False

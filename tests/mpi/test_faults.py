@@ -1,0 +1,209 @@
+"""Real faults: a rank killed, stopped, a run told to end, MPI missing. Everything ends in time and says why."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launched import AXONN, CONFIG, MPIRUN, UNDER_MPIRUN, Launched, alive, command, environment, errors, finished, flags
+
+SETUPS = {"pipe 4": {"grid_pipe": 4}, "two processes a stage": {"grid_pipe": 2, "grid_x": 2}}
+KILLED_S, STOPPED_S, ENDED_S, STALL_S = 15, 25, 15, 10
+REPEATS = 20
+
+# What a report has to tell: who (and where), what it last did, and what the one who reports waits for.
+DONE = r"(nothing yet|[FIWB]\d+\.\d+)"
+DOES = r"(waits for|is at|is between|is compiling|is saving|has not been heard of)"
+
+
+@pytest.fixture
+def launch(prepared, tmp_path):
+    def start(setup, **options):
+        config = tmp_path / "c.toml"
+        config.write_text(CONFIG.format(data=prepared, layers=2))
+        long = {"train_steps": 100_000, "train_eval_every": 50, **SETUPS[setup], **options}
+        return Launched(command(config, tmp_path / "run", 4, **long), tmp_path)
+
+    return start
+
+
+def moment(chance):
+    return chance.uniform(0.0, 2.0)
+
+
+def place_of(rank, setup):
+    return rank if setup == "pipe 4" else rank // 2
+
+
+def kill(launch, setup, rank, wait, capsys):
+    with launch(setup) as run:
+        run.wait_for("step 1/")
+        time.sleep(wait)
+        os.kill(run.ranks()[rank], signal.SIGKILL)
+        took = run.wait_until_gone(KILLED_S)
+        assert run.mpirun.returncode != 0
+        told = errors(run.stderr)
+        place = place_of(rank, setup)
+        gone = rf"rank {rank} \(place {place} of the pipe, host \S+\) is gone; it had finished {DONE} in step \d+ and "
+        line = next((line for line in told if re.search(gone + DOES, line)), None)
+        assert line, run.stderr[-4000:]
+        assert re.search(rf"rank \d \(place \d of the pipe\) has finished {DONE} and {DOES}", line), line
+        tell(capsys, f"{setup}: rank {rank} killed after {wait:.2f} s: all gone in {took:.2f} s, {len(told)} line(s)")
+
+
+def stop(launch, setup, rank, wait, capsys):
+    with launch(setup, pipeline_stall_timeout=STALL_S) as run:
+        run.wait_for("step 1/")
+        time.sleep(wait)
+        os.kill(run.ranks()[rank], signal.SIGSTOP)
+        took = run.wait_until_gone(STOPPED_S, stopped=(rank,))
+        left = alive(run.ranks()[rank])
+        assert run.mpirun.returncode != 0
+        told = errors(run.stderr)
+        silent = rf"nothing heard of rank {rank} \(place {place_of(rank, setup)} of the pipe, host \S+\) for \d+ s"
+        assert any(re.search(silent, line) for line in told), run.stderr[-4000:]
+        assert any("waits for" in line or "is at" in line for line in told), run.stderr[-4000:]
+        tell(capsys, f"{setup}: rank {rank} stopped after {wait:.2f} s: others gone in {took:.2f} s, "
+                     f"{len(told)} line(s), stopped one {'left' if left else 'gone'}")  # fmt: skip
+
+
+def tell(capsys, line):
+    """Shown also where the test passes: run with `-m slow`, these lines are the distribution."""
+    with capsys.disabled():
+        print("\n" + line, file=sys.stderr)
+
+
+class TestFaults:
+    pytestmark = UNDER_MPIRUN
+
+    @pytest.mark.parametrize(("setup", "rank"), [("pipe 4", 1), ("two processes a stage", 3)])
+    def test_a_killed_rank_ends_all(self, setup, rank, launch, capsys):
+        kill(launch, setup, rank, moment(random.Random()), capsys)
+
+    @pytest.mark.parametrize(("setup", "rank"), [("pipe 4", 2), ("two processes a stage", 1)])
+    def test_a_stopped_rank_ends_all(self, setup, rank, launch, capsys):
+        stop(launch, setup, rank, moment(random.Random()), capsys)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("number", range(REPEATS))
+    @pytest.mark.parametrize("setup", SETUPS)
+    def test_a_rank_killed_at_any_moment(self, setup, number, launch, capsys):
+        chance = random.Random()
+        kill(launch, setup, chance.randrange(4), moment(chance), capsys)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("number", range(REPEATS))
+    @pytest.mark.parametrize("setup", SETUPS)
+    def test_a_rank_stopped_at_any_moment(self, setup, number, launch, capsys):
+        chance = random.Random()
+        stop(launch, setup, chance.randrange(4), moment(chance), capsys)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("number", range(REPEATS // 2))
+    def test_a_rank_killed_while_the_run_starts(self, number, launch, capsys):
+        """In MPI's start, while it compiles, in the first steps: before the watch runs, mpirun alone reports."""
+        with launch("two processes a stage") as run:
+            end = time.monotonic() + random.Random().uniform(0.2, 8.0)
+            while time.monotonic() < end or not run.ranks():
+                time.sleep(0.02)
+            rank = random.Random().choice(list(run.ranks()))
+            said = run.stderr.splitlines()[-1:]
+            os.kill(run.ranks()[rank], signal.SIGKILL)
+            took = run.wait_until_gone(KILLED_S)
+            assert run.mpirun.returncode != 0
+            assert "Traceback" not in run.stderr
+            tell(capsys, f"rank {rank} killed after {said}: all gone in {took:.2f} s")
+
+    @pytest.mark.parametrize("to", ["mpirun", "ranks"])
+    def test_a_run_told_to_end(self, to, launch, capsys):
+        """As a user's kill or Slurm's scancel does it: to mpirun, or to every rank at once."""
+        with launch("two processes a stage") as run:
+            run.wait_for("step 1/")
+            run.ranks()
+            for pid in [run.mpirun.pid] if to == "mpirun" else run.ranks().values():
+                os.kill(pid, signal.SIGTERM)
+            took = run.wait_until_gone(ENDED_S)
+            assert run.mpirun.returncode != 0
+            told = errors(run.stderr)
+            # mpirun passes nothing on any more once it has been told itself.
+            assert len(told) == 1 or (to == "mpirun" and not told), run.stderr[-4000:]
+            said = r"pipeline ended: told to end \(SIGTERM\); step \d+: rank 0"
+            assert all(re.search(said, line) for line in told), told
+            assert "Traceback" not in run.stderr
+            tell(capsys, f"SIGTERM to {to}: all gone in {took:.2f} s")
+
+
+HIDDEN = """
+import sys
+sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))
+from axonn_jax.cli.main import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def without(modules, words, ranks=1):
+    hidden = [sys.executable, "-c", HIDDEN, modules, *words[len(AXONN) :]]
+    launcher = [MPIRUN, "--oversubscribe", "-n", str(ranks)] if ranks > 1 else []
+    return finished([*launcher, *hidden], timeout=120)
+
+
+def test_one_process_trains_a_pipeline_without_any_mpi(prepared, tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text(CONFIG.format(data=prepared, layers=2))
+    words = command(config, tmp_path / "run", grid_pipe=2, train_steps=2, train_warmup=0)
+    done = without("mpi4py,mpi4jax", words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "channel local" in done.stderr
+    assert (tmp_path / "run" / "timeline.json").exists()
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun; scripts/setup installs one")
+@pytest.mark.parametrize(
+    ("hidden", "ranks", "options", "said"),
+    [
+        ("mpi4py", 2, {}, "one process without mpi4py"),
+        ("mpi4jax", 2, {"pipeline_channel": "mpi4jax"}, "mpi4jax does not"),
+        ("mpi4py", 1, {"pipeline_channel": "mpi4py"}, "pipeline.channel = 'mpi4py'"),
+        ("mpi4jax", 1, {"pipeline_channel": "mpi4jax"}, "pipeline.channel = 'mpi4jax'"),
+    ],
+    ids=["mpi4py under mpirun", "mpi4jax under mpirun", "mpi4py alone", "mpi4jax alone"],
+)
+def test_a_missing_package_is_one_line(hidden, ranks, options, said, prepared, tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text(CONFIG.format(data=prepared, layers=2))
+    done = without(hidden, command(config, tmp_path / "run", grid_pipe=2, **options), ranks)
+    assert done.returncode == 2, done.stderr[-3000:]
+    (line,) = errors(done.stderr)
+    assert said in line
+    assert "scripts/setup" in line
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_mpi_does_not_join_are_refused(prepared, tmp_path):
+    """Two tasks as `srun` without PMIx starts them: each is a world of one process to MPI."""
+    config = tmp_path / "c.toml"
+    config.write_text(CONFIG.format(data=prepared, layers=2))
+    slurm = {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+    }  # fmt: skip
+    words = [*AXONN, "train", str(config), *flags({"log_dir": tmp_path / "run", "grid_pipe": 2})]
+    tasks = [
+        subprocess.Popen(
+            words,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment(), **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    said = [task.communicate(timeout=60)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [2, 2], said
+    (line,) = errors(said[0])
+    assert "a launch that MPI takes part in (mpirun, or srun --mpi=pmix): MPI sees 1 process(es), Slurm 2" in line
+    assert not (tmp_path / "run").exists()
