@@ -7,6 +7,7 @@ does meets them alike. A worker reads `step` lines and answers each with the sec
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -44,7 +45,7 @@ class Worker:
         command = [*launcher, sys.executable, str(HERE / script), *arguments]
         self._name = f"{script} on core {core}"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the worker
-        self._ready = False
+        self._ready, self._launched = False, bool(launcher)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -75,9 +76,29 @@ class Worker:
             self.answer()
             self._ready = True
 
+    def pause(self) -> None:
+        """Stops ranks under a launcher where they stand: one that only looks for messages takes 2 % of a core.
+
+        Others sleep until they are told something, and jax.distributed would take a stopped process for dead.
+        """
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets its processes go on."""
+        self._signal(signal.SIGCONT)
+
     def close(self) -> None:
         """Ends the worker."""
+        self.resume()
         self._process.kill()
+
+    def _signal(self, number: int) -> None:
+        tree = [self._process.pid] if self._launched else []  # grows by the children of its members
+        for pid in tree:
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                tree += map(int, (thread / "children").read_text().split())
+        for pid in tree:
+            os.kill(pid, number)
 
 
 def mpirun(ranks: int) -> list[str]:
@@ -124,19 +145,25 @@ def race(contestants: dict[str, list[Worker]], rounds: int, *, quiet: bool) -> d
         for worker in workers:
             worker.wait_ready()
     results: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
+    everyone = [worker for workers in contestants.values() for worker in workers]
+    for worker in everyone:
+        worker.pause()
     for number in range(rounds + 1):
         for name, workers in contestants.items():
+            for worker in workers:
+                worker.resume()
             for worker in workers:
                 worker.tell()
             answers = [worker.answer() for worker in workers]
             result = {"seconds": max(a["seconds"] for a in answers), "loss": answers[0]["loss"]}
             results[name].append(result)
+            for worker in workers:
+                worker.pause()
             if not quiet:
                 what = "warm-up" if number == 0 else f"round {number}"
                 print(f"{what:8} {name:26} {result['seconds']:7.2f} s  loss {result['loss']:.4f}", file=sys.stderr)
-    for workers in contestants.values():
-        for worker in workers:
-            worker.close()
+    for worker in everyone:
+        worker.close()
     return results
 
 
