@@ -19,6 +19,22 @@ def varying_axes_of(aval: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()))
 
 
+def overlap_options(backend: str) -> dict[str, Any]:
+    """XLA's compiler options under which collectives run beside matmuls: none but on GPUs.
+
+    Combined collectives wait for the last and end with the first of their members, so nothing is combined that the
+    program did not combine itself; and several collectives may be under way at once, on the different axes.
+    """
+    if backend != "gpu":
+        return {}
+    return {
+        "xla_gpu_all_gather_combine_threshold_bytes": 0,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 0,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+    }
+
+
 def context_mesh() -> jax.sharding.Mesh | None:
     """The concrete mesh set by `jax.set_mesh`, or None inside a trace or without one."""
     try:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
-from axonn_jax.models.transformer import Block, BlockFn
+from axonn_jax.models.transformer import Block, BlockFn, Streams, run_streams
 
 Activations = Literal["none", "full", "dots"]
 
@@ -17,15 +17,15 @@ def block_runner(policy: Activations) -> BlockFn:
     pass, communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again.
     """
     if policy == "none":
-        return lambda block, x, key: block(x, key)
+        return run_streams
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == "dots" else None
 
-    def run(block: Block, x: jax.Array, key: jax.Array | None) -> jax.Array:
+    def run(block: Block, xs: Streams, key: jax.Array | None) -> Streams:
         graphdef, state = nnx.split(block)
 
-        def pure(state: Any, x: jax.Array, key: jax.Array | None) -> jax.Array:
-            return nnx.merge(graphdef, state)(x, key)
+        def pure(state: Any, xs: Streams, key: jax.Array | None) -> Streams:
+            return run_streams(nnx.merge(graphdef, state), xs, key)
 
-        return jax.checkpoint(pure, policy=keep)(state, x, key)  # type: ignore[no-any-return]
+        return jax.checkpoint(pure, policy=keep)(state, xs, key)  # type: ignore[no-any-return]
 
     return run

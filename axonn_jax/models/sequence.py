@@ -83,13 +83,14 @@ class SequenceModel(nnx.Module):
         *,
         dtype: jnp.dtype,
         key: jax.Array | None = None,
-        run_block: Callable[[Any, jax.Array, jax.Array | None], jax.Array],
+        run_block: Callable[[Any, tuple[jax.Array, ...], jax.Array | None], tuple[jax.Array, ...]],
+        streams: int = 1,
     ) -> jax.Array:
         """Loss of every target, [batch, seq] float32; what a grid without pipeline trains on."""
-        x = tokens
+        xs = tuple(jnp.split(tokens, streams))
         for layer in self.layers:
-            x = run_block(_Keyless(layer), x, None)
-        return self._loss(x, targets)
+            xs = run_block(_Keyless(layer), xs, None)
+        return jnp.concatenate([self._loss(x, t) for x, t in zip(xs, jnp.split(targets, streams), strict=True)])
 
 
 class _Keyless(nnx.Module):
@@ -98,6 +99,6 @@ class _Keyless(nnx.Module):
     def __init__(self, layer: nnx.Module):
         self.layer = layer
 
-    def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, key: jax.Array | None, part: tuple[int, int] = (0, 1)) -> jax.Array:
         layer: Any = self.layer
         return layer(x)  # type: ignore[no-any-return]

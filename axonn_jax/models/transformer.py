@@ -5,6 +5,7 @@ Call it inside one manual region (`jax.shard_map`). Local shapes: tokens [batch/
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,20 @@ from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.pieces import Piece, transformer_pieces
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.tensor.attention import Attention, AttentionKernel
-from axonn_jax.tensor.dropout import dropout
+from axonn_jax.tensor.dropout import WHOLE, Part, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
+from axonn_jax.tensor.gather import gather_weights
 from axonn_jax.tensor.linear import Linear
 from axonn_jax.tensor.loss import cross_entropy
 from axonn_jax.tensor.norm import LayerNorm, RMSNorm
 
 FLOAT32 = jnp.dtype("float32")
 
-BlockFn = Callable[["Block", jax.Array, jax.Array | None], jax.Array]
-"""Runs a block on (residual stream, dropout key); what an activation policy wraps."""
+Streams = tuple[jax.Array, ...]
+"""Equal parts of a microbatch's rows, side by side: one computes while another communicates."""
+
+BlockFn = Callable[["Block", Streams, jax.Array | None], Streams]
+"""Runs a block on (residual streams, dropout key); what an activation policy wraps."""
 
 
 def _norm(shape: ModelShape) -> LayerNorm | RMSNorm:
@@ -80,26 +85,30 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(shape)
         self.mlp = Mlp(shape, out_std=out_std, key=key_mlp)
 
-    def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """[batch, seq, hidden/Gx] -> same; dropout where `key` is given."""
-        return self.feed(self.attend(x, key), key)
+    def __call__(self, x: jax.Array, key: jax.Array | None = None, part: Part = WHOLE) -> jax.Array:
+        """[batch, seq, hidden/Gx] -> same; dropout where `key` is given, for the `part` of the rows that this is."""
+        return self.feed(self.attend(x, key, part), key, part)
 
-    def attend(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    def attend(self, x: jax.Array, key: jax.Array | None = None, part: Part = WHOLE) -> jax.Array:
         """The first half of a block: attention, added to the residual stream."""
-        return x + self._drop(self.attention(self.attention_norm(x)), key, 0)
+        return x + self._drop(self.attention(self.attention_norm(x)), key, 0, part)
 
-    def feed(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    def feed(self, x: jax.Array, key: jax.Array | None = None, part: Part = WHOLE) -> jax.Array:
         """The second half of a block: feed-forward, added to the residual stream."""
-        return x + self._drop(self.mlp(self.mlp_norm(x)), key, 1)
+        return x + self._drop(self.mlp(self.mlp_norm(x)), key, 1, part)
 
-    def _drop(self, branch: jax.Array, key: jax.Array | None, which: int) -> jax.Array:
+    def _drop(self, branch: jax.Array, key: jax.Array | None, which: int, part: Part) -> jax.Array:
         if key is None or self.dropout == 0.0:
             return branch
-        return dropout(branch, self.dropout, jax.random.fold_in(key, which))
+        return dropout(branch, self.dropout, jax.random.fold_in(key, which), part)
 
 
-def _run_block(block: Block, x: jax.Array, key: jax.Array | None) -> jax.Array:
-    return block(x, key)
+def run_streams(block: Block, xs: Streams, key: jax.Array | None) -> Streams:
+    """Runs a block on every stream; several streams share its gathered weights."""
+    if len(xs) == 1:
+        return (block(xs[0], key),)
+    block = gather_weights(block, xs[0].dtype)
+    return tuple(block(x, key, (number, len(xs))) for number, x in enumerate(xs))
 
 
 class Transformer(nnx.Module):
@@ -144,19 +153,34 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: jax.Array | None = None) -> jax.Array:
         """Token ids [batch, seq] -> residual stream in `dtype`, which every later layer computes in."""
-        if tokens.shape[1] > self.shape.seq_len:
-            raise UserError("sequence length", tokens.shape[1], f"at most model.seq_len = {self.shape.seq_len}")
-        x = self.embedding(tokens, dtype)
+        self._check_length(tokens)
+        return self._embed((tokens,), dtype, key)[0]
+
+    def _embed(self, tokens: Streams, dtype: jnp.dtype, key: jax.Array | None) -> Streams:
+        embedding = gather_weights(self.embedding, dtype) if len(tokens) > 1 else self.embedding
+        xs = [embedding(part, dtype) for part in tokens]
         if self.positions is not None:
-            x = x + self.positions(tokens.shape[1], dtype)
+            positions = self.positions(tokens[0].shape[1], dtype)
+            xs = [x + positions for x in xs]
         if key is not None and self.shape.dropout > 0.0:
-            x = dropout(x, self.shape.dropout, jax.random.fold_in(key, self.shape.layers))
-        return x
+            key = jax.random.fold_in(key, self.shape.layers)
+            xs = [dropout(x, self.shape.dropout, key, (i, len(xs))) for i, x in enumerate(xs)]
+        return tuple(xs)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Residual stream -> scores of the local vocabulary shard [batch, seq, vocab/Gy]."""
-        h = self.norm(x)
-        return self.embedding.attend(h) if self.head is None else self.head(h)
+        return self._logits((x,))[0]
+
+    def _logits(self, xs: Streams) -> Streams:
+        scorer: Any = self.embedding if self.head is None else self.head
+        if len(xs) > 1:
+            scorer = gather_weights(scorer, xs[0].dtype)
+        scores = scorer.attend if self.head is None else scorer
+        return tuple(scores(self.norm(x)) for x in xs)
+
+    def _check_length(self, tokens: jax.Array) -> None:
+        if tokens.shape[1] > self.shape.seq_len:
+            raise UserError("sequence length", tokens.shape[1], f"at most model.seq_len = {self.shape.seq_len}")
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -204,13 +228,17 @@ class Transformer(nnx.Module):
         *,
         dtype: jnp.dtype = FLOAT32,
         key: jax.Array | None = None,
-        run_block: BlockFn = _run_block,
+        run_block: BlockFn = run_streams,
     ) -> jax.Array:
         """Token ids [batch, seq] -> logits [batch, seq, vocab/Gy]; dropout where `key` is given."""
-        x = self.embed(tokens, dtype, key)
+        self._check_length(tokens)
+        return self._scores((tokens,), dtype, key, run_block)[0]
+
+    def _scores(self, tokens: Streams, dtype: jnp.dtype, key: jax.Array | None, run_block: BlockFn) -> Streams:
+        xs = self._embed(tokens, dtype, key)
         for index, block in enumerate(self.blocks):
-            x = run_block(block, x, None if key is None else jax.random.fold_in(key, index))
-        return self.logits(x)
+            xs = run_block(block, xs, None if key is None else jax.random.fold_in(key, index))
+        return self._logits(xs)
 
     def loss(
         self,
@@ -219,7 +247,16 @@ class Transformer(nnx.Module):
         *,
         dtype: jnp.dtype = FLOAT32,
         key: jax.Array | None = None,
-        run_block: BlockFn = _run_block,
+        run_block: BlockFn = run_streams,
+        streams: int = 1,
     ) -> jax.Array:
-        """Cross-entropy in nats of every target, [batch, seq] float32; collectives of the layers and the loss."""
-        return cross_entropy(self(tokens, dtype=dtype, key=key, run_block=run_block), targets)
+        """Cross-entropy in nats of every target, [batch, seq] float32; collectives of the layers and the loss.
+
+        With `streams` above 1 (a divisor of the local batch) the rows go through the model in as many independent
+        parts, so that one part's all-reduces can run beside another's matmuls; bytes are the same, since the parts
+        share gathered weights.
+        """
+        self._check_length(tokens)
+        scores = self._scores(tuple(jnp.split(tokens, streams)), dtype, key, run_block)
+        losses = [cross_entropy(s, part) for s, part in zip(scores, jnp.split(targets, streams), strict=True)]
+        return jnp.concatenate(losses) if streams > 1 else losses[0]

@@ -8,8 +8,10 @@ layers, called outside a manual region, are the plain version.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -45,11 +47,23 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return lax.pcast(x, new, to="varying") if new else x
 
 
-def gather_weight(w: jax.Array, axis: str = "z") -> jax.Array:
-    """All-gathers a weight shard along its first dim over `axis`; the transpose reduce-scatters the gradient.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Gathered:
+    """A weight that has been gathered already, in place of its shard: for layers that several streams share."""
 
-    Bytes a device on a ring: `(G-1)/G * size of the gathered weight * itemsize`, in either direction.
+    value: jax.Array
+
+
+def gather_weight(w: jax.Array | Gathered, dtype: jnp.dtype, axis: str = "z") -> jax.Array:
+    """All-gathers a weight shard, cast to `dtype`, along its first dim over `axis`.
+
+    The transpose reduce-scatters the gradient. A weight that is `Gathered` is taken as it is. Bytes a device on a
+    ring: `(G-1)/G * size of the gathered weight * itemsize of dtype`, in either direction.
     """
+    if isinstance(w, Gathered):
+        return w.value
+    w = w.astype(dtype)
     if axis_size(axis) == 1:
         return w
     return checkpoint_name(lax.all_gather(w, axis, axis=0, tiled=True), f"{axis}_all_gather")

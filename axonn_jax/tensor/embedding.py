@@ -22,7 +22,7 @@ class Embedding(nnx.Module):
         Collectives: all-gather of the table over `z`, all-reduce of the result over `y` (each `y` shard adds the
         rows it holds); backward a reduce-scatter of the table's gradient over `z`.
         """
-        table = gather_weight(self.table.get_value().astype(dtype))
+        table = gather_weight(self.table.get_value(), dtype)
         if axis_size("y") == 1:
             return jnp.take(table, ids, axis=0, mode="clip")
         local = ids - shard_offset("y", table.shape[0])
@@ -36,7 +36,7 @@ class Embedding(nnx.Module):
         Collectives: all-gather of the table over `z`, all-reduce of the scores over `x`; backward an all-reduce of
         dX over `y` and a reduce-scatter over `z`.
         """
-        table = gather_weight(self.table.get_value().astype(h.dtype))
+        table = gather_weight(self.table.get_value(), h.dtype)
         h = vary(h, ("y",))
         rows = h.reshape(-1, h.shape[-1])
         scores = lax.dot_general(rows, table, (((1,), (1,)), ((), ())))
@@ -51,4 +51,4 @@ class PositionEmbedding(nnx.Module):
 
     def __call__(self, length: int, dtype: jnp.dtype) -> jax.Array:
         """The first `length` positions, [length, hidden/Gx]; collective: all-gather over `z`."""
-        return gather_weight(self.table.get_value().astype(dtype))[:length]
+        return gather_weight(self.table.get_value(), dtype)[:length]

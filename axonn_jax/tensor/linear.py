@@ -7,7 +7,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.tensor.collectives import gather_weight, reduce_sum, vary
+from axonn_jax.tensor.collectives import Gathered, gather_weight, reduce_sum, vary
 from axonn_jax.tensor.params import constant_param, normal_param
 
 TensorAxis = Literal["x", "y"]
@@ -18,7 +18,7 @@ def other(axis: TensorAxis) -> TensorAxis:
     return "y" if axis == "x" else "x"
 
 
-def matmul_4d(x: jax.Array, kernel: jax.Array, in_axis: TensorAxis) -> jax.Array:
+def matmul_4d(x: jax.Array, kernel: jax.Array | Gathered, in_axis: TensorAxis) -> jax.Array:
     """`Y = X W` on local shards: rows over `data` and `z`, contraction over `in_axis`, columns over the other.
 
     Shapes: `x` [..., k/Gin], `kernel` [k/(Gin Gz), n/Gout] -> [..., n/Gout]. The kernel is cast to `x`'s dtype
@@ -26,7 +26,7 @@ def matmul_4d(x: jax.Array, kernel: jax.Array, in_axis: TensorAxis) -> jax.Array
     `in_axis`; backward all-reduce of dX over the other axis and reduce-scatter of dW over `z`.
     Source: AxoNN 4D (arXiv 2305.13525), section on the 3D-parallel fully connected layer.
     """
-    w = gather_weight(kernel.astype(x.dtype))
+    w = gather_weight(kernel, x.dtype)
     x = vary(x, (other(in_axis),))
     rows = x.reshape(-1, x.shape[-1])  # 2-D: batched operands cost the CPU backend a tenth of a step
     y = lax.dot_general(rows, w, (((1,), (0,)), ((), ())))

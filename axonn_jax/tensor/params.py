@@ -71,11 +71,11 @@ def take_apart(module: nnx.Module) -> Parts:
         return nnx.merge(graphdef, nnx.from_flat_state(pairs), rest)
 
     params = {name: var.get_value() for name, (_, var) in flat.items()}
-    specs = {name: _layout(var.get_metadata()) for name, (_, var) in flat.items()}
+    specs = {name: layout(var.get_metadata()) for name, (_, var) in flat.items()}
     return Parts(params, specs, rebuild)
 
 
-def _layout(metadata: Mapping[str, Any]) -> PartitionSpec:
+def layout(metadata: Mapping[str, Any]) -> PartitionSpec:
     """The layout a parameter was declared with; layers that declare none (plain Flax ones) are replicated."""
     declared = metadata.get("out_sharding")
     return PartitionSpec() if declared is None else PartitionSpec(*declared)

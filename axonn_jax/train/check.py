@@ -66,6 +66,7 @@ _RANGES = {
     "pipeline.in_flight": _COUNT_OR_0,
     "pipeline.stall_timeout": _POSITIVE,
     "memory.bucket": _COUNT,
+    "overlap.streams": _COUNT_OR_0,
     "log.every": _COUNT,
 }
 
@@ -95,10 +96,19 @@ def check(config: Config) -> Config:
     config.grid.check_model(shape)
     if config.grid.pipe > 1:
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_pieces(shape))
+    check_streams(config)
     if config.data.verify:
         manifest.verify()
     model = ModelConfig(preset=config.model.preset, **asdict(shape))
     return replace(config, model=model, log=log)
+
+
+def check_streams(config: Config) -> None:
+    """Raises ``UserError`` where a device's rows of a microbatch do not divide into the streams asked for."""
+    streams, train = config.overlap.streams, config.train
+    rows = train.global_batch // train.microbatches // config.grid.batch_shards
+    if streams and rows % streams and config.grid.pipe == 1:
+        raise UserError("overlap.streams", streams, f"0 or a divisor of a device's {rows} rows of a microbatch")
 
 
 def check_pipeline(

@@ -14,6 +14,7 @@ Optimizer = Literal["adamw", "adam", "sgd", "lion"]
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["fp32", "bf16", "auto"]
 Activations = Literal["none", "full", "dots"]
+Ordering = Literal["auto", "package", "xla"]
 ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
 
 
@@ -188,6 +189,17 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class OverlapConfig:
+    """How communication inside a step is hidden behind computation; used where grid.pipe is 1."""
+
+    streams: int = 0
+    """Equal parts of a microbatch's rows that run side by side, one's matmuls beside another's all-reduces. 0: auto,
+    2 on accelerators where grid.x or grid.y is above 1 and the rows of a device are even, else 1."""
+    order: Ordering = "auto"
+    """Who orders a step's computation: package (found in virtual time), xla, or auto: package on accelerators."""
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """What a run leaves behind."""
 
@@ -215,6 +227,8 @@ class Config:
     """How microbatches flow through the stages; used where grid.pipe is above 1."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """What is kept on the device, and in which precision."""
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    """How communication inside a step is hidden behind computation; used where grid.pipe is 1."""
     log: LogConfig = field(default_factory=LogConfig)
     """What a run leaves behind."""
 

@@ -31,7 +31,7 @@ from axonn_jax.state.checkpoint import save_weights_in_parts
 from axonn_jax.tensor.params import Params, Parts, take_apart
 from axonn_jax.train.batch import local_rows
 from axonn_jax.train.check import check_pipeline
-from axonn_jax.train.config import PipelineConfig
+from axonn_jax.train.config import OverlapConfig, PipelineConfig
 from axonn_jax.train.layout import state_layout
 from axonn_jax.train.separable import check_separable
 from axonn_jax.train.trainer import StepMetrics, Trainer
@@ -58,6 +58,7 @@ class PipelineTrainer(Trainer):
         bucket: int = 16_000_000,
         seed: int = 0,
         pipeline: PipelineConfig | None = None,
+        overlap: OverlapConfig | None = None,
     ):
         pipeline = pipeline or PipelineConfig()
         real = take_apart(model) if isinstance(model, nnx.Module) else None

@@ -16,6 +16,7 @@ from axonn_jax.memory.activations import Activations, block_runner
 from axonn_jax.memory.buckets import reduce_in_buckets
 from axonn_jax.tensor.clip import global_norm, spec_axes
 from axonn_jax.tensor.collectives import reduce_sum, vary
+from axonn_jax.tensor.order import in_order
 from axonn_jax.tensor.params import Params, Parts
 from axonn_jax.tensor.region import manual
 
@@ -32,6 +33,11 @@ class StageProgram:
     dtype: jnp.dtype
     activations: Activations = "none"
     bucket: int = 16_000_000
+    streams: int = 1
+    """Parts of a microbatch's local rows that run side by side, so that communication hides behind compute; 0: two
+    on accelerators where that can help, else one."""
+    ordered: bool = False
+    """Whether the order of a microbatch's computation is found here (`tensor.order`) and not left to XLA."""
 
     def shardings(self) -> dict[str, NamedSharding]:
         """The layout of every parameter on the mesh."""
@@ -81,6 +87,12 @@ class StageProgram:
     def _model(self, params: Params) -> Any:
         return self.parts.rebuild(params)
 
+    def _streams(self, rows: int) -> int:
+        if self.streams:
+            return self.streams
+        helps = jax.default_backend() != "cpu" and max(self.grid.shape.x, self.grid.shape.y) > 1
+        return 2 if helps and rows % 2 == 0 else 1
+
     def _targets(self, tokens: jax.Array) -> int:
         """Number of target tokens in the global batch of which `tokens` is this device's part."""
         microbatches, rows, width = tokens.shape
@@ -88,7 +100,14 @@ class StageProgram:
 
     def _loss_sum(self, params: Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
         run_block = block_runner(self.activations)
-        losses = self._model(params).loss(batch[:, :-1], batch[:, 1:], dtype=self.dtype, key=key, run_block=run_block)
+        losses = self._model(params).loss(
+            batch[:, :-1],
+            batch[:, 1:],
+            dtype=self.dtype,
+            key=key,
+            run_block=run_block,
+            streams=self._streams(batch.shape[0]),
+        )
         return jnp.sum(losses)
 
     def _local_gradients(
@@ -105,7 +124,11 @@ class StageProgram:
             total, sums = carry
             index, batch = microbatch
             key_here = None if key is None else jax.random.fold_in(key, index)
-            loss, grads = jax.value_and_grad(lambda p: self._loss_sum(p, batch, key_here) / targets)(own)
+
+            def backward(p: Params, batch: jax.Array) -> tuple[jax.Array, Params]:
+                return jax.value_and_grad(lambda p: self._loss_sum(p, batch, key_here) / targets)(p)
+
+            loss, grads = (in_order(backward) if self.ordered else backward)(own, batch)
             return (total + loss, jax.tree.map(jnp.add, sums, grads)), None
 
         zeros = {name: vary(jnp.zeros_like(p), compat.varying_axes(p)) for name, p in own.items()}

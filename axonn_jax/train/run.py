@@ -42,6 +42,7 @@ def train(config: Config) -> int:
             bucket=config.memory.bucket,
             seed=config.train.seed,
             pipeline=config.pipeline,
+            overlap=config.overlap,
         )
         run = Run(config, shape, world, trainer)
         run.say(describe(world, grid))

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax import compat
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.activations import Activations
@@ -19,7 +20,7 @@ from axonn_jax.memory.precision import Precision, compute_dtype
 from axonn_jax.state.checkpoint import save_weights
 from axonn_jax.tensor.params import Params, take_apart
 from axonn_jax.train.batch import local_rows, place
-from axonn_jax.train.config import PipelineConfig
+from axonn_jax.train.config import OverlapConfig, PipelineConfig
 from axonn_jax.train.layout import state_layout
 from axonn_jax.train.program import StageProgram
 
@@ -63,6 +64,7 @@ class Trainer:
         bucket: int = 16_000_000,
         seed: int = 0,
         pipeline: PipelineConfig | None = None,
+        overlap: OverlapConfig | None = None,
     ):
         if not isinstance(model, nnx.Module):
             model = model()
@@ -71,7 +73,11 @@ class Trainer:
         if shape is not None:
             grid.shape.check_model(shape)
         self.grid, self.microbatches, self.optimizer = grid, microbatches, optimizer
-        self.program = StageProgram(parts, grid, compute_dtype(precision), activations, bucket)
+        overlap = overlap or OverlapConfig()
+        ordered = overlap.order == "package" or (overlap.order == "auto" and jax.default_backend() != "cpu")
+        self.program = StageProgram(
+            parts, grid, compute_dtype(precision), activations, bucket, overlap.streams, ordered
+        )
         self._clip = clip
         self._key = jax.random.key(seed) if getattr(shape, "dropout", 0.0) > 0.0 else None
         shardings = self.program.shardings()
@@ -83,6 +89,7 @@ class Trainer:
         self._step = jax.jit(
             self._train_step,
             donate_argnums=(0, 1),
+            compiler_options=compat.overlap_options(jax.default_backend()) if ordered else None,
             out_shardings=(shardings, state_shardings, {"loss": self._scalar, "grad_norm": self._scalar}),
         )
         self._loss = jax.jit(self.program.loss)

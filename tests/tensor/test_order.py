@@ -1,0 +1,110 @@
+"""The order found for a program is one of its orders, and leaves collectives something to run beside."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Var
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.tensor.order import in_order, order
+from axonn_jax.tensor.region import manual
+
+STEPS = 4
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def chain(x, weights):
+    x = jax.lax.pcast(x, ("x",), to="varying")
+    for w in weights:
+        x = jnp.tanh(jax.lax.psum(x @ w[0], "x") * 0.1)
+        x = jax.lax.pcast(x, ("x",), to="varying")
+    return jax.lax.psum(jnp.sum(x), "x")
+
+
+def two_chains(xs, weights):
+    return [chain(x, weights) for x in xs]
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), STEPS + 2)
+    weights = [jax.random.normal(key, (2, 64, 64)) for key in keys[:STEPS]]  # a matrix a device
+    return [jax.random.normal(key, (32, 64)) for key in keys[STEPS:]], weights
+
+
+@pytest.fixture(scope="module")
+def ordered():
+    def f(xs, weights):
+        return tuple(two_chains(xs, weights))
+
+    seen = []
+
+    def spy(xs, weights):
+        closed = jax.make_jaxpr(f)(xs, weights)
+        seen.append((closed, order(closed)))
+        return f(xs, weights)
+
+    # Large on paper: sums of a few numbers are a matter of latency, and nothing is held for them.
+    xs = [jax.ShapeDtypeStruct((4096, 2048), jnp.float32)] * 2
+    weights = [jax.ShapeDtypeStruct((2, 2048, 2048), jnp.float32)] * STEPS
+    specs = ([P()] * 2, [P("x")] * STEPS)
+    jax.eval_shape(manual(spy, mesh(), specs, (P(), P())), xs, weights)
+    return seen[0]
+
+
+def kinds(closed):
+    return [eqn.primitive.name for eqn in closed.jaxpr.eqns]
+
+
+def test_every_equation_is_there_once_and_after_its_inputs(ordered):
+    before, after = ordered
+    counts = {name: kinds(after).count(name) for name in set(kinds(before)) - {"jit", "pjit"}}
+    assert counts == {name: kinds(before).count(name) for name in counts}
+    known = {*after.jaxpr.invars, *after.jaxpr.constvars}
+    for eqn in after.jaxpr.eqns:
+        assert all(v in known for v in eqn.invars if isinstance(v, Var)), eqn
+        known.update(eqn.outvars)
+
+
+def test_each_all_reduce_of_one_chain_has_a_matmul_of_the_other_beside_it(ordered):
+    """What uses an all-reduced value is tied to a matmul between the two, except after a chain's last matmul."""
+    _, after = ordered
+    eqns = after.jaxpr.eqns
+    large = [i for i, eqn in enumerate(eqns) if eqn.primitive.name.startswith("psum") and eqn.outvars[0].aval.size > 1]
+    covered = 0
+    for i in large:
+        users = [j for j, eqn in enumerate(eqns) if eqns[i].outvars[0] in eqn.invars]
+        covered += any(eqn.primitive.name == "dot_general" for eqn in eqns[i + 1 : min(users)])
+    assert len(large) == 2 * STEPS
+    assert covered >= len(large) - 1
+
+
+def test_values_are_those_of_the_plain_program():
+    xs, weights = arguments()
+    specs = ([P()] * 2, [P("x")] * STEPS)
+
+    def gradients(xs, weights):
+        return jax.value_and_grad(lambda w: sum(two_chains(xs, w)))(weights)
+
+    out = (P(), [P("x")] * STEPS)
+    plain = jax.jit(manual(gradients, mesh(), specs, out))(xs, weights)
+    found = jax.jit(manual(in_order(gradients), mesh(), specs, out))(xs, weights)
+    # The same operations on the same values; fusions may round the scaling and tanh differently.
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(found), strict=True):
+        scale = float(np.max(np.abs(a)))
+        assert np.max(np.abs(np.asarray(a) - np.asarray(b))) <= 8 * np.finfo(np.float32).eps * scale
+
+
+def test_what_is_recomputed_on_purpose_stays_recomputed():
+    """Inlined calls of `jax.checkpoint` keep a barrier: without it XLA would take the first computation's results."""
+    _, weights = arguments()
+
+    def f(w, x):
+        return jax.grad(lambda w: jnp.sum(jax.checkpoint(lambda w: jnp.tanh(x @ w[0]))(w)))(w)
+
+    closed = order(jax.make_jaxpr(f)(weights[0], jnp.ones((8, 64))))
+    assert "optimization_barrier" in kinds(closed)

@@ -1,0 +1,69 @@
+"""Streams and a fixed order change nothing but the order: same gradients, same collectives."""
+
+import functools
+
+import grids
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.tensor.params import take_apart
+from axonn_jax.train.program import StageProgram
+
+EPS = float(np.finfo(np.float32).eps)
+# The streams' gradients are summed in another order than the whole batch's: as for the grids in test_parity.
+GRADIENT_TOLERANCE = 16 * EPS
+SCALAR_TOLERANCE = 4 * EPS
+GRIDS = [grids.GridShape(1, 1, 1, 1, 1), grids.GridShape(1, 1, 2, 2, 2), grids.GridShape(1, 2, 2, 1, 2)]
+
+
+def results(model, axes, dropout=0.0, **options):
+    shape, grid = grids.MODELS[model], grids.lay(axes)
+    if dropout:
+        shape = grids.GPT.__class__(**{**shape.__dict__, "dropout": dropout})
+    with jax.set_mesh(grid.mesh):
+        parts = take_apart(Transformer(shape, rngs=nnx.Rngs(0)))
+    program = StageProgram(parts, grid, jnp.dtype("float32"), **options)
+    batch = jax.device_put(grids.tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
+    key = jax.random.key(3) if dropout else None
+    grads, loss, norm = jax.jit(program.gradients)(parts.params, batch, key)
+    return {name: np.asarray(g, np.float64) for name, g in grads.items()}, float(loss), float(norm)
+
+
+@functools.cache
+def reference(model, dropout):
+    return results(model, grids.GridShape(), dropout)
+
+
+def check(got, want):
+    (grads, loss, norm), (want_grads, want_loss, want_norm) = got, want
+    assert abs(loss - want_loss) <= SCALAR_TOLERANCE * want_loss
+    assert abs(norm - want_norm) <= SCALAR_TOLERANCE * want_norm
+    for name, grad in grads.items():
+        error = np.max(np.abs(grad - want_grads[name])) / np.max(np.abs(want_grads[name]))
+        assert error <= GRADIENT_TOLERANCE, f"{name}: {error / EPS:.0f} eps"
+
+
+@pytest.mark.parametrize("activations", ["none", "full", "dots"])
+@pytest.mark.parametrize("model", grids.MODELS)
+@pytest.mark.parametrize("axes", GRIDS, ids=grids.name)
+def test_two_streams_in_order_give_the_gradients_of_one_device(model, axes, activations):
+    got = results(model, axes, streams=2, ordered=True, activations=activations)
+    check(got, reference(model, 0.0))
+
+
+@pytest.mark.parametrize("options", [{"streams": 2}, {"ordered": True}, {"streams": 2, "ordered": True}], ids=str)
+def test_dropout_drops_the_same_entries(options):
+    check(results("gpt", GRIDS[1], 0.25, **options), reference("gpt", 0.25))
+
+
+@pytest.mark.parametrize("activations", ["none", "full"])
+def test_the_order_alone_changes_no_bit(activations):
+    axes = grids.GridShape(1, 1, 2, 2, 2)
+    plain = results("llama", axes, streams=2, activations=activations)
+    ordered = results("llama", axes, streams=2, activations=activations, ordered=True)
+    # XLA fuses the two programs differently, so sums of a fusion may be rounded in another order.
+    check(ordered, plain)
