@@ -60,12 +60,14 @@ def account(
     """Compiles the `Trainer`'s step for `work` with AdamW, and compares its collectives with the predicted ones.
 
     Nothing is allocated and nothing runs; with virtual CPU devices any grid compiles on one machine. The step is
-    in float32: XLA's CPU compiler turns bfloat16 collectives into float32 ones. Raises ``UserError`` where grid,
+    in float32: XLA's CPU compiler turns bfloat16 collectives into float32 ones. Recomputation is kept as written
+    (`compat.keep_recomputation`). Raises ``UserError`` where grid,
     model, batch and devices do not fit, or the work is not a float32 one.
     """
     import jax
     import optax
 
+    from axonn_jax import compat
     from axonn_jax.train.step import compile_abstract
 
     if work.itemsize != 4:
@@ -86,6 +88,7 @@ def account(
         clip=clip,
         activations=work.activations,
         bucket=bucket,
+        compiler_options=compat.keep_recomputation(),
     )
     sizes = {axis: int(getattr(work.grid, axis)) for axis in MESH_AXES}
     return Accounting(predicted, collectives(program.as_text(), sizes))

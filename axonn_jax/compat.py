@@ -19,6 +19,15 @@ def varying_axes_of(aval: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()))
 
 
+def keep_recomputation() -> dict[str, str]:
+    """Compiler options under which the CPU backend computes again what `jax.checkpoint` says, as the GPU backend does.
+
+    By itself it drops the barriers in front of recomputations early, and then merges some of them with the forward
+    pass. An unknown pass name would be ignored, so the accounting's tests find out when it changes.
+    """
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
 def context_mesh() -> jax.sharding.Mesh | None:
     """The concrete mesh set by `jax.set_mesh`, or None inside a trace or without one."""
     try:

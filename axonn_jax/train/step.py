@@ -76,6 +76,7 @@ def compile_abstract(
     precision: Precision = "fp32",
     activations: Activations = "none",
     bucket: int = 16_000_000,
+    compiler_options: dict[str, str] | None = None,
 ) -> jax.stages.Compiled:
     """The step that a `Trainer` with these settings runs on `sequences` a step, compiled without making any array.
 
@@ -93,7 +94,7 @@ def compile_abstract(
     rows = (microbatches, sequences // microbatches, shape.seq_len + 1)
     tokens = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=program.batch_sharding())
     key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
-    return step.jitted(state_shardings).lower(params, state, tokens, key).compile()
+    return step.jitted(state_shardings).lower(params, state, tokens, key).compile(compiler_options)
 
 
 def _laid_out(arrays: Any, shardings: Any) -> Any:
