@@ -91,4 +91,6 @@ def account(
         compiler_options=compat.keep_recomputation(),
     )
     sizes = {axis: int(getattr(work.grid, axis)) for axis in MESH_AXES}
-    return Accounting(predicted, collectives(program.as_text(), sizes))
+    text = program.as_text()
+    assert text is not None  # XLA's backends print their programs
+    return Accounting(predicted, collectives(text, sizes))

@@ -129,9 +129,7 @@ def block_matmuls(shape: ModelShape) -> tuple[_Matmul, ...]:
     )
 
 
-def _one(
-    work: Work, name: str, phase: Phase, kind: Kind, axes: tuple[str, ...], whole: int, times: int
-) -> Predicted:
+def _one(work: Work, name: str, phase: Phase, kind: Kind, axes: tuple[str, ...], whole: int, times: int) -> Predicted:
     live = tuple(axis for axis in axes if _size(work, axis) > 1)
     return Predicted(name, phase, kind, live, _size(work, *axes), whole, times)
 

@@ -10,6 +10,7 @@ from axonn_jax.planner.ring import KINDS, Kind, ring_bytes
 
 UNKNOWN = "unknown"
 """Stands for the axes of groups that do not run along axes of the mesh."""
+_OTHERS = ("collective-broadcast", "ragged-all-to-all")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def collectives(
 
     `axes` has the mesh's sizes, slowest axis first, and `order` the numbers of its devices where they are not their
     places in the flattened mesh. A computation that runs along several ways has its collectives listed for each.
+    Raises ``ValueError`` for text that is no HLO module, and for a kind of collective without a formula.
     """
     module = parse(program) if isinstance(program, str) else program
     over, wrapped = axes_finder(axes, order), _wrapped(module)
@@ -97,6 +99,8 @@ def collectives(
 
 def _kind(one: Instruction) -> Kind | None:
     name = one.opcode.removesuffix("-start")
+    if name in _OTHERS:
+        raise ValueError(f"{one.name} is a {name}, for which there is no formula")
     return next((kind for kind in KINDS if kind == name), None)
 
 

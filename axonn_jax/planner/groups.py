@@ -14,8 +14,8 @@ def replica_groups(attributes: str, devices: int) -> Groups:
 
     A permutation's groups are its pairs of source and target. Raises ``ValueError`` where none is printed.
     """
-    if pairs := re.search(r"source_target_pairs=\{(.*?)\}(?:,|$|\s)", attributes):
-        return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1] + "}"))
+    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
+        return tuple((int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)\}", pairs[1]))
     if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attributes):
         groups = tuple(tuple(int(n) for n in one.split(",")) for one in re.findall(r"\{([\d,]+)\}", listed[1]))
         return groups or (tuple(range(devices)),)

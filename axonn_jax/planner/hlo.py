@@ -77,7 +77,12 @@ class Instruction:
 
     @cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
-        """Computations it runs, each with its part (`body`, `condition`, `calls`, `to_apply`, `branch`)."""
+        """Computations it runs, each with its part (`body`, `condition`, `calls`, `to_apply`, `branch`).
+
+        What waits for another instruction runs nothing, though some printers repeat the computation there.
+        """
+        if self.opcode.endswith(("-done", "-update")):
+            return ()
         code = self.attributes.split(", metadata=")[0]
         branches = re.search(r"branch_computations=\{([^}]*)\}", code)
         names = re.findall(r"[\w.\-]+", branches[1]) if branches else []
