@@ -77,10 +77,10 @@ def test_every_4d_grid_of_16_devices(model, activations, microbatches):
     ("devices", "model", "axes"),
     [
         (512, {"preset": "gpt-5b", "layers": 4}, (4, 8, 4, 4)),
-        (512, {"preset": "gpt-20b", "layers": 2}, (8, 1, 8, 8)),
-        (512, {"preset": "llama2-7b", "layers": 4}, (1, 16, 8, 4)),
-        (1024, {"preset": "gpt-5b", "layers": 4}, (64, 16, 1, 1)),
-        (1024, {"preset": "llama2-70b", "layers": 2}, (8, 8, 4, 4)),
+        (512, {"preset": "gpt-20b", "layers": 2, "seq_len": 512}, (8, 1, 8, 8)),
+        (512, {"preset": "llama2-7b", "layers": 4, "seq_len": 1024}, (1, 16, 8, 4)),
+        (1024, {"preset": "gpt-5b", "layers": 4, "seq_len": 1024}, (64, 16, 1, 1)),
+        (1024, {"preset": "llama2-70b", "layers": 2, "seq_len": 1024}, (8, 8, 4, 4)),
     ],
     ids=lambda value: value["preset"] if isinstance(value, dict) else None,
 )
