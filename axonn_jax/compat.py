@@ -19,13 +19,13 @@ def varying_axes_of(aval: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()))
 
 
-def overlap_options(backend: str) -> dict[str, Any]:
+def overlap_options(platform: str) -> dict[str, Any]:
     """XLA's compiler options under which collectives run beside matmuls: none but on GPUs.
 
     Combined collectives wait for the last and end with the first of their members, so nothing is combined that the
     program did not combine itself; and several collectives may be under way at once, on the different axes.
     """
-    if backend != "gpu":
+    if platform not in ("gpu", "cuda"):
         return {}
     return {
         "xla_gpu_all_gather_combine_threshold_bytes": 0,
@@ -33,6 +33,15 @@ def overlap_options(backend: str) -> dict[str, Any]:
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
     }
+
+
+def keep_recomputation() -> dict[str, str]:
+    """Compiler options under which the CPU backend computes again what `jax.checkpoint` says, as the GPU backend does.
+
+    By itself it drops the barriers in front of recomputations early, and then merges some of them with the forward
+    pass. An unknown pass name would be ignored, so the accounting's tests find out when it changes.
+    """
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def context_mesh() -> jax.sharding.Mesh | None:

@@ -34,7 +34,8 @@ from axonn_jax.train.check import check_pipeline
 from axonn_jax.train.config import OverlapConfig, PipelineConfig
 from axonn_jax.train.layout import state_layout
 from axonn_jax.train.separable import check_separable
-from axonn_jax.train.trainer import StepMetrics, Trainer
+from axonn_jax.train.step import StepMetrics
+from axonn_jax.train.trainer import Trainer
 
 
 class PipelineTrainer(Trainer):

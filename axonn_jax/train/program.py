@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
+from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.memory.activations import Activations, block_runner
 from axonn_jax.memory.buckets import reduce_in_buckets
@@ -89,6 +90,8 @@ class StageProgram:
 
     def _streams(self, rows: int) -> int:
         if self.streams:
+            if rows % self.streams:
+                raise UserError("overlap.streams", self.streams, f"0 or a divisor of a device's {rows} rows")
             return self.streams
         helps = jax.default_backend() != "cpu" and max(self.grid.shape.x, self.grid.shape.y) > 1
         return 2 if helps and rows % 2 == 0 else 1

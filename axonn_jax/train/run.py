@@ -23,7 +23,8 @@ from axonn_jax.train.config import Config, to_toml
 from axonn_jax.train.metrics import MetricsLog, plot_loss
 from axonn_jax.train.optimizer import learning_rate, make_optimizer
 from axonn_jax.train.progress import Progress, duration
-from axonn_jax.train.trainer import StepMetrics, Trainer
+from axonn_jax.train.step import StepMetrics
+from axonn_jax.train.trainer import Trainer
 
 
 def train(config: Config) -> int:

@@ -2,17 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from axonn_jax import compat
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.activations import Activations
@@ -21,15 +17,8 @@ from axonn_jax.state.checkpoint import save_weights
 from axonn_jax.tensor.params import Params, take_apart
 from axonn_jax.train.batch import local_rows, place
 from axonn_jax.train.config import OverlapConfig, PipelineConfig
-from axonn_jax.train.layout import state_layout
 from axonn_jax.train.program import StageProgram
-
-
-class StepMetrics(TypedDict):
-    """Results of a step. Without a pipeline they are still on the devices: reading one waits for the step."""
-
-    loss: Any
-    grad_norm: Any
+from axonn_jax.train.step import Step, StepMetrics
 
 
 class Trainer:
@@ -78,35 +67,16 @@ class Trainer:
         self.program = StageProgram(
             parts, grid, compute_dtype(precision), activations, bucket, overlap.streams, ordered
         )
-        self._clip = clip
         self._key = jax.random.key(seed) if getattr(shape, "dropout", 0.0) > 0.0 else None
         shardings = self.program.shardings()
-        self._scalar = NamedSharding(grid.mesh, P())
         self.params: Params = jax.device_put(parts.params, shardings)
-        state = jax.eval_shape(optimizer.init, self.params)
-        state_shardings = state_layout(state, self.params, shardings, self._scalar)
+        step = Step(self.program, optimizer, clip)
+        state_shardings = step.state_shardings(self.params)
         self.opt_state: Any = jax.jit(optimizer.init, out_shardings=state_shardings)(self.params)
-        self._step = jax.jit(
-            self._train_step,
-            donate_argnums=(0, 1),
-            compiler_options=compat.overlap_options(jax.default_backend()) if ordered else None,
-            out_shardings=(shardings, state_shardings, {"loss": self._scalar, "grad_norm": self._scalar}),
-        )
+        self._step = step.jitted(state_shardings)
         self._loss = jax.jit(self.program.loss)
         self.steps_done = 0
         self._rows: dict[int, list[int]] = {}
-
-    def _train_step(
-        self, params: Params, opt_state: Any, tokens: jax.Array, key: jax.Array | None
-    ) -> tuple[Params, Any, StepMetrics]:
-        grads, loss, norm = self.program.gradients(params, tokens, key)
-        if self._clip > 0.0:
-            # The published coefficient (AxoNN, Megatron-LM): clip / (norm + 1e-6), never above one.
-            scale = jnp.minimum(1.0, self._clip / (norm + 1e-6))
-            grads = jax.tree.map(lambda g: g * scale, grads)
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
-            updates, opt_state = self.optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, {"loss": loss, "grad_norm": norm}
 
     def rows(self, global_batch: int) -> list[int]:
         """Rows of a global batch that this process must load (all of them in a run of one process)."""

@@ -1,0 +1,216 @@
+"""What a training step communicates, collective by collective, from formulas (DESIGN section 4).
+
+Counted is one program: forward, backward and optimizer of a model on one 4D mesh. Beside the algebra, three rules:
+
+* A weight that is gathered outside of recomputation depends on nothing but parameters, so the compiler gathers it once
+  a step, not once a microbatch (XLA's loop-invariant code motion); recomputed gathers stay with their microbatch.
+* A tied table is gathered once for embedding and head (equal instructions are merged); its gradients are
+  reduce-scattered each for itself.
+* Recomputation leaves out what the backward pass does not read: the all-reduce of a block's last matmul, and all of
+  embedding, final norm, head and loss, which are outside of the blocks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from axonn_jax.grid import GridShape
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.planner.ring import Kind, ring_bytes
+
+Phase = Literal["forward", "recompute", "backward", "update"]
+Recompute = Literal["none", "full", "dots"]
+
+_FLOAT32 = 4
+_DATA, _Z, _Y, _X = "data", "z", "y", "x"
+
+
+@dataclass(frozen=True)
+class Work:
+    """A training step whose communication is asked for."""
+
+    shape: ModelShape
+    """The model."""
+    grid: GridShape
+    """The mesh; `pipe` is 1."""
+    sequences: int
+    """Sequences a step over all devices, a multiple of data * z * microbatches."""
+    microbatches: int = 1
+    """Parts the step runs in, one after the other."""
+    itemsize: int = _FLOAT32
+    """Bytes of an element of activations and gathered weights (2: bf16); norms, loss and gradient sums have 4."""
+    activations: Recompute = "none"
+    """What the backward pass computes again; `full` and `dots` communicate the same."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a microbatch on a device."""
+        return self.sequences // (self.microbatches * self.grid.batch_shards) * self.shape.seq_len
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One collective of the algorithm."""
+
+    name: str
+    """Which layer it belongs to; those of all blocks together are one entry."""
+    phase: Phase
+    """Which part of a step it belongs to."""
+    kind: Kind
+    """What it does."""
+    axes: tuple[str, ...]
+    """Mesh axes larger than one that it runs over, slowest first."""
+    group: int
+    """Devices in a group: the product of the axes."""
+    whole: int
+    """Bytes of the whole buffer: gathered, or to be reduced."""
+    times: int
+    """Runs in a step."""
+
+    @property
+    def over(self) -> str:
+        """The axes joined by `*`."""
+        return "*".join(self.axes)
+
+    @property
+    def bytes(self) -> Fraction:
+        """Bytes a device sends in a step, on a ring."""
+        return self.times * ring_bytes(self.kind, self.whole, self.group)
+
+
+@dataclass(frozen=True)
+class _Matmul:
+    """A linear layer: features in over `in_axis`, out over the other."""
+
+    name: str
+    features_in: int
+    features_out: int
+    in_axis: str
+    bias: bool = False
+    tied: bool = False
+    """Its weight is the embedding table, gathered and held there."""
+
+
+def predict(work: Work) -> tuple[Predicted, ...]:
+    """Every collective of a step over a group larger than one; needs neither jax nor a device.
+
+    Raises ``UserError`` where model or batch do not divide over the grid.
+    """
+    work.grid.check_model(work.shape)
+    work.grid.check_batch(work.sequences, work.microbatches)
+    return tuple(one for one in _all(work) if one.group > 1)
+
+
+def _all(work: Work) -> Iterator[Predicted]:
+    shape, again = work.shape, work.activations != "none"
+    head = _Matmul("head", shape.hidden, shape.vocab, _X, tied=shape.tied)
+    yield from _embedding(work)
+    for matmul in block_matmuls(shape):
+        yield from _matmul(work, matmul, shape.layers, again, last=matmul.name == "blocks.mlp.down")
+    for name in ("blocks.attention_norm", "blocks.mlp_norm"):
+        yield from _norm(work, name, shape.layers, again)
+    yield from _norm(work, "norm", 1, False)
+    yield from _matmul(work, head, 1, False, last=False)
+    # Cross-entropy: the largest logit of a token, then the sum of exponentials beside the target's logit.
+    yield _one(work, "loss", "forward", "all-reduce", (_Y,), work.rows * _FLOAT32, work.microbatches)
+    yield _one(work, "loss", "forward", "all-reduce", (_Y,), 2 * work.rows * _FLOAT32, work.microbatches)
+    yield from _update(work)
+
+
+def block_matmuls(shape: ModelShape) -> tuple[_Matmul, ...]:
+    """The linear layers of a block; `x` and `y` swap roles from one to the next."""
+    widened = ("gate", "up") if shape.mlp == "swiglu" else ("up",)
+    return (
+        _Matmul("blocks.attention.qkv", shape.hidden, shape.qkv_width, _X, shape.bias),
+        _Matmul("blocks.attention.out", shape.heads * shape.head_dim, shape.hidden, _Y, shape.bias),
+        *(_Matmul(f"blocks.mlp.{name}", shape.hidden, shape.ffn, _X, shape.bias) for name in widened),
+        _Matmul("blocks.mlp.down", shape.ffn, shape.hidden, _Y, shape.bias),
+    )
+
+
+def _one(work: Work, name: str, phase: Phase, kind: Kind, axes: tuple[str, ...], whole: int, times: int) -> Predicted:
+    live = tuple(axis for axis in axes if _size(work, axis) > 1)
+    return Predicted(name, phase, kind, live, _size(work, *axes), whole, times)
+
+
+def _size(work: Work, *axes: str) -> int:
+    size = 1
+    for axis in axes:
+        size *= int(getattr(work.grid, axis))
+    return size
+
+
+def _matmul(work: Work, layer: _Matmul, count: int, again: bool, last: bool) -> Iterator[Predicted]:
+    """The five collectives of a linear layer but the last, which is the update's.
+
+    Z: all-gather W, reduce-scatter dW, (Gz-1)/Gz k n e/(Gx Gy) each. In-axis: all-reduce Y,
+    2 (Gin-1)/Gin m n e/Gout. Out-axis: all-reduce dX, 2 (Gout-1)/Gout m k e/Gin.
+    """
+    x, y = (_X, _Y) if layer.in_axis == _X else (_Y, _X)
+    each = count * work.microbatches
+    weight = layer.features_in * layer.features_out * work.itemsize // _size(work, x, y)
+    result = work.rows * layer.features_out * work.itemsize // _size(work, y)
+    operand = work.rows * layer.features_in * work.itemsize // _size(work, x)
+    if not layer.tied:
+        yield _one(work, layer.name, "forward", "all-gather", (_Z,), weight, count)
+    yield _one(work, layer.name, "forward", "all-reduce", (x,), result, each)
+    if again:
+        yield _one(work, layer.name, "recompute", "all-gather", (_Z,), weight, each)
+        if not last:
+            yield _one(work, layer.name, "recompute", "all-reduce", (x,), result, each)
+    yield _one(work, layer.name, "backward", "all-reduce", (y,), operand, each)
+    yield _one(work, layer.name, "backward", "reduce-scatter", (_Z,), weight, each)
+
+
+def _norm(work: Work, name: str, count: int, again: bool) -> Iterator[Predicted]:
+    """LayerNorm: three float32 numbers a token forward, two backward (mean and factor); RMSNorm: one each way."""
+    forward, backward = (3, 2) if work.shape.norm == "layernorm" else (1, 1)
+    each = count * work.microbatches
+    yield _one(work, name, "forward", "all-reduce", (_X,), forward * work.rows * _FLOAT32, each)
+    if again:
+        yield _one(work, name, "recompute", "all-reduce", (_X,), forward * work.rows * _FLOAT32, each)
+    yield _one(work, name, "backward", "all-reduce", (_X,), backward * work.rows * _FLOAT32, each)
+
+
+def _embedding(work: Work) -> Iterator[Predicted]:
+    """Table over (y, z) x x: gathered over z, rows of the y shards added; learned positions over z x x: gathered."""
+    shape, item = work.shape, work.itemsize
+    table = shape.vocab * shape.hidden * item // _size(work, _X, _Y)
+    stream = work.rows * shape.hidden * item // _size(work, _X)
+    yield _one(work, "embedding", "forward", "all-gather", (_Z,), table, 1)
+    yield _one(work, "embedding", "forward", "all-reduce", (_Y,), stream, work.microbatches)
+    yield _one(work, "embedding", "backward", "reduce-scatter", (_Z,), table, work.microbatches)
+    if shape.positions == "learned":
+        positions = shape.seq_len * shape.hidden * item // _size(work, _X)
+        yield _one(work, "positions", "forward", "all-gather", (_Z,), positions, 1)
+        yield _one(work, "positions", "backward", "reduce-scatter", (_Z,), positions, work.microbatches)
+
+
+def _update(work: Work) -> Iterator[Predicted]:
+    """Gradients once a step, in float32: over `data`, and over `z` too where a parameter is replicated there.
+
+    Buckets change the number of messages, not their bytes: entries here are gradients. Then the mean loss and the
+    global norm, a scalar each. The optimizer is elementwise on what a device holds and communicates nothing.
+    """
+    shape = work.shape
+    norm = 2 if shape.norm == "layernorm" else 1
+
+    def reduced(name: str, elements: int, split: tuple[str, ...], count: int) -> Predicted:
+        axes = (_DATA,) if _Z in split else (_DATA, _Z)
+        return _one(work, name, "update", "all-reduce", axes, elements * _FLOAT32 // _size(work, *split), count)
+
+    yield reduced("embedding", shape.vocab * shape.hidden, (_X, _Y, _Z), 1)
+    if shape.positions == "learned":
+        yield reduced("positions", shape.seq_len * shape.hidden, (_X, _Z), 1)
+    for layer in block_matmuls(shape):
+        yield reduced(layer.name, layer.features_in * layer.features_out, (_X, _Y, _Z), shape.layers)
+        if layer.bias:
+            out_axis = _Y if layer.in_axis == _X else _X
+            yield reduced(f"{layer.name}.bias", layer.features_out, (out_axis,), shape.layers)
+    yield reduced("blocks.norms", shape.hidden, (_X,), 2 * norm * shape.layers)
+    yield reduced("norm", shape.hidden, (_X,), norm)
+    if not shape.tied:
+        yield reduced("head", shape.hidden * shape.vocab, (_X, _Y, _Z), 1)
+    yield _one(work, "mean loss", "update", "all-reduce", (_DATA, _Z), _FLOAT32, 1)
+    yield _one(work, "global norm", "update", "all-reduce", (_Z, _Y, _X), _FLOAT32, 1)

@@ -1,0 +1,51 @@
+"""`axonn-jax bench`: its list of benchmarks, the accounting of collectives, bad input."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from axonn_jax.cli.bench import BENCHES
+from axonn_jax.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["bench", "collectives", "--model", "gpt-12b", "--layers", "1", "--devices", "4", "--grid.x", "2"]
+
+
+def test_help_lists_every_benchmark(capsys):
+    assert main(["bench", "--help"]) == 0
+    out, _ = capsys.readouterr()
+    for name in BENCHES:
+        assert f"  {name}  " in out
+
+
+def test_collectives_as_json_and_table():
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "axonn_jax.cli.main", *SMALL]
+    done = subprocess.run([*command, "--json"], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["ratio"] == 1.0
+    assert figures["exact"] is True
+    assert figures["grid"] == {"pipe": 1, "data": 2, "z": 1, "y": 1, "x": 2}  # what is left goes to data
+    sums = {(row["kind"], row["axes"]): row["compiled"] for row in figures["rows"]}
+    assert set(sums) == {("all-reduce", axes) for axes in ("data", "x")}
+    assert sum(one["bytes"] for one in figures["predicted"]) == sum(sums.values())
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["bench", "colectives"], ["NAME = 'colectives'", "did you mean", "collectives"]),
+        (["bench", "collectives", "--model", "gpt-5c"], ["model.preset = 'gpt-5c'", "gpt-5b"]),
+        (["bench", "collectives", "--devices", "6", "--grid.x", "4"], ["--devices = 6", "multiple", "4"]),
+        (["bench", "collectives", "--grid.x", "3"], ["model.hidden = 2048", "nearest"]),
+        (["bench", "collectives", "--grid.pipe", "2"], ["grid.pipe = 2"]),
+        (["bench", "collectives", "--batch", "3", "--grid.data", "2"], ["train.global_batch = 3"]),
+    ],
+)
+def test_bad_input_is_one_line(refused, argv, parts):
+    refused(argv, *parts)

@@ -1,0 +1,25 @@
+"""Compiles steps on virtual CPU devices and prints, a line each, how their collectives compare with the predicted."""
+
+import json
+import os
+import sys
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+
+from axonn_jax.accounting import account
+from axonn_jax.grid import GridShape
+from axonn_jax.models.presets import preset
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.planner.communication import Work
+
+devices, cases = int(sys.argv[1]), json.load(sys.stdin)
+jax.config.update("jax_num_cpu_devices", devices)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+for case in cases:
+    model = case.pop("model")
+    shape = preset(model.pop("preset"), **model) if "preset" in model else ModelShape(**model)
+    done = account(Work(shape, GridShape(1, *case.pop("axes")), **case))
+    rows = [[row.kind, row.axes, float(row.predicted), float(row.compiled)] for row in done.rows]
+    print(json.dumps({"exact": done.exact, "ratio": done.ratio, "rows": rows}), flush=True)

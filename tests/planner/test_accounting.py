@@ -1,0 +1,109 @@
+"""Predicted bytes equal compiled bytes exactly, per kind and axis."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from axonn_jax.accounting import Accounting, account
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.planner.communication import Work, predict
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Every size divides where some grid of 16 devices splits it sixteen ways, over two axes at once included.
+GPT = ModelShape(layers=2, hidden=64, heads=16, kv_heads=16, ffn=256, vocab=512, seq_len=32)
+LLAMA = ModelShape(
+    layers=2, hidden=64, heads=32, kv_heads=16, ffn=96, vocab=512, seq_len=16,
+    positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False,
+)  # fmt: skip
+MODELS = {"gpt": GPT, "llama": LLAMA}
+GRIDS = [axes for axes in product((1, 2, 4, 8, 16), repeat=4) if axes[0] * axes[1] * axes[2] * axes[3] == 16]
+
+
+def case(model, axes, activations="none", microbatches=1):
+    model = asdict(model) if isinstance(model, ModelShape) else model
+    sequences = axes[0] * axes[1] * microbatches
+    settings = {"microbatches": microbatches, "sequences": sequences, "activations": activations}
+    return {"model": model, "axes": axes, **settings}
+
+
+def check(devices, cases):
+    """Accounts for the cases in a process with that many virtual devices; both sides must agree to the byte."""
+    command = [sys.executable, str(Path(__file__).with_name("account_worker.py")), str(devices)]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, input=json.dumps(cases), env=environ, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(cases)
+    for one, result in zip(cases, results, strict=True):
+        unequal = [row for row in result["rows"] if row[2] != row[3]]
+        assert not unequal, (one, unequal)
+        assert result["exact"]
+        assert result["ratio"] == 1.0
+        live = [name for name, size in zip(("data", "z", "y", "x"), one["axes"], strict=True) if size > 1]
+        assert {axis for row in result["rows"] for axis in row[1].split("*")} == set(live)
+
+
+def test_a_sample_of_the_grids_of_16_devices():
+    check(
+        16,
+        [
+            case(GPT, (2, 2, 2, 2), "full", 2),
+            case(LLAMA, (2, 2, 2, 2)),
+            case(GPT, (1, 4, 1, 4)),
+            case(LLAMA, (1, 1, 4, 4), "full"),
+        ],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("activations", "microbatches"), [("none", 1), ("none", 3), ("full", 2), ("dots", 1)])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_4d_grid_of_16_devices(model, activations, microbatches):
+    assert len(GRIDS) == 35
+    check(16, [case(MODELS[model], axes, activations, microbatches) for axes in GRIDS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "model", "axes"),
+    [
+        (512, {"preset": "gpt-5b", "layers": 4}, (4, 8, 4, 4)),
+        (512, {"preset": "gpt-20b", "layers": 2, "seq_len": 512}, (8, 1, 8, 8)),
+        (512, {"preset": "llama2-7b", "layers": 4, "seq_len": 1024}, (1, 16, 8, 4)),
+        (1024, {"preset": "gpt-5b", "layers": 4, "seq_len": 1024}, (64, 16, 1, 1)),
+        (1024, {"preset": "llama2-70b", "layers": 2, "seq_len": 1024}, (8, 8, 4, 4)),
+    ],
+    ids=lambda value: value["preset"] if isinstance(value, dict) else None,
+)
+def test_published_models_on_hundreds_of_devices(devices, model, axes):
+    check(devices, [case(model, axes, "full", 2)])
+
+
+def test_a_difference_is_seen():
+    work = Work(replace(GPT, layers=1), GridShape(1, 1, 2, 2, 2), 2)
+    done = account(work)
+    assert done.exact
+    assert done.ratio == 1.0
+    more = Accounting(predict(replace(work, activations="full")), done.compiled)
+    assert not more.exact
+    assert more.ratio < 1
+    wrong = [(row.kind, row.axes) for row in more.rows if row.predicted != row.compiled]
+    assert wrong == [("all-gather", "z"), ("all-reduce", "x"), ("all-reduce", "y")]
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(UserError, match="itemsize"):
+        account(Work(GPT, GridShape(x=2), 1, itemsize=2))
+    with pytest.raises(UserError, match=r"grid.pipe"):
+        account(Work(GPT, GridShape(pipe=2), 1))
+    with pytest.raises(UserError, match="devices = 8"):
+        account(Work(GPT, GridShape(x=16), 1))

@@ -1,0 +1,84 @@
+"""Predicted communication against the formulas of the published algorithm, written out by hand."""
+
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.models.presets import preset
+from axonn_jax.planner.communication import Work, predict
+from axonn_jax.planner.ring import totals
+
+GPT = preset("gpt-5b")
+GRID = GridShape(pipe=1, data=2, z=4, y=8, x=2)
+
+
+def find(predicted, name, phase, kind):
+    found = [one for one in predicted if (one.name, one.phase, one.kind) == (name, phase, kind)]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_the_up_projection_is_the_table_of_the_algorithm():
+    predicted = predict(Work(GPT, GRID, sequences=64, microbatches=2, itemsize=2))
+    # DESIGN section 4 with k = 4096 over x, n = 16384 over y, m = 32 sequences x 2048 a microbatch, e = 2.
+    k, n, m, steps = 4096, 16384, 32 * 2048, 24 * 2
+    gathered = find(predicted, "blocks.mlp.up", "forward", "all-gather")
+    assert gathered.bytes == 24 * Fraction(3, 4) * k * n * 2 / (2 * 8)  # once for both microbatches
+    scattered = find(predicted, "blocks.mlp.up", "backward", "reduce-scatter")
+    assert scattered.bytes == steps * Fraction(3, 4) * k * n * 2 / (2 * 8)
+    forward = find(predicted, "blocks.mlp.up", "forward", "all-reduce")
+    assert (forward.over, forward.bytes) == ("x", steps * 2 * Fraction(1, 2) * m * n * 2 / (2 * 4 * 8))
+    backward = find(predicted, "blocks.mlp.up", "backward", "all-reduce")
+    assert (backward.over, backward.bytes) == ("y", steps * 2 * Fraction(7, 8) * m * k * 2 / (2 * 4 * 2))
+    update = find(predicted, "blocks.mlp.up", "update", "all-reduce")
+    assert (update.over, update.bytes) == ("data", 24 * 2 * Fraction(1, 2) * k * n * 4 / (2 * 8 * 4))
+    bias = find(predicted, "blocks.mlp.up.bias", "update", "all-reduce")
+    assert (bias.over, bias.bytes) == ("data*z", 24 * 2 * Fraction(7, 8) * n * 4 / 8)
+
+
+def test_alternate_layers_swap_x_and_y():
+    down = [one for one in predict(Work(GPT, GRID, 8)) if one.name == "blocks.mlp.down" and one.kind == "all-reduce"]
+    assert [(one.phase, one.over) for one in down] == [("forward", "y"), ("backward", "x"), ("update", "data")]
+
+
+def test_one_axis_alone_is_ddp_and_fsdp():
+    params = preset("llama2-7b").params()
+    ddp = totals(predict(Work(preset("llama2-7b"), GridShape(data=8), 8)))
+    assert ddp == {("all-reduce", "data"): 2 * Fraction(7, 8) * (4 * params + 4)}  # gradients and the loss
+    fsdp = totals(predict(Work(preset("llama2-7b"), GridShape(z=8), 8, itemsize=2)))
+    norms = 65 * 4096  # replicated over z, so reduced like DDP's
+    assert fsdp == {
+        ("all-gather", "z"): Fraction(7, 8) * 2 * (params - norms),
+        ("all-reduce", "z"): 2 * Fraction(7, 8) * 4 * (norms + 2),  # and the loss, and the global norm
+        ("reduce-scatter", "z"): Fraction(7, 8) * 2 * (params - norms),
+    }
+
+
+def test_one_device_communicates_nothing():
+    assert predict(Work(GPT, GridShape(), 1)) == ()
+
+
+def test_recomputation_gathers_again_and_skips_what_nothing_reads():
+    kept, again = (predict(Work(GPT, GRID, 64, 2, activations=policy)) for policy in ("none", "full"))
+    extra = {(one.name, one.kind) for one in again if one.phase == "recompute"}
+    assert ("blocks.mlp.down", "all-gather") in extra
+    assert ("blocks.mlp.down", "all-reduce") not in extra
+    assert not any(name in ("embedding", "head", "norm", "loss") for name, _ in extra)
+    assert [one for one in again if one.phase != "recompute"] == list(kept)
+
+
+def test_a_grid_that_does_not_divide_is_refused():
+    with pytest.raises(UserError, match=r"train.global_batch = 3"):
+        predict(Work(GPT, GRID, 3))
+    with pytest.raises(UserError, match=r"model.hidden"):
+        predict(Work(GPT, GridShape(x=3), 1))
+
+
+def test_predicting_and_reading_import_no_jax():
+    code = "import sys, axonn_jax.planner.communication, axonn_jax.planner.compiled; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
