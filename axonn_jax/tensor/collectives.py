@@ -45,14 +45,14 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return lax.pcast(x, new, to="varying") if new else x
 
 
-def gather_weight(w: jax.Array, axis: str = "z") -> jax.Array:
-    """All-gathers a weight shard along its first dim over `axis`; the transpose reduce-scatters the gradient.
+def gather_weight(w: jax.Array, axis: str = "z", dim: int = 0) -> jax.Array:
+    """All-gathers a weight shard along `dim` over `axis`; the transpose reduce-scatters the gradient.
 
     Bytes a device on a ring: `(G-1)/G * size of the gathered weight * itemsize`, in either direction.
     """
     if axis_size(axis) == 1:
         return w
-    return checkpoint_name(lax.all_gather(w, axis, axis=0, tiled=True), f"{axis}_all_gather")
+    return checkpoint_name(lax.all_gather(w, axis, axis=dim, tiled=True), f"{axis}_all_gather")
 
 
 def reduce_sum(y: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
