@@ -70,7 +70,7 @@ def describe(layer: Any) -> Kernel | Norm | str:
         return _norm(layer)
     if kind in (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm):
         return f"{kind.__name__} runs as it is on split activations (its statistics are those of the global batch)"
-    return f"{kind.__module__.split('.')[0]}'s {kind.__name__} has no sharded form"
+    return f"a {kind.__name__} has no sharded form: the parameters it holds itself are replicated"
 
 
 def _stacked(shape: tuple[int, ...]) -> str:
@@ -78,8 +78,8 @@ def _stacked(shape: tuple[int, ...]) -> str:
 
 
 def _not_heads_size(sides: list[Side]) -> tuple[Side, ...]:
-    """Of several dims, as (heads, head_dim), the last stays whole: attention sums over it."""
-    return tuple(sides[:-1] if len(sides) > 1 else sides)
+    """Of several dims, as (heads, head_dim), the last stays whole: attention sums over it. The one before is best."""
+    return tuple(sides[-2::-1] if len(sides) > 1 else sides)
 
 
 def _linear_general(layer: Any) -> Kernel | str:

@@ -96,7 +96,7 @@ def sharding_report(model: nnx.Module) -> ShardingReport:
         for path, module in modules(model).items()
         if isinstance(getattr(module, PLAN, None), LayerPlan)
     ]
-    return ShardingReport(tuple(_entry(path, module, plan) for path, module, plan in found))
+    return ShardingReport(tuple(_entry(path or "(model)", module, plan) for path, module, plan in found))
 
 
 def _entry(path: str, module: Any, plan: LayerPlan) -> Entry:
