@@ -45,6 +45,9 @@ def collectives(text: str) -> list[Collective]:
 
 
 def _groups(text: str) -> list[list[int]]:
+    pairs = re.search(r"source_target_pairs=\{(\{.*?\})\}", text)  # a permutation: who sends to whom
+    if pairs:
+        return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])]
     listed = re.search(r"replica_groups=\{(\{.*?\})\}", text)
     if listed:
         return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]

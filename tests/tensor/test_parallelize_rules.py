@@ -127,9 +127,12 @@ def test_predicted_collectives_are_the_compiled_ones():
     assert found == predicted
 
 
-def test_no_relayout_between_the_layers_of_a_transformer():
+@pytest.mark.parametrize(
+    "name", ["transformer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "cnn"))]
+)
+def test_no_relayout_between_layers(name):
     """Gathers and scatters are over z only, and nothing is permuted or exchanged."""
-    script, grid = flax_models.script("transformer"), _grid(1, 2, 2, 2)
+    script, grid = flax_models.script(name), _grid(1, 2, 2, 2)
     batch = next(script.batches(1))
     model = ax.parallelize(script.make(), grid, call=script.call(batch))
     compiled = nnx.jit(nnx.value_and_grad(script.loss)).lower(model, grid.shard_batch(batch)).compile().as_text()
