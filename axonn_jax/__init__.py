@@ -14,9 +14,22 @@ if TYPE_CHECKING:
     from axonn_jax.errors import UserError
     from axonn_jax.grid import Grid, GridShape
     from axonn_jax.start import init
+    from axonn_jax.tensor.parallelize import parallelize
+    from axonn_jax.tensor.wrap.report import sharding_report
     from axonn_jax.train.trainer import Trainer
 
-__all__ = ["Grid", "GridShape", "Loader", "Trainer", "UserError", "__version__", "init", "models"]
+__all__ = [
+    "Grid",
+    "GridShape",
+    "Loader",
+    "Trainer",
+    "UserError",
+    "__version__",
+    "init",
+    "models",
+    "parallelize",
+    "sharding_report",
+]
 
 _HOME = {
     "Grid": "axonn_jax.grid",
@@ -25,6 +38,8 @@ _HOME = {
     "Trainer": "axonn_jax.train.trainer",
     "UserError": "axonn_jax.errors",
     "init": "axonn_jax.start",
+    "parallelize": "axonn_jax.tensor.parallelize",
+    "sharding_report": "axonn_jax.tensor.wrap.report",
 }
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from axonn_jax.errors import UserError
 from axonn_jax.models.shape import ModelShape
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import jax
+
+Batch = TypeVar("Batch")
 
 MESH_AXES = ("data", "z", "y", "x")
 """Axes of every stage's mesh, slowest first (DESIGN section 3)."""
@@ -108,6 +110,23 @@ class Grid(NamedTuple):
     def stage_processes(self) -> int:
         """Processes of one stage; 1 also where one process holds all stages."""
         return max(1, self.size // self.shape.pipe)
+
+    def shard_batch(self, batch: Batch) -> Batch:
+        """Lays a batch over `data` and `z` by its first dim: any tree of arrays, the same ones on every process.
+
+        Scalars are replicated. No collectives. Raises ``UserError`` for an array whose first dim does not divide.
+        """
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        def put(path: Any, leaf: Any) -> Any:
+            rows = getattr(leaf, "shape", ())[:1]
+            if rows:
+                _divides(f"batch{jax.tree_util.keystr(path)} rows", rows[0], self.shape.batch_shards, "data*z")
+            spec = PartitionSpec(BATCH_AXES) if rows else PartitionSpec()
+            return jax.device_put(leaf, NamedSharding(self.mesh, spec))
+
+        return jax.tree_util.tree_map_with_path(put, batch)  # type: ignore[no-any-return]
 
 
 def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:

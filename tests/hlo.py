@@ -45,14 +45,22 @@ def collectives(text: str) -> list[Collective]:
 
 
 def _groups(text: str) -> list[list[int]]:
+    pairs = re.search(r"source_target_pairs=\{(\{.*?\})\}", text)  # a permutation: who sends to whom
+    if pairs:
+        return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])]
     listed = re.search(r"replica_groups=\{(\{.*?\})\}", text)
     if listed:
         return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-    named = re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}]+)\}", text)  # from jax 0.11 on
+    order = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    named = re.search(rf"replica_groups=mesh\[([^\]]+)\]{order} \{{([^}}]+)\}}", text)  # from jax 0.11 on
     if named:
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        over = re.findall(r"'(\w+)'", named[2])
-        ids = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
+        over = re.findall(r"'(\w+)'", named[4])
+        ids = np.arange(np.prod(list(sizes.values())))
+        if named[2]:  # the mesh's devices are not in the order of their numbers
+            ids = ids.reshape([int(n) for n in named[2].split(",")])
+            ids = ids.transpose([int(n) for n in named[3].split(",")]) if named[3] else ids
+        ids = ids.reshape(list(sizes.values()))
         rest = [axis for axis in sizes if axis not in over]
         ids = ids.transpose([list(sizes).index(axis) for axis in (*rest, *over)])
         return ids.reshape(-1, int(np.prod([sizes[axis] for axis in over]))).tolist()

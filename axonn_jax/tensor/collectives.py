@@ -55,8 +55,8 @@ class Gathered:
     value: jax.Array
 
 
-def gather_weight(w: jax.Array | Gathered, dtype: jnp.dtype, axis: str = "z") -> jax.Array:
-    """All-gathers a weight shard, cast to `dtype`, along its first dim over `axis`.
+def gather_weight(w: jax.Array | Gathered, dtype: jnp.dtype, axis: str = "z", dim: int = 0) -> jax.Array:
+    """All-gathers a weight shard, cast to `dtype`, along `dim` over `axis`.
 
     The transpose reduce-scatters the gradient. A weight that is `Gathered` is taken as it is. Bytes a device on a
     ring: `(G-1)/G * size of the gathered weight * itemsize of dtype`, in either direction.
@@ -66,7 +66,7 @@ def gather_weight(w: jax.Array | Gathered, dtype: jnp.dtype, axis: str = "z") ->
     w = w.astype(dtype)
     if axis_size(axis) == 1:
         return w
-    return checkpoint_name(lax.all_gather(w, axis, axis=0, tiled=True), f"{axis}_all_gather")
+    return checkpoint_name(lax.all_gather(w, axis, axis=dim, tiled=True), f"{axis}_all_gather")
 
 
 def reduce_sum(y: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:

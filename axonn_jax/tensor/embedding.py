@@ -10,6 +10,31 @@ from axonn_jax.tensor.collectives import axis_size, gather_weight, reduce_sum, s
 from axonn_jax.tensor.params import normal_param
 
 
+def lookup(table: jax.Array, ids: jax.Array, vocab_axis: str) -> jax.Array:
+    """Rows of a table whose vocabulary is split over `vocab_axis`, for global ids [...]: [vocab/G, f] -> [..., f].
+
+    Collective: an all-reduce of the result over `vocab_axis` (each shard adds the rows it holds). Ids outside the
+    vocabulary give zeros, or on one shard the nearest row.
+    """
+    if axis_size(vocab_axis) == 1:
+        return jnp.take(table, ids, axis=0, mode="clip")
+    local = ids - shard_offset(vocab_axis, table.shape[0])
+    held = (local >= 0) & (local < table.shape[0])
+    rows = jnp.take(table, jnp.where(held, local, 0), axis=0, mode="clip")
+    return reduce_sum(jnp.where(held[..., None], rows, jnp.zeros((), table.dtype)), vocab_axis)
+
+
+def scores(table: jax.Array, h: jax.Array, vocab_axis: str, feature_axis: str) -> jax.Array:
+    """`h` against every row of a table: [vocab/Gv, f/Gf], [..., f/Gf] -> [..., vocab/Gv].
+
+    Collectives: an all-reduce over `feature_axis`; backward an all-reduce of dX over `vocab_axis`.
+    """
+    h = vary(h, (vocab_axis,))
+    rows = h.reshape(-1, h.shape[-1])
+    found = lax.dot_general(rows, table, (((1,), (1,)), ((), ())))
+    return reduce_sum(found.reshape(*h.shape[:-1], table.shape[0]), feature_axis)
+
+
 class Embedding(nnx.Module):
     """A table [vocab, hidden]: vocabulary over `y` and once more over `z`, features over `x`."""
 
@@ -22,13 +47,7 @@ class Embedding(nnx.Module):
         Collectives: all-gather of the table over `z`, all-reduce of the result over `y` (each `y` shard adds the
         rows it holds); backward a reduce-scatter of the table's gradient over `z`.
         """
-        table = gather_weight(self.table.get_value(), dtype)
-        if axis_size("y") == 1:
-            return jnp.take(table, ids, axis=0, mode="clip")
-        local = ids - shard_offset("y", table.shape[0])
-        held = (local >= 0) & (local < table.shape[0])
-        rows = jnp.take(table, jnp.where(held, local, 0), axis=0, mode="clip")
-        return reduce_sum(jnp.where(held[..., None], rows, jnp.zeros((), dtype)), "y")
+        return lookup(gather_weight(self.table.get_value(), dtype), ids, "y")
 
     def attend(self, h: jax.Array) -> jax.Array:
         """Scores of every token, [..., hidden/Gx] -> [..., vocab/Gy], against the (tied) table.
@@ -36,11 +55,7 @@ class Embedding(nnx.Module):
         Collectives: all-gather of the table over `z`, all-reduce of the scores over `x`; backward an all-reduce of
         dX over `y` and a reduce-scatter over `z`.
         """
-        table = gather_weight(self.table.get_value(), h.dtype)
-        h = vary(h, ("y",))
-        rows = h.reshape(-1, h.shape[-1])
-        scores = lax.dot_general(rows, table, (((1,), (1,)), ((), ())))
-        return reduce_sum(scores.reshape(*h.shape[:-1], table.shape[0]), "x")
+        return scores(gather_weight(self.table.get_value(), h.dtype), h, "y", "x")
 
 
 class PositionEmbedding(nnx.Module):

@@ -12,6 +12,32 @@ from axonn_jax.tensor.params import constant_param
 FEATURE_AXIS = "x"
 
 
+def layer_norm(
+    x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, eps: float, axis: str = FEATURE_AXIS
+) -> jax.Array:
+    """Normalises [..., features/G] over features split over `axis`; float32 inside, returned in `x`'s dtype.
+
+    Collective: one all-reduce over `axis` of three float32 a row (and one in the backward). Each shard's mean and
+    centred sum of squares are combined (Chan et al. 1979), which on one shard is the two-pass variance.
+    """
+    h = x.astype(jnp.float32)
+    stats = _moments(h) / axis_size(axis)
+    mean, centred, mean_squared = jnp.split(reduce_sum(stats, axis), 3, -1)
+    variance = centred + (mean_squared - jnp.square(mean))
+    return _normalise(h, mean, lax.rsqrt(variance + eps), scale, shift).astype(x.dtype)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: str = FEATURE_AXIS) -> jax.Array:
+    """Divides [..., features/G] by the root mean square over features split over `axis`; float32 inside.
+
+    Collective: one all-reduce over `axis` of one float32 a row each way.
+    """
+    h = x.astype(jnp.float32)
+    local = jnp.mean(jnp.square(h), -1, keepdims=True) / axis_size(axis)
+    h = h * lax.rsqrt(reduce_sum(local, axis) + eps)
+    return (h if scale is None else h * scale).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """Normalises to zero mean and unit variance over features split over `x`, then scales and shifts."""
 
@@ -21,17 +47,8 @@ class LayerNorm(nnx.Module):
         self.shift = constant_param((features,), 0.0, P(FEATURE_AXIS))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., features/Gx] -> same; computed in float32, returned in `x`'s dtype.
-
-        Collective: one all-reduce over `x` of three numbers a row (and one in the backward). Each shard's mean and
-        centred sum of squares are combined (Chan et al. 1979), which on one shard is the two-pass variance.
-        """
-        h = x.astype(jnp.float32)
-        stats = _moments(h) / axis_size(FEATURE_AXIS)
-        mean, centred, mean_squared = jnp.split(reduce_sum(stats, FEATURE_AXIS), 3, -1)
-        variance = centred + (mean_squared - jnp.square(mean))
-        scale, shift = self.scale.get_value(), self.shift.get_value()
-        return _normalise(h, mean, lax.rsqrt(variance + self.eps), scale, shift).astype(x.dtype)
+        """[..., features/Gx] -> same; collectives as in `layer_norm`."""
+        return layer_norm(x, self.scale.get_value(), self.shift.get_value(), self.eps)
 
 
 # Kept for the backward pass are the input and numbers a row; the rest is computed again from them.
@@ -43,8 +60,12 @@ def _moments(h: jax.Array) -> jax.Array:
 
 
 @jax.checkpoint
-def _normalise(h: jax.Array, mean: jax.Array, factor: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
-    return (h - mean) * factor * scale + shift
+def _normalise(
+    h: jax.Array, mean: jax.Array, factor: jax.Array, scale: jax.Array | None, shift: jax.Array | None
+) -> jax.Array:
+    h = (h - mean) * factor
+    h = h if scale is None else h * scale
+    return h if shift is None else h + shift
 
 
 class RMSNorm(nnx.Module):
@@ -55,8 +76,5 @@ class RMSNorm(nnx.Module):
         self.scale = constant_param((features,), 1.0, P(FEATURE_AXIS))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., features/Gx] -> same; float32 inside; one all-reduce over `x` of one number a row each way."""
-        h = x.astype(jnp.float32)
-        local = jnp.mean(jnp.square(h), -1, keepdims=True) / axis_size(FEATURE_AXIS)
-        h = h * lax.rsqrt(reduce_sum(local, FEATURE_AXIS) + self.eps)
-        return (h * self.scale.get_value()).astype(x.dtype)
+        """[..., features/Gx] -> same; collectives as in `rms_norm`."""
+        return rms_norm(x, self.scale.get_value(), self.eps)

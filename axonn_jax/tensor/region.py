@@ -13,17 +13,21 @@ def live_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
 
 
-def manual(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def manual(
+    f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, *, among_others: bool = False
+) -> Callable[..., Any]:
     """Runs `f` on local shards, over a mesh of the axes that are larger than one (none: a plain program).
 
     Leaving out an axis keeps its collectives of one out of the program. The mesh itself is made smaller because
     a region manual over only some axes of a mesh crashes XLA's CPU compiler on bfloat16 sums (jaxlib 0.10.2).
+    A region `among_others` in a program has the whole mesh, as arrays between regions carry it in their type and jax
+    refuses one other than the mesh that `jax.set_mesh` set; its layouts leave the axes of size one out all the same.
     """
     axes = live_axes(mesh)
     if not axes:
         return f
     auto = (jax.sharding.AxisType.Auto,) * len(axes)
-    live = Mesh(mesh.devices.squeeze(), axes, axis_types=auto)
+    live = mesh if among_others else Mesh(mesh.devices.squeeze(), axes, axis_types=auto)
     specs = jax.tree.map(lambda spec: _over(spec, axes), (in_specs, out_specs), is_leaf=_is_spec)
     region = jax.shard_map(f, mesh=live, in_specs=specs[0], out_specs=specs[1], check_vma=True)
 

@@ -1,0 +1,129 @@
+"""Any Flax NNX model on a 4D grid: its layers become sharded ones, everything else stays as it is."""
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.errors import UserError, nearest
+from axonn_jax.grid import Grid
+from axonn_jax.tensor.wrap.choose import Chooser
+from axonn_jax.tensor.wrap.flow import plans_by_flow
+from axonn_jax.tensor.wrap.layers import SHARDED
+from axonn_jax.tensor.wrap.order import plans_by_order
+from axonn_jax.tensor.wrap.plan import PLAN, LayerPlan
+from axonn_jax.tensor.wrap.walk import has_sharded_form, modules, own_variables
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+_OVERRIDES = ("x", "y", "replicated")
+
+
+def parallelize(
+    model: Model,
+    grid: Grid,
+    *,
+    call: Callable[[Model], Any] | None = None,
+    overrides: Mapping[str, str] | None = None,
+) -> Model:
+    """Returns a copy of a Flax NNX model whose layers run 4D-sharded over the grid, its parameters placed on it.
+
+    Type, attributes, parameter names and results stay; so do `nnx.jit`, `nnx.value_and_grad`, `nnx.Optimizer`,
+    `nnx.split` and train/eval modes. Linear, LinearGeneral, Einsum, Conv, Embed, LayerNorm and RMSNorm (alone or
+    inside MultiHeadAttention and modules of your own) are split as DESIGN section 4 says, with explicit
+    collectives; other modules stay, their parameters replicated. `sharding_report` lists both, with reasons and bytes.
+
+    `call` is how the model is called, such as ``lambda m: m(tokens)``; it is traced, not run, and tells which layer
+    feeds which. Without it, roles of `x` and `y` alternate in the order in which layers were defined. `overrides`
+    maps path patterns (``"decoder.*.out"``) to "replicated", or to the axis to contract over, "x" or "y" (for an
+    embedding or a norm: the axis of its features); the last pattern that matches counts.
+
+    Nothing is communicated here but parameters on their way to their devices. A grid of one device returns `model`
+    itself. Raises ``UserError`` for what is no NNX module, a grid with a pipeline, an override that matches nothing.
+    """
+    _check(model, grid)
+    if grid.shape.devices == 1:
+        return model
+    found = modules(model)
+    layers = {path: module for path, module in found.items() if has_sharded_form(module)}
+    chosen = _overrides(overrides or {}, layers)
+    chooser = Chooser(grid.mesh)
+    known: dict[str, LayerPlan] = {}
+    if call is not None:
+        probe = nnx.clone(model)
+        known = plans_by_flow(chooser, probe, _same(probe, layers), chosen, call)
+    plans = plans_by_order(chooser, layers.items(), chosen, known)
+    for path, module in found.items():
+        if path not in plans and own_variables(module):
+            plans[path] = chooser.plan(module, None, None)
+    return _apply(model, plans, grid.mesh)
+
+
+def _check(model: Any, grid: Any) -> None:
+    if not isinstance(grid, Grid):
+        raise UserError("grid", type(grid).__name__, "a Grid, as ax.init(x=2, y=2) returns it")
+    if not isinstance(model, nnx.Module):
+        names = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
+        if "flax.linen.module.Module" in names:
+            raise UserError(
+                "model", type(model).__name__, "a flax.nnx.Module; Linen makes its layers anew in every call, so "
+                "there is nothing to exchange: write it with flax.nnx, or wrap it in flax.nnx.bridge.ToNNX, which "
+                "trains with its batch split over data and z and its parameters replicated",
+            )  # fmt: skip
+        raise UserError("model", type(model).__name__, "an instance of a flax.nnx.Module")
+    if grid.shape.pipe > 1:
+        raise UserError(
+            "grid.pipe", grid.shape.pipe, "1 for parallelize; ax.models.SequenceModel and ax.Trainer pipeline a model"
+        )
+    if any(hasattr(module, PLAN) for module in modules(model).values()):
+        raise UserError("model", type(model).__name__, "a model that is not parallelized already")
+
+
+def _overrides(patterns: Mapping[str, str], layers: Mapping[str, Any]) -> dict[str, str]:
+    """The override of each layer that has one."""
+    chosen = {}
+    for pattern, value in patterns.items():
+        field = f"overrides[{pattern!r}]"
+        if value not in _OVERRIDES:
+            raise UserError(field, value, f"one of {', '.join(map(repr, _OVERRIDES))}{nearest(str(value), _OVERRIDES)}")
+        matching = [path for path in layers if fnmatchcase(path, pattern)]
+        if not matching:
+            close = nearest(pattern, layers)
+            raise UserError(field, value, f"a pattern that matches the path of some layer that can be split{close}")
+        chosen.update(dict.fromkeys(matching, value))
+    return chosen
+
+
+def _same(model: nnx.Module, paths: Mapping[str, Any]) -> dict[str, nnx.Module]:
+    """The modules of a copy at the given paths."""
+    found = modules(model)
+    return {path: found[path] for path in paths}
+
+
+def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
+    """A copy with the plans carried out: layers of a sharded type, every variable on the mesh."""
+    copy = nnx.clone(model)
+    for path, module in _same(copy, plans).items():
+        setattr(module, PLAN, plans[path])
+        if plans[path].sharded:
+            module.__class__ = SHARDED[type(module)]
+    placed = []
+    for keys, variable in nnx.to_flat_state(nnx.state(copy)):
+        *owner, name = map(str, keys)
+        plan = plans.get(".".join(owner))
+        sharding = NamedSharding(mesh, P() if plan is None else plan.spec(name))
+        placed.append((keys, variable.replace(_put(variable.get_value(), sharding))))
+    state: nnx.State[Any, Any] = nnx.from_flat_state(placed)
+    nnx.update(copy, state)
+    return copy
+
+
+def _put(value: Any, sharding: NamedSharding) -> Any:
+    """The value laid out, in memory of its own: the copy's step may donate it and leave the original intact."""
+    if isinstance(value, jax.ShapeDtypeStruct):  # of a model made by nnx.eval_shape
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    return jax.device_put(value, sharding, may_alias=False)

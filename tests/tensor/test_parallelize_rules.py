@@ -1,0 +1,194 @@
+"""What `parallelize` decides, says and refuses; the collectives of what it makes."""
+
+from collections import Counter
+
+import flax_models
+import grids
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.sharding import PartitionSpec as P
+
+import axonn_jax as ax
+from axonn_jax.grid import GridShape
+
+
+def _grid(*axes):
+    return grids.lay(GridShape(1, *axes))
+
+
+def _roles(model):
+    return {entry.path: entry.roles for entry in ax.sharding_report(model).entries}
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer", "vit", "cnn"])
+def test_type_names_shapes_and_values_of_parameters_stay(name):
+    plain = flax_models.script(name).make()
+    model = ax.parallelize(plain, _grid(1, 2, 2, 2))
+    assert type(model) is type(plain)
+    before, after = (dict(nnx.to_flat_state(nnx.state(m, nnx.Param))) for m in (plain, model))
+    assert before.keys() == after.keys()
+    for path, param in before.items():
+        np.testing.assert_array_equal(param.get_value(), after[path].get_value())
+        assert len(param.get_value().sharding.device_set) == 1  # the original is as it was
+        assert len(after[path].get_value().sharding.device_set) == 8
+    merged = nnx.merge(*nnx.split(model))
+    assert _roles(merged) == _roles(model)
+
+
+BLOCK = {"norm_1": "x", "attention.query": "x -> y", "attention.key": "x -> y", "attention.value": "x -> y",
+         "attention.out": "y -> x", "norm_2": "x", "up": "x -> y", "down": "y -> x"}  # fmt: skip
+
+
+@pytest.mark.parametrize("with_call", [True, False], ids=["flow", "order"])
+def test_roles_alternate_and_branches_share_theirs(with_call):
+    script = flax_models.script("transformer")
+    batch = next(script.batches(1))
+    model = ax.parallelize(script.make(), _grid(1, 2, 2, 2), call=script.call(batch) if with_call else None)
+    want = {f"blocks.{i}.{name}": roles for i in range(2) for name, roles in BLOCK.items()}
+    want |= {"tokens": "y -> x", "positions": "y -> x", "norm": "x", "head": "x -> y"}
+    assert _roles(model) == want
+    assert model.blocks[0].up.kernel.get_value().sharding.spec == P(("x", "z"), "y")
+    assert model.blocks[0].down.kernel.get_value().sharding.spec == P(("y", "z"), "x")
+
+
+class Odd(nnx.Module):
+    """Things that cannot be split, wholly or in part."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(3, 8, rngs=rngs)
+        self.grouped = nnx.Conv(8, 8, (3,), feature_group_count=4, rngs=rngs)
+        self.nothing = nnx.Linear(5, 7, rngs=rngs)
+        self.transposed = nnx.ConvTranspose(8, 8, (3,), rngs=rngs)
+        self.shift = nnx.Param(jnp.zeros(8))
+
+    def __call__(self, x):
+        return self.transposed(self.grouped(nnx.relu(self.first(x)))) + self.shift[...]
+
+
+def test_what_cannot_be_split_is_listed_with_the_reason_and_still_right():
+    grid, plain = _grid(1, 2, 2, 2), Odd(nnx.Rngs(0))
+    model = ax.parallelize(plain, grid)
+    text = str(ax.sharding_report(model))
+    assert _roles(model) == {"(model)": "replicated", "first": ". -> y", "grouped": "replicated",
+                             "nothing": "replicated", "transposed": "replicated"}  # fmt: skip
+    for line in (
+        "(model): a Odd has no sharded form: the parameters it holds itself are replicated",
+        "first: input 3 does not divide by x = 2",
+        "grouped: a grouped convolution (4 groups)",
+        "nothing: input 5 does not divide by y = 2; output 7 does not divide by x = 2; "
+        "no dim of its weight (5, 7) divides by z = 2",
+        "transposed: a ConvTranspose has no sharded form: the parameters it holds itself are replicated",
+    ):
+        assert line in text.splitlines(), text
+    x = np.random.default_rng(0).standard_normal((8, 5, 3)).astype(np.float32)
+    got = nnx.jit(lambda m, x: m(x))(model, grid.shard_batch(x))
+    np.testing.assert_allclose(got, plain(x), rtol=1e-5, atol=1e-6)  # a few roundings of float32 numbers of order one
+
+
+def test_overrides():
+    make = flax_models.script("transformer").make
+    grid = _grid(1, 1, 2, 2)
+    overrides = {"blocks.*.attention.*": "replicated", "blocks.1.*.out": "y", "head": "y"}
+    roles = _roles(ax.parallelize(make(), grid, overrides=overrides))
+    assert roles["blocks.0.attention.out"] == roles["blocks.1.attention.query"] == "replicated"
+    assert roles["blocks.1.attention.out"] == "y -> x"
+    assert roles["head"] == "y -> x"
+    notes = str(ax.sharding_report(ax.parallelize(make(), grid, overrides={"head": "y"}))).splitlines()
+    assert "head: its input arrives over x" in notes
+
+
+def test_predicted_collectives_are_the_compiled_ones():
+    """Kind, axis and buffer bytes of every collective of an MLP's forward and backward pass, and no others."""
+    script, grid = flax_models.script("mlp"), _grid(1, 2, 2, 2)
+    batch = next(script.batches(1))
+    model = ax.parallelize(script.make(), grid, call=script.call(batch))
+    step = nnx.jit(nnx.value_and_grad(script.loss))
+    compiled = step.lower(model, grid.shard_batch(batch)).compile().as_text()
+    predicted: Counter = Counter()
+    for entry in ax.sharding_report(model).entries:
+        for transfer in entry.transfers:
+            if transfer.kind == "all-gather" and transfer.backward:
+                continue  # XLA's CPU compiler drops the barrier and merges it with the forward's
+            predicted[transfer.kind, transfer.axes] += transfer.buffer
+    found: Counter = Counter()
+    for collective in hlo.collectives(compiled):
+        axes = tuple(axis for axis in grid.mesh.axis_names if collective.crosses(grid.mesh, axis))
+        # The text shows the result: of a scatter a shard, of the others the whole buffer.
+        found[collective.kind, axes] += collective.bytes * (2 if collective.kind == "reduce-scatter" else 1)
+    # Nobody asks for the gradient of the first layer's input (the report cannot know), 8 rows of 24 / 2 float32;
+    # and the script's own mean is summed over z and x, a number each.
+    predicted["all-reduce", ("y",)] -= 8 * 12 * 4
+    predicted["all-reduce", ("z",)] += 4
+    predicted["all-reduce", ("x",)] += 4
+    assert found == predicted
+
+
+@pytest.mark.parametrize(
+    "name", ["transformer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "cnn"))]
+)
+def test_no_relayout_between_layers(name):
+    """Gathers and scatters are over z only, and nothing is permuted or exchanged."""
+    script, grid = flax_models.script(name), _grid(1, 2, 2, 2)
+    batch = next(script.batches(1))
+    model = ax.parallelize(script.make(), grid, call=script.call(batch))
+    compiled = nnx.jit(nnx.value_and_grad(script.loss)).lower(model, grid.shard_batch(batch)).compile().as_text()
+    for collective in hlo.collectives(compiled):
+        axes = [axis for axis in grid.mesh.axis_names if collective.crosses(grid.mesh, axis)]
+        assert collective.kind == "all-reduce" or axes == ["z"], (collective.kind, axes, collective.bytes)
+        assert collective.kind in ("all-reduce", "all-gather", "reduce-scatter")
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(4)(x)
+
+
+def test_refusals_are_one_line():
+    grid = _grid(1, 1, 2, 1)
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    staged = grids.lay(GridShape(2, 1, 1, 2, 1))
+    cases = [
+        (lambda: ax.parallelize(Linen(), grid), "model = 'Linen': a flax.nnx.Module; Linen makes its layers anew"),
+        (lambda: ax.parallelize({"w": 1}, grid), "model = 'dict': an instance of a flax.nnx.Module"),
+        (lambda: ax.parallelize(model, staged), "grid.pipe = 2: 1 for parallelize"),
+        (lambda: ax.parallelize(model, grid.mesh), "grid = 'Mesh': a Grid"),
+        (lambda: ax.parallelize(ax.parallelize(model, grid), grid), "a model that is not parallelized already"),
+        (
+            lambda: ax.parallelize(nnx.Sequential(model), grid, overrides={"layer.0": "x"}),
+            "overrides['layer.0'] = 'x': a pattern that matches the path of some layer that can be split; "
+            "did you mean 'layers.0'?",
+        ),
+        (lambda: ax.parallelize(model, grid, overrides={"*": "z"}), "overrides['*'] = 'z': one of 'x', 'y', 'rep"),
+        (
+            lambda: _grid(2, 2, 1, 1).shard_batch({"image": np.zeros((6, 2)), "scale": 1.0}),
+            "batch['image'] rows = 6: a multiple of data*z = 4; nearest: 4 or 8",
+        ),
+    ]
+    for run, line in cases:
+        with pytest.raises(ax.UserError) as caught:
+            run()
+        assert line in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_linen_through_the_bridge_trains_replicated():
+    grid = _grid(2, 2, 1, 2)
+    x = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    plain = nnx.bridge.ToNNX(Linen(), rngs=nnx.Rngs(0)).lazy_init(x)
+    model = ax.parallelize(plain, grid)
+    got = nnx.jit(lambda m, x: m(x))(model, grid.shard_batch(x))
+    np.testing.assert_allclose(got, plain(x), rtol=1e-6, atol=1e-6)
+    assert set(_roles(model).values()) <= {"replicated"}
+
+
+def test_a_model_without_values_is_planned_too():
+    """nnx.eval_shape's models get shardings, so that a run can be compiled before it exists."""
+    model = nnx.eval_shape(flax_models.script("mlp").make)
+    kernel = ax.parallelize(model, _grid(1, 2, 2, 2)).layers.layers[0].kernel.get_value()
+    assert isinstance(kernel, jax.ShapeDtypeStruct)
+    assert kernel.sharding.spec == P(("x", "z"), "y")
