@@ -21,17 +21,25 @@ from flax import nnx
 from workers import Task
 
 import axonn_jax as ax
+from axonn_jax.schedule.tasks import Kind
 from axonn_jax.train.config import PipelineConfig
 
 
-def slow_down(trainer: ax.Trainer, mean: float, batch: np.ndarray) -> None:
-    """Makes this rank sleep before every task, for times as others' use of a machine gives them: mostly short."""
+def slow_down(trainer: ax.Trainer, mean: float, batch: np.ndarray, last: bool) -> None:
+    """Makes the last rank sleep before every task, for times as others' use of a machine gives them: mostly short.
+
+    A whole backward, which is twice the work of a forward or of half a backward, sleeps twice as long on average.
+    Every rank calls it: the pipeline that is set up for it is set up by all.
+    """
     pipe, _ = trainer._prepare(batch)
+    if not last:
+        return
     (rank,) = pipe.ranks.values()
     start, sleeps = rank.start, np.random.default_rng(1)
 
     def late(task: Task, *, train: bool = True) -> object:
-        time.sleep(mean * (sleeps.pareto(1.5) * 0.5))  # a mean of 1 with a heavy tail
+        work = 2 if task.kind is Kind.BACKWARD else 1
+        time.sleep(mean * work * sleeps.pareto(1.5) * 0.5)  # Pareto's mean is 2 here, with a heavy tail
         return start(task, train=train)
 
     rank.start = late
@@ -75,8 +83,9 @@ def main() -> None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
-    if arguments.straggler and grid.rank == ranks - 1:
-        slow_down(trainer, arguments.straggler, batches.integers(0, task.vocab, (global_batch, task.seq_len + 1)))
+    if arguments.straggler:
+        example = batches.integers(0, task.vocab, (global_batch, task.seq_len + 1))
+        slow_down(trainer, arguments.straggler, example, last=grid.rank == ranks - 1)
         batches = np.random.default_rng(0)
     if grid.rank == 0:
         print(json.dumps({"ready": True}), flush=True)
