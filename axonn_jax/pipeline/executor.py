@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -107,16 +108,15 @@ class Executor:
             self._threads.append(threading.Thread(target=self._wait, args=(place,), name=f"axonn-device-{place}"))
             self._threads[-1].daemon = True
             self._threads[-1].start()
+        # Also where nobody closes: a thread left in jax when the interpreter ends would abort the process.
+        self._end_threads = weakref.finalize(self, _end, list(self._probes.values()), self._threads)
         channel.start(lambda message, value: self._events.put(_Arrived(message, value)), self._broke)
         if orders is not None:
             orders.start(lambda task, step: self._events.put(_Told(task, step)), self._broke)
 
     def close(self) -> None:
         """Ends the threads and the channel."""
-        for probes in self._probes.values():
-            probes.put(None)
-        for thread in self._threads:
-            thread.join(_JOIN_S)  # one left in jax when the interpreter ends would abort the process
+        self._end_threads()
         self._channel.close()
         if self._orders is not None:
             self._orders.close()
@@ -209,3 +209,10 @@ class Executor:
 
     def _broke(self, error: BaseException) -> None:
         self._events.put(_Broke(error))
+
+
+def _end(queues: Sequence["queue.SimpleQueue[_Probe | None]"], threads: Sequence[threading.Thread]) -> None:
+    for probes in queues:
+        probes.put(None)
+    for thread in threads:
+        thread.join(_JOIN_S)

@@ -7,6 +7,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 from axonn_jax.data.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +37,12 @@ def test_the_example_trains(tmp_path):
     assert losses[1] < losses[0]
 
 
-def test_the_readme_pipelines_plain_flax_layers():
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "left open"])
+def test_the_readme_pipelines_plain_flax_layers(closed):
+    """A script that forgets `close` ends in order too: a thread left in jax would abort the process."""
     _, code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert "trainer.close()" in code
+    code = code if closed else code.replace("trainer.close()", "")
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
