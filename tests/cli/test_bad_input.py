@@ -18,7 +18,7 @@ def test_the_base_configuration_is_good(write_config, capsys):
     assert "training was started" in capsys.readouterr().err
 
 
-TABLES = "model, data, grid, train, pipeline, memory, log"
+TABLES = "model, data, grid, train, pipeline, memory, overlap, log"
 
 LONG = "9" * 5000
 # What one key or flag can get wrong: name, value as typed, value as shown, what the line says besides.
@@ -89,6 +89,9 @@ KEYS = [
     ("memory.offload", '"optimizer"', "'optimizer'", "not supported by this version; leave it out"),
     ("memory.zero", "1", "1", "not supported by this version; leave it out"),
     ("memory.bucket", "0", "0", "an integer from 1"),
+    ("overlap.streams", "-1", "-1", "an integer from 0"),
+    ("overlap.streams", "3", "3", "0 or a divisor of a device's 8 rows of a microbatch"),
+    ("overlap.order", '"best"', "'best'", "one of auto, package, xla"),
     (
         "pipeline.policy",
         '"1f1"',
@@ -184,7 +187,7 @@ def test_bad_files(prepared, place, refused, case):
 COMMANDS = {
     "unknown command": (
         ["trian"],
-        ["command = 'trian': one of train, prepare, generate, timeline, doctor; did you mean 'train'?"],
+        ["command = 'trian': one of train, prepare, generate, timeline, bench, doctor; did you mean 'train'?"],
     ),
     "unknown flag": (["--verbose"], ["'--verbose'", "one of train"]),
     "no config file": (["train"], ["CONFIG.toml = (not given)", "axonn-jax train CONFIG.toml"]),
