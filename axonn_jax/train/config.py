@@ -196,7 +196,8 @@ class OverlapConfig:
     """Equal parts of a microbatch's rows that run side by side, one's matmuls beside another's all-reduces. 0: auto,
     2 on accelerators where grid.x or grid.y is above 1 and the rows of a device are even, else 1."""
     order: Ordering = "auto"
-    """Who orders a step's computation: package (found in virtual time), xla, or auto: package on accelerators."""
+    """Who orders a step's computation: package (found in virtual time), xla, or auto: package on accelerators
+    where grid.z, grid.y or grid.x is above 1."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,9 @@ class Trainer:
             grid.shape.check_model(shape)
         self.grid, self.microbatches, self.optimizer = grid, microbatches, optimizer
         overlap = overlap or OverlapConfig()
-        ordered = overlap.order == "package" or (overlap.order == "auto" and jax.default_backend() != "cpu")
+        communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1
+        auto = communicates and jax.default_backend() != "cpu"
+        ordered = overlap.order == "package" or (overlap.order == "auto" and auto)
         self.program = StageProgram(
             parts, grid, compute_dtype(precision), activations, bucket, overlap.streams, ordered
         )
