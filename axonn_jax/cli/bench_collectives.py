@@ -35,7 +35,8 @@ class Collectives:
     batch: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: data * z * microbatches)")] = None
     """Sequences a step, over all devices."""
     activations: Recompute = "none"
-    """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)."""
+    """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)
+    or what was all-reduced (save_collectives)."""
     json: bool = False
     """Print one JSON object instead of the table."""
 

@@ -6,19 +6,27 @@ import jax
 from flax import nnx
 
 from axonn_jax.models.transformer import Block, BlockFn, Streams, run_streams
+from axonn_jax.tensor.collectives import BLOCK_ALL_REDUCES
 
-Activations = Literal["none", "full", "dots"]
+Activations = Literal["none", "full", "dots", "save_collectives"]
 
 
 def block_runner(policy: Activations) -> BlockFn:
     """Returns how to run a block under a policy.
 
     `none` keeps every intermediate; `full` keeps a block's input and computes the block again in the backward
-    pass, communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again.
+    pass, communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again;
+    `save_collectives` keeps what was all-reduced and computes the rest again without reducing anything twice (TED,
+    section on communication-aware activation checkpointing). Weights are gathered again under all of them.
     """
     if policy == "none":
         return run_streams
-    keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == "dots" else None
+    policies = jax.checkpoint_policies
+    keep = {
+        "full": None,
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "save_collectives": policies.save_only_these_names(*BLOCK_ALL_REDUCES),
+    }[policy]
 
     def run(block: Block, xs: Streams, key: jax.Array | None) -> Streams:
         graphdef, state = nnx.split(block)

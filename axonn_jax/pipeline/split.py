@@ -199,5 +199,10 @@ def keep_matmuls(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0]
 
 
+def keep_all_reduces(eqn: JaxprEqn) -> bool:
+    """Hands over what was summed or compared over devices and computes the rest again."""
+    return eqn.primitive.name.startswith(("psum", "pmax"))
+
+
 def _size(atom: Any) -> int:
     return int(atom.aval.size)

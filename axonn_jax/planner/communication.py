@@ -20,7 +20,7 @@ from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.ring import Kind, ring_bytes
 
 Phase = Literal["forward", "recompute", "backward", "update"]
-Recompute = Literal["none", "full", "dots"]
+Recompute = Literal["none", "full", "dots", "save_collectives"]
 
 _FLOAT32 = 4
 _DATA, _Z, _Y, _X = "data", "z", "y", "x"
@@ -41,7 +41,8 @@ class Work:
     itemsize: int = _FLOAT32
     """Bytes of an element of activations and gathered weights (2: bf16); norms, loss and gradient sums have 4."""
     activations: Recompute = "none"
-    """What the backward pass computes again; `full` and `dots` communicate the same."""
+    """What the backward pass computes again; `full` and `dots` communicate the same, `save_collectives` only
+    gathers again."""
 
     @property
     def rows(self) -> int:
@@ -157,7 +158,7 @@ def _matmul(work: Work, layer: _Matmul, count: int, again: bool, last: bool) -> 
     yield _one(work, layer.name, "forward", "all-reduce", (x,), result, each)
     if again:
         yield _one(work, layer.name, "recompute", "all-gather", (_Z,), weight, each)
-        if not last:
+        if not last and work.activations != "save_collectives":
             yield _one(work, layer.name, "recompute", "all-reduce", (x,), result, each)
     yield _one(work, layer.name, "backward", "all-reduce", (y,), operand, each)
     yield _one(work, layer.name, "backward", "reduce-scatter", (_Z,), weight, each)
@@ -168,7 +169,7 @@ def _norm(work: Work, name: str, count: int, again: bool) -> Iterator[Predicted]
     forward, backward = (3, 2) if work.shape.norm == "layernorm" else (1, 1)
     each = count * work.microbatches
     yield _one(work, name, "forward", "all-reduce", (_X,), forward * work.rows * _FLOAT32, each)
-    if again:
+    if again and work.activations != "save_collectives":
         yield _one(work, name, "recompute", "all-reduce", (_X,), forward * work.rows * _FLOAT32, each)
     yield _one(work, name, "backward", "all-reduce", (_X,), backward * work.rows * _FLOAT32, each)
 

@@ -17,6 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from axonn_jax import compat
 
+BLOCK_ALL_REDUCES = ("x_all_reduce", "y_all_reduce")
+"""Names under which a policy finds the all-reduces of a layer's forward pass."""
+
 
 def axis_size(axis: str) -> int:
     """Size of a mesh axis inside a manual region; 1 where the axis is not part of one."""

@@ -13,7 +13,7 @@ from axonn_jax.schedule.policies import Policy
 Optimizer = Literal["adamw", "adam", "sgd", "lion"]
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["fp32", "bf16", "auto"]
-Activations = Literal["none", "full", "dots"]
+Activations = Literal["none", "full", "dots", "save_collectives"]
 Ordering = Literal["auto", "package", "xla"]
 ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
 
@@ -183,7 +183,8 @@ class MemoryConfig:
     precision: Precision = "auto"
     """Of compute and gradients; weights and moments stay fp32. auto: bf16 on accelerators, fp32 on CPU."""
     activations: Activations = "none"
-    """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)."""
+    """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)
+    or what was all-reduced (save_collectives)."""
     bucket: int = 16_000_000
     """Elements reduced together over grid.data: one collective a bucket."""
 

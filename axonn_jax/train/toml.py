@@ -21,7 +21,7 @@ LATER_KEYS = {
 }
 LATER_VALUES = {
     "memory.precision": ("fp16",),
-    "memory.activations": ("save_collectives", "offload"),
+    "memory.activations": ("offload",),
 }
 _NOUNS: Mapping[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 

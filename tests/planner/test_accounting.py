@@ -60,12 +60,15 @@ def test_a_sample_of_the_grids_of_16_devices():
             case(LLAMA, (2, 2, 2, 2)),
             case(GPT, (1, 4, 1, 4)),
             case(LLAMA, (1, 1, 4, 4), "full"),
+            case(GPT, (1, 4, 2, 2), "save_collectives"),
         ],
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("activations", "microbatches"), [("none", 1), ("none", 3), ("full", 2), ("dots", 1)])
+@pytest.mark.parametrize(
+    ("activations", "microbatches"), [("none", 1), ("none", 3), ("full", 2), ("dots", 1), ("save_collectives", 2)]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_4d_grid_of_16_devices(model, activations, microbatches):
     assert len(GRIDS) == 35

@@ -39,6 +39,7 @@ CASES = {
     "uneven": ("gpt", {"pipe": 2}, {"split": "3,7"}),
     "4D": ("llama", {"pipe": 2, "z": 2, "x": 2}, {}),
     "4D full": ("gpt", {"pipe": 2, "y": 2, "z": 2}, {"activations": "full"}),
+    "4D save_collectives": ("llama", {"pipe": 2, "y": 2, "x": 2}, {"activations": "save_collectives"}),
     "4D dots": ("gpt", {"pipe": 2, "data": 2, "x": 2}, {"policy": "1f1b", "activations": "dots"}),
 }
 

@@ -47,7 +47,7 @@ def check(got, want):
         assert error <= GRADIENT_TOLERANCE, f"{name}: {error / EPS:.0f} eps"
 
 
-@pytest.mark.parametrize("activations", ["none", "full", "dots"])
+@pytest.mark.parametrize("activations", ["none", "full", "dots", "save_collectives"])
 @pytest.mark.parametrize("model", grids.MODELS)
 @pytest.mark.parametrize("axes", GRIDS, ids=grids.name)
 def test_two_streams_in_order_give_the_gradients_of_one_device(model, axes, activations):

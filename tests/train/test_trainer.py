@@ -54,7 +54,7 @@ def test_microbatches_do_not_change_the_curve(microbatches):
     np.testing.assert_allclose(curve, one_device_curve("gpt"), rtol=CURVE_TOLERANCE)
 
 
-@pytest.mark.parametrize("policy", ["full", "dots"])
+@pytest.mark.parametrize("policy", ["full", "dots", "save_collectives"])
 def test_activation_policies_do_not_change_the_curve(policy):
     _, curve = train("llama", grids.GridShape(1, 1, 2, 2, 2), activations=policy)
     np.testing.assert_allclose(curve, one_device_curve("llama"), rtol=CURVE_TOLERANCE)
