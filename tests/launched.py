@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -114,6 +115,13 @@ class Launched:
         while text not in self.stderr:
             assert self.mpirun.poll() is None, self.stderr[-3000:]
             assert time.monotonic() < end, f"no {text!r} within {seconds} s:\n{self.stderr[-3000:]}"
+            time.sleep(0.05)
+
+    def wait_for_error(self, pattern, seconds=10):
+        """Waits for an error line: the launcher may pass on what a rank said after the rank has gone."""
+        end = time.monotonic() + seconds
+        while not any(re.search(pattern, line) for line in errors(self.stderr)):
+            assert time.monotonic() < end, f"no error {pattern!r}:\n{self.stderr[-4000:]}"
             time.sleep(0.05)
 
     def wait_until_gone(self, seconds, *, stopped=(), mpirun=True):

@@ -165,10 +165,11 @@ def test_interrupt(monkeypatch, capsys):
 
 def test_interrupt_signal_of_a_process():
     code = """
-import sys, time, types
+import signal, sys, time, types
 from axonn_jax.cli import main as m
 module = types.ModuleType("a_command")
 def run(argv):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without it
     print("ready", flush=True)
     time.sleep(60)
 module.main = run

@@ -43,6 +43,9 @@ CASES = {
     "4D dots": ("gpt", {"pipe": 2, "data": 2, "x": 2}, {"policy": "1f1b", "activations": "dots"}),
 }
 
+# Compiling takes 10 to 20 s each; what these add to the others is small.
+SLOW = ("message 4", "message fused", "uneven", "4D full", "4D dots", "gpipe")
+
 
 def trainer(model, axes, *, activations="none", lazy=True, clip=0.5, precision="fp32", optimizer=None, **pipeline):
     grid = grids.lay(GridShape(**axes))
@@ -81,7 +84,9 @@ def one_stage(model):
     return curve(trainer(model, {}), SHAPES[model])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
+)
 def test_loss_curve_equals_the_one_stage_curve(case):
     model, axes, options = CASES[case]
     losses, held_out = curve(trainer(model, axes, **options), SHAPES[model])
