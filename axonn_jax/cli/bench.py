@@ -15,6 +15,11 @@ BENCHES = {
         "Collectives",
         "bytes every collective of a step moves: compiled beside predicted",
     ),
+    "vs_gspmd": (
+        "axonn_jax.cli.bench_vs_gspmd",
+        "VsGspmd",
+        "bytes and step time beside jax.jit's automatic partitioning, grid by grid",
+    ),
 }
 
 

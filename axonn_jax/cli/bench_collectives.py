@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from tyro.conf import arg
 
 from axonn_jax.accounting import Accounting, account
+from axonn_jax.cli.virtual import make_devices
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
@@ -48,7 +49,7 @@ def run(args: Collectives) -> int:
         UserError: the model is unknown, or model, batch, grid and devices do not fit.
     """
     work = _work(args)
-    _make_devices(work.grid.devices)
+    make_devices(work.grid.devices)
     done = account(work)
     print(json.dumps(_figures(args, work, done)) if args.json else _table(work, done))
     return 0 if done.exact else 1
@@ -63,17 +64,6 @@ def _work(args: Collectives) -> Work:
         grid = replace(grid, data=grid.data * args.devices // grid.devices)
     sequences = grid.batch_shards * args.microbatches if args.batch is None else args.batch
     return Work(shape, grid, sequences, args.microbatches, activations=args.activations)
-
-
-def _make_devices(count: int) -> None:
-    """The CPU backend with virtual devices, also where there is an accelerator: nothing is run here."""
-    import jax
-
-    from axonn_jax import compat
-
-    if not compat.backends_started():
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
 
 
 def _figures(args: Collectives, work: Work, done: Accounting) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Call it inside one manual region (`jax.shard_map`). Local shapes: tokens [batch/
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.pieces import Piece, transformer_pieces
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.tensor.attention import Attention, AttentionKernel
+from axonn_jax.tensor.collectives import vary
 from axonn_jax.tensor.dropout import WHOLE, Part, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
 from axonn_jax.tensor.gather import gather_weights
@@ -58,9 +58,15 @@ class Mlp(nnx.Module):
         self.down = Linear(shape.ffn, shape.hidden, in_axis="y", bias=shape.bias, std=out_std, key=keys[2])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, hidden/Gx] -> same; collectives are those of its `Linear` layers."""
+        """[batch, seq, hidden/Gx] -> same; collectives are those of its `Linear` layers.
+
+        SwiGLU's gate and up projections have one all-reduce of dX over `y` between them.
+        """
+        if self.gate is None:
+            return self.down(_gelu(self.up(x)))
+        x = vary(x, ("y",))  # once for both: the backward pass adds their dX before it is all-reduced
         h = self.up(x)
-        return self.down(_gelu(h) if self.gate is None else _swiglu(self.gate(x), h))
+        return self.down(_swiglu(self.gate(x), h))
 
 
 class Block(nnx.Module):
@@ -154,10 +160,9 @@ class Transformer(nnx.Module):
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: jax.Array | None = None) -> jax.Array:
         """Token ids [batch, seq] -> residual stream in `dtype`, which every later layer computes in."""
         self._check_length(tokens)
-        return self._embed((tokens,), dtype, key)[0]
+        return self._embed(self.embedding, (tokens,), dtype, key)[0]
 
-    def _embed(self, tokens: Streams, dtype: jnp.dtype, key: jax.Array | None) -> Streams:
-        embedding = gather_weights(self.embedding, dtype) if len(tokens) > 1 else self.embedding
+    def _embed(self, embedding: Embedding, tokens: Streams, dtype: jnp.dtype, key: jax.Array | None) -> Streams:
         xs = [embedding(part, dtype) for part in tokens]
         if self.positions is not None:
             positions = self.positions(tokens[0].shape[1], dtype)
@@ -169,14 +174,13 @@ class Transformer(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Residual stream -> scores of the local vocabulary shard [batch, seq, vocab/Gy]."""
-        return self._logits((x,))[0]
+        return self._logits(self.embedding, (x,))[0]
 
-    def _logits(self, xs: Streams) -> Streams:
-        scorer: Any = self.embedding if self.head is None else self.head
-        if len(xs) > 1:
-            scorer = gather_weights(scorer, xs[0].dtype)
-        scores = scorer.attend if self.head is None else scorer
-        return tuple(scores(self.norm(x)) for x in xs)
+    def _logits(self, embedding: Embedding, xs: Streams) -> Streams:
+        if self.head is None:
+            return tuple(embedding.attend(self.norm(x)) for x in xs)
+        head = gather_weights(self.head, xs[0].dtype) if len(xs) > 1 else self.head
+        return tuple(head(self.norm(x)) for x in xs)
 
     def _check_length(self, tokens: jax.Array) -> None:
         if tokens.shape[1] > self.shape.seq_len:
@@ -235,10 +239,13 @@ class Transformer(nnx.Module):
         return self._scores((tokens,), dtype, key, run_block)[0]
 
     def _scores(self, tokens: Streams, dtype: jnp.dtype, key: jax.Array | None, run_block: BlockFn) -> Streams:
-        xs = self._embed(tokens, dtype, key)
+        # Gathered once for all of its uses, whose gradients are then added before they are reduce-scattered.
+        shared = len(tokens) > 1 or self.head is None
+        embedding = gather_weights(self.embedding, dtype) if shared else self.embedding
+        xs = self._embed(embedding, tokens, dtype, key)
         for index, block in enumerate(self.blocks):
             xs = run_block(block, xs, None if key is None else jax.random.fold_in(key, index))
-        return self._logits(xs)
+        return self._logits(embedding, xs)
 
     def loss(
         self,

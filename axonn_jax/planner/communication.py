@@ -4,14 +4,13 @@ Counted is one program: forward, backward and optimizer of a model on one 4D mes
 
 * A weight that is gathered outside of recomputation depends on nothing but parameters, so the compiler gathers it once
   a step, not once a microbatch (XLA's loop-invariant code motion); recomputed gathers stay with their microbatch.
-* A tied table is gathered once for embedding and head (equal instructions are merged); its gradients are
-  reduce-scattered each for itself.
+* A tied table is gathered once for embedding and head, and the sum of its two gradients is reduce-scattered once.
 * Recomputation leaves out what the backward pass does not read: the all-reduce of a block's last matmul, and all of
   embedding, final norm, head and loss, which are outside of the blocks.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -90,7 +89,9 @@ class _Matmul:
     in_axis: str
     bias: bool = False
     tied: bool = False
-    """Its weight is the embedding table, gathered and held there."""
+    """Its weight is the embedding table, gathered and reduce-scattered there."""
+    joins_next: bool = False
+    """It has the next layer's input: its dX is added to that layer's, and not all-reduced for itself."""
 
 
 def predict(work: Work) -> tuple[Predicted, ...]:
@@ -121,11 +122,12 @@ def _all(work: Work) -> Iterator[Predicted]:
 
 def block_matmuls(shape: ModelShape) -> tuple[_Matmul, ...]:
     """The linear layers of a block; `x` and `y` swap roles from one to the next."""
-    widened = ("gate", "up") if shape.mlp == "swiglu" else ("up",)
+    up = _Matmul("blocks.mlp.up", shape.hidden, shape.ffn, _X, shape.bias)
+    gate = replace(up, name="blocks.mlp.gate", joins_next=True)
     return (
         _Matmul("blocks.attention.qkv", shape.hidden, shape.qkv_width, _X, shape.bias),
         _Matmul("blocks.attention.out", shape.heads * shape.head_dim, shape.hidden, _Y, shape.bias),
-        *(_Matmul(f"blocks.mlp.{name}", shape.hidden, shape.ffn, _X, shape.bias) for name in widened),
+        *((gate, up) if shape.mlp == "swiglu" else (up,)),
         _Matmul("blocks.mlp.down", shape.ffn, shape.hidden, _Y, shape.bias),
     )
 
@@ -146,22 +148,24 @@ def _matmul(work: Work, layer: _Matmul, count: int, again: bool, last: bool) -> 
     """The five collectives of a linear layer but the last, which is the update's.
 
     Z: all-gather W, reduce-scatter dW, (Gz-1)/Gz k n e/(Gx Gy) each. In-axis: all-reduce Y,
-    2 (Gin-1)/Gin m n e/Gout. Out-axis: all-reduce dX, 2 (Gout-1)/Gout m k e/Gin.
+    2 (Gin-1)/Gin m n e/Gout. Out-axis: all-reduce dX, 2 (Gout-1)/Gout m k e/Gin, once for layers that share X.
     """
     x, y = (_X, _Y) if layer.in_axis == _X else (_Y, _X)
     each = count * work.microbatches
     weight = layer.features_in * layer.features_out * work.itemsize // _size(work, x, y)
     result = work.rows * layer.features_out * work.itemsize // _size(work, y)
     operand = work.rows * layer.features_in * work.itemsize // _size(work, x)
-    if not layer.tied:
+    if not layer.tied:  # the embedding's table is gathered and scattered there
         yield _one(work, layer.name, "forward", "all-gather", (_Z,), weight, count)
     yield _one(work, layer.name, "forward", "all-reduce", (x,), result, each)
     if again:
         yield _one(work, layer.name, "recompute", "all-gather", (_Z,), weight, each)
         if not last and work.activations != "save_collectives":
             yield _one(work, layer.name, "recompute", "all-reduce", (x,), result, each)
-    yield _one(work, layer.name, "backward", "all-reduce", (y,), operand, each)
-    yield _one(work, layer.name, "backward", "reduce-scatter", (_Z,), weight, each)
+    if not layer.joins_next:
+        yield _one(work, layer.name, "backward", "all-reduce", (y,), operand, each)
+    if not layer.tied:
+        yield _one(work, layer.name, "backward", "reduce-scatter", (_Z,), weight, each)
 
 
 def _norm(work: Work, name: str, count: int, again: bool) -> Iterator[Predicted]:

@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import product
 
+_NUMBERS = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+"""How a printed mesh's devices lie where they are not in the order of their numbers."""
+
 Groups = tuple[tuple[int, ...], ...]
 Axes = tuple[str, ...]
 
@@ -23,16 +26,25 @@ def replica_groups(attributes: str, devices: int) -> Groups:
         dims = [int(n) for n in iota[3].split(",")]
         order = [int(n) for n in iota[4].split(",")] if iota[4] else list(range(len(dims)))
         return _chunks(_transposed(dims, order), int(iota[2]))
-    if named := re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}]+)\}", attributes):  # from jax 0.11 on
+    if named := re.search(rf"replica_groups=mesh\[([^\]]+)\]{_NUMBERS} \{{([^}}]+)\}}", attributes):
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        over = re.findall(r"'(\w+)'", named[2])
+        over = re.findall(r"'(\w+)'", named[4])
         names = list(sizes)
         order = [names.index(axis) for axis in (*(axis for axis in names if axis not in over), *over)]
         count = 1
         for axis in over:
             count *= sizes[axis]
-        return _chunks(_transposed(list(sizes.values()), order), count)
+        places = _transposed(list(sizes.values()), order)
+        return _chunks([_numbers(named[2], named[3], len(places))[place] for place in places], count)
     raise ValueError(f"no replica groups in {attributes[:200]!r}")
+
+
+def _numbers(dims: str | None, order: str | None, count: int) -> list[int]:
+    """The device at every place of a printed mesh: in order, unless the mesh says how its devices lie."""
+    if dims is None:
+        return list(range(count))
+    sizes = [int(n) for n in dims.split(",")]
+    return _transposed(sizes, [int(n) for n in order.split(",")] if order else list(range(len(sizes))))
 
 
 def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:

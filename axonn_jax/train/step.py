@@ -1,7 +1,7 @@
 """One optimizer step as a compiled program, for real arrays or for shapes alone."""
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.precision import Precision, compute_dtype
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.tensor.params import Params, take_apart
+from axonn_jax.tensor.params import Params, Parts, take_apart
 from axonn_jax.train.layout import state_layout
 from axonn_jax.train.program import StageProgram
 
@@ -28,11 +28,38 @@ class StepMetrics(TypedDict):
     grad_norm: Any
 
 
+class GradientProgram(Protocol):
+    """What a step needs of the program that it takes its gradients from; `StageProgram` is the package's."""
+
+    @property
+    def parts(self) -> Parts:
+        """The model taken apart."""
+
+    @property
+    def grid(self) -> Grid:
+        """Where it runs."""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether its order of computation is the package's, for which XLA needs options."""
+
+    def shardings(self) -> dict[str, NamedSharding]:
+        """The layout of every parameter."""
+
+    def batch_sharding(self) -> NamedSharding:
+        """The layout of a step's tokens."""
+
+    def gradients(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None
+    ) -> tuple[Params, jax.Array, jax.Array]:
+        """Gradients, mean loss and the gradients' global norm of [microbatches, sequences, seq + 1] tokens."""
+
+
 @dataclass(frozen=True)
 class Step:
     """Gradients, clipping and the optimizer's update as one function on global arrays."""
 
-    program: StageProgram
+    program: GradientProgram
     optimizer: optax.GradientTransformation
     clip: float = 0.0
     """Gradients are scaled down to this global norm; 0: not clipped."""
@@ -63,6 +90,19 @@ class Step:
         options = compat.overlap_options(platform) if self.program.ordered else {}
         return jax.jit(self.__call__, donate_argnums=(0, 1), out_shardings=out, compiler_options=options or None)
 
+    def compiled(
+        self, tokens: tuple[int, int, int], key: Any = None, compiler_options: dict[str, str] | None = None
+    ) -> jax.stages.Compiled:
+        """The step compiled for the program's parameters and [microbatches, sequences, seq + 1] tokens.
+
+        Parameters may be shapes alone; no array is made. `key` is one, or its shape, where the model has dropout.
+        """
+        params = _laid_out(self.program.parts.params, self.program.shardings())
+        state_shardings = self.state_shardings(params)
+        state = _laid_out(jax.eval_shape(self.optimizer.init, params), state_shardings)
+        batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=self.program.batch_sharding())
+        return self.jitted(state_shardings).lower(params, state, batch, key).compile(compiler_options)
+
     @property
     def _scalar(self) -> NamedSharding:
         return NamedSharding(self.program.grid.mesh, P())
@@ -92,14 +132,9 @@ def compile_abstract(
     grid.shape.check_batch(sequences, microbatches)
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
     program = StageProgram(take_apart(model), grid, compute_dtype(precision), activations, bucket, streams, ordered)
-    step = Step(program, optimizer, clip)
-    params = _laid_out(program.parts.params, program.shardings())
-    state_shardings = step.state_shardings(params)
-    state = _laid_out(jax.eval_shape(optimizer.init, params), state_shardings)
     rows = (microbatches, sequences // microbatches, shape.seq_len + 1)
-    tokens = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=program.batch_sharding())
     key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
-    return step.jitted(state_shardings).lower(params, state, tokens, key).compile(compiler_options)
+    return Step(program, optimizer, clip).compiled(rows, key, compiler_options)
 
 
 def _laid_out(arrays: Any, shardings: Any) -> Any:

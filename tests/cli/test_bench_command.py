@@ -36,6 +36,24 @@ def test_collectives_as_json_and_table():
     assert sum(one["bytes"] for one in figures["predicted"]) == sum(sums.values())
 
 
+def test_vs_gspmd_as_json(capsys):
+    # Equal losses and gradients are checked before anything is counted.
+    argv = ["bench", "vs_gspmd", "--devices", "4", "--grids", "d2z2y1x1", "--rounds", "2", "--json"]
+    assert main(argv) == 0
+    figures = json.loads(capsys.readouterr().out)
+    (row,) = figures["rows"]
+    assert figures["ratios"] == {"small 4 d2z2y1x1": row["ratio"]}
+    assert figures["ratio"] == pytest.approx(row["ratio"])
+    # The sum over data comes after the reduce-scatter over z: fewer bytes than one sum over both.
+    assert row["ratio"] < 0.75
+    assert row["ratio"] <= row["ratio_scattered"] <= 1
+    assert row["chosen"]
+    assert row["reason"] == ""
+    assert len(row["rounds_s"][0]) == len(row["rounds_s"][1]) == 2
+    assert row["step_ratio"] == pytest.approx(row["step_s"][0] / row["step_s"][1])
+    assert sum(one["explicit"] for one in row["by"]) == pytest.approx(row["bytes"]["explicit"])
+
+
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
@@ -45,6 +63,11 @@ def test_collectives_as_json_and_table():
         (["bench", "collectives", "--grid.x", "3"], ["model.hidden = 2048", "nearest"]),
         (["bench", "collectives", "--grid.pipe", "2"], ["grid.pipe = 2"]),
         (["bench", "collectives", "--batch", "3", "--grid.data", "2"], ["train.global_batch = 3"]),
+        (["bench", "vs_gspmd", "--grids", "d2z2"], ["--grids = 'd2z2'", "d2z2y1x1"]),
+        (["bench", "vs_gspmd", "--devices", "4", "--grids", "d2z1y1x1"], ["--grids = 'd2z1y1x1'", "4 devices"]),
+        (["bench", "vs_gspmd", "--devices", "0"], ["--devices = 0"]),
+        (["bench", "vs_gspmd", "--models", "gpt-5c"], ["model.preset = 'gpt-5c'", "gpt-5b"]),
+        (["bench", "vs_gspmd", "--rounds", "0"], ["--rounds = 0"]),
     ],
 )
 def test_bad_input_is_one_line(refused, argv, parts):

@@ -45,6 +45,23 @@ def test_alternate_layers_swap_x_and_y():
     assert [(one.phase, one.over) for one in down] == [("forward", "y"), ("backward", "x"), ("update", "data")]
 
 
+def test_gate_and_up_reduce_their_input_gradient_once():
+    shape = preset("llama2-7b")
+    grid = GridShape(z=2, y=4, x=2)
+    over_y = [one for one in predict(Work(shape, grid, 4)) if one.over == "y" and one.phase == "backward"]
+    blocks = [one for one in over_y if one.name.startswith("blocks")]
+    assert [one.name for one in blocks] == ["blocks.attention.qkv", "blocks.mlp.up"]
+    each = 2 * Fraction(3, 4) * 2 * 4096 * 4096 * 4 / 2  # 2 sequences of 4,096 tokens, hidden 4096 over x = 2
+    assert sum(one.bytes for one in blocks) == 2 * 32 * each
+
+
+def test_a_tied_table_travels_once_each_way():
+    over_z = [one for one in predict(Work(GPT, GridShape(z=8), 8)) if one.over == "z" and one.kind != "all-reduce"]
+    table = {(one.name, one.kind): one.bytes for one in over_z if one.name in ("embedding", "head")}
+    once = Fraction(7, 8) * GPT.vocab * GPT.hidden * 4
+    assert table == {("embedding", "all-gather"): once, ("embedding", "reduce-scatter"): once}
+
+
 def test_one_axis_alone_is_ddp_and_fsdp():
     params = preset("llama2-7b").params()
     ddp = totals(predict(Work(preset("llama2-7b"), GridShape(data=8), 8)))

@@ -72,6 +72,7 @@ def test_an_instruction_has_its_operands_and_attributes():
         ("replica_groups=[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
         ("replica_groups=[4,2]<=[2,2,2]T(2,0,1)", ((0, 2), (4, 6), (1, 3), (5, 7))),
         ("replica_groups=mesh['data'=2,'x'=4] {'data'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}, use_global", ((0, 2), (1, 3))),
         ("source_target_pairs={{0,1},{1,0}}, metadata={}", ((0, 1), (1, 0))),
     ],
 )

@@ -1,0 +1,229 @@
+"""``axonn-jax bench vs_gspmd``: the explicit program beside automatic partitioning, grid by grid."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from itertools import product
+from statistics import geometric_mean
+from typing import Any, Literal
+
+from axonn_jax.cli.virtual import make_devices
+from axonn_jax.comparison import Comparison, compare_compiled, compare_runs
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.models.presets import preset
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.version import __version__
+
+RUN_UP_TO = 16
+"""Devices up to which steps are run, of a small model on every grid; beyond, published models are compiled."""
+SMALL = ModelShape(layers=2, hidden=256, heads=8, kv_heads=8, ffn=1024, vocab=1024, seq_len=256)
+"""What is run: one sequence a device."""
+CHOSEN = 2.0
+"""A grid that a user would choose sends at most this many times the bytes of the best grid of as many devices."""
+
+
+@dataclass(frozen=True)
+class VsGspmd:
+    """The same model on the same mesh: this package's program beside plain jax.jit with NamedSharding on everything.
+
+    Up to 16 devices a small model really runs, on every grid, the two in turns; beyond, published models are compiled
+    for virtual CPU devices, on a sample of grids. Bytes are what a device sends in a step of one sequence a device, on
+    a ring, in float32.
+    """
+
+    devices: tuple[int, ...] = (8, 64, 512)
+    """Numbers of devices, each in a process of its own."""
+    models: tuple[str, ...] = ("gpt-5b", "gpt-20b")
+    """Published models that are compiled (docs/config.md lists them)."""
+    grids: tuple[str, ...] = ()
+    """Only these grids, named as in d2z2y1x1 (data, z, y, x); left out: all, or beyond 16 devices a sample."""
+    rounds: int = 7
+    """Steps of either program that are timed, in turns."""
+    constraints: Literal["layers", "blocks", "none"] = "layers"
+    """Where automatic partitioning is told the layout of activations: behind every layer, every block, or nowhere."""
+    json: bool = False
+    """Print one JSON object instead of the table."""
+
+
+def run(args: VsGspmd) -> int:
+    """Compares, prints, and returns 0.
+
+    Raises:
+        UserError: a model or grid is unknown, or they do not fit.
+    """
+    grids = [_parsed(name) for name in args.grids]
+    for count in args.devices:
+        if count < 1:
+            raise UserError("--devices", count, "integers of at least 1")
+    if args.rounds < 1:
+        raise UserError("--rounds", args.rounds, "an integer of at least 1")
+    shapes = [preset(name) for name in args.models]
+    if len(args.devices) == 1:
+        rows = _rows(args, args.devices[0], grids, shapes)
+    else:
+        rows = [row for count in args.devices for row in _in_a_process(args, count)]
+    figures = _figures(args, rows)
+    print(json.dumps(figures) if args.json else _table(figures))
+    return 0
+
+
+def _in_a_process(args: VsGspmd, count: int) -> list[dict[str, Any]]:
+    """Rows for one number of devices: a process's number of virtual devices is fixed once jax has started."""
+    flags = ["--devices", str(count), "--models", *args.models, "--rounds", str(args.rounds)]
+    flags += ["--constraints", args.constraints, "--json", *(("--grids", *args.grids) if args.grids else ())]
+    command = [sys.executable, "-m", "axonn_jax.cli.main", "bench", "vs_gspmd", *flags]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return list(json.loads(done.stdout)["rows"])
+
+
+def _rows(args: VsGspmd, count: int, grids: Sequence[GridShape], shapes: Sequence[ModelShape]) -> list[dict[str, Any]]:
+    make_devices(count)
+    real = count <= RUN_UP_TO
+    models = [("small", SMALL)] if real else list(zip(args.models, shapes, strict=True))
+    found: list[tuple[str, Comparison]] = []
+    for model, shape in models:
+        for grid in [one for one in grids or choose_grids(count, shape) if one.devices == count]:
+            if real:
+                one = compare_runs(shape, grid, count, args.constraints, args.rounds)
+            else:
+                one = compare_compiled(shape, grid, count, args.constraints)
+            found.append((model, one))
+            print(f"{model}, {count} devices, {name(grid)}: {one.ratio:.3f}", file=sys.stderr, flush=True)
+    least = {model: min(one.least for name, one in found if name == model) for model, _ in found}
+    return [_row(model, one, one.least <= CHOSEN * least[model]) for model, one in found]
+
+
+def name(grid: GridShape) -> str:
+    """A grid's short name, such as d2z2y1x1."""
+    return f"d{grid.data}z{grid.z}y{grid.y}x{grid.x}"
+
+
+def _parsed(text: str) -> GridShape:
+    found = re.fullmatch(r"d(\d+)z(\d+)y(\d+)x(\d+)", text)
+    if found is None:
+        raise UserError("--grids", text, "names such as d2z2y1x1: the sizes of data, z, y and x")
+    return GridShape(1, *map(int, found.groups()))
+
+
+def choose_grids(devices: int, shape: ModelShape) -> list[GridShape]:
+    """Every legal 4D grid up to 16 devices; beyond, a sample: one axis alone, and mixtures with `z` of 8 or more.
+
+    The mixtures have every pair of `y` and `x` up to 16 together, so large single axes too, on which an
+    explicit program could lose.
+    """
+    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
+    legal = [
+        grid
+        for axes in product(sizes, repeat=4)
+        if (grid := GridShape(1, *axes)).devices == devices and _fits(grid, shape, devices)
+    ]
+    if devices <= RUN_UP_TO:
+        return legal
+
+    def mixed(grid: GridShape) -> bool:
+        return grid.z == 8 and (grid.y, grid.x) in {(1, 1), (8, 1), (1, 8), (4, 2), (2, 4), (2, 2), (4, 4), (8, 8)}
+
+    return [grid for grid in legal if mixed(grid) or devices in (grid.data, grid.z)]
+
+
+def _fits(grid: GridShape, shape: ModelShape, sequences: int) -> bool:
+    try:
+        grid.check_model(shape)
+        grid.check_batch(sequences, 1)
+    except UserError:
+        return False
+    return True
+
+
+def _row(model: str, one: Comparison, chosen: bool) -> dict[str, Any]:
+    sides = {"explicit": one.explicit, "automatic": one.automatic, "automatic_scattered": one.scattered}
+    keys = sorted({key for sums in sides.values() for key in sums})
+    return {
+        "model": model,
+        "layers": one.shape.layers,
+        "devices": one.grid.devices,
+        "grid": asdict(one.grid),
+        "name": name(one.grid),
+        "bytes": {side: float(sum(sums.values())) for side, sums in sides.items()},
+        "by": [
+            {"kind": kind, "axes": axes, **{side: float(sums.get((kind, axes), 0)) for side, sums in sides.items()}}
+            for kind, axes in keys
+        ],
+        "ratio": one.ratio,
+        "ratio_scattered": one.ratio_scattered,
+        "chosen": chosen,
+        "reason": one.reason() if max(one.ratio, one.ratio_scattered) > 1 else "",
+        "step_s": one.step_s,
+        "step_ratio": None if one.step_s is None else one.step_s[0] / one.step_s[1],
+        "rounds_s": one.rounds_s,
+    }
+
+
+def _figures(args: VsGspmd, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if not rows:
+        raise UserError("--grids", " ".join(args.grids), f"a grid of {' or '.join(map(str, args.devices))} devices")
+
+    def mean(key: str, rows: Sequence[dict[str, Any]]) -> float | None:
+        values = [row[key] for row in rows if row[key]]
+        return geometric_mean(values) if values else None
+
+    chosen = [row for row in rows if row["chosen"]]
+    return {
+        "ratio": mean("ratio", rows),
+        "ratio_scattered": mean("ratio_scattered", rows),
+        "ratio_chosen": mean("ratio", chosen),
+        "largest_chosen": max(row["ratio"] for row in chosen),
+        "largest_chosen_scattered": max(row["ratio_scattered"] for row in chosen),
+        "step_ratio": mean("step_ratio", rows),
+        "ratios": {f"{row['model']} {row['devices']} {row['name']}": row["ratio"] for row in rows},
+        "rows": list(rows),
+        "small": asdict(SMALL),
+        "constraints": args.constraints,
+        "dtype": "float32",
+        "device": "virtual CPU devices",
+        "versions": {
+            "axonn_jax": __version__,
+            **{package: metadata.version(package) for package in ("jax", "jaxlib", "flax")},
+        },
+    }
+
+
+def _table(figures: dict[str, Any]) -> str:
+    heads = ("model", "devices", "grid", "explicit MB", "automatic MB", "ratio", "scattered", "step", "chosen")
+    cells = [
+        (
+            row["model"],
+            str(row["devices"]),
+            row["name"],
+            f"{row['bytes']['explicit'] / 1e6:,.1f}",
+            f"{row['bytes']['automatic'] / 1e6:,.1f}",
+            f"{row['ratio']:.3f}",
+            f"{row['ratio_scattered']:.3f}",
+            "" if row["step_ratio"] is None else f"{row['step_ratio']:.2f}",
+            "yes" if row["chosen"] else "",
+        )
+        for row in figures["rows"]
+    ]
+    widths = [max(len(row[at]) for row in (heads, *cells)) for at in range(len(heads))]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (heads, *cells)]
+    for at, row in enumerate(figures["rows"], start=1):
+        lines[at] += f"  {row['reason']}" if row["reason"] else ""
+    step = "" if figures["step_ratio"] is None else f"; step time {figures['step_ratio']:.3f}"
+    return "\n".join(
+        [
+            "bytes a device sends in a step, explicit program over automatic partitioning; scattered: where a compiler",
+            "makes reduce-scatters of automatic partitioning's all-reduces that are only sliced; chosen: within twice",
+            "the bytes of the best grid of as many devices",
+            "",
+            *lines,
+            "",
+            f"geometric means: bytes {figures['ratio']:.3f}, scattered {figures['ratio_scattered']:.3f}{step}",
+            f"largest of chosen grids: {figures['largest_chosen']:.3f}, scattered "
+            f"{figures['largest_chosen_scattered']:.3f}",
+        ]
+    )

@@ -1,0 +1,133 @@
+"""The same model by automatic partitioning: `jax.jit` with layouts, and XLA to place the collectives.
+
+What the package's own program is measured against. The layers are called outside of any manual region, where they are
+the plain ones (`tensor.collectives`); parameters and batch are laid out exactly as for the explicit program, and the
+activations are constrained to the layouts that they have there.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.models.transformer import Block, Streams, Transformer, run_streams
+from axonn_jax.tensor.embedding import Embedding
+from axonn_jax.tensor.linear import Linear, other
+from axonn_jax.tensor.params import Params, Parts
+from axonn_jax.train.program import BATCH_SPEC
+
+Constraints = Literal["layers", "blocks", "none"]
+"""Where activations are constrained: behind every linear layer and block, behind blocks only, or nowhere."""
+
+
+@dataclass(frozen=True)
+class AutomaticProgram:
+    """Gradients of a `Transformer` as XLA partitions them; takes the place of a `StageProgram` in a `Step`."""
+
+    parts: Parts
+    grid: Grid
+    dtype: jnp.dtype
+    constraints: Constraints = "layers"
+
+    @property
+    def ordered(self) -> bool:
+        """The order of computation is XLA's."""
+        return False
+
+    def shardings(self) -> dict[str, NamedSharding]:
+        """The layout of every parameter on the mesh, the explicit program's."""
+        return {name: NamedSharding(self.grid.mesh, spec) for name, spec in self.parts.specs.items()}
+
+    def batch_sharding(self) -> NamedSharding:
+        """The layout of a step's tokens on the mesh, the explicit program's."""
+        return NamedSharding(self.grid.mesh, BATCH_SPEC)
+
+    def gradients(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None
+    ) -> tuple[Params, jax.Array, jax.Array]:
+        """Mean loss over [microbatches, sequences, seq + 1] tokens, its gradients and their global norm.
+
+        Microbatches run one after the other. Gradients are float32 in the parameters' layout. Collectives are those
+        that XLA chooses.
+        """
+        grads, loss = (
+            self._backward(params, tokens[0], key) if tokens.shape[0] == 1 else self._scan(params, tokens, key)
+        )
+        grads = jax.tree.map(lax.with_sharding_constraint, grads, self.shardings())
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(grad)) for grad in grads.values()))
+        return grads, loss, norm
+
+    def _backward(self, params: Params, batch: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array]:
+        loss, grads = jax.value_and_grad(self._loss)(params, batch, key)
+        return grads, loss
+
+    def _scan(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array]:
+        count = tokens.shape[0]
+
+        def add(total: Any, microbatch: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+            index, batch = microbatch
+            found = self._backward(params, batch, None if key is None else jax.random.fold_in(key, index))
+            return jax.tree.map(lambda a, b: a + b / count, total, found), None
+
+        zeros = (jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32))
+        total, _ = lax.scan(add, zeros, (jnp.arange(count), tokens))
+        return total
+
+    def _loss(self, params: Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
+        model: Any = self.parts.rebuild(params)
+        run_block = run_streams
+        if self.constraints != "none":
+            run_block = self._run_block
+        if self.constraints == "layers":
+            self._constrain_layers(model)
+        return jnp.mean(model.loss(batch[:, :-1], batch[:, 1:], dtype=self.dtype, key=key, run_block=run_block))
+
+    def _run_block(self, block: Block, xs: Streams, key: jax.Array | None) -> Streams:
+        stream = self._rows("x")
+        xs = tuple(lax.with_sharding_constraint(x, stream) for x in xs)
+        return tuple(lax.with_sharding_constraint(x, stream) for x in run_streams(block, xs, key))
+
+    def _rows(self, axis: str) -> NamedSharding:
+        """[batch, seq, features] with features over `axis`."""
+        return NamedSharding(self.grid.mesh, P(BATCH_AXES, None, axis))
+
+    def _constrain_layers(self, model: Transformer) -> None:
+        """Puts the model's layers, which are this trace's own, behind ones that constrain what they return."""
+        for block in model.blocks:
+            for home, names in ((block.attention, ("qkv", "out")), (block.mlp, ("gate", "up", "down"))):
+                for name in names:
+                    if (layer := getattr(home, name)) is not None:
+                        setattr(home, name, _Constrained(layer, self._rows(other(layer.in_axis))))
+        scores = self._rows("y")
+        model.embedding = _ConstrainedEmbedding(model.embedding, self._rows("x"), scores)  # type: ignore[assignment]
+        if model.head is not None:
+            model.head = _Constrained(model.head, scores)  # type: ignore[assignment]
+
+
+class _Constrained(nnx.Module):
+    """A linear layer whose output has a layout."""
+
+    def __init__(self, layer: Linear, out: NamedSharding):
+        self.layer, self.out = layer, out
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(self.layer(x), self.out)
+
+
+class _ConstrainedEmbedding(nnx.Module):
+    """An embedding whose outputs, looked up and scored, have layouts."""
+
+    def __init__(self, layer: Embedding, out: NamedSharding, scores: NamedSharding):
+        self.layer, self.out, self.scores = layer, out, scores
+
+    def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        return lax.with_sharding_constraint(self.layer(ids, dtype), self.out)
+
+    def attend(self, h: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(self.layer.attend(h), self.scores)

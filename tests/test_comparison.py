@@ -1,0 +1,60 @@
+"""The explicit program beside automatic partitioning: depth, sameness, and what is said where it loses."""
+
+from dataclasses import replace
+
+import numpy as np
+import optax
+import pytest
+from grids import GPT, LLAMA
+
+from axonn_jax.comparison import _check_same, _compiled, compare_compiled, compare_runs
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+
+
+@pytest.mark.parametrize("constraints", ["layers", "blocks", "none"])
+def test_llama_on_a_mixed_grid_is_the_same_by_either_program(constraints):
+    done = compare_runs(LLAMA, GridShape(z=2, y=2), 4, constraints, rounds=1)
+    assert done.ratio < 1
+    assert done.step_s is not None
+    assert {axes for _, axes in done.explicit} >= {"z", "y"}
+
+
+def test_a_deeper_model_is_one_block_more_for_every_layer():
+    shape, grid = replace(GPT, layers=4), GridShape(data=2, z=2)
+    done = compare_compiled(shape, grid, 4)
+    whole = _compiled(shape, grid, 4, "layers")
+    assert done.explicit == whole.explicit
+    assert done.automatic == whole.automatic
+    assert done.scattered == whole.scattered
+
+
+def test_one_device_communicates_nothing():
+    done = compare_compiled(GPT, GridShape(), 1)
+    assert (done.explicit, done.automatic, done.ratio, done.reason()) == ({}, {}, 1.0, "")
+
+
+def test_the_reason_names_axis_and_layers():
+    done = compare_compiled(GPT, GridShape(x=2), 2)
+    lost = replace(done, scattered={key: amount / 2 for key, amount in done.scattered.items()})
+    assert lost.reason().startswith("over x +")
+    assert "forward all-reduce of blocks.mlp.up" in lost.reason()
+
+
+def test_other_losses_and_gradients_are_noticed():
+    params = {"a": np.ones(3, np.float32)}
+
+    def state(mu):
+        return params, (optax.ScaleByAdamState(np.int32(1), {"a": np.asarray(mu, np.float32)}, params),)
+
+    same = [{"loss": 2.0}, {"loss": 2.0}]
+    _check_same([state([1, 2, 3]), state([1, 2, 3])], same)
+    with pytest.raises(RuntimeError, match="losses differ"):
+        _check_same([state([1, 2, 3]), state([1, 2, 3])], [{"loss": 2.0}, {"loss": 2.1}])
+    with pytest.raises(RuntimeError, match="gradients of a differ"):
+        _check_same([state([1, 2, 3]), state([1, 2, 3.1])], same)
+
+
+def test_a_grid_that_does_not_divide_is_refused():
+    with pytest.raises(UserError, match=r"train.global_batch = 3"):
+        compare_runs(GPT, GridShape(data=2), 3)
