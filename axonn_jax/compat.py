@@ -1,5 +1,6 @@
 """The only place for version-dependent JAX names (jax 0.10.2 up)."""
 
+import importlib.util
 import pkgutil
 from importlib.metadata import entry_points
 from typing import Any
@@ -42,6 +43,20 @@ def keep_recomputation() -> dict[str, str]:
     pass. An unknown pass name would be ignored, so the accounting's tests find out when it changes.
     """
     return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
+def described_gpus(nodes: int, each: int, target: str) -> list[Any]:
+    """Devices of `nodes` machines with `each` GPUs as XLA's target description has them, to compile for, not to run on.
+
+    Needs jax's CUDA plugin and `ptxas`, but neither a GPU nor its driver. Raises ``LookupError`` without the plugin.
+    """
+    from jax.experimental import topologies
+
+    if not any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)):
+        raise LookupError("jax's CUDA plugin is not installed")
+    shape = f"1x{nodes}x{each}"  # slices, hosts, devices of a host
+    described = topologies.get_topology_desc("gpus", "cuda", target_config=target, topology=shape)
+    return list(described.devices)
 
 
 def context_mesh() -> jax.sharding.Mesh | None:

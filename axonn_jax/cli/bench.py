@@ -15,6 +15,11 @@ BENCHES = {
         "Collectives",
         "bytes every collective of a step moves: compiled beside predicted",
     ),
+    "overlap": (
+        "axonn_jax.cli.bench_overlap",
+        "Overlap",
+        "what runs beside a step's collectives in the schedule that XLA makes for a GPU",
+    ),
 }
 
 
