@@ -46,6 +46,13 @@ def keep_recomputation() -> dict[str, str]:
     return {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
+def cuda_plugin_installed() -> bool:
+    """Whether jax's CUDA plugin is there, which compiles for GPUs also where none is."""
+    if importlib.util.find_spec("jax_plugins") is None:  # asking for a part of what is not there is an error
+        return False
+    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
+
+
 def described_gpus(nodes: int, each: int, target: str) -> list[Any]:
     """Devices of `nodes` machines with `each` GPUs as XLA's target description has them, to compile for, not to run on.
 
@@ -53,7 +60,7 @@ def described_gpus(nodes: int, each: int, target: str) -> list[Any]:
     """
     from jax.experimental import topologies
 
-    if not any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)):
+    if not cuda_plugin_installed():
         raise LookupError("jax's CUDA plugin is not installed")
     shape = f"1x{nodes}x{each}"  # slices, hosts, devices of a host
     described = topologies.get_topology_desc("gpus", "cuda", target_config=target, topology=shape)

@@ -134,7 +134,8 @@ def _compiled(args: Overlap, shape: ModelShape, layout: GridShape, streams: int,
     text = program.as_text()
     assert text is not None  # XLA's backends print their programs
     axes = {axis: int(getattr(layout, axis)) for axis in MESH_AXES}
-    return _Done(streams, ordered, measure(text, axes, H100), int(program.memory_analysis().temp_size_in_bytes))
+    memory: Any = program.memory_analysis()
+    return _Done(streams, ordered, measure(text, axes, H100), int(memory.temp_size_in_bytes))
 
 
 def _figures(args: Overlap, shape: ModelShape, layout: GridShape, done: dict[str, _Done]) -> dict[str, Any]:
@@ -192,7 +193,8 @@ def _table(args: Overlap, shape: ModelShape, layout: GridShape, done: dict[str, 
     rows = []
     for name, one in done.items():
         windows = one.overlap.windows
-        sums = {**shares(windows), "the four together": share(w for w in windows if w.kind in MAIN)}
+        sums: dict[str, Share] = {str(kind): found for kind, found in shares(windows).items()}
+        sums["the four together"] = share(w for w in windows if w.kind in MAIN)
         for kind, found in sums.items():
             sizes = (f"{found.bytes / 1e6:,.1f}", _percent(found.of_bytes))
             rows.append((name, kind, *sizes, f"{found.seconds * 1e3:,.2f}", _percent(found.of_time)))

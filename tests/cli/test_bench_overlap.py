@@ -1,6 +1,5 @@
 """`axonn-jax bench overlap` where a GPU's compiler is installed (extra `aot`): no GPU is needed."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,20 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from axonn_jax.compat import cuda_plugin_installed
 from axonn_jax.planner.overlap import MAIN
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTALLED = any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not INSTALLED, reason="needs the CUDA plugin: pip install 'axonn_jax[aot]'")
-@pytest.mark.parametrize("activations", ["none", "full"])
-def test_collectives_of_a_step_run_beside_matmuls(activations):
-    """The goal is 0.9 of the bytes of each of the four; embedding and head count more in 8 layers than in 24."""
-    command = [sys.executable, "-m", "axonn_jax.cli.main", "bench", "overlap", "--layers", "8", "--json"]
+@pytest.mark.skipif(not cuda_plugin_installed(), reason="needs the CUDA plugin: pip install 'axonn_jax[aot]'")
+def test_collectives_of_a_step_run_beside_matmuls():
+    """Embedding and head have fewer matmuls beside them, and count more in 16 layers than in a whole model."""
+    command = [sys.executable, "-m", "axonn_jax.cli.main", "bench", "overlap", "--layers", "16", "--json"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command += ["--activations", activations]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     figures = json.loads(done.stdout)
