@@ -1,5 +1,6 @@
 """The only place for version-dependent JAX names (jax 0.10.2 up)."""
 
+import importlib.util
 import pkgutil
 from importlib.metadata import entry_points
 from typing import Any
@@ -23,7 +24,8 @@ def overlap_options(platform: str) -> dict[str, Any]:
     """XLA's compiler options under which collectives run beside matmuls: none but on GPUs.
 
     Combined collectives wait for the last and end with the first of their members, so nothing is combined that the
-    program did not combine itself; and several collectives may be under way at once, on the different axes.
+    program did not combine itself; and many collectives may be under way at once: with a limit of 8, gathers that take
+    long between nodes used all of it, and the all-reduces beside them were waited for at once.
     """
     if platform not in ("gpu", "cuda"):
         return {}
@@ -31,7 +33,7 @@ def overlap_options(platform: str) -> dict[str, Any]:
         "xla_gpu_all_gather_combine_threshold_bytes": 0,
         "xla_gpu_all_reduce_combine_threshold_bytes": 0,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 32,
     }
 
 
@@ -42,6 +44,27 @@ def keep_recomputation() -> dict[str, str]:
     pass. An unknown pass name would be ignored, so the accounting's tests find out when it changes.
     """
     return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
+def cuda_plugin_installed() -> bool:
+    """Whether jax's CUDA plugin is there, which compiles for GPUs also where none is."""
+    if importlib.util.find_spec("jax_plugins") is None:  # asking for a part of what is not there is an error
+        return False
+    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
+
+
+def described_gpus(nodes: int, each: int, target: str) -> list[Any]:
+    """Devices of `nodes` machines with `each` GPUs as XLA's target description has them, to compile for, not to run on.
+
+    Needs jax's CUDA plugin and `ptxas`, but neither a GPU nor its driver. Raises ``LookupError`` without the plugin.
+    """
+    from jax.experimental import topologies
+
+    if not cuda_plugin_installed():
+        raise LookupError("jax's CUDA plugin is not installed")
+    shape = f"1x{nodes}x{each}"  # slices, hosts, devices of a host
+    described = topologies.get_topology_desc("gpus", "cuda", target_config=target, topology=shape)
+    return list(described.devices)
 
 
 def context_mesh() -> jax.sharding.Mesh | None:

@@ -20,6 +20,11 @@ BENCHES = {
         "VsGspmd",
         "bytes and step time beside jax.jit's automatic partitioning, grid by grid",
     ),
+    "overlap": (
+        "axonn_jax.cli.bench_overlap",
+        "Overlap",
+        "what runs beside a step's collectives in the schedule that XLA makes for a GPU",
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.precision import Precision, compute_dtype
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.transformer import Transformer
+from axonn_jax.tensor.attention import AttentionKernel
 from axonn_jax.tensor.params import Params, Parts, take_apart
 from axonn_jax.train.layout import state_layout
 from axonn_jax.train.program import StageProgram
@@ -121,16 +122,18 @@ def compile_abstract(
     bucket: int = 16_000_000,
     streams: int = 1,
     ordered: bool = False,
+    attention: AttentionKernel = "auto",
     compiler_options: dict[str, str] | None = None,
 ) -> jax.stages.Compiled:
     """The step that a `Trainer` with these settings runs on `sequences` a step, compiled without making any array.
 
-    So a step for hundreds of virtual devices can be compiled on one machine. Raises ``UserError`` where model or
-    batch do not divide over the grid.
+    So a step for hundreds of virtual devices can be compiled on one machine. `attention` has to be said where the
+    grid's devices are not those of the default backend, from which it is chosen otherwise. Raises ``UserError``
+    where model or batch do not divide over the grid.
     """
     grid.shape.check_model(shape)
     grid.shape.check_batch(sequences, microbatches)
-    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), attention=attention))
     program = StageProgram(take_apart(model), grid, compute_dtype(precision), activations, bucket, streams, ordered)
     rows = (microbatches, sequences // microbatches, shape.seq_len + 1)
     key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None

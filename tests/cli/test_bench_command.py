@@ -1,5 +1,6 @@
 """`axonn-jax bench`: its list of benchmarks, the accounting of collectives, bad input."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -68,7 +69,18 @@ def test_vs_gspmd_as_json(capsys):
         (["bench", "vs_gspmd", "--devices", "0"], ["--devices = 0"]),
         (["bench", "vs_gspmd", "--models", "gpt-5c"], ["model.preset = 'gpt-5c'", "gpt-5b"]),
         (["bench", "vs_gspmd", "--rounds", "0"], ["--rounds = 0"]),
+        (["bench", "overlap", "--model", "gpt-5c"], ["model.preset = 'gpt-5c'", "gpt-5b"]),
+        (["bench", "overlap", "--devices", "40"], ["--devices = 40", "multiple", "32"]),
+        (["bench", "overlap", "--grid.data", "1", "--grid.z", "1"], ["--devices = 4", "multiple of 8"]),
+        (["bench", "overlap", "--streams", "3"], ["--streams = 3", "divisor of --rows, which is 2"]),
+        (["bench", "overlap", "--rows", "0"], ["--rows = 0"]),
+        (["bench", "overlap", "--grid.pipe", "2", "--grid.data", "1"], ["grid.pipe = 2"]),
     ],
 )
 def test_bad_input_is_one_line(refused, argv, parts):
     refused(argv, *parts)
+
+
+def test_overlap_without_a_compiler_for_gpus_says_what_to_install(refused, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refused(["bench", "overlap", "--layers", "1"], "CUDA plugin", "pip install", "axonn_jax[aot]")

@@ -1,0 +1,164 @@
+"""How long instructions of a compiled program take on a stated machine: a device's roofline, rings over links."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from axonn_jax.planner.compiled import Collective
+from axonn_jax.planner.groups import Groups
+from axonn_jax.planner.hlo import Array, Computation, Instruction, Module, arrays
+
+Link = Literal["node", "network"]
+
+_FREE = frozenset(
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+)
+_PARTIAL = frozenset({"dynamic-slice", "slice", "gather"})
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates that times are modelled with."""
+
+    name: str
+    flops_per_s: float
+    """Of large matmuls in half precision, as measured, not as advertised."""
+    bytes_per_s: float
+    """Of a device's memory."""
+    node_devices: int
+    """Devices that the fast links of a node join; consecutive devices of the mesh are a node."""
+    node_bytes_per_s: float
+    """What a device sends to others of its node."""
+    network_bytes_per_s: float
+    """What a node sends to other nodes."""
+    latency_s: float
+    """Of a collective."""
+
+    def link(self, groups: Groups) -> Link:
+        """The links that decide a collective's time: the network if any group has devices of several nodes."""
+        crosses = any(len({device // self.node_devices for device in group}) > 1 for group in groups)
+        return "network" if crosses else "node"
+
+    def ring_rate(self, groups: Groups) -> float:
+        """Bytes/s a device sends in a collective of these groups, all at once.
+
+        Groups inside a node have the device's links to themselves. The rings of groups across nodes share what a node
+        sends: beta_inter / min(G_node, product of the inner axes) (AxoNN SC 24; DESIGN section 4).
+        """
+        if self.link(groups) == "node":
+            return self.node_bytes_per_s
+        rings = sum(any(device < self.node_devices for device in group) for group in groups)
+        return min(self.node_bytes_per_s, self.network_bytes_per_s / rings)
+
+    def ring_seconds(self, members: Sequence[Collective]) -> float:
+        """Time of one collective instruction, all of whose buffers travel together."""
+        return self.latency_s + float(sum(one.bytes_once for one in members)) / self.ring_rate(members[0].groups)
+
+
+# 813 TFLOP/s are the matmuls that SC 24 measured on an H100 (0.82 of its peak); memory as in XLA's description of it.
+# NVLink 4 has 450 GB/s a direction, and 8 ports of 400 Gb/s are 400 GB/s a node; rings reach about 0.8 of either.
+H100 = Machine("H100 SXM, 8 a node", 813e12, 3.35e12, 8, 0.8 * 450e9, 0.8 * 400e9, 1e-5)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one instruction asks of a device."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    matmuls: int = 0
+
+    def seconds(self, machine: Machine) -> float:
+        """Roofline time."""
+        return max(self.flops / machine.flops_per_s, self.bytes / machine.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The work of a module's instructions; loops and calls are for who walks the module."""
+
+    module: Module
+    _known: dict[str, tuple[int, float]] = field(default_factory=dict, repr=False)
+
+    def of(self, inside: Computation, one: Instruction) -> Work:
+        """FLOPs of its matmuls and the bytes it reads and writes; nothing for a collective's parts."""
+        if one.opcode in _FREE or one.opcode.endswith(("-start", "-done", "-update")):
+            return Work()
+        count, flops = self._own_matmuls(inside, one)
+        called = self.module.computations[one.called[0][1]] if one.opcode == "fusion" else None
+        return Work(flops, _moved(inside, one, called), count)
+
+    def _own_matmuls(self, inside: Computation, one: Instruction) -> tuple[int, float]:
+        """How many matmuls an instruction has in it, and their FLOPs."""
+        if one.opcode == "dot":
+            return 1, _dot_flops(inside, one, one.attributes)
+        if one.opcode == "custom-call":
+            return _library_matmul(inside, one)
+        if one.opcode not in ("fusion", "call"):
+            return 0, 0.0
+        parts = [self.matmuls(name) for _, name in one.called]
+        return sum(count for count, _ in parts), sum(flops for _, flops in parts)
+
+    def matmuls(self, name: str) -> tuple[int, float]:
+        """How many matmuls a computation and what it calls have, loops taken once, and their FLOPs."""
+        if name not in self._known:
+            computation = self.module.computations[name]
+            parts = [self._own_matmuls(computation, one) for one in computation.instructions]
+            self._known[name] = (sum(count for count, _ in parts), sum(flops for _, flops in parts))
+        return self._known[name]
+
+
+def _dot_flops(inside: Computation, one: Instruction, attributes: str) -> float:
+    """2 times the result's elements times the contracted length, whose dims HLO and cuBLAS print differently."""
+    found = re.search(r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([\d,\"]*)[}\]]", attributes)
+    left = arrays(inside.by_name[one.operands[0]].shape)[0]
+    contracted = prod(left.dims[int(dim)] for dim in re.findall(r"\d+", found[1])) if found else 1
+    return 2.0 * arrays(one.shape)[0].elements * contracted
+
+
+def _library_matmul(inside: Computation, one: Instruction) -> tuple[int, float]:
+    """Matmuls of a call into cuBLAS, into cuDNN's fused attention, or of a Triton kernel that says what it is."""
+    target = re.search(r'custom_call_target="([^"]*)"', one.attributes)
+    name = target[1] if target else ""
+    if "__cublas" in name or "gemm" in name:
+        return 1, _dot_flops(inside, one, one.attributes)
+    if "fmha" in name:
+        queries, keys = (arrays(inside.by_name[operand].shape)[0] for operand in one.operands[:2])
+        matmuls = 5 if "Backward" in name else 2
+        causal = 0.5 if "CAUSAL" in one.attributes else 1.0
+        return matmuls, causal * matmuls * 2.0 * queries.elements * keys.dims[1]  # [batch, seq, heads, features]
+    return 0, 0.0
+
+
+def _moved(inside: Computation, one: Instruction, called: Computation | None) -> float:
+    """Bytes read and written; of an operand that is only sliced the slices, of an update in place the update."""
+    written = float(_size(arrays(one.shape)))
+    if called is None:
+        return written + sum(
+            _size(arrays(inside.by_name[name].shape)) for name in one.operands if name in inside.by_name
+        )
+    users_of: dict[str, list[Instruction]] = {}
+    for user in called.instructions:
+        for name in set(user.operands):
+            users_of.setdefault(name, []).append(user)
+    read = 0.0
+    for parameter in called.instructions:
+        if parameter.opcode != "parameter":
+            continue
+        users = users_of.get(parameter.name, [])
+        if users and all(user.opcode in _PARTIAL and user.operands[0] == parameter.name for user in users):
+            read += sum(_size(arrays(user.shape)) for user in users)
+        elif users and all(
+            user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name for user in users
+        ):
+            updates = sum(_size(arrays(called.by_name[user.operands[1]].shape)) for user in users)
+            written -= _size(arrays(parameter.shape)) - updates
+        else:
+            read += _size(arrays(parameter.shape))
+    return read + max(written, 0.0)
+
+
+def _size(found: Iterable[Array]) -> int:
+    return sum(array.bytes for array in found)

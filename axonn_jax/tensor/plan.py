@@ -1,0 +1,177 @@
+"""An order of computation found in virtual time: one compute unit, a network, and what is ready on each."""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+_COLLECTIVES = frozenset({"psum", "psum2", "psum_invariant", "all_gather", "reduce_scatter", "pmax", "ppermute"})
+_ON_THE_WAY = frozenset({"reshape", "transpose", "convert_element_type", "squeeze", "add_any", "pvary", "pcast"})
+_FLOPS_PER_S = 4e14
+_BYTES_PER_S = 2e12
+_NETWORK_BYTES_PER_S = 2e11
+_LATENCY_S = 1e-5
+_PATIENCE = 6  # matmuls: a weight gradient waits no longer, or its operands would fill the memory
+"""An accelerator's round figures: only the order is taken from them, never a time."""
+
+
+@dataclass
+class Window:
+    """A collective and the matmuls that ran while it was under way."""
+
+    collective: int
+    matmuls: list[int] = field(default_factory=list)
+    next: int | None = None
+    """The first matmul after it."""
+
+
+class Plan:
+    """Virtual time: one compute unit, and a network that serves one collective an axis at a time."""
+
+    def __init__(self, eqns: Sequence[JaxprEqn]):
+        self.eqns = eqns
+        producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        self.before = [
+            sorted({producer[v] for v in eqn.invars if isinstance(v, Var) and v in producer}) for eqn in eqns
+        ]
+        self.after: list[list[int]] = [[] for _ in eqns]
+        for i, sources in enumerate(self.before):
+            for source in sources:
+                self.after[source].append(i)
+        self.seconds = [_seconds(eqn) for eqn in eqns]
+        self.rank = [0.0] * len(eqns)  # length of the longest chain that starts here
+        for i in reversed(range(len(eqns))):
+            self.rank[i] = self.seconds[i] + max((self.rank[j] for j in self.after[i]), default=0.0)
+        self.matmul = _matmuls(eqns)
+        self.hurry = [False] * len(eqns)  # stands between a matmul and its collective: the network waits for it
+        for i in reversed(range(len(eqns))):
+            if eqns[i].primitive.name in _ON_THE_WAY:
+                self.hurry[i] = any(is_collective(eqns[j]) or self.hurry[j] for j in self.after[i])
+        self.collective = [is_collective(eqn) for eqn in eqns]
+
+    def run(self) -> "Order":
+        """The order in which everything has run at the end of virtual time."""
+        missing = [len(sources) for sources in self.before]
+        now = 0.0
+        matmuls_run = 0
+        lanes: dict[str, float] = {}  # when the network of an axis is free
+        ready: list[tuple[bool, float, int]] = []
+        waiting: deque[tuple[int, int]] = deque()  # matmuls that are ready, with how many had run by then
+        started: set[int] = set()
+        under_way: list[tuple[float, Window]] = []
+        windows: list[Window] = []
+        sequence: list[int] = []
+
+        def arrive(i: int) -> None:
+            if not self.collective[i]:
+                heapq.heappush(ready, (not self.hurry[i], -self.rank[i], i))
+                if i in self.matmul:
+                    waiting.append((matmuls_run, i))
+                return
+            lane = _axes(self.eqns[i])
+            begin = now if self.small(i) else max(lanes.get(lane, 0.0), now)  # small ones pass the others
+            lanes[lane] = max(lanes.get(lane, 0.0), begin + self.seconds[i])
+            sequence.append(i)
+            windows.append(Window(i))
+            under_way.append((begin + self.seconds[i], windows[-1]))
+
+        def release(i: int) -> None:
+            for j in self.after[i]:
+                missing[j] -= 1
+                if missing[j] == 0:
+                    arrive(j)
+
+        def finish(window: Window) -> None:
+            under_way[:] = [(end, other) for end, other in under_way if other is not window]
+            release(window.collective)
+
+        for i in [i for i, count in enumerate(missing) if count == 0]:
+            arrive(i)
+        while ready or under_way:
+            ended = [window for end, window in under_way if end <= now]
+            over = [window for window in ended if window.matmuls or self.small(window.collective)]
+            for window in over:
+                finish(window)
+            while waiting and waiting[0][1] in started:
+                waiting.popleft()
+            while ready and ready[0][2] in started:
+                heapq.heappop(ready)
+            if not ready:
+                later = [end for end, _ in under_way if end > now]
+                if not over and later:
+                    now = min(later)
+                elif not over:  # nothing else can run beside it
+                    finish(ended[0])
+                continue
+            patient = not waiting or matmuls_run - waiting[0][0] < _PATIENCE
+            i = heapq.heappop(ready)[2] if patient or ready[0][0] is False else waiting.popleft()[1]
+            started.add(i)
+            if i in self.matmul:
+                matmuls_run += 1
+                for window in windows:
+                    if window.next is None and all(window is not other for _, other in under_way):
+                        window.next = i
+                for _, window in under_way:
+                    window.matmuls.append(i)
+            now += self.seconds[i]
+            sequence.append(i)
+            release(i)
+        return Order(sequence, windows, self)
+
+    def small(self, i: int) -> bool:
+        """Whether a collective is a matter of latency, as a norm's sums are."""
+        return self.seconds[i] < 2 * _LATENCY_S
+
+
+@dataclass
+class Order:
+    """An order found: positions of equations, and what ran beside each collective."""
+
+    sequence: list[int]
+    windows: list[Window]
+    plan: Plan
+
+
+def _matmuls(eqns: Iterable[JaxprEqn]) -> Mapping[int, float]:
+    """Matmuls worth hiding a collective behind, by position."""
+    found = {i: _flops(eqn) for i, eqn in enumerate(eqns) if eqn.primitive.name == "dot_general"}
+    least = max(found.values(), default=0.0) / 100
+    return {i: flops for i, flops in found.items() if flops >= least}
+
+
+def is_collective(eqn: JaxprEqn) -> bool:
+    """Whether an equation communicates."""
+    return eqn.primitive.name in _COLLECTIVES
+
+
+def _axes(eqn: JaxprEqn) -> str:
+    return str(eqn.params.get("axes", eqn.params.get("axis_name")))
+
+
+def _flops(eqn: JaxprEqn) -> float:
+    (contract, _), _ = eqn.params["dimension_numbers"]
+    shape = aval_of(eqn.invars[0]).shape
+    return 2.0 * aval_of(eqn.outvars[0]).size * float(np.prod([shape[d] for d in contract]))
+
+
+def aval_of(atom: Any) -> Any:
+    """Shape and dtype of a variable or literal."""
+    return atom.aval
+
+
+def _bytes(atoms: Iterable[Any]) -> float:
+    return sum(a.aval.size * getattr(a.aval.dtype, "itemsize", 4) for a in atoms if hasattr(a.aval, "size"))
+
+
+def _seconds(eqn: JaxprEqn) -> float:
+    if eqn.primitive.name == "all_gather":
+        return 0.0  # of weights, which are there from the start
+    if is_collective(eqn):
+        return _LATENCY_S + max(_bytes(eqn.invars), _bytes(eqn.outvars)) / _NETWORK_BYTES_PER_S
+    if eqn.primitive.name == "dot_general":
+        return _flops(eqn) / _FLOPS_PER_S
+    return _bytes(eqn.outvars) / _BYTES_PER_S / 4  # most is fused with its neighbours
