@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from axonn_jax.tensor.plan import Order, Plan, aval_of, is_collective
+from axonn_jax.tensor.plan import Order, Plan, aval_of
 
 _INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
 
@@ -108,19 +108,17 @@ def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[
     """
     plan = found.plan
     ancestors: dict[int, int] = {}  # bit sets
-    behind = {window.collective: window.matmuls[-1] for window in found.windows if window.matmuls}
     out: list[JaxprEqn] = []
     names: dict[Var, Any] = {}
     last: int | None = None
-    delayed: dict[int, list[int]] = {}
-    position = {i: n for n, i in enumerate(found.sequence)}
+    delayed: dict[int, list[int]] = {}  # whose users wait for a matmul beside them, by that matmul
     awaited: dict[int, list[int]] = {}  # what nothing else would wait for before the end, by the matmul that does
     for window in found.windows:
-        if window.next is not None and window.matmuls and not plan.small(window.collective):
+        if window.beside is None:
+            continue
+        delayed.setdefault(window.beside, []).append(window.collective)
+        if window.next is not None and not plan.small(window.collective):
             awaited.setdefault(window.next, []).append(window.collective)
-    for i in found.sequence:
-        if is_collective(eqns[i]) and i in behind and position[behind[i]] > position[i]:
-            delayed.setdefault(behind[i], []).append(i)
     for i in found.sequence:
         eqn = eqns[i]
         seen = 0

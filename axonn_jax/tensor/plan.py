@@ -3,7 +3,7 @@
 import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,17 @@ _FLOPS_PER_S = 4e14
 _BYTES_PER_S = 2e12
 _NETWORK_BYTES_PER_S = 2e11
 _LATENCY_S = 1e-5
-_PATIENCE = 6  # matmuls: a weight gradient waits no longer, or its operands would fill the memory
 """An accelerator's round figures: only the order is taken from them, never a time."""
+_PATIENCE = 6  # matmuls: a weight gradient waits no longer, or its operands would fill the memory
 
 
 @dataclass
 class Window:
-    """A collective and the matmuls that ran while it was under way."""
+    """A collective and what ran beside it and behind it."""
 
     collective: int
-    matmuls: list[int] = field(default_factory=list)
+    beside: int | None = None
+    """The last matmul that ran while it was under way."""
     next: int | None = None
     """The first matmul after it."""
 
@@ -50,8 +51,7 @@ class Plan:
         self.hurry = [False] * len(eqns)  # stands between a matmul and its collective: the network waits for it
         for i in reversed(range(len(eqns))):
             if eqns[i].primitive.name in _ON_THE_WAY:
-                self.hurry[i] = any(is_collective(eqns[j]) or self.hurry[j] for j in self.after[i])
-        self.collective = [is_collective(eqn) for eqn in eqns]
+                self.hurry[i] = any(_is_collective(eqns[j]) or self.hurry[j] for j in self.after[i])
 
     def run(self) -> "Order":
         """The order in which everything has run at the end of virtual time."""
@@ -64,10 +64,11 @@ class Plan:
         started: set[int] = set()
         under_way: list[tuple[float, Window]] = []
         windows: list[Window] = []
+        over_last: list[Window] = []  # those that no matmul has followed yet
         sequence: list[int] = []
 
         def arrive(i: int) -> None:
-            if not self.collective[i]:
+            if not _is_collective(self.eqns[i]):
                 heapq.heappush(ready, (not self.hurry[i], -self.rank[i], i))
                 if i in self.matmul:
                     waiting.append((matmuls_run, i))
@@ -87,13 +88,14 @@ class Plan:
 
         def finish(window: Window) -> None:
             under_way[:] = [(end, other) for end, other in under_way if other is not window]
+            over_last.append(window)
             release(window.collective)
 
         for i in [i for i, count in enumerate(missing) if count == 0]:
             arrive(i)
         while ready or under_way:
             ended = [window for end, window in under_way if end <= now]
-            over = [window for window in ended if window.matmuls or self.small(window.collective)]
+            over = [window for window in ended if window.beside is not None or self.small(window.collective)]
             for window in over:
                 finish(window)
             while waiting and waiting[0][1] in started:
@@ -112,11 +114,11 @@ class Plan:
             started.add(i)
             if i in self.matmul:
                 matmuls_run += 1
-                for window in windows:
-                    if window.next is None and all(window is not other for _, other in under_way):
-                        window.next = i
+                for window in over_last:
+                    window.next = i
+                over_last.clear()
                 for _, window in under_way:
-                    window.matmuls.append(i)
+                    window.beside = i
             now += self.seconds[i]
             sequence.append(i)
             release(i)
@@ -143,8 +145,7 @@ def _matmuls(eqns: Iterable[JaxprEqn]) -> Mapping[int, float]:
     return {i: flops for i, flops in found.items() if flops >= least}
 
 
-def is_collective(eqn: JaxprEqn) -> bool:
-    """Whether an equation communicates."""
+def _is_collective(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _COLLECTIVES
 
 
@@ -170,7 +171,7 @@ def _bytes(atoms: Iterable[Any]) -> float:
 def _seconds(eqn: JaxprEqn) -> float:
     if eqn.primitive.name == "all_gather":
         return 0.0  # of weights, which are there from the start
-    if is_collective(eqn):
+    if _is_collective(eqn):
         return _LATENCY_S + max(_bytes(eqn.invars), _bytes(eqn.outvars)) / _NETWORK_BYTES_PER_S
     if eqn.primitive.name == "dot_general":
         return _flops(eqn) / _FLOPS_PER_S

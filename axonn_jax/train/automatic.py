@@ -15,38 +15,27 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.transformer import Block, Streams, Transformer, run_streams
 from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.linear import Linear, other
-from axonn_jax.tensor.params import Params, Parts
-from axonn_jax.train.program import BATCH_SPEC
+from axonn_jax.tensor.params import Params
+from axonn_jax.train.program import OnMesh
 
 Constraints = Literal["layers", "blocks", "none"]
 """Where activations are constrained: behind every linear layer and block, behind blocks only, or nowhere."""
 
 
 @dataclass(frozen=True)
-class AutomaticProgram:
+class AutomaticProgram(OnMesh):
     """Gradients of a `Transformer` as XLA partitions them; takes the place of a `StageProgram` in a `Step`."""
 
-    parts: Parts
-    grid: Grid
-    dtype: jnp.dtype
     constraints: Constraints = "layers"
 
     @property
     def ordered(self) -> bool:
         """The order of computation is XLA's."""
         return False
-
-    def shardings(self) -> dict[str, NamedSharding]:
-        """The layout of every parameter on the mesh, the explicit program's."""
-        return {name: NamedSharding(self.grid.mesh, spec) for name, spec in self.parts.specs.items()}
-
-    def batch_sharding(self) -> NamedSharding:
-        """The layout of a step's tokens on the mesh, the explicit program's."""
-        return NamedSharding(self.grid.mesh, BATCH_SPEC)
 
     def gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None

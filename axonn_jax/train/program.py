@@ -26,19 +26,12 @@ BATCH_SPEC = P(None, BATCH_AXES)
 
 
 @dataclass(frozen=True)
-class StageProgram:
-    """Pure functions on global arrays for a model that lives on one 4D mesh; jit them to run them."""
+class OnMesh:
+    """A model that lives on one 4D mesh, and the layouts that follow."""
 
     parts: Parts
     grid: Grid
     dtype: jnp.dtype
-    activations: Activations = "none"
-    bucket: int = 16_000_000
-    streams: int = 1
-    """Parts of a microbatch's local rows that run side by side, so that communication hides behind compute; 0: two
-    on accelerators where that can help, else one."""
-    ordered: bool = False
-    """Whether the order of a microbatch's computation is found here (`tensor.order`) and not left to XLA."""
 
     def shardings(self) -> dict[str, NamedSharding]:
         """The layout of every parameter on the mesh."""
@@ -47,6 +40,19 @@ class StageProgram:
     def batch_sharding(self) -> NamedSharding:
         """The layout of a step's tokens on the mesh."""
         return NamedSharding(self.grid.mesh, BATCH_SPEC)
+
+
+@dataclass(frozen=True)
+class StageProgram(OnMesh):
+    """Pure functions on global arrays for a model that lives on one 4D mesh; jit them to run them."""
+
+    activations: Activations = "none"
+    bucket: int = 16_000_000
+    streams: int = 1
+    """Parts of a microbatch's local rows that run side by side, so that communication hides behind compute; 0: two
+    on accelerators where that can help, else one."""
+    ordered: bool = False
+    """Whether the order of a microbatch's computation is found here (`tensor.order`) and not left to XLA."""
 
     def gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None
