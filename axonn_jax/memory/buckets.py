@@ -45,8 +45,12 @@ def reduce_in_buckets(
     """
     if not live(axis for name in grads for axis in axes_of(name)):
         return dict(grads)
-    leaves = [Leaf(name, g.size, (axes_of(name), g.dtype, compat.varying_axes(g))) for name, g in grads.items()]
-    reduced: dict[str, jax.Array] = {}
+    leaves = [
+        Leaf(name, g.size, (axes_of(name), g.dtype, compat.varying_axes(g)))
+        for name, g in grads.items()
+        if live(axes_of(name))
+    ]
+    reduced = {name: g for name, g in grads.items() if not live(axes_of(name))}
     for bucket in plan_buckets(leaves, capacity):
         axes = axes_of(bucket[0])
         if len(bucket) == 1:

@@ -24,14 +24,16 @@ def global_norm(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpe
 def square_sum(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec]) -> jax.Array:
     """Sum of squares of all gradients, each counted once however often it is replicated; inside a manual region.
 
-    Expects gradients already reduced over `data` and over the axes that replicate them. Collective: one all-reduce
-    of a scalar over `z`, `y`, `x`.
+    Expects gradients already reduced over the axes that replicate them. Collective: one all-reduce of a scalar over
+    `z`, `y`, `x`, and `data` where that splits some of them.
     """
-    total = vary(jnp.zeros((), jnp.float32), TENSOR_AXES)
+    split = frozenset().union(*(spec_axes(specs[name]) for name in grads))
+    axes = (("data",) if "data" in split else ()) + TENSOR_AXES
+    total = vary(jnp.zeros((), jnp.float32), axes)
     for name, grad in grads.items():
         square = jnp.sum(jnp.square(grad.astype(jnp.float32)))
         copies = 1
-        for axis in TENSOR_AXES:
+        for axis in axes:
             copies *= 1 if axis in spec_axes(specs[name]) else axis_size(axis)
-        total = total + vary(square, TENSOR_AXES) / copies
-    return reduce_sum(total, TENSOR_AXES)
+        total = total + vary(square, axes) / copies
+    return reduce_sum(total, axes)

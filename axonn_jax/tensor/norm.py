@@ -35,7 +35,7 @@ def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: str = FEAT
     h = x.astype(jnp.float32)
     local = jnp.mean(jnp.square(h), -1, keepdims=True) / axis_size(axis)
     h = h * lax.rsqrt(reduce_sum(local, axis) + eps)
-    return (h if scale is None else h * scale).astype(x.dtype)
+    return (h if scale is None else h * scale.astype(h.dtype)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -64,8 +64,8 @@ def _normalise(
     h: jax.Array, mean: jax.Array, factor: jax.Array, scale: jax.Array | None, shift: jax.Array | None
 ) -> jax.Array:
     h = (h - mean) * factor
-    h = h if scale is None else h * scale
-    return h if shift is None else h + shift
+    h = h if scale is None else h * scale.astype(h.dtype)
+    return h if shift is None else h + shift.astype(h.dtype)
 
 
 class RMSNorm(nnx.Module):

@@ -75,6 +75,12 @@ def take_apart(module: nnx.Module) -> Parts:
     return Parts(params, specs, rebuild)
 
 
+def shapes_of(parts: Parts) -> Parts:
+    """The same parts with shapes in place of parameters."""
+    shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in parts.params.items()}
+    return parts._replace(params=shapes)
+
+
 def layout(metadata: Mapping[str, Any]) -> PartitionSpec:
     """The layout a parameter was declared with; layers that declare none (plain Flax ones) are replicated."""
     declared = metadata.get("out_sharding")

@@ -14,7 +14,13 @@ def live_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def manual(
-    f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, *, among_others: bool = False
+    f: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    *,
+    among_others: bool = False,
+    differentiated: bool = True,
 ) -> Callable[..., Any]:
     """Runs `f` on local shards, over a mesh of the axes that are larger than one (none: a plain program).
 
@@ -22,6 +28,8 @@ def manual(
     a region manual over only some axes of a mesh crashes XLA's CPU compiler on bfloat16 sums (jaxlib 0.10.2).
     A region `among_others` in a program has the whole mesh, as arrays between regions carry it in their type and jax
     refuses one other than the mesh that `jax.set_mesh` set; its layouts leave the axes of size one out all the same.
+    A region that is not `differentiated` may say of a result that it is the same on devices where jax cannot see why:
+    jax then does not track what varies over which axes, which is what makes gradients right.
     """
     axes = live_axes(mesh)
     if not axes:
@@ -29,7 +37,7 @@ def manual(
     auto = (jax.sharding.AxisType.Auto,) * len(axes)
     live = mesh if among_others else Mesh(mesh.devices.squeeze(), axes, axis_types=auto)
     specs = jax.tree.map(lambda spec: _over(spec, axes), (in_specs, out_specs), is_leaf=_is_spec)
-    region = jax.shard_map(f, mesh=live, in_specs=specs[0], out_specs=specs[1], check_vma=True)
+    region = jax.shard_map(f, mesh=live, in_specs=specs[0], out_specs=specs[1], check_vma=differentiated)
 
     def run(*args: Any) -> Any:
         with jax.sharding.use_abstract_mesh(live.abstract_mesh):  # `jax.set_mesh` may have set the 4D one

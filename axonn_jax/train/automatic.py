@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.transformer import Block, Streams, Transformer, run_streams
 from axonn_jax.tensor.embedding import Embedding
@@ -38,13 +39,15 @@ class AutomaticProgram(OnMesh):
         return False
 
     def gradients(
-        self, params: Params, tokens: jax.Array, key: jax.Array | None
+        self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
     ) -> tuple[Params, jax.Array, jax.Array]:
         """Mean loss over [microbatches, sequences, seq + 1] tokens, its gradients and their global norm.
 
         Microbatches run one after the other. Gradients are float32 in the parameters' layout. Collectives are those
-        that XLA chooses.
+        that XLA chooses. Raises ``UserError`` for a loss scale.
         """
+        if scale is not None:
+            raise UserError("memory.precision", "fp16", "fp32 or bf16 with automatic partitioning")
         grads, loss = (
             self._backward(params, tokens[0], key) if tokens.shape[0] == 1 else self._scan(params, tokens, key)
         )

@@ -17,7 +17,7 @@ from axonn_jax.channels.choose import choose
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.memory.activations import Activations
-from axonn_jax.memory.precision import Precision, compute_dtype
+from axonn_jax.memory.precision import Precision, precisions
 from axonn_jax.pipeline.build import Pipe, Plan, names_by_place, plan, shared
 from axonn_jax.pipeline.collect import collect
 from axonn_jax.pipeline.connect import connect
@@ -28,7 +28,7 @@ from axonn_jax.pipeline.update import clip_scale
 from axonn_jax.schedule.dispatcher import Dispatcher, Follower
 from axonn_jax.schedule.forward_only import ForwardOnly
 from axonn_jax.state.checkpoint import save_weights_in_parts
-from axonn_jax.tensor.params import Params, Parts, take_apart
+from axonn_jax.tensor.params import Params, Parts, shapes_of, take_apart
 from axonn_jax.train.batch import local_rows
 from axonn_jax.train.check import check_pipeline
 from axonn_jax.train.config import OverlapConfig, PipelineConfig
@@ -75,10 +75,10 @@ class PipelineTrainer(Trainer):
         self._pieces = list(sequence.pieces)
         self.layout, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._pieces)
         self.grid, self.microbatches, self.optimizer, self.pipeline = grid, microbatches, optimizer, pipeline
-        self.parts = _abstract(take_apart(abstract))
+        self.parts = shapes_of(take_apart(abstract))
         self.steps_done = 0
         self._clip, self._bucket, self._activations = clip, bucket, activations
-        self._dtype = compute_dtype(precision)
+        self._dtype = precisions(precision).compute
         self._seed = seed
         self._keyed = getattr(shape, "dropout", 0.0) > 0.0
         self._rows: dict[int, list[int]] = {}
@@ -297,8 +297,3 @@ class PipelineTrainer(Trainer):
 def _add(mine: jax.Array, theirs: jax.Array) -> jax.Array:
     """The sum, the same to the last bit at both holders, since addition of two commutes."""
     return mine + theirs
-
-
-def _abstract(parts: Parts) -> Parts:
-    shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in parts.params.items()}
-    return parts._replace(params=shapes)

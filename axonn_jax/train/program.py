@@ -15,11 +15,14 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.memory.activations import Activations, block_runner
 from axonn_jax.memory.buckets import reduce_in_buckets
+from axonn_jax.memory.zero import scatter_in_buckets, split_over_data
 from axonn_jax.tensor.clip import global_norm, spec_axes
 from axonn_jax.tensor.collectives import reduce_sum, vary
 from axonn_jax.tensor.order import in_order
-from axonn_jax.tensor.params import Params, Parts
+from axonn_jax.tensor.params import Params, Parts, Specs
 from axonn_jax.tensor.region import manual
+
+_FLOAT32 = jnp.dtype("float32")
 
 BATCH_SPEC = P(None, BATCH_AXES)
 """Layout of a step's tokens [microbatches, sequences, seq + 1]."""
@@ -37,6 +40,11 @@ class OnMesh:
         """The layout of every parameter on the mesh."""
         return {name: NamedSharding(self.grid.mesh, spec) for name, spec in self.parts.specs.items()}
 
+    @property
+    def grad_specs(self) -> Specs:
+        """The layout of every gradient: its parameter's."""
+        return self.parts.specs
+
     def batch_sharding(self) -> NamedSharding:
         """The layout of a step's tokens on the mesh."""
         return NamedSharding(self.grid.mesh, BATCH_SPEC)
@@ -53,19 +61,32 @@ class StageProgram(OnMesh):
     on accelerators where that can help, else one."""
     ordered: bool = False
     """Whether the order of a microbatch's computation is found here (`tensor.order`) and not left to XLA."""
+    sums: jnp.dtype = _FLOAT32
+    """What gradients add up and are reduced in."""
+    zero: bool = False
+    """Whether gradients are scattered over `data` (ZeRO-1), each device then having a part of most."""
+
+    @property
+    def grad_specs(self) -> Specs:
+        """The layout of every gradient: its parameter's, with ZeRO split over `data` too."""
+        if not self.zero:
+            return super().grad_specs
+        shapes = {name: p.shape for name, p in self.parts.params.items()}
+        return split_over_data(shapes, self.parts.specs, self.grid.mesh)
 
     def gradients(
-        self, params: Params, tokens: jax.Array, key: jax.Array | None
+        self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
     ) -> tuple[Params, jax.Array, jax.Array]:
         """Mean loss over a global batch, its gradients and their global norm.
 
-        `tokens` is [microbatches, sequences, seq + 1]; gradients are float32 in the parameters' layout. Microbatches
-        run one after the other and add up unreduced; then every gradient is summed once, in buckets, over `data`
-        (and over `z` where a parameter is replicated over it). Other collectives are those of the layers.
+        `tokens` is [microbatches, sequences, seq + 1]; gradients are laid out by `grad_specs`. Microbatches run one
+        after the other and add up unreduced; then every gradient is summed once, in buckets, over `data` (and over
+        `z` where a parameter is replicated over it). Other collectives are those of the layers. Where a loss `scale`
+        is given the gradients are multiplied by it, loss and norm are not; an overflow makes the norm infinite or NaN.
         """
-        out_specs = (self.parts.specs, P(), P())
-        region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P()), out_specs)
-        return region(params, tokens, key)
+        out_specs = (self.grad_specs, P(), P())
+        region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P(), P()), out_specs)
+        return region(params, tokens, key, scale)
 
     def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Mean loss of [microbatches, sequences, seq + 1] tokens, without dropout."""
@@ -120,7 +141,7 @@ class StageProgram(OnMesh):
         return jnp.sum(losses)
 
     def _local_gradients(
-        self, params: Params, tokens: jax.Array, key: jax.Array | None
+        self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
     ) -> tuple[Params, jax.Array, jax.Array]:
         # Varying over data and z on purpose: autodiff then leaves gradients unreduced over both (a z-sharded kernel
         # is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
@@ -134,18 +155,32 @@ class StageProgram(OnMesh):
             index, batch = microbatch
             key_here = None if key is None else jax.random.fold_in(key, index)
 
+            def scaled(p: Params, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+                loss = self._loss_sum(p, batch, key_here) / targets
+                return (loss if scale is None else loss * scale), loss
+
             def backward(p: Params, batch: jax.Array) -> tuple[jax.Array, Params]:
-                return jax.value_and_grad(lambda p: self._loss_sum(p, batch, key_here) / targets)(p)
+                (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(p, batch)
+                return loss, grads
 
             loss, grads = (in_order(backward) if self.ordered else backward)(own, batch)
-            return (total + loss, jax.tree.map(jnp.add, sums, grads)), None
+            return (total + loss, {name: sums[name] + grad.astype(self.sums) for name, grad in grads.items()}), None
 
-        zeros = {name: vary(jnp.zeros_like(p), compat.varying_axes(p)) for name, p in own.items()}
+        zeros = {name: vary(jnp.zeros_like(p, self.sums), compat.varying_axes(p)) for name, p in own.items()}
         start = (vary(jnp.zeros((), jnp.float32), BATCH_AXES), zeros)
         (total, sums), _ = lax.scan(add, start, (jnp.arange(tokens.shape[0]), tokens))
 
-        def axes_of(name: str) -> tuple[str, ...]:
-            return ("data",) if "z" in spec_axes(self.parts.specs[name]) else BATCH_AXES
+        grads = self._reduced(sums)
+        norm = global_norm(grads, self.grad_specs)
+        return grads, reduce_sum(total, BATCH_AXES), norm if scale is None else norm / scale
 
-        grads = reduce_in_buckets(sums, axes_of, self.bucket)
-        return grads, reduce_sum(total, BATCH_AXES), global_norm(grads, self.parts.specs)
+    def _reduced(self, sums: Params) -> Params:
+        """Each device's sums of gradients -> the step's gradients."""
+        split = {name for name, spec in self.grad_specs.items() if "data" in spec_axes(spec)}
+
+        def axes_of(name: str) -> tuple[str, ...]:
+            over = () if name in split else ("data",)
+            return over if "z" in spec_axes(self.parts.specs[name]) else (*over, "z")
+
+        parts = scatter_in_buckets({name: g for name, g in sums.items() if name in split}, self.bucket)
+        return reduce_in_buckets({name: parts.get(name, g) for name, g in sums.items()}, axes_of, self.bucket)

@@ -12,11 +12,13 @@ from flax import nnx
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.activations import Activations
-from axonn_jax.memory.precision import Precision, compute_dtype
+from axonn_jax.memory.placement import Where
+from axonn_jax.memory.precision import Accumulate, Precision, precisions
 from axonn_jax.state.checkpoint import save_weights
-from axonn_jax.tensor.params import Params, take_apart
+from axonn_jax.tensor.params import Params, shapes_of, take_apart
 from axonn_jax.train.batch import local_rows, place
 from axonn_jax.train.config import OverlapConfig, PipelineConfig
+from axonn_jax.train.offloaded import OffloadedStep
 from axonn_jax.train.program import StageProgram
 from axonn_jax.train.step import Step, StepMetrics
 
@@ -26,8 +28,10 @@ class Trainer:
 
     `model` is a module or a function that makes one. `optimizer` is any optax transformation; it sees global arrays,
     so transformations that are not elementwise are right too. The loss is the mean over all target tokens of the
-    global batch, whatever the grid. With `clip` the gradients are scaled down to that global norm. Under bf16, layers
-    compute in bfloat16 and master weights, gradient sums and optimizer state stay float32.
+    global batch, whatever the grid. With `clip` the gradients are scaled down to that global norm. Under bf16 and fp16,
+    layers compute in that precision, while master weights and optimizer state stay float32; gradient sums are float32
+    unless `accumulate` says otherwise. fp16 scales the loss (`memory.scale`). `zero` 1 splits masters and optimizer
+    state over `data`; `offload` keeps them in host memory, for which the optimizer must be elementwise (``UserError``).
 
     On a grid with `pipe` above 1 this makes a `PipelineTrainer`, which has the same methods and takes `pipeline`.
     """
@@ -49,12 +53,16 @@ class Trainer:
         microbatches: int = 1,
         clip: float = 0.0,
         precision: Precision = "auto",
+        accumulate: Accumulate = "fp32",
+        offload: Where = "none",
+        zero: int = 0,
         activations: Activations = "none",
         bucket: int = 16_000_000,
         seed: int = 0,
         pipeline: PipelineConfig | None = None,
         overlap: OverlapConfig | None = None,
     ):
+        owned = not isinstance(model, nnx.Module)
         if not isinstance(model, nnx.Module):
             model = model()
         parts = take_apart(model)
@@ -66,19 +74,32 @@ class Trainer:
         communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1
         auto = communicates and jax.default_backend() != "cpu"
         ordered = overlap.order == "package" or (overlap.order == "auto" and auto)
+        split = zero > 0 and grid.shape.data > 1
+        dtypes = precisions(precision, accumulate, apart=split or offload != "none")
         self.program = StageProgram(
-            parts, grid, compute_dtype(precision), activations, bucket, overlap.streams, ordered
+            shapes_of(parts), grid, dtypes.compute, activations, bucket, overlap.streams, ordered, dtypes.sums, split
         )
         self._key = jax.random.key(seed) if getattr(shape, "dropout", 0.0) > 0.0 else None
-        shardings = self.program.shardings()
-        self.params: Params = jax.device_put(parts.params, shardings)
-        step = Step(self.program, optimizer, clip)
-        state_shardings = step.state_shardings(self.params)
-        self.opt_state: Any = jax.jit(optimizer.init, out_shardings=state_shardings)(self.params)
-        self._step = step.jitted(state_shardings)
+        params = jax.device_put(parts.params, self.program.shardings())
+        step = Step(self.program, optimizer, clip, dtypes, bucket)
+        self.offloaded = OffloadedStep(step, zero=split) if offload != "none" else None
+        self._step: Any = self.offloaded or step.jitted(params)
+        self.state = (self.offloaded or step).start(params, owned=owned)
         self._loss = jax.jit(self.program.loss)
         self.steps_done = 0
         self._rows: dict[int, list[int]] = {}
+
+    @property
+    def params(self) -> Params:
+        """The float32 weights by name; with offload they are in host memory."""
+        if self.offloaded is not None:
+            return self.offloaded.masters(self.state)
+        return self.state.masters or self.state.weights
+
+    @property
+    def opt_state(self) -> Any:
+        """The optimizer's state."""
+        return self.state.optimizer
 
     def rows(self, global_batch: int) -> list[int]:
         """Rows of a global batch that this process must load (all of them in a run of one process)."""
@@ -104,18 +125,26 @@ class Trainer:
         """
         tokens = self.place(batch)
         key = None if self._key is None else jax.random.fold_in(self._key, self.steps_done)
-        self.params, self.opt_state, metrics = self._step(self.params, self.opt_state, tokens, key)
+        self.state, metrics = self._step(self.state, tokens, key)
         self.steps_done += 1
         return metrics
 
     def compiled_step(self, batch: np.ndarray) -> jax.stages.Compiled:
-        """The step's compiled program for batches of this shape: its HLO, memory and cost can be read."""
+        """The step's compiled program for batches of this shape: its HLO, memory and cost can be read.
+
+        With offload that of the gradients.
+        """
         key = None if self._key is None else jax.random.fold_in(self._key, 0)
-        return self._step.lower(self.params, self.opt_state, self.place(batch), key).compile()
+        tokens = self.place(batch)
+        if self.offloaded is not None:
+            lowered = self.offloaded.gradients.lower(self.state.weights, self.state.scale, tokens, key)
+        else:
+            lowered = self._step.lower(self.state, tokens, key)
+        return lowered.compile()
 
     def evaluate(self, batches: Iterable[np.ndarray]) -> float:
         """Mean loss over batches (this process's rows of each), without dropout; waits for the result."""
-        losses = [self._loss(self.params, self.place(batch)) for batch in batches]
+        losses = [self._loss(self.state.weights, self.place(batch)) for batch in batches]
         if not losses:
             raise UserError("evaluate", "no batches", "at least one batch")
         return float(np.mean([float(loss) for loss in losses]))

@@ -1,0 +1,278 @@
+"""Optimizer state in host memory, streamed through the device a bucket at a time (AxoNN, IPDPS 22, section on memory).
+
+On the device stay the weights and the gradients. Master weights and moments are flat buckets on the host, laid out
+over all devices, each device having those of its own shards. While bucket k is updated, k+1 is on its way to the device
+and k-1 on its way back, so at most three are on the device.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.memory.flat import Bucket, Span, last_uses, plan_flat
+from axonn_jax.memory.placement import on_host
+from axonn_jax.memory.slots import Slots, put_slots, slot_dtypes, take_slots
+from axonn_jax.memory.zero import split_over_data
+from axonn_jax.tensor.clip import spec_axes
+from axonn_jax.tensor.collectives import axis_index
+from axonn_jax.tensor.params import Params, Specs
+from axonn_jax.tensor.region import manual
+
+MASTER = "master"
+Flats = dict[str, jax.Array]
+"""A bucket's arrays by slot, each flat."""
+
+
+class OffloadState(NamedTuple):
+    """Optimizer state of which only scalars are on the device."""
+
+    flats: tuple[Flats, ...]
+    """By bucket, in host memory."""
+    scalars: list[jax.Array]
+
+
+class Offload:
+    """An elementwise optimizer whose state is in host memory, for parameters on one mesh.
+
+    `params` are the parameters' shapes, `specs` their layouts. Where `weights` is not float32, float32 masters are
+    part of the state. With `zero` the state is split over `data` as `memory.zero` says.
+    """
+
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        params: Mapping[str, jax.ShapeDtypeStruct],
+        specs: Specs,
+        mesh: Mesh,
+        *,
+        weights: jnp.dtype,
+        bucket: int,
+        zero: bool,
+    ):
+        self.optimizer, self.mesh, self.weights = optimizer, mesh, weights
+        self.specs = {name: specs[name] for name in params}
+        self._shapes = {name: p.shape for name, p in params.items()}
+        self.state_specs = split_over_data(self._shapes, self.specs, mesh) if zero else self.specs
+        self.masters = weights != jnp.float32
+        # Optimizers see one dim more than nothing at most: the number of dims tells matrices from vectors.
+        pieces = {name: jax.ShapeDtypeStruct((1,) * len(p.shape), jnp.float32) for name, p in params.items()}
+        moments = slot_dtypes(optimizer, pieces)
+        self.slots = ({MASTER: jnp.dtype(jnp.float32)} if self.masters else {}) | moments
+        split = {name for name in params if "data" in spec_axes(self.state_specs[name])}
+        sizes = {name: prod(self.local_shape(name)) for name in params}
+        self.buckets = [
+            *plan_flat({name: size for name, size in sizes.items() if name in split}, bucket, split=True),
+            *plan_flat({name: size for name, size in sizes.items() if name not in split}, bucket, split=False),
+        ]
+        self._last = last_uses(self.buckets)
+        self._flat = NamedSharding(mesh, P(mesh.axis_names))
+        self._scalar = NamedSharding(mesh, P())
+        self._programs: dict[str, Any] = {}  # by text
+        self._of_bucket: dict[tuple[str, int], Any] = {}
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter's state on one device."""
+        sharding = NamedSharding(self.mesh, self.state_specs[name])
+        return sharding.shard_shape(self._shapes[name])
+
+    def start(self, params: Params, *, owned: bool = True) -> tuple[Params, OffloadState]:
+        """Float32 parameters -> weights and state; each that is `owned` is freed when nothing more is made of it."""
+        params = dict(params)
+        weights: Params = {}
+        flats: list[Flats] = []
+        scalars: list[jax.Array] = []
+        for number, bucket in enumerate(self.buckets):
+            made, scalars = self._first(number, [params[name] for name in bucket.names])
+            flats.append(self._to_host(made))
+            for name in bucket.names:
+                if self._last[name] == number:
+                    value = params.pop(name)
+                    weights[name] = value if not self.masters else value.astype(self.weights)
+                    if self.masters and owned:
+                        value.delete()
+        return {name: weights[name] for name in self._shapes}, OffloadState(tuple(flats), scalars)
+
+    def apply(
+        self, weights: Params, state: OffloadState, grads: Params, factor: jax.Array, finite: jax.Array
+    ) -> tuple[Params, OffloadState]:
+        """One update with `factor` times the gradients, none where not `finite`; weights and state are used up.
+
+        Moves every state byte to the device and back. Collectives: with ZeRO an all-gather of the new weights over
+        `data`, a bucket at a time, `(G-1)/G * itemsize * elements` bytes a device.
+        """
+        weights, grads, flats, scalars = dict(weights), dict(grads), list(state.flats), state.scalars
+        arriving = self._to_device(flats[0])
+        for number, bucket in enumerate(self.buckets):
+            here = arriving
+            if number >= 2:
+                jax.block_until_ready(flats[number - 2])  # its place on the device is free: room for the next
+            if number + 1 < len(self.buckets):
+                arriving = self._to_device(flats[number + 1])
+            names = bucket.names
+            given = ([weights[name] for name in names], here, [grads[name] for name in names])
+            new, here, scalars = self._update(number, *given, state.scalars, factor, finite)
+            weights.update(zip(names, new, strict=True))
+            flats[number] = self._to_host(here)
+            for name in names:
+                if self._last[name] == number:
+                    del grads[name]
+        return weights, OffloadState(tuple(flats), scalars)
+
+    def arrays(self, state: OffloadState, slot: str) -> Params:
+        """One slot by parameter: global arrays in host memory, laid out by `state_specs`, put together on the host."""
+        placed = {name: on_host(NamedSharding(self.mesh, spec)) for name, spec in self.state_specs.items()}
+        parts: dict[str, dict[jax.Device, list[np.ndarray]]] = {name: {} for name in placed}
+        for bucket, flats in zip(self.buckets, state.flats, strict=True):
+            for shard in flats[slot].addressable_shards:
+                row = np.asarray(shard.data)
+                for span in bucket.spans:
+                    parts[span.name].setdefault(shard.device, []).append(row[span.at : span.at + span.size])
+        return {
+            name: jax.make_array_from_single_device_arrays(
+                self._shapes[name], sharding, _shards(parts[name], self.local_shape(name), sharding)
+            )
+            for name, sharding in placed.items()
+        }
+
+    def filled(self, slots: Mapping[str, Params], scalars: list[jax.Array]) -> OffloadState:
+        """The state that has these slots, given as `arrays` gives them; what is on a device stays with it."""
+        flats: list[Flats] = []
+        for bucket in self.buckets:
+            flats.append({slot: self._row_of(bucket, arrays) for slot, arrays in slots.items()})
+        return OffloadState(tuple(flats), scalars)
+
+    def _row_of(self, bucket: Bucket, arrays: Params) -> jax.Array:
+        rows: dict[jax.Device, list[np.ndarray]] = {}
+        for span in bucket.spans:
+            for shard in arrays[span.name].addressable_shards:
+                rows.setdefault(shard.device, []).append(np.asarray(shard.data).reshape(-1)[span.start : span.stop])
+        sharding = on_host(self._flat)
+        shape = (bucket.size * self.mesh.size,)
+        return jax.make_array_from_single_device_arrays(shape, sharding, _shards(rows, (bucket.size,), sharding))
+
+    def _to_device(self, flats: Flats) -> Flats:
+        return {slot: jax.device_put(flat, self._flat, may_alias=False) for slot, flat in flats.items()}
+
+    def _to_host(self, flats: Flats) -> Flats:
+        return {slot: jax.device_put(flat, on_host(self._flat), may_alias=False) for slot, flat in flats.items()}
+
+    def _first(self, number: int, params: list[jax.Array]) -> tuple[Flats, list[jax.Array]]:
+        bucket = self.buckets[number]
+
+        def local(params: list[jax.Array]) -> tuple[Flats, list[jax.Array]]:
+            pieces = {s.name: self._piece(p, s, bucket.split) for s, p in zip(bucket.spans, params, strict=True)}
+            slots = take_slots(self.optimizer.init(pieces), pieces)
+            arrays = ({MASTER: pieces} if self.masters else {}) | slots.arrays
+            return {slot: _row(bucket, arrays[slot]) for slot in self.slots}, slots.scalars
+
+        specs = [self.specs[name] for name in bucket.names]
+        return self._run(("first", number), local, (specs,), (self._flat_specs, P()), (), params)  # type: ignore[no-any-return]
+
+    def _update(self, number: int, *given: Any) -> tuple[list[jax.Array], Flats, list[jax.Array]]:
+        bucket = self.buckets[number]
+
+        def local(
+            weights: list[jax.Array],
+            flats: Flats,
+            grads: list[jax.Array],
+            scalars: list[jax.Array],
+            factor: jax.Array,
+            finite: jax.Array,
+        ) -> tuple[list[jax.Array], Flats, list[jax.Array]]:
+            pairs = list(zip(bucket.spans, weights, grads, strict=True))
+            grad = {s.name: _cut(g, s).astype(jnp.float32) * factor for s, _, g in pairs}
+            arrays = {
+                slot: {s.name: _cut_row(flat, s, grad[s.name]) for s in bucket.spans} for slot, flat in flats.items()
+            }
+            masters = arrays.pop(MASTER, None) or {s.name: self._piece(w, s, bucket.split) for s, w, _ in pairs}
+            like = jax.eval_shape(self.optimizer.init, masters)
+            with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
+                state = put_slots(like, Slots(arrays, scalars), masters)
+                updates, state = self.optimizer.update(grad, state, masters)
+            masters = optax.apply_updates(masters, updates)
+            slots = take_slots(state, masters)
+            rows = {slot: _row(bucket, found) for slot, found in ({MASTER: masters} | slots.arrays).items()}
+            kept = {slot: jnp.where(finite, rows[slot], flat) for slot, flat in flats.items()}
+            new = self._spread(bucket, weights, rows[MASTER].astype(self.weights), finite)
+            return new, kept, [jnp.where(finite, n, o) for n, o in zip(slots.scalars, scalars, strict=True)]
+
+        specs = [self.specs[name] for name in bucket.names]
+        grads = [self.state_specs[name] for name in bucket.names]
+        ins = (specs, self._flat_specs, grads, P(), P(), P())
+        outs = (specs, self._flat_specs, P())
+        return self._run(("update", number), local, ins, outs, (0, 1), *given)  # type: ignore[no-any-return]
+
+    def _spread(self, bucket: Bucket, weights: list[jax.Array], row: jax.Array, finite: jax.Array) -> list[jax.Array]:
+        """Writes a bucket's new weights into their arrays, gathered over `data` where they are split over it."""
+        parts = self.mesh.shape["data"] if bucket.split else 1
+        rows = lax.all_gather(row, "data") if bucket.split else row[None]
+        out = []
+        for span, weight in zip(bucket.spans, weights, strict=True):
+            whole, piece = weight.reshape(parts, -1), rows[:, span.at : span.at + span.size]
+            piece = jnp.where(finite, piece, whole[:, span.start : span.stop])
+            out.append(lax.dynamic_update_slice(whole, piece, (0, span.start)).reshape(weight.shape))
+        return out
+
+    def _piece(self, whole: jax.Array, span: Span, split: bool) -> jax.Array:
+        """The float32 elements of a weight's local shard that a device keeps the state of, in a span."""
+        if split:
+            rows = whole.reshape(self.mesh.shape["data"], -1)
+            whole = rows[axis_index("data")].reshape(-1, *whole.shape[1:])
+        return _cut(whole, span).astype(jnp.float32)
+
+    @cached_property
+    def _flat_specs(self) -> dict[str, P]:
+        return dict.fromkeys(self.slots, self._flat.spec)
+
+    def _run(
+        self, which: tuple[str, int], local: Any, ins: Any, outs: Any, donated: tuple[int, ...], *given: Any
+    ) -> Any:
+        """Runs a function of local shards, compiled at its first use; equal programs of several buckets once."""
+        if which not in self._of_bucket:
+            run = manual(local, self.mesh, ins, outs, differentiated=False)
+            scalars = len(jax.eval_shape(run, *given)[-1])
+            outs = (*outs[:-1], [P()] * scalars)
+            shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), outs, is_leaf=_is_spec)
+            options = {"donate_argnums": donated, "out_shardings": shardings, "keep_unused": True}
+            lowered = jax.jit(run, **options).lower(*given)
+            text = lowered.as_text()  # in which names do not appear
+            if text not in self._programs:
+                self._programs[text] = lowered.compile()
+            self._of_bucket[which] = self._programs[text]
+        return self._of_bucket[which](*given)
+
+
+def _is_spec(leaf: object) -> bool:
+    return isinstance(leaf, P)
+
+
+def _cut(local: jax.Array, span: Span) -> jax.Array:
+    """A span of a local array, with as many dims: optimizers may tell matrices from vectors by them."""
+    return local.reshape(-1)[span.start : span.stop].reshape((1,) * (local.ndim - 1) + (-1,) * bool(local.ndim))
+
+
+def _cut_row(row: jax.Array, span: Span, like: jax.Array) -> jax.Array:
+    return row[span.at : span.at + span.size].reshape(like.shape)
+
+
+def _row(bucket: Bucket, pieces: Mapping[str, jax.Array]) -> jax.Array:
+    return jnp.concatenate([pieces[name].reshape(-1) for name in bucket.names])
+
+
+def _shards(
+    parts: Mapping[jax.Device, list[np.ndarray]], shape: tuple[int, ...], sharding: NamedSharding
+) -> list[jax.Array]:
+    kind = sharding.memory_kind
+    return [
+        jax.device_put(np.concatenate(rows).reshape(shape), SingleDeviceSharding(device, memory_kind=kind))
+        for device, rows in parts.items()
+    ]
