@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from axonn_jax.tensor.params import Parts
     from axonn_jax.train.automatic import Constraints
-    from axonn_jax.train.step import Step
+    from axonn_jax.train.step import Step, TrainState
 
 LOSS_TOLERANCE = 1e-5
 """Relative: both losses are float32 means of the same numbers, added in another order."""
@@ -187,8 +187,8 @@ def compare_runs(
 
     def run(which: int) -> float:
         begin = time.perf_counter()
-        params, state, metrics[which] = programs[which](*states[which], batch, None)
-        states[which] = jax.block_until_ready((params, state))
+        state, metrics[which] = programs[which](states[which], batch, None)
+        states[which] = jax.block_until_ready(state)
         return time.perf_counter() - begin
 
     run(0), run(1)
@@ -202,18 +202,18 @@ def compare_runs(
     return replace(counted, step_s=medians, rounds_s=(explicit, automatic))
 
 
-def _start(step: "Step") -> tuple[Any, Any]:
+def _start(step: "Step") -> "TrainState":
     """Weights of its own, since a step's are donated to it, and the optimizer's first state."""
     import jax
     import jax.numpy as jnp
 
+    from axonn_jax.train.step import TrainState
+
     params = jax.tree.map(jnp.copy, step.program.parts.params)
-    params = jax.device_put(params, step.program.shardings())
-    state = jax.jit(step.optimizer.init, out_shardings=step.state_shardings(params))(params)
-    return params, state
+    return TrainState(step.update.start(jax.device_put(params, step.program.shardings())), step.first_scale())
 
 
-def _check_same(states: Sequence[tuple[Any, Any]], metrics: Sequence[Mapping[str, Any]]) -> None:
+def _check_same(states: Sequence[Any], metrics: Sequence[Mapping[str, Any]]) -> None:
     """After one step: equal losses, and equal first moments, which are then a tenth of the (clipped) gradients."""
     import numpy as np
     import optax
@@ -221,7 +221,7 @@ def _check_same(states: Sequence[tuple[Any, Any]], metrics: Sequence[Mapping[str
     losses = [float(one["loss"]) for one in metrics]
     if not abs(losses[0] - losses[1]) <= LOSS_TOLERANCE * abs(losses[1]):
         raise RuntimeError(f"the programs' losses differ: {losses[0]} and {losses[1]}")
-    mine, theirs = (optax.tree_utils.tree_get(state, "mu") for _, state in states)
+    mine, theirs = (optax.tree_utils.tree_get(state.model.optimizer, "mu") for state in states)
     for name in theirs:
         a, b = np.asarray(mine[name], np.float64), np.asarray(theirs[name], np.float64)
         if not np.linalg.norm(a - b) <= GRADIENT_TOLERANCE * np.linalg.norm(b):

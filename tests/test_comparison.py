@@ -10,6 +10,8 @@ from grids import GPT, LLAMA
 from axonn_jax.comparison import _check_same, _compiled, compare_compiled, compare_runs
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.memory.update import ModelState
+from axonn_jax.train.step import TrainState
 
 
 @pytest.mark.parametrize("constraints", ["layers", "blocks", "none"])
@@ -45,7 +47,8 @@ def test_other_losses_and_gradients_are_noticed():
     params = {"a": np.ones(3, np.float32)}
 
     def state(mu):
-        return params, (optax.ScaleByAdamState(np.int32(1), {"a": np.asarray(mu, np.float32)}, params),)
+        adam = optax.ScaleByAdamState(np.int32(1), {"a": np.asarray(mu, np.float32)}, params)
+        return TrainState(ModelState(params, {}, (adam,)), None)
 
     same = [{"loss": 2.0}, {"loss": 2.0}]
     _check_same([state([1, 2, 3]), state([1, 2, 3])], same)

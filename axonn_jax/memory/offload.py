@@ -18,10 +18,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.memory.account import Shapes, StateBytes, state_bytes
 from axonn_jax.memory.flat import Bucket, Span, last_uses, plan_flat
 from axonn_jax.memory.placement import on_host
+from axonn_jax.memory.precision import Precisions
 from axonn_jax.memory.slots import Slots, put_slots, slot_dtypes, take_slots
-from axonn_jax.memory.zero import split_over_data
+from axonn_jax.memory.update import Apply, ModelState
 from axonn_jax.tensor.clip import spec_axes
 from axonn_jax.tensor.collectives import axis_index
 from axonn_jax.tensor.params import Params, Specs
@@ -43,32 +45,32 @@ class OffloadState(NamedTuple):
 class Offload:
     """An elementwise optimizer whose state is in host memory, for parameters on one mesh.
 
-    `params` are the parameters' shapes, `specs` their layouts. Where `weights` is not float32, float32 masters are
-    part of the state. With `zero` the state is split over `data` as `memory.zero` says.
+    Where weights are not float32, float32 masters are part of the state. `specs` lay out the weights, `state_specs` the
+    state: the same, or split over `data` too (`memory.zero`).
     """
 
     def __init__(
         self,
         optimizer: optax.GradientTransformation,
-        params: Mapping[str, jax.ShapeDtypeStruct],
+        shapes: Shapes,
         specs: Specs,
+        state_specs: Specs,
         mesh: Mesh,
         *,
-        weights: jnp.dtype,
+        precisions: Precisions,
         bucket: int,
-        zero: bool,
     ):
-        self.optimizer, self.mesh, self.weights = optimizer, mesh, weights
-        self.specs = {name: specs[name] for name in params}
-        self._shapes = {name: p.shape for name, p in params.items()}
-        self.state_specs = split_over_data(self._shapes, self.specs, mesh) if zero else self.specs
-        self.masters = weights != jnp.float32
+        self.optimizer, self.mesh, self._precisions = optimizer, mesh, precisions
+        self.specs = {name: specs[name] for name in shapes}
+        self.state_specs = {name: state_specs[name] for name in shapes}
+        self._shapes = dict(shapes)
+        self.weights, self.has_masters = precisions.weights, precisions.masters
         # Optimizers see one dim more than nothing at most: the number of dims tells matrices from vectors.
-        pieces = {name: jax.ShapeDtypeStruct((1,) * len(p.shape), jnp.float32) for name, p in params.items()}
+        pieces = {name: jax.ShapeDtypeStruct((1,) * len(shape), jnp.float32) for name, shape in shapes.items()}
         moments = slot_dtypes(optimizer, pieces)
-        self.slots = ({MASTER: jnp.dtype(jnp.float32)} if self.masters else {}) | moments
-        split = {name for name in params if "data" in spec_axes(self.state_specs[name])}
-        sizes = {name: prod(self.local_shape(name)) for name in params}
+        self.slots = ({MASTER: jnp.dtype(jnp.float32)} if self.has_masters else {}) | moments
+        split = {name for name in shapes if "data" in spec_axes(self.state_specs[name])}
+        sizes = {name: prod(self.local_shape(name)) for name in shapes}
         self.buckets = [
             *plan_flat({name: size for name, size in sizes.items() if name in split}, bucket, split=True),
             *plan_flat({name: size for name, size in sizes.items() if name not in split}, bucket, split=False),
@@ -79,13 +81,18 @@ class Offload:
         self._programs: dict[str, Any] = {}  # by text
         self._of_bucket: dict[tuple[str, int], Any] = {}
 
+    def bytes(self) -> StateBytes:
+        """Bytes of one device and its host, by formula; beside them three buckets of state are on the device."""
+        layouts = (self.specs, self.state_specs)
+        return state_bytes(self._shapes, *layouts, self.mesh, self._precisions, self.optimizer, offload=True)
+
     def local_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a parameter's state on one device."""
         sharding = NamedSharding(self.mesh, self.state_specs[name])
         return sharding.shard_shape(self._shapes[name])
 
-    def start(self, params: Params, *, owned: bool = True) -> tuple[Params, OffloadState]:
-        """Float32 parameters -> weights and state; each that is `owned` is freed when nothing more is made of it."""
+    def start(self, params: Params, *, owned: bool = True) -> ModelState:
+        """Float32 parameters -> the first state; each that is `owned` is freed when nothing more is made of it."""
         params = dict(params)
         weights: Params = {}
         flats: list[Flats] = []
@@ -96,20 +103,19 @@ class Offload:
             for name in bucket.names:
                 if self._last[name] == number:
                     value = params.pop(name)
-                    weights[name] = value if not self.masters else value.astype(self.weights)
-                    if self.masters and owned:
+                    weights[name] = value if not self.has_masters else value.astype(self.weights)
+                    if self.has_masters and owned:
                         value.delete()
-        return {name: weights[name] for name in self._shapes}, OffloadState(tuple(flats), scalars)
+        return ModelState({name: weights[name] for name in self._shapes}, {}, OffloadState(tuple(flats), scalars))
 
-    def apply(
-        self, weights: Params, state: OffloadState, grads: Params, factor: jax.Array, finite: jax.Array
-    ) -> tuple[Params, OffloadState]:
-        """One update with `factor` times the gradients, none where not `finite`; weights and state are used up.
+    def after(self, model: ModelState, grads: Params, factor: jax.Array, finite: Any) -> ModelState:
+        """The state after an update with `factor` times the gradients, none where not `finite`; `model` is used up.
 
         Moves every state byte to the device and back. Collectives: with ZeRO an all-gather of the new weights over
         `data`, a bucket at a time, `(G-1)/G * itemsize * elements` bytes a device.
         """
-        weights, grads, flats, scalars = dict(weights), dict(grads), list(state.flats), state.scalars
+        state: OffloadState = model.optimizer
+        weights, grads, flats, scalars = dict(model.weights), dict(grads), list(state.flats), state.scalars
         arriving = self._to_device(flats[0])
         for number, bucket in enumerate(self.buckets):
             here = arriving
@@ -125,7 +131,20 @@ class Offload:
             for name in names:
                 if self._last[name] == number:
                     del grads[name]
-        return weights, OffloadState(tuple(flats), scalars)
+        return ModelState(weights, {}, OffloadState(tuple(flats), scalars))
+
+    def program(self, state: ModelState) -> Apply:
+        """As `DeviceUpdate.program`; the streaming is done by the host, which waits for room on the devices."""
+
+        def apply(state: ModelState, grads: Params, factor: jax.Array) -> tuple[ModelState, jax.Array]:
+            after = self.after(state, grads, factor, np.bool_(True))
+            return after, next(iter(after.optimizer.flats[-1].values()), factor)
+
+        return apply
+
+    def masters(self, model: ModelState) -> Params:
+        """The float32 weights by name, in host memory (on the devices where weights are float32)."""
+        return self.arrays(model.optimizer, MASTER) if self.has_masters else model.weights
 
     def arrays(self, state: OffloadState, slot: str) -> Params:
         """One slot by parameter: global arrays in host memory, laid out by `state_specs`, put together on the host."""
@@ -171,7 +190,7 @@ class Offload:
         def local(params: list[jax.Array]) -> tuple[Flats, list[jax.Array]]:
             pieces = {s.name: self._piece(p, s, bucket.split) for s, p in zip(bucket.spans, params, strict=True)}
             slots = take_slots(self.optimizer.init(pieces), pieces)
-            arrays = ({MASTER: pieces} if self.masters else {}) | slots.arrays
+            arrays = ({MASTER: pieces} if self.has_masters else {}) | slots.arrays
             return {slot: _row(bucket, arrays[slot]) for slot in self.slots}, slots.scalars
 
         specs = [self.specs[name] for name in bucket.names]

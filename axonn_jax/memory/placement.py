@@ -7,15 +7,16 @@ from jax.sharding import Mesh, NamedSharding
 Where = Literal["none", "optimizer"]
 """What is kept in host memory: nothing, or the optimizer's state with the float32 weights."""
 
-_HOST = "pinned_host"
+HOST = "pinned_host"
+"""The kind of host memory that devices copy from and to without a detour."""
 
 
 def has_host_memory(mesh: Mesh) -> bool:
     """Whether the devices can address memory of their host, which arrays can live in."""
     kinds = {memory.kind for memory in mesh.local_devices[0].addressable_memories()}
-    return _HOST in kinds
+    return HOST in kinds
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
     """The same layout in host memory; as it is where the backend has one memory only (`has_host_memory`)."""
-    return sharding.with_memory_kind(_HOST) if has_host_memory(sharding.mesh) else sharding  # type: ignore[arg-type]
+    return sharding.with_memory_kind(HOST) if has_host_memory(sharding.mesh) else sharding  # type: ignore[arg-type]

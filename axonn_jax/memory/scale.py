@@ -33,3 +33,24 @@ def next_scale(scale: LossScale, finite: jax.Array) -> LossScale:
     up = jnp.where(grown, scale.factor * 2, scale.factor)
     factor = jnp.clip(jnp.where(finite, up, scale.factor / 2), SMALLEST, LARGEST)
     return LossScale(factor, jnp.where(grown, 0, clean), scale.skipped + jnp.where(finite, 0, 1))
+
+
+class HostScale:
+    """A loss scale that the host keeps, for a step that it decides on."""
+
+    def __init__(self) -> None:
+        self.state = first_scale()
+
+    @property
+    def factor(self) -> float:
+        """What the loss is multiplied by."""
+        return float(self.state.factor)
+
+    @property
+    def skipped(self) -> int:
+        """Steps of the run that were skipped."""
+        return int(self.state.skipped)
+
+    def tell(self, finite: bool) -> None:
+        """Takes note of whether a step's gradients were finite."""
+        self.state = next_scale(self.state, jnp.bool_(finite))

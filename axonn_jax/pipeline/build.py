@@ -1,10 +1,8 @@
 """Puts a pipeline together for one batch shape: stages compiled, ranks, channel, executor."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
-import optax
 
 from axonn_jax.channels.base import Ports
 from axonn_jax.channels.choose import open_channel
@@ -13,11 +11,11 @@ from axonn_jax.grid import Grid
 from axonn_jax.pipeline.connect import Links
 from axonn_jax.pipeline.executor import Executor
 from axonn_jax.pipeline.rank import Rank
+from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import Stage
 from axonn_jax.pipeline.trace import Needs, Stretch, Work, survey
-from axonn_jax.pipeline.update import Update
 from axonn_jax.schedule.tasks import Layout
-from axonn_jax.tensor.params import Parts
+from axonn_jax.tensor.params import Parts, Specs
 
 Plan = list[tuple[Stretch, Needs]]
 """Every virtual stage of the model: its stretch, and what it needs and hands on."""
@@ -70,8 +68,7 @@ class Pipe:
         grid: Grid,
         layout: Layout,
         links: Links,
-        optimizer: optax.GradientTransformation,
-        states: Mapping[int, Any],
+        grad_specs: Mapping[int, Specs],
         *,
         channel: str,
         split: bool,
@@ -84,12 +81,12 @@ class Pipe:
             for place in grid.meshes
         }
         self.ranks: dict[int, Rank] = {}
-        self.updates: dict[int, Update] = {}
+        self.reductions: dict[int, Reduction] = {}
         for place in grid.meshes:
             own = {s: Stage(*stages[s], split=split) for s in layout.stages_of(place)}
             self.ranks[place] = Rank(place, own)
-            self.updates[place] = Update(
-                list(own.values()), optimizer, states[place], bucket=bucket, borrowed=borrowed[place]
+            self.reductions[place] = Reduction(
+                list(own.values()), grad_specs[place], bucket=bucket, borrowed=borrowed[place]
             )
         arriving = {}
         for stage, (stretch, needs) in enumerate(stages):
@@ -101,7 +98,7 @@ class Pipe:
 
     def losses(self) -> dict[int, jax.Array]:
         """The mean loss of the step that has run, at the last place if it is here."""
-        return {place: mean(rank.losses) for place, rank in self.ranks.items() if (mean := self.updates[place].mean)}
+        return {place: mean(rank.losses) for place, rank in self.ranks.items() if (mean := self.reductions[place].mean)}
 
     def bytes_kept(self) -> int:
         """Bytes of activations that one microbatch keeps between forward and backward, of the stages here."""

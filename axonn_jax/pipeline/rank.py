@@ -9,8 +9,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
+from axonn_jax.memory.placement import on_host
 from axonn_jax.pipeline.stage import Ran, Stage
-from axonn_jax.pipeline.trace import DY, KEY, MICROBATCH, TOKENS, X
+from axonn_jax.pipeline.trace import DY, KEY, MICROBATCH, SCALE, TOKENS, X
 from axonn_jax.schedule.tasks import Kind, Message, Task
 from axonn_jax.tensor.params import Params
 
@@ -34,6 +35,7 @@ class Rank:
             self._numbers = [replicated(np.uint32(m), self._replicated) for m in numbers]
         self.sums: dict[int, dict[str, jax.Array]] = {}
         self.losses: list[jax.Array] = []
+        self._offloads = some.work.activations == "offload"
         self._inbox: dict[Message, jax.Array] = {}
         # By (stage, microbatch): what arrived, and what its programs have handed over, until the last has started.
         self._waiting: dict[tuple[int, int], dict[str, jax.Array]] = {}
@@ -44,12 +46,26 @@ class Rank:
         """Whether one of its stages is the first or the last."""
         return any(stage.first or stage.last for stage in self.stages.values())
 
-    def begin(self, params: Params, rows: Sequence[np.ndarray], key: jax.Array | None, *, train: bool) -> None:
-        """Prepares a step on this process's rows of each microbatch, [rows, seq + 1]; `key` is the step's."""
+    def begin(
+        self,
+        params: Params,
+        rows: Sequence[np.ndarray],
+        key: jax.Array | None,
+        *,
+        train: bool,
+        scale: float | None = None,
+    ) -> None:
+        """Prepares a step on this process's rows of each microbatch, [rows, seq + 1]; `key` is the step's.
+
+        `scale` is what the loss is multiplied by before the backward pass, where it is at all.
+        """
         self._params = params
         self.losses = []
         self._given: list[dict[str, jax.Array]] = [{} for _ in range(self._work.microbatches)]
+        factor = replicated(np.float32(1.0 if scale is None else scale), self._replicated)
         for number, given in enumerate(self._given):
+            if self._work.scaled:
+                given[SCALE] = factor
             if self.reads_tokens:
                 shape = (self._work.rows, self._work.width)
                 given[TOKENS] = jax.make_array_from_process_local_data(
@@ -78,8 +94,11 @@ class Rank:
         waiting = self._waiting.setdefault(own, {})
         if task.kind is Kind.FORWARD and not stage.first:
             waiting[X] = self._inbox.pop(Message("forward", *own))
-        elif task.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and not stage.last:
-            waiting[DY] = self._inbox.pop(Message("backward", *own))
+        elif task.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            if not stage.last:
+                waiting[DY] = self._inbox.pop(Message("backward", *own))
+            if X in waiting and self._offloads:
+                waiting[X] = jax.device_put(waiting[X], stage.x)
         given = {**self._params, **self._given[task.microbatch], **waiting}
         adds = task.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         if train:
@@ -87,6 +106,8 @@ class Rank:
             ran = stage.run(task.kind.value, given, kept, self.sums[task.stage] if adds else {})
         else:
             ran = stage.evaluate(given)
+        if task.kind is Kind.FORWARD and train and X in waiting and self._offloads:
+            waiting[X] = jax.device_put(waiting[X], on_host(stage.x))
         if task.kind is Kind.FORWARD and stage.last:
             assert ran.value is not None
             self.losses.append(ran.value)

@@ -19,6 +19,7 @@ _KEEP: dict[Activations, Keep] = {
     "full": keep_none,
     "dots": keep_matmuls,
     "save_collectives": keep_all_reduces,
+    "offload": keep_none,
 }
 
 
@@ -92,7 +93,8 @@ class Chain:
         def body(inputs: list[Any], taken: list[Any], sums: dict[str, Any]) -> tuple[Any, ...]:
             out, handed = part(inputs, [value[0] for value in taken])
             values = dict(zip(part.outputs, out, strict=True))
-            sums = {gradients[i]: sums[gradients[i]] + value[None] for i, value in values.items() if i in gradients}
+            added = {gradients[i]: value[None] for i, value in values.items() if i in gradients}
+            sums = {name: sums[name] + value.astype(sums[name].dtype) for name, value in added.items()}
             tops = [values[i][None] if i == 0 and loss else values[i] for i in heads]
             # The last result tells that the program has run: unlike the sums it is never donated.
             return tops, [value[None] for value in handed], sums, jnp.zeros((), jnp.int32)
@@ -132,9 +134,10 @@ class Stage:
         skip = 1 if stretch.first else 2
         gradients = {skip + i: name for i, name in enumerate(stretch.parts.params) if name in set(needs.names)}
         self.sums = {
-            name: crossing(out[i].aval, stretch.mesh, stretch.parts.specs[name]) for i, name in gradients.items()
+            name: _as(crossing(out[i].aval, stretch.mesh, stretch.parts.specs[name]), stretch.work.sums)
+            for i, name in gradients.items()
         }
-        """Its gradients while they add up: float32, unreduced over `data`."""
+        """Its gradients while they add up, unreduced over `data`."""
         self.losses = crossing(out[0].aval, stretch.mesh) if stretch.last else None
         """Form of the last stage's forward result: sums over each device's own targets."""
         dx, own = ([] if stretch.first else [1]), list(gradients)
@@ -151,6 +154,12 @@ class Stage:
 
         self._zeros = jax.jit(zeros, out_shardings=shardings).lower().compile()
 
+    @property
+    def x(self) -> NamedSharding:
+        """The layout of what arrives, at any stage but the first."""
+        assert self.stretch.x is not None
+        return self.stretch.x.sharding  # type: ignore[return-value]
+
     def zero(self) -> dict[str, jax.Array]:
         """Makes the sums a step starts with."""
         return self._zeros()  # type: ignore[no-any-return]
@@ -166,6 +175,10 @@ class Stage:
     def bytes_kept(self) -> int:
         """Bytes that wait for a microbatch's backward after its forward, over all devices of the stage."""
         return self._chain.bytes_kept()
+
+
+def _as(struct: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(struct.shape, dtype, sharding=struct.sharding)
 
 
 def _is_key(struct: jax.ShapeDtypeStruct) -> bool:

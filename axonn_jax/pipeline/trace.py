@@ -20,7 +20,7 @@ from axonn_jax.tensor.collectives import vary
 from axonn_jax.tensor.params import Parts
 from axonn_jax.tensor.region import live_axes, manual
 
-X, TOKENS, KEY, MICROBATCH, DY = " x", " tokens", " key", " microbatch", " dy"
+X, TOKENS, KEY, MICROBATCH, DY, SCALE = " x", " tokens", " key", " microbatch", " dy", " scale"
 """Inputs of a stage beside its parameters; the space keeps them apart from parameters' names."""
 
 
@@ -62,6 +62,10 @@ class Work:
     """What layers compute in and activations travel in."""
     activations: Activations
     """What the forward pass keeps."""
+    sums: jnp.dtype
+    """What gradients add up in."""
+    scaled: bool
+    """Whether the loss is scaled: the last stage's backward takes the factor."""
 
     @property
     def targets(self) -> int:
@@ -115,6 +119,8 @@ class Stretch:
         if self.keyed:
             given[KEY] = struct(jax.eval_shape(lambda: jax.random.key(0)), P())
             given[MICROBATCH] = struct(jax.ShapeDtypeStruct((), jnp.uint32), P())
+        if self.last and self.work.scaled:
+            given[SCALE] = struct(jax.ShapeDtypeStruct((), jnp.float32), P())
         return given
 
     def forward(self, params: Mapping[str, jax.Array], given: Mapping[str, jax.Array]) -> jax.Array:
@@ -139,7 +145,8 @@ class Stretch:
 
         y, pull = jax.vjp(forward, self.own(given), x)
         if dy is None:  # the loss is the mean over all targets of the step
-            dy = vary(jnp.full(y.shape, 1.0 / self.work.targets, y.dtype), compat.varying_axes(y))
+            seed = given.get(SCALE, jnp.float32(1.0)) / self.work.targets
+            dy = vary(jnp.full(y.shape, seed, y.dtype), compat.varying_axes(y))
         dp, dx = pull(dy)
         return [y, *([] if x is None else [dx]), *(dp[name] for name in self.parts.params)]
 

@@ -19,7 +19,7 @@ from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.ring import Kind, ring_bytes
 
 Phase = Literal["forward", "recompute", "backward", "update"]
-Recompute = Literal["none", "full", "dots", "save_collectives"]
+Recompute = Literal["none", "full", "dots", "save_collectives", "offload"]
 
 _FLOAT32 = 4
 _DATA, _Z, _Y, _X = "data", "z", "y", "x"
@@ -40,8 +40,8 @@ class Work:
     itemsize: int = _FLOAT32
     """Bytes of an element of activations and gathered weights (2: bf16); norms, loss and gradient sums have 4."""
     activations: Recompute = "none"
-    """What the backward pass computes again; `full` and `dots` communicate the same, `save_collectives` only
-    gathers again."""
+    """What the backward pass computes again; `full`, `dots` and `offload` communicate the same, `save_collectives`
+    only gathers again."""
 
     @property
     def rows(self) -> int:

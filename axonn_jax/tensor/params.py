@@ -75,9 +75,9 @@ def take_apart(module: nnx.Module) -> Parts:
     return Parts(params, specs, rebuild)
 
 
-def shapes_of(parts: Parts) -> Parts:
-    """The same parts with shapes in place of parameters."""
-    shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in parts.params.items()}
+def shapes_of(parts: Parts, dtype: jnp.dtype | None = None) -> Parts:
+    """The same parts with shapes in place of parameters, of another `dtype` if one is given."""
+    shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, dtype or p.dtype) for name, p in parts.params.items()}
     return parts._replace(params=shapes)
 
 

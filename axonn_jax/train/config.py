@@ -12,8 +12,11 @@ from axonn_jax.schedule.policies import Policy
 
 Optimizer = Literal["adamw", "adam", "sgd", "lion"]
 Schedule = Literal["cosine", "linear", "constant"]
-Precision = Literal["fp32", "bf16", "auto"]
-Activations = Literal["none", "full", "dots", "save_collectives"]
+Precision = Literal["fp32", "bf16", "fp16", "auto"]
+Accumulate = Literal["fp32", "compute"]
+Offload = Literal["none", "optimizer"]
+Zero = Literal[0, 1]
+Activations = Literal["none", "full", "dots", "save_collectives", "offload"]
 Ordering = Literal["auto", "package", "xla"]
 ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
 
@@ -181,12 +184,23 @@ class MemoryConfig:
     """What is kept on the device, and in which precision."""
 
     precision: Precision = "auto"
-    """Of compute and gradients; weights and moments stay fp32. auto: bf16 on accelerators, fp32 on CPU."""
+    """Of compute and messages; master weights and moments stay fp32, and under fp16 the loss is scaled.
+    auto: bf16 on accelerators, fp32 on CPU."""
+    accumulate: Accumulate = "fp32"
+    """What gradients add up in over microbatches, and are reduced in over grid.data: fp32, or the compute precision,
+    which saves 2 bytes a parameter under bf16 and fp16."""
+    offload: Offload = "none"
+    """What lives in host memory and is streamed through the device: nothing, or the optimizer's state with the fp32
+    weights, which leaves 4 bytes a parameter on the device (6 where gradients add up in fp32). The optimizer must be
+    elementwise, as all that train.optimizer names are."""
+    zero: Zero = 0
+    """1: fp32 weights and optimizer state are split over grid.data (ZeRO-1)."""
     activations: Activations = "none"
     """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)
-    or what was all-reduced (save_collectives)."""
+    or what was all-reduced (save_collectives); offload is full with the block's input in host memory meanwhile."""
     bucket: int = 16_000_000
-    """Elements reduced together over grid.data: one collective a bucket."""
+    """Elements a device that travel together: gradients and weights over grid.data, with offload also to and from the
+    host."""
 
 
 @dataclass(frozen=True)

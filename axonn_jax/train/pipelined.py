@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
-from math import sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,27 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.channels.choose import choose
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.memory.account import StateBytes, counted, report
 from axonn_jax.memory.activations import Activations
-from axonn_jax.memory.precision import Precision, precisions
+from axonn_jax.memory.elementwise import check_elementwise
+from axonn_jax.memory.placement import Where
+from axonn_jax.memory.precision import Accumulate, Precision, precisions
+from axonn_jax.memory.scale import HostScale
+from axonn_jax.memory.update import clip_factor
 from axonn_jax.pipeline.build import Pipe, Plan, names_by_place, plan, shared
 from axonn_jax.pipeline.collect import collect
 from axonn_jax.pipeline.connect import connect
+from axonn_jax.pipeline.holding import Holding, Keeping
 from axonn_jax.pipeline.picture import draw
 from axonn_jax.pipeline.timeline import TIMELINE, Recorder, write_trace
 from axonn_jax.pipeline.trace import Work
-from axonn_jax.pipeline.update import clip_scale
 from axonn_jax.schedule.dispatcher import Dispatcher, Follower
 from axonn_jax.schedule.forward_only import ForwardOnly
 from axonn_jax.state.checkpoint import save_weights_in_parts
-from axonn_jax.tensor.params import Params, Parts, shapes_of, take_apart
+from axonn_jax.tensor.params import Params, shapes_of, take_apart
 from axonn_jax.train.batch import local_rows
 from axonn_jax.train.check import check_pipeline
 from axonn_jax.train.config import OverlapConfig, PipelineConfig
-from axonn_jax.train.layout import state_layout
 from axonn_jax.train.separable import check_separable
 from axonn_jax.train.step import StepMetrics
 from axonn_jax.train.trainer import Trainer
@@ -55,6 +59,9 @@ class PipelineTrainer(Trainer):
         microbatches: int = 1,
         clip: float = 0.0,
         precision: Precision = "auto",
+        accumulate: Accumulate = "fp32",
+        offload: Where = "none",
+        zero: int = 0,
         activations: Activations = "none",
         bucket: int = 16_000_000,
         seed: int = 0,
@@ -62,7 +69,6 @@ class PipelineTrainer(Trainer):
         overlap: OverlapConfig | None = None,
     ):
         pipeline = pipeline or PipelineConfig()
-        real = take_apart(model) if isinstance(model, nnx.Module) else None
         abstract = model if isinstance(model, nnx.Module) else nnx.eval_shape(model)
         shape = getattr(abstract, "shape", None)
         if shape is not None:
@@ -75,10 +81,14 @@ class PipelineTrainer(Trainer):
         self._pieces = list(sequence.pieces)
         self.layout, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._pieces)
         self.grid, self.microbatches, self.optimizer, self.pipeline = grid, microbatches, optimizer, pipeline
-        self.parts = shapes_of(take_apart(abstract))
+        split = zero > 0 and grid.shape.data > 1
+        if offload != "none":
+            check_elementwise(optimizer, "memory.offload = optimizer")
+        self.precisions = precisions(precision, accumulate, apart=split or offload != "none")
+        self.parts = shapes_of(take_apart(abstract), self.precisions.weights)
+        self._scale = HostScale() if self.precisions.scaled else None
         self.steps_done = 0
         self._clip, self._bucket, self._activations = clip, bucket, activations
-        self._dtype = precisions(precision).compute
         self._seed = seed
         self._keyed = getattr(shape, "dropout", 0.0) > 0.0
         self._rows: dict[int, list[int]] = {}
@@ -90,23 +100,27 @@ class PipelineTrainer(Trainer):
         seq_len = getattr(shape, "seq_len", 2)
         names = names_by_place(self._plan(grid.shape.batch_shards, seq_len + 1), self.layout)
         self._shared = shared(names)
-        self.places: dict[int, Params] = {}
-        self._states: dict[int, Any] = {}
-        for place in grid.meshes:
+        keeping = Keeping(optimizer, self.precisions, bucket, offload != "none", split)
+        self.holdings: dict[int, Holding] = {}
+        for place, mesh in grid.meshes.items():
             check_separable(optimizer, self.parts.params, names[place])
-            self.places[place] = self._materialise(place, names[place], model, real)
-            self._states[place] = self._optimizer_state(place)
+            self.holdings[place] = Holding(self.parts, names[place], mesh, keeping, model)
         self._links.status.now("between steps")
 
     @property
-    def params(self) -> Params:  # type: ignore[override]
-        """The parameters that this process holds, by name; of one held at both ends of the pipe the first copy."""
-        return {name: p for place in sorted(self.places, reverse=True) for name, p in self.places[place].items()}
+    def places(self) -> dict[int, Params]:
+        """The float32 weights by place of the pipe and name, of the places here."""
+        return {place: holding.masters for place, holding in self.holdings.items()}
 
     @property
-    def opt_state(self) -> Any:  # type: ignore[override]
+    def params(self) -> Params:
+        """The float32 weights that this process holds, by name; of one held at both ends of the pipe the first copy."""
+        return {name: p for _, params in sorted(self.places.items(), reverse=True) for name, p in params.items()}
+
+    @property
+    def opt_state(self) -> Any:
         """The optimizer state by place of the pipe, of the places here."""
-        return self._states
+        return {place: holding.state.optimizer for place, holding in self.holdings.items()}
 
     @property
     def recorder(self) -> Recorder:
@@ -146,33 +160,50 @@ class PipelineTrainer(Trainer):
         """
         pipe, microbatches = self._prepare(batch)
         status, together, step = self._links.status, self._links.together, self.steps_done + 1
+        scale = None if self._scale is None else self._scale.factor
         for place, rank in pipe.ranks.items():
             key = rank.key(self._seed, self.steps_done) if self._keyed else None
-            rank.begin(self.places[place], microbatches, key, train=True)
+            rank.begin(self.holdings[place].weights, microbatches, key, train=True, scale=scale)
         pipe.executor.run({place: self._dispatcher(place) for place in pipe.ranks}, step)
         at = time.monotonic()
         status.now(running="the reduction of the gradients")
-        grads = {place: pipe.updates[place].reduce(rank.take_sums()) for place, rank in pipe.ranks.items()}
+        grads = {place: pipe.reductions[place].reduce(rank.take_sums()) for place, rank in pipe.ranks.items()}
         for name, places in self._shared.items():
             status.now(running=f"the exchange of the gradients of {name} between places {places} of the pipe")
             theirs = together.swap({place: grads[place][name] for place in places if place in grads}, *places)
             for place, value in theirs.items():
                 grads[place][name] = _add(grads[place][name], value)
-        squares = {place: pipe.updates[place].squares(grads[place]) for place in grads}
+        squares = {place: pipe.reductions[place].squares(grads[place]) for place in grads}
         losses = pipe.losses()
         own = {place: (float(squares[place]), float(losses.get(place, 0.0))) for place in grads}
         status.now(running="the agreement on loss and norm")
         square, loss = together.sums(own)
-        norm = sqrt(square)
-        for place, update in pipe.updates.items():
-            scale = update.scale(clip_scale(norm, self._clip))
-            self.places[place], self._states[place], done = update.apply(
-                self.places[place], self._states[place], grads[place], scale
-            )
-            pipe.executor.then(place, done, "update", "optimizer", step, at)
+        norm = sqrt(square) / (scale or 1.0)
+        if self._scale is not None:
+            self._scale.tell(isfinite(norm))
+        if self._scale is None or isfinite(norm):
+            factor = float(clip_factor(norm, self._clip)) / (scale or 1.0)
+            for place, holding in self.holdings.items():
+                pipe.executor.then(place, holding.apply(grads[place], factor), "update", "optimizer", step, at)
         self.steps_done += 1
         status.now("between steps")
-        return {"loss": np.float32(loss), "grad_norm": np.float32(norm)}
+        metrics: StepMetrics = {"loss": np.float32(loss), "grad_norm": np.float32(norm)}
+        if self._scale is not None and scale is not None:
+            metrics |= {"loss_scale": np.float32(scale), "skipped": np.int32(self._scale.skipped)}
+        return metrics
+
+    def planned_memory(self) -> dict[int, StateBytes]:
+        """The bytes of model state of one device by formula, by place of the pipe, of the places here."""
+        return {place: holding.bytes for place, holding in self.holdings.items()}
+
+    def memory(self) -> dict[int, dict[str, Any]]:
+        """Where the bytes of one device of each place here are; see `memory.account.report`."""
+        found = {}
+        for place, holding in self.holdings.items():
+            mesh = self.grid.meshes[place]
+            arrays = counted(jax.tree.leaves(holding.state), mesh.local_devices[0])
+            found[place] = report(holding.bytes, arrays, mesh)
+        return found
 
     def evaluate(self, batches: Iterable[np.ndarray]) -> float:
         """Mean loss over batches (this process's rows of each), without dropout; waits for the result."""
@@ -180,11 +211,11 @@ class PipelineTrainer(Trainer):
         for batch in batches:
             pipe, microbatches = self._prepare(batch)
             for place, rank in pipe.ranks.items():
-                rank.begin(self.places[place], microbatches, None, train=False)
+                rank.begin(self.holdings[place].weights, microbatches, None, train=False)
             orders = {place: ForwardOnly(self.layout, place) for place in pipe.ranks}
             pipe.executor.run(orders, self.steps_done, train=False)
             losses = {
-                place: mean(rank.losses) for place, rank in pipe.ranks.items() if (mean := pipe.updates[place].mean)
+                place: mean(rank.losses) for place, rank in pipe.ranks.items() if (mean := pipe.reductions[place].mean)
             }
             self._links.status.now(running="the agreement on the loss")
             own = {place: (float(losses.get(place, 0.0)),) for place in pipe.ranks}
@@ -200,7 +231,7 @@ class PipelineTrainer(Trainer):
         status.now("saving")
 
         def agree() -> None:
-            self._links.together.sums(dict.fromkeys(self.places, (0.0,)))
+            self._links.together.sums(dict.fromkeys(self.grid.meshes, (0.0,)))
 
         path = save_weights_in_parts(directory, step, self.places, first=self.grid.rank == 0, agree=agree)
         status.now("between steps")
@@ -248,8 +279,7 @@ class PipelineTrainer(Trainer):
                 self.grid,
                 self.layout,
                 self._links,
-                self.optimizer,
-                self._states,
+                {place: holding.state_specs for place, holding in self.holdings.items()},
                 channel=self._channel,
                 split=self._splits,
                 bucket=self._bucket,
@@ -263,7 +293,15 @@ class PipelineTrainer(Trainer):
         return policy == "zero-bubble" or (policy == "message" and self.pipeline.split_backward)
 
     def _plan(self, rows: int, width: int) -> Plan:
-        work = Work(rows, width, self.microbatches, self._dtype, self._activations)
+        work = Work(
+            rows,
+            width,
+            self.microbatches,
+            self.precisions.compute,
+            self._activations,
+            self.precisions.sums,
+            self.precisions.scaled,
+        )
         return plan(self.parts, self.grid, self.layout, self.ranges, work, keyed=self._keyed)
 
     def _dispatcher(self, place: int) -> Follower:
@@ -271,26 +309,6 @@ class PipelineTrainer(Trainer):
         if orders is not None and not orders.leads:
             return Follower(self.layout, place)
         return Dispatcher(self.layout, place, self.pipeline.policy, self.pipeline.in_flight, self._splits)
-
-    def _shardings(self, place: int, names: Iterable[str]) -> dict[str, NamedSharding]:
-        return {name: NamedSharding(self.grid.meshes[place], self.parts.specs[name]) for name in names}
-
-    def _materialise(self, place: int, names: tuple[str, ...], model: Any, real: Parts | None) -> Params:
-        shardings = self._shardings(place, names)
-        if real is not None:
-            return jax.device_put({name: real.params[name] for name in names}, shardings)
-
-        def make() -> Params:
-            made = take_apart(model()).params
-            return {name: made[name] for name in names}  # XLA drops what is not returned
-
-        return jax.jit(make, out_shardings=shardings)()
-
-    def _optimizer_state(self, place: int) -> Any:
-        params, scalar = self.places[place], NamedSharding(self.grid.meshes[place], P())
-        state = jax.eval_shape(self.optimizer.init, params)
-        layout = state_layout(state, params, self._shardings(place, params), scalar)
-        return jax.jit(self.optimizer.init, out_shardings=layout)(params)
 
 
 @jax.jit

@@ -14,9 +14,9 @@ from axonn_jax import compat
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.memory.activations import Activations, block_runner
-from axonn_jax.memory.buckets import reduce_in_buckets
-from axonn_jax.memory.zero import scatter_in_buckets, split_over_data
-from axonn_jax.tensor.clip import global_norm, spec_axes
+from axonn_jax.memory.reduce import reduce_gradients
+from axonn_jax.memory.zero import split_over_data
+from axonn_jax.tensor.clip import global_norm
 from axonn_jax.tensor.collectives import reduce_sum, vary
 from axonn_jax.tensor.order import in_order
 from axonn_jax.tensor.params import Params, Parts, Specs
@@ -170,17 +170,6 @@ class StageProgram(OnMesh):
         start = (vary(jnp.zeros((), jnp.float32), BATCH_AXES), zeros)
         (total, sums), _ = lax.scan(add, start, (jnp.arange(tokens.shape[0]), tokens))
 
-        grads = self._reduced(sums)
+        grads = reduce_gradients(sums, self.parts.specs, self.grad_specs, self.bucket)
         norm = global_norm(grads, self.grad_specs)
         return grads, reduce_sum(total, BATCH_AXES), norm if scale is None else norm / scale
-
-    def _reduced(self, sums: Params) -> Params:
-        """Each device's sums of gradients -> the step's gradients."""
-        split = {name for name, spec in self.grad_specs.items() if "data" in spec_axes(spec)}
-
-        def axes_of(name: str) -> tuple[str, ...]:
-            over = () if name in split else ("data",)
-            return over if "z" in spec_axes(self.parts.specs[name]) else (*over, "z")
-
-        parts = scatter_in_buckets({name: g for name, g in sums.items() if name in split}, self.bucket)
-        return reduce_in_buckets({name: parts.get(name, g) for name, g in sums.items()}, axes_of, self.bucket)

@@ -56,10 +56,12 @@ class Progress:
         elif self._shown:
             print(text, file=sys.stderr, flush=True)
 
-    def update(self, step: int, loss: float, tokens_per_s: float, step_s: float) -> None:
-        """Shows a finished step."""
+    def update(self, step: int, loss: float, tokens_per_s: float, step_s: float, skipped: int = 0) -> None:
+        """Shows a finished step, and how many steps so far an overflow has skipped."""
         left = duration((self._steps - step) * step_s)
         text = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {left} left"
+        if skipped:
+            text += f"  {skipped} skipped"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
             return

@@ -1,6 +1,7 @@
 """One training run: from a checked config to a run directory."""
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -15,6 +16,7 @@ from flax import nnx
 
 from axonn_jax.data.loader import Loader
 from axonn_jax.launch import World
+from axonn_jax.memory.account import lines as memory_lines
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.peaks import peak_flops
@@ -39,6 +41,9 @@ def train(config: Config) -> int:
             microbatches=config.train.microbatches,
             clip=config.train.clip,
             precision=config.memory.precision,
+            accumulate=config.memory.accumulate,
+            offload=config.memory.offload,
+            zero=config.memory.zero,
             activations=config.memory.activations,
             bucket=config.memory.bucket,
             seed=config.train.seed,
@@ -144,11 +149,14 @@ class Run:
                 "step_s": step_s,
                 "grad_norm": norm,
                 "lr": float(self.rate(step - 1)),
+                **{key: float(metrics[key]) for key in ("loss_scale", "skipped") if key in metrics},  # type: ignore[literal-required]
                 **self._usage(step_s),
             }
             assert self.log is not None
             self.log.write(record)
-        self.progress.update(step, loss, self.tokens / step_s, step_s)
+        if step == 1:
+            self._remember()
+        self.progress.update(step, loss, self.tokens / step_s, step_s, int(metrics.get("skipped", 0)))
         return now
 
     def _usage(self, step_s: float) -> dict[str, float]:
@@ -164,6 +172,14 @@ class Run:
         if stats and "peak_bytes_in_use" in stats:
             used["device_bytes"] = stats["peak_bytes_in_use"]
         return used
+
+    def _remember(self) -> None:
+        """Says where the bytes are, once a step has run, and writes it down."""
+        found = self.trainer.memory()
+        if self.first:
+            (self.directory / "memory.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            for line in memory_lines(next(iter(found.values()))):
+                self.say(line)
 
     def _evaluate(self, step: int) -> None:
         loss = self.trainer.evaluate(self.held_out)

@@ -1,6 +1,5 @@
 """One optimizer step as a compiled program, for real arrays or for shapes alone."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 
@@ -8,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,12 +15,11 @@ from axonn_jax.grid import Grid
 from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.precision import FULL, Accumulate, Precision, Precisions, precisions
 from axonn_jax.memory.scale import LossScale, first_scale, next_scale
-from axonn_jax.memory.zero import whole_weights
+from axonn_jax.memory.update import DeviceUpdate, ModelState, clip_factor
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.attention import AttentionKernel
 from axonn_jax.tensor.params import Params, Parts, Specs, take_apart
-from axonn_jax.train.layout import state_layout
 from axonn_jax.train.program import StageProgram
 
 
@@ -71,12 +68,7 @@ class GradientProgram(Protocol):
 class TrainState(NamedTuple):
     """All that a step changes."""
 
-    weights: Params
-    """What layers read: float32, or in the compute dtype where masters lie apart."""
-    masters: Params
-    """Float32 weights in the optimizer's layout; empty where `weights` are the masters."""
-    optimizer: Any
-    """The optax state, laid out like the masters; with offload an `OffloadState`, which has the masters too."""
+    model: ModelState
     scale: LossScale | None
     """Under fp16."""
 
@@ -94,90 +86,45 @@ class Step:
     """Elements gathered together over `data`, where masters are split over it."""
 
     def __call__(self, state: TrainState, tokens: jax.Array, key: jax.Array | None) -> tuple[TrainState, StepMetrics]:
-        """The state after a step, and the step's loss and gradient norm.
-
-        Collectives: the gradients'; where masters are split over `data`, the weights are gathered over it.
-        """
-        grads, metrics, factor, finite, scale = self.measured(state.weights, state.scale, tokens, key)
-        before = (state.masters or self._as_masters(state.weights), state.optimizer)
-        after = update(self.optimizer, *before, grads, factor)
-        if scale is not None:
-            after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-        masters, optimizer = after
-        return TrainState(*self._apart(masters), optimizer, scale), metrics
+        """The state after a step, and the step's loss and gradient norm; collectives: gradients' and update's."""
+        measured = self.measured(state.model.weights, state.scale, tokens, key)
+        finite = measured.finite if self.precisions.scaled else None
+        model = self.update.after(state.model, measured.grads, measured.factor, finite)
+        return TrainState(model, measured.scale), measured.metrics
 
     def measured(
         self, weights: Params, scale: LossScale | None, tokens: jax.Array, key: jax.Array | None
-    ) -> tuple[Params, StepMetrics, jax.Array, jax.Array, LossScale | None]:
-        """Gradients, metrics, the gradients' factor in the update, whether they are finite, the next loss scale."""
+    ) -> "Measured":
+        """What a step does before its update."""
         if scale is None:
             grads, loss, norm = self.program.gradients(weights, tokens, key)
-            finite, factor = jnp.bool_(True), clip_factor(norm, self.clip)
-            return grads, {"loss": loss, "grad_norm": norm}, factor, finite, None
+            metrics: StepMetrics = {"loss": loss, "grad_norm": norm}
+            return Measured(grads, metrics, clip_factor(norm, self.clip), jnp.bool_(True), None)
         grads, loss, norm = self.program.gradients(weights, tokens, key, scale.factor)
-        finite, factor = jnp.isfinite(norm), clip_factor(norm, self.clip) / scale.factor
+        finite = jnp.isfinite(norm)
         after = next_scale(scale, finite)
-        metrics: StepMetrics = {
-            "loss": loss, "grad_norm": norm, "loss_scale": scale.factor, "skipped": after.skipped,
-        }  # fmt: skip
-        return grads, metrics, factor, finite, after
-
-    def start(self, params: Params, *, owned: bool = True) -> TrainState:
-        """Float32 parameters -> the first state; they are used up where they are `owned`, and perhaps part of it."""
-        shardings = self.state_shardings(params)
-        scale = jax.device_put(first_scale(), self.scalar) if self.precisions.scaled else None
-        if not self._split:
-            state = jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(params)
-            return TrainState(params, {}, state, scale)
-
-        def made(params: Params) -> tuple[Params, Params, Any]:
-            masters = self._as_masters(params)
-            return *self._apart(masters), self.optimizer.init(masters)
-
-        weights, masters, state = jax.jit(made, out_shardings=shardings[:3])(params)
-        if owned:
-            jax.tree.map(lambda p: p.delete(), params)
-        return TrainState(weights, masters, state, scale)
-
-    def _as_masters(self, weights: Params) -> Params:
-        if not self._split:
-            return weights
-        return jax.tree.map(lax.with_sharding_constraint, weights, self._master_shardings(weights))
-
-    def _apart(self, masters: Params) -> tuple[Params, Params]:
-        """Masters -> weights and what is kept of masters beside them."""
-        if not self._split:
-            return masters, {}
-        layouts = (self.program.grad_specs, self.program.parts.specs)
-        weights = whole_weights(masters, layouts, self.program.grid.mesh, self.precisions.weights, self.bucket)
-        return weights, masters if self.precisions.masters else {}
+        metrics = {"loss": loss, "grad_norm": norm, "loss_scale": scale.factor, "skipped": after.skipped}
+        return Measured(grads, metrics, clip_factor(norm, self.clip) / scale.factor, finite, after)
 
     @property
-    def _split(self) -> bool:
-        return self.precisions.masters or self.program.grad_specs != self.program.parts.specs
+    def update(self) -> DeviceUpdate:
+        """The optimizer's part."""
+        program = self.program
+        shapes = {name: p.shape for name, p in program.parts.params.items()}
+        layouts = (program.parts.specs, program.grad_specs)
+        return DeviceUpdate(self.optimizer, program.grid.mesh, shapes, *layouts, self.precisions, self.bucket)
 
-    def _master_shardings(self, names: Iterable[str]) -> dict[str, NamedSharding]:
-        return {name: NamedSharding(self.program.grid.mesh, self.program.grad_specs[name]) for name in names}
+    def first_scale(self) -> LossScale | None:
+        """The loss scale a run starts with."""
+        return jax.device_put(first_scale(), self.scalar) if self.precisions.scaled else None
 
-    def state_shardings(self, params: Params) -> Any:
-        """The layout of the state for such parameters, which may be shapes alone."""
-        masters = self._master_shardings(params)
-        state = jax.eval_shape(self.optimizer.init, params)
-        optimizer = state_layout(state, params, masters, self.scalar)
-        scale: Any = (self.scalar,) * 3 if self.precisions.scaled else None
-        weights: Any = self.program.shardings()
-        kept: Any = masters if self.precisions.masters else {}
-        return TrainState(weights, kept, optimizer, scale and LossScale(*scale))
-
-    def jitted(self, params: Params) -> Any:
-        """The step under `jax.jit`, for such parameters; the state is donated to it and keeps its layout."""
-        metrics = dict.fromkeys(jax.eval_shape(self._metrics), self.scalar)
-        out = (self.state_shardings(params), metrics)
-        return jax.jit(self.__call__, donate_argnums=0, out_shardings=out, compiler_options=self.compiler_options())
-
-    def _metrics(self) -> StepMetrics:
-        keys = ("loss", "grad_norm", *(("loss_scale", "skipped") if self.precisions.scaled else ()))
-        return dict.fromkeys(keys, jnp.zeros(()))  # type: ignore[return-value]
+    def jitted(self) -> Any:
+        """The step under `jax.jit`; the state is donated to it and keeps its layout."""
+        names = ("loss", "grad_norm", *(("loss_scale", "skipped") if self.precisions.scaled else ()))
+        state = self.abstract()
+        shardings = (jax.tree.map(lambda s: s.sharding, state), dict.fromkeys(names, self.scalar))
+        options = self.compiler_options()
+        return jax.jit(self.__call__, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
     def compiler_options(self) -> dict[str, Any] | None:
         """What XLA needs to keep the program's order of computation."""
@@ -191,16 +138,14 @@ class Step:
 
         Parameters may be shapes alone; no array is made. `key` is one, or its shape, where the model has dropout.
         """
-        params = jax.tree.map(_float32, self.program.parts.params)
-        shardings = self.state_shardings(params)
-        state = _laid_out(jax.eval_shape(self._abstract, params), shardings)
         batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=self.program.batch_sharding())
-        return self.jitted(params).lower(state, batch, key).compile(compiler_options)
+        return self.jitted().lower(self.abstract(), batch, key).compile(compiler_options)
 
-    def _abstract(self, params: Params) -> TrainState:
-        weights = {name: p.astype(self.precisions.weights) for name, p in params.items()}
-        scale = first_scale() if self.precisions.scaled else None
-        return TrainState(weights, params if self.precisions.masters else {}, self.optimizer.init(params), scale)
+    def abstract(self) -> TrainState:
+        """Shapes and layouts of the state."""
+        scale = jax.eval_shape(first_scale) if self.precisions.scaled else None
+        scale = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.scalar), scale)
+        return TrainState(self.update.abstract(), scale)
 
     @property
     def scalar(self) -> NamedSharding:
@@ -208,24 +153,18 @@ class Step:
         return NamedSharding(self.program.grid.mesh, P())
 
 
-def update(
-    optimizer: optax.GradientTransformation, masters: Params, state: Any, grads: Params, factor: jax.Array
-) -> tuple[Params, Any]:
-    """Masters and optimizer state after an update with `factor` times the gradients, in float32."""
-    grads = {name: grad.astype(jnp.float32) * factor for name, grad in grads.items()}
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
-        updates, state = optimizer.update(grads, state, masters)
-    return optax.apply_updates(masters, updates), state  # type: ignore[return-value]
+class Measured(NamedTuple):
+    """A step before its update."""
 
-
-def clip_factor(norm: jax.Array, clip: float) -> jax.Array:
-    """What brings gradients of a global norm down to `clip` (0: nothing does)."""
-    # The published coefficient (AxoNN, Megatron-LM): clip / (norm + 1e-6), never above one.
-    return jnp.minimum(1.0, clip / (norm + 1e-6)) if clip > 0.0 else jnp.ones_like(norm)
-
-
-def _float32(param: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(param.shape, jnp.float32)
+    grads: Params
+    """Times the loss scale."""
+    metrics: StepMetrics
+    factor: jax.Array
+    """What the update multiplies the gradients by: clipping, and one over the loss scale."""
+    finite: jax.Array
+    """Whether no gradient overflowed; told only where the loss is scaled."""
+    scale: LossScale | None
+    """The next step's."""
 
 
 def compile_abstract(
@@ -262,7 +201,3 @@ def compile_abstract(
     rows = (microbatches, sequences // microbatches, shape.seq_len + 1)
     key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
     return Step(program, optimizer, clip, dtypes, bucket).compiled(rows, key, compiler_options)
-
-
-def _laid_out(arrays: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arrays, shardings)

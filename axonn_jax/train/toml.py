@@ -16,12 +16,6 @@ from axonn_jax.train.flags import read_flags
 LATER_TABLES = ("checkpoint",)
 LATER_KEYS = {
     "grid.expert": "leave it out",
-    "memory.offload": "leave it out (optimizer state stays on the device)",
-    "memory.zero": "leave it out (grid.z shards weights and optimizer state)",
-}
-LATER_VALUES = {
-    "memory.precision": ("fp16",),
-    "memory.activations": ("offload",),
 }
 _NOUNS: Mapping[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
@@ -151,8 +145,6 @@ def _typed(dotted: str, value: object, annotation: Any) -> Any:
     wanted = _not_none(annotation)
     if get_origin(wanted) is Literal:
         choices = get_args(wanted)
-        if value in LATER_VALUES.get(dotted, ()):
-            raise UserError(dotted, value, f"not supported by this version; one of {_listed(choices)}")
         if value not in choices:
             hint = nearest(value, choices) if isinstance(value, str) else ""
             raise UserError(dotted, value, f"one of {_listed(choices)}{hint}")

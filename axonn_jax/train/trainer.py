@@ -11,6 +11,7 @@ from flax import nnx
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
+from axonn_jax.memory.account import StateBytes, counted, report
 from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.placement import Where
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
@@ -20,7 +21,7 @@ from axonn_jax.train.batch import local_rows, place
 from axonn_jax.train.config import OverlapConfig, PipelineConfig
 from axonn_jax.train.offloaded import OffloadedStep
 from axonn_jax.train.program import StageProgram
-from axonn_jax.train.step import Step, StepMetrics
+from axonn_jax.train.step import Step, StepMetrics, TrainState
 
 
 class Trainer:
@@ -82,9 +83,11 @@ class Trainer:
         self._key = jax.random.key(seed) if getattr(shape, "dropout", 0.0) > 0.0 else None
         params = jax.device_put(parts.params, self.program.shardings())
         step = Step(self.program, optimizer, clip, dtypes, bucket)
-        self.offloaded = OffloadedStep(step, zero=split) if offload != "none" else None
-        self._step: Any = self.offloaded or step.jitted(params)
-        self.state = (self.offloaded or step).start(params, owned=owned)
+        self._offloaded = OffloadedStep(step) if offload != "none" else None
+        self._step, self.precisions = step, dtypes
+        self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
+        self._update = self._offloaded.update if self._offloaded else step.update
+        self.state = TrainState(self._update.start(params, owned=owned), step.first_scale())
         self._loss = jax.jit(self.program.loss)
         self.steps_done = 0
         self._rows: dict[int, list[int]] = {}
@@ -92,14 +95,12 @@ class Trainer:
     @property
     def params(self) -> Params:
         """The float32 weights by name; with offload they are in host memory."""
-        if self.offloaded is not None:
-            return self.offloaded.masters(self.state)
-        return self.state.masters or self.state.weights
+        return self._update.masters(self.state.model)
 
     @property
     def opt_state(self) -> Any:
         """The optimizer's state."""
-        return self.state.optimizer
+        return self.state.model.optimizer
 
     def rows(self, global_batch: int) -> list[int]:
         """Rows of a global batch that this process must load (all of them in a run of one process)."""
@@ -120,31 +121,53 @@ class Trainer:
     def step(self, batch: np.ndarray) -> StepMetrics:
         """One optimizer step on this process's rows [rows, seq + 1] of a global batch of token ids.
 
-        Dispatches and returns: the metrics are device values, and nothing is waited for. Collectives are those of
-        `StageProgram.gradients`.
+        Dispatches and returns: the metrics are device values, and nothing is waited for, unless optimizer state is in
+        host memory (`memory.offload`). Collectives are those of `StageProgram.gradients`.
         """
-        tokens = self.place(batch)
-        key = None if self._key is None else jax.random.fold_in(self._key, self.steps_done)
-        self.state, metrics = self._step(self.state, tokens, key)
+        tokens, key = self.place(batch), self._step_key(self.steps_done)
+        program = self._compile(tokens, key)
+        if self._offloaded is None:
+            self.state, metrics = program(self.state, tokens, key)
+        else:
+            self.state, metrics = self._offloaded.run(program, self.state, tokens, key)
         self.steps_done += 1
-        return metrics
+        return metrics  # type: ignore[no-any-return]
 
     def compiled_step(self, batch: np.ndarray) -> jax.stages.Compiled:
         """The step's compiled program for batches of this shape: its HLO, memory and cost can be read.
 
         With offload that of the gradients.
         """
-        key = None if self._key is None else jax.random.fold_in(self._key, 0)
-        tokens = self.place(batch)
-        if self.offloaded is not None:
-            lowered = self.offloaded.gradients.lower(self.state.weights, self.state.scale, tokens, key)
-        else:
-            lowered = self._step.lower(self.state, tokens, key)
-        return lowered.compile()
+        return self._compile(self.place(batch), self._step_key(0))
+
+    def _step_key(self, step: int) -> jax.Array | None:
+        return None if self._key is None else jax.random.fold_in(self._key, step)
+
+    def _compile(self, tokens: jax.Array, key: jax.Array | None) -> jax.stages.Compiled:
+        if tokens.shape not in self._compiled:
+            if self._offloaded is None:
+                lowered = self._step.jitted().lower(self.state, tokens, key)
+            else:
+                lowered = self._offloaded.measured.lower(self.state.model.weights, self.state.scale, tokens, key)
+            self._compiled[tokens.shape] = lowered.compile()
+        return self._compiled[tokens.shape]
+
+    def planned_memory(self) -> dict[int, StateBytes]:
+        """The bytes of model state of one device by formula, by place of the pipe, of the places here."""
+        return {0: self._update.bytes()}
+
+    def memory(self) -> dict[int, dict[str, Any]]:
+        """Where the bytes of one device are: planned by formula, counted, and of the compiled step once it has run.
+
+        By place of the pipe, of the places here; see `memory.account.report`.
+        """
+        found = counted(jax.tree.leaves(self.state.model), self.grid.mesh.local_devices[0])
+        program = next(iter(self._compiled.values()), None)
+        return {0: report(self.planned_memory()[0], found, self.grid.mesh, program)}
 
     def evaluate(self, batches: Iterable[np.ndarray]) -> float:
         """Mean loss over batches (this process's rows of each), without dropout; waits for the result."""
-        losses = [self._loss(self.state.weights, self.place(batch)) for batch in batches]
+        losses = [self._loss(self.state.model.weights, self.place(batch)) for batch in batches]
         if not losses:
             raise UserError("evaluate", "no batches", "at least one batch")
         return float(np.mean([float(loss) for loss in losses]))

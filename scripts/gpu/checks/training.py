@@ -52,23 +52,23 @@ def _measure(config: TrainConfig, spec: dict[str, Any], trace: str | None, emit:
     attempt(emit, "program", config.name, lambda: _program(config, compiled))
 
     # The compiled step itself, so that no version of jax compiles it a second time for the call.
-    params, state, metrics = compiled(trainer.params, trainer.opt_state, tokens, None)
+    state, metrics = compiled(trainer.state, tokens, None)
     del trainer
     first_loss = float(metrics["loss"])
     for _ in range(spec["warm_up"] - 1):
-        params, state, metrics = compiled(params, state, tokens, None)
+        state, metrics = compiled(state, tokens, None)
     jax.block_until_ready(metrics)
     times = []
     for _ in range(spec["steps"]):
         begin = time.perf_counter()
-        params, state, metrics = compiled(params, state, tokens, None)
+        state, metrics = compiled(state, tokens, None)
         jax.block_until_ready(metrics)
         times.append(time.perf_counter() - begin)
     if trace is not None:
         with jax.profiler.trace(trace):
             for _ in range(2):
-                params, state, metrics = compiled(params, state, tokens, None)
-            jax.block_until_ready((params, metrics))
+                state, metrics = compiled(state, tokens, None)
+            jax.block_until_ready((state, metrics))
 
     stats = device.memory_stats() or {}
     last_loss = float(metrics["loss"])
@@ -82,7 +82,7 @@ def _measure(config: TrainConfig, spec: dict[str, Any], trace: str | None, emit:
         "compile_s": compile_s,
         "peak_bytes": stats.get("peak_bytes_in_use"),
         "bytes_limit": stats.get("bytes_limit"),
-        "parameters": sum(math.prod(p.shape) for p in params.values()),
+        "parameters": sum(math.prod(p.shape) for p in state.model.weights.values()),
         "losses": [first_loss, last_loss],
     }
     # The loss of one repeated batch must fall: a fast step that computes nonsense is no result.

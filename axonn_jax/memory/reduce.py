@@ -1,0 +1,22 @@
+"""The one reduction of a step's gradients."""
+
+from axonn_jax.memory.buckets import reduce_in_buckets
+from axonn_jax.memory.zero import scatter_in_buckets
+from axonn_jax.tensor.clip import spec_axes
+from axonn_jax.tensor.params import Params, Specs
+
+
+def reduce_gradients(sums: Params, specs: Specs, grad_specs: Specs, capacity: int) -> Params:
+    """Each device's sums of gradients -> the step's gradients, laid out by `grad_specs`; inside a manual region.
+
+    `specs` are the parameters' layouts. Collectives, in buckets of `capacity` elements: over `data` (and over `z` where
+    a parameter is replicated over it) an all-reduce; a reduce-scatter over `data` where `grad_specs` split over it.
+    """
+    split = {name for name in sums if "data" in spec_axes(grad_specs[name])}
+
+    def axes_of(name: str) -> tuple[str, ...]:
+        over = () if name in split else ("data",)
+        return over if "z" in spec_axes(specs[name]) else (*over, "z")
+
+    parts = scatter_in_buckets({name: g for name, g in sums.items() if name in split}, capacity)
+    return reduce_in_buckets({name: parts.get(name, g) for name, g in sums.items()}, axes_of, capacity)

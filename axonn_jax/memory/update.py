@@ -1,0 +1,145 @@
+"""The optimizer's update on the devices: float32 masters, moments and the weights that layers read."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.memory.account import Shapes, StateBytes, state_bytes
+from axonn_jax.memory.layout import state_layout
+from axonn_jax.memory.precision import FULL, Precisions
+from axonn_jax.memory.zero import whole_weights
+from axonn_jax.tensor.params import Params, Specs
+
+
+class ModelState(NamedTuple):
+    """All that an update changes."""
+
+    weights: Params
+    """What layers read: float32, or in the compute dtype where masters lie apart."""
+    masters: Params
+    """Float32 weights in the optimizer's layout; empty where `weights` are the masters, or with offload."""
+    optimizer: Any
+    """The optax state, laid out like the masters; with offload an `OffloadState`, which has the masters too."""
+
+
+Apply = Callable[[ModelState, Params, jax.Array], tuple[ModelState, jax.Array]]
+"""(state, gradients, their factor) -> the next state, and an array that is ready when it has run."""
+
+
+@dataclass(frozen=True)
+class DeviceUpdate:
+    """An optimizer whose state is on the devices, for parameters on one mesh; any optax transformation."""
+
+    optimizer: optax.GradientTransformation
+    mesh: Mesh
+    shapes: Shapes
+    specs: Specs
+    """Layouts of the weights."""
+    state_specs: Specs
+    """Layouts of gradients, masters and optimizer state: the same, or with ZeRO split over `data` too."""
+    precisions: Precisions = FULL
+    bucket: int = 16_000_000
+    """Elements gathered together over `data`, where masters are split over it."""
+
+    def start(self, params: Params, *, owned: bool = True) -> ModelState:
+        """Float32 parameters -> the first state; they are used up where they are `owned`, and perhaps part of it."""
+        shardings = self.shardings(params)
+        if not self._apart:
+            return ModelState(params, {}, jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(params))
+        state = jax.jit(self._first, out_shardings=shardings)(params)
+        if owned:
+            jax.tree.map(lambda p: p.delete(), params)
+        return state  # type: ignore[no-any-return]
+
+    def after(self, state: ModelState, grads: Params, factor: jax.Array, finite: jax.Array | None = None) -> ModelState:
+        """The state after an update with `factor` times the gradients, in float32; as before where not `finite`.
+
+        To be traced. Collectives: where masters are split over `data`, an all-gather of the weights over it, in
+        buckets, `(G-1)/G * itemsize * elements` bytes a device.
+        """
+        before = (state.masters or self._as_masters(state.weights), state.optimizer)
+        grads = {name: grad.astype(jnp.float32) * factor for name, grad in grads.items()}
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
+            updates, optimizer = self.optimizer.update(grads, before[1], before[0])
+        masters: Any = optax.apply_updates(before[0], updates)
+        if finite is not None:
+            masters, optimizer = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), (masters, optimizer), before
+            )
+        return self._from_masters(masters, optimizer)
+
+    def program(self, state: ModelState) -> Apply:
+        """The update as a compiled program that uses such a state up."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        done = NamedSharding(self.mesh, P())
+
+        def apply(state: ModelState, grads: Params, factor: jax.Array) -> tuple[ModelState, jax.Array]:
+            return self.after(state, grads, factor), jnp.zeros((), jnp.int32)
+
+        return jax.jit(apply, donate_argnums=0, out_shardings=(shardings, done))
+
+    def masters(self, state: ModelState) -> Params:
+        """The float32 weights by name."""
+        return state.masters or state.weights
+
+    def bytes(self) -> StateBytes:
+        """Bytes of one device, by formula."""
+        layouts = (self.specs, self.state_specs)
+        return state_bytes(self.shapes, *layouts, self.mesh, self.precisions, self.optimizer, offload=False)
+
+    def abstract(self) -> ModelState:
+        """Shapes and layouts of the state."""
+        full: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self.shapes.items()}
+        return laid_out(jax.eval_shape(self._first, full), self.shardings(full))  # type: ignore[no-any-return]
+
+    def shardings(self, params: Params) -> Any:
+        """The layout of the state for such parameters, which may be shapes alone."""
+        scalar = NamedSharding(self.mesh, P())
+        masters = self._shardings(self.state_specs, params)
+        optimizer = state_layout(jax.eval_shape(self.optimizer.init, params), params, masters, scalar)
+        weights: Any = self._shardings(self.specs, params)
+        kept: Any = masters if self.precisions.masters else {}
+        return ModelState(weights, kept, optimizer)
+
+    @property
+    def _apart(self) -> bool:
+        return self.precisions.masters or self.state_specs != self.specs
+
+    def _first(self, params: Params) -> ModelState:
+        masters = self._as_masters(params)
+        return self._from_masters(masters, self.optimizer.init(masters))
+
+    def _as_masters(self, weights: Params) -> Params:
+        if not self._apart:
+            return weights
+        return jax.tree.map(lax.with_sharding_constraint, weights, self._shardings(self.state_specs, weights))
+
+    def _from_masters(self, masters: Params, optimizer: Any) -> ModelState:
+        if not self._apart:
+            return ModelState(masters, {}, optimizer)
+        layouts = (self.state_specs, self.specs)
+        weights = whole_weights(masters, layouts, self.mesh, self.precisions.weights, self.bucket)
+        return ModelState(weights, masters if self.precisions.masters else {}, optimizer)
+
+    def _shardings(self, specs: Specs, names: Iterable[str]) -> dict[str, NamedSharding]:
+        return {name: NamedSharding(self.mesh, specs[name]) for name in names}
+
+
+def laid_out(arrays: Any, shardings: Any) -> Any:
+    """Shapes with layouts."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arrays, shardings)
+
+
+def clip_factor(norm: Any, clip: float) -> Any:
+    """What brings gradients of a global norm down to `clip` (0: nothing does).
+
+    The published coefficient (AxoNN, Megatron-LM): clip / (norm + 1e-6), never above one.
+    """
+    return jnp.minimum(1.0, clip / (norm + 1e-6)) if clip > 0.0 else jnp.ones_like(norm)

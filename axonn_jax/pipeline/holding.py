@@ -1,0 +1,90 @@
+"""What one place along the pipe holds of the model: its parameters, their optimizer state, and how they change."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.memory.account import StateBytes
+from axonn_jax.memory.offload import Offload
+from axonn_jax.memory.precision import Precisions
+from axonn_jax.memory.update import DeviceUpdate
+from axonn_jax.memory.zero import split_over_data
+from axonn_jax.pipeline.rank import replicated
+from axonn_jax.tensor.params import Params, Parts, Specs, take_apart
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How every place keeps its part of a model."""
+
+    optimizer: optax.GradientTransformation
+    precisions: Precisions
+    bucket: int
+    """Elements that travel together."""
+    offload: bool
+    """Whether optimizer state is in host memory."""
+    split: bool
+    """Whether masters and optimizer state are split over `data`."""
+
+
+class Holding:
+    """The parameters of one place and their optimizer state.
+
+    `parts` is the whole model with abstract parameters, `names` what the place has of it. `model` is the model, or a
+    function that makes it, of which then nothing but these parameters is made.
+    """
+
+    def __init__(self, parts: Parts, names: Sequence[str], mesh: Mesh, keeping: Keeping, model: Any):
+        self.mesh = mesh
+        self.specs = {name: parts.specs[name] for name in names}
+        sizes = {name: parts.params[name].shape for name in names}
+        self.state_specs: Specs = split_over_data(sizes, self.specs, mesh) if keeping.split else self.specs
+        optimizer, dtypes, bucket = keeping.optimizer, keeping.precisions, keeping.bucket
+        self._update: DeviceUpdate | Offload
+        if keeping.offload:
+            layouts = (self.specs, self.state_specs)
+            self._update = Offload(optimizer, sizes, *layouts, mesh, precisions=dtypes, bucket=bucket)
+        else:
+            self._update = DeviceUpdate(optimizer, mesh, sizes, self.specs, self.state_specs, dtypes, bucket)
+        self.state = self._update.start(self._made(model), owned=not isinstance(model, nnx.Module))
+        self._apply = self._update.program(self.state)
+
+    @property
+    def weights(self) -> Params:
+        """What the stages read."""
+        return self.state.weights
+
+    @property
+    def masters(self) -> Params:
+        """The float32 weights by name; with offload in host memory."""
+        return self._update.masters(self.state)
+
+    @property
+    def bytes(self) -> StateBytes:
+        """Bytes of one device, by formula."""
+        return self._update.bytes()
+
+    def apply(self, grads: Params, factor: float) -> jax.Array:
+        """Starts an update with `factor` times the gradients; returns an array that is ready when it has run."""
+        number = replicated(np.float32(factor), NamedSharding(self.mesh, P()))
+        self.state, done = self._apply(self.state, grads, number)
+        return done
+
+    def _made(self, model: Any) -> Params:
+        shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.specs.items()}
+        if isinstance(model, nnx.Module):
+            params = take_apart(model).params
+            return jax.device_put({name: params[name] for name in shardings}, shardings)
+
+        def make() -> Params:
+            made = take_apart(model()).params
+            return {name: made[name] for name in shardings}  # XLA drops what is not returned
+
+        return jax.jit(make, out_shardings=shardings)()

@@ -1,0 +1,80 @@
+"""The end of a pipelined step on one rank: the gradients reduced and measured, the losses averaged."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.grid import BATCH_AXES
+from axonn_jax.memory.reduce import reduce_gradients
+from axonn_jax.pipeline.stage import Stage
+from axonn_jax.tensor.clip import square_sum
+from axonn_jax.tensor.collectives import reduce_sum
+from axonn_jax.tensor.params import Params, Specs
+from axonn_jax.tensor.region import manual
+
+
+class Reduction:
+    """A rank's programs behind its last task, compiled once; all take and give global arrays."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        grad_specs: Specs,
+        *,
+        bucket: int,
+        borrowed: frozenset[str],
+    ):
+        self._stages, self._bucket = stages, bucket
+        self._mesh = stages[0].mesh
+        specs = stages[0].parts.specs
+        self._specs = {name: specs[name] for stage in stages for name in stage.names}
+        self._grad_specs = {name: grad_specs[name] for name in self._specs}
+        self._grads = {
+            name: jax.ShapeDtypeStruct(p.shape, stages[0].work.sums, sharding=NamedSharding(self._mesh, spec))
+            for name, spec in self._grad_specs.items()
+            for p in [stages[0].parts.params[name]]
+        }
+        counted = {name: spec for name, spec in self._grad_specs.items() if name not in borrowed}
+        self.reduce = self._reduce()
+        self.mean = self._mean()
+        self.squares = self._squares(counted)
+
+    def _reduce(self) -> Callable[..., Any]:
+        """Sums by stage -> gradients.
+
+        Collectives: `reduce_gradients`, as in `StageProgram.gradients`.
+        """
+        sums = [stage.sums for stage in self._stages]
+
+        def local(sums: list[Params]) -> Params:
+            own = {name: value[0] for part in sums for name, value in part.items()}
+            return reduce_gradients(own, self._specs, self._grad_specs, self._bucket)
+
+        specs = jax.tree.map(lambda s: s.sharding.spec, sums)
+        run = manual(local, self._mesh, (specs,), self._grad_specs)
+        return jax.jit(run).lower(sums).compile()
+
+    def _mean(self) -> Callable[..., Any] | None:
+        """Results of the last stage's forwards -> mean loss, an all-reduce of a scalar over `data` and `z`."""
+        last = next((stage for stage in self._stages if stage.last), None)
+        if last is None or last.losses is None:
+            return None
+        losses, targets = [last.losses] * last.work.microbatches, last.work.targets
+
+        def local(losses: list[jax.Array]) -> jax.Array:
+            return reduce_sum(sum((value[0] for value in losses[1:]), losses[0][0]), BATCH_AXES) / targets
+
+        specs = [last.losses.sharding.spec] * len(losses)
+        return jax.jit(manual(local, self._mesh, (specs,), P())).lower(losses).compile()
+
+    def _squares(self, counted: dict[str, P]) -> Callable[..., Any]:
+        """Gradients -> their sum of squares, a parameter that another rank also holds counted there."""
+
+        def local(grads: Params) -> jax.Array:
+            return square_sum({name: grads[name] for name in counted}, counted)
+
+        run = manual(local, self._mesh, (self._grad_specs,), P())
+        return jax.jit(run).lower(self._grads).compile()

@@ -1,0 +1,263 @@
+"""Precision, offload and ZeRO-1 in whole training steps: the same losses, and the bytes where the formula says."""
+
+import functools
+import gc
+from itertools import product
+
+import grids
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.memory.account import counted, lines
+from axonn_jax.memory.scale import CLEAN_STEPS, FIRST, SMALLEST, first_scale, next_scale
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.train.optimizer import decayed
+from axonn_jax.train.trainer import Trainer
+
+SHAPE = ModelShape(
+    layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=64, seq_len=16,
+    positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=True,
+)  # fmt: skip
+STEPS = 4
+BUCKET = 1000  # parameters are cut in the middle, and several share a bucket
+GRIDS = [GridShape(), GridShape(data=2, z=2, x=2), GridShape(pipe=2, data=2, x=2)]
+ADAMW = optax.adamw(1e-2, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed)
+WAYS = {
+    "zero": {"zero": 1},
+    "offload": {"offload": "optimizer", "bucket": BUCKET},
+    "both": {"zero": 1, "offload": "optimizer", "bucket": BUCKET},
+    "both in the compute precision": {"zero": 1, "offload": "optimizer", "bucket": BUCKET, "accumulate": "compute"},
+}
+
+
+slow = pytest.mark.slow
+
+
+def cases(quick, *lists):
+    """Every combination; those that `quick` does not choose are slow."""
+    return [pytest.param(*case, marks=() if quick(*case) else slow) for case in product(*lists)]
+
+
+def batches(count=STEPS):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, SHAPE.vocab, (16, SHAPE.seq_len + 1)).astype(np.int32) for _ in range(count)]
+
+
+def made(grid, optimizer=ADAMW, **options):
+    make = functools.partial(Transformer, SHAPE)
+    return Trainer(
+        lambda: make(rngs=nnx.Rngs(0)), optimizer, grids.lay(grid), microbatches=4, **{"clip": 0.5} | options
+    )
+
+
+def train(grid, optimizer=ADAMW, **options):
+    """Losses of the first steps and the weights after them."""
+    trainer = made(grid, optimizer, **options)
+    losses = [float(trainer.step(batch)["loss"]) for batch in batches()]
+    weights = {name: np.asarray(value) for name, value in trainer.params.items()}
+    trainer.close()
+    return np.array(losses), weights
+
+
+@functools.cache
+def plain(grid, precision):
+    return train(grid, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("grid", "way"),
+    cases(lambda grid, way: way == {1: "offload", 8: "both"}[grid.devices], GRIDS, WAYS),
+    ids=str,
+)
+def test_fp32_is_the_same_with_offload_and_zero(grid, way):
+    losses, weights = train(grid, precision="fp32", **WAYS[way])
+    expected, there = plain(grid, "fp32")
+    # Sums over devices may be taken in another order: a rounding of 6e-8 of a loss of 4, and of the weights after it.
+    np.testing.assert_allclose(losses, expected, rtol=3e-7)
+    for name, value in there.items():
+        np.testing.assert_allclose(weights[name], value, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("grid", "way", "precision"),
+    cases(
+        lambda grid, way, precision: (grid.pipe, precision) in ((1, "bf16"), (2, "fp16")) and way != "both",
+        GRIDS[1:],
+        ["both", "both in the compute precision"],
+        ["bf16", "fp16"],
+    ),
+    ids=str,
+)
+def test_half_precision_is_the_same_to_its_rounding(grid, way, precision):
+    losses, _ = train(grid, precision=precision, **WAYS[way])
+    # A rounding of bf16 is 4e-3 and of fp16 5e-4, in gradients whose sign Adam makes steps of; losses move less.
+    np.testing.assert_allclose(losses, plain(grid, precision)[0], rtol={"bf16": 1e-3, "fp16": 1e-4}[precision])
+    np.testing.assert_allclose(losses, plain(grid, "fp32")[0], rtol={"bf16": 2e-3, "fp16": 2e-4}[precision])
+
+
+@pytest.mark.parametrize(
+    ("grid", "activations"),
+    cases(lambda _, activations: activations == "offload", GRIDS[1:], ["full", "dots", "save_collectives", "offload"]),
+    ids=str,
+)
+def test_every_activation_policy_with_offload_and_zero(grid, activations):
+    losses, _ = train(grid, precision="fp32", activations=activations, **WAYS["both"])
+    np.testing.assert_allclose(losses, plain(grid, "fp32")[0], rtol=3e-7)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(optax.adam(1e-2), marks=slow),
+        optax.lion(1e-3, weight_decay=0.1, mask=decayed),
+        pytest.param(optax.sgd(0.1, momentum=0.9), marks=slow),
+        pytest.param(optax.sgd(0.1), marks=slow),
+        optax.chain(optax.clip(0.1), optax.scale_by_adam(), optax.scale_by_schedule(lambda n: -0.01 / (1.0 + n))),
+    ],
+    ids=["adam", "lion", "momentum", "sgd", "chain"],
+)
+def test_offload_of_any_elementwise_optimizer_is_optax(optimizer):
+    grid = GridShape(data=2, x=2)
+    losses, weights = train(grid, optimizer, precision="fp32", zero=1, offload="optimizer", bucket=BUCKET)
+    expected, there = train(grid, optimizer, precision="fp32")
+    np.testing.assert_allclose(losses, expected, rtol=3e-7)
+    for name, value in there.items():
+        np.testing.assert_allclose(weights[name], value, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "named"),
+    [
+        (optax.lamb(1e-3), "scale_by_trust_ratio"),
+        pytest.param(optax.adafactor(1e-3), "scale_by_factored_rms", marks=slow),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), "clip_by_global_norm"),
+    ],
+)
+@pytest.mark.parametrize("grid", [GridShape(), pytest.param(GridShape(pipe=2), marks=slow)], ids=str)
+def test_what_is_not_elementwise_is_refused_by_name(optimizer, named, grid):
+    with pytest.raises(UserError, match=f"optimizer = '[^']*{named}[^']*': an elementwise transformation"):
+        made(grid, optimizer, offload="optimizer")
+
+
+def test_optimizers_that_are_not_elementwise_train_with_zero():
+    grid = GridShape(data=4)
+    losses, _ = train(grid, optax.lamb(1e-2), precision="fp32", zero=1)
+    np.testing.assert_allclose(losses, train(grid, optax.lamb(1e-2), precision="fp32")[0], rtol=3e-7)
+
+
+# Bytes a parameter: (device between backward and update, host), all parameters divisible by every axis here.
+@pytest.mark.parametrize(
+    ("options", "device", "host"),
+    [
+        ({"precision": "fp32"}, 16, 0),
+        ({"precision": "bf16"}, 16, 0),
+        ({"precision": "bf16", "accumulate": "compute"}, 14, 0),
+        ({"precision": "fp16", "offload": "optimizer"}, 6, 12),
+        ({"precision": "bf16", "offload": "optimizer", "accumulate": "compute"}, 4, 12),
+        ({"precision": "fp32", "offload": "optimizer"}, 8, 8),
+        ({"precision": "bf16", "zero": 1}, 2 + 16 / 2, 0),
+        ({"precision": "bf16", "zero": 1, "offload": "optimizer", "accumulate": "compute"}, 2 + 2 / 2, 12 / 2),
+    ],
+)
+@pytest.mark.parametrize("pipe", [1, pytest.param(2, marks=slow)])
+def test_live_arrays_are_where_the_formula_says(options, device, host, pipe):
+    """Between backward and update, when gradients are alive, over one device of each stage."""
+    zero = "zero" in options
+    shape = GridShape(pipe=pipe, data=2 if zero else 1)
+    gc.collect()
+    before = {id(array) for array in jax.live_arrays()}
+    trainer = made(shape, bucket=BUCKET, **options)
+    found = {"device": 0, "host": 0}
+    expected = dict(found)
+    total = 0
+    places = trainer.planned_memory()
+    arrays = [a for a in jax.live_arrays() if id(a) not in before]
+    for place, planned in places.items():
+        first = trainer.grid.meshes[place].devices.flat[0]
+        here = counted(arrays, first)
+        found = {kind: found[kind] + here[kind] for kind in found}
+        found["device"] += planned.gradients
+        expected = {"device": expected["device"] + planned.device, "host": expected["host"] + planned.host}
+        total += planned.weights // trainer.precisions.weights.itemsize
+    assert found == expected
+    assert expected == {"device": device * total, "host": host * total}
+    trainer.close()
+
+
+def test_gradients_take_the_bytes_that_the_formula_gives_them():
+    trainer = made(GridShape(data=2), precision="bf16", zero=1, offload="optimizer", accumulate="compute")
+    program = trainer.compiled_step(batches(1)[0])
+    (planned,) = trainer.planned_memory().values()
+    sizes = [int(np.prod(s.shape)) * s.dtype.itemsize for s in program.out_info.grads.values()]
+    assert sum(sizes) // 2 == planned.gradients
+
+
+def test_the_report_says_where_every_byte_is():
+    trainer = made(GridShape(data=2), precision="bf16", zero=1, offload="optimizer", accumulate="compute")
+    trainer.step(batches(1)[0])
+    (found,) = trainer.memory().values()
+    assert found["counted_between_steps"]["host"] == found["planned"]["host"] > 0
+    assert found["counted_between_steps"]["device"] == found["planned"]["weights"]
+    assert found["program"]["temp"] > 0
+    text = "\n".join(lines(found))
+    assert "masters" in text
+    assert "(host)" in text
+
+
+def poke(trainer, name, value):
+    """Sets a weight's first entry, which one device has; returns what it was."""
+    holders = getattr(trainer, "holdings", {0: trainer})
+    weights = next(h.state for h in holders.values() if name in getattr(h.state, "model", h.state).weights)
+    weights = getattr(weights, "model", weights).weights
+    array = weights[name]
+    was = float(array[0, 0])
+    weights[name] = jax.device_put(array.at[0, 0].set(value), array.sharding)
+    return was
+
+
+class TestLossScale:
+    """fp16: the published constants, and a step that an overflow skips on every device and stage."""
+
+    def test_it_halves_doubles_and_stays_within_limits(self):
+        scale = first_scale()
+        for _ in range(3):
+            scale = next_scale(scale, jnp.bool_(False))
+        assert (float(scale.factor), int(scale.skipped)) == (FIRST / 8, 3)
+        for _ in range(CLEAN_STEPS - 1):
+            scale = next_scale(scale, jnp.bool_(True))
+        assert float(scale.factor) == FIRST / 8
+        scale = next_scale(scale, jnp.bool_(True))
+        assert (float(scale.factor), int(scale.clean)) == (FIRST / 4, 0)
+        for _ in range(20):
+            scale = next_scale(scale, jnp.bool_(False))
+        assert float(scale.factor) == SMALLEST
+
+    @pytest.mark.parametrize("options", [{}, {"offload": "optimizer", "bucket": BUCKET}], ids=["device", "host"])
+    @pytest.mark.parametrize("grid", [GridShape(data=2, x=2), GridShape(pipe=2, x=2)], ids=str)
+    def test_an_overflow_on_one_device_skips_the_step_everywhere(self, grid, options):
+        trainer = made(grid, precision="fp16", **options)
+        first = batches(1)[0]
+        clean = trainer.step(first)
+        before = {name: np.asarray(value) for name, value in trainer.params.items()}
+        # One weight of the last block so large that what the first device multiplies with it is no float16 number.
+        name = "blocks.1.mlp.up.kernel"
+        good = poke(trainer, name, 1e30)
+        skipped = trainer.step(first)
+        poke(trainer, name, good)
+        after = {name: np.asarray(value) for name, value in trainer.params.items()}
+        assert not np.isfinite(float(skipped["grad_norm"]))
+        assert (float(clean["loss_scale"]), float(skipped["loss_scale"])) == (FIRST, FIRST)
+        assert int(skipped["skipped"]) == 1
+        for name, value in before.items():
+            np.testing.assert_array_equal(after[name], value, err_msg=name)
+        resumed = trainer.step(first)
+        assert float(resumed["loss_scale"]) == FIRST / 2
+        assert float(resumed["loss"]) < float(clean["loss"])
+        trainer.close()
