@@ -95,6 +95,8 @@ def check(config: Config) -> Config:
     _check_data(shape, manifest)
     config.grid.check_model(shape)
     if config.grid.pipe > 1:
+        if config.train.scan_layers == "yes":
+            raise UserError("train.scan_layers", "yes", "auto or no where grid.pipe is above 1")
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_pieces(shape))
     check_streams(config)
     if config.data.verify:

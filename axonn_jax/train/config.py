@@ -15,6 +15,7 @@ Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["fp32", "bf16", "auto"]
 Activations = Literal["none", "full", "dots", "save_collectives"]
 Ordering = Literal["auto", "package", "xla"]
+ScanLayers = Literal["auto", "yes", "no"]
 ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
 
 
@@ -148,6 +149,9 @@ class TrainConfig:
     """Added to the root of the second moment (adamw, adam)."""
     clip: float = 1.0
     """Gradients are scaled down to this global norm; 0: not clipped."""
+    scan_layers: ScanLayers = "auto"
+    """Layers as one compiled body in a loop, so that compile time does not grow with their number, or unrolled, which
+    runs faster. auto: scanned from 32 layers on where overlap.order is xla. Needs grid.pipe = 1."""
     eval_every: int = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
     eval_batches: int = 8

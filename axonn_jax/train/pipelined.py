@@ -31,7 +31,7 @@ from axonn_jax.state.checkpoint import save_weights_in_parts
 from axonn_jax.tensor.params import Params, Parts, take_apart
 from axonn_jax.train.batch import local_rows
 from axonn_jax.train.check import check_pipeline
-from axonn_jax.train.config import OverlapConfig, PipelineConfig
+from axonn_jax.train.config import OverlapConfig, PipelineConfig, ScanLayers
 from axonn_jax.train.layout import state_layout
 from axonn_jax.train.separable import check_separable
 from axonn_jax.train.step import StepMetrics
@@ -60,7 +60,10 @@ class PipelineTrainer(Trainer):
         seed: int = 0,
         pipeline: PipelineConfig | None = None,
         overlap: OverlapConfig | None = None,
+        scan_layers: ScanLayers = "auto",
     ):
+        if scan_layers == "yes":  # a stage's programs are cut out of one traced function, equation by equation
+            raise UserError("train.scan_layers", scan_layers, "auto or no where grid.pipe is above 1")
         pipeline = pipeline or PipelineConfig()
         real = take_apart(model) if isinstance(model, nnx.Module) else None
         abstract = model if isinstance(model, nnx.Module) else nnx.eval_shape(model)
@@ -98,13 +101,13 @@ class PipelineTrainer(Trainer):
             self._states[place] = self._optimizer_state(place)
         self._links.status.now("between steps")
 
-    @property
-    def params(self) -> Params:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def params(self) -> Params:
         """The parameters that this process holds, by name; of one held at both ends of the pipe the first copy."""
         return {name: p for place in sorted(self.places, reverse=True) for name, p in self.places[place].items()}
 
-    @property
-    def opt_state(self) -> Any:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def opt_state(self) -> Any:
         """The optimizer state by place of the pipe, of the places here."""
         return self._states
 

@@ -15,9 +15,11 @@ from axonn_jax.grid import Grid
 from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.precision import Precision, compute_dtype
 from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.stacked import Stack, stack_layers
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.attention import AttentionKernel
 from axonn_jax.tensor.params import Params, Parts, take_apart
+from axonn_jax.train.layerwise import layerwise
 from axonn_jax.train.layout import state_layout
 from axonn_jax.train.program import StageProgram
 
@@ -123,6 +125,7 @@ def compile_abstract(
     streams: int = 1,
     ordered: bool = False,
     attention: AttentionKernel = "auto",
+    scanned: bool = False,
     compiler_options: dict[str, str] | None = None,
 ) -> jax.stages.Compiled:
     """The step that a `Trainer` with these settings runs on `sequences` a step, compiled without making any array.
@@ -134,10 +137,11 @@ def compile_abstract(
     grid.shape.check_model(shape)
     grid.shape.check_batch(sequences, microbatches)
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), attention=attention))
-    program = StageProgram(take_apart(model), grid, compute_dtype(precision), activations, bucket, streams, ordered)
+    stack = stack_layers(model) if scanned else Stack(take_apart(model))
+    program = StageProgram(stack.parts, grid, compute_dtype(precision), activations, bucket, streams, ordered)
     rows = (microbatches, sequences // microbatches, shape.seq_len + 1)
     key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
-    return Step(program, optimizer, clip).compiled(rows, key, compiler_options)
+    return Step(program, layerwise(optimizer, stack), clip).compiled(rows, key, compiler_options)
 
 
 def _laid_out(arrays: Any, shardings: Any) -> Any:

@@ -14,10 +14,13 @@ from axonn_jax.grid import Grid
 from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.precision import Precision, compute_dtype
 from axonn_jax.state.checkpoint import save_weights
-from axonn_jax.tensor.params import Params, take_apart
+from axonn_jax.tensor.params import Params
 from axonn_jax.train.batch import local_rows, place
-from axonn_jax.train.config import OverlapConfig, PipelineConfig
+from axonn_jax.train.config import OverlapConfig, PipelineConfig, ScanLayers
+from axonn_jax.train.layerwise import layerwise
+from axonn_jax.train.own_state import own_state, stacked_state
 from axonn_jax.train.program import StageProgram
+from axonn_jax.train.scan import choose_stack
 from axonn_jax.train.step import Step, StepMetrics
 
 
@@ -54,10 +57,11 @@ class Trainer:
         seed: int = 0,
         pipeline: PipelineConfig | None = None,
         overlap: OverlapConfig | None = None,
+        scan_layers: ScanLayers = "auto",
     ):
+        made_here = not isinstance(model, nnx.Module)
         if not isinstance(model, nnx.Module):
             model = model()
-        parts = take_apart(model)
         shape = getattr(model, "shape", None)
         if shape is not None:
             grid.shape.check_model(shape)
@@ -66,19 +70,38 @@ class Trainer:
         communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1
         auto = communicates and jax.default_backend() != "cpu"
         ordered = overlap.order == "package" or (overlap.order == "auto" and auto)
+        self._stack = choose_stack(model, optimizer, scan_layers, ordered=ordered)
         self.program = StageProgram(
-            parts, grid, compute_dtype(precision), activations, bucket, overlap.streams, ordered
+            self._stack.parts, grid, compute_dtype(precision), activations, bucket, overlap.streams, ordered
         )
         self._key = jax.random.key(seed) if getattr(shape, "dropout", 0.0) > 0.0 else None
-        shardings = self.program.shardings()
-        self.params: Params = jax.device_put(parts.params, shardings)
+        self._params = self._stack.place(model, grid.mesh, used_up=made_here)
+        optimizer = layerwise(optimizer, self._stack)
         step = Step(self.program, optimizer, clip)
-        state_shardings = step.state_shardings(self.params)
-        self.opt_state: Any = jax.jit(optimizer.init, out_shardings=state_shardings)(self.params)
+        state_shardings = step.state_shardings(self._params)
+        self._opt_state: Any = jax.jit(optimizer.init, out_shardings=state_shardings)(self._params)
         self._step = step.jitted(state_shardings)
         self._loss = jax.jit(self.program.loss)
         self.steps_done = 0
         self._rows: dict[int, list[int]] = {}
+
+    @property
+    def params(self) -> Params:
+        """The parameters by name, the same names and shapes however layers are run; of scanned layers, copies."""
+        return self._stack.split(self._params)
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        self._params = self._stack.join(params, self.grid.mesh)
+
+    @property
+    def opt_state(self) -> Any:
+        """The optimizer's state for `params`; of scanned layers, copies."""
+        return own_state(self.optimizer, self._stack, self._opt_state)
+
+    @opt_state.setter
+    def opt_state(self, state: Any) -> None:
+        self._opt_state = stacked_state(self._stack, state, self._opt_state)
 
     def rows(self, global_batch: int) -> list[int]:
         """Rows of a global batch that this process must load (all of them in a run of one process)."""
@@ -104,18 +127,18 @@ class Trainer:
         """
         tokens = self.place(batch)
         key = None if self._key is None else jax.random.fold_in(self._key, self.steps_done)
-        self.params, self.opt_state, metrics = self._step(self.params, self.opt_state, tokens, key)
+        self._params, self._opt_state, metrics = self._step(self._params, self._opt_state, tokens, key)
         self.steps_done += 1
         return metrics
 
     def compiled_step(self, batch: np.ndarray) -> jax.stages.Compiled:
         """The step's compiled program for batches of this shape: its HLO, memory and cost can be read."""
         key = None if self._key is None else jax.random.fold_in(self._key, 0)
-        return self._step.lower(self.params, self.opt_state, self.place(batch), key).compile()
+        return self._step.lower(self._params, self._opt_state, self.place(batch), key).compile()
 
     def evaluate(self, batches: Iterable[np.ndarray]) -> float:
         """Mean loss over batches (this process's rows of each), without dropout; waits for the result."""
-        losses = [self._loss(self.params, self.place(batch)) for batch in batches]
+        losses = [self._loss(self._params, self.place(batch)) for batch in batches]
         if not losses:
             raise UserError("evaluate", "no batches", "at least one batch")
         return float(np.mean([float(loss) for loss in losses]))
