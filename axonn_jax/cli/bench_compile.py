@@ -25,8 +25,8 @@ SMALL_ROWS = 4
 class Compile:
     """Compile a training step for virtual CPU devices with few and with many layers, scanned and unrolled.
 
-    Seconds are from the model's shapes to the compiled program: tracing, lowering and XLA, nothing cached. Then steps of
-    a small model are run on one device, both ways in turns.
+    Seconds are from the model's shapes to the compiled program: tracing, lowering and XLA, nothing cached. Then steps
+    of a small model are run on one device, both ways in turns.
     """
 
     model: str = "gpt-5b"
@@ -56,9 +56,12 @@ def run(args: Compile) -> int:
     Raises:
         UserError: the model is unknown, or model and grid do not fit.
     """
+    import jax
+
     shape = preset(args.model)
     _check(args)
     make_devices(args.grid.devices)
+    jax.config.update("jax_enable_compilation_cache", False)
     sequences = args.grid.batch_shards * args.microbatches
     base = Setting(shape, args.grid, False, sequences, args.microbatches, args.activations)
     compile_cost(replace(base, shape=replace(shape, layers=2)))  # what the first compilation of a process costs
@@ -137,9 +140,8 @@ def _table(figures: dict[str, Any]) -> str:
         "  ".join(f"{cell:{'<' if at == 1 else '>'}{widths[at]}}" for at, cell in enumerate(row))
         for row in (heads, *cells)
     ]
-    first = (
-        f"{figures['model']} with other numbers of layers, grid {figures['grid']}, activations {figures['activations']}"
-    )
+    settings = ", ".join(f"{name} {figures[name]}" for name in ("grid", "microbatches", "activations"))
+    first = f"{figures['model']} with other numbers of layers, {settings}"
     ends = []
     if figures["ratio"] is not None:
         many, few = figures["of_layers"]
