@@ -42,8 +42,8 @@ def stacked_state(stack: Stack, state: Any, like: Any) -> Any:
 
     def one(path: Key, want: Any) -> Any:
         name = owner(path, stack.own)
-        if name is None:
-            return leaves[path]
+        if name is None:  # both parts have one of their own, since a step's state is donated
+            return jax.device_put(jnp.copy(leaves[path]), want.sharding)
         layers = [leaves[_with(path, name, own)] for own in stack.own[name]]
         return jax.device_put(jnp.stack(layers), want.sharding)
 
