@@ -10,6 +10,7 @@ from axonn_jax.cli.virtual import make_devices
 from axonn_jax.compiling import Cost, Setting, compile_cost, step_times
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.memory.host import keep_freed_memory
 from axonn_jax.models.presets import preset
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.communication import Recompute
@@ -56,10 +57,11 @@ def run(args: Compile) -> int:
     Raises:
         UserError: the model is unknown, or model and grid do not fit.
     """
-    import jax
-
     shape = preset(args.model)
     _check(args)
+    keep_freed_memory()  # as a training run does
+    import jax
+
     make_devices(args.grid.devices)
     jax.config.update("jax_enable_compilation_cache", False)
     sequences = args.grid.batch_shards * args.microbatches

@@ -14,7 +14,7 @@ from axonn_jax.models.shape import ModelShape
 from axonn_jax.schedule.partition import Cost, explicit, partition
 from axonn_jax.schedule.policies import check_policy
 from axonn_jax.schedule.tasks import Layout
-from axonn_jax.train.config import Config, DataConfig, LogConfig, ModelConfig, PipelineConfig
+from axonn_jax.train.config import Config, DataConfig, LogConfig, ModelConfig, PipelineConfig, ScanLayers
 
 _INT32 = 2**31 - 1  # step counters live on the device as int32
 _UINT32 = 2**32 - 1  # seeds of PRNG keys, without 64-bit mode
@@ -95,8 +95,7 @@ def check(config: Config) -> Config:
     _check_data(shape, manifest)
     config.grid.check_model(shape)
     if config.grid.pipe > 1:
-        if config.train.scan_layers == "yes":
-            raise UserError("train.scan_layers", "yes", "auto or no where grid.pipe is above 1")
+        check_not_scanned(config.train.scan_layers)
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_pieces(shape))
     check_streams(config)
     if config.data.verify:
@@ -111,6 +110,15 @@ def check_streams(config: Config) -> None:
     rows = train.global_batch // train.microbatches // config.grid.batch_shards
     if streams and rows % streams and config.grid.pipe == 1:
         raise UserError("overlap.streams", streams, f"0 or a divisor of a device's {rows} rows of a microbatch")
+
+
+def check_not_scanned(scan_layers: ScanLayers) -> None:
+    """Raises ``UserError`` where a pipeline is asked to scan layers.
+
+    Its programs are cut out of one traced function equation by equation, and a loop is a single one.
+    """
+    if scan_layers == "yes":
+        raise UserError("train.scan_layers", scan_layers, "auto or no where grid.pipe is above 1")
 
 
 def check_pipeline(

@@ -30,7 +30,7 @@ from axonn_jax.schedule.forward_only import ForwardOnly
 from axonn_jax.state.checkpoint import save_weights_in_parts
 from axonn_jax.tensor.params import Params, Parts, take_apart
 from axonn_jax.train.batch import local_rows
-from axonn_jax.train.check import check_pipeline
+from axonn_jax.train.check import check_not_scanned, check_pipeline
 from axonn_jax.train.config import OverlapConfig, PipelineConfig, ScanLayers
 from axonn_jax.train.layout import state_layout
 from axonn_jax.train.separable import check_separable
@@ -62,8 +62,7 @@ class PipelineTrainer(Trainer):
         overlap: OverlapConfig | None = None,
         scan_layers: ScanLayers = "auto",
     ):
-        if scan_layers == "yes":  # a stage's programs are cut out of one traced function, equation by equation
-            raise UserError("train.scan_layers", scan_layers, "auto or no where grid.pipe is above 1")
+        check_not_scanned(scan_layers)
         pipeline = pipeline or PipelineConfig()
         real = take_apart(model) if isinstance(model, nnx.Module) else None
         abstract = model if isinstance(model, nnx.Module) else nnx.eval_shape(model)

@@ -30,7 +30,8 @@ class Trainer:
     `model` is a module or a function that makes one. `optimizer` is any optax transformation; it sees global arrays,
     so transformations that are not elementwise are right too. The loss is the mean over all target tokens of the
     global batch, whatever the grid. With `clip` the gradients are scaled down to that global norm. Under bf16, layers
-    compute in bfloat16 and master weights, gradient sums and optimizer state stay float32.
+    compute in bfloat16 and master weights, gradient sums and optimizer state stay float32. `scan_layers` says whether
+    layers are one compiled body in a loop; names, shapes and results are the same either way.
 
     On a grid with `pipe` above 1 this makes a `PipelineTrainer`, which has the same methods and takes `pipeline`.
     """
