@@ -6,6 +6,7 @@ import optax
 from flax import nnx
 
 from axonn_jax.errors import UserError
+from axonn_jax.memory.activations import Activations
 from axonn_jax.models.stacked import Stack, stack_layers
 from axonn_jax.tensor.params import take_apart
 from axonn_jax.train.config import ScanLayers
@@ -16,18 +17,25 @@ LAYERS = 32
 
 
 def choose_stack(
-    model: nnx.Module, optimizer: optax.GradientTransformation, wanted: ScanLayers, *, ordered: bool
+    model: nnx.Module,
+    optimizer: optax.GradientTransformation,
+    wanted: ScanLayers,
+    *,
+    activations: Activations = "none",
+    ordered: bool = False,
 ) -> Stack:
     """The model's parts as its programs hold them: layers stacked where they are scanned, as they are elsewhere.
 
-    `auto` scans many layers, unless the package orders the computation (`ordered`), which hides a layer's communication
-    behind other layers and sees them only unrolled. Raises ``UserError`` where model or optimizer cannot be scanned
-    though it is `wanted`.
+    `auto` scans many layers, and any that are computed again in the backward pass, where a loop keeps each layer's
+    recomputation at its place; but not where the package orders the computation (`ordered`), which hides a layer's
+    communication behind other layers and sees them only unrolled. Raises ``UserError`` where model or optimizer
+    cannot be scanned though it is `wanted`.
     """
     parts = take_apart(model)
     plain = Stack(parts)
     layers: Any = getattr(model, getattr(model, "repeats", ""), ())
-    if wanted == "no" or (wanted == "auto" and (ordered or len(layers) < LAYERS)):
+    pays = not ordered and (activations != "none" or len(layers) >= LAYERS)
+    if wanted == "no" or (wanted == "auto" and not pays):
         return plain
     try:
         stack = stack_layers(model)

@@ -71,7 +71,7 @@ class Trainer:
         communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1
         auto = communicates and jax.default_backend() != "cpu"
         ordered = overlap.order == "package" or (overlap.order == "auto" and auto)
-        self._stack = choose_stack(model, optimizer, scan_layers, ordered=ordered)
+        self._stack = choose_stack(model, optimizer, scan_layers, activations=activations, ordered=ordered)
         self.program = StageProgram(
             self._stack.parts, grid, compute_dtype(precision), activations, bucket, overlap.streams, ordered
         )

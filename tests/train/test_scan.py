@@ -181,19 +181,21 @@ def frozen(index):
 def test_optimizers_that_tell_layers_apart_are_refused_and_auto_unrolls(optimizer, why):
     model = nnx.eval_shape(lambda: Transformer(SMALL, rngs=nnx.Rngs(0)))
     with pytest.raises(UserError, match=why):
-        choose_stack(model, optimizer, "yes", ordered=False)
+        choose_stack(model, optimizer, "yes")
     deep = nnx.eval_shape(lambda: Transformer(replace(SMALL, layers=LAYERS), rngs=nnx.Rngs(0)))
-    assert not choose_stack(deep, frozen(LAYERS - 1), "auto", ordered=False).own
+    assert not choose_stack(deep, frozen(LAYERS - 1), "auto").own
 
 
-def test_auto_scans_many_layers_that_the_package_does_not_order():
+def test_auto_scans_many_layers_and_recomputed_ones_that_the_package_does_not_order():
     def scans(layers, **options):
         model = nnx.eval_shape(lambda: Transformer(replace(SMALL, layers=layers), rngs=nnx.Rngs(0)))
         return bool(choose_stack(model, optax.sgd(0.1), "auto", **options).own)
 
-    assert scans(LAYERS, ordered=False)
-    assert not scans(LAYERS - 1, ordered=False)
-    assert not scans(LAYERS, ordered=True)
+    assert scans(LAYERS)
+    assert not scans(LAYERS - 1)
+    assert scans(2, activations="full")
+    assert not scans(1, activations="full")
+    assert not scans(LAYERS, ordered=True, activations="full")
 
 
 def test_what_cannot_be_scanned_is_refused_by_name():
