@@ -87,6 +87,11 @@ class Trainer:
         self._rows: dict[int, list[int]] = {}
 
     @property
+    def held(self) -> tuple[Params, Any]:
+        """Parameters and optimizer state as the step's program takes them: of scanned layers stacked, and no copies."""
+        return self._params, self._opt_state
+
+    @property
     def params(self) -> Params:
         """The parameters by name, the same names and shapes however layers are run; of scanned layers, copies."""
         return self._stack.split(self._params)

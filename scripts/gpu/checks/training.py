@@ -45,14 +45,14 @@ def _measure(config: TrainConfig, spec: dict[str, Any], trace: str | None, emit:
     )
     batch = np.random.default_rng(0).integers(0, shape.vocab, (sequences, shape.seq_len + 1), dtype=np.int32)
     tokens = trainer.place(batch)
-    jax.block_until_ready(trainer.params)
+    jax.block_until_ready(trainer.held)
     ready = time.perf_counter()
     compiled = trainer.compiled_step(batch)
     compile_s = time.perf_counter() - ready
     attempt(emit, "program", config.name, lambda: _program(config, compiled))
 
     # The compiled step itself, so that no version of jax compiles it a second time for the call.
-    params, state, metrics = compiled(trainer.params, trainer.opt_state, tokens, None)
+    params, state, metrics = compiled(*trainer.held, tokens, None)
     del trainer
     first_loss = float(metrics["loss"])
     for _ in range(spec["warm_up"] - 1):
