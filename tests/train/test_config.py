@@ -121,7 +121,7 @@ def test_every_number_has_a_range(config, table, key, value):
 def test_a_pipeline_cannot_be_told_to_scan_layers(config):
     scanned = replace(config, train=replace(config.train, scan_layers="yes", microbatches=2))
     assert scanned.check().train.scan_layers == "yes"
-    with pytest.raises(UserError, match=r"train\.scan_layers = yes: auto or no"):
+    with pytest.raises(UserError, match=r"train\.scan_layers = 'yes': auto or no"):
         replace(scanned, grid=GridShape(pipe=2)).check()
 
 
