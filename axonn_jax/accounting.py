@@ -88,6 +88,7 @@ def account(
         clip=clip,
         activations=work.activations,
         bucket=bucket,
+        scanned=work.scanned,
         compiler_options=compat.keep_recomputation(),
     )
     sizes = {axis: int(getattr(work.grid, axis)) for axis in MESH_AXES}

@@ -20,6 +20,11 @@ BENCHES = {
         "VsGspmd",
         "bytes and step time beside jax.jit's automatic partitioning, grid by grid",
     ),
+    "compile": (
+        "axonn_jax.cli.bench_compile",
+        "Compile",
+        "compile time, program size and memory as layers grow in number, scanned and unrolled",
+    ),
     "overlap": (
         "axonn_jax.cli.bench_overlap",
         "Overlap",

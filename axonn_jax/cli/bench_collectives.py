@@ -38,6 +38,8 @@ class Collectives:
     activations: Recompute = "none"
     """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)
     or what was all-reduced (save_collectives)."""
+    scanned: bool = False
+    """Whether layers are a loop's body (train.scan_layers), not unrolled."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -63,7 +65,7 @@ def _work(args: Collectives) -> Work:
             raise UserError("--devices", args.devices, f"a multiple of the grid's product, which is {grid.devices}")
         grid = replace(grid, data=grid.data * args.devices // grid.devices)
     sequences = grid.batch_shards * args.microbatches if args.batch is None else args.batch
-    return Work(shape, grid, sequences, args.microbatches, activations=args.activations)
+    return Work(shape, grid, sequences, args.microbatches, activations=args.activations, scanned=args.scanned)
 
 
 def _figures(args: Collectives, work: Work, done: Accounting) -> dict[str, Any]:
@@ -88,6 +90,7 @@ def _figures(args: Collectives, work: Work, done: Accounting) -> dict[str, Any]:
         "microbatches": work.microbatches,
         "sequences": work.sequences,
         "activations": work.activations,
+        "scanned": work.scanned,
         "dtype": "float32",
         "device": jax.devices()[0].device_kind,
         "versions": {"axonn_jax": __version__, **{name: metadata.version(name) for name in ("jax", "jaxlib")}},

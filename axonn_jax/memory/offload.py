@@ -15,16 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.memory.account import Shapes, StateBytes, state_bytes
 from axonn_jax.memory.flat import Bucket, Span, last_uses, plan_flat
+from axonn_jax.memory.joined import flattened, joined
 from axonn_jax.memory.placement import on_host
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.memory.slots import Slots, put_slots, slot_dtypes, take_slots
 from axonn_jax.memory.update import Apply, ModelState
-from axonn_jax.tensor.clip import spec_axes
+from axonn_jax.memory.zero import data_dim, from_parts, in_parts
 from axonn_jax.tensor.collectives import axis_index
 from axonn_jax.tensor.params import Params, Specs
 from axonn_jax.tensor.region import manual
@@ -69,7 +70,7 @@ class Offload:
         pieces = {name: jax.ShapeDtypeStruct((1,) * len(shape), jnp.float32) for name, shape in shapes.items()}
         moments = slot_dtypes(optimizer, pieces)
         self.slots = ({MASTER: jnp.dtype(jnp.float32)} if self.has_masters else {}) | moments
-        split = {name for name in shapes if "data" in spec_axes(self.state_specs[name])}
+        split = {name for name in shapes if data_dim(self.state_specs[name]) is not None}
         sizes = {name: prod(self.local_shape(name)) for name in shapes}
         self.buckets = [
             *plan_flat({name: size for name, size in sizes.items() if name in split}, bucket, split=True),
@@ -142,41 +143,34 @@ class Offload:
 
         return apply
 
+    def restored(self, masters: Params, optimizer: OffloadState) -> ModelState:
+        """The state that has these float32 weights, as `masters` gives them, and this optimizer state."""
+        shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.specs.items()}
+        weights = {name: jax.device_put(p, shardings[name]).astype(self.weights) for name, p in masters.items()}
+        if not self.has_masters:
+            return ModelState(weights, {}, optimizer)
+        slots = {slot: self.arrays(optimizer, slot) for slot in self.slots if slot != MASTER} | {MASTER: masters}
+        return ModelState(weights, {}, self.filled(slots, optimizer.scalars))
+
     def masters(self, model: ModelState) -> Params:
         """The float32 weights by name, in host memory (on the devices where weights are float32)."""
         return self.arrays(model.optimizer, MASTER) if self.has_masters else model.weights
 
     def arrays(self, state: OffloadState, slot: str) -> Params:
         """One slot by parameter: global arrays in host memory, laid out by `state_specs`, put together on the host."""
-        placed = {name: on_host(NamedSharding(self.mesh, spec)) for name, spec in self.state_specs.items()}
-        parts: dict[str, dict[jax.Device, list[np.ndarray]]] = {name: {} for name in placed}
-        for bucket, flats in zip(self.buckets, state.flats, strict=True):
-            for shard in flats[slot].addressable_shards:
-                row = np.asarray(shard.data)
-                for span in bucket.spans:
-                    parts[span.name].setdefault(shard.device, []).append(row[span.at : span.at + span.size])
-        return {
-            name: jax.make_array_from_single_device_arrays(
-                self._shapes[name], sharding, _shards(parts[name], self.local_shape(name), sharding)
-            )
-            for name, sharding in placed.items()
-        }
+        return joined(self.buckets, [flats[slot] for flats in state.flats], self._shapes, self._placed)
 
     def filled(self, slots: Mapping[str, Params], scalars: list[jax.Array]) -> OffloadState:
-        """The state that has these slots, given as `arrays` gives them; what is on a device stays with it."""
-        flats: list[Flats] = []
-        for bucket in self.buckets:
-            flats.append({slot: self._row_of(bucket, arrays) for slot, arrays in slots.items()})
+        """The state that has these slots, given as `arrays` gives them; what is of a device stays with it."""
+        flats = (
+            {slot: flattened(bucket, arrays, on_host(self._flat)) for slot, arrays in slots.items()}
+            for bucket in self.buckets
+        )
         return OffloadState(tuple(flats), scalars)
 
-    def _row_of(self, bucket: Bucket, arrays: Params) -> jax.Array:
-        rows: dict[jax.Device, list[np.ndarray]] = {}
-        for span in bucket.spans:
-            for shard in arrays[span.name].addressable_shards:
-                rows.setdefault(shard.device, []).append(np.asarray(shard.data).reshape(-1)[span.start : span.stop])
-        sharding = on_host(self._flat)
-        shape = (bucket.size * self.mesh.size,)
-        return jax.make_array_from_single_device_arrays(shape, sharding, _shards(rows, (bucket.size,), sharding))
+    @property
+    def _placed(self) -> dict[str, NamedSharding]:
+        return {name: on_host(NamedSharding(self.mesh, spec)) for name, spec in self.state_specs.items()}
 
     def _to_device(self, flats: Flats) -> Flats:
         return {slot: jax.device_put(flat, self._flat, may_alias=False) for slot, flat in flats.items()}
@@ -188,7 +182,7 @@ class Offload:
         bucket = self.buckets[number]
 
         def local(params: list[jax.Array]) -> tuple[Flats, list[jax.Array]]:
-            pieces = {s.name: self._piece(p, s, bucket.split) for s, p in zip(bucket.spans, params, strict=True)}
+            pieces = {s.name: self._piece(p, s) for s, p in zip(bucket.spans, params, strict=True)}
             slots = take_slots(self.optimizer.init(pieces), pieces)
             arrays = ({MASTER: pieces} if self.has_masters else {}) | slots.arrays
             return {slot: _row(bucket, arrays[slot]) for slot in self.slots}, slots.scalars
@@ -212,7 +206,7 @@ class Offload:
             arrays = {
                 slot: {s.name: _cut_row(flat, s, grad[s.name]) for s in bucket.spans} for slot, flat in flats.items()
             }
-            masters = arrays.pop(MASTER, None) or {s.name: self._piece(w, s, bucket.split) for s, w, _ in pairs}
+            masters = arrays.pop(MASTER, None) or {s.name: self._piece(w, s) for s, w, _ in pairs}
             like = jax.eval_shape(self.optimizer.init, masters)
             with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
                 state = put_slots(like, Slots(arrays, scalars), masters)
@@ -236,16 +230,20 @@ class Offload:
         rows = lax.all_gather(row, "data") if bucket.split else row[None]
         out = []
         for span, weight in zip(bucket.spans, weights, strict=True):
-            whole, piece = weight.reshape(parts, -1), rows[:, span.at : span.at + span.size]
+            dim = data_dim(self.state_specs[span.name]) or 0
+            shape = weight.shape or (1,)
+            whole, piece = in_parts(weight.reshape(shape), dim, parts), rows[:, span.at : span.at + span.size]
             piece = jnp.where(finite, piece, whole[:, span.start : span.stop])
-            out.append(lax.dynamic_update_slice(whole, piece, (0, span.start)).reshape(weight.shape))
+            whole = lax.dynamic_update_slice(whole, piece, (0, span.start))
+            out.append(from_parts(whole, dim, shape).reshape(weight.shape))
         return out
 
-    def _piece(self, whole: jax.Array, span: Span, split: bool) -> jax.Array:
+    def _piece(self, whole: jax.Array, span: Span) -> jax.Array:
         """The float32 elements of a weight's local shard that a device keeps the state of, in a span."""
-        if split:
-            rows = whole.reshape(self.mesh.shape["data"], -1)
-            whole = rows[axis_index("data")].reshape(-1, *whole.shape[1:])
+        dim = data_dim(self.state_specs[span.name])
+        if dim is not None:
+            size = whole.shape[dim] // self.mesh.shape["data"]
+            whole = lax.dynamic_slice_in_dim(whole, axis_index("data") * size, size, dim)
         return _cut(whole, span).astype(jnp.float32)
 
     @cached_property
@@ -285,13 +283,3 @@ def _cut_row(row: jax.Array, span: Span, like: jax.Array) -> jax.Array:
 
 def _row(bucket: Bucket, pieces: Mapping[str, jax.Array]) -> jax.Array:
     return jnp.concatenate([pieces[name].reshape(-1) for name in bucket.names])
-
-
-def _shards(
-    parts: Mapping[jax.Device, list[np.ndarray]], shape: tuple[int, ...], sharding: NamedSharding
-) -> list[jax.Array]:
-    kind = sharding.memory_kind
-    return [
-        jax.device_put(np.concatenate(rows).reshape(shape), SingleDeviceSharding(device, memory_kind=kind))
-        for device, rows in parts.items()
-    ]

@@ -1,7 +1,7 @@
 """The one reduction of a step's gradients."""
 
 from axonn_jax.memory.buckets import reduce_in_buckets
-from axonn_jax.memory.zero import scatter_in_buckets
+from axonn_jax.memory.zero import data_dim, scatter_in_buckets
 from axonn_jax.tensor.clip import spec_axes
 from axonn_jax.tensor.params import Params, Specs
 
@@ -12,11 +12,11 @@ def reduce_gradients(sums: Params, specs: Specs, grad_specs: Specs, capacity: in
     `specs` are the parameters' layouts. Collectives, in buckets of `capacity` elements: over `data` (and over `z` where
     a parameter is replicated over it) an all-reduce; a reduce-scatter over `data` where `grad_specs` split over it.
     """
-    split = {name for name in sums if "data" in spec_axes(grad_specs[name])}
+    split = {name: dim for name in sums if (dim := data_dim(grad_specs[name])) is not None}
 
     def axes_of(name: str) -> tuple[str, ...]:
         over = () if name in split else ("data",)
         return over if "z" in spec_axes(specs[name]) else (*over, "z")
 
-    parts = scatter_in_buckets({name: g for name, g in sums.items() if name in split}, capacity)
+    parts = scatter_in_buckets({name: sums[name] for name in split}, split, capacity)
     return reduce_in_buckets({name: parts.get(name, g) for name, g in sums.items()}, axes_of, capacity)

@@ -85,6 +85,13 @@ class DeviceUpdate:
 
         return jax.jit(apply, donate_argnums=0, out_shardings=(shardings, done))
 
+    def restored(self, masters: Params, optimizer: Any) -> ModelState:
+        """The state that has these float32 weights, laid out as `masters` gives them, and this optimizer state."""
+        if not self._apart:
+            return ModelState(masters, {}, optimizer)
+        make = jax.jit(self._from_masters, out_shardings=self.shardings(masters))
+        return make(masters, optimizer)  # type: ignore[no-any-return]
+
     def masters(self, state: ModelState) -> Params:
         """The float32 weights by name."""
         return state.masters or state.weights

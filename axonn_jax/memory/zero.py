@@ -1,44 +1,62 @@
 """ZeRO-1: gradients, master weights and optimizer state split over `data` as well (Rajbhandari et al., SC 20)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.memory.buckets import Leaf, plan_buckets
-from axonn_jax.tensor.clip import spec_axes
 from axonn_jax.tensor.collectives import axis_size
 from axonn_jax.tensor.params import Specs
 from axonn_jax.tensor.region import manual
 
 
 def split_over_data(shapes: Mapping[str, tuple[int, ...]], specs: Specs, mesh: Mesh) -> Specs:
-    """The layouts with every parameter's first dim split over `data` too, after the axes that split it already.
+    """The layouts with the first dim of every parameter that divides split over `data` too, after its other axes.
 
-    A parameter whose local first dim is not divisible, or that has no dims, keeps its layout: all replicas hold it.
+    A parameter of which no dim of the local shard is divisible keeps its layout: all replicas hold it.
     """
     replicas = mesh.shape["data"]
 
     def layout(name: str) -> P:
-        spec, shape = specs[name], shapes[name]
-        if replicas == 1 or not shape:
-            return spec
-        first = spec[0] if len(spec) else None
-        axes = () if first is None else (first,) if isinstance(first, str) else tuple(first)
-        shards = replicas
-        for axis in axes:
-            shards *= mesh.shape[axis]
-        return P((*axes, "data"), *spec[1:]) if shape[0] % shards == 0 else spec
+        spec = (*specs[name], *[None] * (len(shapes[name]) - len(specs[name])))
+        local = NamedSharding(mesh, specs[name]).shard_shape(shapes[name])
+        for dim, axes in enumerate(spec):
+            if replicas > 1 and local[dim] % replicas == 0:
+                return P(*spec[:dim], (*_axes(axes), "data"), *spec[dim + 1 :])
+        return specs[name]
 
     return {name: layout(name) for name in shapes}
 
 
-def scatter_in_buckets(grads: dict[str, jax.Array], capacity: int) -> dict[str, jax.Array]:
-    """Sums gradients over `data`, of which each device keeps its part of the first dim; inside a manual region.
+def data_dim(spec: P) -> int | None:
+    """The dim that a layout splits over `data`."""
+    return next((dim for dim, axes in enumerate(spec) if "data" in _axes(axes)), None)
+
+
+def in_parts(whole: jax.Array, dim: int, parts: int) -> jax.Array:
+    """A local array as [parts, elements]: its equal parts along `dim`, each read row by row."""
+    rows = whole.reshape(*whole.shape[:dim], parts, -1, *whole.shape[dim + 1 :])
+    return jnp.moveaxis(rows, dim, 0).reshape(parts, -1)
+
+
+def from_parts(parts: jax.Array, dim: int, shape: Sequence[int]) -> jax.Array:
+    """The way back from `in_parts` to a local array of this shape."""
+    count = parts.shape[0]
+    rows = parts.reshape(count, *shape[:dim], shape[dim] // count, *shape[dim + 1 :])
+    return jnp.moveaxis(rows, 0, dim).reshape(shape)
+
+
+def _axes(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def scatter_in_buckets(grads: dict[str, jax.Array], dims: Mapping[str, int], capacity: int) -> dict[str, jax.Array]:
+    """Sums gradients over `data`, of which each device keeps its part along `dims`; inside a manual region.
 
     Collectives: a reduce-scatter a bucket; bytes a device on a ring `(G-1)/G * itemsize * elements` in all.
     """
@@ -48,19 +66,18 @@ def scatter_in_buckets(grads: dict[str, jax.Array], capacity: int) -> dict[str, 
     out: dict[str, jax.Array] = {}
     leaves = [Leaf(name, g.size, (g.dtype, compat.varying_axes(g))) for name, g in grads.items()]
     for bucket in plan_buckets(leaves, capacity):
-        flat = jnp.concatenate([grads[name].reshape(size, -1) for name in bucket], axis=1)
+        flat = jnp.concatenate([in_parts(grads[name], dims[name], size) for name in bucket], axis=1)
         part = lax.psum_scatter(flat, "data", scatter_dimension=0)
         start = 0
         for name in bucket:
-            shape = grads[name].shape
-            n = grads[name].size // size
-            out[name] = part[start : start + n].reshape(shape[0] // size, *shape[1:])
+            shape, dim, n = grads[name].shape, dims[name], grads[name].size // size
+            out[name] = part[start : start + n].reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
             start += n
     return {name: out[name] for name in grads}
 
 
-def gather_in_buckets(parts: dict[str, jax.Array], capacity: int) -> dict[str, jax.Array]:
-    """Gathers parameters of which each device along `data` holds a part of the first dim; inside a manual region.
+def gather_in_buckets(parts: dict[str, jax.Array], dims: Mapping[str, int], capacity: int) -> dict[str, jax.Array]:
+    """Gathers parameters of which each device along `data` holds a part along `dims`; inside a manual region.
 
     Collectives: an all-gather a bucket of `capacity` gathered elements; bytes a device on a ring
     `(G-1)/G * itemsize * elements` in all.
@@ -75,8 +92,9 @@ def gather_in_buckets(parts: dict[str, jax.Array], capacity: int) -> dict[str, j
         whole = lax.all_gather(flat, "data")
         start = 0
         for name in bucket:
-            shape, n = parts[name].shape, parts[name].size
-            out[name] = whole[:, start : start + n].reshape(shape[0] * size, *shape[1:])
+            shape, dim, n = parts[name].shape, dims[name], parts[name].size
+            full = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
+            out[name] = from_parts(whole[:, start : start + n], dim, full)
             start += n
     return {name: out[name] for name in parts}
 
@@ -92,7 +110,7 @@ def whole_weights(
 
     def local(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
         cast = {name: p.astype(dtype) for name, p in parts.items()}
-        there = {name: p for name, p in cast.items() if "data" in spec_axes(split[name])}
-        return cast | gather_in_buckets(there, capacity)
+        dims = {name: dim for name in cast if (dim := data_dim(split[name])) is not None}
+        return cast | gather_in_buckets({name: cast[name] for name in dims}, dims, capacity)
 
     return manual(local, mesh, (split,), specs, differentiated=False)(parts)  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.pieces import Piece, transformer_pieces
 from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.stacked import Stacked
 from axonn_jax.tensor.attention import Attention, AttentionKernel
 from axonn_jax.tensor.collectives import vary
 from axonn_jax.tensor.dropout import WHOLE, Part, dropout
@@ -123,6 +124,9 @@ class Transformer(nnx.Module):
     Every block draws its weights from a key of its own (folded with its index), so a stage that holds some of the
     blocks makes the same weights as a process that holds them all.
     """
+
+    repeats = "blocks"
+    """Where the layers are that can be stacked (`models.stacked`)."""
 
     def __init__(self, shape: ModelShape, *, rngs: nnx.Rngs, attention: AttentionKernel = "auto"):
         key = rngs.params()
@@ -243,8 +247,16 @@ class Transformer(nnx.Module):
         shared = len(tokens) > 1 or self.head is None
         embedding = gather_weights(self.embedding, dtype) if shared else self.embedding
         xs = self._embed(embedding, tokens, dtype, key)
-        for index, block in enumerate(self.blocks):
-            xs = run_block(block, xs, None if key is None else jax.random.fold_in(key, index))
+
+        def run(block: Block, xs: Streams, index: jax.Array | int) -> Streams:
+            return run_block(block, xs, None if key is None else jax.random.fold_in(key, index))
+
+        blocks: nnx.List[Block] | Stacked = self.blocks
+        if isinstance(blocks, Stacked):
+            xs = blocks.run(run, xs)
+        else:
+            for index, block in enumerate(blocks):
+                xs = run(block, xs, index)
         return self._logits(embedding, xs)
 
     def loss(

@@ -3,7 +3,8 @@
 Counted is one program: forward, backward and optimizer of a model on one 4D mesh. Beside the algebra, three rules:
 
 * A weight that is gathered outside of recomputation depends on nothing but parameters, so the compiler gathers it once
-  a step, not once a microbatch (XLA's loop-invariant code motion); recomputed gathers stay with their microbatch.
+  a step, not once a microbatch (XLA's loop-invariant code motion); recomputed gathers stay with their microbatch, and
+  so do those of scanned layers.
 * A tied table is gathered once for embedding and head, and the sum of its two gradients is reduce-scattered once.
 * Recomputation leaves out what the backward pass does not read: the all-reduce of a block's last matmul, and all of
   embedding, final norm, head and loss, which are outside of the blocks.
@@ -42,6 +43,8 @@ class Work:
     activations: Recompute = "none"
     """What the backward pass computes again; `full`, `dots` and `offload` communicate the same, `save_collectives`
     only gathers again."""
+    scanned: bool = False
+    """Whether layers are a loop's body (`train.scan_layers`): their weights are then gathered for every microbatch."""
 
     @property
     def rows(self) -> int:
@@ -156,7 +159,8 @@ def _matmul(work: Work, layer: _Matmul, count: int, again: bool, last: bool) -> 
     result = work.rows * layer.features_out * work.itemsize // _size(work, y)
     operand = work.rows * layer.features_in * work.itemsize // _size(work, x)
     if not layer.tied:  # the embedding's table is gathered and scattered there
-        yield _one(work, layer.name, "forward", "all-gather", (_Z,), weight, count)
+        gathers = each if work.scanned and layer.name != "head" else count
+        yield _one(work, layer.name, "forward", "all-gather", (_Z,), weight, gathers)
     yield _one(work, layer.name, "forward", "all-reduce", (x,), result, each)
     if again:
         yield _one(work, layer.name, "recompute", "all-gather", (_Z,), weight, each)

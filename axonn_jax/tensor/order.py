@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from axonn_jax.tensor.plan import Order, Plan, aval_of
+from axonn_jax.tensor.plan import Order, Plan, aval_of, is_collective
 
 _INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
 
@@ -69,7 +69,7 @@ def _flat(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
             if inner is None or (isinstance(inner, ClosedJaxpr) and inner.consts):
                 outvars = list(eqn.outvars) if outer else [_like(v) for v in eqn.outvars]
                 names.update(zip(eqn.outvars, outvars, strict=True))
-                out.append(eqn.replace(invars=invars, outvars=outvars))
+                out.append(_with_ordered_body(eqn).replace(invars=invars, outvars=outvars))
                 continue
             body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
             if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
@@ -82,6 +82,17 @@ def _flat(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
     top: dict[Var, Any] = {}
     add(jaxpr, top, True)
     return out, [v if isinstance(v, Literal) else top.get(v, v) for v in jaxpr.outvars]
+
+
+def _with_ordered_body(eqn: JaxprEqn) -> JaxprEqn:
+    """A loop over layers with the body in an order of its own; what is no loop, or communicates nothing, as it is."""
+    if eqn.primitive.name != "scan":
+        return eqn
+    body = eqn.params["jaxpr"]
+    eqns, outvars = _flat(body.jaxpr)
+    if not any(map(is_collective, eqns)):
+        return eqn
+    return eqn.replace(params={**eqn.params, "jaxpr": _with_ties(body, eqns, outvars, Plan(eqns).run())})
 
 
 def _like(v: Any) -> Var:

@@ -51,7 +51,7 @@ class Plan:
         self.hurry = [False] * len(eqns)  # stands between a matmul and its collective: the network waits for it
         for i in reversed(range(len(eqns))):
             if eqns[i].primitive.name in _ON_THE_WAY:
-                self.hurry[i] = any(_is_collective(eqns[j]) or self.hurry[j] for j in self.after[i])
+                self.hurry[i] = any(is_collective(eqns[j]) or self.hurry[j] for j in self.after[i])
 
     def run(self) -> "Order":
         """The order in which everything has run at the end of virtual time."""
@@ -68,7 +68,7 @@ class Plan:
         sequence: list[int] = []
 
         def arrive(i: int) -> None:
-            if not _is_collective(self.eqns[i]):
+            if not is_collective(self.eqns[i]):
                 heapq.heappush(ready, (not self.hurry[i], -self.rank[i], i))
                 if i in self.matmul:
                     waiting.append((matmuls_run, i))
@@ -145,7 +145,8 @@ def _matmuls(eqns: Iterable[JaxprEqn]) -> Mapping[int, float]:
     return {i: flops for i, flops in found.items() if flops >= least}
 
 
-def _is_collective(eqn: JaxprEqn) -> bool:
+def is_collective(eqn: JaxprEqn) -> bool:
+    """Whether an equation communicates."""
     return eqn.primitive.name in _COLLECTIVES
 
 
@@ -171,7 +172,7 @@ def _bytes(atoms: Iterable[Any]) -> float:
 def _seconds(eqn: JaxprEqn) -> float:
     if eqn.primitive.name == "all_gather":
         return 0.0  # of weights, which are there from the start
-    if _is_collective(eqn):
+    if is_collective(eqn):
         return _LATENCY_S + max(_bytes(eqn.invars), _bytes(eqn.outvars)) / _NETWORK_BYTES_PER_S
     if eqn.primitive.name == "dot_general":
         return _flops(eqn) / _FLOPS_PER_S

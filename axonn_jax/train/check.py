@@ -14,7 +14,7 @@ from axonn_jax.models.shape import ModelShape
 from axonn_jax.schedule.partition import Cost, explicit, partition
 from axonn_jax.schedule.policies import check_policy
 from axonn_jax.schedule.tasks import Layout
-from axonn_jax.train.config import Config, DataConfig, LogConfig, ModelConfig, PipelineConfig
+from axonn_jax.train.config import Config, DataConfig, LogConfig, ModelConfig, PipelineConfig, ScanLayers
 
 _INT32 = 2**31 - 1  # step counters live on the device as int32
 _UINT32 = 2**32 - 1  # seeds of PRNG keys, without 64-bit mode
@@ -95,7 +95,9 @@ def check(config: Config) -> Config:
     _check_data(shape, manifest)
     config.grid.check_model(shape)
     if config.grid.pipe > 1:
+        check_not_scanned(config.train.scan_layers)
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_pieces(shape))
+    check_scan(config.train.scan_layers, config.memory.offload)
     check_streams(config)
     if config.data.verify:
         manifest.verify()
@@ -109,6 +111,25 @@ def check_streams(config: Config) -> None:
     rows = train.global_batch // train.microbatches // config.grid.batch_shards
     if streams and rows % streams and config.grid.pipe == 1:
         raise UserError("overlap.streams", streams, f"0 or a divisor of a device's {rows} rows of a microbatch")
+
+
+def check_not_scanned(scan_layers: ScanLayers) -> None:
+    """Raises ``UserError`` where a pipeline is asked to scan layers.
+
+    Its programs are cut out of one traced function equation by equation, and a loop is a single one.
+    """
+    if scan_layers == "yes":
+        raise UserError("train.scan_layers", scan_layers, "auto or no where grid.pipe is above 1")
+
+
+def check_scan(scan_layers: ScanLayers, offload: str) -> ScanLayers:
+    """What to ask for where optimizer state is in host memory: its buckets are of the layers' own parameters.
+
+    Raises ``UserError`` where both are asked for.
+    """
+    if offload != "none" and scan_layers == "yes":
+        raise UserError("train.scan_layers", scan_layers, f"auto or no where memory.offload is {offload}")
+    return "no" if offload != "none" else scan_layers
 
 
 def check_pipeline(

@@ -18,6 +18,7 @@ Offload = Literal["none", "optimizer"]
 Zero = Literal[0, 1]
 Activations = Literal["none", "full", "dots", "save_collectives", "offload"]
 Ordering = Literal["auto", "package", "xla"]
+ScanLayers = Literal["auto", "yes", "no"]
 ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
 
 
@@ -151,6 +152,10 @@ class TrainConfig:
     """Added to the root of the second moment (adamw, adam)."""
     clip: float = 1.0
     """Gradients are scaled down to this global norm; 0: not clipped."""
+    scan_layers: ScanLayers = "auto"
+    """Layers as one compiled body in a loop, so that compile time does not grow with their number, or unrolled. auto:
+    scanned from 32 layers on, or with memory.activations other than none, unless the package orders the computation
+    (overlap.order). Needs grid.pipe = 1."""
     eval_every: int = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
     eval_batches: int = 8

@@ -35,8 +35,8 @@ from axonn_jax.schedule.forward_only import ForwardOnly
 from axonn_jax.state.checkpoint import save_weights_in_parts
 from axonn_jax.tensor.params import Params, shapes_of, take_apart
 from axonn_jax.train.batch import local_rows
-from axonn_jax.train.check import check_pipeline
-from axonn_jax.train.config import OverlapConfig, PipelineConfig
+from axonn_jax.train.check import check_not_scanned, check_pipeline
+from axonn_jax.train.config import OverlapConfig, PipelineConfig, ScanLayers
 from axonn_jax.train.separable import check_separable
 from axonn_jax.train.step import StepMetrics
 from axonn_jax.train.trainer import Trainer
@@ -67,7 +67,9 @@ class PipelineTrainer(Trainer):
         seed: int = 0,
         pipeline: PipelineConfig | None = None,
         overlap: OverlapConfig | None = None,
+        scan_layers: ScanLayers = "auto",
     ):
+        check_not_scanned(scan_layers)
         pipeline = pipeline or PipelineConfig()
         abstract = model if isinstance(model, nnx.Module) else nnx.eval_shape(model)
         shape = getattr(abstract, "shape", None)

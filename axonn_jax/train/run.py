@@ -49,6 +49,7 @@ def train(config: Config) -> int:
             seed=config.train.seed,
             pipeline=config.pipeline,
             overlap=config.overlap,
+            scan_layers=config.train.scan_layers,
         )
         run = Run(config, shape, world, trainer)
         run.say(describe(world, grid))

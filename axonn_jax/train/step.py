@@ -17,9 +17,11 @@ from axonn_jax.memory.precision import FULL, Accumulate, Precision, Precisions, 
 from axonn_jax.memory.scale import LossScale, first_scale, next_scale
 from axonn_jax.memory.update import DeviceUpdate, ModelState, clip_factor
 from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.stacked import Stack, stack_layers
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.attention import AttentionKernel
 from axonn_jax.tensor.params import Params, Parts, Specs, take_apart
+from axonn_jax.train.layerwise import layerwise
 from axonn_jax.train.program import StageProgram
 
 
@@ -183,6 +185,7 @@ def compile_abstract(
     streams: int = 1,
     ordered: bool = False,
     attention: AttentionKernel = "auto",
+    scanned: bool = False,
     compiler_options: dict[str, str] | None = None,
 ) -> jax.stages.Compiled:
     """The step that a `Trainer` with these settings runs on `sequences` a step, compiled without making any array.
@@ -194,10 +197,10 @@ def compile_abstract(
     grid.shape.check_model(shape)
     grid.shape.check_batch(sequences, microbatches)
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), attention=attention))
+    stack = stack_layers(model) if scanned else Stack(take_apart(model))
     zero = zero and grid.shape.data > 1
     dtypes = precisions(precision, accumulate, apart=zero)
-    parts = take_apart(model)
-    program = StageProgram(parts, grid, dtypes.compute, activations, bucket, streams, ordered, dtypes.sums, zero)
+    program = StageProgram(stack.parts, grid, dtypes.compute, activations, bucket, streams, ordered, dtypes.sums, zero)
     rows = (microbatches, sequences // microbatches, shape.seq_len + 1)
     key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
-    return Step(program, optimizer, clip, dtypes, bucket).compiled(rows, key, compiler_options)
+    return Step(program, layerwise(optimizer, stack), clip, dtypes, bucket).compiled(rows, key, compiler_options)

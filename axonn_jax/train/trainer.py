@@ -16,11 +16,15 @@ from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.placement import Where
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
 from axonn_jax.state.checkpoint import save_weights
-from axonn_jax.tensor.params import Params, shapes_of, take_apart
+from axonn_jax.tensor.params import Params, shapes_of
 from axonn_jax.train.batch import local_rows, place
-from axonn_jax.train.config import OverlapConfig, PipelineConfig
+from axonn_jax.train.check import check_scan
+from axonn_jax.train.config import OverlapConfig, PipelineConfig, ScanLayers
+from axonn_jax.train.layerwise import layerwise
 from axonn_jax.train.offloaded import OffloadedStep
+from axonn_jax.train.own_state import own_state, stacked_state
 from axonn_jax.train.program import StageProgram
+from axonn_jax.train.scan import choose_stack
 from axonn_jax.train.step import Step, StepMetrics, TrainState
 
 
@@ -33,6 +37,7 @@ class Trainer:
     layers compute in that precision, while master weights and optimizer state stay float32; gradient sums are float32
     unless `accumulate` says otherwise. fp16 scales the loss (`memory.scale`). `zero` 1 splits masters and optimizer
     state over `data`; `offload` keeps them in host memory, for which the optimizer must be elementwise (``UserError``).
+    `scan_layers` says whether layers are one compiled body in a loop; names, shapes and results are the same.
 
     On a grid with `pipe` above 1 this makes a `PipelineTrainer`, which has the same methods and takes `pipeline`.
     """
@@ -62,11 +67,11 @@ class Trainer:
         seed: int = 0,
         pipeline: PipelineConfig | None = None,
         overlap: OverlapConfig | None = None,
+        scan_layers: ScanLayers = "auto",
     ):
         owned = not isinstance(model, nnx.Module)
         if not isinstance(model, nnx.Module):
             model = model()
-        parts = take_apart(model)
         shape = getattr(model, "shape", None)
         if shape is not None:
             grid.shape.check_model(shape)
@@ -77,12 +82,15 @@ class Trainer:
         ordered = overlap.order == "package" or (overlap.order == "auto" and auto)
         split = zero > 0 and grid.shape.data > 1
         dtypes = precisions(precision, accumulate, apart=split or offload != "none")
+        wanted = check_scan(scan_layers, offload)
+        self._stack = choose_stack(model, optimizer, wanted, activations=activations, ordered=ordered)
+        parts = shapes_of(self._stack.parts)
         self.program = StageProgram(
-            shapes_of(parts), grid, dtypes.compute, activations, bucket, overlap.streams, ordered, dtypes.sums, split
+            parts, grid, dtypes.compute, activations, bucket, overlap.streams, ordered, dtypes.sums, split
         )
         self._key = jax.random.key(seed) if getattr(shape, "dropout", 0.0) > 0.0 else None
-        params = jax.device_put(parts.params, self.program.shardings())
-        step = Step(self.program, optimizer, clip, dtypes, bucket)
+        params = self._stack.place(model, grid.mesh, used_up=owned)
+        step = Step(self.program, layerwise(optimizer, self._stack), clip, dtypes, bucket)
         self._offloaded = OffloadedStep(step) if offload != "none" else None
         self._step, self.precisions = step, dtypes
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
@@ -94,13 +102,19 @@ class Trainer:
 
     @property
     def params(self) -> Params:
-        """The float32 weights by name; with offload they are in host memory."""
-        return self._update.masters(self.state.model)
+        """The float32 weights by name, however layers are run; of scanned ones copies, with offload in host memory."""
+        return self._stack.split(self._update.masters(self.state.model))
 
     @property
     def opt_state(self) -> Any:
-        """The optimizer's state."""
-        return self.state.model.optimizer
+        """The optimizer's state for `params`; of scanned layers, copies."""
+        return own_state(self.optimizer, self._stack, self.state.model.optimizer)
+
+    def restore(self, params: Params, opt_state: Any) -> None:
+        """Puts other weights and optimizer state in place, as `params` and `opt_state` give them."""
+        masters = self._stack.join(params, self.grid.mesh)
+        optimizer = stacked_state(self._stack, opt_state, self.state.model.optimizer)
+        self.state = self.state._replace(model=self._update.restored(masters, optimizer))
 
     def rows(self, global_batch: int) -> list[int]:
         """Rows of a global batch that this process must load (all of them in a run of one process)."""

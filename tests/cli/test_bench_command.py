@@ -84,3 +84,27 @@ def test_bad_input_is_one_line(refused, argv, parts):
 def test_overlap_without_a_compiler_for_gpus_says_what_to_install(refused, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refused(["bench", "overlap", "--layers", "1"], "CUDA plugin", "pip install", "axonn_jax[aot]")
+
+
+def test_compile_as_json():
+    argv = ["bench", "compile", "--scanned", "2", "3", "--unrolled", "3", "--rounds", "1", "--steps", "0"]
+    argv += ["--grid.data", "1", "--grid.z", "1", "--grid.y", "1", "--microbatches", "1"]
+    # A process of its own: it forgets what jax has traced.
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "axonn_jax.cli.main", *argv, "--json"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    two, three, unrolled = figures["compiled"]
+    assert [one["layers"] for one in figures["compiled"]] == [2, 3, 3]
+    assert figures["ratio"] == pytest.approx(three["median_s"] / two["median_s"])
+    assert figures["instructions_ratio"] == pytest.approx(1.0, abs=0.02)
+    assert unrolled["instructions"] > three["instructions"]
+    assert two["argument_bytes"] < three["argument_bytes"] == pytest.approx(unrolled["argument_bytes"], abs=100)
+    assert figures["steps"] is None
+
+
+@pytest.mark.parametrize("flags", [["--scanned", "1"], ["--unrolled", "0"], ["--rounds", "0"], ["--grid.pipe", "2"]])
+def test_compile_refuses_what_it_cannot_do(flags, capsys):
+    assert main(["bench", "compile", *flags]) == 2
+    assert flags[0].removeprefix("--") in capsys.readouterr().err

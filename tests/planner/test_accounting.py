@@ -28,10 +28,10 @@ MODELS = {"gpt": GPT, "llama": LLAMA}
 GRIDS = [axes for axes in product((1, 2, 4, 8, 16), repeat=4) if axes[0] * axes[1] * axes[2] * axes[3] == 16]
 
 
-def case(model, axes, activations="none", microbatches=1):
+def case(model, axes, activations="none", microbatches=1, scanned=False):
     model = asdict(model) if isinstance(model, ModelShape) else model
     sequences = axes[0] * axes[1] * microbatches
-    settings = {"microbatches": microbatches, "sequences": sequences, "activations": activations}
+    settings = {"microbatches": microbatches, "sequences": sequences, "activations": activations, "scanned": scanned}
     return {"model": model, "axes": axes, **settings}
 
 
@@ -61,6 +61,8 @@ def test_a_sample_of_the_grids_of_16_devices():
             case(GPT, (1, 4, 1, 4)),
             case(LLAMA, (1, 1, 4, 4), "full"),
             case(GPT, (1, 4, 2, 2), "save_collectives"),
+            case(replace(GPT, layers=3), (2, 2, 2, 2), "none", 2, scanned=True),
+            case(LLAMA, (2, 2, 2, 2), "full", 1, scanned=True),
         ],
     )
 
@@ -69,10 +71,11 @@ def test_a_sample_of_the_grids_of_16_devices():
 @pytest.mark.parametrize(
     ("activations", "microbatches"), [("none", 1), ("none", 3), ("full", 2), ("dots", 1), ("save_collectives", 2)]
 )
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_4d_grid_of_16_devices(model, activations, microbatches):
+def test_every_4d_grid_of_16_devices(model, scanned, activations, microbatches):
     assert len(GRIDS) == 35
-    check(16, [case(MODELS[model], axes, activations, microbatches) for axes in GRIDS])
+    check(16, [case(MODELS[model], axes, activations, microbatches, scanned) for axes in GRIDS])
 
 
 @pytest.mark.slow

@@ -108,3 +108,24 @@ def test_what_is_recomputed_on_purpose_stays_recomputed():
 
     closed = order(jax.make_jaxpr(f)(weights[0], jnp.ones((8, 64))))
     assert "optimization_barrier" in kinds(closed)
+
+
+def test_a_loop_over_layers_gets_an_order_inside():
+    """Of the body of a loop that communicates; values are those of the loop as it was."""
+    xs, weights = arguments()
+    stacked = jnp.stack(weights)
+
+    def loop(xs, weights):
+        def body(xs, w):
+            return [jax.lax.pcast(jnp.tanh(jax.lax.psum(x @ w[0], "x") * 0.1), ("x",), to="varying") for x in xs], None
+
+        xs = [jax.lax.pcast(x, ("x",), to="varying") for x in xs]
+        xs, _ = jax.lax.scan(body, xs, weights)
+        return [jax.lax.psum(jnp.sum(x), "x") for x in xs]
+
+    specs = (P(), P(None, "x"))
+    run = {f: jax.jit(manual(g, mesh(), specs, P())) for f, g in (("plain", loop), ("ordered", in_order(loop)))}
+    np.testing.assert_allclose(run["ordered"](xs, stacked), run["plain"](xs, stacked), rtol=1e-6)
+    text = str(jax.make_jaxpr(run["ordered"])(xs, stacked))
+    assert text.count(" tie ") > 0
+    assert "tie" not in str(jax.make_jaxpr(run["plain"])(xs, stacked))

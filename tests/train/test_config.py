@@ -118,6 +118,13 @@ def test_every_number_has_a_range(config, table, key, value):
         check_with(config, table, key, value)
 
 
+def test_a_pipeline_cannot_be_told_to_scan_layers(config):
+    scanned = replace(config, train=replace(config.train, scan_layers="yes", microbatches=2))
+    assert scanned.check().train.scan_layers == "yes"
+    with pytest.raises(UserError, match=r"train\.scan_layers = 'yes': auto or no"):
+        replace(scanned, grid=GridShape(pipe=2)).check()
+
+
 def test_log_directory_may_exist(config, tmp_path):
     for path in (tmp_path, tmp_path / "new" / "deep"):
         assert replace(config, log=LogConfig(dir=str(path))).check().log.dir == str(path)

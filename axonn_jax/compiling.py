@@ -1,0 +1,159 @@
+"""What a step costs to compile, and what it then takes: layers scanned beside layers unrolled."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from axonn_jax.grid import GridShape, build_grid
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.planner.communication import Recompute
+from axonn_jax.planner.hlo import parse
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A step to compile, with AdamW and clipping, in float32."""
+
+    shape: ModelShape
+    grid: GridShape
+    scanned: bool
+    sequences: int
+    """Of a step, over all devices."""
+    microbatches: int = 1
+    activations: Recompute = "none"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What compiling took and gave."""
+
+    layers: int
+    scanned: bool
+    model_s: tuple[float, ...]
+    """Seconds to lay the model out (shapes alone), of every round."""
+    compile_s: tuple[float, ...]
+    """Seconds from there to the compiled program, traced and lowered from nothing, of every round."""
+    instructions: int
+    """Instructions of the compiled program, all its computations together."""
+    argument_bytes: int
+    """Parameters, optimizer state and batch, of a device."""
+    temporary_bytes: int
+    """What a device needs beside them."""
+
+    @property
+    def median_s(self) -> float:
+        """Median of `compile_s`."""
+        return median(self.compile_s)
+
+
+def compile_cost(setting: Setting, rounds: int = 1) -> Cost:
+    """Compiles a setting's step for this process's (virtual) devices, as often as `rounds` says.
+
+    Neither weights are made nor steps run, and jax forgets what it has traced. A compilation cache on disk must be off
+    for the seconds to mean anything. Raises ``UserError`` where model, batch, grid and devices do not fit.
+    """
+    import jax
+
+    model_s, compile_s = [], []
+    rows = (setting.microbatches, setting.sequences // setting.microbatches, setting.shape.seq_len + 1)
+    for _ in range(rounds):
+        jax.clear_caches()
+        begin = time.perf_counter()
+        step = _step(setting)
+        laid = time.perf_counter()
+        program = step.compiled(rows)
+        compile_s.append(time.perf_counter() - laid)
+        model_s.append(laid - begin)
+    memory: Any = program.memory_analysis()
+    return Cost(
+        setting.shape.layers,
+        setting.scanned,
+        tuple(model_s),
+        tuple(compile_s),
+        instructions(program),
+        int(memory.argument_size_in_bytes),
+        int(memory.temp_size_in_bytes),
+    )
+
+
+def instructions(program: "jax.stages.Compiled") -> int:
+    """Instructions of a compiled program, all its computations together."""
+    text = program.as_text()
+    assert text is not None  # XLA's backends print their programs
+    return sum(len(one.instructions) for one in parse(text).computations.values())
+
+
+def step_times(settings: Sequence[Setting], rounds: int) -> list[list[float]]:
+    """Seconds of real steps of every setting's trainer, in turns, after one that is not timed; same weights and tokens.
+
+    Raises ``UserError`` where model, batch, grid and devices do not fit, ``RuntimeError`` where the losses of two
+    settings differ by more than rounding.
+    """
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    from axonn_jax.models.transformer import Transformer
+    from axonn_jax.train.trainer import Trainer
+
+    trainers = []
+    for setting in settings:
+        grid = build_grid(setting.grid, jax.devices()[: setting.grid.devices])
+        with jax.set_mesh(grid.mesh):
+            model = Transformer(setting.shape, rngs=nnx.Rngs(0))
+        trainers.append(
+            Trainer(
+                model,
+                optax.adamw(1e-3),
+                grid,
+                microbatches=setting.microbatches,
+                clip=1.0,
+                precision="fp32",
+                activations=setting.activations,
+                scan_layers="yes" if setting.scanned else "no",
+            )
+        )
+    shape = settings[0].shape
+    batch = np.random.default_rng(0).integers(0, shape.vocab, (settings[0].sequences, shape.seq_len + 1))
+    times: list[list[float]] = [[] for _ in settings]
+    for turn in range(rounds + 1):
+        losses = []
+        for trainer, seconds in zip(trainers, times, strict=True):
+            begin = time.perf_counter()
+            metrics = trainer.step(batch)
+            jax.block_until_ready(metrics)  # of the one program that also makes the parameters
+            if turn > 0:
+                seconds.append(time.perf_counter() - begin)
+            losses.append(float(metrics["loss"]))
+        if max(losses) - min(losses) > 1e-4 * abs(losses[0]):
+            raise RuntimeError(f"losses of step {turn + 1} differ: {losses}")
+    return times
+
+
+def _step(setting: Setting) -> Any:
+    """The step of a setting, for shapes alone."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    from axonn_jax.models.stacked import Stack, stack_layers
+    from axonn_jax.models.transformer import Transformer
+    from axonn_jax.tensor.params import take_apart
+    from axonn_jax.train.layerwise import layerwise
+    from axonn_jax.train.program import StageProgram
+    from axonn_jax.train.step import Step
+
+    setting.grid.check_model(setting.shape)
+    setting.grid.check_batch(setting.sequences, setting.microbatches)
+    model = nnx.eval_shape(lambda: Transformer(setting.shape, rngs=nnx.Rngs(0)))
+    stack = stack_layers(model) if setting.scanned else Stack(take_apart(model))
+    grid = build_grid(setting.grid, jax.devices()[: setting.grid.devices])
+    program = StageProgram(stack.parts, grid, jnp.dtype("float32"), setting.activations)
+    return Step(program, layerwise(optax.adamw(1e-3), stack), 1.0)

@@ -1,0 +1,229 @@
+"""Scanned layers compute what unrolled ones do, under the same names, in a program that does not grow with depth."""
+
+import functools
+from dataclasses import replace
+
+import grids
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axonn_jax.compiling import Setting, compile_cost
+from axonn_jax.errors import UserError
+from axonn_jax.models.sequence import SequenceModel
+from axonn_jax.models.stacked import stack_layers
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.state.checkpoint import load_weights
+from axonn_jax.tensor.params import take_apart
+from axonn_jax.train.program import StageProgram
+from axonn_jax.train.scan import LAYERS, choose_stack
+from axonn_jax.train.trainer import Trainer
+
+EPS = float(np.finfo(np.float32).eps)
+# As between grids (test_parity): the same sums, fused and so rounded in another order.
+GRADIENT_TOLERANCE = 16 * EPS
+SCALAR_TOLERANCE = 4 * EPS
+CURVE_TOLERANCE = 2e-6  # as for the curves of grids (test_trainer)
+
+ALL = grids.GridShape(1, 1, 2, 2, 2)
+SMALL = replace(grids.GPT, layers=3, seq_len=8)
+
+
+def gradients(shape, axes, *, scanned, **options):
+    """As test_streams makes them, with the layers stacked or not, under the layers' own names."""
+    grid = grids.lay(axes)
+    model = grids.model_on(replace(shape, dropout=0.0), grid)
+    model = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))).rebuild(take_apart(model).params)
+    stack = stack_layers(model) if scanned else None
+    parts = take_apart(model) if stack is None else stack.parts
+    program = StageProgram(parts, grid, jnp.dtype("float32"), **options)
+    batch = jax.device_put(grids.tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
+    params = parts.params if stack is None else stack.join(take_apart(model).params, grid.mesh)
+    key = jax.random.key(3) if shape.dropout else None
+    grads, loss, norm = jax.jit(program.gradients)(params, batch, key)
+    for name, grad in grads.items():
+        assert grad.sharding.is_equivalent_to(program.shardings()[name], grad.ndim), name
+    own = grads if stack is None else stack.split(grads)
+    return {name: np.asarray(g, np.float64) for name, g in own.items()}, float(loss), float(norm)
+
+
+@functools.cache
+def unrolled(shape):
+    return gradients(shape, grids.GridShape(), scanned=False)
+
+
+def cases():
+    """A few that take every option once; the rest are slow."""
+    few = [
+        ("gpt", 0.0, ALL, {"bucket": 3000}),
+        ("llama", 0.0, ALL, {"activations": "full"}),
+        (
+            "gpt",
+            0.25,
+            grids.GridShape(1, 2, 2, 1, 2),
+            {"activations": "save_collectives", "streams": 2, "ordered": True},
+        ),
+    ]
+    for model, dropout, axes, options in few:
+        name = "-".join([model, grids.name(axes), *map(str, options.values())])
+        yield pytest.param(model, dropout, axes, options, id=name)
+    for model in grids.MODELS:
+        for axes in grids.all_grids(1, 2, 8):
+            for activations in ("none", "full", "dots", "save_collectives"):
+                name = f"{model}-{grids.name(axes)}-{activations}-slow"
+                yield pytest.param(model, 0.0, axes, {"activations": activations}, id=name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("model", "dropout", "axes", "options"), list(cases()))
+def test_scanned_layers_give_the_gradients_of_unrolled_ones(model, dropout, axes, options):
+    shape = replace(grids.MODELS[model], dropout=dropout)
+    grads, loss, norm = gradients(shape, axes, scanned=True, **options)
+    want_grads, want_loss, want_norm = unrolled(shape)
+    assert abs(loss - want_loss) <= SCALAR_TOLERANCE * want_loss
+    assert abs(norm - want_norm) <= SCALAR_TOLERANCE * want_norm
+    assert grads.keys() == want_grads.keys()
+    for name, grad in grads.items():
+        error = np.max(np.abs(grad - want_grads[name])) / np.max(np.abs(want_grads[name]))
+        assert error <= GRADIENT_TOLERANCE, f"{name}: {error / EPS:.0f} eps"
+
+
+def decayed(params):
+    """A mask by dims and one by name, both alike for all layers."""
+    return {name: p.ndim >= 2 and "mlp" not in name for name, p in params.items()}
+
+
+def train(scan_layers, axes, optimizer=None, *, steps, **options):
+    grid = grids.lay(axes)
+    optimizer = optimizer or optax.adamw(3e-3, weight_decay=0.1, mask=decayed)
+    model = grids.model_on(SMALL, grid)
+    trainer = Trainer(model, optimizer, grid, clip=0.5, scan_layers=scan_layers, **options)
+    batches = np.random.default_rng(0).integers(0, SMALL.vocab, (4, 8, SMALL.seq_len + 1))
+    return trainer, [float(trainer.step(batches[step % 4])["loss"]) for step in range(steps)]
+
+
+def test_the_curve_of_20_steps_and_what_users_see_are_those_of_unrolled_layers():
+    plain, want = train("no", grids.GridShape(), steps=20)
+    scanned, curve = train("yes", ALL, steps=20, microbatches=2)
+    np.testing.assert_allclose(curve, want, rtol=CURVE_TOLERANCE)
+    assert curve[-1] < curve[0] - 0.2
+    assert jax.tree.structure(scanned.params) == jax.tree.structure(plain.params)
+    assert jax.tree.structure(scanned.opt_state) == jax.tree.structure(plain.opt_state)
+    mine, theirs = ((t.params, t.opt_state) for t in (scanned, plain))
+    for (path, a), b in zip(jax.tree.leaves_with_path(mine), jax.tree.leaves(theirs), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), path
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5, err_msg=str(path))
+    specs = take_apart(grids.model_on(SMALL, scanned.grid)).specs
+    for name, value in scanned.params.items():
+        sharding = jax.sharding.NamedSharding(scanned.grid.mesh, specs[name])
+        assert value.sharding.is_equivalent_to(sharding, value.ndim), name
+        moment = scanned.opt_state[0].mu[name]
+        assert moment.sharding.is_equivalent_to(sharding, value.ndim), name
+    assert scanned.state.model.weights["blocks.every.mlp.up.kernel"].shape == (SMALL.layers, SMALL.hidden, SMALL.ffn)
+    batch = np.random.default_rng(1).integers(0, SMALL.vocab, (8, SMALL.seq_len + 1))
+    assert scanned.evaluate([batch]) == pytest.approx(plain.evaluate([batch]), rel=CURVE_TOLERANCE)
+
+
+def test_weights_and_state_go_from_scanned_to_unrolled_layers_and_back(tmp_path):
+    axes = grids.GridShape(1, 1, 2)
+    scanned, _ = train("yes", axes, steps=2)
+    plain, _ = train("no", axes, steps=0)
+    other, _ = train("yes", axes, steps=1)
+    saved = load_weights(scanned.save(tmp_path, 2), plain.params)
+    plain.restore(saved, jax.tree.map(jnp.copy, scanned.opt_state))  # steps use up what is not stacked
+    other.restore(*jax.tree.map(jnp.copy, (plain.params, plain.opt_state)))
+    for name, value in scanned.params.items():
+        np.testing.assert_array_equal(value, other.params[name], err_msg=name)
+    batch = np.random.default_rng(1).integers(0, SMALL.vocab, (8, SMALL.seq_len + 1))
+    losses = [[float(trainer.step(batch)["loss"]) for _ in range(3)] for trainer in (scanned, plain, other)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=CURVE_TOLERANCE)
+    assert losses[2] == losses[0]
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=16),
+    "by label": optax.multi_transform(
+        {"matrix": optax.adamw(3e-3), "vector": optax.sgd(0.1)},
+        lambda params: {name: "matrix" if p.ndim == 2 else "vector" for name, p in params.items()},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS if n != "adafactor"), "adafactor"]
+)
+def test_optimizers_that_look_at_dims_and_norms_see_a_layer_at_a_time(name):
+    plain, want = train("no", grids.GridShape(), OPTIMIZERS[name], steps=5)
+    scanned, curve = train("yes", grids.GridShape(x=2), OPTIMIZERS[name], steps=5)
+    np.testing.assert_allclose(curve, want, rtol=CURVE_TOLERANCE)
+    assert jax.tree.structure(scanned.opt_state) == jax.tree.structure(plain.opt_state)
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(trainer.opt_state)] for trainer in (scanned, plain)]
+    assert shapes[0] == shapes[1]
+
+
+def frozen(index):
+    """Freezes one layer."""
+    return optax.masked(optax.set_to_zero(), lambda params: {n: n.startswith(f"blocks.{index}.") for n in params})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "why"),
+    [
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "looks at all parameters together"),
+        (optax.chain(optax.sgd(0.1), frozen(2)), "treats layers 0 and 2 differently"),
+        (optax.masked(optax.sgd(0.1), {f"blocks.{i}.mlp.up.bias": True for i in range(3)}), "layers one by one"),
+    ],
+    ids=["all together", "one layer frozen", "a mask of all names"],
+)
+def test_optimizers_that_tell_layers_apart_are_refused_and_auto_unrolls(optimizer, why):
+    model = nnx.eval_shape(lambda: Transformer(SMALL, rngs=nnx.Rngs(0)))
+    with pytest.raises(UserError, match=why):
+        choose_stack(model, optimizer, "yes")
+    deep = nnx.eval_shape(lambda: Transformer(replace(SMALL, layers=LAYERS), rngs=nnx.Rngs(0)))
+    assert not choose_stack(deep, frozen(LAYERS - 1), "auto").own
+
+
+def test_auto_scans_many_layers_and_recomputed_ones_that_the_package_does_not_order():
+    def scans(layers, **options):
+        model = nnx.eval_shape(lambda: Transformer(replace(SMALL, layers=layers), rngs=nnx.Rngs(0)))
+        return bool(choose_stack(model, optax.sgd(0.1), "auto", **options).own)
+
+    assert scans(LAYERS)
+    assert not scans(LAYERS - 1)
+    assert scans(2, activations="full")
+    assert not scans(1, activations="full")
+    assert not scans(LAYERS, ordered=True, activations="full")
+
+
+def test_what_cannot_be_scanned_is_refused_by_name():
+    grid = grids.lay(grids.GridShape())
+    layers = SequenceModel([nnx.Embed(8, 4, rngs=nnx.Rngs(0))], lambda x, t: x[..., 0])
+    with pytest.raises(UserError, match="SequenceModel"):
+        Trainer(layers, optax.sgd(0.1), grid, scan_layers="yes")
+    one = nnx.eval_shape(lambda: Transformer(replace(SMALL, layers=1), rngs=nnx.Rngs(0)))
+    with pytest.raises(UserError, match="1 layers"):
+        stack_layers(one)
+    unlike = Transformer(SMALL, rngs=nnx.Rngs(0))
+    unlike.blocks[2].dropout = 0.5
+    with pytest.raises(UserError, match=r"blocks.0 and blocks.2"):
+        stack_layers(unlike)
+    piped, model = grids.lay(grids.GridShape(2)), Transformer(SMALL, rngs=nnx.Rngs(0))
+    with pytest.raises(UserError, match="scan_layers"):
+        Trainer(model, optax.sgd(0.1), piped, microbatches=2, scan_layers="yes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", ["none", "full"])
+def test_the_program_does_not_grow_with_depth(activations):
+    """Instructions of the whole step, update and reductions included."""
+
+    def cost(layers, *, scanned):
+        return compile_cost(Setting(replace(SMALL, layers=layers), ALL, scanned, 4, 2, activations)).instructions
+
+    few, many = (cost(layers, scanned=True) for layers in (12, 96))
+    assert many <= 1.02 * few
+    assert cost(12, scanned=False) > 4 * few
