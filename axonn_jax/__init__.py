@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from axonn_jax.data.loader import Loader
     from axonn_jax.errors import UserError
     from axonn_jax.grid import Grid, GridShape
+    from axonn_jax.memory.transform import offload
     from axonn_jax.start import init
     from axonn_jax.tensor.parallelize import parallelize
     from axonn_jax.tensor.wrap.report import sharding_report
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "init",
     "models",
+    "offload",
     "parallelize",
     "sharding_report",
 ]
@@ -38,6 +40,7 @@ _HOME = {
     "Trainer": "axonn_jax.train.trainer",
     "UserError": "axonn_jax.errors",
     "init": "axonn_jax.start",
+    "offload": "axonn_jax.memory.transform",
     "parallelize": "axonn_jax.tensor.parallelize",
     "sharding_report": "axonn_jax.tensor.wrap.report",
 }

@@ -25,6 +25,11 @@ BENCHES = {
         "Compile",
         "compile time, program size and memory as layers grow in number, scanned and unrolled",
     ),
+    "memory": (
+        "axonn_jax.cli.bench_memory",
+        "Memory",
+        "memory of a step under every activation policy, and what it costs in time",
+    ),
     "overlap": (
         "axonn_jax.cli.bench_overlap",
         "Overlap",
