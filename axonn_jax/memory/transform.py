@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from axonn_jax.errors import UserError
 from axonn_jax.memory.buckets import Leaf, plan_buckets
@@ -84,12 +84,14 @@ def _groups(flat: Mapping[str, Any], bucket: int) -> list[Group]:
 
 
 def _like_params(state: Any, params: Mapping[str, Any]) -> Any:
-    """State with the sharding of the parameter it belongs to."""
+    """State with the sharding of the parameter it belongs to, numbers on all of its devices."""
 
     def place(path: Any, leaf: jax.Array) -> jax.Array:
         name = next((key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in params), None)
-        same = name is not None and params[name].shape == leaf.shape
-        return jax.device_put(leaf, params[name].sharding) if same and name is not None else leaf
+        if name is not None and params[name].shape == leaf.shape:
+            return jax.device_put(leaf, params[name].sharding)
+        mesh = getattr(next(iter(params.values())).sharding, "mesh", None)
+        return leaf if mesh is None else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
 
     return jax.tree_util.tree_map_with_path(place, state)
 
@@ -106,7 +108,7 @@ def _to_device(tree: Any) -> Any:
 def _moved(leaf: jax.Array, kind: str) -> jax.Array:
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding | SingleDeviceSharding)
-    device = next(iter(sharding.device_set))
+    device: Any = next(iter(sharding.device_set))
     kinds = {memory.kind for memory in device.addressable_memories()}
     to = sharding.with_memory_kind(kind) if kind in kinds else sharding
     return jax.device_put(leaf, to, may_alias=False)

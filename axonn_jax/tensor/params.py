@@ -65,14 +65,20 @@ def take_apart(module: nnx.Module) -> Parts:
     split: Any = nnx.split(module, nnx.Param, ...)
     graphdef, state, rest = split
     flat = {".".join(map(str, path)): (path, var) for path, var in nnx.to_flat_state(state)}
+    # The way back must not keep the arrays alive: a trainer has it as long as it lives.
+    empty = {name: (path, var.replace(_shape(var.get_value()))) for name, (path, var) in flat.items()}
 
     def rebuild(params: Mapping[str, jax.Array]) -> nnx.Module:
-        pairs = [(path, var.replace(params[name])) for name, (path, var) in flat.items()]
+        pairs = [(path, var.replace(params[name])) for name, (path, var) in empty.items()]
         return nnx.merge(graphdef, nnx.from_flat_state(pairs), rest)
 
     params = {name: var.get_value() for name, (_, var) in flat.items()}
     specs = {name: layout(var.get_metadata()) for name, (_, var) in flat.items()}
     return Parts(params, specs, rebuild)
+
+
+def _shape(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
 def shapes_of(parts: Parts, dtype: jnp.dtype | None = None) -> Parts:

@@ -1,6 +1,7 @@
 """The trainer: a model, an optimizer and a grid become a step."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,9 @@ class Trainer:
         split = zero > 0 and grid.shape.data > 1
         dtypes = precisions(precision, accumulate, apart=split or offload != "none")
         wanted = check_scan(scan_layers, offload)
-        self._stack = choose_stack(model, optimizer, wanted, activations=activations, ordered=ordered)
-        parts = shapes_of(self._stack.parts)
+        stack = choose_stack(model, optimizer, wanted, activations=activations, ordered=ordered)
+        parts = shapes_of(stack.parts)
+        self._stack = replace(stack, parts=parts)
         self.program = StageProgram(
             parts, grid, dtypes.compute, activations, bucket, overlap.streams, ordered, dtypes.sums, split
         )
