@@ -12,15 +12,21 @@ METRICS = "metrics.jsonl"
 class MetricsLog:
     """Appends one JSON object a line to the run directory's metrics.jsonl, each line whole on disk at once.
 
-    An earlier run's file in the same directory is kept under a numbered name.
+    A run that goes on after step `resumed` keeps the lines up to it; otherwise an earlier run's file in the same
+    directory is kept under a numbered name.
     """
 
-    def __init__(self, directory: Path, *, tensorboard: bool = False):
+    def __init__(self, directory: Path, *, tensorboard: bool = False, resumed: int = 0):
         self._events = _event_writer(directory) if tensorboard else None
         self.path = directory / METRICS
-        if self.path.exists():
+        if self.path.exists() and resumed:
+            kept = [record for record in read_metrics(directory) if record["step"] <= resumed]
+            rewritten = self.path.with_name(f".{METRICS}.part")
+            rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+            rewritten.replace(self.path)
+        elif self.path.exists():
             self.path.rename(_free_name(self.path))
-        self._file = self.path.open("w", encoding="utf-8", buffering=1)
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one record; a number that is not finite becomes null, which JSON can hold."""

@@ -1,6 +1,7 @@
 """The trainer: a model, an optimizer and a grid become a step."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.precision import Precision, compute_dtype
-from axonn_jax.state.checkpoint import save_weights
+from axonn_jax.state.names import State, flatten, shapes, unflatten
 from axonn_jax.tensor.params import Params, take_apart
 from axonn_jax.train.batch import local_rows, place
+from axonn_jax.train.checkpoints import load_now, save_now
 from axonn_jax.train.config import OverlapConfig, PipelineConfig
 from axonn_jax.train.program import StageProgram
 from axonn_jax.train.step import Step, StepMetrics
@@ -120,9 +122,62 @@ class Trainer:
             raise UserError("evaluate", "no batches", "at least one batch")
         return float(np.mean([float(loss) for loss in losses]))
 
+    def state(self) -> dict[int, State]:
+        """All that training changes, by place of the pipe (0 without one): arrays by names without the grid.
+
+        The arrays are those in use, which the next step takes over.
+        """
+        return {0: flatten(self.params, self.opt_state)}
+
+    def state_elsewhere(self) -> frozenset[str]:
+        """Names of arrays here that another process's place saves: none without a pipeline."""
+        return frozenset()
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes of the whole model's state, of all places of the pipe."""
+        return {name: value.shape for name, value in self.state()[0].items()}
+
+    def load_state(
+        self, read: Callable[[State], State], *, steps_done: int = 0, wanted: Callable[[str], bool] = lambda _: True
+    ) -> None:
+        """Takes over what `read` makes of shapes, types and layouts by name; it is called for each place here.
+
+        Only names that are `wanted` are read. Their arrays are freed first, so the devices never hold two copies.
+        """
+        states = self.state()
+        for at, state in states.items():
+            asked = shapes({name: value for name, value in state.items() if wanted(name)})
+            for name in asked:
+                state[name].delete()
+            states[at] = {**state, **read(asked)}
+        self._put_state(states)
+        self.steps_done = steps_done
+
+    def _put_state(self, states: Mapping[int, State]) -> None:
+        self.params, self.opt_state = unflatten(states[0], self.params, self.opt_state)
+
     def save(self, directory: Path, step: int) -> Path:
-        """Writes the weights below `directory`; every process of the run must call it. Returns the path."""
-        return save_weights(directory, step, self.params)
+        """Writes all state to `directory/step_N` and waits for it; every process of the run must call it.
+
+        Raises ``OSError`` with the reason where it cannot be written.
+        """
+        return save_now(self, directory, step)
+
+    def load(self, path: Path, *, weights_only: bool = False) -> int:
+        """Takes over a checkpoint (a step_N, or the newest of a run), saved on any grid; returns its step.
+
+        `weights_only` takes the parameters and leaves optimizer state and step as they are. Every process of the run
+        must call it. Raises ``UserError`` naming what is missing, unexpected, of another shape or damaged.
+        """
+        return load_now(self, path, weights_only=weights_only)
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Around what may take long between steps, so that nobody takes this process for stuck."""
+        return contextlib.nullcontext()
+
+    def lost(self) -> bool:
+        """Whether another process of the run is known to have gone, so that no step will end any more."""
+        return False
 
     def explain(self) -> list[str]:
         """Lines for people on how the model is spread, beyond the grid: none without a pipeline."""
