@@ -3,6 +3,7 @@
 import importlib.util
 import pkgutil
 import time
+from collections import Counter
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -108,6 +109,7 @@ class FailingBarrier:
         self._client: Any = distributed.global_state.client
         self._rank, self._size = jax.process_index(), jax.process_count()
         self._save = 0
+        self._passed: Counter[str] = Counter()
 
     def begin(self, save: int) -> None:
         """Names what follows: a failure counts for it alone."""
@@ -119,7 +121,9 @@ class FailingBarrier:
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Waits for all; raises ``RuntimeError`` with the reason of the process that failed, or ``TimeoutError``."""
-        folder, end = f"axonn_jax/barrier/{key}/", time.monotonic() + timeout_ms / 1000
+        self._passed[key] += 1  # Orbax names a barrier alike in every save; what is set stays set
+        folder = f"axonn_jax/barrier/{key}/{self._passed[key]}/"
+        end = time.monotonic() + timeout_ms / 1000
         self._client.key_value_set(folder + str(self._rank), "here", allow_overwrite=True)
         while len(self._client.key_value_dir_get(folder)) < self._size:
             if failed := self._client.key_value_dir_get(f"axonn_jax/failed/{self._save}/"):

@@ -111,6 +111,10 @@ class Checkpoints:
         with self._trainer.saving():
             return self.saver.settle()
 
+    def close(self) -> None:
+        """Ends what runs in the background."""
+        self.saver.close()
+
     def _resumed(self, asked: str) -> Found | None:
         """Finds a checkpoint and loads it; one that cannot be read after all gives way to the one before."""
         if asked == "never":

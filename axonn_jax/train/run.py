@@ -52,9 +52,10 @@ def train(config: Config) -> int:
         )
         agreed = agreement(grid)
         run = Run(config, shape, world, trainer, agreed)
-        run.say(describe(world, grid))
         with Stop(agreed, trainer.lost) as stop:
             status = run.go(stop)
+            run.checkpoints.close()
+            agreed.gather("")  # the launcher ends all at the first exit, and the first process may still write
         trainer.close()
         if status and world.size > 1:
             _leave(status)
@@ -93,6 +94,7 @@ class Run:
         self.first = world.rank == 0
         self.rows = trainer.rows(config.train.global_batch)
         self.progress = Progress(config.train.steps, shown=self.first)
+        self.say(describe(world, trainer.grid))
         self.checkpoints = Checkpoints(config, trainer, agreed, self.say)
         self.train_data = self._loader("train", position=self.checkpoints.resume())
         self.held_out = self._held_out()
