@@ -10,7 +10,7 @@ from axonn_jax.cli.restarts import Restarts, count
 from axonn_jax.errors import UserError
 from axonn_jax.train.config import NOT_GIVEN
 
-_HELP = """usage: axonn-jax launch -n PROCESSES [--restarts N] [--mpirun "WORDS"] [train] CONFIG.toml [--table.key value]
+_HELP = """usage: axonn-jax launch -n PROCESSES [--restarts N] [--mpirun "WORDS"] [train] CONFIG.toml [--KEY VALUE]
 
 Train in several processes under mpirun, and start again from the last complete checkpoint when the job fails.
 

@@ -62,7 +62,7 @@ class Restarts:
         self._directory = Path(config.log.dir)
         self._words, self._restarts, self._before = list(words), restarts, list(before)
         self._job: subprocess.Popen[bytes] | None = None
-        self._told = threading.Event()
+        self._told, self._number = threading.Event(), 0
 
     def run(self) -> int:
         """Runs the job until it succeeds, is told to end, or has failed too often; returns the exit status."""
@@ -78,17 +78,17 @@ class Restarts:
         step, failed = self._last_step(), 0
         while True:
             status = self._attempt(self._saved_since(began))
+            if self._told.is_set() and status == 128 + signal.SIGUSR1:
+                return 128 + self._number  # it was this command that made another signal of it
             if status in _FINAL or self._told.is_set():
-                return status
+                return status if status >= 0 else 128 - status
             now = self._last_step()
             if now > step:
                 step, failed = now, 0
             failed += 1
             why = f"the job {_how(status)}; last complete checkpoint: {f'step {now}' if now else 'none'}"
             if failed > self._restarts:
-                self._note(
-                    f"{why}; not started again, --restarts {self._restarts} used up since a new checkpoint"
-                )
+                self._note(f"{why}; not started again, --restarts {self._restarts} used up since a new checkpoint")
                 return status if status > 0 else 128 - status
             wait = min(2.0 ** (failed - 1), _LONGEST_WAIT_S)
             self._note(f"{why}; starting again in {wait:g} s ({failed} of {self._restarts})")
@@ -110,6 +110,7 @@ class Restarts:
         """Tells the job to save and end. mpirun would kill at SIGTERM; SIGUSR1 it hands to every process."""
         job = self._job
         again = self._told.is_set()
+        self._number = self._number or number
         self._told.set()
         if job is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -141,7 +141,9 @@ class WatchOverMpi(Watch):
         super().close()
 
     def lost(self) -> bool:  # noqa: D102
-        gone = any(self._is_gone(rank) for rank in self._heard) or bool(self._silent())
+        now = time.monotonic()
+        silent = any(h.phase not in PATIENT and now - h.at > _SILENT_S for h in self._heard.values())
+        gone = silent or any(self._is_gone(rank) for rank in self._heard)
         if gone:
             with contextlib.suppress(OSError):
                 os.write(self._wake_write, bytes([signal.SIGTERM]))

@@ -1,6 +1,7 @@
 """Between a trainer and its checkpoints: what a run needs to go on, and where it goes on."""
 
 import hashlib
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from axonn_jax.state.agree import Agreement, agreement
 from axonn_jax.state.checkpoint import Found, at, fits, load, newest
 from axonn_jax.state.manifest import Damaged, all_steps, step_of
 from axonn_jax.state.names import PARAMS, State
+from axonn_jax.state.part import reason
 from axonn_jax.state.saver import Saver
 from axonn_jax.train.config import Config, to_toml
 
@@ -83,6 +85,10 @@ class Checkpoints:
         Raises ``UserError`` where a checkpoint is of another model or optimizer, other data or other seeds.
         """
         asked = self._config.checkpoint.resume
+        if (trouble := self._agreed.gather(self._unwritable() if self._agreed.rank == 0 else "")[0]) != "":
+            raise UserError(
+                "log.dir", self._config.log.dir, f"a directory that checkpoints can be written in: {trouble}"
+            )
         self.saver.clean()
         found = self._resumed(asked)
         step = found.manifest.step if found is not None else 0
@@ -175,6 +181,15 @@ class Checkpoints:
             "data": hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest(),
             "config": to_toml(config),
         }
+
+    def _unwritable(self) -> str:
+        """Why nothing can be written where checkpoints go: better told before the first step than after hours."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                return ""
+        except OSError as error:
+            return reason(error)
 
     def _set_aside(self, step: int) -> None:
         """Keeps, under other names, what the directory holds of later steps than this run goes on from."""

@@ -154,27 +154,43 @@ class Run:
                     break
         if told:
             return self._stopped(stop, step)
-        pictures = self.trainer.leave_timeline(self.directory)
         error = self.checkpoints.settle()
+        saved = "error: the last checkpoint was not saved" if error else f"checkpoint {self._checkpoint(steps)}"
+        self.say(
+            "; ".join([f"trained {steps} steps in {duration(time.monotonic() - start)}", *self._pictures(), saved])
+        )
+        return 1 if error else 0
+
+    def _pictures(self) -> list[str]:
+        """Draws what is to be seen of the run; returns the files, comma by comma, or nothing."""
+        drawn: list[Path] = []
+        try:
+            pictures = self.trainer.leave_timeline(self.directory)
+            if self.log is not None:
+                self._close_log()
+                drawn = [plot_loss(self.directory, self._entropy), *pictures]
+        except OSError as error:
+            self.say(f"warning: the run's pictures could not be written: {error.strerror or error}")
+        return [", ".join(map(str, drawn))] if drawn else []
+
+    def _close_log(self) -> None:
         if self.log is not None:
             self.log.close()
-            shown = ", ".join(map(str, [plot_loss(self.directory, self._entropy), *pictures]))
-            saved = f"checkpoint {self.checkpoints.directory / name_of(steps)}"
-            if error:
-                saved = "error: the last checkpoint was not saved"
-            self.say(f"trained {steps} steps in {duration(time.monotonic() - start)}; {shown}; {saved}")
-        return 1 if error else 0
+            if self.log.trouble:
+                self.say(f"warning: lines of {self.log.path} could not be written in time: {self.log.trouble}")
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.checkpoints.directory / name_of(step)
 
     def _stopped(self, stop: Stop, step: int) -> int:
         """Ends a run that was told to: 128 plus the signal's number once its checkpoint is complete, else 1."""
         error, number = self.checkpoints.settle(), stop.number()
-        if self.log is not None:
-            self.log.close()
+        self._close_log()
         name = signal.Signals(number).name
         if error:
             self.say(f"error: ended by {name} after step {step} without a checkpoint of it: {error}")
             return 1
-        self.say(f"ended by {name} after step {step}; checkpoint {self.checkpoints.directory / name_of(step)}")
+        self.say(f"ended by {name} after step {step}; checkpoint {self._checkpoint(step)}")
         return 128 + number
 
     @property
