@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +45,8 @@ class PartWriter:
                 active_processes=everyone if len(everyone) > 1 else None
             ),
         )
+        self._hook = sys.unraisablehook
+        sys.unraisablehook = self._unraisable
 
     def start(self, folder: Path, state: State) -> None:
         """Copies the arrays to the host and begins to write them below `folder`; raises what stops the copying."""
@@ -73,6 +76,13 @@ class PartWriter:
         """Ends Orbax's threads."""
         with _quiet(), contextlib.suppress(Exception):  # what went wrong has been reported when it did
             self._checkpointer.close()
+        if sys.unraisablehook == self._unraisable:
+            sys.unraisablehook = self._hook
+
+    def _unraisable(self, what: Any) -> None:
+        """Where one file cannot be written, tensorstore still reports the others to Orbax, which listens no more."""
+        if not (isinstance(what.exc_value, RuntimeError) and str(what.exc_value) == "Event loop is closed"):
+            self._hook(what)
 
 
 def wait_for_markers(folder: Path, names: list[str], cancelled: Any) -> bool:
