@@ -73,6 +73,7 @@ class Saver:
         self._writer = PartWriter(self._parts[own])
         self._first = agreement.rank == 0
         self._job: _Job | None = None
+        self._refused = ""
         self.last: tuple[int, float] | None = None
         """Step of the last complete save, and when it was complete on the monotonic clock (first process only)."""
         self.took_s = 0.0
@@ -101,6 +102,7 @@ class Saver:
         needed = sum(value.nbytes for value in state.values())
         told = self._agreement.gather(self._prepare(job.folder, needed) if self._first else "")
         if told[0]:
+            self._refused = told[0]
             return self._failed(step, told[0])
         self._job = job
         try:
@@ -112,10 +114,11 @@ class Saver:
         return None
 
     def settle(self) -> str:
-        """Waits for the save under way and agrees on how it went: an empty text, or why it failed."""
+        """Waits for the last save and agrees on how it went: an empty text, or why it failed (told once)."""
         job, self._job = self._job, None
         if job is None:
-            return ""
+            refused, self._refused = self._refused, ""
+            return refused
         job.written.wait()
         errors = [text for text in self._agreement.gather(job.error) if text]
         if errors:
