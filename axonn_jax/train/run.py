@@ -132,6 +132,8 @@ class Run:
             self.say("compiling the step (the first time takes a while)")
             waiting: StepMetrics | None = None
             for step in range(self.start + 1, steps + 1):
+                if save_every > 0 and step % save_every == 0:
+                    self.checkpoints.settle()  # so that a run that dies is never more than one save behind
                 metrics = self.trainer.step(next(self.train_data))
                 if waiting is not None:  # one step behind: the devices are never waited for with nothing to do
                     mark = self._report(step - 1, waiting, mark)
