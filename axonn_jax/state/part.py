@@ -55,22 +55,18 @@ class PartWriter:
         self._described = {
             name: asdict(Stored(self.name, tuple(value.shape), str(value.dtype))) for name, value in state.items()
         }
-        with _quiet():
+        with self._failing_together(), _quiet():
             self._checkpointer.save(folder / self.name, args=ocp.args.PyTreeSave(dict(state)))
 
     def finish(self, folder: Path) -> None:
         """Waits until the part is written; the world's first process then leaves the part's checksums beside it."""
-        try:
+        with self._failing_together():
             with _quiet():
                 self._checkpointer.wait_until_finished()
             if jax.process_index() == 0:
                 files = describe_files(folder, folder / self.name, durable=True)
                 marker = {"arrays": self._described, "files": {name: asdict(file) for name, file in files.items()}}
                 write_whole(folder / (self.name + MARKER), json.dumps(marker))
-        except BaseException as error:
-            if self._barrier is not None:
-                self._barrier.fail(str(error))
-            raise
 
     def close(self) -> None:
         """Ends Orbax's threads."""
@@ -78,6 +74,15 @@ class PartWriter:
             self._checkpointer.close()
         if sys.unraisablehook == self._unraisable:
             sys.unraisablehook = self._hook
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if self._barrier is not None:
+                self._barrier.fail(str(error))
+            raise
 
     def _unraisable(self, what: Any) -> None:
         """Where one file cannot be written, tensorstore still reports the others to Orbax, which listens no more."""
