@@ -136,7 +136,7 @@ def test_a_killed_run_goes_on_and_ends_as_the_uninterrupted_one(config, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", KILLS)
 def test_many_kills(setup, config, tmp_path, capsys):
-    killed_again_and_again(setup, KILLS[setup], config, tmp_path, 400, capsys)
+    killed_again_and_again(setup, KILLS[setup], config, tmp_path, 200, capsys)
 
 
 @pytest.mark.parametrize("setup", [pytest.param("x 2", marks=pytest.mark.slow), "two processes a stage"])
