@@ -2,6 +2,8 @@
 
 import importlib.util
 import pkgutil
+import time
+from collections import Counter
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -93,3 +95,39 @@ def accelerator_expected() -> bool:
     except ImportError:
         return False
     return any(pkgutil.iter_modules(jax_plugins.__path__)) or bool(entry_points(group="jax_plugins"))
+
+
+class FailingBarrier:
+    """A barrier among the processes of a `jax.distributed` world that ends early where one of them has failed.
+
+    The coordination service's own barrier would wait out its time limit for a process that will never come.
+    """
+
+    def __init__(self) -> None:
+        from jax._src import distributed
+
+        self._client: Any = distributed.global_state.client
+        self._rank, self._size = jax.process_index(), jax.process_count()
+        self._save = 0
+        self._passed: Counter[str] = Counter()
+
+    def begin(self, save: int) -> None:
+        """Names what follows: a failure counts for it alone."""
+        self._save = save
+
+    def fail(self, why: str) -> None:
+        """Tells the others not to wait."""
+        self._client.key_value_set(f"axonn_jax/failed/{self._save}/{self._rank}", why[:500], allow_overwrite=True)
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Waits for all; raises ``RuntimeError`` with the reason of the process that failed, or ``TimeoutError``."""
+        self._passed[key] += 1  # Orbax names a barrier alike in every save; what is set stays set
+        folder = f"axonn_jax/barrier/{key}/{self._passed[key]}/"
+        end = time.monotonic() + timeout_ms / 1000
+        self._client.key_value_set(folder + str(self._rank), "here", allow_overwrite=True)
+        while len(self._client.key_value_dir_get(folder)) < self._size:
+            if failed := self._client.key_value_dir_get(f"axonn_jax/failed/{self._save}/"):
+                raise RuntimeError(failed[0][1])
+            if time.monotonic() > end:
+                raise TimeoutError(f"a process did not come within {timeout_ms / 1000:g} s")
+            time.sleep(0.02)

@@ -57,7 +57,7 @@ def run(args: Generate) -> int:
     from axonn_jax.start import start
 
     _, grid = start(GridShape())
-    generator = Generator(args.run_dir, shape, grid)
+    generator = Generator(args.run_dir, shape, grid, lambda text: print(text, file=sys.stderr))
     pieces = generator.continue_prompt(
         args.prompt, tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
     )

@@ -25,6 +25,8 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("train", "axonn_jax.cli.train", "train a model as a TOML file says"),
+    Command("launch", "axonn_jax.cli.launch", "train under mpirun; on failure, start again from the last checkpoint"),
+    Command("inspect", "axonn_jax.cli.inspect", "list the checkpoints of a run, and check that they are sound"),
     Command("prepare", "axonn_jax.cli.prepare", "turn a directory of text or code into tokenised shards"),
     Command("generate", "axonn_jax.cli.generate", "continue a prompt with a trained model"),
     Command("timeline", "axonn_jax.cli.timeline", "draw what the stages of a pipelined run did, and their idle time"),

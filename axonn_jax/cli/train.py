@@ -5,13 +5,18 @@ import re
 import sys
 from collections.abc import Sequence
 
+from axonn_jax.cli.restarts import Restarts, take_restarts
 from axonn_jax.errors import UserError
 from axonn_jax.train.config import NOT_GIVEN, Config
 from axonn_jax.train.toml import read, split_argv
 
 _USAGE = "axonn-jax train CONFIG.toml"
 _DESCRIPTION = """Train a model as the tables of CONFIG.toml say.
-Every flag below is a key of that file, such as `steps = 100` under [train], and wins over it."""
+Every flag below is a key of that file, such as `steps = 100` under [train], and wins over it.
+`--restarts N`: start again from the last complete checkpoint, up to N times, when the run fails.
+
+A run goes on from the newest checkpoint of its directory. Exit status: 0 done, 1 failed, 2 bad input; told to end by
+SIGTERM 143, SIGINT 130, SIGUSR1 138, its state saved (a second signal ends it at once, unsaved)."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,6 +28,9 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         sys.stdout.write(help_text())
         return 0
+    argv, restarts = take_restarts(argv)
+    if restarts:
+        return Restarts(argv, restarts).run()
     files, flags = split_argv(argv)
     if not files:
         raise UserError("CONFIG.toml", NOT_GIVEN, f"the path of a TOML file, as in `{_USAGE}`")

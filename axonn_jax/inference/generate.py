@@ -1,6 +1,6 @@
 """Text from a run directory's weights: one token at a time, the whole window computed anew for each."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from axonn_jax.train.program import StageProgram
 class Generator:
     """A trained model and its tokenizer, ready to continue prompts on one device."""
 
-    def __init__(self, run: Path, shape: ModelShape, grid: Grid):
+    def __init__(self, run: Path, shape: ModelShape, grid: Grid, warn: Callable[[str], None] = lambda text: None):
         if grid.shape.devices != 1:
             raise UserError("grid", grid.shape, "one device: generation on several is not supported by this version")
         if not (run / "tokenizer.json").is_file():
@@ -34,7 +34,7 @@ class Generator:
         abstract = {
             name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[name]) for name, p in parts.params.items()
         }
-        self.params = load_weights(latest(run / "checkpoints"), abstract)
+        self.params = load_weights(latest(run / "checkpoints", warn), abstract)
 
         def scores(params: dict[str, jax.Array], window: jax.Array, last: jax.Array) -> jax.Array:
             return program.logits(params, window)[0, last]

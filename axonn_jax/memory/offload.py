@@ -143,14 +143,20 @@ class Offload:
 
         return apply
 
-    def restored(self, masters: Params, optimizer: OffloadState) -> ModelState:
-        """The state that has these float32 weights, as `masters` gives them, and this optimizer state."""
+    def restored(self, masters: Params, optimizer: Any) -> ModelState:
+        """The state that has these float32 weights and optax state, as `masters` and `opt_state` give them."""
+        slots = take_slots(optimizer, self._full)
         shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.specs.items()}
         weights = {name: jax.device_put(p, shardings[name]).astype(self.weights) for name, p in masters.items()}
-        if not self.has_masters:
-            return ModelState(weights, {}, optimizer)
-        slots = {slot: self.arrays(optimizer, slot) for slot in self.slots if slot != MASTER} | {MASTER: masters}
-        return ModelState(weights, {}, self.filled(slots, optimizer.scalars))
+        own = {MASTER: masters} if self.has_masters else {}
+        return ModelState(weights, {}, self.filled({**own, **slots.arrays}, slots.scalars))
+
+    def opt_state(self, model: ModelState) -> Any:
+        """The optax state, its arrays in host memory."""
+        state: OffloadState = model.optimizer
+        arrays = {slot: self.arrays(state, slot) for slot in self.slots if slot != MASTER}
+        like = jax.eval_shape(self.optimizer.init, self._full)
+        return put_slots(like, Slots(arrays, state.scalars), self._full)
 
     def masters(self, model: ModelState) -> Params:
         """The float32 weights by name, in host memory (on the devices where weights are float32)."""
@@ -167,6 +173,10 @@ class Offload:
             for bucket in self.buckets
         )
         return OffloadState(tuple(flats), scalars)
+
+    @property
+    def _full(self) -> dict[str, Any]:
+        return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self._shapes.items()}
 
     @property
     def _placed(self) -> dict[str, NamedSharding]:

@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 FIRST, LARGEST, SMALLEST = 2.0**16, 2.0**24, 2.0**10
 CLEAN_STEPS = 200
@@ -54,3 +57,9 @@ class HostScale:
     def tell(self, finite: bool) -> None:
         """Takes note of whether a step's gradients were finite."""
         self.state = next_scale(self.state, jnp.bool_(finite))
+
+    def on(self, mesh: Mesh) -> LossScale:
+        """The state on all devices of a mesh, also where other processes hold some of them."""
+        sharding = NamedSharding(mesh, P())
+        numbers = (np.asarray(value) for value in self.state)
+        return LossScale(*(jax.make_array_from_callback((), sharding, lambda _, n=n: n) for n in numbers))

@@ -92,6 +92,10 @@ class DeviceUpdate:
         make = jax.jit(self._from_masters, out_shardings=self.shardings(masters))
         return make(masters, optimizer)  # type: ignore[no-any-return]
 
+    def opt_state(self, state: ModelState) -> Any:
+        """The optax state."""
+        return state.optimizer
+
     def masters(self, state: ModelState) -> Params:
         """The float32 weights by name."""
         return state.masters or state.weights

@@ -71,6 +71,15 @@ class Holding:
         """Bytes of one device, by formula."""
         return self._update.bytes()
 
+    @property
+    def opt_state(self) -> Any:
+        """The optax state, with offload its arrays in host memory."""
+        return self._update.opt_state(self.state)
+
+    def restore(self, masters: Params, optimizer: Any) -> None:
+        """Puts other weights and optimizer state in place, as `masters` and `opt_state` give them."""
+        self.state = self._update.restored(masters, optimizer)
+
     def apply(self, grads: Params, factor: float) -> jax.Array:
         """Starts an update with `factor` times the gradients; returns an array that is ready when it has run."""
         number = replicated(np.float32(factor), NamedSharding(self.mesh, P()))

@@ -52,6 +52,10 @@ class Watch:
                 os.write(self._wake_write, b"\0")
             self._thread.join(5)
 
+    def lost(self) -> bool:
+        """Whether a peer is known to have gone or is silent; then this process ends, saying which."""
+        return False
+
     def _run(self) -> None:
         while not self._closed.is_set():
             ready, _, _ = select.select([self._wake_read], [], [], _BEAT_S)
@@ -135,6 +139,15 @@ class WatchOverMpi(Watch):
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
         super().close()
+
+    def lost(self) -> bool:  # noqa: D102
+        now = time.monotonic()
+        silent = any(h.phase not in PATIENT and now - h.at > _SILENT_S for h in self._heard.values())
+        gone = silent or any(self._is_gone(rank) for rank in self._heard)
+        if gone:
+            with contextlib.suppress(OSError):
+                os.write(self._wake_write, bytes([signal.SIGTERM]))
+        return gone
 
     def _beat(self) -> None:
         self._beats += 1

@@ -1,84 +1,144 @@
-"""Weights on disk, as global arrays under names that do not mention the grid."""
+"""Finds a sound checkpoint and reads it into any grid's layout."""
 
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 
 from axonn_jax.errors import UserError
+from axonn_jax.state.agree import Agreement, Alone
+from axonn_jax.state.manifest import Damaged, Manifest, all_steps, check, listed, read, step_of, verify
+from axonn_jax.state.names import PARAMS, SCALE, State
+from axonn_jax.state.part import read_part, reason
+
+_SHOWN = 5
 
 
-def save_weights(directory: Path, step: int, params: Mapping[str, jax.Array]) -> Path:
-    """Writes all parameters to `directory/step_N` with Orbax (every process its shards); returns the path."""
-    path = _path(directory, step)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, dict(params), force=True)
-    return path
+class Found(NamedTuple):
+    """A sound checkpoint."""
+
+    path: Path
+    manifest: Manifest
 
 
-def save_weights_in_parts(
-    directory: Path, step: int, parts: Mapping[int, Mapping[str, jax.Array]], *, first: bool, agree: Callable[[], None]
-) -> Path:
-    """Writes the parameters of each place of a pipe to `directory/step_N/place_P`; returns the path of `step_N`.
+def newest(
+    directory: Path, agreement: Agreement, warn: Callable[[str], None], *, below: int | None = None
+) -> Found | None:
+    """The newest sound checkpoint below `directory`, of steps under `below` if given; None without any.
 
-    Processes write their own places; `agree` waits for all of them, and then the `first` one gives the whole its
-    name, so that a `step_N` is complete. All must see the same directory.
+    Every damaged one that is passed over is told in a warning. All processes read a share of the files each and find
+    the same; of a directory that they do not all see, the first process's view counts.
     """
-    path = _path(directory, step)
-    unfinished, replaced = (path.with_name(f"{word}_{path.name}") for word in ("unfinished", "replaced"))
-    if first:  # what an earlier run left: with more places it would leave parts of a place nobody writes now
-        shutil.rmtree(unfinished, ignore_errors=True)
-    agree()
-    for place, params in parts.items():
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(unfinished / f"place_{place:03d}", dict(params), force=True)
-    agree()
-    if first:
-        shutil.rmtree(replaced, ignore_errors=True)
-        if path.exists():
-            path.rename(replaced)
-        unfinished.rename(path)
-        shutil.rmtree(replaced, ignore_errors=True)
-    agree()
-    return path
+    own = [str(step_of(path)) for path in all_steps(directory)]
+    steps = [int(text) for text in agreement.gather(",".join(own[:64]))[0].split(",") if text]
+    by_step = {step_of(path): path for path in all_steps(directory)}
+    for step in steps:
+        if below is not None and step >= below:
+            continue
+        path = by_step.get(step, directory / f"step_{step:08d}")
+        try:
+            return Found(path, sound(path, agreement))
+        except Damaged as fault:
+            warn(f"warning: checkpoint {path} is damaged and passed over: {fault}")
+    return None
 
 
-def latest(directory: Path) -> Path:
-    """The newest complete checkpoint below `directory`; raises ``UserError`` where there is none."""
-    found = sorted(path for path in directory.glob("step_*") if path.name.removeprefix("step_").isdigit())
-    if not found:
-        raise UserError("checkpoint", directory, "a run directory whose checkpoints/ holds a step_N")
-    return found[-1]
+def at(path: Path, agreement: Agreement, warn: Callable[[str], None], field: str) -> Found:
+    """The checkpoint that a user names: a step_N, or the newest sound one of a run directory or its checkpoints/.
 
-
-def load_weights(path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Reads parameters into the shapes and shardings asked for, on any grid, whatever grid wrote them.
-
-    Raises ``UserError`` naming what is missing, unexpected or of another shape.
+    Raises ``UserError`` for `field` where there is none, or where the step_N itself is damaged.
     """
-    folders = sorted(path.absolute().glob("place_*")) or [path.absolute()]
-    with ocp.StandardCheckpointer() as checkpointer:
-        stored: dict[str, tuple[Path, Any]] = {}
-        for folder in reversed(folders):  # of a parameter that two places hold, the first one's copy is read
-            tree = checkpointer.metadata(folder).item_metadata.tree
-            stored.update((name, (folder, entry)) for name, entry in tree.items())
-        missing, extra = sorted(set(abstract) - set(stored)), sorted(set(stored) - set(abstract))
-        if missing or extra:
-            raise UserError("checkpoint", path, f"the model's parameters; missing {missing}, unexpected {extra}")
-        for name, want in abstract.items():
-            if tuple(stored[name][1].shape) != want.shape:
-                raise UserError(f"checkpoint {name}", tuple(stored[name][1].shape), f"shape {want.shape}")
-        loaded: dict[str, jax.Array] = {}
-        for folder in folders:
-            # Orbax reads a folder whole: what another folder gives is read into its own shape and left aside.
-            tree = checkpointer.metadata(folder).item_metadata.tree
-            read = checkpointer.restore(folder, {name: abstract[name] for name in tree})
-            loaded.update((name, value) for name, value in read.items() if stored[name][0] == folder)
-        return {name: loaded[name] for name in abstract}
+    if step_of(path) is not None:
+        try:
+            return Found(path, sound(path, agreement))
+        except Damaged as fault:
+            raise UserError(field, str(path), f"a sound checkpoint; {fault}") from None
+    inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = newest(inside, agreement, warn)
+    if found is None:
+        raise UserError(field, str(path), "a step_N, or a run directory whose checkpoints/ holds a complete step_N")
+    return found
 
 
-def _path(directory: Path, step: int) -> Path:
-    return (directory / f"step_{step:08d}").absolute()
+def sound(path: Path, agreement: Agreement) -> Manifest:
+    """The manifest of a checkpoint whose files all processes together have checked; ``Damaged`` on all of them."""
+    manifest, told = None, ""
+    try:
+        manifest = read(path)
+        told = listed(verify(path, manifest, (agreement.rank, agreement.size)))
+    except Damaged as fault:
+        told = str(fault)
+    faults = [text for text in agreement.gather(told) if text]
+    if faults or manifest is None:
+        raise Damaged(listed(list(dict.fromkeys(faults))))
+    return manifest
+
+
+def load(found: Found, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
+    """Reads arrays into the shapes, types and layouts asked for, whatever grid wrote them.
+
+    Every process of a jax world calls it with the same names. Raises ``Damaged`` where reading fails.
+    """
+    loaded: State = {}
+    for part in sorted({found.manifest.arrays[name].part for name in wanted}):
+        names = {name: want for name, want in wanted.items() if found.manifest.arrays[name].part == part}
+        try:
+            loaded |= read_part(found.path / part, names)
+        except Exception as error:
+            raise Damaged(f"{part}: {reason(error)}") from None
+    return {name: loaded[name] for name in wanted}
+
+
+def fits(found: Found, names: Mapping[str, tuple[int, ...]], field: str, *, only: str = "") -> None:
+    """Raises ``UserError`` that lists what is missing, unexpected or of another shape in a checkpoint.
+
+    `names` are the shapes of the whole model's state; `only` is the prefix of the names that are looked at.
+    """
+    arrays = {name: array for name, array in found.manifest.arrays.items() if name.startswith(only)}
+    missing = sorted(set(names) - set(arrays))
+    extra = sorted(name for name in set(arrays) - set(names) if not name.startswith(SCALE))
+    other = [
+        f"{name} {arrays[name].shape} instead of {shape}"
+        for name, shape in sorted(names.items())
+        if name in arrays and arrays[name].shape != tuple(shape)
+    ]
+    faults = [("missing", missing), ("unexpected", extra), ("of another shape", other)]
+    if told := "; ".join(f"{len(which)} {word}: {_some(which)}" for word, which in faults if which):
+        raise UserError(field, str(found.path), f"a checkpoint of this model and optimizer; {told}")
+
+
+def latest(directory: Path, warn: Callable[[str], None]) -> Found:
+    """The newest sound checkpoint below a run's checkpoints/; raises ``UserError`` where there is none."""
+    found = newest(directory, Alone(), warn)
+    if found is None:
+        raise UserError("checkpoint", str(directory), "a run directory whose checkpoints/ holds a complete step_N")
+    return found
+
+
+def load_weights(found: Found, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Reads the parameters alone, by their names in the model.
+
+    Raises ``UserError`` naming what is missing, unexpected or of another shape, or what cannot be read.
+    """
+    fits(found, {PARAMS + name: want.shape for name, want in abstract.items()}, "checkpoint", only=PARAMS)
+    try:
+        loaded = load(found, {PARAMS + name: want for name, want in abstract.items()})
+    except Damaged as fault:
+        raise UserError("checkpoint", str(found.path), f"a sound checkpoint; {fault}") from None
+    return {name: loaded[PARAMS + name] for name in abstract}
+
+
+def faults(path: Path) -> str:
+    """What is wrong with a checkpoint directory, empty if it is sound: for people who look."""
+    try:
+        check(path)
+    except Damaged as fault:
+        return str(fault)
+    return ""
+
+
+def _some(names: Iterable[str]) -> str:
+    listed_names = list(names)
+    more = f", and {len(listed_names) - _SHOWN} more" if len(listed_names) > _SHOWN else ""
+    return ", ".join(listed_names[:_SHOWN]) + more

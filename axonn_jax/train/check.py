@@ -14,7 +14,15 @@ from axonn_jax.models.shape import ModelShape
 from axonn_jax.schedule.partition import Cost, explicit, partition
 from axonn_jax.schedule.policies import check_policy
 from axonn_jax.schedule.tasks import Layout
-from axonn_jax.train.config import Config, DataConfig, LogConfig, ModelConfig, PipelineConfig, ScanLayers
+from axonn_jax.train.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    PipelineConfig,
+    ScanLayers,
+)
 
 _INT32 = 2**31 - 1  # step counters live on the device as int32
 _UINT32 = 2**32 - 1  # seeds of PRNG keys, without 64-bit mode
@@ -67,6 +75,9 @@ _RANGES = {
     "pipeline.stall_timeout": _POSITIVE,
     "memory.bucket": _COUNT,
     "overlap.streams": _COUNT_OR_0,
+    "checkpoint.every": _COUNT_OR_0,
+    "checkpoint.keep": _COUNT,
+    "checkpoint.keep_every": _COUNT_OR_0,
     "log.every": _COUNT,
 }
 
@@ -88,6 +99,7 @@ def check(config: Config) -> Config:
     if config.log.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise UserError("log.tensorboard", True, "false, or `pip install axonn_jax[tensorboard]`")
     log = _check_log(config.log)
+    _check_checkpoint(config.checkpoint)
     if config.model.preset is not None or config.model.vocab is not None:
         config.model.shape()  # a mistake in the model is reported even where the data is not there yet
     manifest = _load(config.data)
@@ -170,6 +182,24 @@ def _check_data(shape: ModelShape, manifest: Manifest) -> None:
                 shape.seq_len,
                 f"at most {tokens - 1}, one less than the tokens of the data's {name} split",
             )
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    if checkpoint.every and checkpoint.keep_every % checkpoint.every:
+        raise UserError(
+            "checkpoint.keep_every",
+            checkpoint.keep_every,
+            f"a multiple of checkpoint.every, which is {checkpoint.every}",
+        )
+    if not checkpoint.resume:
+        raise UserError("checkpoint.resume", checkpoint.resume, "auto, never, or the path of a checkpoint")
+    named = {"checkpoint.weights": checkpoint.weights}
+    if checkpoint.resume not in ("auto", "never"):
+        named["checkpoint.resume"] = checkpoint.resume
+    for name, path in named.items():
+        if path and not Path(path).is_dir():
+            words = "auto, never, or " if name == "checkpoint.resume" else ""
+            raise UserError(name, path, f"{words}the directory of a checkpoint (step_N) or of a run")
 
 
 def _check_log(log: LogConfig) -> LogConfig:

@@ -221,6 +221,24 @@ class OverlapConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept of a run so that it can go on; docs/checkpoints.md tells more."""
+
+    every: int = 0
+    """Steps between checkpoints, written while training goes on; 0: only at the end, and when told to stop."""
+    keep: int = 2
+    """The newest checkpoints that stay; where one is found damaged, the one before it is used."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides stay for good; 0: none do."""
+    resume: str = "auto"
+    """Where to go on: auto (the newest sound checkpoint of log.dir, if any), never (what log.dir holds is set aside),
+    or the path of a step_N or of a run directory."""
+    weights: str = ""
+    """Where nothing is resumed: start from the parameters of this checkpoint (a step_N, or a run directory), with new
+    optimizer state, at step 0."""
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """What a run leaves behind."""
 
@@ -250,6 +268,8 @@ class Config:
     """What is kept on the device, and in which precision."""
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     """How communication inside a step is hidden behind computation; used where grid.pipe is 1."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is kept of a run so that it can go on; docs/checkpoints.md tells more."""
     log: LogConfig = field(default_factory=LogConfig)
     """What a run leaves behind."""
 

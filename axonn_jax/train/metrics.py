@@ -1,8 +1,9 @@
 """What a run writes while it trains: metrics.jsonl, TensorBoard events, loss.png."""
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,47 @@ METRICS = "metrics.jsonl"
 class MetricsLog:
     """Appends one JSON object a line to the run directory's metrics.jsonl, each line whole on disk at once.
 
-    An earlier run's file in the same directory is kept under a numbered name.
+    A run that goes on after step `resumed` keeps the lines up to it; otherwise an earlier run's file in the same
+    directory is kept under a numbered name. A disk that cannot take lines does not end the run: `trouble` says why.
     """
 
-    def __init__(self, directory: Path, *, tensorboard: bool = False):
+    def __init__(self, directory: Path, *, tensorboard: bool = False, resumed: int = 0):
         self._events = _event_writer(directory) if tensorboard else None
         self.path = directory / METRICS
-        if self.path.exists():
+        if self.path.exists() and resumed:
+            kept = [record for record in read_metrics(directory) if record["step"] <= resumed]
+            rewritten = self.path.with_name(f".{METRICS}.part")
+            rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+            rewritten.replace(self.path)
+        elif self.path.exists():
             self.path.rename(_free_name(self.path))
-        self._file = self.path.open("w", encoding="utf-8", buffering=1)
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        self.trouble = ""
+        """Why lines could not be written so far; they are kept and written with the next one that can be."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one record; a number that is not finite becomes null, which JSON can hold."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(clean) + "\n")
-        if self._events is not None:
-            for name, value in record.items():
-                if name != "step":
-                    self._events.add_scalar(name, value, record["step"])
+        with self._told():
+            self._file.write(json.dumps(clean) + "\n")
+            if self._events is not None:
+                for name, value in record.items():
+                    if name != "step":
+                        self._events.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         """Closes the files."""
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
+        with self._told():
+            self._file.close()
+            if self._events is not None:
+                self._events.close()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.trouble = self.trouble or f"{error.strerror or error}"
 
 
 def _free_name(path: Path) -> Path:

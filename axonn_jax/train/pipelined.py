@@ -1,7 +1,8 @@
 """The trainer of a grid with a pipeline: stages instead of one program, the same methods."""
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from axonn_jax.pipeline.timeline import TIMELINE, Recorder, write_trace
 from axonn_jax.pipeline.trace import Work
 from axonn_jax.schedule.dispatcher import Dispatcher, Follower
 from axonn_jax.schedule.forward_only import ForwardOnly
-from axonn_jax.state.checkpoint import save_weights_in_parts
+from axonn_jax.state.names import State, flatten, unflatten, unflatten_scale
 from axonn_jax.tensor.params import Params, shapes_of, take_apart
 from axonn_jax.train.batch import local_rows
 from axonn_jax.train.check import check_not_scanned, check_pipeline
@@ -101,7 +102,7 @@ class PipelineTrainer(Trainer):
         # Which stage holds which parameters does not depend on the batch, so any small one will do.
         seq_len = getattr(shape, "seq_len", 2)
         names = names_by_place(self._plan(grid.shape.batch_shards, seq_len + 1), self.layout)
-        self._shared = shared(names)
+        self._names, self._shared = names, shared(names)
         keeping = Keeping(optimizer, self.precisions, bucket, offload != "none", split)
         self.holdings: dict[int, Holding] = {}
         for place, mesh in grid.meshes.items():
@@ -122,7 +123,7 @@ class PipelineTrainer(Trainer):
     @property
     def opt_state(self) -> Any:
         """The optimizer state by place of the pipe, of the places here."""
-        return {place: holding.state.optimizer for place, holding in self.holdings.items()}
+        return {place: holding.opt_state for place, holding in self.holdings.items()}
 
     @property
     def recorder(self) -> Recorder:
@@ -227,17 +228,44 @@ class PipelineTrainer(Trainer):
             raise UserError("evaluate", "no batches", "at least one batch")
         return float(np.mean(results))
 
-    def save(self, directory: Path, step: int) -> Path:
-        """Writes the weights below `directory`; every process of the run must call it. Returns the path."""
-        status = self._links.status
-        status.now("saving")
+    def state(self) -> dict[int, State]:  # noqa: D102
+        return {
+            place: flatten(holding.masters, holding.opt_state, self._scale and self._scale.on(holding.mesh))
+            for place, holding in self.holdings.items()
+        }
 
-        def agree() -> None:
-            self._links.together.sums(dict.fromkeys(self.grid.meshes, (0.0,)))
+    def state_elsewhere(self) -> frozenset[str]:
+        """Names of arrays here that another process's place saves: what an earlier place holds too."""
+        return frozenset(name for place in range(min(self.holdings)) for name in self._held(place))
 
-        path = save_weights_in_parts(directory, step, self.places, first=self.grid.rank == 0, agree=agree)
-        status.now("between steps")
-        return path
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
+        return {name: value.shape for place in range(self.layout.pipe) for name, value in self._held(place).items()}
+
+    def _put_state(self, states: Mapping[int, State]) -> None:
+        for place, state in states.items():
+            params = self._of_place(place)
+            self.holdings[place].restore(*unflatten(state, params, jax.eval_shape(self.optimizer.init, params)))
+            if self._scale is not None:
+                self._scale.state = unflatten_scale(state, self._scale.state)
+
+    def _held(self, place: int) -> State:
+        params = self._of_place(place)
+        scale = None if self._scale is None else self._scale.state
+        return flatten(params, jax.eval_shape(self.optimizer.init, params), scale)
+
+    def _of_place(self, place: int) -> Any:
+        sizes = {name: self.parts.params[name].shape for name in self._names[place]}
+        return {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in sizes.items()}
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:  # noqa: D102
+        self._links.status.now("saving")
+        yield
+        self._links.status.now("between steps")
+
+    def lost(self) -> bool:
+        """Whether another process is known to have gone; if so, the watch says which and ends this one."""
+        return self._links.watch.lost()
 
     def explain(self) -> list[str]:
         """Lines for people: the pieces and parameters of every stage, and what the schedule is like."""

@@ -16,13 +16,14 @@ def duration(seconds: float) -> str:
 class Progress:
     """Shows step, loss, speed and time left; `shown=False` (ranks other than 0) is silent.
 
-    Away from a terminal (a log file, mpirun) it prints a plain line at the first and the last step and at most one
+    Away from a terminal (a log file, mpirun) it prints a plain line at its first and at the last step and at most one
     every `interval` seconds in between.
     """
 
     def __init__(self, steps: int, *, shown: bool = True, interval: float = 5.0):
         self._steps, self._shown, self._interval = steps, shown, interval
         self._last_line, self._start = -interval, time.monotonic()
+        self._shown_once = False
         self._bar: Any = None
         if shown and sys.stderr.isatty():
             from rich.console import Console
@@ -56,16 +57,29 @@ class Progress:
         elif self._shown:
             print(text, file=sys.stderr, flush=True)
 
-    def update(self, step: int, loss: float, tokens_per_s: float, step_s: float, skipped: int = 0) -> None:
-        """Shows a finished step, and how many steps so far an overflow has skipped."""
+    def update(
+        self,
+        step: int,
+        loss: float,
+        tokens_per_s: float,
+        step_s: float,
+        saved: tuple[int, float] | None = None,
+        skipped: int = 0,
+    ) -> None:
+        """Shows a finished step, and the age of the last checkpoint: `saved` is its step and when it was complete.
+
+        `skipped` is how many steps so far an overflow has skipped.
+        """
         left = duration((self._steps - step) * step_s)
         text = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {left} left"
         if skipped:
             text += f"  {skipped} skipped"
+        if saved is not None:
+            text += f"  checkpoint {saved[0]}, {duration(time.monotonic() - saved[1])} old"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
             return
         now = time.monotonic()
-        if step in (1, self._steps) or now - self._last_line >= self._interval:
-            self._last_line = now
+        if not self._shown_once or step == self._steps or now - self._last_line >= self._interval:
+            self._last_line, self._shown_once = now, True
             self.say(f"step {step}/{self._steps}  {text}")

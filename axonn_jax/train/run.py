@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -21,11 +22,15 @@ from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.peaks import peak_flops
 from axonn_jax.start import describe, start
+from axonn_jax.state.agree import Agreement, agreement
+from axonn_jax.state.manifest import name_of
+from axonn_jax.train.checkpoints import Checkpoints
 from axonn_jax.train.config import Config, to_toml
 from axonn_jax.train.metrics import MetricsLog, plot_loss
 from axonn_jax.train.optimizer import learning_rate, make_optimizer
 from axonn_jax.train.progress import Progress, duration
 from axonn_jax.train.step import StepMetrics
+from axonn_jax.train.stop import Stop
 from axonn_jax.train.trainer import Trainer
 
 
@@ -51,11 +56,16 @@ def train(config: Config) -> int:
             overlap=config.overlap,
             scan_layers=config.train.scan_layers,
         )
-        run = Run(config, shape, world, trainer)
-        run.say(describe(world, grid))
-        run.go()
+        agreed = agreement(grid)
+        run = Run(config, shape, world, trainer, agreed)
+        with Stop(agreed, trainer.lost) as stop:
+            status = run.go(stop)
+            run.checkpoints.close()
+            agreed.gather("")  # the launcher ends all at the first exit, and the first process may still write
         trainer.close()
-    return 0
+        if status and world.size > 1:
+            _leave(status)
+    return status
 
 
 @contextlib.contextmanager
@@ -71,48 +81,65 @@ def _all_or_nothing(world: World) -> Iterator[None]:
             raise
         from axonn_jax.cli.main import report
 
-        status = report(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        _leave(report(error))
+
+
+def _leave(status: int) -> None:
+    """Ends at once; the launcher ends what is left."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 class Run:
     """The loop around a trainer: data, evaluation, metrics, progress, pictures, weights."""
 
-    def __init__(self, config: Config, shape: ModelShape, world: World, trainer: Trainer):
-        self.config, self.shape, self.world, self.trainer = config, shape, world, trainer
+    def __init__(self, config: Config, shape: ModelShape, world: World, trainer: Trainer, agreed: Agreement):
+        self.config, self.shape, self.trainer = config, shape, trainer
         self.directory = Path(config.log.dir)
         self.first = world.rank == 0
         self.rows = trainer.rows(config.train.global_batch)
-        self.train_data = self._loader("train")
+        self.progress = Progress(config.train.steps, shown=self.first)
+        self.say(describe(world, trainer.grid))
+        self.checkpoints = Checkpoints(config, trainer, agreed, self.say)
+        self.train_data = self._loader("train", position=self.checkpoints.resume())
         self.held_out = self._held_out()
         self.tokens = config.train.global_batch * shape.seq_len
         self.rate = learning_rate(config.train)
-        self.progress = Progress(config.train.steps, shown=self.first)
+        self.start = trainer.steps_done
+        self.first_position = self.train_data.position
         self.log: MetricsLog | None = None
         if self.first:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
             shutil.copyfile(Path(config.data.path) / "tokenizer.json", self.directory / "tokenizer.json")
-            self.log = MetricsLog(self.directory, tensorboard=config.log.tensorboard)
+            self.log = MetricsLog(self.directory, tensorboard=config.log.tensorboard, resumed=self.start)
 
     def say(self, text: str) -> None:
         """Prints a line, on the first process only."""
         self.progress.say(text)
 
-    def go(self) -> None:
-        """Trains to the last step, evaluates, draws, saves."""
+    def go(self, stop: Stop) -> int:
+        """Trains to the last step or until told to stop, evaluates, draws, saves; returns the exit status."""
         steps, every = self.config.train.steps, self.config.train.eval_every
-        entropy = self.train_data.manifest.unigram_entropy
+        save_every = self.config.checkpoint.every
+        if self.start >= steps:
+            self.say(
+                f"step {self.start} of {steps} is done already: nothing left to train. A larger train.steps goes on, "
+                "checkpoint.resume never starts anew"
+            )
+            return 0
         self.say(f"{self.shape.params():,} parameters; {self.tokens:,} tokens a step; run directory {self.directory}")
         start = mark = time.monotonic()
+        told = False
         with self.progress:
             for line in self.trainer.explain():
                 self.say(line)
             self.say("compiling the step (the first time takes a while)")
             waiting: StepMetrics | None = None
-            for step in range(1, steps + 1):
+            for step in range(self.start + 1, steps + 1):
+                if save_every > 0 and step % save_every == 0:
+                    self.checkpoints.settle()  # so that a run that dies is never more than one save behind
                 metrics = self.trainer.step(next(self.train_data))
                 if waiting is not None:  # one step behind: the devices are never waited for with nothing to do
                     mark = self._report(step - 1, waiting, mark)
@@ -120,18 +147,63 @@ class Run:
                 if isinstance(metrics["loss"], np.generic):  # a pipeline's step ends on the host: nothing to wait for
                     mark = self._report(step, waiting, mark)
                     waiting = None
-                if step == steps or (every and step % every == 0):
-                    if waiting is not None:
-                        mark = self._report(step, waiting, mark)
+                told = stop.told() and step < steps
+                evaluates = step == steps or (every > 0 and step % every == 0 and not told)
+                saves = step == steps or told or (save_every > 0 and step % save_every == 0)
+                if waiting is not None and (evaluates or told):
+                    mark = self._report(step, waiting, mark)
                     waiting = None
+                if evaluates:
                     self._evaluate(step)
                     mark = time.monotonic()
-        pictures = self.trainer.leave_timeline(self.directory)
-        checkpoint = self.trainer.save(self.directory / "checkpoints", steps)
+                if saves:
+                    self.checkpoints.save(step, self.train_data.position)
+                if told:
+                    break
+        if told:
+            return self._stopped(stop, step)
+        error = self.checkpoints.settle()
+        saved = "error: the last checkpoint was not saved" if error else f"checkpoint {self._checkpoint(steps)}"
+        self.say(
+            "; ".join([f"trained {steps} steps in {duration(time.monotonic() - start)}", *self._pictures(), saved])
+        )
+        return 1 if error else 0
+
+    def _pictures(self) -> list[str]:
+        """Draws what is to be seen of the run; returns the files, comma by comma, or nothing."""
+        drawn: list[Path] = []
+        try:
+            pictures = self.trainer.leave_timeline(self.directory)
+            if self.log is not None:
+                self._close_log()
+                drawn = [plot_loss(self.directory, self._entropy), *pictures]
+        except OSError as error:
+            self.say(f"warning: the run's pictures could not be written: {error.strerror or error}")
+        return [", ".join(map(str, drawn))] if drawn else []
+
+    def _close_log(self) -> None:
         if self.log is not None:
             self.log.close()
-            shown = ", ".join(map(str, [plot_loss(self.directory, entropy), *pictures]))
-            self.say(f"trained {steps} steps in {duration(time.monotonic() - start)}; {shown}; weights {checkpoint}")
+            if self.log.trouble:
+                self.say(f"warning: lines of {self.log.path} could not be written in time: {self.log.trouble}")
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.checkpoints.directory / name_of(step)
+
+    def _stopped(self, stop: Stop, step: int) -> int:
+        """Ends a run that was told to: 128 plus the signal's number once its checkpoint is complete, else 1."""
+        error, number = self.checkpoints.settle(), stop.number()
+        self._close_log()
+        name = signal.Signals(number).name
+        if error:
+            self.say(f"error: ended by {name} after step {step} without a checkpoint of it: {error}")
+            return 1
+        self.say(f"ended by {name} after step {step}; checkpoint {self._checkpoint(step)}")
+        return 128 + number
+
+    @property
+    def _entropy(self) -> float:
+        return self.train_data.manifest.unigram_entropy
 
     def _report(self, step: int, metrics: StepMetrics, mark: float) -> float:
         """Waits for a step, the run's one sync a step, and writes it down; returns when it was done."""
@@ -145,7 +217,7 @@ class Run:
             record: dict[str, Any] = {
                 "step": step,
                 "loss": loss,
-                "tokens": step * self.tokens,
+                "tokens": self._tokens_at(step),
                 "tokens_per_s": self.tokens / step_s,
                 "step_s": step_s,
                 "grad_norm": norm,
@@ -157,8 +229,14 @@ class Run:
             self.log.write(record)
         if step == 1:
             self._remember()
-        self.progress.update(step, loss, self.tokens / step_s, step_s, int(metrics.get("skipped", 0)))
+        skipped = int(metrics.get("skipped", 0))
+        self.progress.update(step, loss, self.tokens / step_s, step_s, self.checkpoints.saver.last, skipped)
         return now
+
+    def _tokens_at(self, step: int) -> int:
+        """Tokens trained on after a step, those of other batch sizes before a resumption included."""
+        samples = self.first_position + (step - self.start) * self.config.train.global_batch
+        return samples * self.shape.seq_len
 
     def _usage(self, step_s: float) -> dict[str, float]:
         """Percent of peak and device memory, where they can be known."""
@@ -184,10 +262,9 @@ class Run:
 
     def _evaluate(self, step: int) -> None:
         loss = self.trainer.evaluate(self.held_out)
-        entropy = self.train_data.manifest.unigram_entropy
         if self.log is not None:
-            self.log.write({"step": step, "eval_loss": loss, "unigram_entropy": entropy})
-        self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {entropy:.4f})")
+            self.log.write({"step": step, "eval_loss": loss, "unigram_entropy": self._entropy})
+        self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {self._entropy:.4f})")
 
     def _loader(self, split: str, **options: Any) -> Loader:
         return Loader(

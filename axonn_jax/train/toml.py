@@ -13,7 +13,6 @@ from axonn_jax.train.config import NOT_GIVEN, Config
 from axonn_jax.train.flags import read_flags
 
 # What the design names and this version does not do: refused by name, so that it is never silently ignored.
-LATER_TABLES = ("checkpoint",)
 LATER_KEYS = {
     "grid.expert": "leave it out",
 }
@@ -113,8 +112,6 @@ def _entries(raw: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
 def _known_table(table: str, value: object) -> None:
     if table in tables():
         return
-    if table in LATER_TABLES:
-        raise UserError(table, value, f"not supported by this version, which accepts the tables {_listed(tables())}")
     raise UserError(table, value, f"not a known table{nearest(table, tables())}; the tables are {_listed(tables())}")
 
 
@@ -125,8 +122,6 @@ def _known(dotted: str, value: object) -> tuple[str, str]:
         same = [name for name in everywhere if name.endswith(f".{table}")]
         hint = f"; did you mean {' or '.join(map(repr, same))}?" if same else nearest(table, everywhere)
         raise UserError(dotted, value, f"not a known flag, which are --table.key{hint}")
-    if table in LATER_TABLES:
-        _known_table(table, {key: value})
     if table not in tables():
         raise UserError(
             dotted, value, f"no table {table!r}{nearest(table, tables())}; the tables are {_listed(tables())}"

@@ -1,6 +1,7 @@
 """The trainer: a model, an optimizer and a grid become a step."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from axonn_jax.memory.account import StateBytes, counted, report
 from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.placement import Where
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
-from axonn_jax.state.checkpoint import save_weights
+from axonn_jax.state.names import State, flatten, shapes, unflatten, unflatten_scale
 from axonn_jax.tensor.params import Params, shapes_of
 from axonn_jax.train.batch import local_rows, place
 from axonn_jax.train.check import check_scan
+from axonn_jax.train.checkpoints import load_now, save_now
 from axonn_jax.train.config import OverlapConfig, PipelineConfig, ScanLayers
 from axonn_jax.train.layerwise import layerwise
 from axonn_jax.train.offloaded import OffloadedStep
@@ -97,7 +99,7 @@ class Trainer:
         self._step, self.precisions = step, dtypes
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
         self._update = self._offloaded.update if self._offloaded else step.update
-        self.state = TrainState(self._update.start(params, owned=owned), step.first_scale())
+        self.train_state = TrainState(self._update.start(params, owned=owned), step.first_scale())
         self._loss = jax.jit(self.program.loss)
         self.steps_done = 0
         self._rows: dict[int, list[int]] = {}
@@ -105,18 +107,18 @@ class Trainer:
     @property
     def params(self) -> Params:
         """The float32 weights by name, however layers are run; of scanned ones copies, with offload in host memory."""
-        return self._stack.split(self._update.masters(self.state.model))
+        return self._stack.split(self._update.masters(self.train_state.model))
 
     @property
     def opt_state(self) -> Any:
         """The optimizer's state for `params`; of scanned layers, copies."""
-        return own_state(self.optimizer, self._stack, self.state.model.optimizer)
+        return own_state(self.optimizer, self._stack, self._update.opt_state(self.train_state.model))
 
     def restore(self, params: Params, opt_state: Any) -> None:
         """Puts other weights and optimizer state in place, as `params` and `opt_state` give them."""
         masters = self._stack.join(params, self.grid.mesh)
-        optimizer = stacked_state(self._stack, opt_state, self.state.model.optimizer)
-        self.state = self.state._replace(model=self._update.restored(masters, optimizer))
+        optimizer = stacked_state(self._stack, opt_state, self.train_state.model.optimizer)
+        self.train_state = self.train_state._replace(model=self._update.restored(masters, optimizer))
 
     def rows(self, global_batch: int) -> list[int]:
         """Rows of a global batch that this process must load (all of them in a run of one process)."""
@@ -143,9 +145,9 @@ class Trainer:
         tokens, key = self.place(batch), self._step_key(self.steps_done)
         program = self._compile(tokens, key)
         if self._offloaded is None:
-            self.state, metrics = program(self.state, tokens, key)
+            self.train_state, metrics = program(self.train_state, tokens, key)
         else:
-            self.state, metrics = self._offloaded.run(program, self.state, tokens, key)
+            self.train_state, metrics = self._offloaded.run(program, self.train_state, tokens, key)
         self.steps_done += 1
         return metrics  # type: ignore[no-any-return]
 
@@ -162,9 +164,11 @@ class Trainer:
     def _compile(self, tokens: jax.Array, key: jax.Array | None) -> jax.stages.Compiled:
         if tokens.shape not in self._compiled:
             if self._offloaded is None:
-                lowered = self._step.jitted().lower(self.state, tokens, key)
+                lowered = self._step.jitted().lower(self.train_state, tokens, key)
             else:
-                lowered = self._offloaded.measured.lower(self.state.model.weights, self.state.scale, tokens, key)
+                lowered = self._offloaded.measured.lower(
+                    self.train_state.model.weights, self.train_state.scale, tokens, key
+                )
             self._compiled[tokens.shape] = lowered.compile()
         return self._compiled[tokens.shape]
 
@@ -177,20 +181,76 @@ class Trainer:
 
         By place of the pipe, of the places here; see `memory.account.report`.
         """
-        found = counted(jax.tree.leaves(self.state.model), self.grid.mesh.local_devices[0])
+        found = counted(jax.tree.leaves(self.train_state.model), self.grid.mesh.local_devices[0])
         program = next(iter(self._compiled.values()), None)
         return {0: report(self.planned_memory()[0], found, self.grid.mesh, program)}
 
     def evaluate(self, batches: Iterable[np.ndarray]) -> float:
         """Mean loss over batches (this process's rows of each), without dropout; waits for the result."""
-        losses = [self._loss(self.state.model.weights, self.place(batch)) for batch in batches]
+        losses = [self._loss(self.train_state.model.weights, self.place(batch)) for batch in batches]
         if not losses:
             raise UserError("evaluate", "no batches", "at least one batch")
         return float(np.mean([float(loss) for loss in losses]))
 
+    def state(self) -> dict[int, State]:
+        """All that training changes, by place of the pipe (0 without one): arrays by names without the grid.
+
+        The arrays are those in use, which the next step takes over.
+        """
+        return {0: flatten(self.params, self.opt_state, self.train_state.scale)}
+
+    def state_elsewhere(self) -> frozenset[str]:
+        """Names of arrays here that another process's place saves: none without a pipeline."""
+        return frozenset()
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes of the whole model's state, of all places of the pipe."""
+        return {name: value.shape for name, value in self.state()[0].items()}
+
+    def load_state(
+        self, read: Callable[[State], State], *, steps_done: int = 0, wanted: Callable[[str], bool] = lambda _: True
+    ) -> None:
+        """Takes over what `read` makes of shapes, types and layouts by name; it is called for each place here.
+
+        Only names that are `wanted` are read. Their arrays are freed first, so the devices never hold two copies.
+        """
+        states = self.state()
+        for at, state in states.items():
+            asked = shapes({name: value for name, value in state.items() if wanted(name)})
+            for name in asked:
+                state[name].delete()
+            states[at] = {**state, **read(asked)}
+        self._put_state(states)
+        self.steps_done = steps_done
+
+    def _put_state(self, states: Mapping[int, State]) -> None:
+        like = jax.eval_shape(self.optimizer.init, self._stack.shapes())
+        self.restore(*unflatten(states[0], self._stack.shapes(), like))
+        scale = unflatten_scale(states[0], self.train_state.scale)
+        self.train_state = self.train_state._replace(scale=scale)
+
     def save(self, directory: Path, step: int) -> Path:
-        """Writes the weights below `directory`; every process of the run must call it. Returns the path."""
-        return save_weights(directory, step, self.params)
+        """Writes all state to `directory/step_N` and waits for it; every process of the run must call it.
+
+        Raises ``OSError`` with the reason where it cannot be written.
+        """
+        return save_now(self, directory, step)
+
+    def load(self, path: Path, *, weights_only: bool = False) -> int:
+        """Takes over a checkpoint (a step_N, or the newest of a run), saved on any grid; returns its step.
+
+        `weights_only` takes the parameters and leaves optimizer state and step as they are. Every process of the run
+        must call it. Raises ``UserError`` naming what is missing, unexpected, of another shape or damaged.
+        """
+        return load_now(self, path, weights_only=weights_only)
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Around what may take long between steps, so that nobody takes this process for stuck."""
+        return contextlib.nullcontext()
+
+    def lost(self) -> bool:
+        """Whether another process of the run is known to have gone, so that no step will end any more."""
+        return False
 
     def explain(self) -> list[str]:
         """Lines for people on how the model is spread, beyond the grid: none without a pipeline."""

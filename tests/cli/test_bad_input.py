@@ -18,7 +18,7 @@ def test_the_base_configuration_is_good(write_config, capsys):
     assert "training was started" in capsys.readouterr().err
 
 
-TABLES = "model, data, grid, train, pipeline, memory, overlap, log"
+TABLES = "model, data, grid, train, pipeline, memory, overlap, checkpoint, log"
 
 LONG = "9" * 5000
 # What one key or flag can get wrong: name, value as typed, value as shown, what the line says besides.
@@ -118,7 +118,14 @@ KEYS = [
     ("pipeline.split_backward", '"no"', "'no'", "true or false"),
     ("pipeline.channel", '"mpi"', "'mpi'", "one of auto, local, mpi4jax, mpi4py; did you mean 'mpi4py'?"),
     ("pipeline.channels", '"auto"', "'auto'", "did you mean 'channel'?"),
-    ("checkpoint.every", "100", None, "not supported by this version, which accepts the tables"),
+    ("checkpoint.every", "-1", "-1", "an integer from 0"),
+    ("checkpoint.keep", "0", "0", "an integer from 1"),
+    ("checkpoint.keep_every", "-1", "-1", "an integer from 0"),
+    ("checkpoint.keep_every", "5", "5", "a multiple of checkpoint.every, which is 2"),
+    ("checkpoint.resume", '""', "''", "auto, never, or the path of a checkpoint"),
+    ("checkpoint.resume", '"newest"', "'newest'", "auto, never, or the directory of a checkpoint"),
+    ("checkpoint.weights", '"nowhere"', "'nowhere'", "the directory of a checkpoint (step_N) or of a run"),
+    ("checkpoint.evry", "1", "1", "did you mean 'every'?"),
     ("log.every", "0", "0", "an integer from 1"),
     ("log.dir", '""', "''", "a directory that can be written"),
     ("log.dir", '"run.toml"', "'run.toml'", "a directory that can be written; is not a directory"),
@@ -131,6 +138,7 @@ WITH = {
     ("pipeline.virtual_stages", "4"): PIPE_2,
     ("pipeline.virtual_stages", "2147483647"): PIPE_2,
     **{(name, typed): PIPE_2 for name, typed, *_ in KEYS if name == "pipeline.split"},
+    ("checkpoint.keep_every", "5"): {"checkpoint": ["every = 2"]},
     ("model.vocab", "301"): {"grid": ["y = 2"]},
     ("model.preset", '"gpt2"'): {"model": ["vocab = 299", "heads = 4", "hidden = 32", "seq_len = 16"]},
 }
@@ -161,7 +169,6 @@ FILES = {
     "table as value": ("train = 5", "train = 5: a table"),
     "list of tables": ("[[train]]\nsteps = 5", "a table, [train]"),
     "unknown empty table": ("[tarin]", "not a known table; did you mean 'train'?"),
-    "later empty table": ("[checkpoint]", "not supported by this version"),
     "table below a key": ("[train.steps]\nx = 1", "train.steps = {'x': 1}: an integer"),
     "list for a number": ("[train]\nlr = [1e-3]", "train.lr = [0.001]: a number"),
     "date for a text": ("[log]\ndir = 2026-01-01", "log.dir = 2026-01-01: a text"),

@@ -120,7 +120,10 @@ class TestFaults:
 
     @pytest.mark.parametrize("to", ["mpirun", "ranks"])
     def test_a_run_told_to_end(self, to, launch, capsys):
-        """As a user's kill or Slurm's scancel does it: to mpirun, or to every rank at once."""
+        """As a user's kill or Slurm's scancel does it: to mpirun, or to every rank at once.
+
+        Told itself, mpirun gives the ranks a second or so and then kills; so what they say may be cut off.
+        """
         with launch("two processes a stage") as run:
             run.wait_for("step 1/")
             run.ranks()
@@ -128,12 +131,11 @@ class TestFaults:
                 os.kill(pid, signal.SIGTERM)
             took = run.wait_until_gone(ENDED_S)
             assert run.mpirun.returncode != 0
-            told = errors(run.stderr)
-            # mpirun passes nothing on any more once it has been told itself.
-            assert len(told) == 1 or (to == "mpirun" and not told), run.stderr[-4000:]
-            said = r"pipeline ended: told to end \(SIGTERM\); step \d+: rank 0"
-            assert all(re.search(said, line) for line in told), told
+            assert not errors(run.stderr), run.stderr[-4000:]
             assert "Traceback" not in run.stderr
+            if to == "ranks":
+                assert "ended by SIGTERM after step" in run.stderr
+                assert run.mpirun.returncode == 128 + signal.SIGTERM
             tell(capsys, f"SIGTERM to {to}: all gone in {took:.2f} s")
 
 

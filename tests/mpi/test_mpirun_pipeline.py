@@ -111,8 +111,8 @@ def test_the_run_directory_is_complete(name, run_of):
     tasks = sorted(span.name for span in spans if span.step == step and span.kind != "optimizer")
     assert tasks == sorted(f"{kind}{place}.{m}" for kind in "FIW" for place in range(pipe) for m in range(4))
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000020"]
-    places = {path.name for path in (run / "checkpoints" / "step_00000020").iterdir()}
-    assert places == {f"place_{place:03d}" for place in range(pipe)}
+    parts = {path.name for path in (run / "checkpoints" / "step_00000020").iterdir()}
+    assert parts == {"manifest.json", *(f"part_{stage:03d}" for stage in range(pipe))}
 
 
 @pytest.mark.parametrize("name", ["pipe 4", "two processes a stage"])
@@ -129,16 +129,19 @@ def test_generate_reads_the_checkpoint_of_a_pipeline(name, run_of):
     assert texts[0]
 
 
-def test_a_second_run_replaces_what_a_first_one_left(prepared, tmp_path):
-    config = tmp_path / "c.toml"
+def test_a_new_run_sets_aside_what_a_first_one_left(prepared, tmp_path):
+    config, folder = tmp_path / "c.toml", tmp_path / "run" / "checkpoints"
     config.write_text(CONFIG.format(data=prepared, layers=2))
-    for pipe in (4, 2, 2):  # the same step each time, from more places first
-        leftover = tmp_path / "run" / "checkpoints" / "unfinished_step_00000001" / "place_003"
-        leftover.mkdir(parents=True)
-        done = finished(command(config, tmp_path / "run", pipe, grid_pipe=pipe, train_steps=1, train_warmup=0))
+    new = {"train_steps": 1, "train_warmup": 0, "checkpoint_resume": "never"}
+    for pipe in (4, 2, 2):  # the same step each time, from more stages first
+        (folder / "unfinished_step_00000001" / "part_003").mkdir(parents=True)
+        done = finished(command(config, tmp_path / "run", pipe, grid_pipe=pipe, **new))
         assert done.returncode == 0, done.stderr[-3000:]
-        (left,) = (tmp_path / "run" / "checkpoints").iterdir()
-        assert {path.name for path in left.iterdir()} == {f"place_{place:03d}" for place in range(pipe)}
+        parts = {path.name for path in (folder / "step_00000001").iterdir()}
+        assert parts == {"manifest.json", *(f"part_{stage:03d}" for stage in range(pipe))}
+    assert {path.name for path in folder.iterdir()} == {
+        "step_00000001", "aside_step_00000001", "aside_step_00000001.2",
+    }  # fmt: skip
 
 
 def refused(words, run):

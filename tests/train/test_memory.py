@@ -178,6 +178,7 @@ def test_live_arrays_are_where_the_formula_says(options, device, host, pipe):
     found = {"device": 0, "host": 0}
     expected = dict(found)
     total = 0
+    gc.collect()
     places = trainer.planned_memory()
     arrays = [a for a in jax.live_arrays() if id(a) not in before]
     for place, planned in places.items():
@@ -214,9 +215,10 @@ def test_the_report_says_where_every_byte_is():
 
 def poke(trainer, name, value):
     """Sets a weight's first entry, which one device has; returns what it was."""
-    holders = getattr(trainer, "holdings", {0: trainer})
-    weights = next(h.state for h in holders.values() if name in getattr(h.state, "model", h.state).weights)
-    weights = getattr(weights, "model", weights).weights
+    if hasattr(trainer, "holdings"):
+        weights = next(h.weights for h in trainer.holdings.values() if name in h.weights)
+    else:
+        weights = trainer.train_state.model.weights
     array = weights[name]
     was = float(array[0, 0])
     weights[name] = jax.device_put(array.at[0, 0].set(value), array.sharding)

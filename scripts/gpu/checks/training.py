@@ -52,7 +52,7 @@ def _measure(config: TrainConfig, spec: dict[str, Any], trace: str | None, emit:
     attempt(emit, "program", config.name, lambda: _program(config, compiled))
 
     # The compiled step itself, so that no version of jax compiles it a second time for the call.
-    state, metrics = compiled(trainer.state, tokens, None)
+    state, metrics = compiled(trainer.train_state, tokens, None)
     del trainer
     first_loss = float(metrics["loss"])
     for _ in range(spec["warm_up"] - 1):

@@ -1,0 +1,144 @@
+"""Runs training as a job of its own and starts it again when it fails, from the last complete checkpoint."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+
+from axonn_jax.errors import UserError
+from axonn_jax.state.manifest import all_steps, step_of
+from axonn_jax.train.config import NOT_GIVEN
+from axonn_jax.train.toml import read, split_argv
+
+LOG = "restarts.log"
+_FINAL = {0, 2}
+"""Exit statuses after which starting again would change nothing: success, and bad input."""
+_LONGEST_WAIT_S = 60.0
+
+
+def count(flag: str, value: str) -> int:
+    """A flag's whole number; raises ``UserError`` for anything else."""
+    if not value.isdecimal() or len(value) > 9:
+        raise UserError(flag, value, "a whole number from 0")
+    return int(value)
+
+
+def take_restarts(argv: Sequence[str]) -> tuple[list[str], int]:
+    """The command line of training without `--restarts N`, and N (0 where it is not given)."""
+    words, restarts = [], 0
+    rest = iter(argv)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if flag != "--restarts":
+            words.append(word)
+            continue
+        given = value if equals else next(rest, None)
+        if given is None:
+            raise UserError(flag, NOT_GIVEN, "a whole number from 0")
+        restarts = count(flag, given)
+    return words, restarts
+
+
+class Restarts:
+    """Runs `axonn-jax train` with a command line, `before` in front of it, at most 1 + `restarts` times.
+
+    After a job that came further than its last complete checkpoint before, the count and the waits begin anew.
+
+    Raises:
+        UserError: the command line names no configuration that can be read.
+    """
+
+    def __init__(self, words: Sequence[str], restarts: int, before: Sequence[str] = ()):
+        files, flags = split_argv(list(words))
+        if not files:
+            raise UserError("CONFIG.toml", NOT_GIVEN, "the path of a TOML file, behind the flags")
+        config = read(files[0], flags)
+        self._directory = Path(config.log.dir)
+        self._words, self._restarts, self._before = list(words), restarts, list(before)
+        self._job: subprocess.Popen[bytes] | None = None
+        self._told, self._number = threading.Event(), 0
+
+    def run(self) -> int:
+        """Runs the job until it succeeds, is told to end, or has failed too often; returns the exit status."""
+        handlers = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            return self._attempts()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _attempts(self) -> int:
+        began = time.time()
+        step, failed = self._last_step(), 0
+        while True:
+            status = self._attempt(self._saved_since(began))
+            if self._told.is_set() and status == 128 + signal.SIGUSR1:
+                return 128 + self._number  # it was this command that made another signal of it
+            if status in _FINAL or self._told.is_set():
+                return status if status >= 0 else 128 - status
+            now = self._last_step()
+            if now > step:
+                step, failed = now, 0
+            failed += 1
+            why = f"the job {_how(status)}; last complete checkpoint: {f'step {now}' if now else 'none'}"
+            if failed > self._restarts:
+                self._note(f"{why}; not started again, --restarts {self._restarts} used up since a new checkpoint")
+                return status if status > 0 else 128 - status
+            wait = min(2.0 ** (failed - 1), _LONGEST_WAIT_S)
+            self._note(f"{why}; starting again in {wait:g} s ({failed} of {self._restarts})")
+            if self._told.wait(wait):
+                return status if status > 0 else 128 - status
+
+    def _attempt(self, resumes: bool) -> int:
+        words = [sys.executable, "-m", "axonn_jax.cli.main", "train", *self._words]
+        if resumes:  # whatever the first attempt was told, this one goes on from what it has left
+            words += ["--checkpoint.resume", "auto"]
+        # A session of its own: Ctrl-C on a terminal reaches this process alone, which passes on what is right.
+        self._job = subprocess.Popen([*self._before, *words], start_new_session=True)
+        try:
+            return self._job.wait()
+        finally:
+            self._job = None
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Tells the job to save and end. mpirun would kill at SIGTERM; SIGUSR1 it hands to every process."""
+        job = self._job
+        again = self._told.is_set()
+        self._number = self._number or number
+        self._told.set()
+        if job is not None:
+            with contextlib.suppress(ProcessLookupError):
+                job.send_signal(number if again or not self._before else signal.SIGUSR1)
+
+    def _last_step(self) -> int:
+        return max((step_of(path) or 0 for path in all_steps(self._directory / "checkpoints")), default=0)
+
+    def _saved_since(self, began: float) -> bool:
+        """Whether this command's jobs have left a checkpoint."""
+        for path in all_steps(self._directory / "checkpoints"):
+            with contextlib.suppress(OSError):
+                if (path / "manifest.json").stat().st_mtime >= began - 1:
+                    return True
+        return False
+
+    def _note(self, text: str) -> None:
+        print(f"axonn-jax: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the log is a convenience; the job's own errors tell of a full disk
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with (self._directory / LOG).open("a", encoding="utf-8") as log:
+                log.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")
+
+
+def _how(status: int) -> str:
+    """How a job ended, for people."""
+    number = -status if status < 0 else status - 128
+    with contextlib.suppress(ValueError):
+        if number > 0:
+            return f"was ended by {signal.Signals(number).name} (status {status})"
+    return f"failed with status {status}"

@@ -1,0 +1,145 @@
+"""One jax world's part of a checkpoint, written by Orbax in the background; the world's processes fail together."""
+
+import contextlib
+import itertools
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from axonn_jax import compat
+from axonn_jax.state.manifest import Stored, describe_files, write_whole
+from axonn_jax.state.names import State
+
+_TIMEOUT_S = 1800
+_POLL_S = 0.02
+_GB_IN_FLIGHT = 1
+MARKER = ".json"
+
+
+class PartWriter:
+    """Writes parts, one at a time; every process of a jax world makes the same calls.
+
+    `start` returns once the arrays are copied to the host, so they may be donated to the next step; `finish` waits
+    for the files, on any thread. Where one process fails, the others of its world learn of it instead of waiting.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._numbers = itertools.count()
+        self._barrier = compat.FailingBarrier() if jax.process_count() > 1 else None
+        options = ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S, barrier_sync_fn=self._barrier)
+        everyone = set(range(jax.process_count()))  # named, so that Orbax waits without collectives on the devices
+        # Without compression (weights hardly compress) and a GB at a time, to keep the host's memory and cores.
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False, save_concurrent_gb=_GB_IN_FLIGHT)
+        self._checkpointer = ocp.AsyncCheckpointer(
+            handler,
+            async_options=options,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                active_processes=everyone if len(everyone) > 1 else None
+            ),
+        )
+        self._hook = sys.unraisablehook
+        sys.unraisablehook = self._unraisable
+
+    def start(self, folder: Path, state: State) -> None:
+        """Copies the arrays to the host and begins to write them below `folder`; raises what stops the copying."""
+        if self._barrier is not None:
+            self._barrier.begin(next(self._numbers))
+        self._described = {
+            name: asdict(Stored(self.name, tuple(value.shape), str(value.dtype))) for name, value in state.items()
+        }
+        with self._failing_together(), _quiet():
+            self._checkpointer.save(folder / self.name, args=ocp.args.PyTreeSave(dict(state)))
+
+    def finish(self, folder: Path) -> None:
+        """Waits until the part is written; the world's first process then leaves the part's checksums beside it."""
+        with self._failing_together():
+            with _quiet():
+                self._checkpointer.wait_until_finished()
+            if jax.process_index() == 0:
+                files = describe_files(folder, folder / self.name, durable=True)
+                marker = {"arrays": self._described, "files": {name: asdict(file) for name, file in files.items()}}
+                write_whole(folder / (self.name + MARKER), json.dumps(marker))
+
+    def close(self) -> None:
+        """Ends Orbax's threads."""
+        with _quiet(), contextlib.suppress(Exception):  # what went wrong has been reported when it did
+            self._checkpointer.close()
+        if sys.unraisablehook == self._unraisable:
+            sys.unraisablehook = self._hook
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if self._barrier is not None:
+                self._barrier.fail(str(error))
+            raise
+
+    def _unraisable(self, what: Any) -> None:
+        """Where one file cannot be written, tensorstore still reports the others to Orbax, which listens no more."""
+        if not (isinstance(what.exc_value, RuntimeError) and str(what.exc_value) == "Event loop is closed"):
+            self._hook(what)
+
+
+def wait_for_markers(folder: Path, names: list[str], cancelled: Any) -> bool:
+    """Waits until all parts have left their checksums below `folder`; False if cancelled before."""
+    while not all((folder / (name + MARKER)).exists() for name in names):
+        if cancelled.wait(_POLL_S):
+            return False
+    return True
+
+
+def read_part(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
+    """Reads some arrays of a part into the shapes, types and layouts asked for; every process of the world calls it."""
+    arguments = {
+        name: ocp.ArrayRestoreArgs(sharding=want.sharding, global_shape=want.shape, dtype=want.dtype)
+        for name, want in wanted.items()
+    }
+    everyone = set(range(jax.process_count()))
+    options = ocp.options.MultiprocessingOptions(active_processes=everyone if len(everyone) > 1 else None)
+    restore = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments, partial_restore=True)
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_GB_IN_FLIGHT, multiprocessing_options=options)
+    with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
+        return dict(checkpointer.restore(path.absolute(), restore))
+
+
+def reason(error: BaseException) -> str:
+    """Why a save failed, in a few words."""
+    text = " ".join(str(error).split())
+    for known, short in (
+        ("No space left on device", "no space left on the device"),
+        ("Disk quota exceeded", "the disk quota is used up"),
+        ("Read-only file system", "the file system is read-only"),
+        ("Permission denied", "permission denied"),
+        ("Stale file handle", "the file system has gone (stale file handle)"),
+        ("No such file or directory", "the directory has gone"),
+        ("NOT_FOUND", "the directory has gone"),
+        ("Input/output error", "input/output error"),
+    ):
+        if known in text:
+            return short
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Orbax's log, which shows tracebacks of errors that are reported anyway, off the terminal."""
+    logger = logging.getLogger("absl")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)

@@ -1,0 +1,352 @@
+"""Runs that are killed, told to end, out of disk, started again, and continued by other numbers of processes."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grids
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from launched import AXONN, CONFIG, UNDER_MPIRUN, Launched, command, curves, environment, errors, finished, flags
+
+from axonn_jax.grid import GridShape
+from axonn_jax.state.agree import Alone
+from axonn_jax.state.checkpoint import load, newest
+from axonn_jax.state.manifest import all_steps, step_of
+
+pytestmark = UNDER_MPIRUN
+
+EVERY = 2
+# A fixed order adds up gradients in the same order each time, so that runs can be compared to the bit.
+SETUPS = {
+    "pipe 2": (2, {"grid_pipe": 2, "pipeline_policy": "1f1b"}),
+    "x 2": (2, {"grid_x": 2}),
+    "two processes a stage": (4, {"grid_pipe": 2, "grid_x": 2, "pipeline_policy": "1f1b"}),
+}
+KILLS = {"pipe 2": 20, "x 2": 20}
+
+
+@pytest.fixture
+def config(prepared, tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(CONFIG.format(data=prepared, layers=2) + f"\n[checkpoint]\nevery = {EVERY}\n")
+    return path
+
+
+def arrays(run):
+    """Everything in the newest checkpoint of a run."""
+    found = newest(run / "checkpoints", Alone(), pytest.fail)
+    one = NamedSharding(grids.lay(GridShape()).mesh, P())
+    wanted = {
+        name: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=one)
+        for name, stored in found.manifest.arrays.items()
+    }
+    return found.manifest.step, {name: np.asarray(value) for name, value in load(found, wanted).items()}
+
+
+def same_bits(run, other):
+    (step, mine), (step_there, theirs) = arrays(run), arrays(other)
+    assert step == step_there
+    assert set(mine) == set(theirs)
+    for name, value in mine.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name, strict=True)
+
+
+def last_logged(run):
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return 0
+    steps = [int(found[1]) for line in lines if (found := re.match(r'\{"step": (\d+), "loss"', line))]
+    return max(steps, default=0)
+
+
+def complete(run):
+    return max((step_of(path) for path in all_steps(run / "checkpoints")), default=0)
+
+
+def launch(config, run, ranks, restarts, **options):
+    return [*AXONN, "launch", "-n", str(ranks), "--restarts", str(restarts), "train", str(config),
+            "--log.dir", str(run), *flags(options)]  # fmt: skip
+
+
+def until(holds, seconds, what, launched):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert launched.mpirun.poll() is None, launched.stderr[-3000:]
+        assert time.monotonic() < end, f"{what} not within {seconds} s:\n{launched.stderr[-3000:]}"
+        time.sleep(0.01)
+
+
+def killed_again_and_again(setup, kills, config, tmp_path, steps, capsys):
+    ranks, options = SETUPS[setup]
+    options = {**options, "train_steps": steps}
+    chance = random.Random()
+    run, saving, lost = tmp_path / "run", 0, []
+    with Launched(launch(config, run, ranks, kills, **options), tmp_path) as launched:
+        seen = 0
+        for number in range(kills):
+            until(lambda: last_logged(run) > seen, 120, "a new step", launched)  # noqa: B023
+            if number % 2:  # on purpose while a checkpoint is being written
+                until(lambda: any(p.name.startswith("unfinished") for p in (run / "checkpoints").iterdir()), 60,
+                      "a save", launched)  # fmt: skip
+                time.sleep(chance.uniform(0, 0.05))
+            else:
+                time.sleep(chance.uniform(0, 0.8))
+            pids = launched.ranks()
+            said = launched.stderr.count("starting again")
+            rank = chance.randrange(ranks)
+            saving += any(p.name.startswith("unfinished") for p in (run / "checkpoints").iterdir())
+            os.kill(pids[rank], signal.SIGKILL)
+            until(lambda: launched.stderr.count("starting again") > said, 30, "a restart", launched)  # noqa: B023
+            seen, left = last_logged(run), complete(run)
+            lost.append(seen - left)
+            # The save that the death interrupted, and what came after it; never more.
+            assert left >= seen // EVERY * EVERY - EVERY, (seen, left)
+            resumed = f"resumed at step {left} " if left else "compiling"
+            until(lambda: resumed in launched.stderr.rpartition("starting again")[2], 120, resumed, launched)  # noqa: B023
+        assert launched.mpirun.wait(300) == 0, launched.stderr[-3000:]
+        assert "Traceback" not in launched.stderr
+        assert "damaged" not in launched.stderr
+        log = (run / "restarts.log").read_text().splitlines()
+    assert len(log) == kills
+    assert all("the job " in line and "last complete checkpoint: " in line for line in log)
+    done = finished(command(config, tmp_path / "whole", ranks, **options))
+    assert done.returncode == 0, done.stderr[-3000:]
+    same_bits(run, tmp_path / "whole")
+    assert curves(run)[0] == curves(tmp_path / "whole")[0]
+    with capsys.disabled():
+        print(f"\n{setup}: {kills} kills, {saving} of them during a save; steps lost {sorted(lost)}", file=sys.stderr)
+
+
+def test_a_killed_run_goes_on_and_ends_as_the_uninterrupted_one(config, tmp_path, capsys):
+    killed_again_and_again("pipe 2", 1, config, tmp_path, 12, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", KILLS)
+def test_many_kills(setup, config, tmp_path, capsys):
+    killed_again_and_again(setup, KILLS[setup], config, tmp_path, 200, capsys)
+
+
+@pytest.mark.parametrize("setup", [pytest.param("x 2", marks=pytest.mark.slow), "two processes a stage"])
+def test_told_to_end_it_saves_and_goes_on_later(setup, config, tmp_path):
+    ranks, options = SETUPS[setup]
+    run = tmp_path / "run"
+    with Launched(
+        command(config, run, ranks, train_steps=100_000, checkpoint_every=0, **options), tmp_path
+    ) as launched:
+        launched.wait_for("step 1/")
+        launched.ranks()
+        time.sleep(random.Random().uniform(0, 1))
+        os.kill(random.Random().choice(list(launched.ranks().values())), signal.SIGTERM)  # one is enough
+        launched.wait_until_gone(30)
+        assert launched.mpirun.returncode == 128 + signal.SIGTERM, launched.stderr[-3000:]
+        (ended,) = re.findall(r"^ended by SIGTERM after step (\d+); checkpoint", launched.stderr, re.MULTILINE)
+        assert "Traceback" not in launched.stderr
+        assert not errors(launched.stderr)
+    assert complete(run) == int(ended)
+    steps = int(ended) + 2
+    done = finished(command(config, run, ranks, train_steps=steps, **options))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"resumed at step {ended} " in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_the_launcher_passes_on_what_it_is_told(number, config, tmp_path):
+    run = tmp_path / "run"
+    with Launched(launch(config, run, 2, 3, grid_pipe=2, train_steps=100_000), tmp_path) as launched:
+        launched.wait_for("step 1/")
+        launched.ranks()
+        os.kill(launched.mpirun.pid, number)
+        launched.wait_until_gone(30)
+        assert launched.mpirun.returncode == 128 + number, launched.stderr[-3000:]
+        (ended,) = re.findall(r"^ended by SIGUSR1 after step (\d+); checkpoint", launched.stderr, re.MULTILINE)
+    assert complete(run) == int(ended)
+    assert not (run / "restarts.log").exists()
+
+
+def test_a_second_signal_ends_at_once(config, tmp_path):
+    with Launched(command(config, tmp_path / "run", train_steps=100_000), tmp_path) as launched:
+        launched.wait_for("step 1/")
+        os.kill(launched.mpirun.pid, signal.SIGSTOP)  # so that the first cannot be over before the second
+        os.kill(launched.mpirun.pid, signal.SIGINT)
+        os.kill(launched.mpirun.pid, signal.SIGCONT)
+        launched.wait_until_gone(30)
+        assert launched.mpirun.returncode == 128 + signal.SIGINT
+        assert "ended by SIGINT after step" in launched.stderr
+
+
+def test_restarts_of_one_process_give_up_and_say_why(config, tmp_path):
+    run = tmp_path / "run"
+    words = [*command(config, run, train_steps=100_000, checkpoint_every=0), "--restarts", "1"]
+    with Launched(words, tmp_path) as launched:
+        for attempt in range(2):
+            until(lambda: launched.stderr.count("compiling") > attempt, 60, "a start", launched)  # noqa: B023
+            said = launched.stderr.count("the job was ended by SIGKILL")
+            child = next(pid for pid, _ in launched._processes() if pid != launched.mpirun.pid)
+            os.kill(child, signal.SIGKILL)
+            end = time.monotonic() + 20
+            while launched.stderr.count("the job was ended by SIGKILL") == said:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        assert launched.mpirun.wait(30) == 128 + signal.SIGKILL
+    first, second = (run / "restarts.log").read_text().splitlines()
+    assert "last complete checkpoint: none; starting again in 1 s (1 of 1)" in first
+    assert "not started again, --restarts 1 used up" in second
+
+
+def test_bad_input_is_not_tried_again(config, tmp_path):
+    done = finished(launch(config, tmp_path / "run", 2, 3, grid_pipe=3))
+    assert done.returncode == 2
+    assert "starting again" not in done.stderr
+    assert len(errors(done.stderr)) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True)
+    if done.returncode:
+        pytest.skip("no file system can be mounted here")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("setup", ["x 2", pytest.param("pipe 2", marks=pytest.mark.slow)])
+def test_a_disk_that_runs_full_does_not_end_training(setup, config, small_disk, tmp_path):
+    ranks, options = SETUPS[setup]
+    run = small_disk / "run"
+    with Launched(command(config, run, ranks, train_steps=40, **options), tmp_path) as launched:
+        until(lambda: complete(run) >= 2, 120, "a checkpoint", launched)
+        free = shutil.disk_usage(small_disk).free
+        (small_disk / "filler").write_bytes(bytes(max(free - 700_000, 0)))
+        launched.wait_for("was not saved in", 60)
+        kept = complete(run)
+        (small_disk / "filler").unlink()
+        assert launched.mpirun.wait(120) == 0, launched.stderr[-3000:]
+        told = [line for line in launched.stderr.splitlines() if line.startswith("warning:")]
+        assert told
+        assert all(re.search(r"the checkpoint of step \d+ was not saved in \S+: no space left on the device", line)
+                   for line in told), told  # fmt: skip
+        assert "Traceback" not in launched.stderr
+    assert kept >= 2
+    assert complete(run) == 40
+
+
+def test_a_last_checkpoint_that_cannot_be_saved_is_status_1(config, small_disk, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(small_disk)
+    (small_disk / "filler").write_bytes(bytes(2_950_000))
+    done = finished(command(config, run, train_steps=3, checkpoint_every=0))
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "error: the last checkpoint was not saved" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_other_numbers_of_processes_go_on_with_the_same_samples(config, tmp_path):
+    """1, 2 and 4 processes in turn, other grids each: the curve is the uninterrupted one's."""
+    run, steps = tmp_path / "run", 0
+    schedule = {"train_schedule": "constant"}
+    for ranks, options in [
+        (1, {}), (4, {"grid_pipe": 4}), (2, {"grid_z": 2}), (4, {"grid_pipe": 2, "grid_data": 2}),
+        (1, {"grid_pipe": 2, "grid_x": 2}), (2, {"grid_y": 2}), (4, {"grid_data": 2, "grid_x": 2}),
+        (2, {"grid_pipe": 2}),
+    ]:  # fmt: skip
+        steps += 4
+        done = finished(command(config, run, ranks, train_steps=steps, **schedule, **options))
+        assert done.returncode == 0, done.stderr[-3000:]
+    done = finished(command(config, tmp_path / "whole", train_steps=steps, **schedule))
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses, whole = curves(run)[0], curves(tmp_path / "whole")[0]
+    assert len(losses) == steps
+    np.testing.assert_allclose(losses, whole, rtol=2e-6)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [r["tokens"] for r in records if "loss" in r] == [16 * 32 * step for step in range(1, steps + 1)]
+
+
+def drawn(ranks, config, run, folder, **options):
+    """The samples that all processes of a run together drew, batch by batch."""
+    folder.mkdir()
+    recording = [sys.executable, str(Path(__file__).with_name("recording_train.py")), str(folder)]
+    words = command(config, run, ranks, **options)
+    at = words.index(AXONN[0])
+    words[at : at + len(AXONN) + 1] = recording
+    done = finished(words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    each = [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.iterdir()]
+    assert len(each) == ranks
+    return [sorted({number for batch in batches for number in batch}) for batches in zip(*each, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [(1, 4, 16, {"grid_data": 2}), (2, 6, 8, {"grid_z": 2})],
+        pytest.param(
+            [
+                (1, 4, 16, {}), (2, 8, 8, {"grid_z": 2}), (4, 10, 32, {"grid_pipe": 2, "grid_data": 2}),
+                (4, 13, 16, {"grid_data": 2, "grid_z": 2}), (2, 15, 32, {"grid_pipe": 2}),
+                (4, 17, 8, {"grid_data": 2, "grid_x": 2}),
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["two grids", "six grids"],
+)  # fmt: skip
+def test_the_samples_are_those_of_one_uninterrupted_sequence(turns, config, tmp_path):
+    """Across grids, numbers of processes and batch sizes: every sample number once, in order."""
+    seen = []
+    for number, (ranks, steps, batch, options) in enumerate(turns):
+        batches = drawn(ranks, config, tmp_path / "run", tmp_path / f"samples{number}", train_steps=steps,
+                        train_global_batch=batch, train_schedule="constant", **options)  # fmt: skip
+        assert [len(samples) for samples in batches] == [batch] * len(batches)
+        seen += [sample for samples in batches for sample in samples]
+    assert seen == list(range(len(seen)))
+    assert len(seen) == sum(
+        batch * (steps - before)
+        for (_, steps, batch, _), before in zip(turns, [0, *(turn[1] for turn in turns)], strict=False)
+    )
+
+
+def test_tasks_that_no_mpi_joins_agree_too(config, tmp_path):
+    """As `srun` starts them: jax alone connects the two, and one of them is told to end."""
+    slurm = {
+        "SLURM_JOB_ID": str(random.Random().randrange(10**6)), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost",
+    }  # fmt: skip
+    run = tmp_path / "run"
+    words = command(config, run, grid_x=2, train_steps=100_000, checkpoint_every=4)
+    tasks = []
+    for rank in range(2):
+        variables = {**environment(), **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        with (tmp_path / f"stderr{rank}").open("w") as err:
+            tasks.append(subprocess.Popen(words, stderr=err, env=variables))
+    try:
+        end = time.monotonic() + 120
+        while complete(run) < 8:
+            assert time.monotonic() < end, (tmp_path / "stderr0").read_text()[-3000:]
+            time.sleep(0.05)
+        tasks[1].send_signal(signal.SIGTERM)
+        statuses = [task.wait(60) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    said = (tmp_path / "stderr0").read_text()
+    assert statuses == [128 + signal.SIGTERM] * 2, said[-3000:]
+    (ended,) = re.findall(r"^ended by SIGTERM after step (\d+); checkpoint", said, re.MULTILINE)
+    assert complete(run) == int(ended)
+    assert "Traceback" not in said

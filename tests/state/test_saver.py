@@ -1,0 +1,287 @@
+"""Checkpoints on real disks: complete or not there, kept or retired, damaged in 200 ways, full and read-only disks."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from contextlib import contextmanager
+
+import grids
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.cli.main import main
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.state.agree import Alone
+from axonn_jax.state.checkpoint import Found, at, faults, fits, load, newest
+from axonn_jax.state.manifest import check, read
+from axonn_jax.state.saver import Saver
+
+GRID = GridShape(1, 1, 1, 1, 2)
+CORRUPTIONS = 200
+
+
+def state(step=0):
+    grid = grids.lay(GRID)
+    kernel = jnp.arange(4096, dtype=jnp.float32).reshape(64, 64) + step
+    return {
+        "params.kernel": jax.device_put(kernel, NamedSharding(grid.mesh, P("x"))),
+        "params.bias": jax.device_put(jnp.ones(8) * step, NamedSharding(grid.mesh, P())),
+        "optimizer.0.count": jax.device_put(jnp.int32(step), NamedSharding(grid.mesh, P())),
+    }
+
+
+@contextmanager
+def saver(folder, said=None, **options):
+    made = Saver(folder, grids.lay(GRID), Alone(), warn=(said if said is not None else []).append, **options)
+    yield made
+    made.close()
+
+
+def wanted(**kinds):
+    one = NamedSharding(grids.lay(GridShape()).mesh, P())
+    return {
+        name: jax.ShapeDtypeStruct(value.shape, kinds.get(name, value.dtype), sharding=one)
+        for name, value in state().items()
+    }
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_saved_is_read_on_another_grid(tmp_path):
+    with saver(tmp_path) as made:
+        made.save(7, state(7), {"position": 112})
+        assert made.settle() == ""
+    found = newest(tmp_path, Alone(), pytest.fail)
+    assert (found.manifest.step, found.manifest.run, found.manifest.grid) == (7, {"position": 112}, str(GRID))
+    loaded = load(found, wanted())
+    for name, value in state(7).items():
+        np.testing.assert_array_equal(loaded[name], value)
+        assert loaded[name].sharding.mesh.size == 1
+    assert set(load(found, {"params.bias": wanted()["params.bias"]})) == {"params.bias"}
+
+
+def test_a_save_holds_the_state_of_its_step_though_the_next_step_takes_the_arrays(tmp_path):
+    advance = jax.jit(lambda tree: jax.tree.map(lambda a: a + 1, tree), donate_argnums=0)
+    now = state(3)
+    with saver(tmp_path) as made:
+        made.save(3, now, {})
+        for _ in range(5):
+            now = advance(now)
+    loaded = load(newest(tmp_path, Alone(), pytest.fail), wanted())
+    np.testing.assert_array_equal(loaded["params.kernel"], state(3)["params.kernel"])
+
+
+def test_the_newest_and_every_so_many_are_kept(tmp_path):
+    with saver(tmp_path, keep=2, keep_every=6) as made:
+        for step in range(2, 17, 2):
+            made.save(step, state(step), {})
+    assert names(tmp_path) == [f"step_{step:08d}" for step in (6, 12, 14, 16)]
+
+
+def test_leftovers_go_and_strangers_stay(tmp_path):
+    for name in ("unfinished_step_00000003", "removed_step_00000001", "notes", "step_x"):
+        (tmp_path / name / "deeper").mkdir(parents=True)
+    with saver(tmp_path) as made:
+        made.clean()
+    assert names(tmp_path) == ["notes", "step_x"]
+    assert newest(tmp_path, Alone(), pytest.fail) is None
+
+
+def test_what_does_not_fit_is_listed(tmp_path):
+    with saver(tmp_path) as made:
+        made.save(1, state(1), {})
+    found = newest(tmp_path, Alone(), pytest.fail)
+    shapes = {"params.kernel": (64, 32), "params.bias": (8,), "params.new": (2,)}
+    with pytest.raises(UserError) as caught:
+        fits(found, shapes, "checkpoint.resume")
+    for said in ("1 missing: params.new;", "1 unexpected: optimizer.0.count;",
+                 "1 of another shape: params.kernel (64, 64) instead of (64, 32)"):  # fmt: skip
+        assert said in str(caught.value)
+    fits(found, {"params.kernel": (64, 64), "params.bias": (8,)}, "checkpoint.weights", only="params.")
+
+
+def test_another_type_is_converted(tmp_path):
+    with saver(tmp_path) as made:
+        made.save(1, state(1), {})
+    kinds = {"params.kernel": jnp.bfloat16}
+    loaded = load(newest(tmp_path, Alone(), pytest.fail), wanted(**kinds))
+    np.testing.assert_array_equal(loaded["params.kernel"], state(1)["params.kernel"].astype(jnp.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    with saver(folder) as made:
+        for step in (2, 4):
+            made.save(step, state(step), {"position": step})
+    return folder
+
+
+def truncate(path, chance):
+    size = path.stat().st_size
+    os.truncate(path, chance.randrange(size))
+
+
+def flip(path, chance):
+    data = bytearray(path.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def delete(path, chance):
+    path.unlink()
+
+
+def append(path, chance):
+    path.write_bytes(path.read_bytes() + bytes([chance.randrange(256)]))
+
+
+def swap(path, chance):
+    """With the same file of the other checkpoint where there is one, else with another of its own."""
+    step = next(parent for parent in path.parents if parent.name == "step_00000004")
+    twin = step.with_name("step_00000002") / path.relative_to(step)
+    others = [p for p in step.rglob("*") if p.is_file() and p.read_bytes() != path.read_bytes()]
+    other = twin if twin.exists() and twin.read_bytes() != path.read_bytes() else chance.choice(others)
+    path.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("number", range(CORRUPTIONS))
+def test_every_corruption_is_named_and_the_one_before_used(number, two, tmp_path):
+    chance = random.Random(number)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two, folder)
+    last = folder / "step_00000004"
+    path = chance.choice(sorted(p for p in last.rglob("*") if p.is_file() and p.stat().st_size))
+    (truncate, flip, delete, append, swap)[number % 5](path, chance)
+    name = path.relative_to(last).as_posix()
+    assert name in faults(last)
+    said = []
+    found = newest(folder, Alone(), said.append)
+    assert found.manifest.step == 2
+    (line,) = said
+    assert line.startswith(f"warning: checkpoint {last} is damaged and passed over: ")
+    assert name in line
+    assert "\n" not in line
+    with pytest.raises(UserError, match="a sound checkpoint; "):
+        at(last, Alone(), pytest.fail, "checkpoint.resume")
+
+
+def test_a_checkpoint_under_another_ones_name_is_noticed(two, tmp_path):
+    shutil.copytree(two / "step_00000002", tmp_path / "step_00000004")
+    assert "manifest.json is that of step 2" in faults(tmp_path / "step_00000004")
+
+
+def test_without_a_sound_one_there_is_none(two, tmp_path):
+    shutil.copytree(two, tmp_path / "c")
+    for path in (tmp_path / "c").iterdir():
+        (path / "manifest.json").unlink()
+    said = []
+    assert newest(tmp_path / "c", Alone(), said.append) is None
+    assert len(said) == 2
+
+
+def test_inspect_lists_sound_and_damaged_ones(two, tmp_path, capsys):
+    shutil.copytree(two, tmp_path / "checkpoints")
+    victim = next((tmp_path / "checkpoints" / "step_00000004" / "part_000" / "d").iterdir())
+    flip(victim, random.Random(0))
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    newest_row, row = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (newest_row["step"], newest_row["valid"], row["step"], row["valid"]) == (4, False, 2, True)
+    assert victim.name in newest_row["fault"]
+    assert (row["position"], row["grid"], row["processes"]) == (2, str(GRID), 1)
+    assert row["bytes"] == sum(p.stat().st_size for p in (two / "step_00000002").rglob("*")
+                               if p.is_file() and p.name != "manifest.json")  # fmt: skip
+    assert main(["inspect", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "DAMAGED: part_000/d/" in shown
+    assert ", sound" in shown
+    (tmp_path / "checkpoints" / "step_00000002" / "manifest.json").unlink()
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert main(["inspect", str(tmp_path / "nowhere")]) == 2
+
+
+def mounted(path, *options):
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(path)], capture_output=True)
+    if done.returncode:
+        pytest.skip("no file system can be mounted here")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    mounted(disk, "size=256k")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("filler", [40_000, 150_000], ids=["it runs full while saving", "it is full before"])
+def test_a_full_disk_is_one_line_and_the_one_before_stays(small_disk, filler):
+    said = []
+    folder = small_disk / "checkpoints"
+    with saver(folder, said) as made:
+        made.save(2, state(2), {})
+        assert made.settle() == ""
+        (small_disk / "filler").write_bytes(bytes(filler))
+        big = {**state(4), "params.kernel": jnp.ones((64, 480), jnp.float32)}  # 123 kB, of which Orbax writes more
+        made.save(4, big, {})
+        assert made.settle().startswith("no space left on the device")
+        assert made.settle() == ""
+        (line,) = said
+        assert line.startswith(f"warning: the checkpoint of step 4 was not saved in {folder}: no space left on")
+        assert line.endswith("; the last complete one is step 2")
+        assert names(folder) == ["step_00000002"]
+        assert faults(folder / "step_00000002") == ""
+        (small_disk / "filler").unlink()
+        made.save(6, state(6), {})  # the next one is tried again
+        assert made.settle() == ""
+    assert read(folder / "step_00000006").step == 6
+
+
+def test_a_read_only_disk_is_one_line(small_disk):
+    said = []
+    folder = small_disk / "checkpoints"
+    with saver(folder, said) as made:
+        made.save(2, state(2), {})
+        assert made.settle() == ""
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        made.save(4, state(4), {})
+        assert made.settle() == "the file system is read-only"
+    (line,) = said
+    assert "the file system is read-only; the last complete one is step 2" in line
+    assert check(folder / "step_00000002").step == 2
+
+
+def test_a_directory_that_vanishes_is_one_line(tmp_path):
+    said = []
+    folder = tmp_path / "checkpoints"
+    with saver(folder, said) as made:
+        made.save(2, state(2), {})
+        made.settle()
+        shutil.rmtree(folder)
+        folder.write_text("not a directory any more")
+        made.save(4, state(4), {})
+        assert made.settle()
+    (line,) = said
+    assert "\n" not in line
+    assert "was not saved" in line
+
+
+def test_found_is_read_where_files_change_after_the_check(two, tmp_path):
+    """Between the check and the reading only another process could alter a file: then it is an error that names it."""
+    shutil.copytree(two, tmp_path / "c")
+    path = tmp_path / "c" / "step_00000004"
+    found = Found(path, check(path))
+    for data in (path / "part_000").rglob("d/*"):
+        data.write_bytes(b"x" * data.stat().st_size)
+    with pytest.raises(Exception, match="part_000: "):
+        load(found, wanted())

@@ -1,0 +1,147 @@
+"""Saved on one grid, loaded on others: parameters to the bit, and the next losses of the uninterrupted run."""
+
+import dataclasses
+import functools
+
+import grids
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import axonn_jax as ax
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.state.checkpoint import Found, latest, load, load_weights
+from axonn_jax.state.manifest import read
+from axonn_jax.train.config import PipelineConfig
+from axonn_jax.train.trainer import Trainer
+
+BEFORE, AFTER, MICROBATCHES, ROWS = 3, 10, 4, 16
+# As between grids without any checkpoint in between (test_pipelined).
+CURVE_TOLERANCE = 2e-6
+
+GPT = dataclasses.replace(grids.GPT, layers=4, seq_len=8, dropout=0.1)  # tied embeddings: both ends hold the table
+RATE = optax.linear_schedule(3e-3, 1e-3, BEFORE + AFTER)  # with a count of its own in the optimizer's state
+FIXED = PipelineConfig(policy="1f1b")
+
+GRIDS = {
+    "one device": {},
+    "data 2": {"data": 2},
+    "z 2": {"z": 2},
+    "y 2": {"y": 2},
+    "x 2": {"x": 2},
+    "data 4": {"data": 4},
+    "z 2 x 2": {"z": 2, "x": 2},
+    "y 2 x 2": {"y": 2, "x": 2},
+    "all four": {"data": 2, "z": 1, "y": 2, "x": 2},
+    "eight": {"z": 2, "y": 2, "x": 2},
+    "pipe 2": {"pipe": 2},
+    "pipe 2 x 2": {"pipe": 2, "x": 2},
+    "pipe 2 z 2 y 2": {"pipe": 2, "z": 2, "y": 2},
+    "pipe 4": {"pipe": 4},
+    "pipe 4 data 2": {"pipe": 4, "data": 2},
+}
+SAVED_ON = ("z 2 x 2", "pipe 2")
+FAST = {("z 2 x 2", "pipe 2"), ("pipe 2", "y 2 x 2"), ("pipe 2", "pipe 2"), ("z 2 x 2", "z 2 x 2")}
+
+
+def trainer(axes, *, shape=GPT, seed=0, optimizer=None):
+    return Trainer(
+        lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(seed)),
+        optimizer or optax.adamw(RATE),
+        grids.lay(GridShape(**axes)),
+        microbatches=MICROBATCHES,
+        clip=0.5,
+        seed=5,
+        pipeline=FIXED,
+    )
+
+
+def steps(trained, first, count):
+    batches = np.random.default_rng(0).integers(0, GPT.vocab, (4, ROWS, GPT.seq_len + 1), dtype=np.int32)
+    return [float(trained.step(batches[step % 4])["loss"]) for step in range(first, first + count)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Trains a while on a grid, saves, and goes on: the checkpoint, and the losses after it."""
+
+    @functools.cache
+    def of(name):
+        path = tmp_path_factory.mktemp("saved")
+        trained = trainer(GRIDS[name])
+        steps(trained, 0, BEFORE)
+        trained.save(path, BEFORE)
+        before = {name: np.asarray(value) for name, value in trained.params.items()}
+        losses = steps(trained, BEFORE, AFTER)
+        trained.close()
+        return path / f"step_{BEFORE:08d}", before, losses
+
+    return of
+
+
+def cases():
+    for source in SAVED_ON:
+        for target in GRIDS:
+            marks = [] if (source, target) in FAST else [pytest.mark.slow]
+            yield pytest.param(source, target, marks=marks, id=f"{source} to {target}")
+
+
+@pytest.mark.parametrize(("source", "target"), [*cases()])
+def test_any_grid_goes_on_from_any_other(source, target, saved):
+    path, before, losses = saved(source)
+    resumed = trainer(GRIDS[target])
+    assert resumed.load(path) == BEFORE == resumed.steps_done
+    for name, value in resumed.params.items():
+        np.testing.assert_array_equal(np.asarray(value), before[name], err_msg=name)
+    state = {name: value for part in resumed.state().values() for name, value in part.items()}
+    (count,) = {int(value) for name, value in state.items() if name.endswith("count")}
+    assert count == BEFORE
+    found = Found(path, read(path))
+    one = NamedSharding(grids.lay(GridShape()).mesh, P())
+    stored = load(found, {n: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=one) for n, v in state.items()})
+    for name, value in state.items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(stored[name]), err_msg=name)
+    after = steps(resumed, BEFORE, AFTER)
+    resumed.close()
+    if source == target:
+        assert after == losses
+    else:
+        np.testing.assert_allclose(after, losses, rtol=CURVE_TOLERANCE)
+
+
+def test_the_weights_alone_start_another_run(saved):
+    path, before, _ = saved("z 2 x 2")
+    other = trainer({"y": 2}, optimizer=optax.sgd(1e-2, momentum=0.9), seed=1)
+    other.load(path, weights_only=True)
+    assert other.steps_done == 0
+    for name, value in other.params.items():
+        np.testing.assert_array_equal(np.asarray(value), before[name])
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(other.opt_state))
+    abstract = {n: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for n, p in other.params.items()}
+    read_alone = load_weights(latest(path.parent, pytest.fail), abstract)
+    assert set(read_alone) == set(before)
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"pipe": 2}], ids=["x 2", "pipe 2"])
+def test_another_model_or_optimizer_is_told_name_by_name(axes, saved):
+    path, _, _ = saved("z 2 x 2")
+    with pytest.raises(UserError) as caught:
+        trainer(axes, shape=dataclasses.replace(GPT, layers=3, seq_len=16)).load(path)
+    said = str(caught.value)
+    assert "unexpected: optimizer.0.mu.blocks.3.attention" in said
+    assert "positions.table (8, 32) instead of (16, 32)" in said
+    with pytest.raises(UserError, match=r"missing: optimizer\.0\.trace\.blocks\.0"):
+        trainer(axes, optimizer=optax.sgd(RATE, momentum=0.9)).load(path)
+
+
+def test_every_array_is_stored_once(saved):
+    for name in SAVED_ON:
+        path, before, _ = saved(name)
+        manifest = read(path)
+        values = sum(np.prod(stored.shape, dtype=int) for stored in manifest.arrays.values())
+        assert values == 3 * sum(value.size for value in before.values()) + 2  # two moments, two counts
