@@ -1,0 +1,115 @@
+"""What a choice needs of device and host memory, rank by rank."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from axonn_jax.grid import GridShape
+from axonn_jax.planner import memory as formulas
+from axonn_jax.planner.job import Choice, Job, Memory
+from axonn_jax.schedule.policies import live_bound
+from axonn_jax.schedule.tasks import Layout
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a rank of the pipeline holds."""
+
+    rank: int
+    blocks: float
+    """A half is attention or MLP alone."""
+    first: bool
+    """The embedding."""
+    last: bool
+    """The head."""
+
+
+class Footprint:
+    """Memory of one job's choices; what they have in common is worked out once."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self._loads: dict[int, tuple[Load, ...]] = {}
+        self._states: dict[tuple[GridShape, int, bool, int], tuple[formulas.State, formulas.State]] = {}
+        self._blocks: dict[tuple[int, int, str], formulas.Block] = {}
+
+    def loads(self, pipe: int) -> tuple[Load, ...]:
+        """The ranks that matter: the first, one between, and the last; the fullest and the busiest are among them."""
+        if pipe not in self._loads:
+            self._loads[pipe] = self._cut(pipe)
+        return self._loads[pipe]
+
+    def _cut(self, pipe: int) -> tuple[Load, ...]:
+        shape = self.job.shape
+        if pipe == 1:
+            return (Load(0, shape.layers, True, True),)
+        usual, last = balanced_blocks(shape.layers, shape.head_forward_flops(1) / shape.layer_forward_flops(1), pipe)
+        between = (Load(1, usual, False, False),) if pipe > 2 else ()
+        return (Load(0, usual, True, False), *between, Load(pipe - 1, last, False, True))
+
+    def params(self, grid: GridShape, load: Load) -> float:
+        """Parameters of a rank on each of its devices; a tied table is held at both ends of a pipeline."""
+        shape = self.job.shape
+        params = load.blocks * shape.layer_params()
+        params += shape.embedding_params() if load.first else 0
+        params += shape.head_params() if load.last else 0
+        params += shape.hidden * shape.vocab if load.last and not load.first and shape.tied else 0
+        return params / (grid.x * grid.y * grid.z)
+
+    def memory(self, choice: Choice) -> Memory:
+        """The fullest device's bytes."""
+        return max((self._memory(choice, load) for load in self.loads(choice.grid.pipe)), key=lambda one: one.total)
+
+    def _memory(self, choice: Choice, load: Load) -> Memory:
+        job, grid = self.job, choice.grid
+        params, item = self.params(grid, load), formulas.itemsize(job.precision)
+        state, host = self._state(choice, load, params)
+        activations, outside = self._activations(choice, load, item)
+        kept = choice.activations == "none" or (grid.pipe == 1 and choice.microbatches > 1)
+        gathered = formulas.gathered_weights(params * grid.z, grid.z, item, load.blocks, kept=kept)
+        buffers = formulas.bucket_buffers(params, job.bucket, job.accumulate) if grid.data > 1 else 0.0
+        buffers += formulas.offload_buffers(min(job.bucket, params)) if choice.offload else 0.0
+        optimizer = state.master + state.moments
+        return Memory(
+            state.weights, state.gradients, optimizer, activations, gathered, buffers, host.master + host.moments + outside
+        )
+
+    def _state(self, choice: Choice, load: Load, params: float) -> tuple[formulas.State, formulas.State]:
+        key = (choice.grid, load.rank, choice.offload, choice.zero)
+        if key not in self._states:
+            replicas, precision = choice.grid.data if choice.zero else 1, self.job.precision
+            self._states[key] = (
+                formulas.device_state(
+                    params, precision, accumulate=self.job.accumulate, offload=choice.offload, replicas=replicas
+                ),
+                formulas.host_state(params, precision, offload=choice.offload, replicas=replicas),
+            )
+        return self._states[key]
+
+    def _activations(self, choice: Choice, load: Load, item: int) -> tuple[float, float]:
+        """Bytes on the device and on the host: what microbatches in flight keep, and what the one at work needs."""
+        job, grid = self.job, choice.grid
+        key = (grid.x, grid.y, choice.activations)
+        if key not in self._blocks:
+            fused = job.machine.device.attention > 0
+            self._blocks[key] = formulas.block_activations(
+                job.shape, grid.x, grid.y, item, choice.activations, fused_attention=fused
+            )
+        block, live = self._blocks[key], 1.0
+        if grid.pipe > 1:
+            layout = Layout(grid.pipe, choice.microbatches, choice.virtual_stages)
+            live = live_bound(job.policy, layout, load.rank, 0, job.split) / choice.virtual_stages
+        head = formulas.head_activations(job.shape, grid.x, grid.y, item) if load.last else 0.0
+        tokens = choice.sequences(job.batch) * job.shape.seq_len
+        # Loss and a block's backward pass do not run at the same time.
+        kept = live * load.blocks
+        return tokens * (kept * block.kept + max(block.working, head)), tokens * kept * block.host
+
+
+def balanced_blocks(layers: int, head: float, pipe: int) -> tuple[float, float]:
+    """Blocks of the busiest rank and of the last one, which also has the head, `head` blocks long.
+
+    Stages are cut at halves of blocks.
+    """
+    usual = ceil(2 * (layers + head) / pipe) / 2
+    last = min(max(0.0, int(2 * (usual - head)) / 2), layers - (pipe - 1) * 0.5)
+    return max(ceil(2 * (layers - last) / (pipe - 1)) / 2, 0.5), last

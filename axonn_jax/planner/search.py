@@ -1,0 +1,259 @@
+"""The search: every legal grid with every choice that goes with it; what fits, what does not and why."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.planner.cost import CostModel
+from axonn_jax.planner.job import Choice, Estimate, Job, Memory
+from axonn_jax.planner.memory import Policy as Activations
+from axonn_jax.planner.refine import refine
+
+AXES = ("pipe", "data", "z", "y", "x")
+TIE = 0.01
+"""Times closer than this are a tie."""
+_REFINED = 10
+"""So many of the best by closed form are simulated where they have a pipeline."""
+_HORIZON = 1.25
+"""Grids that cannot come closer to the best than this are left out once there are enough others."""
+_ENOUGH = 40
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen; what is fixed is a list of one."""
+
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Axes of the grid that are fixed."""
+    most: Mapping[str, int] = field(default_factory=dict)
+    """Largest sizes of axes."""
+    sequences: int | None = None
+    """Sequences of a microbatch on a device, if fixed."""
+    activations: Sequence[Activations] = get_args(Activations)
+    offload: Sequence[bool] = (False, True)
+    zero: Sequence[int] = (0, 1)
+    virtual_stages: Sequence[int] = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """The least of a grid that does not fit, or a rule that leaves grids out."""
+
+    grid: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the search found."""
+
+    best: list[Estimate]
+    """Of what fits, the fastest of each grid, fastest first."""
+    pareto: list[Estimate]
+    """What fits and is beaten by nothing in both time and memory, fastest first."""
+    rejected: list[Rejected]
+    """Grids that do not fit, those that come closest first, and the rules that left others out."""
+    examined: int
+    """Choices that were priced."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    step_s: float
+    memory: Memory
+    choice: Choice
+
+    @property
+    def order(self) -> tuple[float, int, bool, int, int]:
+        """By time, then by how little it asks for."""
+        one = self.choice
+        policies = ("none", "save_collectives", "dots", "full", "offload")
+        return self.step_s, policies.index(one.activations), one.offload, one.zero, one.virtual_stages
+
+
+def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
+    """Prices every legal choice for so many devices; `limit` is the memory a device may use, in bytes.
+
+    Grids are tried in the order of what none of their choices goes below, until no other can come near the best.
+
+    Raises:
+        UserError: no grid is legal for model, batch and devices, or none fits the memory.
+    """
+    model, rules = CostModel(job), Counter[str]()
+    misses: list[tuple[Memory, Choice]] = []
+    grids: list[tuple[float, GridShape]] = []
+    for grid in _legal(job, devices, space, rules):
+        leanest = _leanest(job, grid, space)
+        if leanest is None:
+            rules["the batch leaves no microbatches for them"] += 1
+            continue
+        memory = model.footprint.memory(leanest)
+        if memory.total > limit or not _host_fits(job, memory, grid):
+            misses.append((memory, leanest))
+        else:
+            grids.append((model.bound(grid), grid))
+    fits: list[_Priced] = []
+    found, best, examined = 0, float("inf"), 0
+    grids.sort(key=lambda one: one[0])
+    for bound, grid in grids:
+        if bound > _HORIZON * best and found >= _ENOUGH:
+            rules[f"they take at least {_HORIZON} times as long as the best"] += len(grids) - found
+            break
+        priced = list(_price(model, grid, space, limit))
+        examined += len(priced)
+        found += 1
+        fits.extend(_front(priced))
+        best = min([best, *(one.step_s for one in priced)])
+    misses.sort(key=lambda miss: miss[0].total)
+    rejected = [Rejected(str(choice.grid), _too_large(job, memory, choice, limit)) for memory, choice in misses]
+    rejected += [Rejected(f"{count} grids", why) for why, count in rules.most_common()]
+    if not fits:
+        raise _nothing(devices, rejected)
+    fits.sort(key=lambda one: one.order)
+    by_grid: dict[GridShape, Choice] = {}
+    for one in fits:
+        by_grid.setdefault(one.choice.grid, one.choice)
+    estimates = [model.estimate(choice) for choice in list(by_grid.values())[:_ENOUGH]]
+    head = [refine(model, one) for one in estimates[:_REFINED]]
+    ranked = sorted([*head, *estimates[_REFINED:]], key=lambda one: one.step_s)
+    return Plan(ranked, [model.estimate(one.choice) for one in _front(fits)], rejected, examined)
+
+
+def _price(model: CostModel, grid: GridShape, space: Space, limit: float) -> Iterator[_Priced]:
+    """Every choice on a grid that fits."""
+    for base in _choices(model.job, grid, space):
+        fitting = []
+        for choice in _states(base, space):
+            memory = model.footprint.memory(choice)
+            if memory.total <= limit and _host_fits(model.job, memory, grid):
+                fitting.append((memory, choice))
+        if fitting:
+            seconds = model.pipeline_s(base)
+            yield from (_Priced(seconds + model.once_s(choice), memory, choice) for memory, choice in fitting)
+
+
+def _front(found: Sequence[_Priced]) -> list[_Priced]:
+    """What nothing beats in both time and memory, fastest first."""
+    front: list[_Priced] = []
+    for one in sorted(found, key=lambda one: one.order):
+        if not front or one.memory.total < front[-1].memory.total:
+            front.append(one)
+    return front
+
+
+def _legal(job: Job, devices: int, space: Space, rules: Counter[str]) -> Iterator[GridShape]:
+    """Every grid that model and batch divide over; counts in `rules` why others are left out."""
+    for grid in _grids(devices, space):
+        try:
+            grid.check_model(job.shape)
+        except UserError as error:
+            rules[f"{error.field} does not divide over them"] += 1
+            continue
+        if job.batch % grid.batch_shards:
+            rules[f"a batch of {job.batch} sequences does not divide over data * z"] += 1
+        elif grid.pipe > _pieces(job):
+            rules[f"they have more pipeline stages than the model has pieces ({_pieces(job)})"] += 1
+        else:
+            yield grid
+
+
+def _grids(devices: int, space: Space) -> Iterator[GridShape]:
+    """Every way to write the number of devices as a product of the five axes."""
+
+    def place(left: int, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        if not axes:
+            if left == 1:
+                yield ()
+            return
+        wanted, most = space.axes.get(axes[0]), space.most.get(axes[0], left)
+        for size in divisors(left) if wanted is None else [wanted] if left % wanted == 0 else []:
+            if size <= most:
+                for rest in place(left // size, axes[1:]):
+                    yield (size, *rest)
+
+    for sizes in place(devices, AXES):
+        yield GridShape(*sizes)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, smallest first."""
+    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def _pieces(job: Job) -> int:
+    return 2 * job.shape.layers + 2
+
+
+def _sizes(job: Job, grid: GridShape, space: Space) -> list[int]:
+    """Sequences that a device's microbatch may have, fewest first: powers of two, and the whole share."""
+    each = job.batch // grid.batch_shards
+    if space.sequences is not None:
+        sizes = [space.sequences] if each % space.sequences == 0 else []
+    else:
+        sizes = [size for size in divisors(each) if size & (size - 1) == 0 or size == each]
+    # A pipeline with fewer microbatches than stages is more bubble than work.
+    return [size for size in sizes if grid.pipe == 1 or each // size >= grid.pipe]
+
+
+def _leanest(job: Job, grid: GridShape, space: Space) -> Choice | None:
+    """The choice that needs the least memory, None where the grid has none at all."""
+    order = ("offload", "full", "save_collectives", "dots", "none")
+    activations = min(space.activations, key=order.index)
+    sizes = _sizes(job, grid, space)
+    if not sizes:
+        return None
+    count = job.batch // grid.batch_shards // sizes[0]
+    base = Choice(grid, count, activations, min(space.virtual_stages) if grid.pipe > 1 else 1)
+    return list(_states(base, space))[-1]
+
+
+def _choices(job: Job, grid: GridShape, space: Space) -> Iterator[Choice]:
+    """Choices of a legal grid, offload and ZeRO aside."""
+    each = job.batch // grid.batch_shards
+    virtual_stages = [1]
+    if grid.pipe > 1:
+        several = job.policy != "1f1b"
+        virtual_stages = [v for v in space.virtual_stages if v == 1 or (several and grid.pipe * v <= _pieces(job))]
+    for sequences in _sizes(job, grid, space):
+        for virtual in virtual_stages:
+            for activations in space.activations:
+                yield Choice(grid, each // sequences, activations, virtual)
+
+
+def _states(base: Choice, space: Space) -> Iterator[Choice]:
+    """A choice with every place and share of the optimizer's state, the leanest last."""
+    for zero in space.zero:
+        for offload in space.offload:
+            if not zero or base.grid.data > 1 or len(space.zero) == 1:
+                yield replace(base, offload=offload, zero=zero)
+
+
+def _host_fits(job: Job, memory: Memory, grid: GridShape) -> bool:
+    return memory.host * min(job.machine.node.devices, grid.devices) <= job.machine.host.memory_bytes
+
+
+def _too_large(job: Job, memory: Memory, choice: Choice, limit: float) -> str:
+    if memory.total <= limit:
+        need, have = memory.host * min(job.machine.node.devices, choice.grid.devices), job.machine.host.memory_bytes
+        return f"needs {need / 1e9:,.0f} GB of host memory a node, of which there are {have / 1e9:,.0f}"
+    kinds = {name: float(getattr(memory, name)) for name in MEMORY_KINDS}
+    most = max(kinds, key=lambda name: kinds[name])
+    return (
+        f"needs at least {memory.total / 1e9:,.1f} GB a device, {kinds[most] / 1e9:,.1f} of it {most}; "
+        f"{limit / 1e9:,.1f} GB are there"
+    )
+
+
+MEMORY_KINDS = ("weights", "gradients", "optimizer", "activations", "gathered", "buffers")
+"""What a device's memory goes to."""
+
+
+def _nothing(devices: int, rejected: list[Rejected]) -> UserError:
+    if not rejected:
+        return UserError("--devices", devices, "a multiple of the fixed axes' product")
+    first = rejected[0]
+    return UserError("--devices", devices, f"a number for which a grid fits model, batch and memory; {first.grid}: {first.why}")
