@@ -1,5 +1,6 @@
 """What a choice needs of device and host memory, rank by rank."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -21,6 +22,8 @@ class Load:
     """The embedding."""
     last: bool
     """The head."""
+    params: float
+    """Parameters of the whole rank; a tied table is held at both ends of a pipeline."""
 
 
 class Footprint:
@@ -29,7 +32,7 @@ class Footprint:
     def __init__(self, job: Job):
         self.job = job
         self._loads: dict[int, tuple[Load, ...]] = {}
-        self._states: dict[tuple[GridShape, int, bool, int], tuple[formulas.State, formulas.State]] = {}
+        self._states: dict[tuple[GridShape, int, bool, int], tuple[formulas.State, formulas.State, float]] = {}
         self._blocks: dict[tuple[int, int, str], formulas.Block] = {}
 
     def loads(self, pipe: int) -> tuple[Load, ...]:
@@ -41,47 +44,72 @@ class Footprint:
     def _cut(self, pipe: int) -> tuple[Load, ...]:
         shape = self.job.shape
         if pipe == 1:
-            return (Load(0, shape.layers, True, True),)
+            return (self._load(0, shape.layers, True, True),)
         usual, last = balanced_blocks(shape.layers, shape.head_forward_flops(1) / shape.layer_forward_flops(1), pipe)
-        between = (Load(1, usual, False, False),) if pipe > 2 else ()
-        return (Load(0, usual, True, False), *between, Load(pipe - 1, last, False, True))
+        between = (self._load(1, usual, False, False),) if pipe > 2 else ()
+        return (self._load(0, usual, True, False), *between, self._load(pipe - 1, last, False, True))
+
+    def _load(self, rank: int, blocks: float, first: bool, last: bool) -> Load:
+        shape = self.job.shape
+        params = blocks * shape.layer_params()
+        params += shape.embedding_params() if first else 0
+        params += shape.head_params() if last else 0
+        params += shape.hidden * shape.vocab if last and not first and shape.tied else 0
+        return Load(rank, blocks, first, last, params)
 
     def params(self, grid: GridShape, load: Load) -> float:
-        """Parameters of a rank on each of its devices; a tied table is held at both ends of a pipeline."""
-        shape = self.job.shape
-        params = load.blocks * shape.layer_params()
-        params += shape.embedding_params() if load.first else 0
-        params += shape.head_params() if load.last else 0
-        params += shape.hidden * shape.vocab if load.last and not load.first and shape.tied else 0
-        return params / (grid.x * grid.y * grid.z)
+        """Parameters of a rank on each of its devices."""
+        return load.params / (grid.x * grid.y * grid.z)
+
+    def totals(self, base: Choice, states: Sequence[Choice]) -> list[tuple[float, float]]:
+        """Bytes of the fullest device and its share of the host's, for choices like `base` but in offload and ZeRO."""
+        item = formulas.itemsize(self.job.precision)
+        kept = self._kept(base)
+        found = [(0.0, 0.0)] * len(states)
+        for load in self.loads(base.grid.pipe):
+            activations, outside = self._activations(base, load, item)
+            activations += self._gathered(base, load, item, kept)
+            for at, choice in enumerate(states):
+                state, host, buffers = self._state(choice, load)
+                total = state.total + buffers + activations
+                if total > found[at][0]:
+                    found[at] = (total, host.total + outside)
+        return found
 
     def memory(self, choice: Choice) -> Memory:
         """The fullest device's bytes."""
         return max((self._memory(choice, load) for load in self.loads(choice.grid.pipe)), key=lambda one: one.total)
 
     def _memory(self, choice: Choice, load: Load) -> Memory:
-        job, grid = self.job, choice.grid
-        params, item = self.params(grid, load), formulas.itemsize(job.precision)
-        state, host = self._state(choice, load, params)
+        item = formulas.itemsize(self.job.precision)
+        state, host, buffers = self._state(choice, load)
         activations, outside = self._activations(choice, load, item)
-        kept = choice.activations == "none" or (grid.pipe == 1 and choice.microbatches > 1)
-        gathered = formulas.gathered_weights(params * grid.z, grid.z, item, load.blocks, kept=kept)
-        buffers = formulas.bucket_buffers(params, job.bucket, job.accumulate) if grid.data > 1 else 0.0
-        buffers += formulas.offload_buffers(min(job.bucket, params)) if choice.offload else 0.0
+        gathered = self._gathered(choice, load, item, self._kept(choice))
         optimizer = state.master + state.moments
-        return Memory(
-            state.weights, state.gradients, optimizer, activations, gathered, buffers, host.master + host.moments + outside
-        )
+        return Memory(state.weights, state.gradients, optimizer, activations, gathered, buffers, host.total + outside)
 
-    def _state(self, choice: Choice, load: Load, params: float) -> tuple[formulas.State, formulas.State]:
+    def _kept(self, choice: Choice) -> bool:
+        """Whether gathered weights stay: for the backward pass, or because all microbatches share one gather."""
+        return choice.activations == "none" or (choice.grid.pipe == 1 and choice.microbatches > 1)
+
+    def _gathered(self, choice: Choice, load: Load, item: int, kept: bool) -> float:
+        grid = choice.grid
+        return formulas.gathered_weights(load.params / (grid.x * grid.y), grid.z, item, load.blocks, kept=kept)
+
+    def _state(self, choice: Choice, load: Load) -> tuple[formulas.State, formulas.State, float]:
+        """State on device and host, and bytes of buffers."""
         key = (choice.grid, load.rank, choice.offload, choice.zero)
         if key not in self._states:
-            replicas, precision = choice.grid.data if choice.zero else 1, self.job.precision
+            job, grid, params = self.job, choice.grid, self.params(choice.grid, load)
+            replicas = grid.data if choice.zero else 1
+            buffers = formulas.bucket_buffers(params, job.bucket, job.accumulate) if grid.data > 1 else 0.0
+            buffers += formulas.offload_buffers(min(job.bucket, params)) if choice.offload else 0.0
             self._states[key] = (
                 formulas.device_state(
-                    params, precision, accumulate=self.job.accumulate, offload=choice.offload, replicas=replicas
+                    params, job.precision, accumulate=job.accumulate, offload=choice.offload, replicas=replicas
                 ),
-                formulas.host_state(params, precision, offload=choice.offload, replicas=replicas),
+                formulas.host_state(params, job.precision, offload=choice.offload, replicas=replicas),
+                buffers,
             )
         return self._states[key]
 

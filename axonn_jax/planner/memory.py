@@ -5,7 +5,7 @@ they can be compared: AxoNN's 20 bytes a parameter and 4 with offload (IPDPS 22)
 TED's bound for experts (ICS 23).
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from axonn_jax.models.shape import ModelShape
@@ -33,7 +33,7 @@ class State:
     @property
     def total(self) -> float:
         """All of it."""
-        return sum(getattr(self, f.name) for f in fields(self))
+        return self.weights + self.gradients + self.master + self.moments
 
 
 def itemsize(precision: Precision) -> int:
@@ -100,7 +100,8 @@ class SamoState:
     @property
     def total(self) -> float:
         """(2 + 24 f) bytes a parameter."""
-        return sum(getattr(self, f.name) for f in fields(self))
+        kept = self.gradients + self.master + self.master_gradients + self.moments + self.index + self.downcast
+        return self.weights + kept
 
 
 def samo_state(params: float, kept: float) -> SamoState:

@@ -10,7 +10,7 @@ from axonn_jax.planner.simulator import Simulation, simulate
 from axonn_jax.schedule.partition import Cost, partition
 from axonn_jax.schedule.tasks import Kind, Layout, Message, Task
 
-_MOST_TASKS = 20_000
+_MOST_TASKS = 12_000
 """Larger pipelines keep their closed form in a search: they would take seconds."""
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import get_args
 
 from axonn_jax.errors import UserError
@@ -17,9 +17,9 @@ TIE = 0.01
 """Times closer than this are a tie."""
 _REFINED = 10
 """So many of the best by closed form are simulated where they have a pipeline."""
-_HORIZON = 1.25
+_HORIZON = 1.2
 """Grids that cannot come closer to the best than this are left out once there are enough others."""
-_ENOUGH = 40
+_ENOUGH = 25
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Plan:
 @dataclass(frozen=True, slots=True)
 class _Priced:
     step_s: float
-    memory: Memory
+    memory: float
     choice: Choice
 
     @property
@@ -91,7 +91,7 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
             rules["the batch leaves no microbatches for them"] += 1
             continue
         memory = model.footprint.memory(leanest)
-        if memory.total > limit or not _host_fits(job, memory, grid):
+        if memory.total > limit or not _host_fits(job, memory.host, grid):
             misses.append((memory, leanest))
         else:
             grids.append((model.bound(grid), grid))
@@ -102,7 +102,10 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
         if bound > _HORIZON * best and found >= _ENOUGH:
             rules[f"they take at least {_HORIZON} times as long as the best"] += len(grids) - found
             break
-        priced = list(_price(model, grid, space, limit))
+        # One stage a rank first: several make a good pipeline better, not a bad grid good.
+        priced = list(_price(model, grid, space, limit, space.virtual_stages[:1]))
+        if grid.pipe > 1 and min((one.step_s for one in priced), default=0.0) < 1.5 * best:
+            priced += _price(model, grid, space, limit, space.virtual_stages[1:])
         examined += len(priced)
         found += 1
         fits.extend(_front(priced))
@@ -122,24 +125,24 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
     return Plan(ranked, [model.estimate(one.choice) for one in _front(fits)], rejected, examined)
 
 
-def _price(model: CostModel, grid: GridShape, space: Space, limit: float) -> Iterator[_Priced]:
+def _price(
+    model: CostModel, grid: GridShape, space: Space, limit: float, virtual_stages: Sequence[int]
+) -> Iterator[_Priced]:
     """Every choice on a grid that fits."""
-    for base in _choices(model.job, grid, space):
-        fitting = []
-        for choice in _states(base, space):
-            memory = model.footprint.memory(choice)
-            if memory.total <= limit and _host_fits(model.job, memory, grid):
-                fitting.append((memory, choice))
-        if fitting:
-            seconds = model.pipeline_s(base)
-            yield from (_Priced(seconds + model.once_s(choice), memory, choice) for memory, choice in fitting)
+    for base in _choices(model.job, grid, space, virtual_stages):
+        states = list(_states(base, space))
+        seconds = None
+        for choice, (device, host) in zip(states, model.footprint.totals(base, states), strict=True):
+            if device <= limit and _host_fits(model.job, host, grid):
+                seconds = model.pipeline_s(base) if seconds is None else seconds
+                yield _Priced(seconds + model.once_s(choice), device, choice)
 
 
 def _front(found: Sequence[_Priced]) -> list[_Priced]:
     """What nothing beats in both time and memory, fastest first."""
     front: list[_Priced] = []
     for one in sorted(found, key=lambda one: one.order):
-        if not front or one.memory.total < front[-1].memory.total:
+        if not front or one.memory < front[-1].memory:
             front.append(one)
     return front
 
@@ -211,15 +214,13 @@ def _leanest(job: Job, grid: GridShape, space: Space) -> Choice | None:
     return list(_states(base, space))[-1]
 
 
-def _choices(job: Job, grid: GridShape, space: Space) -> Iterator[Choice]:
+def _choices(job: Job, grid: GridShape, space: Space, virtual_stages: Sequence[int]) -> Iterator[Choice]:
     """Choices of a legal grid, offload and ZeRO aside."""
     each = job.batch // grid.batch_shards
-    virtual_stages = [1]
-    if grid.pipe > 1:
-        several = job.policy != "1f1b"
-        virtual_stages = [v for v in space.virtual_stages if v == 1 or (several and grid.pipe * v <= _pieces(job))]
-    for sequences in _sizes(job, grid, space):
-        for virtual in virtual_stages:
+    for virtual in virtual_stages if grid.pipe > 1 else (1,):
+        if virtual > 1 and (job.policy == "1f1b" or grid.pipe * virtual > _pieces(job)):
+            continue
+        for sequences in _sizes(job, grid, space):
             for activations in space.activations:
                 yield Choice(grid, each // sequences, activations, virtual)
 
@@ -229,11 +230,11 @@ def _states(base: Choice, space: Space) -> Iterator[Choice]:
     for zero in space.zero:
         for offload in space.offload:
             if not zero or base.grid.data > 1 or len(space.zero) == 1:
-                yield replace(base, offload=offload, zero=zero)
+                yield Choice(base.grid, base.microbatches, base.activations, base.virtual_stages, offload, zero)
 
 
-def _host_fits(job: Job, memory: Memory, grid: GridShape) -> bool:
-    return memory.host * min(job.machine.node.devices, grid.devices) <= job.machine.host.memory_bytes
+def _host_fits(job: Job, each: float, grid: GridShape) -> bool:
+    return each * min(job.machine.node.devices, grid.devices) <= job.machine.host.memory_bytes
 
 
 def _too_large(job: Job, memory: Memory, choice: Choice, limit: float) -> str:
