@@ -1,6 +1,5 @@
 """A choice's pipeline run by the real dispatchers, with task times from the cost model."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from axonn_jax.models.pieces import Piece, transformer_pieces
@@ -9,10 +8,6 @@ from axonn_jax.planner.job import Choice, Estimate
 from axonn_jax.planner.simulator import Simulation, simulate
 from axonn_jax.schedule.partition import Cost, partition
 from axonn_jax.schedule.tasks import Kind, Layout, Message, Task
-
-_MOST_TASKS = 12_000
-"""Larger pipelines keep their closed form in a search: they would take seconds."""
-
 
 @dataclass(frozen=True)
 class StageTimes:
@@ -69,33 +64,49 @@ def _part(piece: Piece, block_flops: int) -> tuple[str, float]:
     return "block", piece.flops / block_flops
 
 
-Slowed = Callable[[Task], float]
-
-
-def run(model: CostModel, choice: Choice, times: StageTimes | None = None) -> Simulation:
+def run(model: CostModel, times: StageTimes) -> Simulation:
     """The pipelined part of one step in virtual time."""
-    found = stage_times(model, choice) if times is None else times
     return simulate(
-        found.layout,
+        times.layout,
         model.job.policy,
-        task_time=found.task,
-        message_time=found.carried,
+        task_time=times.task,
+        message_time=times.carried,
         split=model.job.split,
     )
 
 
-def refine(model: CostModel, one: Estimate) -> Estimate:
-    """Replaces the closed form of a pipeline by its simulation; leaves alone what has no pipeline or a very long one."""
-    choice = one.choice
+def tasks_to_refine(choice: Choice) -> int:
+    """Tasks that `refine` simulates: twelve microbatches a stage at the most, in two runs."""
     pipe = choice.grid.pipe
-    if pipe == 1 or 3 * pipe * choice.virtual_stages * choice.microbatches > _MOST_TASKS:
+    return 3 * pipe * choice.virtual_stages * sum(_counts(choice)) if pipe > 1 else 0
+
+
+def _counts(choice: Choice) -> tuple[int, ...]:
+    few = 4 * choice.grid.pipe
+    return (few, 2 * few) if choice.microbatches > 2 * few else (choice.microbatches,)
+
+
+def refine(model: CostModel, one: Estimate) -> Estimate:
+    """Replaces the closed form of a pipeline by its simulation.
+
+    A pipeline with many microbatches is steady between its start and its end: two shorter runs tell how long each
+    further microbatch takes.
+    """
+    choice = one.choice
+    if choice.grid.pipe == 1:
         return one
-    done = run(model, choice)
-    # What comes once a step stays as it was: the update, and reductions and gathers outside of the pipeline.
-    outside = one.update_s + sum(seconds for axis, seconds in one.exposed.items() if axis == "data")
-    step = done.makespan + outside
-    idle = (done.makespan - max(done.busy)) / step
+    times, spans, busy = stage_times(model, choice), [], []
+    counts = _counts(choice)
+    for count in counts:
+        layout = replace(times.layout, microbatches=count)
+        done = run(model, replace(times, layout=layout))
+        spans.append(done.makespan)
+        busy.append(max(done.busy) / count * choice.microbatches)
+    makespan = spans[-1]
+    if len(counts) == 2:
+        makespan += (choice.microbatches - counts[1]) * (spans[1] - spans[0]) / (counts[1] - counts[0])
+    step = makespan + model.once_s(choice)
+    idle = max(0.0, makespan - busy[-1]) / step
     messages = min(one.exposed.get("pipe", 0.0), idle * step)
-    return replace(
-        one, step_s=step, bubble=idle - messages / step, exposed={**one.exposed, "pipe": messages}, simulated=True
-    )
+    exposed = {**one.exposed, "pipe": messages}
+    return replace(one, step_s=step, bubble=idle - messages / step, exposed=exposed, simulated=True)

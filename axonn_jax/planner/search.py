@@ -10,13 +10,13 @@ from axonn_jax.grid import GridShape
 from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.job import Choice, Estimate, Job, Memory
 from axonn_jax.planner.memory import Policy as Activations
-from axonn_jax.planner.refine import refine
+from axonn_jax.planner.refine import refine, tasks_to_refine
 
 AXES = ("pipe", "data", "z", "y", "x")
 TIE = 0.01
 """Times closer than this are a tie."""
-_REFINED = 10
-"""So many of the best by closed form are simulated where they have a pipeline."""
+_SIMULATED_TASKS = 50_000
+"""Tasks of pipelines that are simulated in a search: about half a second."""
 _HORIZON = 1.2
 """Grids that cannot come closer to the best than this are left out once there are enough others."""
 _ENOUGH = 25
@@ -116,13 +116,41 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
     if not fits:
         raise _nothing(devices, rejected)
     fits.sort(key=lambda one: one.order)
-    by_grid: dict[GridShape, Choice] = {}
+    best_of = _refined(model, fits)
+    by_grid: dict[GridShape, Estimate] = {}
+    for estimate in best_of:
+        by_grid.setdefault(estimate.choice.grid, estimate)
+    return Plan(list(by_grid.values()), _pareto(model, fits, best_of), rejected, examined)
+
+
+def _refined(model: CostModel, fits: Sequence[_Priced]) -> list[Estimate]:
+    """The best of each grid and number of virtual stages, pipelines simulated by their dispatchers, fastest first.
+
+    The closed form takes virtual stages for equally long, which they are not where a model's pieces do not divide evenly:
+    several of them count only once simulated.
+    """
+    kept: dict[tuple[GridShape, int], Choice] = {}
     for one in fits:
-        by_grid.setdefault(one.choice.grid, one.choice)
-    estimates = [model.estimate(choice) for choice in list(by_grid.values())[:_ENOUGH]]
-    head = [refine(model, one) for one in estimates[:_REFINED]]
-    ranked = sorted([*head, *estimates[_REFINED:]], key=lambda one: one.step_s)
-    return Plan(ranked, [model.estimate(one.choice) for one in _front(fits)], rejected, examined)
+        kept.setdefault((one.choice.grid, one.choice.virtual_stages), one.choice)
+    found, left = [], _SIMULATED_TASKS
+    for choice in list(kept.values())[: 2 * _ENOUGH]:
+        estimate, tasks = model.estimate(choice), tasks_to_refine(choice)
+        if 0 < tasks <= left:
+            left -= tasks
+            estimate = refine(model, estimate)
+        if estimate.simulated or choice.virtual_stages == 1:
+            found.append(estimate)
+    return sorted(found, key=lambda one: one.step_s)
+
+
+def _pareto(model: CostModel, fits: Sequence[_Priced], refined: Sequence[Estimate]) -> list[Estimate]:
+    """What nothing beats in both time and memory; virtual stages as simulated, the rest in closed form."""
+    front = [model.estimate(one.choice) for one in _front([one for one in fits if one.choice.virtual_stages == 1])]
+    merged: list[Estimate] = []
+    for estimate in sorted([*front, *refined], key=lambda one: (one.step_s, one.memory.total)):
+        if not merged or estimate.memory.total < merged[-1].memory.total:
+            merged.append(estimate)
+    return merged
 
 
 def _price(
