@@ -14,7 +14,8 @@ from axonn_jax.planner.explain import explain
 from axonn_jax.planner.job import Estimate, Job
 from axonn_jax.planner.machine import Machine, load_machine
 from axonn_jax.planner.memory import Policy as Activations
-from axonn_jax.planner.search import TIE, Plan as Found, Space, search
+from axonn_jax.planner.search import TIE, Space, search
+from axonn_jax.planner.search import Plan as Found
 from axonn_jax.schedule.policies import Policy
 
 AXES = ("pipe", "data", "z", "y", "x")
@@ -95,7 +96,9 @@ def run(args: Plan) -> int:
 def _space(args: Plan) -> Space:
     axes = args.grid.fixed()
     if args.devices % _product(axes.values()):
-        raise UserError("--devices", args.devices, f"a multiple of the fixed axes' product, which is {_product(axes.values())}")
+        raise UserError(
+            "--devices", args.devices, f"a multiple of the fixed axes' product, which is {_product(axes.values())}"
+        )
     return Space(
         axes=axes,
         sequences=args.microbatch,
@@ -163,7 +166,11 @@ def _figures(args: Plan, job: Job, found: Found, limit: float) -> dict[str, Any]
         "cost_model": "corrected",
         "memory_limit_bytes": limit,
         "configs": [
-            {**_config(job, one), "why": explain(job, found, one), "command": planning.command(args.model, job, one.choice, args.seq)}
+            {
+                **_config(job, one),
+                "why": explain(job, found, one),
+                "command": planning.command(args.model, job, one.choice, args.seq),
+            }
             for one in found.best[: args.top]
         ],
         "pareto": [_config(job, one) for one in found.pareto],
@@ -193,16 +200,24 @@ def _text(args: Plan, job: Job, found: Found, limit: float) -> str:
         if seconds > 0
     ] or ["  none"]
     memory = {name: size for name, size in asdict(best.memory).items() if name != "host"}
-    lines.append("Memory of the first, GB a device: " + ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items()))
+    lines.append(
+        "Memory of the first, GB a device: " + ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
+    )
     if best.memory.host:
         lines.append(f"  and {best.memory.host / 1e9:.1f} GB a device on the host")
     if len(found.pareto) > 1:
         lines += ["", "Slower but smaller (time and memory of what nothing beats in both):"]
-        lines += [f"  {one.step_s:9.3f} s  {one.memory.total / 1e9:6.1f} GB  {_named(job, one)}" for one in found.pareto[:6]]
+        lines += [
+            f"  {one.step_s:9.3f} s  {one.memory.total / 1e9:6.1f} GB  {_named(job, one)}" for one in found.pareto[:6]
+        ]
     if found.rejected:
         lines += ["", "Left out:"]
         lines += [f"  {one.grid}: {one.why}" for one in _few(found)]
-    lines += ["", "To run the first (CONFIG.toml names the data):", f"  {planning.command(args.model, job, best.choice, args.seq)}"]
+    lines += [
+        "",
+        "To run the first (CONFIG.toml names the data):",
+        f"  {planning.command(args.model, job, best.choice, args.seq)}",
+    ]
     return "\n".join(lines)
 
 
@@ -215,13 +230,28 @@ def _few(found: Found) -> list[Any]:
 
 def _named(job: Job, one: Estimate) -> str:
     choice = one.choice
-    grid = " x ".join(f"{axis} {getattr(choice.grid, axis)}" for axis in AXES if getattr(choice.grid, axis) > 1) or "one device"
+    grid = (
+        " x ".join(f"{axis} {getattr(choice.grid, axis)}" for axis in AXES if getattr(choice.grid, axis) > 1)
+        or "one device"
+    )
     extra = [choice.activations] + (["offload"] if choice.offload else []) + (["zero 1"] if choice.zero else [])
     return f"{grid}, microbatch {choice.sequences(job.batch)}, {', '.join(extra)}"
 
 
 def _table(job: Job, shown: list[Estimate]) -> list[str]:
-    heads = (*AXES, "micro", "stages", "activations", "offload", "zero", "step, s", "mfu", "exposed, s", "bubble", "memory, GB")
+    heads = (
+        *AXES,
+        "micro",
+        "stages",
+        "activations",
+        "offload",
+        "zero",
+        "step, s",
+        "mfu",
+        "exposed, s",
+        "bubble",
+        "memory, GB",
+    )
     rows = [
         (
             *(str(getattr(one.choice.grid, axis)) for axis in AXES),
@@ -260,9 +290,13 @@ def _published(args: Plan, job: Job, machine: Machine) -> int:
             for one in found[: args.top]
         ]
         named = {"model": args.model, "machine": args.machine, "devices": args.devices, "cost_model": "published"}
-        print(json.dumps({**named, "min_tensor": least, "configs": configs, "rejected": [], "batch_sequences": job.batch}))
+        print(
+            json.dumps({**named, "min_tensor": least, "configs": configs, "rejected": [], "batch_sequences": job.batch})
+        )
         return 0
-    print(f"{args.model} on {args.devices} of {args.machine}, {job.batch} sequences: communication alone, as published (x*y*z >= {least})\n")
+    print(
+        f"{args.model} on {args.devices} of {args.machine}, {job.batch} sequences: communication alone, as published (x*y*z >= {least})\n"
+    )
     print("     data        z        y        x   comm, s")
     for one in found[: args.top]:
         print("".join(f"{getattr(one.grid, axis):9}" for axis in AXES[1:]) + f"{one.total_s:10.4f}")

@@ -119,7 +119,9 @@ def command(model: str, job: Job, choice: Choice, seq: int | None) -> str:
     grid = choice.grid
     words = [f"mpirun -n {grid.devices}" if grid.devices > 1 else "", "axonn-jax train CONFIG.toml"]
     words.append(f"--model.preset {model}" + (f" --model.seq_len {seq}" if seq else ""))
-    words += [f"--grid.{axis} {getattr(grid, axis)}" for axis in ("pipe", "data", "z", "y", "x") if getattr(grid, axis) > 1]
+    words += [
+        f"--grid.{axis} {getattr(grid, axis)}" for axis in ("pipe", "data", "z", "y", "x") if getattr(grid, axis) > 1
+    ]
     words.append(f"--train.global_batch {job.batch} --train.microbatches {choice.microbatches}")
     words.append(f"--memory.precision {job.precision} --memory.activations {choice.activations}")
     words += ["--memory.offload optimizer"] if choice.offload else []

@@ -13,7 +13,8 @@ from axonn_jax.cli import planning
 from axonn_jax.errors import UserError
 from axonn_jax.planner.baselines import tensor_1d
 from axonn_jax.planner.cost import CostModel
-from axonn_jax.planner.disturb import Disturbance, Outcome, run as disturbed
+from axonn_jax.planner.disturb import Disturbance, Outcome
+from axonn_jax.planner.disturb import run as disturbed
 from axonn_jax.planner.job import Estimate, Job
 from axonn_jax.planner.machine import load_machine
 from axonn_jax.planner.memory import Policy as Activations
@@ -35,7 +36,9 @@ class Simulate:
     """Name of a machine, or the path of a machine file (docs/plan.md)."""
     devices: int
     """Number of devices."""
-    batch_tokens: Annotated[str | None, arg(metavar="STR", help_behavior_hint="(default: 8 microbatches a stage)")] = None
+    batch_tokens: Annotated[str | None, arg(metavar="STR", help_behavior_hint="(default: 8 microbatches a stage)")] = (
+        None
+    )
     """Tokens a step over all devices."""
     seq: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the model's)")] = None
     """Tokens of a sequence."""
@@ -108,7 +111,9 @@ def run(args: Simulate) -> int:
     if args.png is not None:
         from axonn_jax.planner.picture import draw_timeline
 
-        draw_timeline(slowest.simulation, args.png, title=f"{args.model} on {args.devices} of {args.machine}, {args.policy}")
+        draw_timeline(
+            slowest.simulation, args.png, title=f"{args.model} on {args.devices} of {args.machine}, {args.policy}"
+        )
     beside = _baselines(job, args.devices, estimate, by, model) if args.baselines else {}
     figures = _figures(args, job, estimate, model, outcomes, slowest, beside)
     print(json.dumps(figures) if args.json else _text(figures, slowest))
@@ -204,7 +209,9 @@ def _text(figures: dict[str, Any], slowest: Outcome) -> str:
         ]
         if len(figures["replicas_s"]) > 1:
             spread = figures["replicas_s"]
-            lines.append(f"replicas  {min(spread):,.4f} to {max(spread):,.4f} s, mean {fmean(spread):,.4f}; the slowest counts")
+            lines.append(
+                f"replicas  {min(spread):,.4f} to {max(spread):,.4f} s, mean {fmean(spread):,.4f}; the slowest counts"
+            )
     else:
         done = len(slowest.simulation.spans)
         layout = slowest.simulation.layout
@@ -215,8 +222,12 @@ def _text(figures: dict[str, Any], slowest: Outcome) -> str:
         )
     peaks = [rank["peak_live"] for rank in figures["ranks"]]
     fits = "fits" if figures["fits"] else "does NOT fit"
-    lines.append(f"memory    {figures['memory_bytes'] / 1e9:.1f} GB a device ({fits}); activations alive at most {max(peaks)}")
-    lines += [f"{name:24} {seconds:,.4f} s ({_times(figures, seconds)})" for name, seconds in figures["baselines_s"].items()]
+    lines.append(
+        f"memory    {figures['memory_bytes'] / 1e9:.1f} GB a device ({fits}); activations alive at most {max(peaks)}"
+    )
+    lines += [
+        f"{name:24} {seconds:,.4f} s ({_times(figures, seconds)})" for name, seconds in figures["baselines_s"].items()
+    ]
     lines += [figures["png"]] if "png" in figures else []
     return "\n".join(lines)
 

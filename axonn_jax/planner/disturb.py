@@ -120,5 +120,3 @@ def _lost(healthy: Simulation, failed: Mapping[int, float]) -> set[Task]:
         if span.rank in failed and span.end > failed[span.rank]:
             lost[span.rank] = min(lost.get(span.rank, (inf, span.task)), (span.start, span.task))
     return {task for _, task in lost.values()}
-
-

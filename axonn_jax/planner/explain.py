@@ -21,7 +21,9 @@ def explain(job: Job, plan: Plan, one: Estimate) -> list[str]:
     if choice.activations != "none":
         said.append(_recomputed(choice.activations))
     if choice.offload:
-        said.append(f"Optimizer state is on the host ({memory.host / 1e9:.1f} GB a device) because it does not fit beside the rest.")
+        said.append(
+            f"Optimizer state is on the host ({memory.host / 1e9:.1f} GB a device) because it does not fit beside the rest."
+        )
     if choice.zero:
         said.append(f"ZeRO-1 shares optimizer state among {grid.data} replicas.")
     closest = next((other for other in plan.best if other is not one and other.step_s >= one.step_s), None)

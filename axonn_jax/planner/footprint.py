@@ -139,5 +139,5 @@ def balanced_blocks(layers: int, head: float, pipe: int) -> tuple[float, float]:
     Stages are cut at halves of blocks.
     """
     usual = ceil(2 * (layers + head) / pipe) / 2
-    last = min(max(0.0, int(2 * (usual - head)) / 2), layers - (pipe - 1) * 0.5)
+    last = max(0.0, min(int(2 * (usual - head)) / 2, layers - (pipe - 1) * 0.5))
     return max(ceil(2 * (layers - last) / (pipe - 1)) / 2, 0.5), last

@@ -103,7 +103,9 @@ class Estimate:
     @property
     def comm_s(self) -> dict[str, float]:
         """Seconds of communication by axis, exposed and hidden."""
-        return {axis: self.exposed.get(axis, 0.0) + self.hidden.get(axis, 0.0) for axis in ("x", "y", "z", "data", "pipe")}
+        return {
+            axis: self.exposed.get(axis, 0.0) + self.hidden.get(axis, 0.0) for axis in ("x", "y", "z", "data", "pipe")
+        }
 
     @property
     def exposed_s(self) -> float:

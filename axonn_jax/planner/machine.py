@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from axonn_jax.errors import UserError, nearest
+from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 from axonn_jax.planner.memory import Precision
 
 _FOLDER = Path(__file__).with_name("machines")
@@ -174,14 +174,16 @@ def loads_machine(text: str, name: str, source: str = "text") -> Machine:
     known = [f.name for f in fields(Machine) if f.name != "name"]
     for key, value in raw.items():
         if key not in known:
-            raise UserError(key, value, f"not a key of a machine file{nearest(key, known)}; those are {', '.join(known)}")
+            raise UserError(
+                key, value, f"not a key of a machine file{nearest(key, known)}; those are {', '.join(known)}"
+            )
     values: dict[str, Any] = {"name": name}
     for f in fields(Machine):
         if f.name == "name":
             continue
         if f.name not in raw:
             if f.default is MISSING:
-                raise UserError(f.name, "(not given)", f"required in a machine file ({source})")
+                raise UserError(f.name, NOT_GIVEN, f"required in a machine file ({source})")
             continue
         value = raw[f.name]
         if f.name == "title":
@@ -211,13 +213,15 @@ def _table(name: str, raw: object, cls: type[Any]) -> Any:
     known = [f.name for f in fields(cls)]
     for key, value in raw.items():
         if key not in known:
-            raise UserError(f"{name}.{key}", value, f"not a known key{nearest(key, known)}; those are {', '.join(known)}")
+            raise UserError(
+                f"{name}.{key}", value, f"not a known key{nearest(key, known)}; those are {', '.join(known)}"
+            )
     values = {}
     for f in fields(cls):
         if f.name in raw:
             values[f.name] = _value(f"{name}.{f.name}", raw[f.name], f.type, positive=f.default is MISSING)
         elif f.default is MISSING:
-            raise UserError(f"{name}.{f.name}", "(not given)", "required in a machine file")
+            raise UserError(f"{name}.{f.name}", NOT_GIVEN, "required in a machine file")
     return cls(**values)
 
 

@@ -184,7 +184,7 @@ def gathered_weights(params: float, z: int, item: int, blocks: float, *, kept: b
     """
     if z == 1:
         return 0.0
-    return params * item * (1.0 if kept else min(1.0, 2.0 / blocks))
+    return params * item * (1.0 if kept or blocks <= 2 else 2.0 / blocks)
 
 
 def bucket_buffers(params: float, bucket: float, accumulate: int = _FP32) -> float:

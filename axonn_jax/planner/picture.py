@@ -52,9 +52,21 @@ def draw_plan(job: Job, plan: Plan, scaling: Sequence[tuple[int, float]], path: 
     kinds = {kind: [getattr(one.memory, kind) / 1e9 for one in shown] for kind in MEMORY_KINDS}
     _bars(panels[0, 1], names, kinds, "GB a device")
     front = panels[1, 0]
-    front.plot([one.memory.total / 1e9 for one in plan.best], [one.step_s for one in plan.best], ".", color="0.6", label="best of a grid")
+    front.plot(
+        [one.memory.total / 1e9 for one in plan.best],
+        [one.step_s for one in plan.best],
+        ".",
+        color="0.6",
+        label="best of a grid",
+    )
     pareto = sorted(plan.pareto, key=lambda one: one.memory.total)
-    front.step([one.memory.total / 1e9 for one in pareto], [one.step_s for one in pareto], where="post", marker="o", label="Pareto set")
+    front.step(
+        [one.memory.total / 1e9 for one in pareto],
+        [one.step_s for one in pareto],
+        where="post",
+        marker="o",
+        label="Pareto set",
+    )
     front.set_xlabel("GB a device")
     front.set_ylabel("s a step")
     front.legend()
@@ -62,7 +74,9 @@ def draw_plan(job: Job, plan: Plan, scaling: Sequence[tuple[int, float]], path: 
     if scaling:
         devices, seconds = zip(*sorted(scaling), strict=True)
         curve.loglog(devices, seconds, "o-", base=2, label="predicted")
-        curve.loglog(devices, [seconds[0] * devices[0] / count for count in devices], "--", base=2, color="0.5", label="linear")
+        curve.loglog(
+            devices, [seconds[0] * devices[0] / count for count in devices], "--", base=2, color="0.5", label="linear"
+        )
         curve.legend()
     curve.set_xlabel("devices")
     curve.set_ylabel("s a step, best grid, same batch")
@@ -93,7 +107,9 @@ def _bars(panel: Any, names: list[str], parts: dict[str, list[float]], label: st
 
 def _name(one: Estimate, job: Job) -> str:
     grid = one.choice.grid
-    sizes = " ".join(f"{axis}{getattr(grid, axis)}" for axis in ("pipe", "data", "z", "y", "x") if getattr(grid, axis) > 1)
+    sizes = " ".join(
+        f"{axis}{getattr(grid, axis)}" for axis in ("pipe", "data", "z", "y", "x") if getattr(grid, axis) > 1
+    )
     return f"{sizes or 'one device'}\n{one.choice.sequences(job.batch)} seq, {one.choice.activations}"
 
 
@@ -121,6 +137,8 @@ def draw_timeline(simulation: Simulation, path: Path, *, title: str) -> None:
     panel.set_ylabel("rank")
     panel.set_title(f"{title}: {end:,.3f} s, idle {simulation.idle_fraction:.1%}")
     used = sorted({span.task.kind for span in simulation.spans})
-    panel.legend(handles=[Patch(color=_COLOURS[kind], label=_NAMES[kind.value]) for kind in used], loc="upper right", fontsize=8)
+    panel.legend(
+        handles=[Patch(color=_COLOURS[kind], label=_NAMES[kind.value]) for kind in used], loc="upper right", fontsize=8
+    )
     _save(figure, path)
     plt.close(figure)

@@ -71,9 +71,7 @@ def _ring(size: int) -> float:
     return (size - 1) / size
 
 
-def search(
-    shape: ModelShape, machine: Machine, devices: int, batch: int, *, min_tensor: int = 1
-) -> list[Published]:
+def search(shape: ModelShape, machine: Machine, devices: int, batch: int, *, min_tensor: int = 1) -> list[Published]:
     """The published search: powers of two, x * y * z at least `min_tensor`, batch divisible by data * z; best first.
 
     Raises ``UserError`` where that leaves nothing.

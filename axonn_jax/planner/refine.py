@@ -9,6 +9,7 @@ from axonn_jax.planner.simulator import Simulation, simulate
 from axonn_jax.schedule.partition import Cost, partition
 from axonn_jax.schedule.tasks import Kind, Layout, Message, Task
 
+
 @dataclass(frozen=True)
 class StageTimes:
     """Seconds of the tasks of every virtual stage, and of a message."""
@@ -108,5 +109,17 @@ def refine(model: CostModel, one: Estimate) -> Estimate:
     step = makespan + model.once_s(choice)
     idle = max(0.0, makespan - busy[-1]) / step
     messages = min(one.exposed.get("pipe", 0.0), idle * step)
-    exposed = {**one.exposed, "pipe": messages}
-    return replace(one, step_s=step, bubble=idle - messages / step, exposed=exposed, simulated=True)
+    # The real cut may leave the busiest rank less than the closed form's, which rounds blocks up.
+    inside = [seconds for axis, seconds in one.exposed.items() if axis not in ("pipe", "data")]
+    scale = min(1.0, busy[-1] / (one.compute_s + sum(inside)))
+    exposed = {axis: seconds * (1.0 if axis == "data" else scale) for axis, seconds in one.exposed.items()}
+    hidden = {axis: seconds * scale for axis, seconds in one.hidden.items()}
+    return replace(
+        one,
+        step_s=step,
+        compute_s=one.compute_s * scale,
+        bubble=idle - messages / step,
+        exposed={**exposed, "pipe": messages},
+        hidden=hidden,
+        simulated=True,
+    )

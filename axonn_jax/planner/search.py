@@ -86,28 +86,28 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
     misses: list[tuple[Memory, Choice]] = []
     grids: list[tuple[float, GridShape]] = []
     for grid in _legal(job, devices, space, rules):
-        leanest = _leanest(job, grid, space)
-        if leanest is None:
+        found = _leanest(model, grid, space)
+        if found is None:
             rules["the batch leaves no microbatches for them"] += 1
             continue
-        memory = model.footprint.memory(leanest)
+        memory, leanest = found
         if memory.total > limit or not _host_fits(job, memory.host, grid):
             misses.append((memory, leanest))
         else:
             grids.append((model.bound(grid), grid))
     fits: list[_Priced] = []
-    found, best, examined = 0, float("inf"), 0
+    tried, best, examined = 0, float("inf"), 0
     grids.sort(key=lambda one: one[0])
     for bound, grid in grids:
-        if bound > _HORIZON * best and found >= _ENOUGH:
-            rules[f"they take at least {_HORIZON} times as long as the best"] += len(grids) - found
+        if bound > _HORIZON * best and tried >= _ENOUGH:
+            rules[f"they take at least {_HORIZON} times as long as the best"] += len(grids) - tried
             break
         # One stage a rank first: several make a good pipeline better, not a bad grid good.
         priced = list(_price(model, grid, space, limit, space.virtual_stages[:1]))
         if grid.pipe > 1 and min((one.step_s for one in priced), default=0.0) < 1.5 * best:
             priced += _price(model, grid, space, limit, space.virtual_stages[1:])
         examined += len(priced)
-        found += 1
+        tried += 1
         fits.extend(_front(priced))
         best = min([best, *(one.step_s for one in priced)])
     misses.sort(key=lambda miss: miss[0].total)
@@ -230,16 +230,19 @@ def _sizes(job: Job, grid: GridShape, space: Space) -> list[int]:
     return [size for size in sizes if grid.pipe == 1 or each // size >= grid.pipe]
 
 
-def _leanest(job: Job, grid: GridShape, space: Space) -> Choice | None:
-    """The choice that needs the least memory, None where the grid has none at all."""
+def _leanest(model: CostModel, grid: GridShape, space: Space) -> tuple[Memory, Choice] | None:
+    """The choice that needs the least memory, None where the grid has none at all.
+
+    The smallest microbatch is not always the leanest: several of them share gathered weights, which then stay.
+    """
     order = ("offload", "full", "save_collectives", "dots", "none")
     activations = min(space.activations, key=order.index)
-    sizes = _sizes(job, grid, space)
-    if not sizes:
-        return None
-    count = job.batch // grid.batch_shards // sizes[0]
-    base = Choice(grid, count, activations, min(space.virtual_stages) if grid.pipe > 1 else 1)
-    return list(_states(base, space))[-1]
+    each, virtual = model.job.batch // grid.batch_shards, min(space.virtual_stages) if grid.pipe > 1 else 1
+    found = []
+    for size in _sizes(model.job, grid, space):
+        *_, choice = _states(Choice(grid, each // size, activations, virtual), space)
+        found.append((model.footprint.memory(choice), choice))
+    return min(found, key=lambda one: one[0].total, default=None)
 
 
 def _choices(job: Job, grid: GridShape, space: Space, virtual_stages: Sequence[int]) -> Iterator[Choice]:
@@ -285,4 +288,6 @@ def _nothing(devices: int, rejected: list[Rejected]) -> UserError:
     if not rejected:
         return UserError("--devices", devices, "a multiple of the fixed axes' product")
     first = rejected[0]
-    return UserError("--devices", devices, f"a number for which a grid fits model, batch and memory; {first.grid}: {first.why}")
+    return UserError(
+        "--devices", devices, f"a number for which a grid fits model, batch and memory; {first.grid}: {first.why}"
+    )
