@@ -182,7 +182,8 @@ def _figures(args: Plan, job: Job, found: Found, limit: float) -> dict[str, Any]
 def _text(args: Plan, job: Job, found: Found, limit: float) -> str:
     shown = found.best[: args.top]
     lines = [
-        f"{args.model} ({job.shape.params() / 1e9:.1f} B parameters) on {args.devices} x {job.machine.device.kind} of {args.machine}: "
+        f"{args.model} ({job.shape.params() / 1e9:.1f} B parameters) on {args.devices} x {job.machine.device.kind} "
+        f"of {args.machine}: "
         f"{job.batch} sequences of {job.shape.seq_len} tokens a step, {job.precision}, {limit / 1e9:.1f} GB a device",
         "",
         *_table(job, shown),
@@ -295,7 +296,8 @@ def _published(args: Plan, job: Job, machine: Machine) -> int:
         )
         return 0
     print(
-        f"{args.model} on {args.devices} of {args.machine}, {job.batch} sequences: communication alone, as published (x*y*z >= {least})\n"
+        f"{args.model} on {args.devices} of {args.machine}, {job.batch} sequences: "
+        f"communication alone, as published (x*y*z >= {least})\n"
     )
     print("     data        z        y        x   comm, s")
     for one in found[: args.top]:

@@ -204,8 +204,10 @@ def _text(figures: dict[str, Any], slowest: Outcome) -> str:
     ]
     if figures["finished"]:
         lines += [
-            f"step      {figures['step_s']:,.4f} s ({figures['mfu']:.1%} of peak), of it {figures['update_s']:,.4f} s behind the pipeline",
-            f"pipeline  {figures['pipeline_s']:,.4f} s, bubble {figures['bubble']:.1%}; the busiest rank works {figures['no_bubble_s']:,.4f} s",
+            f"step      {figures['step_s']:,.4f} s ({figures['mfu']:.1%} of peak), "
+            f"of it {figures['update_s']:,.4f} s behind the pipeline",
+            f"pipeline  {figures['pipeline_s']:,.4f} s, bubble {figures['bubble']:.1%}; "
+            f"the busiest rank works {figures['no_bubble_s']:,.4f} s",
         ]
         if len(figures["replicas_s"]) > 1:
             spread = figures["replicas_s"]
@@ -218,7 +220,8 @@ def _text(figures: dict[str, Any], slowest: Outcome) -> str:
         per = 3 if any(span.task.kind.value == "W" for span in slowest.simulation.spans) else 2
         lines.append(
             f"The step does not end: after {slowest.stalled_at:,.4f} s nothing moves any more, "
-            f"{done} of {per * layout.stages * layout.microbatches} tasks done. All of it is lost; a run resumes from its checkpoint."
+            f"{done} of {per * layout.stages * layout.microbatches} tasks done. "
+            "All of it is lost; a run resumes from its checkpoint."
         )
     peaks = [rank["peak_live"] for rank in figures["ranks"]]
     fits = "fits" if figures["fits"] else "does NOT fit"

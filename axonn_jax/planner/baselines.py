@@ -1,4 +1,4 @@
-"""What else one could run: Megatron-style static pipelines and one-dimensional tensor parallelism, by the same model."""
+"""What else one could run, by the same model: Megatron-style static pipelines, one-dimensional tensor parallelism."""
 
 from dataclasses import replace
 

@@ -85,7 +85,8 @@ class Compute:
     def _attention(self, sequences: int, y: int) -> tuple[float, float]:
         """Scores, softmax and their product with values, forward and backward.
 
-        Fused: the causal half alone, at the machine's rate for it, and 2.5 times as much backward, which computes the scores again.
+        Fused: the causal half alone, at the machine's rate for it, and 2.5 times as much backward, which computes the
+        scores again.
         Not fused: all scores, two matmuls forward and four backward, with six and eight passes over them in memory.
         """
         shape, share = self.shape, self.machine.device.attention

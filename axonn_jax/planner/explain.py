@@ -22,7 +22,7 @@ def explain(job: Job, plan: Plan, one: Estimate) -> list[str]:
         said.append(_recomputed(choice.activations))
     if choice.offload:
         said.append(
-            f"Optimizer state is on the host ({memory.host / 1e9:.1f} GB a device) because it does not fit beside the rest."
+            f"Optimizer state is on the host ({memory.host / 1e9:.1f} GB a device): it does not fit beside the rest."
         )
     if choice.zero:
         said.append(f"ZeRO-1 shares optimizer state among {grid.data} replicas.")

@@ -11,6 +11,9 @@ from axonn_jax.schedule.policies import live_bound
 from axonn_jax.schedule.tasks import Layout
 
 
+_States = tuple[formulas.State, formulas.State, float]
+
+
 @dataclass(frozen=True)
 class Load:
     """What a rank of the pipeline holds."""
@@ -32,7 +35,7 @@ class Footprint:
     def __init__(self, job: Job):
         self.job = job
         self._loads: dict[int, tuple[Load, ...]] = {}
-        self._states: dict[tuple[GridShape, int, bool, int], tuple[formulas.State, formulas.State, float]] = {}
+        self._states: dict[GridShape, dict[tuple[int, bool, int], _States]] = {}
         self._blocks: dict[tuple[int, int, str], formulas.Block] = {}
 
     def loads(self, pipe: int) -> tuple[Load, ...]:
@@ -65,12 +68,13 @@ class Footprint:
         """Bytes of the fullest device and its share of the host's, for choices like `base` but in offload and ZeRO."""
         item = formulas.itemsize(self.job.precision)
         kept = self._kept(base)
-        found = [(0.0, 0.0)] * len(states)
+        found, of_grid = [(0.0, 0.0)] * len(states), self._states.setdefault(base.grid, {})
         for load in self.loads(base.grid.pipe):
             activations, outside = self._activations(base, load, item)
             activations += self._gathered(base, load, item, kept)
             for at, choice in enumerate(states):
-                state, host, buffers = self._state(choice, load)
+                key = (load.rank, choice.offload, choice.zero)
+                state, host, buffers = of_grid.get(key) or self._state(choice, load)
                 total = state.total + buffers + activations
                 if total > found[at][0]:
                     found[at] = (total, host.total + outside)
@@ -96,22 +100,22 @@ class Footprint:
         grid = choice.grid
         return formulas.gathered_weights(load.params / (grid.x * grid.y), grid.z, item, load.blocks, kept=kept)
 
-    def _state(self, choice: Choice, load: Load) -> tuple[formulas.State, formulas.State, float]:
+    def _state(self, choice: Choice, load: Load) -> _States:
         """State on device and host, and bytes of buffers."""
-        key = (choice.grid, load.rank, choice.offload, choice.zero)
-        if key not in self._states:
+        of_grid, key = self._states.setdefault(choice.grid, {}), (load.rank, choice.offload, choice.zero)
+        if key not in of_grid:
             job, grid, params = self.job, choice.grid, self.params(choice.grid, load)
             replicas = grid.data if choice.zero else 1
             buffers = formulas.bucket_buffers(params, job.bucket, job.accumulate) if grid.data > 1 else 0.0
             buffers += formulas.offload_buffers(min(job.bucket, params)) if choice.offload else 0.0
-            self._states[key] = (
+            of_grid[key] = (
                 formulas.device_state(
                     params, job.precision, accumulate=job.accumulate, offload=choice.offload, replicas=replicas
                 ),
                 formulas.host_state(params, job.precision, offload=choice.offload, replicas=replicas),
                 buffers,
             )
-        return self._states[key]
+        return of_grid[key]
 
     def _activations(self, choice: Choice, load: Load, item: int) -> tuple[float, float]:
         """Bytes on the device and on the host: what microbatches in flight keep, and what the one at work needs."""

@@ -24,7 +24,7 @@ class Job:
     """Bytes of an accumulated gradient."""
     bucket: int = 16_000_000
     """Elements reduced, or updated on the host, together."""
-    switches: Switches = Switches()
+    switches: Switches = field(default_factory=Switches)
     policy: Policy = "message"
     split: bool = True
     """Whether gradients of weights are tasks of their own (policy message)."""

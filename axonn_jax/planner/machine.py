@@ -153,7 +153,7 @@ def load_machine(name: str) -> Machine:
     path = _FOLDER / f"{name}.toml"
     if name not in machine_names():
         path = Path(name)
-        if not path.suffix == ".toml":
+        if path.suffix != ".toml":
             names = machine_names()
             accepted = f"one of {', '.join(names)}, or the path of a .toml file{nearest(name, names)}"
             raise UserError("--machine", name, accepted)

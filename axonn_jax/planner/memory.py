@@ -150,8 +150,8 @@ def block_activations(
     """Activations of a block on a grid of `x` and `y`, `item` bytes an element.
 
     The residual stream is split over `x`, what is between two matmuls over `y`. `none` keeps what every operation's
-    gradient reads; `full` the block's input; `dots` and `save_collectives` the results of matmuls (all-reduced) too; `offload`
-    keeps the input on the host. Attention that is not fused keeps its scores and their softmax.
+    gradient reads; `full` the block's input; `dots` and `save_collectives` the results of matmuls (all-reduced) too;
+    `offload` keeps the input on the host. Attention that is not fused keeps its scores and their softmax.
     """
     stream, width = shape.hidden / x, shape.heads * shape.head_dim / y
     gates = 2 if shape.mlp == "swiglu" else 1

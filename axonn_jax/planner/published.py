@@ -1,8 +1,8 @@
 """The communication model of the SC 24 runs exactly as its authors' code has it, search and discrepancy included.
 
 Bandwidth only, no latency, no overlap, four matmuls a layer, powers of two. Its known discrepancy is kept: the
-down-projection (4 hidden to hidden) is charged as if its output were 4 hidden wide and its input hidden. Here it is told by
-`wide_output=False`, the corrected form, for comparison. Row, column and depth of that code are y, x and z here.
+down-projection (4 hidden to hidden) is charged as if its output were 4 hidden wide and its input hidden;
+`wide_output=False` is the corrected form, for comparison. Row, column and depth of that code are y, x and z here.
 """
 
 from collections.abc import Iterator

@@ -15,8 +15,8 @@ from axonn_jax.planner.refine import refine, tasks_to_refine
 AXES = ("pipe", "data", "z", "y", "x")
 TIE = 0.01
 """Times closer than this are a tie."""
-_SIMULATED_TASKS = 50_000
-"""Tasks of pipelines that are simulated in a search: about half a second."""
+_SIMULATED_TASKS = 30_000
+"""Tasks of pipelines that are simulated in a search: a few tenths of a second."""
 _HORIZON = 1.2
 """Grids that cannot come closer to the best than this are left out once there are enough others."""
 _ENOUGH = 25
@@ -96,9 +96,9 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
         else:
             grids.append((model.bound(grid), grid))
     fits: list[_Priced] = []
-    tried, best, examined = 0, float("inf"), 0
+    best, examined = float("inf"), 0
     grids.sort(key=lambda one: one[0])
-    for bound, grid in grids:
+    for tried, (bound, grid) in enumerate(grids):
         if bound > _HORIZON * best and tried >= _ENOUGH:
             rules[f"they take at least {_HORIZON} times as long as the best"] += len(grids) - tried
             break
@@ -107,7 +107,6 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
         if grid.pipe > 1 and min((one.step_s for one in priced), default=0.0) < 1.5 * best:
             priced += _price(model, grid, space, limit, space.virtual_stages[1:])
         examined += len(priced)
-        tried += 1
         fits.extend(_front(priced))
         best = min([best, *(one.step_s for one in priced)])
     misses.sort(key=lambda miss: miss[0].total)
@@ -126,8 +125,8 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
 def _refined(model: CostModel, fits: Sequence[_Priced]) -> list[Estimate]:
     """The best of each grid and number of virtual stages, pipelines simulated by their dispatchers, fastest first.
 
-    The closed form takes virtual stages for equally long, which they are not where a model's pieces do not divide evenly:
-    several of them count only once simulated.
+    The closed form takes virtual stages for equally long, which they are not where a model's pieces do not divide
+    evenly: several of them count only once simulated.
     """
     kept: dict[tuple[GridShape, int], Choice] = {}
     for one in fits:
@@ -241,8 +240,11 @@ def _leanest(model: CostModel, grid: GridShape, space: Space) -> tuple[Memory, C
     found = []
     for size in _sizes(model.job, grid, space):
         *_, choice = _states(Choice(grid, each // size, activations, virtual), space)
-        found.append((model.footprint.memory(choice), choice))
-    return min(found, key=lambda one: one[0].total, default=None)
+        found.append((model.footprint.totals(choice, [choice])[0][0], choice.microbatches, choice))
+    if not found:
+        return None
+    leanest = min(found, key=lambda one: one[:2])[-1]
+    return model.footprint.memory(leanest), leanest
 
 
 def _choices(job: Job, grid: GridShape, space: Space, virtual_stages: Sequence[int]) -> Iterator[Choice]:

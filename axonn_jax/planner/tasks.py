@@ -112,7 +112,7 @@ class Tasks:
 
 
 class _Window:
-    """A stretch of compute that collectives run beside; the links of a node and those between nodes serve one at a time."""
+    """A stretch of compute that collectives run beside; links of a node, and between nodes, serve one at a time."""
 
     def __init__(self, compute: float | dict[bool, float], times: Times, sequences: int):
         self.left = dict(compute) if isinstance(compute, dict) else {True: compute, False: compute}

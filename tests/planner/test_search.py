@@ -121,7 +121,8 @@ def test_plans_are_quick_and_without_jax(model, machine, devices, limit_s):
     code = (
         "import sys, time; from axonn_jax.cli.main import main; "
         f"status = main(['plan', '--model', '{model}', '--machine', '{machine}', '--devices', '{devices}', "
-        "'--batch-tokens', '16.8M', '--json']); print('jax' in sys.modules, status, time.process_time(), file=sys.stderr)"
+        "'--batch-tokens', '16.8M', '--json']); "
+        "print('jax' in sys.modules, status, time.process_time(), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     jax, status, seconds = done.stderr.split()
