@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
@@ -13,8 +13,7 @@ from axonn_jax.planner import published
 from axonn_jax.planner.explain import explain
 from axonn_jax.planner.job import Estimate, Job
 from axonn_jax.planner.machine import Machine, load_machine
-from axonn_jax.planner.memory import Policy as Activations
-from axonn_jax.planner.search import TIE, Space, search
+from axonn_jax.planner.search import SEARCHED, TIE, Space, search
 from axonn_jax.planner.search import Plan as Found
 from axonn_jax.schedule.policies import Policy
 
@@ -102,7 +101,7 @@ def _space(args: Plan) -> Space:
     return Space(
         axes=axes,
         sequences=args.microbatch,
-        activations=get_args(Activations) if args.activations == "auto" else (args.activations,),
+        activations=SEARCHED if args.activations == "auto" else (args.activations,),
         offload=(False, True) if args.offload == "auto" else (args.offload == "optimizer",),
         zero=(0, 1) if args.zero == "auto" else (int(args.zero),),
         virtual_stages=(1, 2, 4) if args.virtual_stages is None else (args.virtual_stages,),

@@ -5,7 +5,7 @@ import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from tyro.conf import UseAppendAction, arg
 
@@ -17,9 +17,8 @@ from axonn_jax.planner.disturb import Disturbance, Outcome
 from axonn_jax.planner.disturb import run as disturbed
 from axonn_jax.planner.job import Estimate, Job
 from axonn_jax.planner.machine import load_machine
-from axonn_jax.planner.memory import Policy as Activations
 from axonn_jax.planner.refine import stage_times
-from axonn_jax.planner.search import Space, search
+from axonn_jax.planner.search import SEARCHED, Space, search
 from axonn_jax.schedule.policies import Policy
 
 
@@ -94,7 +93,7 @@ def run(args: Simulate) -> int:
     space = Space(
         axes=axes,
         sequences=args.microbatch,
-        activations=get_args(Activations) if args.activations == "auto" else (args.activations,),
+        activations=SEARCHED if args.activations == "auto" else (args.activations,),
         virtual_stages=(1, 2, 4) if args.virtual_stages is None else (args.virtual_stages,),
     )
     # Whether it fits is the plan's question; here it is simulated and the memory shown.

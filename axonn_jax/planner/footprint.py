@@ -10,7 +10,6 @@ from axonn_jax.planner.job import Choice, Job, Memory
 from axonn_jax.schedule.policies import live_bound
 from axonn_jax.schedule.tasks import Layout
 
-
 _States = tuple[formulas.State, formulas.State, float]
 
 

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
@@ -13,11 +12,13 @@ from axonn_jax.planner.memory import Policy as Activations
 from axonn_jax.planner.refine import refine, tasks_to_refine
 
 AXES = ("pipe", "data", "z", "y", "x")
+SEARCHED: tuple[Activations, ...] = ("none", "save_collectives", "full", "offload")
+"""Activation policies worth trying: `dots` keeps what `save_collectives` keeps and communicates more."""
 TIE = 0.01
 """Times closer than this are a tie."""
-_SIMULATED_TASKS = 30_000
+_SIMULATED_TASKS = 20_000
 """Tasks of pipelines that are simulated in a search: a few tenths of a second."""
-_HORIZON = 1.2
+_HORIZON = 1.1
 """Grids that cannot come closer to the best than this are left out once there are enough others."""
 _ENOUGH = 25
 
@@ -32,7 +33,7 @@ class Space:
     """Largest sizes of axes."""
     sequences: int | None = None
     """Sequences of a microbatch on a device, if fixed."""
-    activations: Sequence[Activations] = get_args(Activations)
+    activations: Sequence[Activations] = SEARCHED
     offload: Sequence[bool] = (False, True)
     zero: Sequence[int] = (0, 1)
     virtual_stages: Sequence[int] = (1, 2, 4)
@@ -156,13 +157,20 @@ def _price(
     model: CostModel, grid: GridShape, space: Space, limit: float, virtual_stages: Sequence[int]
 ) -> Iterator[_Priced]:
     """Every choice on a grid that fits."""
+    too_large: set[tuple[int, Activations]] = set()
     for base in _choices(model.job, grid, space, virtual_stages):
+        # Larger microbatches need more, but for the whole share in one, which need not keep gathered weights.
+        kind = (base.virtual_stages, base.activations)
+        if kind in too_large and (grid.pipe > 1 or base.microbatches > 1):
+            continue
         states = list(_states(base, space))
         seconds = None
         for choice, (device, host) in zip(states, model.footprint.totals(base, states), strict=True):
             if device <= limit and _host_fits(model.job, host, grid):
                 seconds = model.pipeline_s(base) if seconds is None else seconds
                 yield _Priced(seconds + model.once_s(choice), device, choice)
+        if seconds is None:
+            too_large.add(kind)
 
 
 def _front(found: Sequence[_Priced]) -> list[_Priced]:
