@@ -1,10 +1,10 @@
 """What `plan` and `simulate` share: reading amounts, the job they are about, the command that would run a choice."""
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from math import floor
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from tyro.conf import arg
 
@@ -136,15 +136,3 @@ def positive(flag: str, value: int | None) -> None:
     """Raises ``UserError`` unless the value is left out or at least 1."""
     if value is not None and value < 1:
         raise UserError(flag, value, "an integer of at least 1")
-
-
-def one_of(flag: str, text: str, known: object) -> None:
-    """Raises ``UserError`` unless the text is one of a Literal's."""
-    names = get_args(known)
-    if text not in names:
-        raise UserError(flag, text, f"one of {', '.join(names)}{nearest(text, names)}")
-
-
-def with_sequences(job: Job, batch: int) -> Job:
-    """The same job with another batch."""
-    return replace(job, batch=batch)

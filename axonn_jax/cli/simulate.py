@@ -18,7 +18,8 @@ from axonn_jax.planner.disturb import run as disturbed
 from axonn_jax.planner.job import Estimate, Job
 from axonn_jax.planner.machine import load_machine
 from axonn_jax.planner.refine import stage_times
-from axonn_jax.planner.search import SEARCHED, Space, search
+from axonn_jax.planner.search import search
+from axonn_jax.planner.space import SEARCHED, Space
 from axonn_jax.schedule.policies import Policy
 
 
@@ -96,8 +97,10 @@ def run(args: Simulate) -> int:
         activations=SEARCHED if args.activations == "auto" else (args.activations,),
         virtual_stages=(1, 2, 4) if args.virtual_stages is None else (args.virtual_stages,),
     )
-    # Whether it fits is the plan's question; here it is simulated and the memory shown.
-    estimate = search(job, args.devices, space, float("inf")).best[0]
+    try:
+        estimate = search(job, args.devices, space, job.memory_limit()).best[0]
+    except UserError:  # whether it fits is the plan's question: simulated it can be, and its memory shown
+        estimate = search(job, args.devices, space, float("inf")).best[0]
     model = CostModel(job)
     times = stage_times(model, estimate.choice)
     grid = estimate.choice.grid

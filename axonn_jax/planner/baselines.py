@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from axonn_jax.planner.job import Estimate, Job
-from axonn_jax.planner.search import Space, search
+from axonn_jax.planner.search import search
+from axonn_jax.planner.space import Space
 from axonn_jax.planner.tasks import Switches
 
 NOTHING = Switches(gathers=False, scatters=False, gradients=False, forward=False)

@@ -102,7 +102,7 @@ def _bars(panel: Any, names: list[str], parts: dict[str, list[float]], label: st
         left = [a + b for a, b in zip(left, values, strict=True)]
     panel.invert_yaxis()
     panel.set_xlabel(label)
-    panel.legend(fontsize=7)
+    panel.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def _name(one: Estimate, job: Job) -> str:

@@ -1,8 +1,8 @@
 """The search: every legal grid with every choice that goes with it; what fits, what does not and why."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
@@ -10,10 +10,8 @@ from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.job import Choice, Estimate, Job, Memory
 from axonn_jax.planner.memory import Policy as Activations
 from axonn_jax.planner.refine import refine, tasks_to_refine
+from axonn_jax.planner.space import Space, legal_grids, microbatch_sizes, pieces
 
-AXES = ("pipe", "data", "z", "y", "x")
-SEARCHED: tuple[Activations, ...] = ("none", "save_collectives", "full", "offload")
-"""Activation policies worth trying: `dots` keeps what `save_collectives` keeps and communicates more."""
 TIE = 0.01
 """Times closer than this are a tie."""
 _SIMULATED_TASKS = 20_000
@@ -21,22 +19,6 @@ _SIMULATED_TASKS = 20_000
 _HORIZON = 1.1
 """Grids that cannot come closer to the best than this are left out once there are enough others."""
 _ENOUGH = 25
-
-
-@dataclass(frozen=True)
-class Space:
-    """What may be chosen; what is fixed is a list of one."""
-
-    axes: Mapping[str, int] = field(default_factory=dict)
-    """Axes of the grid that are fixed."""
-    most: Mapping[str, int] = field(default_factory=dict)
-    """Largest sizes of axes."""
-    sequences: int | None = None
-    """Sequences of a microbatch on a device, if fixed."""
-    activations: Sequence[Activations] = SEARCHED
-    offload: Sequence[bool] = (False, True)
-    zero: Sequence[int] = (0, 1)
-    virtual_stages: Sequence[int] = (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -86,7 +68,7 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
     model, rules = CostModel(job), Counter[str]()
     misses: list[tuple[Memory, Choice]] = []
     grids: list[tuple[float, GridShape]] = []
-    for grid in _legal(job, devices, space, rules):
+    for grid in legal_grids(job, devices, space, rules):
         found = _leanest(model, grid, space)
         if found is None:
             rules["the batch leaves no microbatches for them"] += 1
@@ -145,9 +127,11 @@ def _refined(model: CostModel, fits: Sequence[_Priced]) -> list[Estimate]:
 
 def _pareto(model: CostModel, fits: Sequence[_Priced], refined: Sequence[Estimate]) -> list[Estimate]:
     """What nothing beats in both time and memory; virtual stages as simulated, the rest in closed form."""
-    front = [model.estimate(one.choice) for one in _front([one for one in fits if one.choice.virtual_stages == 1])]
+    simulated = {one.choice: one for one in refined}
+    front = [one.choice for one in _front([one for one in fits if one.choice.virtual_stages == 1])]
+    estimates = [*refined, *(model.estimate(choice) for choice in front if choice not in simulated)]
     merged: list[Estimate] = []
-    for estimate in sorted([*front, *refined], key=lambda one: (one.step_s, one.memory.total)):
+    for estimate in sorted(estimates, key=lambda one: (one.step_s, one.memory.total)):
         if not merged or estimate.memory.total < merged[-1].memory.total:
             merged.append(estimate)
     return merged
@@ -182,76 +166,24 @@ def _front(found: Sequence[_Priced]) -> list[_Priced]:
     return front
 
 
-def _legal(job: Job, devices: int, space: Space, rules: Counter[str]) -> Iterator[GridShape]:
-    """Every grid that model and batch divide over; counts in `rules` why others are left out."""
-    for grid in _grids(devices, space):
-        try:
-            grid.check_model(job.shape)
-        except UserError as error:
-            rules[f"{error.field} does not divide over them"] += 1
-            continue
-        if job.batch % grid.batch_shards:
-            rules[f"a batch of {job.batch} sequences does not divide over data * z"] += 1
-        elif grid.pipe > _pieces(job):
-            rules[f"they have more pipeline stages than the model has pieces ({_pieces(job)})"] += 1
-        else:
-            yield grid
-
-
-def _grids(devices: int, space: Space) -> Iterator[GridShape]:
-    """Every way to write the number of devices as a product of the five axes."""
-
-    def place(left: int, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
-        if not axes:
-            if left == 1:
-                yield ()
-            return
-        wanted, most = space.axes.get(axes[0]), space.most.get(axes[0], left)
-        for size in divisors(left) if wanted is None else [wanted] if left % wanted == 0 else []:
-            if size <= most:
-                for rest in place(left // size, axes[1:]):
-                    yield (size, *rest)
-
-    for sizes in place(devices, AXES):
-        yield GridShape(*sizes)
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of a number, smallest first."""
-    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
-
-
-def _pieces(job: Job) -> int:
-    return 2 * job.shape.layers + 2
-
-
-def _sizes(job: Job, grid: GridShape, space: Space) -> list[int]:
-    """Sequences that a device's microbatch may have, fewest first: powers of two, and the whole share."""
-    each = job.batch // grid.batch_shards
-    if space.sequences is not None:
-        sizes = [space.sequences] if each % space.sequences == 0 else []
-    else:
-        sizes = [size for size in divisors(each) if size & (size - 1) == 0 or size == each]
-    # A pipeline with fewer microbatches than stages is more bubble than work.
-    return [size for size in sizes if grid.pipe == 1 or each // size >= grid.pipe]
-
-
 def _leanest(model: CostModel, grid: GridShape, space: Space) -> tuple[Memory, Choice] | None:
-    """The choice that needs the least memory, None where the grid has none at all.
+    """The choice that needs the least device memory among those the host has room for, None where there are none.
 
     The smallest microbatch is not always the leanest: several of them share gathered weights, which then stay.
     """
     order = ("offload", "full", "save_collectives", "dots", "none")
-    activations = min(space.activations, key=order.index)
     each, virtual = model.job.batch // grid.batch_shards, min(space.virtual_stages) if grid.pipe > 1 else 1
-    found = []
-    for size in _sizes(model.job, grid, space):
-        *_, choice = _states(Choice(grid, each // size, activations, virtual), space)
-        found.append((model.footprint.totals(choice, [choice])[0][0], choice.microbatches, choice))
+    sizes = microbatch_sizes(model.job, grid, space)
+    found: list[tuple[bool, float, int, Choice]] = []
+    for size in {*sizes[:1], *sizes[-1:]}:
+        for activations in sorted(space.activations, key=order.index)[:2]:
+            base = Choice(grid, each // size, activations, virtual)
+            states = list(_states(base, space))
+            for choice, (device, host) in zip(states, model.footprint.totals(base, states), strict=True):
+                found.append((not _host_fits(model.job, host, grid), device, len(found), choice))
     if not found:
         return None
-    leanest = min(found, key=lambda one: one[:2])[-1]
+    leanest = min(found)[-1]
     return model.footprint.memory(leanest), leanest
 
 
@@ -259,9 +191,9 @@ def _choices(job: Job, grid: GridShape, space: Space, virtual_stages: Sequence[i
     """Choices of a legal grid, offload and ZeRO aside."""
     each = job.batch // grid.batch_shards
     for virtual in virtual_stages if grid.pipe > 1 else (1,):
-        if virtual > 1 and (job.policy == "1f1b" or grid.pipe * virtual > _pieces(job)):
+        if virtual > 1 and (job.policy == "1f1b" or grid.pipe * virtual > pieces(job)):
             continue
-        for sequences in _sizes(job, grid, space):
+        for sequences in microbatch_sizes(job, grid, space):
             for activations in space.activations:
                 yield Choice(grid, each // sequences, activations, virtual)
 

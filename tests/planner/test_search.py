@@ -15,7 +15,8 @@ from axonn_jax.planner.baselines import megatron, tensor_1d
 from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.job import Choice, Job
 from axonn_jax.planner.machine import load_machine
-from axonn_jax.planner.search import Space, _legal, divisors, search
+from axonn_jax.planner.search import search
+from axonn_jax.planner.space import Space, divisors, legal_grids
 
 A100 = load_machine("perlmutter")
 JOB = Job(preset("gpt-5b"), A100, 512, "bf16")
@@ -42,7 +43,7 @@ def test_every_legal_grid_is_tried(devices):
     ]
     expected = {grid for grid in every if fits(grid, JOB.shape, JOB.batch)}
     rules = Counter()
-    assert set(_legal(JOB, devices, Space(), rules)) == expected
+    assert set(legal_grids(JOB, devices, Space(), rules)) == expected
     assert rules.total() == len(every) - len(expected)
 
 
@@ -51,7 +52,7 @@ def test_the_best_is_the_best_of_all_without_pipelines():
     model, space = CostModel(JOB), Space(axes={"pipe": 1})
     found = search(JOB, 16, space, LIMIT).best[0]
     best = float("inf")
-    for grid in _legal(JOB, 16, space, Counter()):
+    for grid in legal_grids(JOB, 16, space, Counter()):
         each = JOB.batch // grid.batch_shards
         for size in divisors(each):
             for policy in space.activations:
