@@ -34,18 +34,22 @@ class CostModel:
     def bound(self, grid: GridShape) -> float:
         """Seconds that no choice on this grid goes below.
 
-        Blocks alone, without recomputation, bubble or latency: the larger of what a device computes at the best
-        microbatch size, and what either kind of links carries.
+        Blocks alone, without recomputation or bubble: the larger of what a device computes at the best microbatch size,
+        and what either kind of links carries; then the reductions over `data`, which nothing hides.
         """
         each, layers = self.job.batch // grid.batch_shards, self.job.shape.layers / grid.pipe
         sizes = {size for size in (1, 2, 4, 8, 16, 32, each) if each % size == 0}
         blocks = [(self.compute.block(grid.x, grid.y, size), size) for size in sizes]
         compute = min((one.forward + one.inputs + one.weights) / size for one, size in blocks) * each
-        carried = {True: 0.0, False: 0.0}
+        carried, traffic = {True: 0.0, False: 0.0}, self.tasks(grid).traffic
         for role in ("reduce", "input"):
-            for line in self.tasks(grid).traffic.lines("block", role):
+            for line in traffic.lines("block", role):
                 carried[line.near] += line.each * each
-        return layers * max(compute, *carried.values())
+        for line in traffic.lines("block", "scatter"):  # once a microbatch, of which a pipeline has as many as stages
+            carried[line.near] += line.fixed * grid.pipe
+        zero = (4 + self.compute.item) / 8
+        reduced = zero * sum(line.fixed for line in traffic.lines("block", "update"))
+        return layers * (max(compute, *carried.values()) + reduced)
 
     def pipeline_s(self, choice: Choice) -> float:
         """Seconds from the first microbatch to the last, offload and ZeRO aside."""

@@ -109,9 +109,9 @@ def refine(model: CostModel, one: Estimate) -> Estimate:
     step = makespan + model.once_s(choice)
     idle = max(0.0, makespan - busy[-1]) / step
     messages = min(one.exposed.get("pipe", 0.0), idle * step)
-    # The real cut may leave the busiest rank less than the closed form's, which rounds blocks up.
+    # The real cut balances FLOPs, not times; the closed form rounds blocks up: the busiest rank has less, or more.
     inside = [seconds for axis, seconds in one.exposed.items() if axis not in ("pipe", "data")]
-    scale = min(1.0, busy[-1] / (one.compute_s + sum(inside)))
+    scale = busy[-1] / (one.compute_s + sum(inside))
     exposed = {axis: seconds * (1.0 if axis == "data" else scale) for axis, seconds in one.exposed.items()}
     hidden = {axis: seconds * scale for axis, seconds in one.hidden.items()}
     return replace(

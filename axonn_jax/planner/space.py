@@ -13,6 +13,9 @@ AXES = ("pipe", "data", "z", "y", "x")
 SEARCHED: tuple[Activations, ...] = ("none", "save_collectives", "full", "offload")
 """Activation policies worth trying: `dots` keeps what `save_collectives` keeps and communicates more."""
 
+ROWS = 1 << 15
+"""Tokens of a microbatch on a device that are as good as any more."""
+
 
 @dataclass(frozen=True)
 class Space:
@@ -76,11 +79,15 @@ def pieces(job: Job) -> int:
 
 
 def microbatch_sizes(job: Job, grid: GridShape, space: Space) -> list[int]:
-    """Sequences that a device's microbatch may have, fewest first: powers of two, and the whole share."""
+    """Sequences that a device's microbatch may have, fewest first: powers of two, and the whole share.
+
+    Beyond `ROWS` tokens matmuls gain nothing from more.
+    """
     each = job.batch // grid.batch_shards
     if space.sequences is not None:
         sizes = [space.sequences] if each % space.sequences == 0 else []
     else:
-        sizes = [size for size in divisors(each) if size & (size - 1) == 0 or size == each]
+        most = max(1, ROWS // job.shape.seq_len)
+        sizes = [size for size in divisors(each) if (size & (size - 1) == 0 and size <= most) or size == each]
     # A pipeline with fewer microbatches than stages is more bubble than work.
     return [size for size in sizes if grid.pipe == 1 or each // size >= grid.pipe]
