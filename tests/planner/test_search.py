@@ -133,6 +133,12 @@ def test_plans_are_quick_and_without_jax(model, machine, devices, limit_s):
     assert float(seconds) < 2 * limit_s
 
 
+def test_simulations_and_pictures_import_no_jax():
+    code = "import sys, axonn_jax.cli.simulate, axonn_jax.planner.picture; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_a_plan_takes_a_second_or_so():
     started = time.process_time()
     search(Job(preset("gpt-20b"), A100, 8192, "bf16"), 256, Space(), LIMIT)
