@@ -20,3 +20,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Returns ``"; did you mean 'x'?"`` for the known word closest to ``word``, or an empty string."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class _NotGiven:
+    def __str__(self) -> str:
+        return "(not given)"
+
+
+NOT_GIVEN = _NotGiven()
+"""What an error message shows as the value of a required field that was left out."""

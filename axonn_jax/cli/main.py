@@ -30,6 +30,12 @@ COMMANDS = (
     Command("prepare", "axonn_jax.cli.prepare", "turn a directory of text or code into tokenised shards"),
     Command("generate", "axonn_jax.cli.generate", "continue a prompt with a trained model"),
     Command("timeline", "axonn_jax.cli.timeline", "draw what the stages of a pipelined run did, and their idle time"),
+    Command("plan", "axonn_jax.cli.plan", "find the best grids for a model on a machine, before a node-hour is spent"),
+    Command(
+        "simulate",
+        "axonn_jax.cli.simulate",
+        "run one step in virtual time, with jitter, slow ranks and failures",
+    ),
     Command("bench", "axonn_jax.cli.bench", "measure or count what the package promises, such as bytes communicated"),
     Command("doctor", "axonn_jax.cli.doctor", "show what is installed, what would fail, and how to fix it"),
 )

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from axonn_jax.errors import UserError, nearest
-from axonn_jax.train.config import NOT_GIVEN
+from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 
 T = TypeVar("T")
 

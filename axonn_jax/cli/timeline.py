@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -11,6 +11,8 @@ from tyro.conf import Positional, arg
 
 from axonn_jax.errors import UserError
 from axonn_jax.pipeline.timeline import KINDS, TIMELINE, Span, last_whole_step, ranks_of, read_trace, usage, window
+from axonn_jax.planner.replay import Measured, parse_task, replay
+from axonn_jax.schedule.policies import Policy
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Timeline:
     """A directory left by a pipelined `axonn-jax train`."""
     step: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the last whole one)")] = None
     """The step to show, one of the last few of the run."""
+    replay: Annotated[Policy | None, arg(help_behavior_hint="(default: none)")] = None
+    """Also play the step again in virtual time, its task times under this policy, the one that ran or another."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -44,6 +48,7 @@ def run(args: Timeline) -> int:
     step = last_whole_step(recorded) if args.step is None else args.step
     if step not in steps:
         raise UserError("--step", step, f"a step that was recorded: {', '.join(map(str, steps))}")
+    played = None if args.replay is None else _replayed(recorded, step, args.replay)
     from axonn_jax.pipeline.picture import PICTURE, draw
 
     picture = args.run_dir / PICTURE
@@ -52,14 +57,44 @@ def run(args: Timeline) -> int:
     except OSError as error:
         raise UserError("RUN_DIR", str(args.run_dir), f"a directory to write {PICTURE} in ({error.strerror})") from None
     figures = _figures([span for span in recorded if span.step == step], ranks_of(recorded))
+    if played is not None:
+        figures |= {"replay": asdict(played)}
     if args.json:
         files = {"trace": str(args.run_dir / TIMELINE), "png": str(picture)}
         print(json.dumps({"step": step, "steps": steps, **figures, **files}))
         return 0
     print(f"step {step} (recorded: {', '.join(map(str, steps))}), {figures['step_s'] * 1e3:,.3f} ms\n")
     print(_table(figures))
+    if played is not None:
+        print(
+            f"\ntasks {played.measured_s * 1e3:,.3f} ms; played again under {played.policy}: "
+            f"{played.simulated_s * 1e3:,.3f} ms ({played.simulated_s / played.measured_s - 1:+.1%})"
+        )
     print(f"\n{picture}\n{args.run_dir / TIMELINE} opens in https://ui.perfetto.dev")
     return 0
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step's tasks as they ran, and as they would have run under a policy, in seconds."""
+
+    policy: Policy
+    measured_s: float
+    simulated_s: float
+    gap_s: float
+    message_s: float
+
+
+def _replayed(recorded: Sequence[Span], step: int, policy: Policy) -> Replayed:
+    """Plays a step's tasks again; the optimizer is not among them."""
+    tasks = [span for span in recorded if span.step == step and span.is_task and span.kind != "optimizer"]
+    try:
+        done = replay([Measured(parse_task(span.name), span.rank, span.start, span.end) for span in tasks], policy)
+    except (KeyError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError("--step", step, f"a whole step to play again; this one has {error}") from None
+    return Replayed(policy, done.measured_s, done.simulation.makespan, done.gap_s, done.message_s)
 
 
 def _figures(spans: Sequence[Span], ranks: int) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from axonn_jax.cli.restarts import Restarts, take_restarts
-from axonn_jax.errors import UserError
-from axonn_jax.train.config import NOT_GIVEN, Config
+from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.train.config import Config
 from axonn_jax.train.toml import read, split_argv
 
 _USAGE = "axonn-jax train CONFIG.toml"

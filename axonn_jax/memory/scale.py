@@ -60,6 +60,8 @@ class HostScale:
 
     def on(self, mesh: Mesh) -> LossScale:
         """The state on all devices of a mesh, also where other processes hold some of them."""
-        sharding = NamedSharding(mesh, P())
-        numbers = (np.asarray(value) for value in self.state)
-        return LossScale(*(jax.make_array_from_callback((), sharding, lambda _, n=n: n) for n in numbers))
+        return LossScale(*(_everywhere(np.asarray(value), NamedSharding(mesh, P())) for value in self.state))
+
+
+def _everywhere(number: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback((), sharding, lambda _: number)

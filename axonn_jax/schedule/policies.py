@@ -108,12 +108,12 @@ def _gpipe(layout: Layout, rank: int) -> list[Task]:
 def _one_forward_one_backward(layout: Layout, rank: int) -> Iterator[Task]:
     """The 1F1B order; with several virtual stages, microbatches pass them in groups of `pipe`.
 
-    The order is made for the next multiple of `pipe` microbatches, and the tasks of those that do not exist are
-    left out. Leaving out microbatches keeps an order feasible: a task depends on tasks of its own microbatch only,
-    so what is left has the same dependencies and meets them in the same order.
+    With several the order is made for the next multiple of `pipe` microbatches, and the tasks of those that do not
+    exist are left out. Leaving out microbatches keeps an order feasible: a task depends on tasks of its own
+    microbatch only, so what is left has the same dependencies and meets them in the same order.
     """
     pipe, chunks = layout.pipe, layout.virtual_stages
-    padded = -(-layout.microbatches // pipe) * pipe
+    padded = layout.microbatches if chunks == 1 else -(-layout.microbatches // pipe) * pipe
     total = padded * chunks
     forwards, backwards = [], []
     for number in range(total):

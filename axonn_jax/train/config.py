@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset, preset_names
 from axonn_jax.models.shape import Mlp, ModelShape, Norm, Positions
@@ -20,15 +20,6 @@ Activations = Literal["none", "full", "dots", "save_collectives", "offload"]
 Ordering = Literal["auto", "package", "xla"]
 ScanLayers = Literal["auto", "yes", "no"]
 ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
-
-
-class _NotGiven:
-    def __str__(self) -> str:
-        return "(not given)"
-
-
-NOT_GIVEN = _NotGiven()
-"""What an error message shows as the value of a required field that was left out."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from axonn_jax.errors import UserError
-from axonn_jax.train.config import NOT_GIVEN
+from axonn_jax.errors import NOT_GIVEN, UserError
 
 _WORDS = {"true": True, "True": True, "false": False, "False": False}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from axonn_jax.errors import UserError, nearest
-from axonn_jax.train.config import NOT_GIVEN, Config
+from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.train.config import Config
 from axonn_jax.train.flags import read_flags
 
 # What the design names and this version does not do: refused by name, so that it is never silently ignored.

@@ -193,7 +193,10 @@ def test_bad_files(prepared, place, refused, case):
 COMMANDS = {
     "unknown command": (
         ["trian"],
-        ["command = 'trian': one of train, prepare, generate, timeline, bench, doctor; did you mean 'train'?"],
+        [
+            "command = 'trian': one of train, prepare, generate, timeline, plan, simulate, bench, doctor; ",
+            "did you mean 'train'?",
+        ],
     ),
     "unknown flag": (["--verbose"], ["'--verbose'", "one of train"]),
     "no config file": (["train"], ["CONFIG.toml = (not given)", "axonn-jax train CONFIG.toml"]),

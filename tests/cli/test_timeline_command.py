@@ -87,3 +87,21 @@ def test_a_picture_that_cannot_be_written(run_dir, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert "a directory to write timeline.png in (Is a directory)" in err
+
+
+def test_a_step_is_played_again(run_dir, capsys):
+    assert main(["timeline", str(run_dir), "--replay", "1f1b", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["replay"]
+    assert (found["policy"], found["measured_s"]) == ("1f1b", pytest.approx(5.0))
+    assert found["simulated_s"] == pytest.approx(5.0, rel=0.05)
+    assert main(["timeline", str(run_dir), "--replay", "1f1b"]) == 0
+    assert "played again under 1f1b" in capsys.readouterr().out
+
+
+def test_what_cannot_be_played_again(run_dir, capsys):
+    for argv in (["--replay", "zero-bubble"], ["--replay", "1f1b", "--step", "5"], ["--replay", "fifo"]):
+        assert main(["timeline", str(run_dir), *argv]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1

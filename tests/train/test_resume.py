@@ -44,12 +44,29 @@ GRIDS = {
     "pipe 2 z 2 y 2": {"pipe": 2, "z": 2, "y": 2},
     "pipe 4": {"pipe": 4},
     "pipe 4 data 2": {"pipe": 4, "data": 2},
+    "scanned": {"x": 2, "scan_layers": "yes"},
+    "zero": {"data": 2, "x": 2, "zero": 1},
+    "offload": {"y": 2, "offload": "optimizer", "bucket": 1000},
+    "zero offload": {"data": 2, "z": 2, "zero": 1, "offload": "optimizer", "bucket": 1000},
+    "pipe 2 zero offload": {"pipe": 2, "data": 2, "zero": 1, "offload": "optimizer", "bucket": 1000},
 }
-SAVED_ON = ("z 2 x 2", "pipe 2")
-FAST = {("z 2 x 2", "pipe 2"), ("pipe 2", "y 2 x 2"), ("pipe 2", "pipe 2"), ("z 2 x 2", "z 2 x 2")}
+SAVED_ON = ("z 2 x 2", "pipe 2", "pipe 2 zero offload")
+FAST = {
+    ("z 2 x 2", "pipe 2"),
+    ("pipe 2", "y 2 x 2"),
+    ("pipe 2", "pipe 2"),
+    ("z 2 x 2", "z 2 x 2"),
+    ("z 2 x 2", "zero offload"),
+    ("pipe 2", "pipe 2 zero offload"),
+    ("pipe 2 zero offload", "scanned"),
+    ("pipe 2 zero offload", "pipe 2 zero offload"),
+}
+AXES = [field.name for field in dataclasses.fields(GridShape)]
 
 
 def trainer(axes, *, shape=GPT, seed=0, optimizer=None):
+    options = {key: value for key, value in axes.items() if key not in AXES}
+    axes = {key: value for key, value in axes.items() if key in AXES}
     return Trainer(
         lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(seed)),
         optimizer or optax.adamw(RATE),
@@ -58,6 +75,7 @@ def trainer(axes, *, shape=GPT, seed=0, optimizer=None):
         clip=0.5,
         seed=5,
         pipeline=FIXED,
+        **options,
     )
 
 

@@ -1,0 +1,165 @@
+"""The corrected cost model: a choice's step time, in closed form."""
+
+from collections.abc import Iterator
+
+from axonn_jax.grid import GridShape
+from axonn_jax.planner.compute import Compute
+from axonn_jax.planner.footprint import Footprint, Load
+from axonn_jax.planner.job import Choice, Estimate, Job
+from axonn_jax.planner.tasks import Tasks, Times
+from axonn_jax.planner.traffic import Part
+
+Parts = list[tuple[Part, float, Times]]
+"""The parts of a rank: which, how many there are of it, and what a microbatch takes in one."""
+
+
+class CostModel:
+    """Predicts steps of one job; what choices have in common is worked out once."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.compute = Compute(job.shape, job.machine, job.precision)
+        self.footprint = Footprint(job)
+        self._tasks: dict[tuple[int, int, int, int], Tasks] = {}
+        self._once: dict[tuple[GridShape, bool, int], float] = {}
+
+    def tasks(self, grid: GridShape) -> Tasks:
+        """The task times of a grid's stages, which do not depend on `pipe`."""
+        key = (grid.data, grid.z, grid.y, grid.x)
+        if key not in self._tasks:
+            job = self.job
+            self._tasks[key] = Tasks(job.shape, GridShape(1, *key), job.machine, self.compute, job.switches)
+        return self._tasks[key]
+
+    def bound(self, grid: GridShape) -> float:
+        """Seconds that no choice on this grid goes below.
+
+        Blocks alone, without recomputation or bubble: the larger of what a device computes at the best microbatch size,
+        and what either kind of links carries; then the reductions over `data`, which nothing hides.
+        """
+        each, layers = self.job.batch // grid.batch_shards, self.job.shape.layers / grid.pipe
+        sizes = {size for size in (1, 2, 4, 8, 16, 32, each) if each % size == 0}
+        blocks = [(self.compute.block(grid.x, grid.y, size), size) for size in sizes]
+        compute = min((one.forward + one.inputs + one.weights) / size for one, size in blocks) * each
+        carried, traffic = {True: 0.0, False: 0.0}, self.tasks(grid).traffic
+        for role in ("reduce", "input"):
+            for line in traffic.lines("block", role):
+                carried[line.near] += line.each * each
+        for line in traffic.lines("block", "scatter"):  # once a microbatch, of which a pipeline has as many as stages
+            carried[line.near] += line.fixed * grid.pipe
+        zero = (4 + self.compute.item) / 8
+        reduced = zero * sum(line.fixed for line in traffic.lines("block", "update"))
+        return layers * (max(compute, *carried.values()) + reduced)
+
+    def pipeline_s(self, choice: Choice) -> float:
+        """Seconds from the first microbatch to the last, offload and ZeRO aside."""
+        parts = self._busiest(choice)
+        busy = choice.microbatches * sum(count * times.total for _, count, times in parts)
+        wait, messages = self._waits(choice, parts)
+        return busy + wait + messages + sum(seconds for _, seconds in self._gathered_once(choice, parts))
+
+    def once_s(self, choice: Choice) -> float:
+        """Seconds of what comes once a step after the last microbatch: reductions and the optimizer."""
+        key = (choice.grid, choice.offload, choice.zero)
+        if key not in self._once:
+            load = self._largest(choice.grid)
+            self._once[key] = sum(seconds for _, seconds in self._reduced(choice, load)) + self._update(choice, load)
+        return self._once[key]
+
+    def estimate(self, choice: Choice) -> Estimate:
+        """Step time, its parts, and memory of a choice.
+
+        A step is what the busiest rank does for all microbatches, the bubble, what is gathered and reduced once, and
+        the optimizer. The bubble is `(pipe - 1)` times a virtual stage's `F + I - W` where weight gradients are
+        tasks of their own, else its `F + B`; a message there and back for every stage comes on top.
+        """
+        parts, load = self._busiest(choice), self._largest(choice.grid)
+        exposed, hidden = dict[str, float](), dict[str, float]()
+
+        def add(sums: dict[str, float], axis: str, seconds: float) -> None:
+            sums[axis] = sums.get(axis, 0.0) + seconds
+
+        for _, count, times in parts:
+            for sums, found in ((exposed, times.exposed), (hidden, times.hidden)):
+                for axis, seconds in found.items():
+                    add(sums, axis, count * choice.microbatches * seconds)
+        wait, messages = self._waits(choice, parts)
+        if choice.grid.pipe > 1:
+            add(exposed, "pipe", messages)
+        for axis, seconds in (*self._gathered_once(choice, parts), *self._reduced(choice, load)):
+            add(exposed, axis, seconds)
+        return Estimate(
+            choice,
+            step_s := self.pipeline_s(choice) + self.once_s(choice),
+            compute_s=choice.microbatches * sum(count * times.compute for _, count, times in parts),
+            update_s=self._update(choice, load),
+            bubble=wait / step_s,
+            memory=self.footprint.memory(choice),
+            exposed=exposed,
+            hidden=hidden,
+        )
+
+    def message(self, choice: Choice) -> float:
+        """Seconds of a message between stages: a microbatch's residual stream on a device."""
+        links = self.tasks(choice.grid).traffic.links
+        tokens = choice.sequences(self.job.batch) * self.job.shape.seq_len
+        carried = tokens * self.job.shape.hidden / choice.grid.x * self.compute.item
+        return links.neighbour_latency() + carried / links.neighbour_rate()
+
+    def _busiest(self, choice: Choice) -> Parts:
+        return max(self._ranks(choice), key=lambda parts: sum(count * times.total for _, count, times in parts))
+
+    def _ranks(self, choice: Choice) -> list[Parts]:
+        """The parts of every rank that may be the busiest."""
+        tasks, sequences = self.tasks(choice.grid), choice.sequences(self.job.batch)
+        # One program loops over the microbatches and shares what it gathers; a pipeline's stage has one for each task.
+        gathers = choice.grid.pipe > 1 or choice.microbatches == 1
+        block, first, last = (
+            tasks.times(part, sequences, choice.activations, gathers) for part in ("block", "first", "last")
+        )
+        found: list[Parts] = []
+        for load in self.footprint.loads(choice.grid.pipe):
+            parts: Parts = [("block", load.blocks, block)]
+            parts += [("first", 1.0, first)] if load.first else []
+            parts += [("last", 1.0, last)] if load.last else []
+            found.append(parts)
+        return found
+
+    def _largest(self, grid: GridShape) -> Load:
+        """The rank with the most parameters."""
+        return max(self.footprint.loads(grid.pipe), key=lambda load: self.footprint.params(grid, load))
+
+    def _waits(self, choice: Choice, parts: Parts) -> tuple[float, float]:
+        """Seconds of the bubble, and of the messages that fill and drain the pipeline."""
+        pipe = choice.grid.pipe
+        if pipe == 1:
+            return 0.0, 0.0
+        forward = sum(count * times.forward for _, count, times in parts)
+        inputs = sum(count * times.inputs for _, count, times in parts)
+        weights = sum(count * times.weights for _, count, times in parts)
+        split = self.job.policy == "zero-bubble" or (self.job.policy == "message" and self.job.split)
+        unit = forward + max(0.0, inputs - weights) if split else forward + inputs + weights
+        return (pipe - 1) * unit / choice.virtual_stages, 2 * (pipe - 1) * self.message(choice)
+
+    def _gathered_once(self, choice: Choice, parts: Parts) -> Iterator[tuple[str, float]]:
+        """Seconds by axis of gathers that all microbatches share: the first one's compute hides those of blocks."""
+        if choice.grid.pipe > 1 or choice.microbatches == 1:
+            return
+        traffic, sequences = self.tasks(choice.grid).traffic, choice.sequences(self.job.batch)
+        forward = self.compute.block(choice.grid.x, choice.grid.y, sequences).forward
+        for part, count, _ in parts:
+            for line in traffic.lines(part, "gather"):
+                beside = forward if part == "block" and self.job.switches.gathers else 0.0
+                yield line.axis, count * max(0.0, line.fixed - beside)
+
+    def _reduced(self, choice: Choice, load: Load) -> Iterator[tuple[str, float]]:
+        """Seconds by axis of what is reduced once a step; ZeRO-1 scatters gradients and gathers weights instead."""
+        counts = {"block": load.blocks, "first": float(load.first), "last": float(load.last), "step": 1.0}
+        zero = (4 + self.compute.item) / 8 if choice.zero else 1.0
+        for part, line in self.tasks(choice.grid).traffic.updates():
+            yield line.axis, counts[part] * line.fixed * (zero if line.axis == "data" else 1.0)
+
+    def _update(self, choice: Choice, load: Load) -> float:
+        params = self.footprint.params(choice.grid, load)
+        share = params / (choice.grid.data if choice.zero else 1)
+        return self.compute.update(params, share, self.job.accumulate, choice.offload)

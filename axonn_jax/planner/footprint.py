@@ -1,0 +1,146 @@
+"""What a choice needs of device and host memory, rank by rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from axonn_jax.grid import GridShape
+from axonn_jax.planner import memory as formulas
+from axonn_jax.planner.job import Choice, Job, Memory
+from axonn_jax.schedule.policies import live_bound
+from axonn_jax.schedule.tasks import Layout
+
+_States = tuple[formulas.State, formulas.State, float]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a rank of the pipeline holds."""
+
+    rank: int
+    blocks: float
+    """A half is attention or MLP alone."""
+    first: bool
+    """The embedding."""
+    last: bool
+    """The head."""
+    params: float
+    """Parameters of the whole rank; a tied table is held at both ends of a pipeline."""
+
+
+class Footprint:
+    """Memory of one job's choices; what they have in common is worked out once."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self._loads: dict[int, tuple[Load, ...]] = {}
+        self._states: dict[GridShape, dict[tuple[int, bool, int], _States]] = {}
+        self._blocks: dict[tuple[int, int, str], formulas.Block] = {}
+
+    def loads(self, pipe: int) -> tuple[Load, ...]:
+        """The ranks that matter: the first, one between, and the last; the fullest and the busiest are among them."""
+        if pipe not in self._loads:
+            self._loads[pipe] = self._cut(pipe)
+        return self._loads[pipe]
+
+    def _cut(self, pipe: int) -> tuple[Load, ...]:
+        shape = self.job.shape
+        if pipe == 1:
+            return (self._load(0, shape.layers, True, True),)
+        usual, last = balanced_blocks(shape.layers, shape.head_forward_flops(1) / shape.layer_forward_flops(1), pipe)
+        between = (self._load(1, usual, False, False),) if pipe > 2 else ()
+        return (self._load(0, usual, True, False), *between, self._load(pipe - 1, last, False, True))
+
+    def _load(self, rank: int, blocks: float, first: bool, last: bool) -> Load:
+        shape = self.job.shape
+        params = blocks * shape.layer_params()
+        params += shape.embedding_params() if first else 0
+        params += shape.head_params() if last else 0
+        params += shape.hidden * shape.vocab if last and not first and shape.tied else 0
+        return Load(rank, blocks, first, last, params)
+
+    def params(self, grid: GridShape, load: Load) -> float:
+        """Parameters of a rank on each of its devices."""
+        return load.params / (grid.x * grid.y * grid.z)
+
+    def totals(self, base: Choice, states: Sequence[Choice]) -> list[tuple[float, float]]:
+        """Bytes of the fullest device and its share of the host's, for choices like `base` but in offload and ZeRO."""
+        item = formulas.itemsize(self.job.precision)
+        kept = self._kept(base)
+        found, of_grid = [(0.0, 0.0)] * len(states), self._states.setdefault(base.grid, {})
+        for load in self.loads(base.grid.pipe):
+            activations, outside = self._activations(base, load, item)
+            activations += self._gathered(base, load, item, kept)
+            for at, choice in enumerate(states):
+                key = (load.rank, choice.offload, choice.zero)
+                state, host, buffers = of_grid.get(key) or self._state(choice, load)
+                total = state.total + buffers + activations
+                if total > found[at][0]:
+                    found[at] = (total, host.total + outside)
+        return found
+
+    def memory(self, choice: Choice) -> Memory:
+        """The fullest device's bytes."""
+        return max((self._memory(choice, load) for load in self.loads(choice.grid.pipe)), key=lambda one: one.total)
+
+    def _memory(self, choice: Choice, load: Load) -> Memory:
+        item = formulas.itemsize(self.job.precision)
+        state, host, buffers = self._state(choice, load)
+        activations, outside = self._activations(choice, load, item)
+        gathered = self._gathered(choice, load, item, self._kept(choice))
+        optimizer = state.master + state.moments
+        return Memory(state.weights, state.gradients, optimizer, activations, gathered, buffers, host.total + outside)
+
+    def _kept(self, choice: Choice) -> bool:
+        """Whether gathered weights stay: for the backward pass, or because all microbatches share one gather."""
+        return choice.activations == "none" or (choice.grid.pipe == 1 and choice.microbatches > 1)
+
+    def _gathered(self, choice: Choice, load: Load, item: int, kept: bool) -> float:
+        grid = choice.grid
+        return formulas.gathered_weights(load.params / (grid.x * grid.y), grid.z, item, load.blocks, kept=kept)
+
+    def _state(self, choice: Choice, load: Load) -> _States:
+        """State on device and host, and bytes of buffers."""
+        of_grid, key = self._states.setdefault(choice.grid, {}), (load.rank, choice.offload, choice.zero)
+        if key not in of_grid:
+            job, grid, params = self.job, choice.grid, self.params(choice.grid, load)
+            replicas = grid.data if choice.zero else 1
+            buffers = formulas.bucket_buffers(params, job.bucket, job.accumulate) if grid.data > 1 else 0.0
+            buffers += formulas.offload_buffers(min(job.bucket, params)) if choice.offload else 0.0
+            of_grid[key] = (
+                formulas.device_state(
+                    params, job.precision, accumulate=job.accumulate, offload=choice.offload, replicas=replicas
+                ),
+                formulas.host_state(params, job.precision, offload=choice.offload, replicas=replicas),
+                buffers,
+            )
+        return of_grid[key]
+
+    def _activations(self, choice: Choice, load: Load, item: int) -> tuple[float, float]:
+        """Bytes on the device and on the host: what microbatches in flight keep, and what the one at work needs."""
+        job, grid = self.job, choice.grid
+        key = (grid.x, grid.y, choice.activations)
+        if key not in self._blocks:
+            fused = job.machine.device.attention > 0
+            self._blocks[key] = formulas.block_activations(
+                job.shape, grid.x, grid.y, item, choice.activations, fused_attention=fused
+            )
+        block, live = self._blocks[key], 1.0
+        if grid.pipe > 1:
+            layout = Layout(grid.pipe, choice.microbatches, choice.virtual_stages)
+            live = live_bound(job.policy, layout, load.rank, 0, job.split) / choice.virtual_stages
+        head = formulas.head_activations(job.shape, grid.x, grid.y, item) if load.last else 0.0
+        tokens = choice.sequences(job.batch) * job.shape.seq_len
+        # Loss and a block's backward pass do not run at the same time.
+        kept = live * load.blocks
+        return tokens * (kept * block.kept + max(block.working, head)), tokens * kept * block.host
+
+
+def balanced_blocks(layers: int, head: float, pipe: int) -> tuple[float, float]:
+    """Blocks of the busiest rank and of the last one, which also has the head, `head` blocks long.
+
+    Stages are cut at halves of blocks.
+    """
+    usual = ceil(2 * (layers + head) / pipe) / 2
+    last = max(0.0, min(int(2 * (usual - head)) / 2, layers - (pipe - 1) * 0.5))
+    return max(ceil(2 * (layers - last) / (pipe - 1)) / 2, 0.5), last

@@ -1,0 +1,113 @@
+"""What the planner is asked about, what it may choose, and what it finds for a choice."""
+
+from dataclasses import dataclass, field
+
+from axonn_jax.grid import GridShape
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.planner.machine import Machine
+from axonn_jax.planner.memory import Policy as Activations
+from axonn_jax.planner.memory import Precision
+from axonn_jax.planner.tasks import Switches
+from axonn_jax.schedule.policies import Policy
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training step on a machine, without the choices of the planner."""
+
+    shape: ModelShape
+    machine: Machine
+    batch: int
+    """Sequences a step over all devices."""
+    precision: Precision
+    accumulate: int = 4
+    """Bytes of an accumulated gradient."""
+    bucket: int = 16_000_000
+    """Elements reduced, or updated on the host, together."""
+    switches: Switches = field(default_factory=Switches)
+    policy: Policy = "message"
+    split: bool = True
+    """Whether gradients of weights are tasks of their own (policy message)."""
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a step without recomputation, as published counts have them."""
+        return self.shape.step_flops(self.batch)
+
+    def memory_limit(self) -> float:
+        """Bytes a device has for training."""
+        return self.machine.device.memory_bytes - self.machine.device.reserved_bytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the planner decides."""
+
+    grid: GridShape
+    microbatches: int = 1
+    """Of a step, per pipeline."""
+    activations: Activations = "none"
+    virtual_stages: int = 1
+    offload: bool = False
+    zero: int = 0
+
+    def sequences(self, batch: int) -> int:
+        """Sequences of a microbatch on a device."""
+        return batch // (self.grid.batch_shards * self.microbatches)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest device, by kind."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float
+    buffers: float
+    host: float = 0.0
+    """On the host, for each device; not part of the total."""
+
+    @property
+    def total(self) -> float:
+        """On the device."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.gathered + self.buffers
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a choice is predicted to take."""
+
+    choice: Choice
+    step_s: float
+    compute_s: float
+    """Of the busiest stage, with recomputation."""
+    update_s: float
+    """The optimizer's."""
+    bubble: float
+    """Share of the step in which a stage waits for others."""
+    memory: Memory
+    exposed: dict[str, float] = field(default_factory=dict)
+    """Seconds of communication that nothing runs beside, by axis, of the busiest stage."""
+    hidden: dict[str, float] = field(default_factory=dict)
+    """Seconds of communication beside compute, by axis."""
+    simulated: bool = False
+    """Whether the pipeline was run by its dispatchers, rather than estimated in closed form."""
+
+    def peak_share(self, job: Job, recompute: bool = False) -> float:
+        """FLOPs a second as a share of the devices' peak; with `recompute` the blocks' second forward counts too."""
+        flops = job.shape.step_flops(job.batch, recompute=recompute)
+        return flops / (self.step_s * self.choice.grid.devices * job.machine.peak(job.precision))
+
+    @property
+    def comm_s(self) -> dict[str, float]:
+        """Seconds of communication by axis, exposed and hidden."""
+        return {
+            axis: self.exposed.get(axis, 0.0) + self.hidden.get(axis, 0.0) for axis in ("x", "y", "z", "data", "pipe")
+        }
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of exposed communication, all axes together."""
+        return sum(self.exposed.values())

@@ -1,0 +1,192 @@
+"""Memory of training in bytes: model state by precision and placement, activations, buffers; no jax.
+
+Every function is a formula: numbers of parameters or tokens in, bytes out. The published totals are among them, so that
+they can be compared: AxoNN's 20 bytes a parameter and 4 with offload (IPDPS 22), SAMO's compressed state (IPDPS 23),
+TED's bound for experts (ICS 23).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from axonn_jax.models.shape import ModelShape
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Policy = Literal["none", "full", "dots", "save_collectives", "offload"]
+_FP32, _INT32 = 4, 4
+_HALF = 2
+_OFFLOAD_BUFFERS = 4  # weight, gradient and both moments of one bucket, float32
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of weights, gradients and optimizer state, on one kind of memory."""
+
+    weights: float = 0.0
+    """In compute precision; with fp32 they are the only ones."""
+    gradients: float = 0.0
+    """As accumulated."""
+    master: float = 0.0
+    """Float32 weights beside half-precision ones."""
+    moments: float = 0.0
+    """Adam's two."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.gradients + self.master + self.moments
+
+
+def itemsize(precision: Precision) -> int:
+    """Bytes of an element in compute precision."""
+    return _FP32 if precision == "fp32" else _HALF
+
+
+def device_state(
+    params: float, precision: Precision, *, accumulate: int = _FP32, offload: bool = False, replicas: int = 1
+) -> State:
+    """State of `params` parameters on the device.
+
+    `accumulate` is the bytes of a gradient, `replicas` the devices that share master weights and moments between them
+    (ZeRO-1; 1: none do). With offload these are on the host.
+    """
+    master, moments = _optimizer(params / replicas, precision)
+    return State(
+        weights=params * itemsize(precision),
+        gradients=params * accumulate,
+        master=0.0 if offload else master,
+        moments=0.0 if offload else moments,
+    )
+
+
+def host_state(params: float, precision: Precision, *, offload: bool = False, replicas: int = 1) -> State:
+    """State of `params` parameters on the host: with offload master weights (or the weights) and moments, else none."""
+    if not offload:
+        return State()
+    master, moments = _optimizer(params / replicas, precision)
+    # In float32 the weights on the device serve as the master's copy, but the host updates its own.
+    return State(master=master or params / replicas * _FP32, moments=moments)
+
+
+def _optimizer(params: float, precision: Precision) -> tuple[float, float]:
+    """Bytes of master weights and of Adam's moments."""
+    return (0.0 if precision == "fp32" else params * _FP32), params * 2 * _FP32
+
+
+def offload_buffers(bucket: float) -> float:
+    """Device buffers that an offloaded update of `bucket` elements streams through: 16 bytes an element."""
+    return _OFFLOAD_BUFFERS * _FP32 * bucket
+
+
+def axonn_state(params: float, *, offload: bool = False, bucket: float = 16_000_000) -> float:
+    """AxoNN's model state on the device: 20 bytes a parameter, or 4 and the buffers of a bucket (IPDPS 22)."""
+    if offload:
+        return device_state(params, "fp16", accumulate=_HALF, offload=True).total + offload_buffers(bucket)
+    upcast = params * _FP32  # all gradients once more in float32
+    return device_state(params, "fp16", accumulate=_HALF).total + upcast
+
+
+@dataclass(frozen=True)
+class SamoState:
+    """SAMO's state of a pruned network in bytes: dense half weights, all else for the kept entries only."""
+
+    weights: float
+    gradients: float
+    master: float
+    master_gradients: float
+    moments: float
+    index: float
+    downcast: float
+
+    @property
+    def total(self) -> float:
+        """(2 + 24 f) bytes a parameter."""
+        kept = self.gradients + self.master + self.master_gradients + self.moments + self.index + self.downcast
+        return self.weights + kept
+
+
+def samo_state(params: float, kept: float) -> SamoState:
+    """State of `params` parameters of which the fraction `kept` is not pruned (IPDPS 23, section on memory)."""
+    alive = params * kept
+    return SamoState(
+        weights=_HALF * params,
+        gradients=_HALF * alive,
+        master=_FP32 * alive,
+        master_gradients=_FP32 * alive,
+        moments=2 * _FP32 * alive,
+        index=_INT32 * alive,
+        downcast=_HALF * alive,
+    )
+
+
+def ted_state(base_params: float, experts: int, tensor: int, expert: int, devices: int) -> float:
+    """TED's lower bound of state a device: experts in every second layer, ZeRO-1 in both data groups (ICS 23).
+
+    `tensor` and `expert` are the sizes of their groups. With as many expert groups as experts this is
+    `4 P (1/tensor + (experts + 2)/devices)`.
+    """
+    dense_replicas = devices / tensor
+    expert_replicas = dense_replicas / expert
+    dense = base_params * 2 / 3 / tensor
+    sparse = experts * base_params / 3 / (tensor * expert)
+    # Half weights and gradients, then float32 weights and moments.
+    return (4 + 12 / dense_replicas) * dense + (4 + 12 / expert_replicas) * sparse
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one block keeps for its backward pass, in bytes for each token of a microbatch on a device."""
+
+    kept: float
+    """From forward to backward, on the device."""
+    working: float
+    """More while its backward pass runs."""
+    host: float = 0.0
+    """From forward to backward, on the host."""
+
+
+def block_activations(
+    shape: ModelShape, x: int, y: int, item: int, policy: Policy, *, fused_attention: bool = True
+) -> Block:
+    """Activations of a block on a grid of `x` and `y`, `item` bytes an element.
+
+    The residual stream is split over `x`, what is between two matmuls over `y`. `none` keeps what every operation's
+    gradient reads; `full` the block's input; `dots` and `save_collectives` the results of matmuls (all-reduced) too;
+    `offload` keeps the input on the host. Attention that is not fused keeps its scores and their softmax.
+    """
+    stream, width = shape.hidden / x, shape.heads * shape.head_dim / y
+    gates = 2 if shape.mlp == "swiglu" else 1
+    scores = 0.0 if fused_attention else 2 * shape.heads / y * shape.seq_len
+    statistics = shape.heads / y * _FP32 if fused_attention else 0.0
+    matmuls = shape.qkv_width / y + stream + gates * shape.ffn / y + stream
+    # Both inputs of norms, both normalised streams, queries to values, attention's result, the MLP's two widths.
+    everything = 4 * stream + shape.qkv_width / y + width + (gates + 1) * shape.ffn / y + scores
+    whole = everything * item + statistics
+    entry = stream * item
+    if policy == "none":
+        return Block(whole, stream * item)
+    if policy == "full":
+        return Block(entry, whole)
+    if policy == "offload":
+        return Block(0.0, whole + 2 * entry, entry)  # two inputs are under way
+    return Block(entry + matmuls * item, whole - matmuls * item)
+
+
+def head_activations(shape: ModelShape, x: int, y: int, item: int) -> float:
+    """Bytes a token while loss and head run: logits and their gradient in float32, and the normalised stream."""
+    return 2 * shape.vocab / y * _FP32 + 2 * shape.hidden / x * item
+
+
+def gathered_weights(params: float, z: int, item: int, blocks: float, *, kept: bool) -> float:
+    """Weights gathered over `z` of `params` parameters in `blocks` blocks, before the split over `z`.
+
+    Where they are `kept` from a step's first microbatch to its last, all of them; else those of two blocks, the one
+    at work and the next.
+    """
+    if z == 1:
+        return 0.0
+    return params * item * (1.0 if kept or blocks <= 2 else 2.0 / blocks)
+
+
+def bucket_buffers(params: float, bucket: float, accumulate: int = _FP32) -> float:
+    """A bucket of gradients beside its reduced copy."""
+    return 2 * accumulate * min(params, bucket)

@@ -1,0 +1,235 @@
+"""The search: every legal grid with every choice that goes with it; what fits, what does not and why."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.planner.cost import CostModel
+from axonn_jax.planner.job import Choice, Estimate, Job, Memory
+from axonn_jax.planner.memory import Policy as Activations
+from axonn_jax.planner.refine import refine, tasks_to_refine
+from axonn_jax.planner.space import Space, legal_grids, microbatch_sizes, pieces
+
+TIE = 0.01
+"""Times closer than this are a tie."""
+_SIMULATED_TASKS = 15_000
+"""Tasks of pipelines that are simulated in a search: a few tenths of a second."""
+_HORIZON = 1.1
+"""Grids that cannot come closer to the best than this are left out once there are enough others."""
+_ENOUGH = 25
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """The least of a grid that does not fit, or a rule that leaves grids out."""
+
+    grid: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the search found."""
+
+    best: list[Estimate]
+    """Of what fits, the fastest of each grid, fastest first."""
+    pareto: list[Estimate]
+    """What fits and is beaten by nothing in both time and memory, fastest first."""
+    rejected: list[Rejected]
+    """Grids that do not fit, those that come closest first, and the rules that left others out."""
+    examined: int
+    """Choices that were priced."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    step_s: float
+    memory: float
+    choice: Choice
+
+    @property
+    def order(self) -> tuple[float, int, bool, int, int]:
+        """By time, then by how little it asks for."""
+        one = self.choice
+        policies = ("none", "save_collectives", "dots", "full", "offload")
+        return self.step_s, policies.index(one.activations), one.offload, one.zero, one.virtual_stages
+
+
+def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
+    """Prices every legal choice for so many devices; `limit` is the memory a device may use, in bytes.
+
+    Grids are tried in the order of what none of their choices goes below, until no other can come near the best.
+
+    Raises:
+        UserError: no grid is legal for model, batch and devices, or none fits the memory.
+    """
+    model, rules = CostModel(job), Counter[str]()
+    misses: list[tuple[Memory, Choice]] = []
+    grids: list[tuple[float, GridShape]] = []
+    for grid in legal_grids(job, devices, space, rules):
+        found = _leanest(model, grid, space)
+        if found is None:
+            rules["the batch leaves no microbatches for them"] += 1
+            continue
+        memory, leanest = found
+        if memory.total > limit or not _host_fits(job, memory.host, grid):
+            misses.append((memory, leanest))
+        else:
+            grids.append((model.bound(grid), grid))
+    fits: list[_Priced] = []
+    best, examined = float("inf"), 0
+    grids.sort(key=lambda one: one[0])
+    for tried, (bound, grid) in enumerate(grids):
+        if bound > _HORIZON * best and tried >= _ENOUGH:
+            rules[f"they take at least {_HORIZON} times as long as the best"] += len(grids) - tried
+            break
+        # One stage a rank first: several make a good pipeline better, not a bad grid good.
+        priced = list(_price(model, grid, space, limit, space.virtual_stages[:1]))
+        if grid.pipe > 1 and min((one.step_s for one in priced), default=0.0) < 1.5 * best:
+            priced += _price(model, grid, space, limit, space.virtual_stages[1:])
+        examined += len(priced)
+        fits.extend(_front(priced))
+        best = min([best, *(one.step_s for one in priced)])
+    misses.sort(key=lambda miss: miss[0].total)
+    rejected = [Rejected(str(choice.grid), _too_large(job, memory, choice, limit)) for memory, choice in misses]
+    rejected += [Rejected(f"{count} grids", why) for why, count in rules.most_common()]
+    if not fits:
+        raise _nothing(devices, rejected)
+    fits.sort(key=lambda one: one.order)
+    best_of = _refined(model, fits)
+    by_grid: dict[GridShape, Estimate] = {}
+    for estimate in best_of:
+        by_grid.setdefault(estimate.choice.grid, estimate)
+    return Plan(list(by_grid.values()), _pareto(model, fits, best_of), rejected, examined)
+
+
+def _refined(model: CostModel, fits: Sequence[_Priced]) -> list[Estimate]:
+    """The best of each grid and number of virtual stages, pipelines simulated by their dispatchers, fastest first.
+
+    The closed form takes virtual stages for equally long, which they are not where a model's pieces do not divide
+    evenly: several of them count only once simulated.
+    """
+    kept: dict[tuple[GridShape, int], Choice] = {}
+    for one in fits:
+        kept.setdefault((one.choice.grid, one.choice.virtual_stages), one.choice)
+    found, left = [], _SIMULATED_TASKS
+    for choice in list(kept.values())[: 2 * _ENOUGH]:
+        estimate, tasks = model.estimate(choice), tasks_to_refine(choice)
+        if 0 < tasks <= left:
+            left -= tasks
+            estimate = refine(model, estimate)
+        if estimate.simulated or choice.virtual_stages == 1:
+            found.append(estimate)
+    return sorted(found, key=lambda one: one.step_s)
+
+
+def _pareto(model: CostModel, fits: Sequence[_Priced], refined: Sequence[Estimate]) -> list[Estimate]:
+    """What nothing beats in both time and memory; virtual stages as simulated, the rest in closed form."""
+    simulated = {one.choice: one for one in refined}
+    front = [one.choice for one in _front([one for one in fits if one.choice.virtual_stages == 1])]
+    estimates = [*refined, *(model.estimate(choice) for choice in front if choice not in simulated)]
+    merged: list[Estimate] = []
+    for estimate in sorted(estimates, key=lambda one: (one.step_s, one.memory.total)):
+        if not merged or estimate.memory.total < merged[-1].memory.total:
+            merged.append(estimate)
+    return merged
+
+
+def _price(
+    model: CostModel, grid: GridShape, space: Space, limit: float, virtual_stages: Sequence[int]
+) -> Iterator[_Priced]:
+    """Every choice on a grid that fits."""
+    too_large: set[tuple[int, Activations]] = set()
+    for base in _choices(model.job, grid, space, virtual_stages):
+        # Larger microbatches need more, but for the whole share in one, which need not keep gathered weights.
+        kind = (base.virtual_stages, base.activations)
+        if kind in too_large and (grid.pipe > 1 or base.microbatches > 1):
+            continue
+        states = list(_states(base, space))
+        seconds = None
+        for choice, (device, host) in zip(states, model.footprint.totals(base, states), strict=True):
+            if device <= limit and _host_fits(model.job, host, grid):
+                seconds = model.pipeline_s(base) if seconds is None else seconds
+                yield _Priced(seconds + model.once_s(choice), device, choice)
+        if seconds is None:
+            too_large.add(kind)
+
+
+def _front(found: Sequence[_Priced]) -> list[_Priced]:
+    """What nothing beats in both time and memory, fastest first."""
+    front: list[_Priced] = []
+    for one in sorted(found, key=lambda one: one.order):
+        if not front or one.memory < front[-1].memory:
+            front.append(one)
+    return front
+
+
+def _leanest(model: CostModel, grid: GridShape, space: Space) -> tuple[Memory, Choice] | None:
+    """The choice that needs the least device memory among those the host has room for, None where there are none.
+
+    The smallest microbatch is not always the leanest: several of them share gathered weights, which then stay.
+    """
+    order = ("offload", "full", "save_collectives", "dots", "none")
+    each, virtual = model.job.batch // grid.batch_shards, min(space.virtual_stages) if grid.pipe > 1 else 1
+    sizes = microbatch_sizes(model.job, grid, space)
+    found: list[tuple[bool, float, int, Choice]] = []
+    for size in {*sizes[:1], *sizes[-1:]}:
+        for activations in sorted(space.activations, key=order.index)[:2]:
+            base = Choice(grid, each // size, activations, virtual)
+            states = list(_states(base, space))
+            for choice, (device, host) in zip(states, model.footprint.totals(base, states), strict=True):
+                found.append((not _host_fits(model.job, host, grid), device, len(found), choice))
+    if not found:
+        return None
+    leanest = min(found)[-1]
+    return model.footprint.memory(leanest), leanest
+
+
+def _choices(job: Job, grid: GridShape, space: Space, virtual_stages: Sequence[int]) -> Iterator[Choice]:
+    """Choices of a legal grid, offload and ZeRO aside."""
+    each = job.batch // grid.batch_shards
+    for virtual in virtual_stages if grid.pipe > 1 else (1,):
+        if virtual > 1 and (job.policy == "1f1b" or grid.pipe * virtual > pieces(job)):
+            continue
+        for sequences in microbatch_sizes(job, grid, space):
+            for activations in space.activations:
+                yield Choice(grid, each // sequences, activations, virtual)
+
+
+def _states(base: Choice, space: Space) -> Iterator[Choice]:
+    """A choice with every place and share of the optimizer's state, the leanest last."""
+    for zero in space.zero:
+        for offload in space.offload:
+            if not zero or base.grid.data > 1 or len(space.zero) == 1:
+                yield Choice(base.grid, base.microbatches, base.activations, base.virtual_stages, offload, zero)
+
+
+def _host_fits(job: Job, each: float, grid: GridShape) -> bool:
+    return each * min(job.machine.node.devices, grid.devices) <= job.machine.host.memory_bytes
+
+
+def _too_large(job: Job, memory: Memory, choice: Choice, limit: float) -> str:
+    if memory.total <= limit:
+        need, have = memory.host * min(job.machine.node.devices, choice.grid.devices), job.machine.host.memory_bytes
+        return f"needs {need / 1e9:,.0f} GB of host memory a node, of which there are {have / 1e9:,.0f}"
+    kinds = {name: float(getattr(memory, name)) for name in MEMORY_KINDS}
+    most = max(kinds, key=lambda name: kinds[name])
+    return (
+        f"needs at least {memory.total / 1e9:,.1f} GB a device, {kinds[most] / 1e9:,.1f} of it {most}; "
+        f"{limit / 1e9:,.1f} GB are there"
+    )
+
+
+MEMORY_KINDS = ("weights", "gradients", "optimizer", "activations", "gathered", "buffers")
+"""What a device's memory goes to."""
+
+
+def _nothing(devices: int, rejected: list[Rejected]) -> UserError:
+    if not rejected:
+        return UserError("--devices", devices, "a multiple of the fixed axes' product")
+    first = rejected[0]
+    return UserError(
+        "--devices", devices, f"a number for which a grid fits model, batch and memory; {first.grid}: {first.why}"
+    )

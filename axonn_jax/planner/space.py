@@ -1,0 +1,93 @@
+"""What may be chosen: every grid that model and batch divide over, and the sizes of microbatches on it."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.planner.job import Job
+from axonn_jax.planner.memory import Policy as Activations
+
+AXES = ("pipe", "data", "z", "y", "x")
+SEARCHED: tuple[Activations, ...] = ("none", "save_collectives", "full", "offload")
+"""Activation policies worth trying: `dots` keeps what `save_collectives` keeps and communicates more."""
+
+ROWS = 1 << 15
+"""Tokens of a microbatch on a device that are as good as any more."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen; what is fixed is a list of one."""
+
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Axes of the grid that are fixed."""
+    most: Mapping[str, int] = field(default_factory=dict)
+    """Largest sizes of axes."""
+    sequences: int | None = None
+    """Sequences of a microbatch on a device, if fixed."""
+    activations: Sequence[Activations] = SEARCHED
+    offload: Sequence[bool] = (False, True)
+    zero: Sequence[int] = (0, 1)
+    virtual_stages: Sequence[int] = (1, 2, 4)
+
+
+def legal_grids(job: Job, devices: int, space: Space, rules: Counter[str]) -> Iterator[GridShape]:
+    """Every grid that model and batch divide over; counts in `rules` why others are left out."""
+    for grid in _grids(devices, space):
+        try:
+            grid.check_model(job.shape)
+        except UserError as error:
+            rules[f"{error.field} does not divide over them"] += 1
+            continue
+        if job.batch % grid.batch_shards:
+            rules[f"a batch of {job.batch} sequences does not divide over data * z"] += 1
+        elif grid.pipe > pieces(job):
+            rules[f"they have more pipeline stages than the model has pieces ({pieces(job)})"] += 1
+        else:
+            yield grid
+
+
+def _grids(devices: int, space: Space) -> Iterator[GridShape]:
+    """Every way to write the number of devices as a product of the five axes."""
+
+    def place(left: int, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        if not axes:
+            if left == 1:
+                yield ()
+            return
+        wanted, most = space.axes.get(axes[0]), space.most.get(axes[0], left)
+        for size in divisors(left) if wanted is None else [wanted] if left % wanted == 0 else []:
+            if size <= most:
+                for rest in place(left // size, axes[1:]):
+                    yield (size, *rest)
+
+    for sizes in place(devices, AXES):
+        yield GridShape(*sizes)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, smallest first."""
+    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def pieces(job: Job) -> int:
+    """The most virtual stages that the model can be cut into."""
+    return 2 * job.shape.layers + 2
+
+
+def microbatch_sizes(job: Job, grid: GridShape, space: Space) -> list[int]:
+    """Sequences that a device's microbatch may have, fewest first: powers of two, and the whole share.
+
+    Beyond `ROWS` tokens matmuls gain nothing from more.
+    """
+    each = job.batch // grid.batch_shards
+    if space.sequences is not None:
+        sizes = [space.sequences] if each % space.sequences == 0 else []
+    else:
+        most = max(1, ROWS // job.shape.seq_len)
+        sizes = [size for size in divisors(each) if (size & (size - 1) == 0 and size <= most) or size == each]
+    # A pipeline with fewer microbatches than stages is more bubble than work.
+    return [size for size in sizes if grid.pipe == 1 or each // size >= grid.pipe]

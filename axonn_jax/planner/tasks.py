@@ -1,0 +1,130 @@
+"""What a microbatch takes in a block or the head of a stage: compute, and the communication that is left exposed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from axonn_jax.grid import GridShape
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.planner.compute import Compute, Seconds
+from axonn_jax.planner.machine import Machine
+from axonn_jax.planner.memory import Policy
+from axonn_jax.planner.traffic import Line, Part, Role, Traffic
+
+
+@dataclass(frozen=True)
+class Switches:
+    """Which collectives run beside matmuls; SC 24's names in brackets."""
+
+    gathers: bool = True
+    """The next layer's weights, beside this layer's compute (OAG)."""
+    scatters: bool = True
+    """Gradients of weights, beside the rest of the backward pass (ORS)."""
+    gradients: bool = True
+    """Gradients of inputs, beside those of weights (OAR)."""
+    forward: bool = True
+    """Forward outputs: one half of the rows beside the other's matmuls (`overlap.streams`)."""
+
+
+@dataclass
+class Times:
+    """Seconds of one microbatch in one part of a stage; tasks have the exposed communication in them."""
+
+    forward: float = 0.0
+    inputs: float = 0.0
+    """Gradients of inputs, recomputation with it."""
+    weights: float = 0.0
+    compute: float = 0.0
+    """Of all three, without communication."""
+    exposed: dict[str, float] = field(default_factory=dict)
+    """By axis."""
+    hidden: dict[str, float] = field(default_factory=dict)
+    """By axis."""
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.inputs + self.weights
+
+
+class Tasks:
+    """Times of the parts of one grid's stages, by microbatch and activation policy, each worked out once."""
+
+    def __init__(self, shape: ModelShape, grid: GridShape, machine: Machine, compute: Compute, switches: Switches):
+        self.grid, self.machine, self.compute, self.switches = grid, machine, compute, switches
+        self.shape = shape
+        self.traffic = Traffic(shape, grid, machine, compute.item)
+        self._cache: dict[tuple[Part, int, Policy, bool], Times] = {}
+
+    def times(self, part: Part, sequences: int, activations: Policy, gathers: bool) -> Times:
+        """Times of a part for a microbatch of so many sequences a device.
+
+        `gathers` says that the forward pass of every microbatch gathers its weights; else they are gathered once a
+        step, which is not in these times.
+        """
+        if part != "block":
+            activations = "none"  # only blocks are computed again
+        key = (part, sequences, activations, gathers)
+        if key not in self._cache:
+            self._cache[key] = self._times(part, sequences, activations, gathers)
+        return self._cache[key]
+
+    def _times(self, part: Part, sequences: int, activations: Policy, gathers: bool) -> Times:
+        seconds = self._compute(part, sequences)
+        again = 0.0
+        if activations in ("full", "offload"):
+            again = seconds.forward
+        elif activations in ("dots", "save_collectives"):
+            again = seconds.light
+        back = again + seconds.inputs + seconds.weights
+        if activations == "offload":  # a block's input goes to the host and comes back, beside everything else
+            moved = self.compute.item * sequences * self.shape.seq_len * self.shape.hidden / self.grid.x
+            copied = moved / self.machine.host.bytes_per_s
+            again += max(0.0, copied - back)
+            seconds = Seconds(max(seconds.forward, copied), seconds.inputs, seconds.weights, seconds.light)
+        on, times = self.switches, Times(compute=seconds.forward + again + seconds.inputs + seconds.weights)
+        half = seconds.forward / 2 if sequences % 2 == 0 else 0.0  # the other stream's matmuls, one of two
+        forward = _Window(seconds.forward, times, sequences)
+        forward.add(self._lines(part, "gather") if gathers else (), seconds.forward if on.gathers else 0.0)
+        forward.add(self._lines(part, "reduce"), half if on.forward else 0.0)
+        backward = _Window(back, times, sequences)
+        backward.add(self._lines(part, "input"), seconds.weights if on.gradients else 0.0)
+        recomputed = _Window(again, times, sequences)
+        if activations != "none":
+            backward.add(self._lines(part, "regather"), back if on.gathers else 0.0)
+        if activations in ("full", "dots", "offload"):
+            recomputed.add(self._lines(part, "rereduce"), half if on.forward else 0.0)
+        late = _Window(backward.left, times, sequences)
+        late.add(self._lines(part, "scatter"), back if on.scatters else 0.0)
+        times.forward = seconds.forward + forward.exposed
+        times.inputs = again + seconds.inputs + backward.exposed + recomputed.exposed
+        times.weights = seconds.weights + late.exposed
+        return times
+
+    def _compute(self, part: Part, sequences: int) -> Seconds:
+        if part == "block":
+            return self.compute.block(self.grid.x, self.grid.y, sequences)
+        if part == "last":
+            return self.compute.head(self.grid.x, self.grid.y, sequences)
+        return Seconds(0.0, 0.0, 0.0, 0.0)
+
+    def _lines(self, part: Part, role: Role) -> tuple[Line, ...]:
+        return self.traffic.lines(part, role)
+
+
+class _Window:
+    """A stretch of compute that collectives run beside; links of a node, and between nodes, serve one at a time."""
+
+    def __init__(self, compute: float | dict[bool, float], times: Times, sequences: int):
+        self.left = dict(compute) if isinstance(compute, dict) else {True: compute, False: compute}
+        self.times, self.sequences, self.exposed = times, sequences, 0.0
+
+    def add(self, lines: Iterable[Line], most: float) -> None:
+        """Adds collectives of which at most `most` seconds can be hidden here."""
+        for line in lines:
+            seconds = line.at(self.sequences)
+            hidden = max(0.0, min(seconds, most, self.left[line.near]))
+            self.left[line.near] -= hidden
+            most -= hidden
+            self.exposed += seconds - hidden
+            self.times.exposed[line.axis] = self.times.exposed.get(line.axis, 0.0) + seconds - hidden
+            self.times.hidden[line.axis] = self.times.hidden.get(line.axis, 0.0) + hidden

@@ -1,0 +1,92 @@
+"""The collectives of a step as times: the exact accounting's entries, priced on a machine, as lines in the batch."""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from axonn_jax.grid import GridShape
+from axonn_jax.models.shape import ModelShape
+from axonn_jax.planner.communication import Predicted, Work, predict
+from axonn_jax.planner.machine import Machine
+from axonn_jax.planner.network import Links
+
+Part = Literal["block", "first", "last", "step"]
+"""Where a collective belongs: in each block, before the first, behind the last, or to the step as a whole."""
+
+Role = Literal["gather", "reduce", "regather", "rereduce", "input", "scatter", "update"]
+"""Weights gathered, outputs all-reduced, both again in recomputation; dX all-reduced, dW scattered; the update's."""
+
+_ROLES: dict[tuple[str, str], Role] = {
+    ("forward", "all-gather"): "gather",
+    ("forward", "all-reduce"): "reduce",
+    ("recompute", "all-gather"): "regather",
+    ("recompute", "all-reduce"): "rereduce",
+    ("backward", "all-reduce"): "input",
+    ("backward", "reduce-scatter"): "scatter",
+    ("update", "all-reduce"): "update",
+}
+
+
+class Line(NamedTuple):
+    """Seconds of some collectives over one axis, as a function of a device's sequences in a microbatch."""
+
+    axis: str
+    """The slowest of the axes they run over."""
+    near: bool
+    """Whether they stay inside a node."""
+    fixed: float
+    """Seconds that the batch does not change."""
+    each: float
+    """Seconds for each sequence."""
+
+    def at(self, sequences: int) -> float:
+        """Seconds for a microbatch of so many sequences a device."""
+        return self.fixed + self.each * sequences
+
+
+class Traffic:
+    """Every collective of one stage's mesh; blocks are counted as one block, all else as it comes."""
+
+    def __init__(self, shape: ModelShape, grid: GridShape, machine: Machine, item: int):
+        self.links = Links(grid, machine)
+        sums: dict[tuple[Part, Role], dict[tuple[str, bool], tuple[float, float]]] = {}
+        costs: dict[tuple[str, ...], tuple[float, bool]] = {}
+        work = Work(shape, grid, grid.batch_shards, 1, item, "full")
+        for one in predict(work):
+            if one.axes not in costs:
+                costs[one.axes] = (self.links.rate(one.axes), self._near(one.axes))
+            rate, near = costs[one.axes]
+            part, role = _part(one), _ROLES[one.phase, one.kind]
+            count = one.times / (shape.layers if part == "block" else 1)
+            latency = self.links.latency(one.kind, one.axes) * count
+            ring = (2 if one.kind == "all-reduce" else 1) * (one.group - 1) / one.group
+            seconds = count * ring * one.whole / rate
+            fixed, each = sums.setdefault((part, role), {}).get((one.axes[0], near), (0.0, 0.0))
+            # A microbatch of more sequences has larger activations; weights and their gradients stay as they are.
+            grows = one.kind == "all-reduce" and one.phase != "update"
+            fixed, each = (fixed + latency, each + seconds) if grows else (fixed + latency + seconds, each)
+            sums[part, role][one.axes[0], near] = (fixed, each)
+        self._lines = {key: tuple(Line(*axis, *cost) for axis, cost in found.items()) for key, found in sums.items()}
+
+    def lines(self, part: Part, role: Role) -> tuple[Line, ...]:
+        """The lines of a part and role; none where every axis they run over has size one."""
+        return self._lines.get((part, role), ())
+
+    def updates(self) -> Iterator[tuple[Part, Line]]:
+        """What is reduced once a step, by the part it belongs to."""
+        for part in ("block", "first", "last", "step"):
+            for line in self.lines(part, "update"):
+                yield part, line
+
+    def _near(self, axes: tuple[str, ...]) -> bool:
+        size = 1
+        for axis in axes:
+            size *= self.links.sizes[axis]
+        return self.links.inner(axes) * size <= self.links.machine.node.devices
+
+
+def _part(one: Predicted) -> Part:
+    if one.name.startswith("blocks"):
+        return "block"
+    if one.name in ("embedding", "positions"):
+        return "first"
+    return "step" if one.name in ("mean loss", "global norm") else "last"

@@ -1,0 +1,174 @@
+"""`axonn-jax plan` and `axonn-jax simulate`: their JSON, their pictures, and one clear line for nonsense."""
+
+import json
+
+import pytest
+
+from axonn_jax.cli.main import main
+from axonn_jax.cli.planning import sequences
+from axonn_jax.errors import UserError
+
+PLAN = ["plan", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "262144"]
+SIMULATE = ["simulate", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "524288"]
+
+
+def output(capsys, argv, status=0):
+    assert main(argv) == status
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_plan_as_json(capsys):
+    found = json.loads(output(capsys, [*PLAN, "--json", "--top", "3"]))
+    assert {"model", "machine", "devices", "configs", "rejected"} <= set(found)
+    assert len(found["configs"]) == 3
+    assert [one["step_s"] for one in found["configs"]] == sorted(one["step_s"] for one in found["configs"])
+    for one in found["configs"]:
+        assert one["pipe"] * one["data"] * one["z"] * one["y"] * one["x"] == 16
+        assert one["microbatch"] * one["microbatches"] * one["data"] * one["z"] == 128
+        assert set(one["comm_s"]) == {"x", "y", "z", "data", "pipe"}
+        assert 0 < one["mfu"] < 1
+        assert one["memory_bytes"] < found["memory_limit_bytes"]
+        assert one["exposed_comm_s"] == pytest.approx(sum(one["exposed_by_axis_s"].values()))
+        assert one["exposed_comm_s"] <= sum(one["comm_s"].values()) * (1 + 1e-9)
+        assert 0 <= one["bubble"] < 1
+        assert one["command"].startswith("mpirun -n 16 axonn-jax train CONFIG.toml --model.preset gpt-5b")
+
+
+def test_plan_as_text_says_what_to_run_and_what_does_not_fit(capsys):
+    out = output(capsys, [*PLAN, "--memory-limit", "20GB"])
+    assert "20.0 GB are there" in out
+    assert "Why the first:" in out
+    assert "mpirun -n 16 axonn-jax train CONFIG.toml" in out
+
+
+def test_the_command_is_one_that_train_reads(capsys):
+    """Every flag of the command is a known key of the configuration, unless this version has yet to learn it."""
+    from axonn_jax.train.toml import loads, split_argv
+
+    out = json.loads(output(capsys, [*PLAN, "--json", "--offload", "none", "--zero", "0", "--activations", "full"]))
+    words = out["configs"][0]["command"].split()
+    rest, flags = split_argv(words[words.index("CONFIG.toml") + 1 :])
+    config = loads('[data]\npath = "somewhere"', flags)
+    assert rest == []
+    assert config.grid.devices == 16
+    assert config.train.global_batch == 128
+
+
+def test_published_as_json(capsys):
+    argv = ["plan", "--model", "gpt-80b", "--machine", "perlmutter", "--devices", "1024", "--batch-tokens", "16.8M"]
+    found = json.loads(output(capsys, [*argv, "--cost-model", "published", "--json"]))
+    assert found["batch_sequences"] == 8192
+    best = found["configs"][0]
+    assert (best["data"], best["z"], best["y"], best["x"]) == (1, 1024, 1, 1)
+    assert best["step_s"] == pytest.approx(5.31, abs=0.005)
+    assert "5.3104" in output(capsys, [*argv, "--cost-model", "published"])
+
+
+def test_pictures(capsys, tmp_path):
+    output(capsys, [*PLAN, "--png", str(tmp_path / "plan.png")])
+    argv = [*SIMULATE, "--grid.pipe", "4", "--jitter", "0.2", "--png", str(tmp_path / "line.png")]
+    output(capsys, argv)
+    for name in ("plan.png", "line.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_simulate_as_json(capsys):
+    argv = [*SIMULATE, "--grid.pipe", "4", "--grid.data", "4", "--virtual-stages", "1", "--baselines", "--json"]
+    found = json.loads(output(capsys, argv))
+    assert found["grid"] == {"pipe": 4, "data": 4, "z": 1, "y": 1, "x": 1}
+    assert found["finished"] is True
+    assert found["step_s"] == pytest.approx(found["pipeline_s"] + found["update_s"])
+    assert found["pipeline_s"] >= found["no_bubble_s"] == max(rank["busy_s"] for rank in found["ranks"])
+    assert {"gpipe", "1f1b (Megatron-LM)", "zero-bubble", "1-D tensor parallelism"} == set(found["baselines_s"])
+    assert found["step_s"] <= found["baselines_s"]["1f1b (Megatron-LM)"]
+
+
+def test_simulate_a_failure(capsys):
+    out = output(capsys, [*SIMULATE, "--grid.pipe", "4", "--fail", "2:0.5"], status=1)
+    assert "The step does not end" in out
+
+
+def test_simulate_slow_rank_and_jitter(capsys):
+    argv = [*SIMULATE, "--grid.pipe", "4", "--grid.data", "4", "--activations", "full", "--microbatch", "1", "--json"]
+    calm = json.loads(output(capsys, argv))
+    rough = json.loads(output(capsys, [*argv, "--jitter", "0.3", "--slow", "1:1.5"]))
+    assert rough["step_s"] > 1.3 * calm["step_s"]
+    assert len(rough["replicas_s"]) == 4
+    assert max(rough["replicas_s"]) == rough["pipeline_s"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seq", "expected"),
+    [
+        ("16777216", 2048, 8192),
+        ("16.8M", 2048, 8192),
+        ("4Mi", 2048, 2048),
+        ("8_388_608", 512, 16384),
+        ("1M", 1024, 1024),
+    ],
+)
+def test_amounts_of_tokens(text, seq, expected):
+    assert sequences(text, seq) == expected
+
+
+def test_rounded_amounts_stay_within_their_rounding():
+    for text, tokens, slack in (("16.8M", 16.8e6, 0.05e6), ("3.1M", 3.1e6, 0.05e6), ("700k", 7e5, 5e2)):
+        assert abs(sequences(text, 128) * 128 - tokens) <= slack
+
+
+@pytest.mark.parametrize("text", ["0", "lots", "-5", "1.5", "16.8G", "100", ""])
+def test_amounts_that_mean_nothing(text):
+    with pytest.raises(UserError, match="--batch-tokens"):
+        sequences(text, 2048)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (["--machine", "perlmuter"], ["--machine = 'perlmuter'", "did you mean 'perlmutter'?"]),
+        (["--machine", "nowhere.toml"], ["--machine = 'nowhere.toml'", "can be read"]),
+        (["--model", "gpt-5"], ["model.preset = 'gpt-5'"]),
+        (["--devices", "0"], ["--devices = 0: an integer of at least 1"]),
+        (["--devices", "many"], ["--devices", "an integer"]),
+        (
+            ["--batch-tokens", "1000"],
+            ["--batch-tokens = '1000': a multiple of the sequence length, 2048; nearest: 2048"],
+        ),
+        (["--batch-tokens", "2048", "--grid.data", "16"], ["--devices = 16", "a batch of 1 sequences does not divide"]),
+        (["--grid.pipe", "0"], ["--grid.pipe = 0: an integer of at least 1"]),
+        (["--grid.x", "3"], ["--devices = 16: a multiple of the fixed axes' product, which is 3"]),
+        (["--memory-limit", "-5GB"], ["--memory-limit = '-5GB'"]),
+        (["--memory-limit", "1MB"], ["--devices = 16", "GB a device"]),
+        (["--overlap", "gather"], ["--overlap = 'gather'", "did you mean 'gathers'?"]),
+        (["--precision", "fp8"], ["--precision", "fp8"]),
+        (["--seq", "-1"], ["--seq = -1"]),
+        (["--top", "0"], ["--top = 0"]),
+        (["--polcy", "message"], ["--polcy", "did you mean '--policy'?"]),
+        (["--machine", "laptop", "--precision", "bf16"], ["--precision = 'bf16': one that a CPU core has: fp32"]),
+        (["--machine", "laptop", "--cost-model", "published"], ["one with measured bandwidths"]),
+    ],
+)
+def test_nonsense_is_one_line(refused, change, parts):
+    argv = list(PLAN)
+    for flag, value in zip(change[::2], change[1::2], strict=True):
+        if flag in argv:
+            argv[argv.index(flag) + 1] = value
+        else:
+            argv += [flag, value]
+    refused(argv, *parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (["--slow", "fast"], "--slow = 'fast': RANK:AMOUNT"),
+        (["--slow", "99:2"], "--slow = 99: a rank of the pipeline"),
+        (["--jitter", "-1"], "--jitter = -1.0"),
+        (["--replicas", "0"], "--replicas = 0"),
+        (["--grid.pipe", "1024"], "--devices = 16"),
+    ],
+)
+def test_nonsense_for_simulate_is_one_line(refused, change, part):
+    refused([*SIMULATE, *change], part)

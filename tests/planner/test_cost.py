@@ -1,0 +1,142 @@
+"""The corrected cost model: its parts against what they are made from, its sums, and which way it moves."""
+
+from dataclasses import replace
+
+import pytest
+
+from axonn_jax.grid import GridShape
+from axonn_jax.models.presets import preset
+from axonn_jax.planner.communication import Work, predict
+from axonn_jax.planner.cost import CostModel
+from axonn_jax.planner.footprint import balanced_blocks
+from axonn_jax.planner.job import Choice, Job
+from axonn_jax.planner.machine import load_machine
+from axonn_jax.planner.network import Links
+from axonn_jax.planner.refine import refine, run, stage_times
+from axonn_jax.planner.tasks import Switches
+from axonn_jax.planner.traffic import Traffic
+
+A100 = load_machine("perlmutter")
+JOB = Job(preset("gpt-5b"), A100, 256, "bf16")
+NONE = Switches(False, False, False, False)
+GRID = GridShape(1, 2, 4, 4, 2)
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "save_collectives"])
+@pytest.mark.parametrize("sequences", [1, 2, 8])
+@pytest.mark.parametrize("model", ["gpt-5b", "llama2-7b"])
+def test_times_of_communication_are_those_of_the_exact_accounting(model, policy, sequences):
+    """The lines, scaled to any microbatch, add up to every collective that is predicted, each priced by itself."""
+    shape = preset(model)
+    traffic, links = Traffic(shape, GRID, A100, 2), Links(GRID, A100)
+    exact = 0.0
+    for one in predict(Work(shape, GRID, GRID.batch_shards * sequences, 1, 2, policy)):
+        exact += float(one.bytes) / links.rate(one.axes) + one.times * links.latency(one.kind, one.axes)
+    skipped = {"none": ("regather", "rereduce"), "full": (), "save_collectives": ("rereduce",)}[policy]
+    lines = 0.0
+    for part in ("block", "first", "last", "step"):
+        count = shape.layers if part == "block" else 1
+        for role in ("gather", "reduce", "regather", "rereduce", "input", "scatter", "update"):
+            if role not in skipped:
+                lines += count * sum(line.at(sequences) for line in traffic.lines(part, role))
+    assert lines == pytest.approx(exact)
+
+
+def test_without_overlap_everything_is_exposed_and_adds_up():
+    model = CostModel(replace(JOB, switches=NONE))
+    one = model.estimate(Choice(GRID, 8, "full"))
+    assert sum(one.hidden.values()) == 0
+    assert one.step_s == pytest.approx(one.compute_s + one.exposed_s + one.update_s)
+
+
+def test_with_overlap_the_step_is_shorter_by_what_is_hidden():
+    bare, beside = (CostModel(replace(JOB, switches=on)).estimate(Choice(GRID, 8, "full")) for on in (NONE, Switches()))
+    assert sum(beside.comm_s.values()) <= sum(bare.comm_s.values()) * (1 + 1e-9)
+    assert bare.step_s - beside.step_s == pytest.approx(bare.exposed_s - beside.exposed_s)
+    assert beside.step_s >= beside.compute_s
+
+
+@pytest.mark.parametrize("switch", ["gathers", "scatters", "gradients", "forward"])
+def test_every_switch_hides_something(switch):
+    choice = Choice(GridShape(1, 1, 4, 4, 2), 1, "full")
+    off = CostModel(replace(JOB, batch=8, switches=NONE)).estimate(choice)
+    on = CostModel(replace(JOB, batch=8, switches=replace(NONE, **{switch: True}))).estimate(choice)
+    assert on.step_s < off.step_s
+
+
+def test_recomputation_costs_a_forward_pass_and_saves_memory():
+    model = CostModel(replace(JOB, switches=NONE))
+    kept, again, dots = (model.estimate(Choice(GridShape(z=16), 1, policy)) for policy in ("none", "full", "dots"))
+    assert 1.25 < again.compute_s / kept.compute_s < 1.34
+    assert kept.compute_s < dots.compute_s < again.compute_s
+    assert again.memory.total < dots.memory.total < kept.memory.total
+
+
+def test_offload_and_zero_move_the_optimizers_state():
+    model, base = CostModel(JOB), Choice(GridShape(data=8, z=2), 4, "full")
+    plain, offload, zero = (model.estimate(one) for one in (base, replace(base, offload=True), replace(base, zero=1)))
+    local = JOB.shape.params() / 2
+    assert plain.memory.optimizer == pytest.approx(12 * local)
+    assert offload.memory.optimizer == 0
+    assert offload.memory.host == pytest.approx(12 * local)
+    assert zero.memory.optimizer == pytest.approx(12 * local / 8)
+    assert offload.update_s > plain.update_s > zero.update_s
+    # fp32 gradients scattered and bf16 weights gathered: (4 + 2) of 2 x 4 bytes.
+    assert zero.exposed["data"] == pytest.approx(0.75 * plain.exposed["data"])
+
+
+def test_large_matmuls_reach_the_machines_rate_and_small_ones_do_not():
+    compute = CostModel(JOB).compute
+    large, small = compute.matmul(16384, 8192, 8192), compute.matmul(64, 64, 64)
+    assert 2 * 16384 * 8192**2 / large == pytest.approx(compute.rate, rel=0.07)
+    assert 2 * 64**3 / small < 0.01 * compute.rate
+
+
+def test_a_pipeline_in_closed_form_is_near_its_simulation():
+    for policy, split in (("message", True), ("interleaved", False)):
+        model = CostModel(replace(JOB, policy=policy, split=split))
+        choice = Choice(GridShape(pipe=8, data=4), 16, "full")
+        closed = model.estimate(choice)
+        assert refine(model, closed).step_s == pytest.approx(closed.step_s, rel=0.08)
+        assert refine(model, closed).simulated
+
+
+def test_a_long_pipeline_is_told_from_two_shorter_ones():
+    model, choice = CostModel(replace(JOB, batch=1024)), Choice(GridShape(pipe=4, data=4), 128, "full", 2)
+    whole = run(model, stage_times(model, choice)).makespan + model.once_s(choice)
+    assert refine(model, model.estimate(choice)).step_s == pytest.approx(whole, rel=0.01)
+
+
+def test_stages_hold_the_whole_model():
+    model, choice = CostModel(JOB), Choice(GridShape(pipe=4, data=4), 16, "full")
+    times = stage_times(model, choice)
+    forward = sum(seconds for (kind, _), seconds in times.tasks.items() if kind.value == "F")
+    tasks = model.tasks(choice.grid)
+    parts = {part: tasks.times(part, 4, "full", True).forward for part in ("block", "first", "last")}
+    assert forward == pytest.approx(24 * parts["block"] + parts["first"] + parts["last"])
+
+
+@pytest.mark.parametrize(("layers", "pipe"), [(24, 2), (24, 8), (42, 8), (96, 64), (24, 50)])
+def test_blocks_are_spread_over_the_pipe(layers, pipe):
+    usual, last = balanced_blocks(layers, 1.5, pipe)
+    assert usual * (pipe - 1) + last >= layers
+    assert (usual - 1.0) * (pipe - 1) + last < layers  # not more than a block too many
+    assert usual >= 0.5
+    assert last >= 0
+
+
+def test_more_bandwidth_never_hurts():
+    fast = replace(A100, bandwidth=tuple(replace(row, gib_per_s=2 * row.gib_per_s) for row in A100.bandwidth))
+    for grid in (GRID, GridShape(data=16), GridShape(z=16), GridShape(x=4, y=4)):
+        slow_s, fast_s = (
+            CostModel(replace(JOB, machine=one)).estimate(Choice(grid, 1, "full")).step_s for one in (A100, fast)
+        )
+        assert fast_s < slow_s
+
+
+def test_the_bound_is_below_every_choice():
+    model = CostModel(JOB)
+    for grid in (GRID, GridShape(pipe=4, data=4), GridShape(z=16), GridShape(y=8, data=2)):
+        for microbatches in (4, 8):
+            for policy in ("none", "full", "dots"):
+                assert model.bound(grid) <= model.estimate(Choice(grid, microbatches, policy)).step_s

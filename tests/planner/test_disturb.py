@@ -1,0 +1,112 @@
+"""Disturbed steps: jitter with the right mean, slow ranks, failures, thousands of ranks."""
+
+import statistics
+from math import exp
+
+import pytest
+
+from axonn_jax.errors import UserError
+from axonn_jax.planner.disturb import Disturbance, factor, run, uniform
+from axonn_jax.planner.refine import StageTimes
+from axonn_jax.planner.simulator import simulate
+from axonn_jax.schedule.tasks import Kind, Layout
+
+PARTS = {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0, Kind.BACKWARD: 2.0}
+
+
+def even(layout, message=0.1):
+    return StageTimes(
+        layout, {(kind, stage): s for kind, s in PARTS.items() for stage in range(layout.stages)}, message
+    )
+
+
+def test_nothing_disturbed_is_the_plain_simulation():
+    times = even(Layout(4, 16))
+    plain = simulate(times.layout, "1f1b", task_time=times.task, message_time=times.carried)
+    found = run(times, "1f1b", True, Disturbance())
+    assert found.finished
+    assert found.simulation.makespan == plain.makespan
+
+
+def test_factors_have_mean_one_and_the_sigma_asked_for():
+    drawn = [factor(0.5, 1, 7, number) for number in range(4000)]
+    assert statistics.fmean(drawn) == pytest.approx(1.0, abs=0.03)
+    assert statistics.median(drawn) == pytest.approx(exp(-0.125), abs=0.03)
+    assert 0 < uniform(1, 2, 3) < 1
+    assert uniform(1, 2, 3) == uniform(1, 2, 3) != uniform(1, 2, 4)
+
+
+def test_the_slowest_of_many_members_counts():
+    one, many = (statistics.fmean(factor(0.2, n, 1, number) for number in range(2000)) for n in (1, 64))
+    largest = statistics.fmean(max(factor(0.2, 1, 2, number, m) for m in range(64)) for number in range(300))
+    assert one == pytest.approx(1.0, abs=0.02)
+    assert many == pytest.approx(largest, rel=0.02)
+
+
+def test_the_seed_decides_and_replicas_differ():
+    times, by = even(Layout(4, 16)), Disturbance(jitter=0.4, seed=3)
+    first = run(times, "message", True, by).simulation.makespan
+    assert run(times, "message", True, by).simulation.makespan == first
+    assert run(times, "message", True, by, replica=1).simulation.makespan != first
+    assert run(times, "message", True, Disturbance(jitter=0.4, seed=4)).simulation.makespan != first
+
+
+def test_a_slow_rank_sets_the_pace():
+    times = even(Layout(4, 32))
+    healthy = run(times, "message", True, Disturbance()).simulation
+    slow = run(times, "message", True, Disturbance(slow={2: 2.0})).simulation
+    assert slow.busy[2] == pytest.approx(2 * healthy.busy[2])
+    assert slow.makespan > slow.busy[2]
+    assert slow.makespan < 1.15 * slow.busy[2]
+
+
+def test_a_failed_rank_stops_the_step_where_it_fails():
+    times = even(Layout(4, 16))
+    healthy = run(times, "1f1b", True, Disturbance()).simulation
+    failed = run(times, "1f1b", True, Disturbance(failed={2: 20.0}))
+    assert not failed.finished
+    assert 20.0 < failed.stalled_at < healthy.makespan
+    mine = [span for span in failed.simulation.spans if span.rank == 2]
+    assert max(span.end for span in mine) <= 20.0
+    # Until the failure everything is as without it, and the others run dry: nobody gets all of its work done.
+    before = {(span.task, span.start) for span in healthy.spans if span.end <= 20.0}
+    assert before <= {(span.task, span.start) for span in failed.simulation.spans}
+    assert all(busy < whole for busy, whole in zip(failed.simulation.busy, healthy.busy, strict=True))
+
+
+def test_a_failure_after_the_end_changes_nothing():
+    times = even(Layout(2, 4))
+    assert run(times, "1f1b", True, Disturbance(failed={1: 1e6})).finished
+
+
+def test_thousands_of_ranks():
+    times = even(Layout(2048, 8))
+    found = run(times, "1f1b", True, Disturbance(jitter=0.1))
+    assert len(found.simulation.spans) == 2048 * 8 * 2
+    assert found.simulation.makespan > 2047 * 3.0
+
+
+@pytest.mark.parametrize(
+    ("by", "field"),
+    [
+        (Disturbance(jitter=-1.0), "--jitter = -1.0"),
+        (Disturbance(jitter=float("nan")), "--jitter = nan"),
+        (Disturbance(slow={9: 2.0}), "--slow = 9: a rank of the pipeline, 0 to 3"),
+        (Disturbance(slow={1: 0.5}), "--slow = 0.5: a factor of at least 1"),
+        (Disturbance(failed={-1: 0.5}), "--fail = -1"),
+    ],
+)
+def test_nonsense_is_refused(by, field):
+    with pytest.raises(UserError) as error:
+        run(even(Layout(4, 4)), "1f1b", True, by)
+    assert field in str(error.value)
+
+
+@pytest.mark.slow
+def test_512_stages_and_1024_microbatches_take_less_than_a_minute():
+    import time
+
+    started = time.process_time()
+    found = run(even(Layout(512, 1024)), "message", True, Disturbance())
+    assert found.finished
+    assert time.process_time() - started < 60

@@ -1,0 +1,139 @@
+"""Machine files: those of the package, and what is refused field by field."""
+
+import pytest
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.planner.machine import GIB, load_machine, loads_machine, machine_names
+from axonn_jax.planner.network import Links
+
+GOOD = """
+title = "two boxes"
+sources = ["nobody"]
+[device]
+kind = "box"
+memory_bytes = 1e9
+memory_bytes_per_s = 1e10
+peak_fp32 = 1e12
+[matmul]
+large = 0.5
+[node]
+devices = 4
+bytes_per_s = 1e10
+latency_s = 1e-6
+[network]
+bytes_per_s = 2e9
+latency_s = 1e-5
+[host]
+memory_bytes = 4e9
+bytes_per_s = 1e10
+"""
+
+
+def changed(line, to):
+    assert line in GOOD
+    return GOOD.replace(line, to)
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_machine_of_the_package_loads_and_has_sources(name):
+    machine = load_machine(name)
+    assert machine.name == name
+    assert len(machine.sources) >= 2
+    assert machine.peak(machine.half) > 0
+
+
+def test_the_promised_machines_are_there():
+    assert {"summit", "perlmutter", "perlmutter-80gb", "frontier", "alps", "dgx-h100", "laptop"} <= set(machine_names())
+
+
+@pytest.mark.parametrize(
+    ("inner", "size", "gib"),
+    [(1, 2, 76), (1, 4, 225), (1, 8, 80), (1, 1024, 80), (2, 2, 76), (2, 16, 40), (4, 2, 20), (64, 512, 20)],
+)
+def test_perlmutters_published_bandwidths(inner, size, gib):
+    assert load_machine("perlmutter").measured(inner, size) == gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("inner", "size", "gib"),
+    [
+        (1, 2, 129),
+        (1, 4, 52),
+        (1, 8, 135),
+        (1, 16, 40),
+        (2, 2, 50),
+        (2, 4, 72),
+        (2, 8, 20),
+        (4, 2, 36),
+        (4, 4, 10),
+        (8, 2, 5),
+        (512, 4, 5),
+    ],
+)
+def test_frontiers_published_bandwidths(inner, size, gib):
+    assert load_machine("frontier").measured(inner, size) == gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("line", "to", "field"),
+    [
+        ("bytes_per_s = 2e9", "bytes_per_s = -2e9", "network.bytes_per_s = -2000000000.0: a finite number above 0"),
+        ("bytes_per_s = 2e9", 'bytes_per_s = "fast"', "network.bytes_per_s = 'fast': a finite number above 0"),
+        ("bytes_per_s = 2e9", "bytes_per_s = nan", "network.bytes_per_s = nan"),
+        ("bytes_per_s = 2e9", "bytes_per_s = inf", "network.bytes_per_s = inf"),
+        ("devices = 4", "devices = 0", "node.devices = 0: an integer above 0"),
+        ("devices = 4", "devices = 4.5", "node.devices = 4.5: an integer above 0"),
+        ("devices = 4", "devices = true", "node.devices = True"),
+        ("large = 0.5", "large = 1.5", "matmul.large = 1.5: a share"),
+        ("large = 0.5", "large = 0.5\nsustaned = 1", "matmul.sustaned = 1: not a known key; did you mean 'sustained'?"),
+        ("memory_bytes = 1e9", "memory_bytes = 1e9\nreserved_bytes = 2e9", "device.reserved_bytes"),
+        ("peak_fp32 = 1e12", "", "device.peak_fp32 = (not given): required"),
+        ('kind = "box"', 'kind = ""', "device.kind = '': a text"),
+        ('sources = ["nobody"]', "sources = []", "sources = []: a list of at least one text"),
+        ('sources = ["nobody"]', "", "sources = (not given): required"),
+        ("[host]", "[hots]", "hots"),
+        ("[matmul]", "matmul = 3\n[x]", "x"),
+        ('title = "two boxes"', 'title = "two', "valid TOML"),
+        ("large = 0.5", "large = 0.5\ntile_rows = 128", "matmul"),
+        ("[host]", "[[bandwidth]]\ninner = 1\nsize = 2\ngib_per_s = -1\n[host]", "bandwidth[0].gib_per_s = -1"),
+        ("[host]", "[[bandwidth]]\ninner = 1\nsize = 2\n[host]", "bandwidth[0].gib_per_s = (not given)"),
+        ("[host]", "[[bandwidth]]\ninner = 1\nsize = 2\ngib_per_s = 1\n" * 2 + "[host]", "one entry for each pair"),
+    ],
+)
+def test_a_wrong_field_is_named(line, to, field):
+    with pytest.raises(UserError) as error:
+        loads_machine(changed(line, to), "box")
+    assert field in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_of_ones_own(tmp_path):
+    (tmp_path / "box.toml").write_text(GOOD)
+    machine = load_machine(str(tmp_path / "box.toml"))
+    assert (machine.name, machine.node.devices, machine.half) == ("box", 4, "fp32")
+    with pytest.raises(UserError, match="did you mean 'frontier'"):
+        load_machine("frontiers")
+    with pytest.raises(UserError, match="can be read"):
+        load_machine(str(tmp_path / "none.toml"))
+    with pytest.raises(UserError, match="--precision = 'bf16': one that a box has: fp32"):
+        machine.peak("bf16")
+
+
+def test_links_share_what_a_node_sends():
+    """beta_inter / min(G_node, inner): rings across nodes share the node's adapters."""
+    machine = loads_machine(GOOD, "box")
+    links = Links(GridShape(1, 4, 2, 2, 2), machine)
+    assert (links.inner(("x",)), links.inner(("y",)), links.inner(("z",)), links.inner(("data",))) == (1, 2, 4, 8)
+    assert links.rate(("x",)) == links.rate(("y",)) == 1e10  # four neighbours are a node
+    assert links.rate(("z",)) == links.rate(("data",)) == 2e9 / 4
+    assert Links(GridShape(1, 1, 8, 1, 1), machine).rate(("z",)) == 2e9  # one ring leaves the node
+    assert Links(GridShape(1, 1, 4, 1, 2), machine).rate(("z",)) == 2e9 / 2
+
+
+def test_latency_counts_hops():
+    machine = loads_machine(GOOD, "box")
+    links = Links(GridShape(1, 1, 16, 1, 1), machine)  # four nodes of four
+    assert links.latency("all-gather", ("z",)) == pytest.approx(12 * 1e-6 + 3 * 1e-5)
+    assert links.latency("all-reduce", ("z",)) == pytest.approx(2 * 2 * 1e-6 + 2 * 2 * 1e-5)
+    assert Links(GridShape(x=2), machine).latency("all-gather", ("x",)) == pytest.approx(1e-6)

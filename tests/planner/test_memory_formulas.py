@@ -1,0 +1,91 @@
+"""Memory by formula against the published tables, tensor by tensor."""
+
+import pytest
+
+from axonn_jax.models.presets import preset
+from axonn_jax.planner import memory
+
+PHI = 1e9
+
+
+def test_axonn_state_is_twenty_bytes_or_four_and_the_buffers():
+    assert memory.axonn_state(PHI) == 20 * PHI
+    assert memory.axonn_state(PHI, offload=True) == 4 * PHI + 16 * 16_000_000
+    assert memory.axonn_state(PHI, offload=True, bucket=4_000_000) == 4 * PHI + 16 * 4_000_000
+
+
+def test_state_by_precision_and_place():
+    kept = memory.device_state(PHI, "bf16", accumulate=2)
+    assert (kept.weights, kept.gradients, kept.master, kept.moments) == (2 * PHI, 2 * PHI, 4 * PHI, 8 * PHI)
+    assert memory.device_state(PHI, "fp16", accumulate=4).total == 18 * PHI
+    single = memory.device_state(PHI, "fp32")
+    assert (single.weights, single.gradients, single.master, single.moments) == (4 * PHI, 4 * PHI, 0, 8 * PHI)
+    away = memory.device_state(PHI, "bf16", accumulate=4, offload=True)
+    assert (away.weights, away.gradients, away.master, away.moments) == (2 * PHI, 4 * PHI, 0, 0)
+    assert memory.host_state(PHI, "bf16", offload=True).total == 12 * PHI
+    assert memory.host_state(PHI, "fp32", offload=True).total == 12 * PHI
+    assert memory.host_state(PHI, "bf16").total == 0
+
+
+def test_zero_shares_optimizer_state_only():
+    alone, shared = (memory.device_state(PHI, "bf16", replicas=n) for n in (1, 8))
+    assert (shared.weights, shared.gradients) == (alone.weights, alone.gradients)
+    assert (shared.master, shared.moments) == (alone.master / 8, alone.moments / 8)
+    assert memory.host_state(PHI, "bf16", offload=True, replicas=8).total == 12 * PHI / 8
+
+
+@pytest.mark.parametrize(("kept", "each"), [(0.2, 6.8), (0.1, 4.4), (0.75, 20.0)])
+def test_samo(kept, each):
+    """2 phi + 24 f phi; the break-even with 20 phi is at a quarter pruned."""
+    found = memory.samo_state(PHI, kept)
+    assert found.total == pytest.approx(each * PHI)
+    assert found.total == pytest.approx(2 * PHI + 24 * kept * PHI)
+
+
+def test_samo_tensor_by_tensor():
+    found = memory.samo_state(1000.0, 0.1)
+    assert (found.weights, found.gradients, found.master, found.master_gradients) == (2000, 200, 400, 400)
+    assert (found.moments, found.index, found.downcast) == (800, 400, 200)
+
+
+def test_samo_of_2_7_billion():
+    """54 GB dense, 11.9 GB at nine tenths pruned."""
+    assert memory.axonn_state(2.7e9) == pytest.approx(54e9)
+    assert memory.samo_state(2.7e9, 0.1).total == pytest.approx(11.88e9)
+
+
+@pytest.mark.parametrize(("experts", "tensor", "devices"), [(4, 2, 64), (16, 1, 32), (8, 8, 128)])
+def test_ted_collapses_to_the_published_bound(experts, tensor, devices):
+    found = memory.ted_state(PHI, experts, tensor, experts, devices)
+    assert found == pytest.approx(4 * PHI * (1 / tensor + (experts + 2) / devices))
+
+
+def test_ted_with_fewer_expert_groups_needs_more():
+    assert memory.ted_state(PHI, 8, 2, 4, 64) > memory.ted_state(PHI, 8, 2, 8, 64)
+
+
+def test_activation_policies_keep_less_and_less():
+    shape = preset("gpt-5b")
+    kept = [memory.block_activations(shape, 1, 1, 2, policy).kept for policy in ("none", "dots", "full", "offload")]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[2] == 2 * shape.hidden
+    assert kept[3] == 0
+    assert memory.block_activations(shape, 1, 1, 2, "offload").host == 2 * shape.hidden
+    # hidden: two inputs of norms, two normalised, QKV 3, attention 1, MLP 4 + 4; float32 statistics of the softmax.
+    assert kept[0] == 2 * 16 * shape.hidden + 4 * shape.heads
+    scores = memory.block_activations(shape, 1, 1, 2, "none", fused_attention=False).kept
+    assert scores == 2 * (16 * shape.hidden + 2 * shape.heads * shape.seq_len)
+
+
+def test_axes_split_what_they_shard():
+    shape = preset("llama2-7b")
+    whole, over_x, over_y = (memory.block_activations(shape, x, y, 2, "none").kept for x, y in ((1, 1), (2, 1), (1, 2)))
+    stream = 4 * shape.hidden * 2
+    assert whole - over_x == pytest.approx(stream / 2)
+    assert whole - over_y == pytest.approx((whole - stream) / 2)
+
+
+def test_gathered_weights():
+    assert memory.gathered_weights(1e6, 1, 2, 10, kept=True) == 0
+    assert memory.gathered_weights(1e6, 4, 2, 10, kept=True) == 2e6
+    assert memory.gathered_weights(1e6, 4, 2, 10, kept=False) == pytest.approx(2e6 / 5)

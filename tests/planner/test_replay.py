@@ -1,0 +1,67 @@
+"""Steps played again: a simulated step's own spans give it back, whatever the policy, jitter or place of a stage."""
+
+import pytest
+
+from axonn_jax.errors import UserError
+from axonn_jax.planner.disturb import Disturbance, run
+from axonn_jax.planner.refine import StageTimes
+from axonn_jax.planner.replay import Measured, parse_task, replay
+from axonn_jax.schedule.tasks import Kind, Layout, Task
+
+TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 1.2, Kind.BACKWARD_WEIGHT: 0.9, Kind.BACKWARD: 2.1}
+
+
+def step(layout, policy, split=True, jitter=0.3, message=0.05):
+    times = StageTimes(layout, {(k, stage): s for k, s in TIMES.items() for stage in range(layout.stages)}, message)
+    return run(times, policy, split, Disturbance(jitter=jitter)).simulation
+
+
+def measured(simulation, later=100.0):
+    return [Measured(span.task, span.rank, span.start + later, span.end + later) for span in simulation.spans]
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 8), Layout(4, 16), Layout(3, 9, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("policy", "split"), [("message", True), ("message", False), ("interleaved", False), ("gpipe", False)]
+)
+def test_a_step_is_played_again(layout, policy, split):
+    ran = step(layout, policy, split)
+    played = replay(measured(ran), policy)
+    assert played.measured_s == pytest.approx(ran.makespan)
+    assert played.simulation.layout == layout
+    assert abs(played.error) < 0.02
+    assert played.simulation.busy == pytest.approx(ran.busy)
+
+
+def test_without_jitter_messages_and_gaps_are_found_exactly():
+    ran = step(Layout(4, 12), "1f1b", jitter=0.0)
+    played = replay(measured(ran), "1f1b")
+    assert played.message_s == pytest.approx(0.05)
+    assert played.gap_s == pytest.approx(0.0)
+    assert played.simulation.makespan == pytest.approx(ran.makespan)
+
+
+def test_another_policy_can_be_tried():
+    ran = step(Layout(4, 16), "gpipe", jitter=0.0, split=False)
+    assert replay(measured(ran), "1f1b").simulation.makespan == pytest.approx(
+        step(Layout(4, 16), "1f1b", jitter=0.0).makespan
+    )
+    split = step(Layout(4, 16), "message", jitter=0.0)
+    fused = replay(measured(split), "1f1b").simulation
+    assert fused.makespan == pytest.approx(step(Layout(4, 16), "1f1b", jitter=0.0).makespan, rel=0.02)
+    with pytest.raises(UserError, match="--replay = 'zero-bubble'"):
+        replay(measured(ran), "zero-bubble")
+
+
+def test_incomplete_steps_are_refused():
+    whole = measured(step(Layout(2, 4), "1f1b"))
+    with pytest.raises(ValueError, match="without tasks"):
+        replay([], "1f1b")
+    with pytest.raises(ValueError, match="7 forwards of 2 stages"):
+        replay([one for one in whole if one.task != Task(Kind.FORWARD, 0, 1)], "1f1b")
+
+
+def test_names_of_tasks():
+    assert parse_task("F3.12") == Task(Kind.FORWARD, 3, 12)
+    with pytest.raises(ValueError, match="not a valid Kind"):
+        parse_task("optimizer")
