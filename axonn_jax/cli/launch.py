@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from axonn_jax.cli.restarts import Restarts, count
-from axonn_jax.errors import UserError
-from axonn_jax.train.config import NOT_GIVEN
+from axonn_jax.errors import NOT_GIVEN, UserError
 
 _HELP = """usage: axonn-jax launch -n PROCESSES [--restarts N] [--mpirun "WORDS"] [train] CONFIG.toml [--KEY VALUE]
 

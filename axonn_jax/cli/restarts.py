@@ -11,9 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.state.manifest import all_steps, step_of
-from axonn_jax.train.config import NOT_GIVEN
 from axonn_jax.train.toml import read, split_argv
 
 LOG = "restarts.log"
