@@ -8,6 +8,7 @@ and k-1 on its way back, so at most three are on the device.
 from collections.abc import Mapping
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from axonn_jax.memory.joined import flattened, joined
 from axonn_jax.memory.placement import on_host
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.memory.slots import Slots, put_slots, slot_dtypes, take_slots
+from axonn_jax.memory.store import DiskStore, Flats, HostStore, Store
 from axonn_jax.memory.update import Apply, ModelState
 from axonn_jax.memory.zero import data_dim, from_parts, in_parts
 from axonn_jax.tensor.collectives import axis_index
@@ -31,15 +33,13 @@ from axonn_jax.tensor.params import Params, Specs
 from axonn_jax.tensor.region import manual
 
 MASTER = "master"
-Flats = dict[str, jax.Array]
-"""A bucket's arrays by slot, each flat."""
 
 
 class OffloadState(NamedTuple):
     """Optimizer state of which only scalars are on the device."""
 
-    flats: tuple[Flats, ...]
-    """By bucket, in host memory."""
+    flats: tuple[Any, ...]
+    """By bucket, as the store has it."""
     scalars: list[jax.Array]
 
 
@@ -60,6 +60,7 @@ class Offload:
         *,
         precisions: Precisions,
         bucket: int,
+        disk: Path | None = None,
     ):
         self.optimizer, self.mesh, self._precisions = optimizer, mesh, precisions
         self.specs = {name: specs[name] for name in shapes}
@@ -78,7 +79,7 @@ class Offload:
         ]
         self._last = last_uses(self.buckets)
         self._flat = NamedSharding(mesh, P(mesh.axis_names))
-        self._scalar = NamedSharding(mesh, P())
+        self._store: Store = HostStore(self._flat) if disk is None else DiskStore(disk, self._flat)
         self._programs: dict[str, Any] = {}  # by text
         self._of_bucket: dict[tuple[str, int], Any] = {}
 
@@ -96,17 +97,18 @@ class Offload:
         """Float32 parameters -> the first state; each that is `owned` is freed when nothing more is made of it."""
         params = dict(params)
         weights: Params = {}
-        flats: list[Flats] = []
+        flats: list[Any] = []
         scalars: list[jax.Array] = []
         for number, bucket in enumerate(self.buckets):
             made, scalars = self._first(number, [params[name] for name in bucket.names])
-            flats.append(self._to_host(made))
+            flats.append(self._store.put(number, made))
             for name in bucket.names:
                 if self._last[name] == number:
                     value = params.pop(name)
                     weights[name] = value if not self.has_masters else value.astype(self.weights)
                     if self.has_masters and owned:
                         value.delete()
+        self._store.commit(len(flats))
         return ModelState({name: weights[name] for name in self._shapes}, {}, OffloadState(tuple(flats), scalars))
 
     def after(self, model: ModelState, grads: Params, factor: jax.Array, finite: Any) -> ModelState:
@@ -115,31 +117,34 @@ class Offload:
         Moves every state byte to the device and back. Collectives: with ZeRO an all-gather of the new weights over
         `data`, a bucket at a time, `(G-1)/G * itemsize * elements` bytes a device.
         """
+        return self._after(model, grads, factor, finite)[0]
+
+    def _after(self, model: ModelState, grads: Params, factor: jax.Array, finite: Any) -> tuple[ModelState, jax.Array]:
         state: OffloadState = model.optimizer
         weights, grads, flats, scalars = dict(model.weights), dict(grads), list(state.flats), state.scalars
-        arriving = self._to_device(flats[0])
+        arriving = self._store.get(flats[0])
         for number, bucket in enumerate(self.buckets):
             here = arriving
             if number >= 2:
-                jax.block_until_ready(flats[number - 2])  # its place on the device is free: room for the next
+                self._store.settle(flats[number - 2])  # its place on the device is free: room for the next
             if number + 1 < len(self.buckets):
-                arriving = self._to_device(flats[number + 1])
+                arriving = self._store.get(flats[number + 1])
             names = bucket.names
             given = ([weights[name] for name in names], here, [grads[name] for name in names])
-            new, here, scalars = self._update(number, *given, state.scalars, factor, finite)
+            new, here, [*scalars, done] = self._update(number, *given, state.scalars, factor, finite)
             weights.update(zip(names, new, strict=True))
-            flats[number] = self._to_host(here)
+            flats[number] = self._store.put(number, here)
             for name in names:
                 if self._last[name] == number:
                     del grads[name]
-        return ModelState(weights, {}, OffloadState(tuple(flats), scalars))
+        self._store.commit(len(flats))
+        return ModelState(weights, {}, OffloadState(tuple(flats), scalars)), done
 
     def program(self, state: ModelState) -> Apply:
         """As `DeviceUpdate.program`; the streaming is done by the host, which waits for room on the devices."""
 
         def apply(state: ModelState, grads: Params, factor: jax.Array) -> tuple[ModelState, jax.Array]:
-            after = self.after(state, grads, factor, np.bool_(True))
-            return after, next(iter(after.optimizer.flats[-1].values()), factor)
+            return self._after(state, grads, factor, np.bool_(True))
 
         return apply
 
@@ -164,14 +169,17 @@ class Offload:
 
     def arrays(self, state: OffloadState, slot: str) -> Params:
         """One slot by parameter: global arrays in host memory, laid out by `state_specs`, put together on the host."""
-        return joined(self.buckets, [flats[slot] for flats in state.flats], self._shapes, self._placed)
+        return joined(
+            self.buckets, [self._store.view(flats)[slot] for flats in state.flats], self._shapes, self._placed
+        )
 
     def filled(self, slots: Mapping[str, Params], scalars: list[jax.Array]) -> OffloadState:
         """The state that has these slots, given as `arrays` gives them; what is of a device stays with it."""
-        flats = (
-            {slot: flattened(bucket, arrays, on_host(self._flat)) for slot, arrays in slots.items()}
-            for bucket in self.buckets
-        )
+        flats = []
+        for number, bucket in enumerate(self.buckets):
+            made = {slot: flattened(bucket, arrays, on_host(self._flat)) for slot, arrays in slots.items()}
+            flats.append(self._store.put(number, made))
+        self._store.commit(len(flats))
         return OffloadState(tuple(flats), scalars)
 
     @property
@@ -181,12 +189,6 @@ class Offload:
     @property
     def _placed(self) -> dict[str, NamedSharding]:
         return {name: on_host(NamedSharding(self.mesh, spec)) for name, spec in self.state_specs.items()}
-
-    def _to_device(self, flats: Flats) -> Flats:
-        return {slot: jax.device_put(flat, self._flat, may_alias=False) for slot, flat in flats.items()}
-
-    def _to_host(self, flats: Flats) -> Flats:
-        return {slot: jax.device_put(flat, on_host(self._flat), may_alias=False) for slot, flat in flats.items()}
 
     def _first(self, number: int, params: list[jax.Array]) -> tuple[Flats, list[jax.Array]]:
         bucket = self.buckets[number]
@@ -226,7 +228,8 @@ class Offload:
             rows = {slot: _row(bucket, found) for slot, found in ({MASTER: masters} | slots.arrays).items()}
             kept = {slot: jnp.where(finite, rows[slot], flat) for slot, flat in flats.items()}
             new = self._spread(bucket, weights, rows[MASTER].astype(self.weights), finite)
-            return new, kept, [jnp.where(finite, n, o) for n, o in zip(slots.scalars, scalars, strict=True)]
+            numbers = [jnp.where(finite, n, o) for n, o in zip(slots.scalars, scalars, strict=True)]
+            return new, kept, [*numbers, jnp.zeros((), jnp.int32)]  # the last tells that this has run
 
         specs = [self.specs[name] for name in bucket.names]
         grads = [self.state_specs[name] for name in bucket.names]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.memory.account import StateBytes
 from axonn_jax.memory.offload import Offload
+from axonn_jax.memory.placement import own_folder
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.memory.update import DeviceUpdate
 from axonn_jax.memory.zero import split_over_data
@@ -32,6 +34,8 @@ class Keeping:
     """Whether optimizer state is in host memory."""
     split: bool
     """Whether masters and optimizer state are split over `data`."""
+    disk: Path | None = None
+    """A directory below which offloaded state is on disk."""
 
 
 class Holding:
@@ -41,7 +45,7 @@ class Holding:
     function that makes it, of which then nothing but these parameters is made.
     """
 
-    def __init__(self, parts: Parts, names: Sequence[str], mesh: Mesh, keeping: Keeping, model: Any):
+    def __init__(self, parts: Parts, names: Sequence[str], mesh: Mesh, keeping: Keeping, model: Any, *, place: int = 0):
         self.mesh = mesh
         self.specs = {name: parts.specs[name] for name in names}
         sizes = {name: parts.params[name].shape for name in names}
@@ -50,7 +54,8 @@ class Holding:
         self._update: DeviceUpdate | Offload
         if keeping.offload:
             layouts = (self.specs, self.state_specs)
-            self._update = Offload(optimizer, sizes, *layouts, mesh, precisions=dtypes, bucket=bucket)
+            disk = own_folder(keeping.disk, place)
+            self._update = Offload(optimizer, sizes, *layouts, mesh, precisions=dtypes, bucket=bucket, disk=disk)
         else:
             self._update = DeviceUpdate(optimizer, mesh, sizes, self.specs, self.state_specs, dtypes, bucket)
         self.state = self._update.start(self._made(model), owned=not isinstance(model, nnx.Module))

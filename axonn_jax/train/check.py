@@ -109,6 +109,8 @@ def check(config: Config) -> Config:
     if config.grid.pipe > 1:
         check_not_scanned(config.train.scan_layers)
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_pieces(shape))
+    if config.memory.offload_to and config.memory.offload == "none":
+        raise UserError("memory.offload_to", config.memory.offload_to, "left out where memory.offload is none")
     check_scan(config.train.scan_layers, config.memory.offload)
     check_streams(config)
     if config.data.verify:

@@ -1,6 +1,7 @@
 """A step whose optimizer state is in host memory: one program for the gradients, one a bucket for the update."""
 
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,13 +18,13 @@ class OffloadedStep:
     Raises ``UserError`` where the optimizer is not elementwise.
     """
 
-    def __init__(self, step: Step):
+    def __init__(self, step: Step, disk: Path | None = None):
         check_elementwise(step.optimizer, "memory.offload = optimizer")
         self.step, program = step, step.program
         shapes = {name: p.shape for name, p in program.parts.params.items()}
         layouts = (program.parts.specs, program.grad_specs)
         mesh, precisions, bucket = program.grid.mesh, step.precisions, step.bucket
-        self.update = Offload(step.optimizer, shapes, *layouts, mesh, precisions=precisions, bucket=bucket)
+        self.update = Offload(step.optimizer, shapes, *layouts, mesh, precisions=precisions, bucket=bucket, disk=disk)
 
     def run(
         self, measured: Any, state: TrainState, tokens: jax.Array, key: jax.Array | None

@@ -62,6 +62,7 @@ class PipelineTrainer(Trainer):
         precision: Precision = "auto",
         accumulate: Accumulate = "fp32",
         offload: Where = "none",
+        offload_to: Path | None = None,
         zero: int = 0,
         activations: Activations = "none",
         bucket: int = 16_000_000,
@@ -103,11 +104,11 @@ class PipelineTrainer(Trainer):
         seq_len = getattr(shape, "seq_len", 2)
         names = names_by_place(self._plan(grid.shape.batch_shards, seq_len + 1), self.layout)
         self._names, self._shared = names, shared(names)
-        keeping = Keeping(optimizer, self.precisions, bucket, offload != "none", split)
+        keeping = Keeping(optimizer, self.precisions, bucket, offload != "none", split, offload_to)
         self.holdings: dict[int, Holding] = {}
         for place, mesh in grid.meshes.items():
             check_separable(optimizer, self.parts.params, names[place])
-            self.holdings[place] = Holding(self.parts, names[place], mesh, keeping, model)
+            self.holdings[place] = Holding(self.parts, names[place], mesh, keeping, model, place=place)
         self._links.status.now("between steps")
 
     @property

@@ -15,7 +15,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.account import StateBytes, counted, report
 from axonn_jax.memory.activations import Activations
-from axonn_jax.memory.placement import Where
+from axonn_jax.memory.placement import Where, own_folder
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
 from axonn_jax.state.names import State, flatten, shapes, unflatten, unflatten_scale
 from axonn_jax.tensor.params import Params, shapes_of
@@ -39,8 +39,8 @@ class Trainer:
     global batch, whatever the grid. With `clip` the gradients are scaled down to that global norm. Under bf16 and fp16,
     layers compute in that precision, while master weights and optimizer state stay float32; gradient sums are float32
     unless `accumulate` says otherwise. fp16 scales the loss (`memory.scale`). `zero` 1 splits masters and optimizer
-    state over `data`; `offload` keeps them in host memory, for which the optimizer must be elementwise (``UserError``).
-    `scan_layers` says whether layers are one compiled body in a loop; names, shapes and results are the same.
+    state over `data`; `offload` keeps them in host memory, or on disk below `offload_to`, for which the optimizer must
+    be elementwise (``UserError``). `scan_layers` says whether layers are one compiled body in a loop; names, shapes and results are the same.
 
     On a grid with `pipe` above 1 this makes a `PipelineTrainer`, which has the same methods and takes `pipeline`.
     """
@@ -64,6 +64,7 @@ class Trainer:
         precision: Precision = "auto",
         accumulate: Accumulate = "fp32",
         offload: Where = "none",
+        offload_to: Path | None = None,
         zero: int = 0,
         activations: Activations = "none",
         bucket: int = 16_000_000,
@@ -95,7 +96,7 @@ class Trainer:
         self._key = jax.random.key(seed) if getattr(shape, "dropout", 0.0) > 0.0 else None
         params = self._stack.place(model, grid.mesh, used_up=owned)
         step = Step(self.program, layerwise(optimizer, self._stack), clip, dtypes, bucket)
-        self._offloaded = OffloadedStep(step) if offload != "none" else None
+        self._offloaded = OffloadedStep(step, own_folder(offload_to, 0)) if offload != "none" else None
         self._step, self.precisions = step, dtypes
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
         self._update = self._offloaded.update if self._offloaded else step.update
