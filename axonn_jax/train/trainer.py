@@ -40,7 +40,8 @@ class Trainer:
     layers compute in that precision, while master weights and optimizer state stay float32; gradient sums are float32
     unless `accumulate` says otherwise. fp16 scales the loss (`memory.scale`). `zero` 1 splits masters and optimizer
     state over `data`; `offload` keeps them in host memory, or on disk below `offload_to`, for which the optimizer must
-    be elementwise (``UserError``). `scan_layers` says whether layers are one compiled body in a loop; names, shapes and results are the same.
+    be elementwise (``UserError``). `scan_layers` says whether layers are one compiled body in a loop; names, shapes and
+    results are the same.
 
     On a grid with `pipe` above 1 this makes a `PipelineTrainer`, which has the same methods and takes `pipeline`.
     """

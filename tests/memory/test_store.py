@@ -103,5 +103,5 @@ def test_an_altered_file_is_named(tmp_path):
     store.commit(1)
     (path,) = tmp_path.glob("bucket_*")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match="bucket_00000.mu.0 is not as it was written"):
+    with pytest.raises(ValueError, match=r"bucket_00000\.mu\.0 is not as it was written"):
         read_disk(tmp_path)

@@ -16,7 +16,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.models.sequence import SequenceModel
 from axonn_jax.models.stacked import stack_layers
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.state.checkpoint import load_weights
+from axonn_jax.state.checkpoint import latest, load_weights
 from axonn_jax.tensor.params import take_apart
 from axonn_jax.train.program import StageProgram
 from axonn_jax.train.scan import LAYERS, choose_stack
@@ -121,7 +121,7 @@ def test_the_curve_of_20_steps_and_what_users_see_are_those_of_unrolled_layers()
         assert value.sharding.is_equivalent_to(sharding, value.ndim), name
         moment = scanned.opt_state[0].mu[name]
         assert moment.sharding.is_equivalent_to(sharding, value.ndim), name
-    assert scanned.state.model.weights["blocks.every.mlp.up.kernel"].shape == (SMALL.layers, SMALL.hidden, SMALL.ffn)
+    assert scanned.train_state.model.weights["blocks.every.mlp.up.kernel"].shape == (SMALL.layers, SMALL.hidden, SMALL.ffn)
     batch = np.random.default_rng(1).integers(0, SMALL.vocab, (8, SMALL.seq_len + 1))
     assert scanned.evaluate([batch]) == pytest.approx(plain.evaluate([batch]), rel=CURVE_TOLERANCE)
 
@@ -131,7 +131,8 @@ def test_weights_and_state_go_from_scanned_to_unrolled_layers_and_back(tmp_path)
     scanned, _ = train("yes", axes, steps=2)
     plain, _ = train("no", axes, steps=0)
     other, _ = train("yes", axes, steps=1)
-    saved = load_weights(scanned.save(tmp_path, 2), plain.params)
+    scanned.save(tmp_path, 2)
+    saved = load_weights(latest(tmp_path, pytest.fail), plain.params)
     plain.restore(saved, jax.tree.map(jnp.copy, scanned.opt_state))  # steps use up what is not stacked
     other.restore(*jax.tree.map(jnp.copy, (plain.params, plain.opt_state)))
     for name, value in scanned.params.items():
