@@ -145,8 +145,8 @@ class TrainConfig:
     """Gradients are scaled down to this global norm; 0: not clipped."""
     scan_layers: ScanLayers = "auto"
     """Layers as one compiled body in a loop, so that compile time does not grow with their number, or unrolled. auto:
-    scanned from 32 layers on, or with memory.activations other than none, unless the package orders the computation
-    (overlap.order). Needs grid.pipe = 1."""
+    scanned from 32 layers on, or on CPU with memory.activations other than none, unless the package orders the
+    computation (overlap.order) or state is offloaded. Needs grid.pipe = 1."""
     eval_every: int = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
     eval_batches: int = 8

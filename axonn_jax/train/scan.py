@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import optax
 from flax import nnx
 
@@ -26,15 +27,16 @@ def choose_stack(
 ) -> Stack:
     """The model's parts as its programs hold them: layers stacked where they are scanned, as they are elsewhere.
 
-    `auto` scans many layers, and any that are computed again in the backward pass, where a loop keeps each layer's
-    recomputation at its place; but not where the package orders the computation (`ordered`), which hides a layer's
+    `auto` scans many layers, and on the CPU backend, which undoes recomputation outside of loops, any that are computed
+    again in the backward pass; but not where the package orders the computation (`ordered`), which hides a layer's
     communication behind other layers and sees them only unrolled. Raises ``UserError`` where model or optimizer
     cannot be scanned though it is `wanted`.
     """
     parts = take_apart(model)
     plain = Stack(parts)
     layers: Any = getattr(model, getattr(model, "repeats", ""), ())
-    pays = not ordered and (activations != "none" or len(layers) >= LAYERS)
+    recomputed = activations != "none" and jax.default_backend() == "cpu"
+    pays = not ordered and (recomputed or len(layers) >= LAYERS)
     if wanted == "no" or (wanted == "auto" and not pays):
         return plain
     try:

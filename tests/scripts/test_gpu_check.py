@@ -55,7 +55,7 @@ def test_rehearsal_runs_every_section_and_succeeds_without_a_gpu(rehearsal):
     assert done.returncode == 0, done.stdout + done.stderr
     assert found["finished"]
     assert found["failed"] == 0
-    assert set(found["sections"]) == {"device", "parity", "matmul", "training", "torch", "program"}
+    assert set(found["sections"]) == {"device", "parity", "matmul", "training", "offload", "torch", "program"}
     assert found["device"]["platform"] == "cpu"
     assert found["device"]["versions"]["jax"] == jax.__version__
     statuses = {row["status"] for section in found["sections"].values() for row in section["rows"]}

@@ -121,7 +121,11 @@ def test_the_curve_of_20_steps_and_what_users_see_are_those_of_unrolled_layers()
         assert value.sharding.is_equivalent_to(sharding, value.ndim), name
         moment = scanned.opt_state[0].mu[name]
         assert moment.sharding.is_equivalent_to(sharding, value.ndim), name
-    assert scanned.train_state.model.weights["blocks.every.mlp.up.kernel"].shape == (SMALL.layers, SMALL.hidden, SMALL.ffn)
+    assert scanned.train_state.model.weights["blocks.every.mlp.up.kernel"].shape == (
+        SMALL.layers,
+        SMALL.hidden,
+        SMALL.ffn,
+    )
     batch = np.random.default_rng(1).integers(0, SMALL.vocab, (8, SMALL.seq_len + 1))
     assert scanned.evaluate([batch]) == pytest.approx(plain.evaluate([batch]), rel=CURVE_TOLERANCE)
 

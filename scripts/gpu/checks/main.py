@@ -12,16 +12,16 @@ from axonn_jax.errors import UserError
 from axonn_jax.models import preset_names
 from checks import process
 from checks.report import SECTIONS, Row, header, write_json
-from checks.sizes import TrainConfig, to_spec, train_plan, train_shape
+from checks.sizes import TrainConfig, offload_plan, offload_shape, to_spec, train_plan, train_shape
 from checks.summary import paste_lines
 
 _POLICIES = ("full", "none", "dots")
-_GUESS_S = {"training": 90.0, "torch": 110.0}
+_GUESS_S = {"training": 90.0, "torch": 110.0, "offload": 90.0}
 """What a row is taken to need before one was seen: start, initial weights, compilation, steps. The time for one
 PyTorch row is kept back from all training rows but the first, so that the comparison is made."""
 _GRACE_S = 60.0
 """How much longer than the budget a row may take that was started within it."""
-_LIMITS_S = {"device": 120.0, "parity": 240.0, "matmul": 120.0, "training": 300.0, "torch": 300.0}
+_LIMITS_S = {"device": 120.0, "parity": 240.0, "matmul": 120.0, "training": 300.0, "offload": 300.0, "torch": 300.0}
 """The longest a worker may take: one that hangs must leave time for the others."""
 
 
@@ -188,6 +188,9 @@ class Check:
             compare = "torch" in self.given.only and "torch" in device["versions"]
             later = self._train(plan, common, _GUESS_S["torch"] if compare else 0.0)
             self.done("training")
+        if self.section("offload"):
+            self._offload(common)
+            self.done("offload")
         if self.section("torch"):
             self._torch(plan, common)
             self.done("torch")
@@ -216,6 +219,23 @@ class Check:
             else:
                 left.append(config)
         return left
+
+    def _offload(self, common: dict[str, Any]) -> None:
+        """A process each, since the peak of device memory is a process's; then the ratio that matters."""
+        ways = offload_plan(1 if self.given.quick else 2)
+        spec = {**common, "shape": to_spec(offload_shape(self.given.quick))}
+        for group in [ways] if self.given.quick else [[way] for way in ways]:
+            if self._time_for("offload"):
+                self.work("offload", ways=group, **spec)
+            else:
+                self.add(
+                    Row("offload", group[0]["name"], "skipped", f"no time left (--minutes {self.given.minutes:g})")
+                )
+        found = {row.name: row.figures for row in self.rows if row.section == "offload" and row.status == "ok"}
+        if "state on the device" in found and "state on the host" in found:
+            ratio = found["state on the host"]["step_s"] / found["state on the device"]["step_s"]
+            note = f"step time with the state on the host over on the device: {ratio:.3f} (goal: at most 1.10)"
+            self.add(Row("offload", "host over device", "ok", note, {"ratio": ratio, "step_s": None}))
 
     def _too_large(self, config: TrainConfig) -> bool:
         refused = {row.name for row in self.rows if row.section == "training" and row.status == "does not fit"}

@@ -67,6 +67,28 @@ def train_plan(microbatches: list[int], policies: list[str]) -> list[TrainConfig
     return plan
 
 
+def offload_plan(rows: int) -> list[dict[str, Any]]:
+    """State on the device, on the host, there with gradients that add up in bf16, there with activations too."""
+    host = {"offload": "optimizer"}
+    ways = {
+        "state on the device": {},
+        "state on the host": host,
+        "state on the host, bf16 sums": host | {"accumulate": "compute"},
+        "activations on the host too": host | {"activations": "offload"},
+    }
+    both = {"activations": "full"}
+    return [
+        {"name": name, "options": both | options, "microbatches": 8, "rows": rows} for name, options in ways.items()
+    ]
+
+
+def offload_shape(quick: bool) -> ModelShape:
+    """A model whose state takes half of an 80 GB card with 16 bytes a parameter."""
+    if quick:
+        return train_shape("gpt-1.3b", True)
+    return preset("gpt-2.7b")
+
+
 def to_spec(shape: ModelShape) -> dict[str, Any]:
     """A model's sizes as JSON."""
     return asdict(shape)

@@ -27,6 +27,10 @@ def run(text: str) -> int:
         from checks import training
 
         training.run(spec, emit)
+    elif section == "offload":
+        from checks import offload
+
+        offload.run(spec, emit)
     elif section == "torch":
         from checks import torch_gpt
 
