@@ -45,7 +45,7 @@ def _measure(config: TrainConfig, spec: dict[str, Any], trace: str | None, emit:
     )
     batch = np.random.default_rng(0).integers(0, shape.vocab, (sequences, shape.seq_len + 1), dtype=np.int32)
     tokens = trainer.place(batch)
-    jax.block_until_ready(trainer.held)
+    jax.block_until_ready(trainer.train_state)
     ready = time.perf_counter()
     compiled = trainer.compiled_step(batch)
     compile_s = time.perf_counter() - ready
