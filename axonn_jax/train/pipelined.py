@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.channels.choose import choose
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
-from axonn_jax.memory.account import StateBytes, counted, report
+from axonn_jax.memory.account import StateBytes
 from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.elementwise import check_elementwise
 from axonn_jax.memory.placement import Where
@@ -27,17 +27,18 @@ from axonn_jax.memory.update import clip_factor
 from axonn_jax.pipeline.build import Pipe, Plan, names_by_place, plan, shared
 from axonn_jax.pipeline.collect import collect
 from axonn_jax.pipeline.connect import connect
-from axonn_jax.pipeline.holding import Holding, Keeping
+from axonn_jax.pipeline.holding import Keeping
 from axonn_jax.pipeline.picture import draw
 from axonn_jax.pipeline.timeline import TIMELINE, Recorder, write_trace
 from axonn_jax.pipeline.trace import Work
 from axonn_jax.schedule.dispatcher import Dispatcher, Follower
 from axonn_jax.schedule.forward_only import ForwardOnly
-from axonn_jax.state.names import State, flatten, unflatten, unflatten_scale
+from axonn_jax.state.names import State
 from axonn_jax.tensor.params import Params, shapes_of, take_apart
 from axonn_jax.train.batch import local_rows
 from axonn_jax.train.check import check_not_scanned, check_pipeline
 from axonn_jax.train.config import OverlapConfig, PipelineConfig, ScanLayers
+from axonn_jax.train.places import Places
 from axonn_jax.train.separable import check_separable
 from axonn_jax.train.step import StepMetrics
 from axonn_jax.train.trainer import Trainer
@@ -103,28 +104,24 @@ class PipelineTrainer(Trainer):
         # Which stage holds which parameters does not depend on the batch, so any small one will do.
         seq_len = getattr(shape, "seq_len", 2)
         names = names_by_place(self._plan(grid.shape.batch_shards, seq_len + 1), self.layout)
-        self._names, self._shared = names, shared(names)
-        keeping = Keeping(optimizer, self.precisions, bucket, offload != "none", split, offload_to)
-        self.holdings: dict[int, Holding] = {}
-        for place, mesh in grid.meshes.items():
+        self._shared = shared(names)
+        for place in grid.meshes:
             check_separable(optimizer, self.parts.params, names[place])
-            self.holdings[place] = Holding(self.parts, names[place], mesh, keeping, model, place=place)
+        keeping = Keeping(optimizer, self.precisions, bucket, offload != "none", split, offload_to)
+        self._places = Places(self.parts, names, grid.meshes, keeping, model, self._scale)
+        self.holdings = self._places.holdings
         self._links.status.now("between steps")
-
-    @property
-    def places(self) -> dict[int, Params]:
-        """The float32 weights by place of the pipe and name, of the places here."""
-        return {place: holding.masters for place, holding in self.holdings.items()}
 
     @property
     def params(self) -> Params:
         """The float32 weights that this process holds, by name; of one held at both ends of the pipe the first copy."""
-        return {name: p for _, params in sorted(self.places.items(), reverse=True) for name, p in params.items()}
+        places = sorted(self._places.params.items(), reverse=True)
+        return {name: p for _, params in places for name, p in params.items()}
 
     @property
     def opt_state(self) -> Any:
         """The optimizer state by place of the pipe, of the places here."""
-        return {place: holding.opt_state for place, holding in self.holdings.items()}
+        return self._places.opt_state
 
     @property
     def recorder(self) -> Recorder:
@@ -196,18 +193,11 @@ class PipelineTrainer(Trainer):
             metrics |= {"loss_scale": np.float32(scale), "skipped": np.int32(self._scale.skipped)}
         return metrics
 
-    def planned_memory(self) -> dict[int, StateBytes]:
-        """The bytes of model state of one device by formula, by place of the pipe, of the places here."""
-        return {place: holding.bytes for place, holding in self.holdings.items()}
+    def planned_memory(self) -> dict[int, StateBytes]:  # noqa: D102
+        return self._places.planned_memory()
 
-    def memory(self) -> dict[int, dict[str, Any]]:
-        """Where the bytes of one device of each place here are; see `memory.account.report`."""
-        found = {}
-        for place, holding in self.holdings.items():
-            mesh = self.grid.meshes[place]
-            arrays = counted(jax.tree.leaves(holding.state), mesh.local_devices[0])
-            found[place] = report(holding.bytes, arrays, mesh)
-        return found
+    def memory(self) -> dict[int, dict[str, Any]]:  # noqa: D102
+        return self._places.memory()
 
     def evaluate(self, batches: Iterable[np.ndarray]) -> float:
         """Mean loss over batches (this process's rows of each), without dropout; waits for the result."""
@@ -230,33 +220,16 @@ class PipelineTrainer(Trainer):
         return float(np.mean(results))
 
     def state(self) -> dict[int, State]:  # noqa: D102
-        return {
-            place: flatten(holding.masters, holding.opt_state, self._scale and self._scale.on(holding.mesh))
-            for place, holding in self.holdings.items()
-        }
+        return self._places.state()
 
-    def state_elsewhere(self) -> frozenset[str]:
-        """Names of arrays here that another process's place saves: what an earlier place holds too."""
-        return frozenset(name for place in range(min(self.holdings)) for name in self._held(place))
+    def state_elsewhere(self) -> frozenset[str]:  # noqa: D102
+        return self._places.elsewhere()
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
-        return {name: value.shape for place in range(self.layout.pipe) for name, value in self._held(place).items()}
+        return self._places.shapes()
 
     def _put_state(self, states: Mapping[int, State]) -> None:
-        for place, state in states.items():
-            params = self._of_place(place)
-            self.holdings[place].restore(*unflatten(state, params, jax.eval_shape(self.optimizer.init, params)))
-            if self._scale is not None:
-                self._scale.state = unflatten_scale(state, self._scale.state)
-
-    def _held(self, place: int) -> State:
-        params = self._of_place(place)
-        scale = None if self._scale is None else self._scale.state
-        return flatten(params, jax.eval_shape(self.optimizer.init, params), scale)
-
-    def _of_place(self, place: int) -> Any:
-        sizes = {name: self.parts.params[name].shape for name in self._names[place]}
-        return {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in sizes.items()}
+        self._places.put(states)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:  # noqa: D102
