@@ -106,7 +106,9 @@ class Footprint:
             job, grid, params = self.job, choice.grid, self.params(choice.grid, load)
             replicas = grid.data if choice.zero else 1
             buffers = formulas.bucket_buffers(params, job.bucket, job.accumulate) if grid.data > 1 else 0.0
-            buffers += formulas.offload_buffers(min(job.bucket, params)) if choice.offload else 0.0
+            buffers += (
+                formulas.streamed_state(min(job.bucket, params / replicas), job.precision) if choice.offload else 0.0
+            )
             of_grid[key] = (
                 formulas.device_state(
                     params, job.precision, accumulate=job.accumulate, offload=choice.offload, replicas=replicas

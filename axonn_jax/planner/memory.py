@@ -14,6 +14,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Policy = Literal["none", "full", "dots", "save_collectives", "offload"]
 _FP32, _INT32 = 4, 4
 _HALF = 2
+_STREAMED_BUCKETS = 3
 _OFFLOAD_BUFFERS = 4  # weight, gradient and both moments of one bucket, float32
 
 
@@ -22,7 +23,7 @@ class State:
     """Bytes of weights, gradients and optimizer state, on one kind of memory."""
 
     weights: float = 0.0
-    """In compute precision; with fp32 they are the only ones."""
+    """Those that a step reads: in compute precision where float32 ones lie apart, else float32, cast where used."""
     gradients: float = 0.0
     """As accumulated."""
     master: float = 0.0
@@ -42,16 +43,23 @@ def itemsize(precision: Precision) -> int:
 
 
 def device_state(
-    params: float, precision: Precision, *, accumulate: int = _FP32, offload: bool = False, replicas: int = 1
+    params: float,
+    precision: Precision,
+    *,
+    accumulate: int = _FP32,
+    apart: bool = False,
+    offload: bool = False,
+    replicas: int = 1,
 ) -> State:
     """State of `params` parameters on the device.
 
     `accumulate` is the bytes of a gradient, `replicas` the devices that share master weights and moments between them
-    (ZeRO-1; 1: none do). With offload these are on the host.
+    (ZeRO-1; 1: none do). Master weights lie `apart` from half-precision weights, as they do where they are shared or,
+    with `offload`, on the host; else the weights themselves are float32.
     """
-    master, moments = _optimizer(params / replicas, precision)
+    master, moments = _optimizer(params / replicas, precision, apart or offload or replicas > 1)
     return State(
-        weights=params * itemsize(precision),
+        weights=params * (itemsize(precision) if master else _FP32),
         gradients=params * accumulate,
         master=0.0 if offload else master,
         moments=0.0 if offload else moments,
@@ -59,21 +67,25 @@ def device_state(
 
 
 def host_state(params: float, precision: Precision, *, offload: bool = False, replicas: int = 1) -> State:
-    """State of `params` parameters on the host: with offload master weights (or the weights) and moments, else none."""
+    """State of `params` parameters on the host: with offload moments and, of half-precision weights, masters."""
     if not offload:
         return State()
-    master, moments = _optimizer(params / replicas, precision)
-    # In float32 the weights on the device serve as the master's copy, but the host updates its own.
-    return State(master=master or params / replicas * _FP32, moments=moments)
+    master, moments = _optimizer(params / replicas, precision, apart=True)
+    return State(master=master, moments=moments)
 
 
-def _optimizer(params: float, precision: Precision) -> tuple[float, float]:
+def _optimizer(params: float, precision: Precision, apart: bool) -> tuple[float, float]:
     """Bytes of master weights and of Adam's moments."""
-    return (0.0 if precision == "fp32" else params * _FP32), params * 2 * _FP32
+    return (params * _FP32 if apart and precision != "fp32" else 0.0), params * 2 * _FP32
+
+
+def streamed_state(bucket: float, precision: Precision) -> float:
+    """Device bytes of the buckets of an offloaded update: one arriving, one being updated, one on its way back."""
+    return _STREAMED_BUCKETS * host_state(bucket, precision, offload=True).total
 
 
 def offload_buffers(bucket: float) -> float:
-    """Device buffers that an offloaded update of `bucket` elements streams through: 16 bytes an element."""
+    """AxoNN's device buffers for an offloaded update of `bucket` elements: 16 bytes an element (IPDPS 22)."""
     return _OFFLOAD_BUFFERS * _FP32 * bucket
 
 
@@ -82,7 +94,7 @@ def axonn_state(params: float, *, offload: bool = False, bucket: float = 16_000_
     if offload:
         return device_state(params, "fp16", accumulate=_HALF, offload=True).total + offload_buffers(bucket)
     upcast = params * _FP32  # all gradients once more in float32
-    return device_state(params, "fp16", accumulate=_HALF).total + upcast
+    return device_state(params, "fp16", accumulate=_HALF, apart=True).total + upcast
 
 
 @dataclass(frozen=True)
