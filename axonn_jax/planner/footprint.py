@@ -66,15 +66,14 @@ class Footprint:
     def totals(self, base: Choice, states: Sequence[Choice]) -> list[tuple[float, float]]:
         """Bytes of the fullest device and its share of the host's, for choices like `base` but in offload and ZeRO."""
         item = formulas.itemsize(self.job.precision)
-        kept = self._kept(base)
         found, of_grid = [(0.0, 0.0)] * len(states), self._states.setdefault(base.grid, {})
         for load in self.loads(base.grid.pipe):
             activations, outside = self._activations(base, load, item)
-            activations += self._gathered(base, load, item, kept)
+            activations += self._gathered(base, load, item)
             for at, choice in enumerate(states):
                 key = (load.rank, choice.offload, choice.zero)
-                state, host, buffers = of_grid.get(key) or self._state(choice, load)
-                total = state.total + buffers + activations
+                state, host, later = of_grid.get(key) or self._state(choice, load)
+                total = state.total + max(activations + self._apart(choice, state), later)
                 if total > found[at][0]:
                     found[at] = (total, host.total + outside)
         return found
@@ -85,36 +84,55 @@ class Footprint:
 
     def _memory(self, choice: Choice, load: Load) -> Memory:
         item = formulas.itemsize(self.job.precision)
-        state, host, buffers = self._state(choice, load)
+        state, host, later = self._state(choice, load)
         activations, outside = self._activations(choice, load, item)
-        gathered = self._gathered(choice, load, item, self._kept(choice))
-        optimizer = state.master + state.moments
+        gathered = self._gathered(choice, load, item)
+        optimizer, apart = state.master + state.moments, self._apart(choice, state)
+        buffers = apart + max(0.0, later - activations - gathered - apart)
         return Memory(state.weights, state.gradients, optimizer, activations, gathered, buffers, host.total + outside)
 
-    def _kept(self, choice: Choice) -> bool:
-        """Whether gathered weights stay: for the backward pass, or because all microbatches share one gather."""
-        return choice.activations == "none" or (choice.grid.pipe == 1 and choice.microbatches > 1)
+    def _apart(self, choice: Choice, state: formulas.State) -> float:
+        """Bytes of a microbatch's gradients, whole before they are added to the sums of those before it.
 
-    def _gathered(self, choice: Choice, load: Load, item: int, kept: bool) -> float:
-        grid = choice.grid
-        return formulas.gathered_weights(load.params / (grid.x * grid.y), grid.z, item, load.blocks, kept=kept)
+        They come in the weights' dtype. With one microbatch they are the sums, and a pipeline adds them up one by one.
+        """
+        return state.weights if choice.grid.pipe == 1 and choice.microbatches > 1 else 0.0
+
+    def _gathered(self, choice: Choice, load: Load, item: int) -> float:
+        """Bytes of weights gathered over `z`, and of gradients on their way back over it.
+
+        Kept for the backward pass under policy `none`, else those of the block at work. The gradient of a tied table
+        waits for its second use; and in a loop over microbatches the tables are gathered once, before it.
+        """
+        shape, grid = self.job.shape, choice.grid
+        if grid.z == 1:
+            return 0.0
+        table = shape.hidden * shape.vocab * item / (grid.x * grid.y)
+        tied = table if shape.tied and (load.first or load.last) else 0.0
+        if choice.activations == "none":
+            return load.params * item / (grid.x * grid.y) + tied
+        tables = (1 if shape.tied else 2) if grid.pipe == 1 and choice.microbatches > 1 else 0
+        return formulas.gathered_weights(shape.layer_params() / (grid.x * grid.y), item) + tied + tables * table
 
     def _state(self, choice: Choice, load: Load) -> _States:
-        """State on device and host, and bytes of buffers."""
+        """State on device and host, and bytes beside it once the backward pass is over: of reduction and update."""
         of_grid, key = self._states.setdefault(choice.grid, {}), (load.rank, choice.offload, choice.zero)
         if key not in of_grid:
             job, grid, params = self.job, choice.grid, self.params(choice.grid, load)
             replicas = grid.data if choice.zero else 1
-            buffers = formulas.bucket_buffers(params, job.bucket, job.accumulate) if grid.data > 1 else 0.0
-            buffers += (
+            later = (
                 formulas.streamed_state(min(job.bucket, params / replicas), job.precision) if choice.offload else 0.0
             )
+            if grid.data > 1 and grid.pipe > 1:
+                later = max(later, formulas.bucket_buffers(params, job.bucket, job.accumulate))
+            elif grid.data > 1:  # one program, in which nothing is reduced in place
+                later = max(later, params / replicas * job.accumulate)
             of_grid[key] = (
                 formulas.device_state(
                     params, job.precision, accumulate=job.accumulate, offload=choice.offload, replicas=replicas
                 ),
                 formulas.host_state(params, job.precision, offload=choice.offload, replicas=replicas),
-                buffers,
+                later,
             )
         return of_grid[key]
 
@@ -131,11 +149,22 @@ class Footprint:
         if grid.pipe > 1:
             layout = Layout(grid.pipe, choice.microbatches, choice.virtual_stages)
             live = live_bound(job.policy, layout, load.rank, 0, job.split) / choice.virtual_stages
-        head = formulas.head_activations(job.shape, grid.x, grid.y, item) if load.last else 0.0
-        tokens = choice.sequences(job.batch) * job.shape.seq_len
+        tokens, kept = choice.sequences(job.batch) * job.shape.seq_len, live * load.blocks
         # Loss and a block's backward pass do not run at the same time.
-        kept = live * load.blocks
-        return tokens * (kept * block.kept + max(block.working, head)), tokens * kept * block.host
+        working = max(tokens * block.working, self._head(choice, load, tokens, item))
+        return tokens * kept * block.kept + working, tokens * kept * block.host
+
+    def _head(self, choice: Choice, load: Load, tokens: int, item: int) -> float:
+        """Bytes while head and loss run, beyond the gradients of blocks, of which a lone microbatch has none yet."""
+        job, grid = self.job, choice.grid
+        if not load.last:
+            return 0.0
+        need = tokens * formulas.head_activations(job.shape, grid.x, grid.y, item)
+        if grid.z > 1 and not job.shape.tied:
+            need += 2 * job.shape.hidden * job.shape.vocab * item / (grid.x * grid.y)  # gathered, and its gradient
+        if grid.pipe == 1 and choice.microbatches == 1:
+            need -= job.accumulate * load.blocks * job.shape.layer_params() / (grid.x * grid.y * grid.z)
+        return need
 
 
 def balanced_blocks(layers: int, head: float, pipe: int) -> tuple[float, float]:

@@ -162,14 +162,15 @@ def block_activations(
     """Activations of a block on a grid of `x` and `y`, `item` bytes an element.
 
     The residual stream is split over `x`, what is between two matmuls over `y`. `none` keeps what every operation's
-    gradient reads; `full` the block's input; `dots` and `save_collectives` the results of matmuls (all-reduced) too;
-    `offload` keeps the input on the host. Attention that is not fused keeps its scores and their softmax.
+    gradient reads; `full` the block's input; `dots` the results of its matmuls too, but for the last, which no gradient
+    reads; `save_collectives` those of them that were all-reduced; `offload` keeps the input on the host. Attention that
+    is not fused keeps its scores and their softmax.
     """
     stream, width = shape.hidden / x, shape.heads * shape.head_dim / y
     gates = 2 if shape.mlp == "swiglu" else 1
     scores = 0.0 if fused_attention else 2 * shape.heads / y * shape.seq_len
     statistics = shape.heads / y * _FP32 if fused_attention else 0.0
-    matmuls = shape.qkv_width / y + stream + gates * shape.ffn / y + stream
+    wide = shape.qkv_width / y + gates * shape.ffn / y
     # Both inputs of norms, both normalised streams, queries to values, attention's result, the MLP's two widths.
     everything = 4 * stream + shape.qkv_width / y + width + (gates + 1) * shape.ffn / y + scores
     whole = everything * item + statistics
@@ -180,6 +181,7 @@ def block_activations(
         return Block(entry, whole)
     if policy == "offload":
         return Block(0.0, whole + 2 * entry, entry)  # two inputs are under way
+    matmuls = wide + stream if policy == "dots" else (wide if x > 1 else 0.0) + (stream if y > 1 else 0.0)
     return Block(entry + matmuls * item, whole - matmuls * item)
 
 
@@ -188,15 +190,9 @@ def head_activations(shape: ModelShape, x: int, y: int, item: int) -> float:
     return 2 * shape.vocab / y * _FP32 + 2 * shape.hidden / x * item
 
 
-def gathered_weights(params: float, z: int, item: int, blocks: float, *, kept: bool) -> float:
-    """Weights gathered over `z` of `params` parameters in `blocks` blocks, before the split over `z`.
-
-    Where they are `kept` from a step's first microbatch to its last, all of them; else those of two blocks, the one
-    at work and the next.
-    """
-    if z == 1:
-        return 0.0
-    return params * item * (1.0 if kept or blocks <= 2 else 2.0 / blocks)
+def gathered_weights(params: float, item: int) -> float:
+    """Bytes of a block's weights gathered over `z`, `params` before the split over it, and of their gradients."""
+    return 2 * params * item
 
 
 def bucket_buffers(params: float, bucket: float, accumulate: int = _FP32) -> float:

@@ -98,7 +98,11 @@ def test_frontiers_published_bandwidths(inner, size, gib):
         ("large = 0.5", "large = 0.5\ntile_rows = 128", "matmul"),
         ("[host]", "[[bandwidth]]\ninner = 1\nsize = 2\ngib_per_s = -1\n[host]", "bandwidth[0].gib_per_s = -1"),
         ("[host]", "[[bandwidth]]\ninner = 1\nsize = 2\n[host]", "bandwidth[0].gib_per_s = (not given)"),
-        ("[host]", "[[bandwidth]]\ninner = 1\nsize = 2\ngib_per_s = 1\n" * 2 + "[host]", "one entry for each pair"),
+        (
+            "[host]",
+            "[[bandwidth]]\ninner = 1\nsize = 2\ngib_per_s = 1\n" * 2 + "[host]",
+            "one entry for each inner and size",
+        ),
     ],
 )
 def test_a_wrong_field_is_named(line, to, field):
