@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.tensor.attention import causal_attention
-from axonn_jax.tensor.region import manual
+from axonn_jax.tensor.region import live_axes, manual
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter"]
 KINDS: tuple[Kind, ...] = ("all-reduce", "all-gather", "reduce-scatter")
@@ -47,13 +47,22 @@ def seconds(call: Callable[[], Any], rounds: int) -> float:
 
 def on_all(f: Callable[..., jax.Array], shapes: Sequence[tuple[int, ...]], dtype: Any, mesh: Mesh) -> Callable[[], Any]:
     """A call that runs `f` on arrays of ones of these shapes, on every device of the mesh at once."""
-    spec = P(mesh.axis_names)
-    each = NamedSharding(mesh, spec)
-    made = jax.jit(
-        lambda: tuple(jnp.ones((shape[0] * mesh.size, *shape[1:]), dtype) for shape in shapes),
-        out_shardings=(each,) * len(shapes),
-    )()
-    return partial(jax.jit(manual(f, mesh, (spec,) * len(shapes), spec, differentiated=False)), *made)
+    axes = live_axes(mesh) or mesh.axis_names[:1]
+    mesh = Mesh(mesh.devices.reshape([mesh.shape[axis] for axis in axes]), axes)
+    spec = P(axes)
+
+    def make() -> tuple[jax.Array, ...]:
+        return tuple(jnp.ones((shape[0] * mesh.size, *shape[1:]), dtype) for shape in shapes)
+
+    with jax.set_mesh(mesh):
+        made = jax.jit(make, out_shardings=(NamedSharding(mesh, spec),) * len(shapes))()
+        program = jax.jit(manual(f, mesh, (spec,) * len(shapes), spec, differentiated=False))
+
+    def call() -> jax.Array:
+        with jax.set_mesh(mesh):  # not the run's, which may have other axes or devices
+            return program(*made)  # type: ignore[no-any-return]
+
+    return call
 
 
 def matmul_rates(mesh: Mesh, dtype: Any, sizes: Sequence[int], rounds: int) -> dict[int, float]:
@@ -92,16 +101,15 @@ def launch_seconds(mesh: Mesh, rounds: int) -> float:
 
 def host_rate(rounds: int, size: int = _STREAMED) -> float:
     """Bytes a second of a copy between a device and the host, the slower way."""
-    device, values = jax.local_devices()[0], np.ones(size, np.float32)
-    there = seconds(lambda: jax.device_put(values, device, may_alias=False), rounds)
-    add = jax.jit(lambda a, b: a + b)
-    start = jax.device_put(values, device)
-
-    def back() -> None:
-        np.array(add(start, 1.0))  # a new array each time: jax keeps the host's copy of an old one
-
-    computed = seconds(lambda: add(start, 1.0), rounds)
-    return 4.0 * size / max(there, seconds(back, rounds) - computed, 1e-9)
+    mesh = Mesh(np.asarray(jax.local_devices()[:1]), ("all",))
+    values = np.ones(size, np.float32)
+    here = NamedSharding(mesh, P())
+    there = seconds(lambda: jax.device_put(values, here, may_alias=False), rounds)
+    add = on_all(lambda a: a + 1.0, [(size,)], jnp.float32, mesh)
+    computed = seconds(add, rounds)
+    # A new array each time: jax keeps the host's copy of an old one.
+    back = seconds(lambda: np.array(add()), rounds) - computed
+    return 4.0 * size / max(there, back, 1e-9)
 
 
 def group_meshes(devices: Sequence[Any]) -> list[tuple[int, int, Mesh]]:

@@ -10,6 +10,7 @@ from axonn_jax.planner.job import Choice, Job, Memory
 from axonn_jax.schedule.policies import live_bound
 from axonn_jax.schedule.tasks import Layout
 
+_FP32 = 4
 _States = tuple[formulas.State, formulas.State, float]
 
 
@@ -68,8 +69,8 @@ class Footprint:
         item = formulas.itemsize(self.job.precision)
         found, of_grid = [(0.0, 0.0)] * len(states), self._states.setdefault(base.grid, {})
         for load in self.loads(base.grid.pipe):
-            activations, outside = self._activations(base, load, item)
-            activations += self._gathered(base, load, item)
+            activations, gathered, outside = self._backward(base, load, item)
+            activations += gathered
             for at, choice in enumerate(states):
                 key = (load.rank, choice.offload, choice.zero)
                 state, host, later = of_grid.get(key) or self._state(choice, load)
@@ -85,8 +86,7 @@ class Footprint:
     def _memory(self, choice: Choice, load: Load) -> Memory:
         item = formulas.itemsize(self.job.precision)
         state, host, later = self._state(choice, load)
-        activations, outside = self._activations(choice, load, item)
-        gathered = self._gathered(choice, load, item)
+        activations, gathered, outside = self._backward(choice, load, item)
         optimizer, apart = state.master + state.moments, self._apart(choice, state)
         buffers = apart + max(0.0, later - activations - gathered - apart)
         return Memory(state.weights, state.gradients, optimizer, activations, gathered, buffers, host.total + outside)
@@ -98,21 +98,51 @@ class Footprint:
         """
         return state.weights if choice.grid.pipe == 1 and choice.microbatches > 1 else 0.0
 
-    def _gathered(self, choice: Choice, load: Load, item: int) -> float:
-        """Bytes of weights gathered over `z`, and of gradients on their way back over it.
+    def _backward(self, choice: Choice, load: Load, item: int) -> tuple[float, float, float]:
+        """Bytes of activations, of gathered weights, and on the host, when a microbatch's passes need the most.
 
-        Kept for the backward pass under policy `none`, else those of the block at work. The gradient of a tied table
-        waits for its second use; and in a loop over microbatches the tables are gathered once, before it.
+        That is at the head, in a block's backward pass, or in that of the lookup. What a program of all layers has of
+        gradients grows meanwhile: none at the head, all but those of the lookup's table in the blocks.
         """
         shape, grid = self.job.shape, choice.grid
-        if grid.z == 1:
-            return 0.0
-        table = shape.hidden * shape.vocab * item / (grid.x * grid.y)
-        tied = table if shape.tied and (load.first or load.last) else 0.0
+        kept, working, head, outside = self._activations(choice, load, item)
+        split, whole = grid.x * grid.y, grid.pipe == 1
+        table = shape.hidden * shape.vocab / split
+        tied, tables = self._tables(choice, load, table * item)
+        gathered = self._gathered(choice, load, item) + tied
+        block = kept + working + gathered
+        block -= _FP32 * table / grid.z if whole and not shape.tied else 0.0
+        head *= load.last
+        if load.last:
+            head += kept + (0.0 if shape.tied or grid.z == 1 else 2 * table * item)
+            head += gathered if choice.activations == "none" else 0.0
+            head -= _FP32 * self.params(grid, load) if whole else 0.0
+        # A lookup's gradient is scattered into zeros, whole over `z`; a reduce-scatter sends a copy.
+        lookup = _FP32 * table * (1 if grid.z == 1 else 3) if load.first and whole else 0.0
+        most = max(block, head, lookup)
+        gathered = min(gathered, most)
+        return most - gathered, gathered + tables, outside
+
+    def _tables(self, choice: Choice, load: Load, table: float) -> tuple[float, float]:
+        """Bytes of a tied table's gradient that waits for the table's second use, and of tables gathered beforehand.
+
+        A loop over microbatches gathers its tables once, before it.
+        """
+        tied = self.job.shape.tied
+        if choice.grid.z == 1:
+            return 0.0, 0.0
+        count = (1 if tied else 2) if choice.grid.pipe == 1 and choice.microbatches > 1 else 0
+        return (table if tied and (load.first or load.last) else 0.0), count * table
+
+    def _gathered(self, choice: Choice, load: Load, item: int) -> float:
+        """Bytes of weights gathered over `z`: those of all blocks under `none`, else of one, with its gradients."""
+        shape, grid = self.job.shape, choice.grid
+        block = shape.layer_params() / (grid.x * grid.y)
+        if grid.z == 1:  # a loop over layers reads a copy of one layer's
+            return block * _FP32 if grid.pipe == 1 and choice.activations != "none" else 0.0
         if choice.activations == "none":
-            return load.params * item / (grid.x * grid.y) + tied
-        tables = (1 if shape.tied else 2) if grid.pipe == 1 and choice.microbatches > 1 else 0
-        return formulas.gathered_weights(shape.layer_params() / (grid.x * grid.y), item) + tied + tables * table
+            return load.blocks * block * item
+        return formulas.gathered_weights(block, item)
 
     def _state(self, choice: Choice, load: Load) -> _States:
         """State on device and host, and bytes beside it once the backward pass is over: of reduction and update."""
@@ -136,8 +166,8 @@ class Footprint:
             )
         return of_grid[key]
 
-    def _activations(self, choice: Choice, load: Load, item: int) -> tuple[float, float]:
-        """Bytes on the device and on the host: what microbatches in flight keep, and what the one at work needs."""
+    def _activations(self, choice: Choice, load: Load, item: int) -> tuple[float, float, float, float]:
+        """Bytes that microbatches in flight keep, more for a block's backward pass, more for the head, and on the host."""
         job, grid = self.job, choice.grid
         key = (grid.x, grid.y, choice.activations)
         if key not in self._blocks:
@@ -150,21 +180,8 @@ class Footprint:
             layout = Layout(grid.pipe, choice.microbatches, choice.virtual_stages)
             live = live_bound(job.policy, layout, load.rank, 0, job.split) / choice.virtual_stages
         tokens, kept = choice.sequences(job.batch) * job.shape.seq_len, live * load.blocks
-        # Loss and a block's backward pass do not run at the same time.
-        working = max(tokens * block.working, self._head(choice, load, tokens, item))
-        return tokens * kept * block.kept + working, tokens * kept * block.host
-
-    def _head(self, choice: Choice, load: Load, tokens: int, item: int) -> float:
-        """Bytes while head and loss run, beyond the gradients of blocks, of which a lone microbatch has none yet."""
-        job, grid = self.job, choice.grid
-        if not load.last:
-            return 0.0
-        need = tokens * formulas.head_activations(job.shape, grid.x, grid.y, item)
-        if grid.z > 1 and not job.shape.tied:
-            need += 2 * job.shape.hidden * job.shape.vocab * item / (grid.x * grid.y)  # gathered, and its gradient
-        if grid.pipe == 1 and choice.microbatches == 1:
-            need -= job.accumulate * load.blocks * job.shape.layer_params() / (grid.x * grid.y * grid.z)
-        return need
+        head = formulas.head_activations(job.shape, grid.x, grid.y, item)
+        return tokens * kept * block.kept, tokens * block.working, tokens * head, tokens * kept * block.host
 
 
 def balanced_blocks(layers: int, head: float, pipe: int) -> tuple[float, float]:

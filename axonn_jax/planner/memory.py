@@ -172,22 +172,31 @@ def block_activations(
     statistics = shape.heads / y * _FP32 if fused_attention else 0.0
     wide = shape.qkv_width / y + gates * shape.ffn / y
     # Both inputs of norms, both normalised streams, queries to values, attention's result, the MLP's two widths.
-    everything = 4 * stream + shape.qkv_width / y + width + (gates + 1) * shape.ffn / y + scores
+    # The scale of an RMSNorm has its gradient from the stream before it, which is kept too.
+    everything = (
+        (6 if shape.norm == "rmsnorm" else 4) * stream
+        + shape.qkv_width / y
+        + width
+        + (gates + 1) * shape.ffn / y
+        + scores
+    )
     whole = everything * item + statistics
     entry = stream * item
+    # Of the residual stream and of a branch; of the widest operation, on both of its sides.
+    gradients = (2 * stream + 2 * max(shape.qkv_width, gates * shape.ffn) / y) * item
     if policy == "none":
-        return Block(whole, stream * item)
+        return Block(whole, gradients)
     if policy == "full":
-        return Block(entry, whole)
+        return Block(entry, whole + gradients)
     if policy == "offload":
-        return Block(0.0, whole + 2 * entry, entry)  # two inputs are under way
+        return Block(0.0, whole + gradients + 2 * entry, entry)  # two inputs are under way
     matmuls = wide + stream if policy == "dots" else (wide if x > 1 else 0.0) + (stream if y > 1 else 0.0)
-    return Block(entry + matmuls * item, whole - matmuls * item)
+    return Block(entry + matmuls * item, whole - matmuls * item + gradients)
 
 
 def head_activations(shape: ModelShape, x: int, y: int, item: int) -> float:
-    """Bytes a token while loss and head run: logits and their gradient in float32, and the normalised stream."""
-    return 2 * shape.vocab / y * _FP32 + 2 * shape.hidden / x * item
+    """Bytes a token at the head: logits, exponentials and gradient in float32, and the normalised stream."""
+    return 3 * shape.vocab / y * _FP32 + 2 * shape.hidden / x * item
 
 
 def gathered_weights(params: float, item: int) -> float:
