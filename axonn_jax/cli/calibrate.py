@@ -94,6 +94,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     import jax
     import jax.numpy as jnp
     import numpy as np
+    from jax.experimental import multihost_utils
     from jax.sharding import Mesh
 
     from axonn_jax import calibration
@@ -108,9 +109,10 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     matmuls = {name: calibration.matmul_rates(together, dtype, sizes, rounds) for name, dtype in dtypes.items()}
     peaks = {name: max(rates.values()) for name, rates in matmuls.items()}
     dtype = "fp32" if cpu else "bf16"
-    # Processes take turns by none measuring alone: what a device shares with others of its process is seen here.
-    lone = max(calibration.matmul_rates(alone, dtypes[dtype], sizes[-1:], rounds).values()) if processes == 1 else 0.0
-    slower = max(1.0, lone / peaks[dtype])
+    lone = 0.0
+    if jax.process_index() == 0:  # while the others wait
+        lone = calibration.matmul_rates(alone, dtypes[dtype], sizes[-1:], rounds)[sizes[-1]]
+    slower = max(1.0, float(multihost_utils.broadcast_one_to_all(np.float32(lone))) / peaks[dtype])
     collectives = []
     for inner, size, arranged in calibration.group_meshes(everywhere):
         for kind in calibration.KINDS:

@@ -167,7 +167,7 @@ class Footprint:
         return of_grid[key]
 
     def _activations(self, choice: Choice, load: Load, item: int) -> tuple[float, float, float, float]:
-        """Bytes that microbatches in flight keep, more for a block's backward pass, more for the head, and on the host."""
+        """Bytes that microbatches in flight keep, what a block adds at work, what the head adds, and bytes on the host."""
         job, grid = self.job, choice.grid
         key = (grid.x, grid.y, choice.activations)
         if key not in self._blocks:
