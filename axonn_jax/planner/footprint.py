@@ -167,7 +167,7 @@ class Footprint:
         return of_grid[key]
 
     def _activations(self, choice: Choice, load: Load, item: int) -> tuple[float, float, float, float]:
-        """Bytes that microbatches in flight keep, what a block adds at work, what the head adds, and bytes on the host."""
+        """Bytes that microbatches in flight keep, that a block adds at work, that the head adds, and on the host."""
         job, grid = self.job, choice.grid
         key = (grid.x, grid.y, choice.activations)
         if key not in self._blocks:
