@@ -65,6 +65,15 @@ def on_all(f: Callable[..., jax.Array], shapes: Sequence[tuple[int, ...]], dtype
     return call
 
 
+def largest(value: float, mesh: Mesh) -> float:
+    """The largest of what the processes of the mesh have; all of them call it."""
+    spread, same = NamedSharding(mesh, P(mesh.axis_names)), NamedSharding(mesh, P())
+    local = np.full(len(mesh.local_devices), value, np.float32)
+    with jax.set_mesh(mesh):
+        values = jax.make_array_from_process_local_data(spread, local)
+        return float(jax.jit(jnp.max, out_shardings=same)(values))
+
+
 def matmul_rates(mesh: Mesh, dtype: Any, sizes: Sequence[int], rounds: int) -> dict[int, float]:
     """FLOP/s of a device in `[n, n] @ [n, n]` by n, all devices of the mesh at work."""
     rates = {}

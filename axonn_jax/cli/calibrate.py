@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,7 +95,6 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax.experimental import multihost_utils
     from jax.sharding import Mesh
 
     from axonn_jax import calibration
@@ -112,7 +112,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     lone = 0.0
     if jax.process_index() == 0:  # while the others wait
         lone = calibration.matmul_rates(alone, dtypes[dtype], sizes[-1:], rounds)[sizes[-1]]
-    slower = max(1.0, float(multihost_utils.broadcast_one_to_all(np.float32(lone))) / peaks[dtype])
+    slower = max(1.0, calibration.largest(lone, together) / peaks[dtype])
     collectives = []
     for inner, size, arranged in calibration.group_meshes(everywhere):
         for kind in calibration.KINDS:
@@ -129,28 +129,23 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
         "launch_s": calibration.launch_seconds(together, rounds),
         "host_bytes_per_s": calibration.host_rate(rounds),
         "collectives": collectives,
-        "messages": _messages(everywhere, processes, rounds),
+        "messages": _messages(everywhere, processes, device.platform, rounds),
         "versions": {"axonn_jax": __version__, "jax": jax.__version__},
     }
-    return figures, _machine(figures, device)
+    return figures, _machine(figures, jax.local_devices()[0])
 
 
-def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict[str, float]]:
-    """By channel; none where there is one device."""
+def _messages(devices: list[Any], processes: int, platform_name: str, rounds: int) -> dict[str, dict[str, float]]:
+    """By channel, of the one that runs choose here; none where there is one device."""
     from axonn_jax import calibration
+    from axonn_jax.channels.choose import choose
 
-    if processes > 1:
-        channels = [name for name in ("mpi4py", "mpi4jax") if _importable(name)]
-        return {name: asdict(calibration.mpi_messages(name, _MESSAGES, rounds)) for name in channels}
-    if len(devices) < 2:
+    if len(devices) < 2 or (processes > 1 and find_spec("mpi4py") is None):
         return {}
-    return {"local": asdict(calibration.local_messages(devices, _MESSAGES, rounds))}
-
-
-def _importable(package: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(package) is not None
+    name = choose("auto", processes, platform_name)
+    if name == "local":
+        return {name: asdict(calibration.local_messages(devices, _MESSAGES, rounds))}
+    return {name: asdict(calibration.mpi_messages(name, _MESSAGES, rounds))}
 
 
 def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
