@@ -41,7 +41,7 @@ _COLLECTIVES = (256, 1 << 16, 1 << 20)
 class Calibrate:
     """Measure this machine and write a machine file for `axonn-jax plan --machine FILE`.
 
-    Measured are matmuls by size, attention, memory, collectives by size and axis, messages by channel, and copies
+    Measured are matmuls by size, attention, memory, collectives by size and axis, pipeline messages, and copies
     between devices and host, all devices at work at once. Start it as runs are started: one process, or
     `mpirun -n N axonn-jax calibrate --devices N`. Nothing else should run meanwhile.
     """
