@@ -36,6 +36,7 @@ COMMANDS = (
         "axonn_jax.cli.simulate",
         "run one step in virtual time, with jitter, slow ranks and failures",
     ),
+    Command("calibrate", "axonn_jax.cli.calibrate", "measure this machine: a file for plan and simulate"),
     Command("bench", "axonn_jax.cli.bench", "measure or count what the package promises, such as bytes communicated"),
     Command("doctor", "axonn_jax.cli.doctor", "show what is installed, what would fail, and how to fix it"),
 )

@@ -77,7 +77,7 @@ def run(args: Plan) -> int:
     """
     for flag in ("devices", "top", "microbatch", "virtual_stages", "min_tensor"):
         planning.positive(f"--{flag.replace('_', '-')}", getattr(args, flag))
-    shape, machine = planning.model_shape(args.model, args.seq), load_machine(args.machine)
+    shape, machine = planning.model_shape(args.model, args.seq), load_machine(args.machine).shared(args.devices)
     batch = planning.sequences(args.batch_tokens, shape.seq_len)
     job = planning.job_of(shape, machine, batch, args.precision, args.overlap, args.policy, True)
     if args.cost_model == "published":

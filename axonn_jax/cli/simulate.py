@@ -86,7 +86,7 @@ def run(args: Simulate) -> int:
     """
     for flag in ("devices", "microbatch", "virtual_stages", "layers", "replicas"):
         planning.positive(f"--{flag.replace('_', '-')}", getattr(args, flag))
-    shape, machine = planning.model_shape(args.model, args.seq), load_machine(args.machine)
+    shape, machine = planning.model_shape(args.model, args.seq), load_machine(args.machine).shared(args.devices)
     shape = shape if args.layers is None else replace(shape, layers=args.layers)
     axes = args.grid.fixed()
     batch = args.devices * 8 if args.batch_tokens is None else planning.sequences(args.batch_tokens, shape.seq_len)

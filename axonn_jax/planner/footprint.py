@@ -10,6 +10,7 @@ from axonn_jax.planner.job import Choice, Job, Memory
 from axonn_jax.schedule.policies import live_bound
 from axonn_jax.schedule.tasks import Layout
 
+_FP32 = 4
 _States = tuple[formulas.State, formulas.State, float]
 
 
@@ -66,15 +67,14 @@ class Footprint:
     def totals(self, base: Choice, states: Sequence[Choice]) -> list[tuple[float, float]]:
         """Bytes of the fullest device and its share of the host's, for choices like `base` but in offload and ZeRO."""
         item = formulas.itemsize(self.job.precision)
-        kept = self._kept(base)
         found, of_grid = [(0.0, 0.0)] * len(states), self._states.setdefault(base.grid, {})
         for load in self.loads(base.grid.pipe):
-            activations, outside = self._activations(base, load, item)
-            activations += self._gathered(base, load, item, kept)
+            activations, gathered, outside = self._backward(base, load, item)
+            activations += gathered
             for at, choice in enumerate(states):
                 key = (load.rank, choice.offload, choice.zero)
-                state, host, buffers = of_grid.get(key) or self._state(choice, load)
-                total = state.total + buffers + activations
+                state, host, later = of_grid.get(key) or self._state(choice, load)
+                total = state.total + max(activations + self._apart(choice, state), later)
                 if total > found[at][0]:
                     found[at] = (total, host.total + outside)
         return found
@@ -85,39 +85,89 @@ class Footprint:
 
     def _memory(self, choice: Choice, load: Load) -> Memory:
         item = formulas.itemsize(self.job.precision)
-        state, host, buffers = self._state(choice, load)
-        activations, outside = self._activations(choice, load, item)
-        gathered = self._gathered(choice, load, item, self._kept(choice))
-        optimizer = state.master + state.moments
+        state, host, later = self._state(choice, load)
+        activations, gathered, outside = self._backward(choice, load, item)
+        optimizer, apart = state.master + state.moments, self._apart(choice, state)
+        buffers = apart + max(0.0, later - activations - gathered - apart)
         return Memory(state.weights, state.gradients, optimizer, activations, gathered, buffers, host.total + outside)
 
-    def _kept(self, choice: Choice) -> bool:
-        """Whether gathered weights stay: for the backward pass, or because all microbatches share one gather."""
-        return choice.activations == "none" or (choice.grid.pipe == 1 and choice.microbatches > 1)
+    def _apart(self, choice: Choice, state: formulas.State) -> float:
+        """Bytes of a microbatch's gradients, whole before they are added to the sums of those before it.
 
-    def _gathered(self, choice: Choice, load: Load, item: int, kept: bool) -> float:
-        grid = choice.grid
-        return formulas.gathered_weights(load.params / (grid.x * grid.y), grid.z, item, load.blocks, kept=kept)
+        They come in the weights' dtype. With one microbatch they are the sums, and a pipeline adds them up one by one.
+        """
+        return state.weights if choice.grid.pipe == 1 and choice.microbatches > 1 else 0.0
+
+    def _backward(self, choice: Choice, load: Load, item: int) -> tuple[float, float, float]:
+        """Bytes of activations, of gathered weights, and on the host, when a microbatch's passes need the most.
+
+        That is at the head, in a block's backward pass, or in that of the lookup. What a program of all layers has of
+        gradients grows meanwhile: none at the head, all but those of the lookup's table in the blocks.
+        """
+        shape, grid = self.job.shape, choice.grid
+        kept, working, head, outside = self._activations(choice, load, item)
+        split, whole = grid.x * grid.y, grid.pipe == 1
+        table = shape.hidden * shape.vocab / split
+        tied, tables = self._tables(choice, load, table * item)
+        gathered = self._gathered(choice, load, item) + tied
+        block = kept + working + gathered
+        block -= _FP32 * table / grid.z if whole and not shape.tied else 0.0
+        head *= load.last
+        if load.last:
+            head += kept + (0.0 if shape.tied or grid.z == 1 else 2 * table * item)
+            head += gathered if choice.activations == "none" else 0.0
+            head -= _FP32 * self.params(grid, load) if whole else 0.0
+        # A lookup's gradient is scattered into zeros, whole over `z`; a reduce-scatter sends a copy.
+        lookup = _FP32 * table * (1 if grid.z == 1 else 3) if load.first and whole else 0.0
+        most = max(block, head, lookup)
+        gathered = min(gathered, most)
+        return most - gathered, gathered + tables, outside
+
+    def _tables(self, choice: Choice, load: Load, table: float) -> tuple[float, float]:
+        """Bytes of a tied table's gradient that waits for the table's second use, and of tables gathered beforehand.
+
+        A loop over microbatches gathers its tables once, before it.
+        """
+        tied = self.job.shape.tied
+        if choice.grid.z == 1:
+            return 0.0, 0.0
+        count = (1 if tied else 2) if choice.grid.pipe == 1 and choice.microbatches > 1 else 0
+        return (table if tied and (load.first or load.last) else 0.0), count * table
+
+    def _gathered(self, choice: Choice, load: Load, item: int) -> float:
+        """Bytes of weights gathered over `z`: those of all blocks under `none`, else of one, with its gradients."""
+        shape, grid = self.job.shape, choice.grid
+        block = shape.layer_params() / (grid.x * grid.y)
+        if grid.z == 1:  # a loop over layers reads a copy of one layer's
+            return block * _FP32 if grid.pipe == 1 and choice.activations != "none" else 0.0
+        if choice.activations == "none":
+            return load.blocks * block * item
+        return formulas.gathered_weights(block, item)
 
     def _state(self, choice: Choice, load: Load) -> _States:
-        """State on device and host, and bytes of buffers."""
+        """State on device and host, and bytes beside it once the backward pass is over: of reduction and update."""
         of_grid, key = self._states.setdefault(choice.grid, {}), (load.rank, choice.offload, choice.zero)
         if key not in of_grid:
             job, grid, params = self.job, choice.grid, self.params(choice.grid, load)
             replicas = grid.data if choice.zero else 1
-            buffers = formulas.bucket_buffers(params, job.bucket, job.accumulate) if grid.data > 1 else 0.0
-            buffers += formulas.offload_buffers(min(job.bucket, params)) if choice.offload else 0.0
+            later = (
+                formulas.streamed_state(min(job.bucket, params / replicas), job.precision) if choice.offload else 0.0
+            )
+            if grid.data > 1 and grid.pipe > 1:
+                later = max(later, formulas.bucket_buffers(params, job.bucket, job.accumulate))
+            elif grid.data > 1:  # one program, in which nothing is reduced in place
+                later = max(later, params / replicas * job.accumulate)
             of_grid[key] = (
                 formulas.device_state(
                     params, job.precision, accumulate=job.accumulate, offload=choice.offload, replicas=replicas
                 ),
                 formulas.host_state(params, job.precision, offload=choice.offload, replicas=replicas),
-                buffers,
+                later,
             )
         return of_grid[key]
 
-    def _activations(self, choice: Choice, load: Load, item: int) -> tuple[float, float]:
-        """Bytes on the device and on the host: what microbatches in flight keep, and what the one at work needs."""
+    def _activations(self, choice: Choice, load: Load, item: int) -> tuple[float, float, float, float]:
+        """Bytes that microbatches in flight keep, that a block adds at work, that the head adds, and on the host."""
         job, grid = self.job, choice.grid
         key = (grid.x, grid.y, choice.activations)
         if key not in self._blocks:
@@ -129,11 +179,9 @@ class Footprint:
         if grid.pipe > 1:
             layout = Layout(grid.pipe, choice.microbatches, choice.virtual_stages)
             live = live_bound(job.policy, layout, load.rank, 0, job.split) / choice.virtual_stages
-        head = formulas.head_activations(job.shape, grid.x, grid.y, item) if load.last else 0.0
-        tokens = choice.sequences(job.batch) * job.shape.seq_len
-        # Loss and a block's backward pass do not run at the same time.
-        kept = live * load.blocks
-        return tokens * (kept * block.kept + max(block.working, head)), tokens * kept * block.host
+        tokens, kept = choice.sequences(job.batch) * job.shape.seq_len, live * load.blocks
+        head = formulas.head_activations(job.shape, grid.x, grid.y, item)
+        return tokens * kept * block.kept, tokens * block.working, tokens * head, tokens * kept * block.host
 
 
 def balanced_blocks(layers: int, head: float, pipe: int) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -64,6 +64,8 @@ class Node:
     """What a device sends to others of its node."""
     latency_s: float
     """Of one hop."""
+    at_once: float = 0.0
+    """Devices that compute at full speed together, where they share what computes; 0: all."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,18 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Messages:
+    """Measured messages between pipeline stages inside a node."""
+
+    channel: str
+    """What carried them, as in `pipeline.channel`."""
+    bytes_per_s: float
+    """Of long ones."""
+    latency_s: float
+    """Of short ones."""
+
+
+@dataclass(frozen=True)
 class Machine:
     """Everything that times and memory are predicted with."""
 
@@ -115,6 +129,8 @@ class Machine:
     host: Host
     bandwidth: tuple[Measured, ...] = ()
     """Measured rates of collectives; where there are none, the rates of the links decide."""
+    messages: tuple[Messages, ...] = ()
+    """By channel; where there are none, the rates of the links decide."""
 
     def peak(self, precision: Precision) -> float:
         """FLOP/s advertised for matmuls; raises ``UserError`` where the device has no such units."""
@@ -129,6 +145,15 @@ class Machine:
         """The precision that training uses by default here: bf16, else fp16, else fp32."""
         return "bf16" if self.device.peak_bf16 > 0 else "fp16" if self.device.peak_fp16 > 0 else "fp32"
 
+    def shared(self, devices: int) -> "Machine":
+        """The machine as one of so many devices sees it that share what computes and the way to memory."""
+        least = self.node.at_once
+        slower = max(1.0, min(devices, self.node.devices) / least) if least else 1.0
+        if slower == 1.0:
+            return self
+        device = replace(self.device, memory_bytes_per_s=self.device.memory_bytes_per_s / slower)
+        return replace(self, device=device, matmul=replace(self.matmul, large=self.matmul.large / slower))
+
     def measured(self, inner: int, size: int) -> float | None:
         """Bytes/s a device sends in a measured collective of `size` devices, `inner` axes' product inside of it."""
         rows = [row for row in self.bandwidth if row.inner <= inner]
@@ -137,6 +162,13 @@ class Machine:
         level = max(row.inner for row in rows)
         sizes = [row for row in rows if row.inner == level and row.size <= size]
         return max(sizes, key=lambda row: row.size).gib_per_s * GIB if sizes else None
+
+
+_ROWS: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {
+    "bandwidth": (Measured, ("inner", "size")),
+    "messages": (Messages, ("channel",)),
+}
+"""Lists of tables, and the keys that tell their entries apart."""
 
 
 def machine_names() -> tuple[str, ...]:
@@ -192,14 +224,15 @@ def loads_machine(text: str, name: str, source: str = "text") -> Machine:
             if not isinstance(value, list) or not value:
                 raise UserError("sources", value, "a list of at least one text")
             values["sources"] = tuple(_value("sources", one, str) for one in value)
-        elif f.name == "bandwidth":
+        elif f.name in _ROWS:
             if not isinstance(value, list):
-                raise UserError("bandwidth", value, "tables [[bandwidth]]")
-            rows = [_table(f"bandwidth[{at}]", one, Measured) for at, one in enumerate(value)]
-            places = [(row.inner, row.size) for row in rows]
+                raise UserError(f.name, value, f"tables [[{f.name}]]")
+            cls, keys = _ROWS[f.name]
+            rows = [_table(f"{f.name}[{at}]", one, cls) for at, one in enumerate(value)]
+            places = [tuple(getattr(row, key) for key in keys) for row in rows]
             if twice := next((place for at, place in enumerate(places) if place in places[:at]), None):
-                raise UserError("bandwidth", twice, "one entry for each pair of inner and size")
-            values["bandwidth"] = tuple(rows)
+                raise UserError(f.name, twice, f"one entry for each {' and '.join(keys)}")
+            values[f.name] = tuple(rows)
         else:
             values[f.name] = _table(f.name, value, hints[f.name])
     machine = Machine(**values)

@@ -14,6 +14,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Policy = Literal["none", "full", "dots", "save_collectives", "offload"]
 _FP32, _INT32 = 4, 4
 _HALF = 2
+_STREAMED_BUCKETS = 3
 _OFFLOAD_BUFFERS = 4  # weight, gradient and both moments of one bucket, float32
 
 
@@ -22,7 +23,7 @@ class State:
     """Bytes of weights, gradients and optimizer state, on one kind of memory."""
 
     weights: float = 0.0
-    """In compute precision; with fp32 they are the only ones."""
+    """Those that a step reads: in compute precision where float32 ones lie apart, else float32, cast where used."""
     gradients: float = 0.0
     """As accumulated."""
     master: float = 0.0
@@ -42,16 +43,23 @@ def itemsize(precision: Precision) -> int:
 
 
 def device_state(
-    params: float, precision: Precision, *, accumulate: int = _FP32, offload: bool = False, replicas: int = 1
+    params: float,
+    precision: Precision,
+    *,
+    accumulate: int = _FP32,
+    apart: bool = False,
+    offload: bool = False,
+    replicas: int = 1,
 ) -> State:
     """State of `params` parameters on the device.
 
     `accumulate` is the bytes of a gradient, `replicas` the devices that share master weights and moments between them
-    (ZeRO-1; 1: none do). With offload these are on the host.
+    (ZeRO-1; 1: none do). Master weights lie `apart` from half-precision weights, as they do where they are shared or,
+    with `offload`, on the host; else the weights themselves are float32.
     """
-    master, moments = _optimizer(params / replicas, precision)
+    master, moments = _optimizer(params / replicas, precision, apart or offload or replicas > 1)
     return State(
-        weights=params * itemsize(precision),
+        weights=params * (itemsize(precision) if master else _FP32),
         gradients=params * accumulate,
         master=0.0 if offload else master,
         moments=0.0 if offload else moments,
@@ -59,21 +67,25 @@ def device_state(
 
 
 def host_state(params: float, precision: Precision, *, offload: bool = False, replicas: int = 1) -> State:
-    """State of `params` parameters on the host: with offload master weights (or the weights) and moments, else none."""
+    """State of `params` parameters on the host: with offload moments and, of half-precision weights, masters."""
     if not offload:
         return State()
-    master, moments = _optimizer(params / replicas, precision)
-    # In float32 the weights on the device serve as the master's copy, but the host updates its own.
-    return State(master=master or params / replicas * _FP32, moments=moments)
+    master, moments = _optimizer(params / replicas, precision, apart=True)
+    return State(master=master, moments=moments)
 
 
-def _optimizer(params: float, precision: Precision) -> tuple[float, float]:
+def _optimizer(params: float, precision: Precision, apart: bool) -> tuple[float, float]:
     """Bytes of master weights and of Adam's moments."""
-    return (0.0 if precision == "fp32" else params * _FP32), params * 2 * _FP32
+    return (params * _FP32 if apart and precision != "fp32" else 0.0), params * 2 * _FP32
+
+
+def streamed_state(bucket: float, precision: Precision) -> float:
+    """Device bytes of the buckets of an offloaded update: one arriving, one being updated, one on its way back."""
+    return _STREAMED_BUCKETS * host_state(bucket, precision, offload=True).total
 
 
 def offload_buffers(bucket: float) -> float:
-    """Device buffers that an offloaded update of `bucket` elements streams through: 16 bytes an element."""
+    """AxoNN's device buffers for an offloaded update of `bucket` elements: 16 bytes an element (IPDPS 22)."""
     return _OFFLOAD_BUFFERS * _FP32 * bucket
 
 
@@ -82,7 +94,7 @@ def axonn_state(params: float, *, offload: bool = False, bucket: float = 16_000_
     if offload:
         return device_state(params, "fp16", accumulate=_HALF, offload=True).total + offload_buffers(bucket)
     upcast = params * _FP32  # all gradients once more in float32
-    return device_state(params, "fp16", accumulate=_HALF).total + upcast
+    return device_state(params, "fp16", accumulate=_HALF, apart=True).total + upcast
 
 
 @dataclass(frozen=True)
@@ -150,41 +162,46 @@ def block_activations(
     """Activations of a block on a grid of `x` and `y`, `item` bytes an element.
 
     The residual stream is split over `x`, what is between two matmuls over `y`. `none` keeps what every operation's
-    gradient reads; `full` the block's input; `dots` and `save_collectives` the results of matmuls (all-reduced) too;
-    `offload` keeps the input on the host. Attention that is not fused keeps its scores and their softmax.
+    gradient reads; `full` the block's input; `dots` the results of its matmuls too, but for the last, which no gradient
+    reads; `save_collectives` those of them that were all-reduced; `offload` keeps the input on the host. Attention that
+    is not fused keeps its scores and their softmax.
     """
     stream, width = shape.hidden / x, shape.heads * shape.head_dim / y
     gates = 2 if shape.mlp == "swiglu" else 1
     scores = 0.0 if fused_attention else 2 * shape.heads / y * shape.seq_len
     statistics = shape.heads / y * _FP32 if fused_attention else 0.0
-    matmuls = shape.qkv_width / y + stream + gates * shape.ffn / y + stream
+    wide = shape.qkv_width / y + gates * shape.ffn / y
     # Both inputs of norms, both normalised streams, queries to values, attention's result, the MLP's two widths.
-    everything = 4 * stream + shape.qkv_width / y + width + (gates + 1) * shape.ffn / y + scores
+    # The scale of an RMSNorm has its gradient from the stream before it, which is kept too.
+    everything = (
+        (6 if shape.norm == "rmsnorm" else 4) * stream
+        + shape.qkv_width / y
+        + width
+        + (gates + 1) * shape.ffn / y
+        + scores
+    )
     whole = everything * item + statistics
     entry = stream * item
+    # Of the residual stream and of a branch; of the widest operation, on both of its sides.
+    gradients = (2 * stream + 2 * max(shape.qkv_width, gates * shape.ffn) / y) * item
     if policy == "none":
-        return Block(whole, stream * item)
+        return Block(whole, gradients)
     if policy == "full":
-        return Block(entry, whole)
+        return Block(entry, whole + gradients)
     if policy == "offload":
-        return Block(0.0, whole + 2 * entry, entry)  # two inputs are under way
-    return Block(entry + matmuls * item, whole - matmuls * item)
+        return Block(0.0, whole + gradients + 2 * entry, entry)  # two inputs are under way
+    matmuls = wide + stream if policy == "dots" else (wide if x > 1 else 0.0) + (stream if y > 1 else 0.0)
+    return Block(entry + matmuls * item, whole - matmuls * item + gradients)
 
 
 def head_activations(shape: ModelShape, x: int, y: int, item: int) -> float:
-    """Bytes a token while loss and head run: logits and their gradient in float32, and the normalised stream."""
-    return 2 * shape.vocab / y * _FP32 + 2 * shape.hidden / x * item
+    """Bytes a token at the head: logits, exponentials and gradient in float32, and the normalised stream."""
+    return 3 * shape.vocab / y * _FP32 + 2 * shape.hidden / x * item
 
 
-def gathered_weights(params: float, z: int, item: int, blocks: float, *, kept: bool) -> float:
-    """Weights gathered over `z` of `params` parameters in `blocks` blocks, before the split over `z`.
-
-    Where they are `kept` from a step's first microbatch to its last, all of them; else those of two blocks, the one
-    at work and the next.
-    """
-    if z == 1:
-        return 0.0
-    return params * item * (1.0 if kept or blocks <= 2 else 2.0 / blocks)
+def gathered_weights(params: float, item: int) -> float:
+    """Bytes of a block's weights gathered over `z`, `params` before the split over it, and of their gradients."""
+    return 2 * params * item
 
 
 def bucket_buffers(params: float, bucket: float, accumulate: int = _FP32) -> float:

@@ -52,12 +52,13 @@ class Links:
 
     def neighbour_rate(self) -> float:
         """Bytes/s of a device's messages to the next pipeline stage, all devices of a node sending at once."""
-        node = self.machine.node
+        node, measured = self.machine.node, self.machine.messages
         if 2 * self.stage_devices <= node.devices:
-            return node.bytes_per_s
+            return max((one.bytes_per_s for one in measured), default=node.bytes_per_s)
         return min(node.bytes_per_s, self.machine.network.bytes_per_s / min(node.devices, self.stage_devices))
 
     def neighbour_latency(self) -> float:
         """Seconds a message to the next stage takes at least."""
-        near = 2 * self.stage_devices <= self.machine.node.devices
-        return self.machine.node.latency_s if near else self.machine.network.latency_s
+        if 2 * self.stage_devices > self.machine.node.devices:
+            return self.machine.network.latency_s
+        return min((one.latency_s for one in self.machine.messages), default=self.machine.node.latency_s)

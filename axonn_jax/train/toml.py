@@ -46,7 +46,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
         UserError: an argument starts with a single dash.
     """
     kinds = {f"{table}.{key}": _not_none(kind) for table, keys in tables().items() for key, kind in keys.items()}
-    texts = [name for name, kind in kinds.items() if kind is str or get_origin(kind) is Literal]
+    texts = [name for name, kind in kinds.items() if kind is str or isinstance((get_args(kind) or (0,))[0], str)]
     return read_flags(argv, texts, [name for name, kind in kinds.items() if kind is bool])
 
 
@@ -140,8 +140,8 @@ def _typed(dotted: str, value: object, annotation: Any) -> Any:
     wanted = _not_none(annotation)
     if get_origin(wanted) is Literal:
         choices = get_args(wanted)
-        if value not in choices:
-            hint = nearest(value, choices) if isinstance(value, str) else ""
+        if value not in choices or type(value) is not type(choices[0]):
+            hint = nearest(value, map(str, choices)) if isinstance(value, str) else ""
             raise UserError(dotted, value, f"one of {_listed(choices)}{hint}")
         return value
     if type(value) is wanted and not (isinstance(value, str) and not _plain(value)):

@@ -194,7 +194,7 @@ COMMANDS = {
     "unknown command": (
         ["trian"],
         [
-            "command = 'trian': one of train, prepare, generate, timeline, plan, simulate, bench, doctor; ",
+            "command = 'trian': one of train, launch, inspect, prepare, generate, timeline, plan, simulate, calibrate",
             "did you mean 'train'?",
         ],
     ),

@@ -43,17 +43,30 @@ def test_plan_as_text_says_what_to_run_and_what_does_not_fit(capsys):
     assert "mpirun -n 16 axonn-jax train CONFIG.toml" in out
 
 
-def test_the_command_is_one_that_train_reads(capsys):
-    """Every flag of the command is a known key of the configuration, unless this version has yet to learn it."""
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ["--offload", "none", "--zero", "0", "--activations", "full"],
+        ["--offload", "optimizer", "--zero", "0", "--activations", "none"],
+        ["--offload", "none", "--zero", "1", "--grid.data", "4", "--precision", "fp16"],
+        ["--activations", "offload", "--grid.pipe", "4", "--virtual-stages", "2"],
+    ],
+)
+def test_the_command_is_one_that_train_accepts(capsys, prepared, chosen):
     from axonn_jax.train.toml import loads, split_argv
 
-    out = json.loads(output(capsys, [*PLAN, "--json", "--offload", "none", "--zero", "0", "--activations", "full"]))
-    words = out["configs"][0]["command"].split()
+    argv = [*PLAN[:-1], "2048", "--seq", "16", "--json", *chosen]
+    found = json.loads(output(capsys, argv))["configs"][0]
+    words = found["command"].split()
     rest, flags = split_argv(words[words.index("CONFIG.toml") + 1 :])
-    config = loads('[data]\npath = "somewhere"', flags)
+    config = loads(f"[data]\npath = '{prepared}'", flags).check()
     assert rest == []
     assert config.grid.devices == 16
     assert config.train.global_batch == 128
+    assert config.memory.activations == found["activations"]
+    asked = dict(zip(chosen[::2], chosen[1::2], strict=True))
+    assert config.memory.offload == asked.get("--offload", config.memory.offload)
+    assert str(config.memory.zero) == asked.get("--zero", str(config.memory.zero))
 
 
 def test_published_as_json(capsys):

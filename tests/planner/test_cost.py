@@ -76,7 +76,8 @@ def test_offload_and_zero_move_the_optimizers_state():
     model, base = CostModel(JOB), Choice(GridShape(data=8, z=2), 4, "full")
     plain, offload, zero = (model.estimate(one) for one in (base, replace(base, offload=True), replace(base, zero=1)))
     local = JOB.shape.params() / 2
-    assert plain.memory.optimizer == pytest.approx(12 * local)
+    assert (plain.memory.weights, plain.memory.optimizer) == pytest.approx((4 * local, 8 * local))
+    assert (offload.memory.weights, zero.memory.weights) == pytest.approx((2 * local, 2 * local))
     assert offload.memory.optimizer == 0
     assert offload.memory.host == pytest.approx(12 * local)
     assert zero.memory.optimizer == pytest.approx(12 * local / 8)

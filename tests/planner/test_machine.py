@@ -5,6 +5,7 @@ import pytest
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.planner.machine import GIB, load_machine, loads_machine, machine_names
+from axonn_jax.planner.machine_file import dumps_machine
 from axonn_jax.planner.network import Links
 
 GOOD = """
@@ -98,7 +99,11 @@ def test_frontiers_published_bandwidths(inner, size, gib):
         ("large = 0.5", "large = 0.5\ntile_rows = 128", "matmul"),
         ("[host]", "[[bandwidth]]\ninner = 1\nsize = 2\ngib_per_s = -1\n[host]", "bandwidth[0].gib_per_s = -1"),
         ("[host]", "[[bandwidth]]\ninner = 1\nsize = 2\n[host]", "bandwidth[0].gib_per_s = (not given)"),
-        ("[host]", "[[bandwidth]]\ninner = 1\nsize = 2\ngib_per_s = 1\n" * 2 + "[host]", "one entry for each pair"),
+        (
+            "[host]",
+            "[[bandwidth]]\ninner = 1\nsize = 2\ngib_per_s = 1\n" * 2 + "[host]",
+            "one entry for each inner and size",
+        ),
     ],
 )
 def test_a_wrong_field_is_named(line, to, field):
@@ -137,3 +142,28 @@ def test_latency_counts_hops():
     assert links.latency("all-gather", ("z",)) == pytest.approx(12 * 1e-6 + 3 * 1e-5)
     assert links.latency("all-reduce", ("z",)) == pytest.approx(2 * 2 * 1e-6 + 2 * 2 * 1e-5)
     assert Links(GridShape(x=2), machine).latency("all-gather", ("x",)) == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_a_machine_written_and_read_is_the_same(name):
+    machine = load_machine(name)
+    assert loads_machine(dumps_machine(machine), name) == machine
+
+
+MESSAGES = '[[messages]]\nchannel = "mpi4py"\nbytes_per_s = 5e9\nlatency_s = 3e-5\n'
+
+
+def test_measured_messages_are_those_inside_a_node():
+    machine = loads_machine(GOOD + MESSAGES, "boxes")
+    inside, across = Links(GridShape(pipe=2), machine), Links(GridShape(pipe=2, x=4), machine)
+    assert (inside.neighbour_rate(), inside.neighbour_latency()) == (5e9, 3e-5)
+    assert (across.neighbour_rate(), across.neighbour_latency()) == (5e8, 1e-5)
+    with pytest.raises(UserError, match="one entry for each channel"):
+        loads_machine(GOOD + 2 * MESSAGES, "boxes")
+
+
+def test_devices_that_share_cores_are_slower_together():
+    machine = loads_machine(changed("devices = 4", "devices = 4\nat_once = 2"), "boxes")
+    assert machine.shared(1) == machine.shared(2) == machine
+    assert machine.shared(4).matmul.large == machine.shared(64).matmul.large == machine.matmul.large / 2
+    assert machine.shared(4).device.memory_bytes_per_s == machine.device.memory_bytes_per_s / 2

@@ -1,0 +1,217 @@
+"""``axonn-jax calibrate``: measures the machine it runs on, for `plan` and `simulate`."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import arg
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.planner.machine import (
+    GIB,
+    Device,
+    Host,
+    Machine,
+    Matmul,
+    Measured,
+    Messages,
+    Network,
+    Node,
+    loads_machine,
+)
+from axonn_jax.planner.machine_file import dumps_machine
+from axonn_jax.version import __version__
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+_CPU_SIZES, _SIZES = (128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192)
+_MESSAGES = (256, 1 << 18, 1 << 21)
+_COLLECTIVES = (256, 1 << 16, 1 << 20)
+
+
+@dataclass(frozen=True)
+class Calibrate:
+    """Measure this machine and write a machine file for `axonn-jax plan --machine FILE`.
+
+    Measured are matmuls by size, attention, memory, collectives by size and axis, pipeline messages, and copies
+    between devices and host, all devices at work at once. Start it as runs are started: one process, or
+    `mpirun -n N axonn-jax calibrate --devices N`. Nothing else should run meanwhile.
+    """
+
+    devices: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: all; of CPUs, the cores)")] = None
+    """Devices of all processes together; in one process without accelerators, virtual ones."""
+    out: Path = Path("machine.toml")
+    """The machine file."""
+    rounds: int = 5
+    """Timed repetitions of everything; their median counts."""
+    json: bool = False
+    """Print one JSON object instead of the table."""
+
+
+def run(args: Calibrate) -> int:
+    """Measures, writes the file and prints what was found.
+
+    Raises:
+        UserError: a flag is wrong, or the devices are not as many as said.
+    """
+    for name in ("devices", "rounds"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name}", value, "an integer of at least 1")
+    if args.out.suffix != ".toml" or not args.out.absolute().parent.is_dir():
+        raise UserError("--out", str(args.out), "a .toml file in a directory that exists")
+    from axonn_jax.start import start
+
+    world, grid = start(GridShape(data=args.devices or _devices()))
+    figures, machine = _measure(grid.mesh, world.size, args)
+    text = dumps_machine(machine)
+    loads_machine(text, args.out.stem)  # what is written can be read
+    if world.rank == 0:
+        args.out.write_text(text, encoding="utf-8")
+        print(json.dumps(figures) if args.json else _table(figures))
+        print(f"wrote {args.out}", file=sys.stderr)
+    return 0
+
+
+def _devices() -> int:
+    """What one process has."""
+    from axonn_jax import compat
+
+    if compat.accelerator_expected():
+        import jax
+
+        return jax.device_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, Any], Machine]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh
+
+    from axonn_jax import calibration
+
+    everywhere = list(mesh.devices.flat)
+    device = everywhere[0]
+    cpu, rounds = device.platform == "cpu", args.rounds
+    sizes = _CPU_SIZES if cpu else _SIZES
+    together = Mesh(np.asarray(everywhere), ("all",))
+    alone = Mesh(np.asarray(jax.local_devices()[:1]), ("all",))
+    dtypes = {"fp32": jnp.float32} if cpu else {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+    matmuls = {name: calibration.matmul_rates(together, dtype, sizes, rounds) for name, dtype in dtypes.items()}
+    peaks = {name: max(rates.values()) for name, rates in matmuls.items()}
+    dtype = "fp32" if cpu else "bf16"
+    lone = 0.0
+    if jax.process_index() == 0:  # while the others wait
+        lone = calibration.matmul_rates(alone, dtypes[dtype], sizes[-1:], rounds)[sizes[-1]]
+    slower = max(1.0, calibration.largest(lone, together) / peaks[dtype])
+    collectives = []
+    for inner, size, arranged in calibration.group_meshes(everywhere):
+        for kind in calibration.KINDS:
+            rate = calibration.collective_rate(kind, arranged, _COLLECTIVES, rounds)
+            collectives.append({"kind": kind, "inner": inner, "size": size, **asdict(rate)})
+    figures = {
+        "device": device.device_kind,
+        "devices": len(everywhere),
+        "processes": processes,
+        "matmul_flops_per_s": matmuls,
+        "lone_over_all": slower,
+        "attention_share": calibration.attention_share(together, dtypes[dtype], peaks[dtype], rounds),
+        "memory_bytes_per_s": calibration.memory_rate(together, rounds),
+        "launch_s": calibration.launch_seconds(together, rounds),
+        "host_bytes_per_s": calibration.host_rate(rounds),
+        "collectives": collectives,
+        "messages": _messages(everywhere, processes, device.platform, rounds),
+        "versions": {"axonn_jax": __version__, "jax": jax.__version__},
+    }
+    return figures, _machine(figures, jax.local_devices()[0])
+
+
+def _messages(devices: list[Any], processes: int, platform_name: str, rounds: int) -> dict[str, dict[str, float]]:
+    """By channel, of the one that runs choose here; none where there is one device."""
+    from axonn_jax import calibration
+    from axonn_jax.channels.choose import choose
+
+    if len(devices) < 2 or (processes > 1 and find_spec("mpi4py") is None):
+        return {}
+    name = choose("auto", processes, platform_name)
+    if name == "local":
+        return {name: asdict(calibration.local_messages(devices, _MESSAGES, rounds))}
+    return {name: asdict(calibration.mpi_messages(name, _MESSAGES, rounds))}
+
+
+def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
+    """The machine file's fields; a rate that no pair of devices has is a copy through memory."""
+    slower, count = figures["lone_over_all"], figures["devices"]
+    rates = {name: slower * max(rates.values()) for name, rates in figures["matmul_flops_per_s"].items()}
+    pairs = [one for one in figures["collectives"] if one["kind"] == "all-reduce"]
+    links = [one for one in pairs if one["size"] == min(pair["size"] for pair in pairs)] or [
+        {"per_s": figures["memory_bytes_per_s"] / 2, "latency_s": figures["launch_s"]}
+    ]
+    link = Node(count, max(one["per_s"] for one in links), min(one["latency_s"] for one in links), count / slower)
+    stats = device.memory_stats() or {}
+    memory = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return Machine(
+        name="calibrated",
+        title=f"{count} x {figures['device']}, measured",
+        sources=(
+            f"axonn-jax calibrate {__version__} in {figures['processes']} process(es) on {platform.machine()}, "
+            f"jax {figures['versions']['jax']}",
+            "peaks are the best measured matmul rates; a node is taken to be all that was measured",
+        ),
+        device=Device(
+            kind=str(figures["device"]),
+            memory_bytes=float(stats.get("bytes_limit", memory / count)),
+            memory_bytes_per_s=figures["memory_bytes_per_s"] * slower,
+            peak_fp32=rates["fp32"],
+            peak_bf16=rates.get("bf16", 0.0),
+            peak_fp16=rates.get("fp16", 0.0),
+            attention=figures["attention_share"],
+            launch_s=figures["launch_s"],
+        ),
+        matmul=Matmul(large=1.0),
+        node=link,
+        network=Network(link.bytes_per_s, link.latency_s),
+        host=Host(memory, figures["host_bytes_per_s"]),
+        bandwidth=tuple(Measured(*place, rate / GIB) for place, rate in _slowest(figures["collectives"]).items()),
+        messages=tuple(Messages(name, one["per_s"], one["latency_s"]) for name, one in figures["messages"].items()),
+    )
+
+
+def _slowest(collectives: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
+    """Of each product of inner axes and size, the rate of the slowest kind."""
+    found: dict[tuple[int, int], float] = {}
+    for one in collectives:
+        place = (one["inner"], one["size"])
+        found[place] = min(found.get(place, one["per_s"]), one["per_s"])
+    return found
+
+
+def _table(figures: Mapping[str, Any]) -> str:
+    lines = [
+        f"{figures['devices']} x {figures['device']} in {figures['processes']} process(es), all at work at once",
+        "",
+    ]
+    for name, rates in figures["matmul_flops_per_s"].items():
+        lines += [f"matmul {name} {size:>5}  {rate / 1e9:10,.1f} GFLOP/s a device" for size, rate in rates.items()]
+    lines += [
+        f"a device alone       {figures['lone_over_all']:10.2f} times that",
+        f"attention            {figures['attention_share']:10.2f} of the matmul rate",
+        f"memory               {figures['memory_bytes_per_s'] / 1e9:10,.1f} GB/s a device",
+        f"host                 {figures['host_bytes_per_s'] / 1e9:10,.1f} GB/s",
+        f"an operation         {figures['launch_s'] * 1e6:10,.1f} us",
+    ]
+    for one in figures["collectives"]:
+        place = f"{one['kind']:14} of {one['size']}, {one['inner']} inside"
+        lines.append(f"{place:32} {one['per_s'] / 1e9:8.2f} GB/s, {one['latency_s'] * 1e6:8,.0f} us")
+    for name, one in figures["messages"].items():
+        lines.append(f"messages {name:23} {one['per_s'] / 1e9:8.2f} GB/s, {one['latency_s'] * 1e6:8,.0f} us")
+    return "\n".join(lines)

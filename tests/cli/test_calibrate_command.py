@@ -1,0 +1,42 @@
+"""`axonn-jax calibrate`: the file it writes is one that `plan` reads."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from axonn_jax.cli.main import main
+from axonn_jax.planner.machine import load_machine
+
+
+def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
+    out = tmp_path / "here.toml"
+    argv = ["calibrate", "--devices", "2", "--rounds", "1", "--out", str(out), "--json"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "axonn_jax.cli.main", *argv],
+        capture_output=True, text=True, timeout=300, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures, machine = json.loads(done.stdout), load_machine(str(out))
+    assert figures["devices"] == machine.node.devices == 2
+    assert {(one.inner, one.size) for one in machine.bandwidth} == {(1, 2)}
+    assert [one.channel for one in machine.messages] == ["local"]
+    assert 1e8 < machine.device.peak_fp32 < 1e14
+    assert 0 < machine.node.at_once <= 2
+    plan = ["plan", "--model", "gpt-1.3b", "--machine", str(out), "--devices", "2", "--batch-tokens", "8192"]
+    assert main([*plan, "--memory-limit", "64GB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["configs"][0]["step_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [(["--devices", "0"], "--devices"), (["--rounds", "0"], "--rounds"), (["--out", "x.txt"], "--out")],
+)
+def test_one_line_for_nonsense(capsys, flags, named):
+    assert main(["calibrate", *flags]) == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert error.count("\n") == 1

@@ -1,0 +1,46 @@
+"""Predicted memory beside the package's own accounting, and beside what XLA says of compiled steps."""
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+from axonn_jax.grid import GridShape, build_grid
+from axonn_jax.memory.account import state_bytes
+from axonn_jax.memory.precision import precisions
+from axonn_jax.models.presets import preset
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.planner import memory
+from axonn_jax.planner.footprint import Footprint
+from axonn_jax.planner.job import Choice, Job
+from axonn_jax.planner.machine import load_machine
+from axonn_jax.tensor.params import take_apart
+from axonn_jax.train.step import compile_abstract
+
+SHAPE = preset("gpt-1.3b", layers=4, seq_len=512)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_state_is_that_of_the_accounting(precision, apart):
+    """On one device, where nothing is replicated; with masters apart as with offload."""
+    parts = take_apart(nnx.eval_shape(lambda: Transformer(SHAPE, rngs=nnx.Rngs(0))))
+    shapes = {name: p.shape for name, p in parts.params.items()}
+    mesh, dtypes = build_grid(GridShape(), jax.devices()[:1]).mesh, precisions(precision, apart=apart)
+    real = state_bytes(shapes, parts.specs, parts.specs, mesh, dtypes, optax.adamw(1e-3), offload=apart)
+    device = memory.device_state(SHAPE.params(), precision, offload=apart)
+    assert device.total == real.device
+    assert memory.host_state(SHAPE.params(), precision, offload=apart).total == real.host
+
+
+@pytest.mark.parametrize(("grid", "microbatches"), [(GridShape(), 1), (GridShape(), 2), (GridShape(data=2), 1)])
+def test_memory_of_recomputed_steps_is_within_five_per_cent(grid, microbatches):
+    sequences = 2 * microbatches * grid.batch_shards
+    program = compile_abstract(
+        SHAPE, build_grid(grid, jax.devices()[: grid.devices]), optax.adamw(1e-3),
+        sequences=sequences, microbatches=microbatches, activations="full", scanned=True,
+    )  # fmt: skip
+    found = program.memory_analysis()
+    job = Job(SHAPE, load_machine("dgx-h100"), sequences, "fp32")
+    predicted = Footprint(job).memory(Choice(grid, microbatches, "full")).total
+    assert predicted == pytest.approx(found.argument_size_in_bytes + found.temp_size_in_bytes, rel=0.05)
