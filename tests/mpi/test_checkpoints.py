@@ -129,6 +129,7 @@ def killed_again_and_again(setup, kills, config, tmp_path, steps, capsys):
         print(f"\n{setup}: {kills} kills, {saving} of them during a save; steps lost {sorted(lost)}", file=sys.stderr)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_as_the_uninterrupted_one(config, tmp_path, capsys):
     killed_again_and_again("pipe 2", 1, config, tmp_path, 12, capsys)
 
@@ -139,7 +140,8 @@ def test_many_kills(setup, config, tmp_path, capsys):
     killed_again_and_again(setup, KILLS[setup], config, tmp_path, 200, capsys)
 
 
-@pytest.mark.parametrize("setup", [pytest.param("x 2", marks=pytest.mark.slow), "two processes a stage"])
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", ["x 2", "two processes a stage"])
 def test_told_to_end_it_saves_and_goes_on_later(setup, config, tmp_path):
     ranks, options = SETUPS[setup]
     run = tmp_path / "run"
@@ -187,6 +189,7 @@ def test_a_second_signal_ends_at_once(config, tmp_path):
         assert "ended by SIGINT after step" in launched.stderr
 
 
+@pytest.mark.slow
 def test_restarts_of_one_process_give_up_and_say_why(config, tmp_path):
     run = tmp_path / "run"
     words = [*command(config, run, train_steps=100_000, checkpoint_every=0), "--restarts", "1"]
@@ -224,7 +227,8 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("setup", ["x 2", pytest.param("pipe 2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", ["x 2", "pipe 2"])
 def test_a_disk_that_runs_full_does_not_end_training(setup, config, small_disk, tmp_path):
     ranks, options = SETUPS[setup]
     run = small_disk / "run"
@@ -295,7 +299,7 @@ def drawn(ranks, config, run, folder, **options):
 @pytest.mark.parametrize(
     "turns",
     [
-        [(1, 4, 16, {"grid_data": 2}), (2, 6, 8, {"grid_z": 2})],
+        pytest.param([(1, 4, 16, {"grid_data": 2}), (2, 6, 8, {"grid_z": 2})], marks=pytest.mark.slow),
         pytest.param(
             [
                 (1, 4, 16, {}), (2, 8, 8, {"grid_z": 2}), (4, 10, 32, {"grid_pipe": 2, "grid_data": 2}),
@@ -322,6 +326,7 @@ def test_the_samples_are_those_of_one_uninterrupted_sequence(turns, config, tmp_
     )
 
 
+@pytest.mark.slow
 def test_tasks_that_no_mpi_joins_agree_too(config, tmp_path):
     """As `srun` starts them: jax alone connects the two, and one of them is told to end."""
     slurm = {
