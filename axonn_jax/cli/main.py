@@ -41,6 +41,8 @@ COMMANDS = (
     Command("doctor", "axonn_jax.cli.doctor", "show what is installed, what would fail, and how to fix it"),
 )
 
+_LATER = ("convert",)  # names that documents promise
+
 # Not imported for --version, only looked up: importing jax takes a second and may start a device.
 _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py", "mpi4jax")
 
@@ -72,7 +74,8 @@ def _dispatch(argv: list[str]) -> int:
     command = next((command for command in COMMANDS if command.name == name), None)
     if command is None:
         names = [command.name for command in COMMANDS]
-        raise UserError("command", name, f"one of {', '.join(names)}{nearest(name, names)}")
+        later = "not built yet; " if name in _LATER else ""
+        raise UserError("command", name, f"{later}one of {', '.join(names)}{'' if later else nearest(name, names)}")
     module = importlib.import_module(command.module)
     if hasattr(module, "main"):
         return int(module.main(rest))
