@@ -14,6 +14,7 @@ from axonn_jax.pipeline.rank import Rank
 from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import Stage
 from axonn_jax.pipeline.trace import Needs, Stretch, Work, survey
+from axonn_jax.schedule.policies import Backwards
 from axonn_jax.schedule.tasks import Layout
 from axonn_jax.tensor.params import Parts, Specs
 
@@ -71,7 +72,7 @@ class Pipe:
         grad_specs: Mapping[int, Specs],
         *,
         channel: str,
-        split: bool,
+        backwards: Backwards,
         bucket: int,
     ):
         borrowed = {
@@ -83,7 +84,7 @@ class Pipe:
         self.ranks: dict[int, Rank] = {}
         self.reductions: dict[int, Reduction] = {}
         for place in grid.meshes:
-            own = {s: Stage(*stages[s], split=split) for s in layout.stages_of(place)}
+            own = {s: Stage(*stages[s], backwards=backwards) for s in layout.stages_of(place)}
             self.ranks[place] = Rank(place, own)
             self.reductions[place] = Reduction(
                 list(own.values()), grad_specs[place], bucket=bucket, borrowed=borrowed[place]

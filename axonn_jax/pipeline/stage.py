@@ -10,8 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.memory.activations import Activations
-from axonn_jax.pipeline.split import Keep, Part, cut, keep_all, keep_all_reduces, keep_matmuls, keep_none
+from axonn_jax.pipeline.split import Keep, cut, keep_all, keep_all_reduces, keep_matmuls, keep_none
 from axonn_jax.pipeline.trace import DY, Needs, Stretch, Traced, crossing, trace_whole
+from axonn_jax.schedule.policies import Backwards
 from axonn_jax.tensor.region import manual
 
 _KEEP: dict[Activations, Keep] = {
@@ -33,6 +34,18 @@ class Ran(NamedTuple):
     """Ready when the program has run; nothing donates it."""
 
 
+class _Program(NamedTuple):
+    compiled: Any
+    inputs: list[int]
+    """Which inputs of the whole function it takes."""
+    taken: list[tuple[int, int]]
+    """What it takes over from programs before it, as (part, position among what that hands over)."""
+    later: set[tuple[int, int]]
+    """What programs behind it take over."""
+    adds: bool
+    """Whether it computes gradients of parameters."""
+
+
 class Chain:
     """Programs that run one after the other on a microbatch and hand values on: compiled parts of one trace."""
 
@@ -44,6 +57,7 @@ class Chain:
         goals: Mapping[str, list[int]],
         gradients: Mapping[int, str],
         sums: Mapping[str, jax.ShapeDtypeStruct],
+        joined: Mapping[str, tuple[str, ...]] | None = None,
     ):
         self._stretch, self._needs, self._traced = stretch, needs, traced
         self._gradients, self._sums = gradients, sums
@@ -51,61 +65,67 @@ class Chain:
         keep = [_KEEP[stretch.work.activations], keep_all, keep_all]
         self._parts = cut(traced.closed, list(goals.values()), free, keep)
         self._handed = [[crossing(var.aval, stretch.mesh) for var in part.handed] for part in self._parts]
-        self._number = {name: i for i, name in enumerate(goals)}
-        self._programs = [self._compile(number, part) for number, part in enumerate(self._parts)]
-
-    def adds(self, number: int) -> bool:
-        """Whether a program computes gradients of parameters."""
-        return any(i in self._gradients for i in self._parts[number].outputs)
+        number = {name: i for i, name in enumerate(goals)}
+        runs = {name: (name,) for name in goals} | dict(joined or {})
+        self._programs = {name: self._compile(tuple(map(number.__getitem__, parts))) for name, parts in runs.items()}
 
     def bytes_kept(self) -> int:
         """Bytes that the forward hands to the backward, over all devices of the stage."""
         return sum(s.size * s.dtype.itemsize for s in self._handed[0] if not _is_key(s))
 
     def run(self, name: str, given: Mapping[str, jax.Array], kept: list[list[Any]], sums: dict[str, jax.Array]) -> Ran:
-        """Starts a program by its name in `goals`.
+        """Starts a program by its name in `goals` or `joined`.
 
         `given` holds every input by name. `kept` is what this microbatch's earlier programs handed over; it grows by
         this one's, and shrinks by what nothing needs any more. `sums` are donated to a program that adds to them.
         """
-        number = self._number[name]
-        part = self._parts[number]
-        inputs = [given[self._traced.slots[i]] for i in part.inputs]
-        taken = [kept[source][position] for source, position in part.taken]
-        heads, handed, sums, done = self._programs[number](inputs, taken, sums if self.adds(number) else {})
+        program = self._programs[name]
+        inputs = [given[self._traced.slots[i]] for i in program.inputs]
+        taken = [kept[source][position] for source, position in program.taken]
+        heads, handed, sums, done = program.compiled(inputs, taken, sums if program.adds else {})
         kept.append(handed)
-        later = {pair for after in self._parts[number + 1 :] for pair in after.taken}
         for source, values in enumerate(kept):
             for position in range(len(values)):
-                if (source, position) not in later:
+                if (source, position) not in program.later:
                     values[position] = None
         return Ran(heads[0] if heads else None, sums, done)
 
-    def _compile(self, number: int, part: Part) -> Any:
-        mesh, gradients = self._stretch.mesh, self._gradients
+    def _compile(self, numbers: tuple[int, ...]) -> _Program:
+        mesh, gradients, parts = self._stretch.mesh, self._gradients, [self._parts[number] for number in numbers]
         known = {**self._stretch.inputs(), **self._dy()}
-        inputs = [known[self._traced.slots[i]] for i in part.inputs]
-        taken = [self._handed[source][position] for source, position in part.taken]
-        sums = dict(self._sums) if self.adds(number) else {}
-        heads = [i for i in part.outputs if i not in gradients]
+        which = list(dict.fromkeys(i for part in parts for i in part.inputs))
+        before = list(dict.fromkeys(pair for part in parts for pair in part.taken if pair[0] not in numbers))
+        adds = any(i in gradients for part in parts for i in part.outputs)
+        inputs = [known[self._traced.slots[i]] for i in which]
+        taken = [self._handed[source][position] for source, position in before]
+        sums = dict(self._sums) if adds else {}
         loss = self._stretch.last
 
         def body(inputs: list[Any], taken: list[Any], sums: dict[str, Any]) -> tuple[Any, ...]:
-            out, handed = part(inputs, [value[0] for value in taken])
-            values = dict(zip(part.outputs, out, strict=True))
-            added = {gradients[i]: value[None] for i, value in values.items() if i in gradients}
-            sums = {name: sums[name] + value.astype(sums[name].dtype) for name, value in added.items()}
-            tops = [values[i][None] if i == 0 and loss else values[i] for i in heads]
+            given = dict(zip(which, inputs, strict=True))
+            there = {pair: value[0] for pair, value in zip(before, taken, strict=True)}
+            tops: list[Any] = []
+            handed: list[Any] = []
+            for number, part in zip(numbers, parts, strict=True):
+                out, handed = part([given[i] for i in part.inputs], [there[pair] for pair in part.taken])
+                there |= {(number, position): value for position, value in enumerate(handed)}
+                values = dict(zip(part.outputs, out, strict=True))
+                added = {gradients[i]: value[None] for i, value in values.items() if i in gradients}
+                sums = sums | {name: sums[name] + value.astype(sums[name].dtype) for name, value in added.items()}
+                tops += [values[i][None] if i == 0 and loss else values[i] for i in part.outputs if i not in gradients]
             # The last result tells that the program has run: unlike the sums it is never donated.
             return tops, [value[None] for value in handed], sums, jnp.zeros((), jnp.int32)
 
         done = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
         arguments = (inputs, taken, sums)
-        outputs = ([self._head(i) for i in heads], self._handed[number], sums, done)
+        heads = [self._head(i) for part in parts for i in part.outputs if i not in gradients]
+        outputs = (heads, self._handed[numbers[-1]], sums, done)
         specs = jax.tree.map(lambda s: s.sharding.spec, (arguments, outputs))
         run = manual(body, mesh, specs[0], specs[1])
         shardings = jax.tree.map(lambda s: s.sharding, outputs)
-        return jax.jit(run, donate_argnums=2, out_shardings=shardings).lower(*arguments).compile()
+        compiled = jax.jit(run, donate_argnums=2, out_shardings=shardings).lower(*arguments).compile()
+        later = {pair for after in self._parts[numbers[-1] + 1 :] for pair in after.taken}
+        return _Program(compiled, which, before, later, adds)
 
     def _dy(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {} if self._needs.y is None else {DY: self._needs.y}
@@ -121,11 +141,11 @@ class Chain:
 class Stage:
     """One virtual stage: its stretch of the model, what it needs, and its programs, compiled when it is made.
 
-    With `split` the backward pass is two programs, "I" for the gradient of the input and "W" for those of the
-    weights; else one, "B". Compiling is the slow part of making one.
+    `backwards` says as which programs the backward pass is there: in one, "B", as two, "I" for the gradient of the
+    input and "W" for those of the weights, or both ways. Compiling is the slow part of making one.
     """
 
-    def __init__(self, stretch: Stretch, needs: Needs, *, split: bool):
+    def __init__(self, stretch: Stretch, needs: Needs, *, backwards: Backwards):
         self.stretch, self.names, self.y = stretch, needs.names, needs.y
         self.parts, self.mesh, self.work = stretch.parts, stretch.mesh, stretch.work
         self.first, self.last, self.keyed = stretch.first, stretch.last, stretch.keyed
@@ -141,8 +161,9 @@ class Stage:
         self.losses = crossing(out[0].aval, stretch.mesh) if stretch.last else None
         """Form of the last stage's forward result: sums over each device's own targets."""
         dx, own = ([] if stretch.first else [1]), list(gradients)
-        goals = {"F": [0], "I": dx, "W": own} if split else {"F": [0], "B": dx + own}
-        self._chain = Chain(stretch, needs, traced, goals, gradients, self.sums)
+        goals = {"F": [0], "B": dx + own} if backwards == "whole" else {"F": [0], "I": dx, "W": own}
+        joined = {"B": ("I", "W")} if backwards == "both" else {}  # so both ways need the same of the forward
+        self._chain = Chain(stretch, needs, traced, goals, gradients, self.sums, joined)
         plain = replace(stretch, keyed=False)
         if stretch.keyed:
             traced = trace_whole(plain, needs.y)

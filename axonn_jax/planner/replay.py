@@ -48,7 +48,8 @@ def parse_task(name: str) -> Task:
 def replay(measured: Iterable[Measured], policy: Policy, in_flight: int = 0) -> Replay:
     """Simulates a step with its own task times, and the gaps and message times that it shows.
 
-    The policy may be another one than ran; a backward in one takes what its measured parts took.
+    The policy may be another one than ran; a backward in one takes what its measured parts took, and a part of one that
+    was measured in one takes what such parts took in its stage (median).
 
     Raises:
         UserError: the policy cannot run so: it needs the parts of backwards that were measured in one.
@@ -69,12 +70,13 @@ def replay(measured: Iterable[Measured], policy: Policy, in_flight: int = 0) -> 
         elif previous is not None:
             gaps.append(max(0.0, one.start - previous.end))
     gap, message_s = median(gaps or [0.0]), median(waits or [0.0])
+    usual = _medians(spans)
     first = min(one.start for one in spans.values())
     last = max(one.end for one in spans.values())
     done = simulate(
         layout,
         policy,
-        task_time=lambda task: _seconds(task, spans) + gap,
+        task_time=lambda task: _seconds(task, spans, usual) + gap,
         message_time=lambda _: max(0.0, message_s - gap),
         in_flight=in_flight,
         split=split,
@@ -82,11 +84,21 @@ def replay(measured: Iterable[Measured], policy: Policy, in_flight: int = 0) -> 
     return Replay(last - first, done, gap, message_s)
 
 
-def _seconds(task: Task, spans: dict[Task, Measured]) -> float:
-    if task.kind is Kind.BACKWARD and task not in spans:
+def _seconds(task: Task, spans: dict[Task, Measured], usual: dict[tuple[Kind, int], float]) -> float:
+    if task in spans:
+        return spans[task].end - spans[task].start
+    if task.kind is Kind.BACKWARD:
         parts = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        return sum(_seconds(Task(kind, task.stage, task.microbatch), spans) for kind in parts)
-    return spans[task].end - spans[task].start
+        return sum(_seconds(Task(kind, task.stage, task.microbatch), spans, usual) for kind in parts)
+    return usual[task.kind, task.stage]
+
+
+def _medians(spans: dict[Task, Measured]) -> dict[tuple[Kind, int], float]:
+    """Seconds of a kind of task in a stage."""
+    by_kind: dict[tuple[Kind, int], list[float]] = {}
+    for task, one in spans.items():
+        by_kind.setdefault((task.kind, task.stage), []).append(one.end - one.start)
+    return {kind: median(seconds) for kind, seconds in by_kind.items()}
 
 
 def _layout(spans: dict[Task, Measured]) -> Layout:

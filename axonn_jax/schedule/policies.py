@@ -14,6 +14,17 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 """All policies."""
 
 
+Backwards = Literal["whole", "split", "both"]
+"""How the backward passes of a step run: in one task, in two (input and weight gradients), or in either way."""
+
+
+def backwards(policy: Policy, layout: Layout, split: bool = True) -> Backwards:
+    """Returns which tasks a policy makes of backwards; `split` is what the message-driven policy was told."""
+    if policy == "message" and split:
+        return "both" if layout.microbatches > layout.pipe else "split"
+    return "split" if policy == "zero-bubble" else "whole"
+
+
 def check_policy(policy: str, layout: Layout) -> None:
     """Raises ``UserError`` for an unknown policy, or one that cannot run with this many virtual stages."""
     if policy not in POLICIES:

@@ -33,6 +33,7 @@ from axonn_jax.pipeline.timeline import TIMELINE, Recorder, write_trace
 from axonn_jax.pipeline.trace import Work
 from axonn_jax.schedule.dispatcher import Dispatcher, Follower
 from axonn_jax.schedule.forward_only import ForwardOnly
+from axonn_jax.schedule.policies import backwards
 from axonn_jax.state.names import State
 from axonn_jax.tensor.params import Params, shapes_of, take_apart
 from axonn_jax.train.batch import local_rows
@@ -285,16 +286,11 @@ class PipelineTrainer(Trainer):
                 self._links,
                 {place: holding.state_specs for place, holding in self.holdings.items()},
                 channel=self._channel,
-                split=self._splits,
+                backwards=backwards(self.pipeline.policy, self.layout, self.pipeline.split_backward),
                 bucket=self._bucket,
             )
             self._links.status.now("between steps")
         return self._pipes[rows, width], list(batch.reshape(self.microbatches, -1, width))
-
-    @property
-    def _splits(self) -> bool:
-        policy = self.pipeline.policy
-        return policy == "zero-bubble" or (policy == "message" and self.pipeline.split_backward)
 
     def _plan(self, rows: int, width: int) -> Plan:
         work = Work(
@@ -312,7 +308,8 @@ class PipelineTrainer(Trainer):
         orders = self._links.orders
         if orders is not None and not orders.leads:
             return Follower(self.layout, place)
-        return Dispatcher(self.layout, place, self.pipeline.policy, self.pipeline.in_flight, self._splits)
+        pipeline = self.pipeline
+        return Dispatcher(self.layout, place, pipeline.policy, pipeline.in_flight, pipeline.split_backward)
 
 
 @jax.jit

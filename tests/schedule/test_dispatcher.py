@@ -35,8 +35,15 @@ def test_the_first_stage_injects_up_to_the_limit_and_once_after_each_backward():
     assert rank.live == 3
     assert rank.waiting_for() == [backward(0, 0), backward(0, 1), backward(0, 2)]
     rank.arrived(backward(0, 1))
-    # At the memory bound the weight gradient goes before the forward.
-    assert start_all(rank) == ["I0.1", "W0.1", "F0.3"]
+    # At the memory bound a weight gradient held back would have to go before the forward: the backward runs in one.
+    assert start_all(rank) == ["B0.1", "F0.3"]
+
+
+def test_the_last_backwards_are_split_and_their_weight_gradients_go_before_a_forward_that_needs_their_memory():
+    rank = Dispatcher(Layout(3, 5), 0, "message")
+    assert start_all(rank) == ["F0.0", "F0.1", "F0.2"]
+    rank.arrived(backward(0, 2))
+    assert start_all(rank) == ["I0.2", "W0.2", "F0.3"]
 
 
 def test_fused_backward():
@@ -51,7 +58,7 @@ def test_the_last_stage_runs_a_backward_right_after_its_forward():
     assert start_all(rank) == []
     for microbatch in (4, 0, 1):  # what arrives decides, in whatever order
         rank.arrived(forward(2, microbatch))
-    assert start_all(rank) == ["F2.0", "I2.0", "F2.1", "I2.1", "F2.4", "I2.4", "W2.0", "W2.1", "W2.4"]
+    assert start_all(rank) == ["F2.0", "I2.0", "F2.1", "I2.1", "F2.4", "B2.4", "W2.0", "W2.1"]
 
 
 def test_forwards_and_backwards_take_turns():
