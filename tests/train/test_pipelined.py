@@ -135,8 +135,11 @@ def test_every_task_is_on_the_timeline():
     curve(made, GPT, steps=2)
     spans = made.recorder.spans(2)
     for place in (0, 1):
-        names = sorted(span.name for span in spans if span.rank == place)
-        assert names == sorted([*(f"{k}{place}.{m}" for k in "FIW" for m in range(MICROBATCHES)), "update"])
+        names = [span.name for span in spans if span.rank == place]
+        assert names.count("update") == 1
+        for microbatch in range(MICROBATCHES):
+            kinds = "".join(sorted(name[0] for name in names if name[1:] == f"{place}.{microbatch}"))
+            assert kinds in (("FIW",) if microbatch >= MICROBATCHES - 2 else ("BF", "FIW"))
     assert last_whole_step(made.recorder.spans()) == 2
     assert all(span.end >= span.start for span in spans)
 
