@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax import compat
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
-from axonn_jax.memory.activations import Activations, block_runner
+from axonn_jax.memory.activations import block_runner
 from axonn_jax.memory.reduce import reduce_gradients
 from axonn_jax.memory.zero import split_over_data
 from axonn_jax.tensor.clip import global_norm
@@ -54,7 +54,8 @@ class OnMesh:
 class StageProgram(OnMesh):
     """Pure functions on global arrays for a model that lives on one 4D mesh; jit them to run them."""
 
-    activations: Activations = "none"
+    activations: str = "none"
+    """What the backward pass computes again (`memory.policies`)."""
     bucket: int = 16_000_000
     streams: int = 1
     """Parts of a microbatch's local rows that run side by side, so that communication hides behind compute; 0: two

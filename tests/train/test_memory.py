@@ -113,6 +113,29 @@ def test_every_activation_policy_with_offload_and_zero(grid, activations):
 
 
 @pytest.mark.parametrize(
+    ("grid", "activations"),
+    cases(lambda grid, text: grid.pipe == 2 and "dots" in text, GRIDS[1:], ["full:0,dots:1", "save_collectives:1"]),
+    ids=str,
+)
+def test_layers_with_policies_of_their_own(grid, activations):
+    losses, _ = train(grid, precision="fp32", activations=activations)
+    np.testing.assert_allclose(losses, plain(grid, "fp32")[0], rtol=3e-7)
+
+
+def test_a_pipeline_keeps_what_the_policies_of_its_layers_say():
+    def kept(activations):
+        trainer = made(GridShape(pipe=2), activations=activations)
+        pipe, _ = trainer._prepare(batches(1)[0])
+        found = pipe.bytes_kept()
+        trainer.close()
+        return found
+
+    full, first, none = (kept(text) for text in ("full", "full:0,none", "none"))
+    assert full < first < none
+    assert kept("full:0,none:1") == first
+
+
+@pytest.mark.parametrize(
     "optimizer",
     [
         pytest.param(optax.adam(1e-2), marks=slow),
