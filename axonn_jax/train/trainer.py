@@ -99,7 +99,7 @@ class Trainer:
         self._key = jax.random.key(seed) if getattr(shape, "dropout", 0.0) > 0.0 else None
         params = self._stack.place(model, grid.mesh, used_up=owned)
         step = Step(self.program, layerwise(optimizer, self._stack), clip, dtypes, bucket)
-        self._offloaded = OffloadedStep(step, own_folder(offload_to, 0)) if offload != "none" else None
+        self._offloaded = OffloadedStep(step, self.program, own_folder(offload_to, 0)) if offload != "none" else None
         self._step, self.precisions = step, dtypes
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
         self._update = self._offloaded.update if self._offloaded else step.update
