@@ -4,6 +4,7 @@ import importlib.util
 import pkgutil
 import time
 from collections import Counter
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -20,6 +21,14 @@ def varying_axes_of(aval: Any) -> frozenset[str]:
     if hasattr(aval, "manual_axis_type"):  # jax 0.10.2 and later
         return frozenset(aval.manual_axis_type.varying)
     return frozenset(getattr(aval, "vma", ()))
+
+
+def without_varying(aval: Any, axes: Iterable[str]) -> Any:
+    """The abstract value with `axes` taken from those it varies over."""
+    if hasattr(aval, "manual_axis_type"):
+        kind = aval.manual_axis_type
+        return aval.update(manual_axis_type=kind.update(varying=kind.varying - frozenset(axes)))
+    return aval.update(vma=aval.vma - frozenset(axes))
 
 
 def overlap_options(platform: str) -> dict[str, Any]:

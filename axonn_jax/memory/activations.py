@@ -1,29 +1,55 @@
 """Activation policies: what the backward pass keeps and what it computes again."""
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from axonn_jax.errors import UserError
 from axonn_jax.memory.placement import HOST
+from axonn_jax.memory.policies import FIELD, Policies, Policy, read_policies
 from axonn_jax.models.transformer import Block, BlockFn, Streams, run_streams
 from axonn_jax.tensor.collectives import BLOCK_ALL_REDUCES
-
-Activations = Literal["none", "full", "dots", "save_collectives", "offload"]
 
 _BLOCK_INPUT = "block_input"
 
 
-def block_runner(policy: Activations) -> BlockFn:
-    """Returns how to run a block under a policy.
+def block_runner(activations: str) -> BlockFn:
+    """Returns how to run blocks under a policy, or each under its own (`memory.policies`).
 
     `none` keeps every intermediate; `full` keeps a block's input and computes the block again in the backward
     pass, communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again;
     `save_collectives` keeps what was all-reduced and computes the rest again without reducing anything twice (TED,
     section on communication-aware activation checkpointing); `offload` is `full` with the block's input in host
-    memory until the backward pass. Weights are gathered again under all of them.
+    memory until the backward pass. Weights are gathered again under all of them. Raises ``UserError`` at a block of a
+    loop over layers where they differ.
     """
+    policies = read_policies(activations)
+    if policies.uniform is not None:
+        return _runner(policies.uniform)
+    runners = {policy: _runner(policy) for policy in {policies.rest, *(policy for policy, _ in policies.ranges)}}
+
+    def run(block: Block, xs: Streams, key: jax.Array | None, layer: jax.Array | int) -> Streams:
+        if not isinstance(layer, int):
+            raise UserError(FIELD, activations, "one policy for all layers where they are scanned")
+        return runners[policies.of(layer)](block, xs, key, layer)
+
+    return run
+
+
+def checked_policies(activations: str, model: Any) -> Policies:
+    """The policies, checked against the layers of a model; raises ``UserError`` where it has not those they name."""
+    policies = read_policies(activations)
+    if policies.uniform is None:
+        layers = getattr(model, getattr(model, "repeats", "layers"), None)
+        if layers is None:
+            raise UserError(FIELD, activations, f"one policy, for {type(model).__name__} does not tell its layers")
+        policies.check(len(layers))
+    return policies
+
+
+def _runner(policy: Policy) -> BlockFn:
     if policy == "none":
         return run_streams
     policies = jax.checkpoint_policies
@@ -39,13 +65,13 @@ def block_runner(policy: Activations) -> BlockFn:
         ),
     }[policy]
 
-    def run(block: Block, xs: Streams, key: jax.Array | None) -> Streams:
+    def run(block: Block, xs: Streams, key: jax.Array | None, layer: jax.Array | int) -> Streams:
         graphdef, state = nnx.split(block)
 
         def pure(state: Any, xs: Streams, key: jax.Array | None) -> Streams:
             if policy == "offload":  # the name, and not the argument, is what the backward pass then depends on
                 xs = tuple(checkpoint_name(x, _BLOCK_INPUT) for x in xs)
-            return run_streams(nnx.merge(graphdef, state), xs, key)
+            return run_streams(nnx.merge(graphdef, state), xs, key, layer)
 
         return jax.checkpoint(pure, policy=keep)(state, xs, key)  # type: ignore[no-any-return]
 

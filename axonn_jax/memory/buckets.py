@@ -1,13 +1,16 @@
 """Gradient buckets: many small reductions packed into few large ones."""
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from axonn_jax import compat
-from axonn_jax.tensor.collectives import live, reduce_sum
+from axonn_jax.tensor.collectives import alike, live, reduce_sum, vary
+from axonn_jax.tensor.order import after
 
 
 class Leaf(NamedTuple):
@@ -39,27 +42,102 @@ def plan_buckets(leaves: Sequence[Leaf], capacity: int) -> list[list[str]]:
 def reduce_in_buckets(
     grads: dict[str, jax.Array], axes_of: Callable[[str], tuple[str, ...]], capacity: int
 ) -> dict[str, jax.Array]:
-    """Sums each gradient over the mesh axes `axes_of(name)`, one all-reduce a bucket; inside a manual region.
+    """Sums each gradient over the mesh axes `axes_of(name)`; inside a manual region.
 
-    Bytes a device on a ring: `2 (G-1)/G * itemsize * elements` of all gradients, G the product of the axes' sizes.
+    Gradients of at most `capacity` elements are reduced together, one all-reduce a bucket; a larger one in place, one
+    all-reduce for each of its parts. So about two buckets are needed beside the gradients. Bytes a device on a ring:
+    `2 (G-1)/G * itemsize * elements` of all gradients, G the product of the axes' sizes.
     """
-    if not live(axis for name in grads for axis in axes_of(name)):
-        return dict(grads)
+    reduced = {name: g for name, g in grads.items() if not live(axes_of(name))}
+    large = {name: g for name, g in grads.items() if name not in reduced and g.size > capacity}
+    reduced |= {name: _reduce_in_place(g, live(axes_of(name)), capacity) for name, g in large.items()}
     leaves = [
         Leaf(name, g.size, (axes_of(name), g.dtype, compat.varying_axes(g)))
-        for name, g in grads.items()
-        if live(axes_of(name))
+        for name, g in in_backward_order(grads).items()
+        if name not in reduced
     ]
-    reduced = {name: g for name, g in grads.items() if not live(axes_of(name))}
+    turns = Turns()
     for bucket in plan_buckets(leaves, capacity):
         axes = axes_of(bucket[0])
-        if len(bucket) == 1:
-            reduced[bucket[0]] = reduce_sum(grads[bucket[0]], axes)
-            continue
-        flat = reduce_sum(jnp.concatenate([grads[name].reshape(-1) for name in bucket]), axes)
+        first, *others = (grads[name].reshape(-1) for name in bucket)
+        flat = reduce_sum(jnp.concatenate([turns.wait(first), *others]), axes)
+        turns.done(flat)
         start = 0
         for name in bucket:
             size = grads[name].size
             reduced[name] = flat[start : start + size].reshape(grads[name].shape)
             start += size
     return {name: reduced[name] for name in grads}
+
+
+def in_backward_order(grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The gradients about as a backward pass gives them: of the last layer first, what belongs to no layer last.
+
+    A layer's parameters have its number in their names.
+    """
+
+    def layer(name: str) -> int:
+        return next((int(word) for word in name.split(".") if word.isdecimal()), -1)
+
+    return {name: grads[name] for name in sorted(grads, key=layer, reverse=True)}
+
+
+class Turns:
+    """Buckets one after the other: one is put together when the one before the last has been reduced.
+
+    Left to itself XLA puts all of them together first, a second copy of all gradients.
+    """
+
+    def __init__(self) -> None:
+        self._results: list[jax.Array] = []
+
+    def wait(self, part: jax.Array) -> jax.Array:
+        """A part of the next bucket, which is there when that bucket's turn has come."""
+        return part if len(self._results) < 2 else after(part, self._results[-2])
+
+    def done(self, result: jax.Array) -> None:
+        """Tells what the bucket was reduced to."""
+        self._results.append(result)
+
+
+def _reduce_in_place(g: jax.Array, axes: tuple[str, ...], capacity: int) -> jax.Array:
+    """Sums a gradient over `axes` in parts of at most `capacity` elements, each written where it was read.
+
+    XLA's CPU backend has no all-reduce in place, and one of the whole array would need a second one.
+    """
+    dim, rows = part_of(g.shape, capacity)
+    lead, count = prod(g.shape[:dim]), -(-g.shape[dim] // rows)
+    g = vary(g, axes)
+
+    def reduce_part(g: jax.Array, lead: jax.Array, start: jax.Array, rows: int) -> jax.Array:
+        starts = [*_places(lead, g.shape[:dim]), start, *[jnp.int32(0)] * (g.ndim - dim - 1)]
+        part = lax.dynamic_slice(g, starts, (*[1] * dim, rows, *g.shape[dim + 1 :]))
+        return lax.dynamic_update_slice(g, vary(reduce_sum(part, axes), axes), starts)
+
+    whole = count - 1 if g.shape[dim] % rows else count
+    g = lax.fori_loop(0, lead * whole, lambda i, g: reduce_part(g, i // whole, i % whole * rows, rows), g)
+    if whole < count:
+        last = whole * rows
+        g = lax.fori_loop(0, lead, lambda i, g: reduce_part(g, i, jnp.int32(last), g.shape[dim] - last), g)
+    return alike(g, axes)
+
+
+def part_of(shape: tuple[int, ...], capacity: int) -> tuple[int, int]:
+    """How an array is cut into parts of at most `capacity` elements: (dim, rows along it).
+
+    A part lies at one place of the dims before and has all of those behind. Parts are about equally large.
+    """
+    for dim, size in enumerate(shape):
+        below = prod(shape[dim + 1 :])
+        if below <= capacity:
+            return dim, -(-size // -(-size // min(size, capacity // below)))
+    raise ValueError(f"an array of shape {shape} in parts of {capacity}")
+
+
+def _places(index: jax.Array, shape: tuple[int, ...]) -> list[jax.Array]:
+    """The place along every dim of the element with this index."""
+    places: list[jax.Array] = []
+    for size in reversed(shape):
+        places.insert(0, index % size)
+        index = index // size
+    return places

@@ -21,9 +21,11 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.memory.account import Shapes, StateBytes, state_bytes
 from axonn_jax.memory.flat import Bucket, Span, last_uses, plan_flat
+from axonn_jax.memory.gradients import Gradients, Reduced, Unreduced
 from axonn_jax.memory.joined import flattened, joined
 from axonn_jax.memory.placement import on_host
 from axonn_jax.memory.precision import Precisions
+from axonn_jax.memory.rows import cut, cut_row, row
 from axonn_jax.memory.slots import Slots, put_slots, slot_dtypes, take_slots
 from axonn_jax.memory.store import DiskStore, Flats, HostStore, Store
 from axonn_jax.memory.update import Apply, ModelState
@@ -119,9 +121,22 @@ class Offload:
         """
         return self._after(model, grads, factor, finite)[0]
 
-    def _after(self, model: ModelState, grads: Params, factor: jax.Array, finite: Any) -> tuple[ModelState, jax.Array]:
+    def _after(self, model: ModelState, grads: Params, factor: Any, finite: Any) -> tuple[ModelState, jax.Array]:
+        return self._streamed(model, Reduced(grads, self.buckets, self.state_specs), factor, finite)
+
+    def reducing(self, model: ModelState, sums: Params) -> tuple[ModelState, jax.Array]:
+        """As `after` for sums of gradients that are not reduced yet: the state, and the gradients' global norm.
+
+        `sums` are laid out by `gradients.unreduced_spec`; state is not split over `data`. Collectives: those of
+        `reduce_gradients`, a bucket's beside the update of the one before.
+        """
+        grads = Unreduced(sums, self.buckets, self.specs, self.mesh, self._run)
+        model, _ = self._streamed(model, grads, np.float32(1.0), np.bool_(True))
+        return model, grads.norm()
+
+    def _streamed(self, model: ModelState, grads: Gradients, factor: Any, finite: Any) -> tuple[ModelState, jax.Array]:
         state: OffloadState = model.optimizer
-        weights, grads, flats, scalars = dict(model.weights), dict(grads), list(state.flats), state.scalars
+        weights, flats, scalars = dict(model.weights), list(state.flats), state.scalars
         arriving = self._store.get(flats[0])
         for number, bucket in enumerate(self.buckets):
             here = arriving
@@ -129,14 +144,11 @@ class Offload:
                 self._store.settle(flats[number - 2])  # its place on the device is free: room for the next
             if number + 1 < len(self.buckets):
                 arriving = self._store.get(flats[number + 1])
-            names = bucket.names
-            given = ([weights[name] for name in names], here, [grads[name] for name in names])
-            new, here, [*scalars, done] = self._update(number, *given, state.scalars, factor, finite)
-            weights.update(zip(names, new, strict=True))
+            own = [weights[name] for name in bucket.names]
+            new, here, results, [*scalars, done] = self._update(number, grads, own, here, state.scalars, factor, finite)
+            weights.update(zip(bucket.names, new, strict=True))
             flats[number] = self._store.put(number, here)
-            for name in names:
-                if self._last[name] == number:
-                    del grads[name]
+            grads.ran(number, results)
         self._store.commit(len(flats))
         return ModelState(weights, {}, OffloadState(tuple(flats), scalars)), done
 
@@ -197,45 +209,46 @@ class Offload:
             pieces = {s.name: self._piece(p, s) for s, p in zip(bucket.spans, params, strict=True)}
             slots = take_slots(self.optimizer.init(pieces), pieces)
             arrays = ({MASTER: pieces} if self.has_masters else {}) | slots.arrays
-            return {slot: _row(bucket, arrays[slot]) for slot in self.slots}, slots.scalars
+            return {slot: row(bucket, arrays[slot]) for slot in self.slots}, slots.scalars
 
         specs = [self.specs[name] for name in bucket.names]
         return self._run(("first", number), local, (specs,), (self._flat_specs, P()), (), params)  # type: ignore[no-any-return]
 
-    def _update(self, number: int, *given: Any) -> tuple[list[jax.Array], Flats, list[jax.Array]]:
+    def _update(
+        self, number: int, source: Gradients, weights: list[jax.Array], flats: Flats, *rest: Any
+    ) -> tuple[list[jax.Array], Flats, list[jax.Array], list[jax.Array]]:
         bucket = self.buckets[number]
 
         def local(
             weights: list[jax.Array],
             flats: Flats,
-            grads: list[jax.Array],
+            given: list[jax.Array],
             scalars: list[jax.Array],
             factor: jax.Array,
             finite: jax.Array,
-        ) -> tuple[list[jax.Array], Flats, list[jax.Array]]:
-            pairs = list(zip(bucket.spans, weights, grads, strict=True))
-            grad = {s.name: _cut(g, s).astype(jnp.float32) * factor for s, _, g in pairs}
-            arrays = {
-                slot: {s.name: _cut_row(flat, s, grad[s.name]) for s in bucket.spans} for slot, flat in flats.items()
-            }
-            masters = arrays.pop(MASTER, None) or {s.name: self._piece(w, s) for s, w, _ in pairs}
+        ) -> tuple[list[jax.Array], Flats, list[jax.Array], list[jax.Array]]:
+            pairs = list(zip(bucket.spans, weights, strict=True))
+            grads, results = source.inside(number, given, [w.ndim for w in weights])
+            grad = {s.name: g.astype(jnp.float32) * factor for s, g in zip(bucket.spans, grads, strict=True)}
+            arrays = {slot: {s.name: cut_row(flat, s, w.ndim) for s, w in pairs} for slot, flat in flats.items()}
+            masters = arrays.pop(MASTER, None) or {s.name: self._piece(w, s) for s, w in pairs}
             like = jax.eval_shape(self.optimizer.init, masters)
             with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
                 state = put_slots(like, Slots(arrays, scalars), masters)
                 updates, state = self.optimizer.update(grad, state, masters)
             masters = optax.apply_updates(masters, updates)
             slots = take_slots(state, masters)
-            rows = {slot: _row(bucket, found) for slot, found in ({MASTER: masters} | slots.arrays).items()}
+            rows = {slot: row(bucket, found) for slot, found in ({MASTER: masters} | slots.arrays).items()}
             kept = {slot: jnp.where(finite, rows[slot], flat) for slot, flat in flats.items()}
             new = self._spread(bucket, weights, rows[MASTER].astype(self.weights), finite)
             numbers = [jnp.where(finite, n, o) for n, o in zip(slots.scalars, scalars, strict=True)]
-            return new, kept, [*numbers, jnp.zeros((), jnp.int32)]  # the last tells that this has run
+            return new, kept, results, [*numbers, jnp.zeros((), jnp.int32)]  # the last tells that this has run
 
         specs = [self.specs[name] for name in bucket.names]
-        grads = [self.state_specs[name] for name in bucket.names]
-        ins = (specs, self._flat_specs, grads, P(), P(), P())
-        outs = (specs, self._flat_specs, P())
-        return self._run(("update", number), local, ins, outs, (0, 1), *given)  # type: ignore[no-any-return]
+        grads, layouts = source.given(number)
+        ins = (specs, self._flat_specs, layouts, P(), P(), P())
+        outs = (specs, self._flat_specs, source.results(number), P())
+        return self._run((source.kind, number), local, ins, outs, (0, 1), weights, flats, grads, *rest)  # type: ignore[no-any-return]
 
     def _spread(self, bucket: Bucket, weights: list[jax.Array], row: jax.Array, finite: jax.Array) -> list[jax.Array]:
         """Writes a bucket's new weights into their arrays, gathered over `data` where they are split over it."""
@@ -257,7 +270,7 @@ class Offload:
         if dim is not None:
             size = whole.shape[dim] // self.mesh.shape["data"]
             whole = lax.dynamic_slice_in_dim(whole, axis_index("data") * size, size, dim)
-        return _cut(whole, span).astype(jnp.float32)
+        return cut(whole, span).astype(jnp.float32)
 
     @cached_property
     def _flat_specs(self) -> dict[str, P]:
@@ -283,16 +296,3 @@ class Offload:
 
 def _is_spec(leaf: object) -> bool:
     return isinstance(leaf, P)
-
-
-def _cut(local: jax.Array, span: Span) -> jax.Array:
-    """A span of a local array, with as many dims: optimizers may tell matrices from vectors by them."""
-    return local.reshape(-1)[span.start : span.stop].reshape((1,) * (local.ndim - 1) + (-1,) * bool(local.ndim))
-
-
-def _cut_row(row: jax.Array, span: Span, like: jax.Array) -> jax.Array:
-    return row[span.at : span.at + span.size].reshape(like.shape)
-
-
-def _row(bucket: Bucket, pieces: Mapping[str, jax.Array]) -> jax.Array:
-    return jnp.concatenate([pieces[name].reshape(-1) for name in bucket.names])

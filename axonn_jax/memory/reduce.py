@@ -1,5 +1,7 @@
 """The one reduction of a step's gradients."""
 
+from jax.sharding import PartitionSpec as P
+
 from axonn_jax.memory.buckets import reduce_in_buckets
 from axonn_jax.memory.zero import data_dim, scatter_in_buckets
 from axonn_jax.tensor.clip import spec_axes
@@ -15,8 +17,12 @@ def reduce_gradients(sums: Params, specs: Specs, grad_specs: Specs, capacity: in
     split = {name: dim for name in sums if (dim := data_dim(grad_specs[name])) is not None}
 
     def axes_of(name: str) -> tuple[str, ...]:
-        over = () if name in split else ("data",)
-        return over if "z" in spec_axes(specs[name]) else (*over, "z")
+        return tuple(axis for axis in reduced_axes(specs[name]) if axis != "data" or name not in split)
 
     parts = scatter_in_buckets({name: sums[name] for name in split}, split, capacity)
     return reduce_in_buckets({name: parts.get(name, g) for name, g in sums.items()}, axes_of, capacity)
+
+
+def reduced_axes(spec: P) -> tuple[str, ...]:
+    """The axes over which a parameter's gradient is summed once a step."""
+    return ("data",) if "z" in spec_axes(spec) else ("data", "z")

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
-from axonn_jax.memory.buckets import Leaf, plan_buckets
+from axonn_jax.memory.buckets import Leaf, Turns, in_backward_order, plan_buckets
 from axonn_jax.tensor.collectives import axis_size
 from axonn_jax.tensor.params import Specs
 from axonn_jax.tensor.region import manual
@@ -58,16 +58,25 @@ def _axes(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def scatter_in_buckets(grads: dict[str, jax.Array], dims: Mapping[str, int], capacity: int) -> dict[str, jax.Array]:
     """Sums gradients over `data`, of which each device keeps its part along `dims`; inside a manual region.
 
-    Collectives: a reduce-scatter a bucket; bytes a device on a ring `(G-1)/G * itemsize * elements` in all.
+    Collectives: a reduce-scatter a bucket, and one of every gradient of more than `capacity` elements, which is not
+    copied; bytes a device on a ring `(G-1)/G * itemsize * elements` in all.
     """
     size = axis_size("data")
     if size == 1:
         return dict(grads)
-    out: dict[str, jax.Array] = {}
-    leaves = [Leaf(name, g.size, (g.dtype, compat.varying_axes(g))) for name, g in grads.items()]
+    large = {name: g for name, g in grads.items() if g.size > capacity}
+    out = {name: lax.psum_scatter(g, "data", scatter_dimension=dims[name], tiled=True) for name, g in large.items()}
+    leaves = [
+        Leaf(name, g.size, (g.dtype, compat.varying_axes(g)))
+        for name, g in in_backward_order(grads).items()
+        if name not in large
+    ]
+    turns = Turns()
     for bucket in plan_buckets(leaves, capacity):
-        flat = jnp.concatenate([in_parts(grads[name], dims[name], size) for name in bucket], axis=1)
+        first, *others = (in_parts(grads[name], dims[name], size) for name in bucket)
+        flat = jnp.concatenate([turns.wait(first), *others], axis=1)
         part = lax.psum_scatter(flat, "data", scatter_dimension=0)
+        turns.done(part)
         start = 0
         for name in bucket:
             shape, dim, n = grads[name].shape, dims[name], grads[name].size // size

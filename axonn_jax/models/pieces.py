@@ -1,5 +1,6 @@
 """A model as a sequence of pieces with their costs: what a pipeline cuts into stages. No jax."""
 
+import re
 from dataclasses import dataclass
 
 from axonn_jax.models.shape import ModelShape
@@ -15,6 +16,17 @@ class Piece:
     """FLOPs of its forward pass for one sequence (its backward takes about twice as many)."""
     params: int
     """Parameters it holds."""
+
+
+def layer_scope(layer: int) -> str:
+    """What the operations of a layer are called in a traced pipeline stage (a named scope)."""
+    return f"layer.{layer}"
+
+
+def layer_of(scopes: str) -> int | None:
+    """The layer whose operation has these scopes, those of transformations around them; None if it has none."""
+    found = re.search(r"\blayer\.(\d+)", scopes)
+    return int(found[1]) if found else None
 
 
 def transformer_pieces(shape: ModelShape) -> tuple[Piece, ...]:

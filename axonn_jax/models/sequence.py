@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.models.pieces import Piece
+from axonn_jax.models.pieces import Piece, layer_scope
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 """(what the last layer gives, targets [batch, seq]) -> loss of every target, [batch, seq] float32."""
@@ -68,8 +68,9 @@ class SequenceModel(nnx.Module):
         if first == 0:
             assert tokens is not None
             x = tokens[:, :-1]
-        for layer in self.layers[first:last]:
-            x = layer(x)
+        for index in range(first, min(last, len(self.layers))):
+            with jax.named_scope(layer_scope(index)):
+                x = self.layers[index](x)
         assert x is not None
         if last < len(self.layers):
             return x
@@ -83,13 +84,13 @@ class SequenceModel(nnx.Module):
         *,
         dtype: jnp.dtype,
         key: jax.Array | None = None,
-        run_block: Callable[[Any, tuple[jax.Array, ...], jax.Array | None], tuple[jax.Array, ...]],
+        run_block: Callable[[Any, tuple[jax.Array, ...], jax.Array | None, int], tuple[jax.Array, ...]],
         streams: int = 1,
     ) -> jax.Array:
         """Loss of every target, [batch, seq] float32; what a grid without pipeline trains on."""
         xs = tuple(jnp.split(tokens, streams))
-        for layer in self.layers:
-            xs = run_block(_Keyless(layer), xs, None)
+        for index, layer in enumerate(self.layers):
+            xs = run_block(_Keyless(layer), xs, None, index)
         return jnp.concatenate([self._loss(x, t) for x, t in zip(xs, jnp.split(targets, streams), strict=True)])
 
 

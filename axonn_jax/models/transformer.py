@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.models.pieces import Piece, transformer_pieces
+from axonn_jax.models.pieces import Piece, layer_scope, transformer_pieces
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.stacked import Stacked
 from axonn_jax.tensor.attention import Attention, AttentionKernel
@@ -30,8 +30,8 @@ FLOAT32 = jnp.dtype("float32")
 Streams = tuple[jax.Array, ...]
 """Equal parts of a microbatch's rows, side by side: one computes while another communicates."""
 
-BlockFn = Callable[["Block", Streams, jax.Array | None], Streams]
-"""Runs a block on (residual streams, dropout key); what an activation policy wraps."""
+BlockFn = Callable[["Block", Streams, jax.Array | None, jax.Array | int], Streams]
+"""Runs a block on (residual streams, dropout key, number of the layer); what an activation policy wraps."""
 
 
 def _norm(shape: ModelShape) -> LayerNorm | RMSNorm:
@@ -110,8 +110,8 @@ class Block(nnx.Module):
         return dropout(branch, self.dropout, jax.random.fold_in(key, which), part)
 
 
-def run_streams(block: Block, xs: Streams, key: jax.Array | None) -> Streams:
-    """Runs a block on every stream; several streams share its gathered weights."""
+def run_streams(block: Block, xs: Streams, key: jax.Array | None, layer: jax.Array | int) -> Streams:
+    """Runs a block on every stream, whichever layer it is; several streams share its gathered weights."""
     if len(xs) == 1:
         return (block(xs[0], key),)
     block = gather_weights(block, xs[0].dtype)
@@ -224,7 +224,8 @@ class Transformer(nnx.Module):
             index, half = divmod(piece - 1, 2)
             block = self.blocks[index]
             key_here = None if key is None else jax.random.fold_in(key, index)
-            x = block.attend(x, key_here) if half == 0 else block.feed(x, key_here)
+            with jax.named_scope(layer_scope(index)):
+                x = block.attend(x, key_here) if half == 0 else block.feed(x, key_here)
         if last <= end:
             return x
         assert tokens is not None
@@ -249,7 +250,7 @@ class Transformer(nnx.Module):
         xs = self._embed(embedding, tokens, dtype, key)
 
         def run(block: Block, xs: Streams, index: jax.Array | int) -> Streams:
-            return run_block(block, xs, None if key is None else jax.random.fold_in(key, index))
+            return run_block(block, xs, None if key is None else jax.random.fold_in(key, index), index)
 
         blocks: nnx.List[Block] | Stacked = self.blocks
         if isinstance(blocks, Stacked):

@@ -6,22 +6,37 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.memory.activations import Activations
+from axonn_jax.memory.policies import Policy, read_policies
+from axonn_jax.models.pieces import layer_of
 from axonn_jax.pipeline.split import Keep, cut, keep_all, keep_all_reduces, keep_matmuls, keep_none
 from axonn_jax.pipeline.trace import DY, Needs, Stretch, Traced, crossing, trace_whole
 from axonn_jax.schedule.policies import Backwards
 from axonn_jax.tensor.region import manual
 
-_KEEP: dict[Activations, Keep] = {
+_KEEP: dict[Policy, Keep] = {
     "none": keep_all,
     "full": keep_none,
     "dots": keep_matmuls,
     "save_collectives": keep_all_reduces,
     "offload": keep_none,
 }
+
+
+def _keep(activations: str) -> Keep:
+    """What a forward may hand over: by one policy, or by that of the layer, and then all that is of no layer."""
+    policies = read_policies(activations)
+    if policies.uniform is not None:
+        return _KEEP[policies.uniform]
+
+    def keep(eqn: JaxprEqn) -> bool:
+        layer = layer_of(str(eqn.source_info.name_stack))
+        return layer is None or _KEEP[policies.of(layer)](eqn)
+
+    return keep
 
 
 class Ran(NamedTuple):
@@ -62,7 +77,7 @@ class Chain:
         self._stretch, self._needs, self._traced = stretch, needs, traced
         self._gradients, self._sums = gradients, sums
         free = [i for i, name in enumerate(traced.slots) if name in stretch.parts.params]
-        keep = [_KEEP[stretch.work.activations], keep_all, keep_all]
+        keep = [_keep(stretch.work.activations), keep_all, keep_all]
         self._parts = cut(traced.closed, list(goals.values()), free, keep)
         self._handed = [[crossing(var.aval, stretch.mesh) for var in part.handed] for part in self._parts]
         number = {name: i for i, name in enumerate(goals)}

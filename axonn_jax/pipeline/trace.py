@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.memory.activations import Activations
 from axonn_jax.models.pieces import Piece
 from axonn_jax.pipeline.split import cut, keep_all
 from axonn_jax.tensor.clip import spec_axes
@@ -60,8 +59,8 @@ class Work:
     """Microbatches of a step."""
     dtype: jnp.dtype
     """What layers compute in and activations travel in."""
-    activations: Activations
-    """What the forward pass keeps."""
+    activations: str
+    """What the forward pass keeps (`memory.policies`)."""
     sums: jnp.dtype
     """What gradients add up in."""
     scaled: bool

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from axonn_jax import compat
 
@@ -79,6 +81,17 @@ def reduce_sum(y: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
     """
     over = live((axes,) if isinstance(axes, str) else axes)
     return checkpoint_name(lax.psum(y, over), f"{'_'.join(over)}_all_reduce") if over else y
+
+
+# What `x` is, as jax does not see it where parts of an array are reduced and put back one by one.
+_alike = Primitive("alike")
+_alike.def_abstract_eval(lambda x, *, axes: compat.without_varying(x, axes))
+mlir.register_lowering(_alike, lambda _, x, *, axes: [x])
+
+
+def alike(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Declares that `x` is the same along `axes`, where jax cannot see it; not differentiable."""
+    return _alike.bind(x, axes=tuple(axes))  # type: ignore[no-any-return]
 
 
 def reduce_max(y: jax.Array, axis: str) -> jax.Array:

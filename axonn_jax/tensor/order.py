@@ -33,6 +33,11 @@ def _lowered(x: jax.Array, other: jax.Array) -> jax.Array:
 mlir.register_lowering(_tie, mlir.lower_fun(_lowered, multiple_results=False))
 
 
+def after(x: jax.Array, other: jax.Array) -> jax.Array:
+    """`x` as it is, computed after `other`; not differentiable."""
+    return _tie.bind(x, other)  # type: ignore[no-any-return]
+
+
 def in_order(f: Callable[..., Any]) -> Callable[..., Any]:
     """The same function with its order of computation fixed; for use inside a manual region, and not differentiable.
 

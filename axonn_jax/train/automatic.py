@@ -80,10 +80,10 @@ class AutomaticProgram(OnMesh):
             self._constrain_layers(model)
         return jnp.mean(model.loss(batch[:, :-1], batch[:, 1:], dtype=self.dtype, key=key, run_block=run_block))
 
-    def _run_block(self, block: Block, xs: Streams, key: jax.Array | None) -> Streams:
+    def _run_block(self, block: Block, xs: Streams, key: jax.Array | None, layer: jax.Array | int) -> Streams:
         stream = self._rows("x")
         xs = tuple(lax.with_sharding_constraint(x, stream) for x in xs)
-        return tuple(lax.with_sharding_constraint(x, stream) for x in run_streams(block, xs, key))
+        return tuple(lax.with_sharding_constraint(x, stream) for x in run_streams(block, xs, key, layer))
 
     def _rows(self, axis: str) -> NamedSharding:
         """[batch, seq, features] with features over `axis`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from axonn_jax.data.manifest import SPLITS, Manifest
 from axonn_jax.errors import UserError
+from axonn_jax.memory.policies import Policies, read_policies
 from axonn_jax.models.pieces import Piece, transformer_pieces
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.schedule.partition import Cost, explicit, partition
@@ -98,6 +99,7 @@ def check(config: Config) -> Config:
     config.grid.check_batch(config.train.global_batch, config.train.microbatches)
     if config.log.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise UserError("log.tensorboard", True, "false, or `pip install axonn_jax[tensorboard]`")
+    policies = read_policies(config.memory.activations)
     log = _check_log(config.log)
     _check_checkpoint(config.checkpoint)
     if config.model.preset is not None or config.model.vocab is not None:
@@ -109,9 +111,11 @@ def check(config: Config) -> Config:
     if config.grid.pipe > 1:
         check_not_scanned(config.train.scan_layers)
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_pieces(shape))
+        policies.check_pipelined()
     if config.memory.offload_to and config.memory.offload == "none":
         raise UserError("memory.offload_to", config.memory.offload_to, "left out where memory.offload is none")
-    check_scan(config.train.scan_layers, config.memory.offload)
+    policies.check(shape.layers)
+    check_scan(config.train.scan_layers, config.memory.offload, policies)
     check_streams(config)
     if config.data.verify:
         manifest.verify()
@@ -136,14 +140,18 @@ def check_not_scanned(scan_layers: ScanLayers) -> None:
         raise UserError("train.scan_layers", scan_layers, "auto or no where grid.pipe is above 1")
 
 
-def check_scan(scan_layers: ScanLayers, offload: str) -> ScanLayers:
-    """What to ask for where optimizer state is in host memory: its buckets are of the layers' own parameters.
+def check_scan(scan_layers: ScanLayers, offload: str, policies: Policies) -> ScanLayers:
+    """What to ask for where optimizer state is in host memory, or layers differ in their activation policies.
 
-    Raises ``UserError`` where both are asked for.
+    Buckets in host memory are of the layers' own parameters, and one body of a loop computes all layers alike. Raises
+    ``UserError`` where either is asked for beside scanned layers.
     """
     if offload != "none" and scan_layers == "yes":
         raise UserError("train.scan_layers", scan_layers, f"auto or no where memory.offload is {offload}")
-    return "no" if offload != "none" else scan_layers
+    if policies.uniform is None and scan_layers == "yes":
+        accepted = f"auto or no where memory.activations differs by layer, as in {policies.text!r}"
+        raise UserError("train.scan_layers", scan_layers, accepted)
+    return "no" if offload != "none" or policies.uniform is None else scan_layers
 
 
 def check_pipeline(

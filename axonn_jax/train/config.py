@@ -16,7 +16,6 @@ Precision = Literal["fp32", "bf16", "fp16", "auto"]
 Accumulate = Literal["fp32", "compute"]
 Offload = Literal["none", "optimizer"]
 Zero = Literal[0, 1]
-Activations = Literal["none", "full", "dots", "save_collectives", "offload"]
 Ordering = Literal["auto", "package", "xla"]
 ScanLayers = Literal["auto", "yes", "no"]
 ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
@@ -193,9 +192,11 @@ class MemoryConfig:
     """A directory on a fast disk (NVMe) where offloaded state lives, in memory-mapped files. Left out: host memory."""
     zero: Zero = 0
     """1: fp32 weights and optimizer state are split over grid.data (ZeRO-1)."""
-    activations: Activations = "none"
+    activations: str = "none"
     """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)
-    or what was all-reduced (save_collectives); offload is full with the block's input in host memory meanwhile."""
+    or what was all-reduced (save_collectives); offload is full with the block's input in host memory meanwhile.
+    Layers may differ: "full:0-11,dots:12-17,none" has policies with layers, of which 0 is the first, and one for the
+    rest (left out: none); such layers are not scanned."""
     bucket: int = 16_000_000
     """Elements a device that travel together: gradients and weights over grid.data, with offload also to and from the
     host."""

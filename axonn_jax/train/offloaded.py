@@ -2,29 +2,46 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
 
 from axonn_jax.memory.elementwise import check_elementwise
+from axonn_jax.memory.gradients import unreduced_shardings
 from axonn_jax.memory.offload import Offload
+from axonn_jax.memory.scale import LossScale
+from axonn_jax.tensor.params import Params
+from axonn_jax.train.program import StageProgram
 from axonn_jax.train.step import Measured, Step, StepMetrics, TrainState
+
+
+class Summed(NamedTuple):
+    """A step before its update, where nothing has to be known of all gradients first."""
+
+    grads: Params
+    """Each device's own sums."""
+    loss: jax.Array
 
 
 class OffloadedStep:
     """Does what a `Step` does, with the optimizer's state streamed through the devices (`memory.offload`).
 
-    Raises ``UserError`` where the optimizer is not elementwise.
+    Where nothing is clipped, no loss scaled and no gradient scattered over `data`, a bucket of gradients is reduced
+    beside the update of the one before; else all are reduced first. Raises ``UserError`` where the optimizer is not
+    elementwise.
     """
 
-    def __init__(self, step: Step, disk: Path | None = None):
+    def __init__(self, step: Step, program: StageProgram, disk: Path | None = None):
         check_elementwise(step.optimizer, "memory.offload = optimizer")
-        self.step, program = step, step.program
+        self.step, self.program = step, program
         shapes = {name: p.shape for name, p in program.parts.params.items()}
         layouts = (program.parts.specs, program.grad_specs)
         mesh, precisions, bucket = program.grid.mesh, step.precisions, step.bucket
         self.update = Offload(step.optimizer, shapes, *layouts, mesh, precisions=precisions, bucket=bucket, disk=disk)
+        self.interleaved = (
+            step.clip == 0.0 and not precisions.scaled and not program.zero and program.grid.shape.data > 1
+        )
 
     def run(
         self, measured: Any, state: TrainState, tokens: jax.Array, key: jax.Array | None
@@ -34,6 +51,10 @@ class OffloadedStep:
         Dispatches and returns early: waits only for the host's copy of a bucket where the devices have no room for
         another one.
         """
+        if self.interleaved:
+            summed: Summed = measured(state.model.weights, state.scale, tokens, key)
+            model, norm = self.update.reducing(state.model, summed.grads)
+            return TrainState(model, None), {"loss": summed.loss, "grad_norm": norm}
         found: Measured = measured(state.model.weights, state.scale, tokens, key)
         model = self.update.after(state.model, found.grads, found.factor, found.finite)
         return TrainState(model, found.scale), found.metrics
@@ -41,10 +62,16 @@ class OffloadedStep:
     @cached_property
     def measured(self) -> Any:
         """The compiled part of a step before the update (see `Step.measured`)."""
-        program, scalar = self.step.program, self.step.scalar
-        grads = {name: NamedSharding(program.grid.mesh, spec) for name, spec in program.grad_specs.items()}
-        return jax.jit(
-            self.step.measured,
-            out_shardings=Measured(grads, scalar, scalar, scalar, scalar),  # type: ignore[arg-type]
-            compiler_options=self.step.compiler_options(),
-        )
+        program, scalar = self.program, self.step.scalar
+        shardings: Any
+        if self.interleaved:
+            shardings = Summed(unreduced_shardings(program.parts.specs, program.grid.mesh), scalar)  # type: ignore[arg-type]
+        else:
+            grads = {name: NamedSharding(program.grid.mesh, spec) for name, spec in program.grad_specs.items()}
+            shardings = Measured(grads, scalar, scalar, scalar, scalar)  # type: ignore[arg-type]
+        before = self._summed if self.interleaved else self.step.measured
+        return jax.jit(before, out_shardings=shardings, compiler_options=self.step.compiler_options())
+
+    def _summed(self, weights: Params, scale: LossScale | None, tokens: jax.Array, key: jax.Array | None) -> Summed:
+        assert scale is None
+        return Summed(*self.program.unreduced(weights, tokens, key))

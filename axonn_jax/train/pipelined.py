@@ -18,7 +18,7 @@ from axonn_jax.channels.choose import choose
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.memory.account import StateBytes
-from axonn_jax.memory.activations import Activations
+from axonn_jax.memory.activations import checked_policies
 from axonn_jax.memory.elementwise import check_elementwise
 from axonn_jax.memory.placement import Where
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
@@ -66,7 +66,7 @@ class PipelineTrainer(Trainer):
         offload: Where = "none",
         offload_to: Path | None = None,
         zero: int = 0,
-        activations: Activations = "none",
+        activations: str = "none",
         bucket: int = 16_000_000,
         seed: int = 0,
         pipeline: PipelineConfig | None = None,
@@ -79,6 +79,7 @@ class PipelineTrainer(Trainer):
         shape = getattr(abstract, "shape", None)
         if shape is not None:
             grid.shape.check_model(shape)
+        checked_policies(activations, abstract).check_pipelined()
         if not hasattr(abstract, "stretch"):
             raise UserError(
                 "model", type(abstract).__name__, "where grid.pipe is above 1, a Transformer or a Sequence of layers"

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax import compat
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
-from axonn_jax.memory.activations import Activations, block_runner
+from axonn_jax.memory.activations import block_runner
+from axonn_jax.memory.gradients import unreduced_spec
 from axonn_jax.memory.reduce import reduce_gradients
 from axonn_jax.memory.zero import split_over_data
 from axonn_jax.tensor.clip import global_norm
@@ -54,7 +55,8 @@ class OnMesh:
 class StageProgram(OnMesh):
     """Pure functions on global arrays for a model that lives on one 4D mesh; jit them to run them."""
 
-    activations: Activations = "none"
+    activations: str = "none"
+    """What the backward pass computes again (`memory.policies`)."""
     bucket: int = 16_000_000
     streams: int = 1
     """Parts of a microbatch's local rows that run side by side, so that communication hides behind compute; 0: two
@@ -87,6 +89,19 @@ class StageProgram(OnMesh):
         out_specs = (self.grad_specs, P(), P())
         region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P(), P()), out_specs)
         return region(params, tokens, key, scale)
+
+    def unreduced(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array]:
+        """As `gradients`, each device's own sums over microbatches, and the mean loss.
+
+        Sums are laid out by `memory.gradients.unreduced_spec`; nothing but the loss is reduced over `data`.
+        """
+
+        def local(params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array]:
+            sums, loss = self._local_sums(params, tokens, key, None)
+            return {name: value[None] for name, value in sums.items()}, loss
+
+        sums = {name: unreduced_spec(spec, self.grid.mesh) for name, spec in self.parts.specs.items()}
+        return self._manual(local, (self.parts.specs, BATCH_SPEC, P()), (sums, P()))(params, tokens, key)  # type: ignore[no-any-return]
 
     def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Mean loss of [microbatches, sequences, seq + 1] tokens, without dropout."""
@@ -143,6 +158,14 @@ class StageProgram(OnMesh):
     def _local_gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
     ) -> tuple[Params, jax.Array, jax.Array]:
+        sums, loss = self._local_sums(params, tokens, key, scale)
+        grads = reduce_gradients(sums, self.parts.specs, self.grad_specs, self.bucket)
+        norm = global_norm(grads, self.grad_specs)
+        return grads, loss, norm if scale is None else norm / scale
+
+    def _local_sums(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
+    ) -> tuple[Params, jax.Array]:
         # Varying over data and z on purpose: autodiff then leaves gradients unreduced over both (a z-sharded kernel
         # is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
         own = {name: vary(p, BATCH_AXES) for name, p in params.items()}
@@ -169,7 +192,4 @@ class StageProgram(OnMesh):
         zeros = {name: vary(jnp.zeros_like(p, self.sums), compat.varying_axes(p)) for name, p in own.items()}
         start = (vary(jnp.zeros((), jnp.float32), BATCH_AXES), zeros)
         (total, sums), _ = lax.scan(add, start, (jnp.arange(tokens.shape[0]), tokens))
-
-        grads = reduce_gradients(sums, self.parts.specs, self.grad_specs, self.bucket)
-        norm = global_norm(grads, self.grad_specs)
-        return grads, reduce_sum(total, BATCH_AXES), norm if scale is None else norm / scale
+        return sums, reduce_sum(total, BATCH_AXES)

@@ -7,7 +7,6 @@ import optax
 from flax import nnx
 
 from axonn_jax.errors import UserError
-from axonn_jax.memory.activations import Activations
 from axonn_jax.models.stacked import Stack, stack_layers
 from axonn_jax.tensor.params import take_apart
 from axonn_jax.train.config import ScanLayers
@@ -22,7 +21,7 @@ def choose_stack(
     optimizer: optax.GradientTransformation,
     wanted: ScanLayers,
     *,
-    activations: Activations = "none",
+    activations: str = "none",
     ordered: bool = False,
 ) -> Stack:
     """The model's parts as its programs hold them: layers stacked where they are scanned, as they are elsewhere.

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.grid import Grid
-from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.precision import FULL, Accumulate, Precision, Precisions, precisions
 from axonn_jax.memory.scale import LossScale, first_scale, next_scale
 from axonn_jax.memory.update import DeviceUpdate, ModelState, clip_factor
@@ -180,7 +179,7 @@ def compile_abstract(
     precision: Precision = "fp32",
     accumulate: Accumulate = "fp32",
     zero: bool = False,
-    activations: Activations = "none",
+    activations: str = "none",
     bucket: int = 16_000_000,
     streams: int = 1,
     ordered: bool = False,

@@ -14,7 +14,7 @@ from flax import nnx
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.account import StateBytes, counted, report
-from axonn_jax.memory.activations import Activations
+from axonn_jax.memory.activations import checked_policies
 from axonn_jax.memory.placement import Where, own_folder
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
 from axonn_jax.state.names import State, flatten, shapes, unflatten, unflatten_scale
@@ -40,7 +40,8 @@ class Trainer:
     layers compute in that precision, while master weights and optimizer state stay float32; gradient sums are float32
     unless `accumulate` says otherwise. fp16 scales the loss (`memory.scale`). `zero` 1 splits masters and optimizer
     state over `data`; `offload` keeps them in host memory, or on disk below `offload_to`, for which the optimizer must
-    be elementwise (``UserError``). `scan_layers` says whether layers are one compiled body in a loop; names, shapes and
+    be elementwise (``UserError``). `activations` says what the backward pass computes again, of all layers or by ranges
+    of them (`memory.policies`). `scan_layers` says whether layers are one compiled body in a loop; names, shapes and
     results are the same.
 
     On a grid with `pipe` above 1 this makes a `PipelineTrainer`, which has the same methods and takes `pipeline`.
@@ -67,7 +68,7 @@ class Trainer:
         offload: Where = "none",
         offload_to: Path | None = None,
         zero: int = 0,
-        activations: Activations = "none",
+        activations: str = "none",
         bucket: int = 16_000_000,
         seed: int = 0,
         pipeline: PipelineConfig | None = None,
@@ -77,6 +78,7 @@ class Trainer:
         owned = not isinstance(model, nnx.Module)
         if not isinstance(model, nnx.Module):
             model = model()
+        policies = checked_policies(activations, model)
         shape = getattr(model, "shape", None)
         if shape is not None:
             grid.shape.check_model(shape)
@@ -87,7 +89,7 @@ class Trainer:
         ordered = overlap.order == "package" or (overlap.order == "auto" and auto)
         split = zero > 0 and grid.shape.data > 1
         dtypes = precisions(precision, accumulate, apart=split or offload != "none")
-        wanted = check_scan(scan_layers, offload)
+        wanted = check_scan(scan_layers, offload, policies)
         stack = choose_stack(model, optimizer, wanted, activations=activations, ordered=ordered)
         parts = shapes_of(stack.parts)
         self._stack = replace(stack, parts=parts)
@@ -97,7 +99,7 @@ class Trainer:
         self._key = jax.random.key(seed) if getattr(shape, "dropout", 0.0) > 0.0 else None
         params = self._stack.place(model, grid.mesh, used_up=owned)
         step = Step(self.program, layerwise(optimizer, self._stack), clip, dtypes, bucket)
-        self._offloaded = OffloadedStep(step, own_folder(offload_to, 0)) if offload != "none" else None
+        self._offloaded = OffloadedStep(step, self.program, own_folder(offload_to, 0)) if offload != "none" else None
         self._step, self.precisions = step, dtypes
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
         self._update = self._offloaded.update if self._offloaded else step.update

@@ -85,6 +85,8 @@ KEYS = [
     ("memory.precision", '"fp8"', "'fp8'", "one of fp32, bf16, fp16, auto"),
     ("memory.accumulate", '"bf16"', "'bf16'", "one of fp32, compute"),
     ("memory.activations", '"some"', "'some'", "one of none, full, dots, save_collectives, offload"),
+    ("memory.activations", '"full:0-9"', "'full:0-9'", "layers from 0 to 1, which the model has"),
+    ("memory.activations", '"full:1,dots:0-1"', "'full:1,dots:0-1'", "one policy a layer; layer 1 has two"),
     ("memory.offload", '"gradients"', "'gradients'", "one of none, optimizer"),
     ("memory.zero", "2", "2", "one of 0, 1"),
     ("memory.bucket", "0", "0", "an integer from 1"),

@@ -5,6 +5,7 @@ import gc
 from itertools import product
 
 import grids
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +87,38 @@ def test_fp32_is_the_same_with_offload_and_zero(grid, way):
 
 
 @pytest.mark.parametrize(
+    ("grid", "options"),
+    [
+        (GridShape(data=2, z=2, x=2), {}),
+        pytest.param(GridShape(data=8), {"precision": "bf16", "accumulate": "compute"}, marks=slow),
+        pytest.param(GridShape(data=2), {"bucket": 16_000_000}, marks=slow),
+    ],
+    ids=str,
+)
+def test_reduction_beside_the_update_changes_no_bit(grid, options):
+    """A bucket's, where nothing is clipped, against a limit that no norm reaches, for which all are reduced first."""
+
+    def run(clip):
+        trainer = made(grid, **{"precision": "fp32", "offload": "optimizer", "bucket": BUCKET, "clip": clip} | options)
+        metrics = [trainer.step(batch) for batch in batches()]
+        over_data = [
+            c for c in hlo.collectives(trainer.compiled_step(batches(1)[0]).as_text())
+            if c.crosses(trainer.grid.mesh, "data")
+        ]  # fmt: skip
+        losses, norms = ([float(m[name]) for m in metrics] for name in ("loss", "grad_norm"))
+        return losses, norms, {n: np.asarray(v) for n, v in trainer.params.items()}, sum(c.bytes for c in over_data)
+
+    losses, norms, weights, reduced = run(0.0)
+    want_losses, want_norms, want_weights, want_reduced = run(1e9)
+    assert losses == want_losses
+    np.testing.assert_allclose(norms, want_norms, rtol=1e-6)  # squares add up in another order
+    for name, value in want_weights.items():
+        np.testing.assert_array_equal(weights[name], value, err_msg=name)
+    assert reduced == 4  # the loss
+    assert want_reduced > 1000
+
+
+@pytest.mark.parametrize(
     ("grid", "way", "precision"),
     cases(
         lambda grid, way, precision: (grid.pipe, precision) in ((1, "bf16"), (2, "fp16")) and way != "both",
@@ -110,6 +143,29 @@ def test_half_precision_is_the_same_to_its_rounding(grid, way, precision):
 def test_every_activation_policy_with_offload_and_zero(grid, activations):
     losses, _ = train(grid, precision="fp32", activations=activations, **WAYS["both"])
     np.testing.assert_allclose(losses, plain(grid, "fp32")[0], rtol=3e-7)
+
+
+@pytest.mark.parametrize(
+    ("grid", "activations"),
+    cases(lambda grid, text: grid.pipe == 2 and "dots" in text, GRIDS[1:], ["full:0,dots:1", "save_collectives:1"]),
+    ids=str,
+)
+def test_layers_with_policies_of_their_own(grid, activations):
+    losses, _ = train(grid, precision="fp32", activations=activations)
+    np.testing.assert_allclose(losses, plain(grid, "fp32")[0], rtol=3e-7)
+
+
+def test_a_pipeline_keeps_what_the_policies_of_its_layers_say():
+    def kept(activations):
+        trainer = made(GridShape(pipe=2), activations=activations)
+        pipe, _ = trainer._prepare(batches(1)[0])
+        found = pipe.bytes_kept()
+        trainer.close()
+        return found
+
+    full, first, none = (kept(text) for text in ("full", "full:0,none", "none"))
+    assert full < first < none
+    assert kept("full:0,none:1") == first
 
 
 @pytest.mark.parametrize(
