@@ -9,20 +9,22 @@ from jax.ad_checkpoint import checkpoint_name
 from axonn_jax.memory.placement import HOST
 from axonn_jax.models.transformer import Block, BlockFn, Streams, run_streams
 from axonn_jax.tensor.collectives import BLOCK_ALL_REDUCES
+from axonn_jax.tensor.gather import Gather, gather_weights
 
 Activations = Literal["none", "full", "dots", "save_collectives", "offload"]
 
 _BLOCK_INPUT = "block_input"
 
 
-def block_runner(policy: Activations) -> BlockFn:
+def block_runner(policy: Activations, gather: Gather = "layer") -> BlockFn:
     """Returns how to run a block under a policy.
 
     `none` keeps every intermediate; `full` keeps a block's input and computes the block again in the backward
     pass, communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again;
     `save_collectives` keeps what was all-reduced and computes the rest again without reducing anything twice (TED,
     section on communication-aware activation checkpointing); `offload` is `full` with the block's input in host
-    memory until the backward pass. Weights are gathered again under all of them.
+    memory until the backward pass. With `gather` "layer" all of them but `none` gather weights again; else what a block
+    recomputes begins with gathered weights, which are kept.
     """
     if policy == "none":
         return run_streams
@@ -40,6 +42,8 @@ def block_runner(policy: Activations) -> BlockFn:
     }[policy]
 
     def run(block: Block, xs: Streams, key: jax.Array | None) -> Streams:
+        if gather != "layer":
+            block = gather_weights(block, xs[0].dtype)
         graphdef, state = nnx.split(block)
 
         def pure(state: Any, xs: Streams, key: jax.Array | None) -> Streams:

@@ -17,6 +17,7 @@ Accumulate = Literal["fp32", "compute"]
 Offload = Literal["none", "optimizer"]
 Zero = Literal[0, 1]
 Activations = Literal["none", "full", "dots", "save_collectives", "offload"]
+Gather = Literal["layer", "pass", "step"]
 Ordering = Literal["auto", "package", "xla"]
 ScanLayers = Literal["auto", "yes", "no"]
 ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
@@ -196,6 +197,10 @@ class MemoryConfig:
     activations: Activations = "none"
     """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)
     or what was all-reduced (save_collectives); offload is full with the block's input in host memory meanwhile."""
+    gather: Gather = "layer"
+    """How long weights gathered over grid.z live. layer: as little as activations allow, so that recomputation gathers
+    again; pass: from a microbatch's forward to its backward; step: gathered once for all microbatches, whose gradients
+    add up whole and are reduce-scattered once. Each sends less and needs more memory. Needs grid.pipe = 1."""
     bucket: int = 16_000_000
     """Elements a device that travel together: gradients and weights over grid.data, with offload also to and from the
     host."""

@@ -18,6 +18,7 @@ from axonn_jax.memory.activations import Activations
 from axonn_jax.memory.placement import Where, own_folder
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
 from axonn_jax.state.names import State, flatten, shapes, unflatten, unflatten_scale
+from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, shapes_of
 from axonn_jax.train.batch import local_rows, place
 from axonn_jax.train.check import check_scan
@@ -40,8 +41,8 @@ class Trainer:
     layers compute in that precision, while master weights and optimizer state stay float32; gradient sums are float32
     unless `accumulate` says otherwise. fp16 scales the loss (`memory.scale`). `zero` 1 splits masters and optimizer
     state over `data`; `offload` keeps them in host memory, or on disk below `offload_to`, for which the optimizer must
-    be elementwise (``UserError``). `scan_layers` says whether layers are one compiled body in a loop; names, shapes and
-    results are the same.
+    be elementwise (``UserError``). `gather` says how long weights gathered over `z` live (docs/memory.md).
+    `scan_layers` says whether layers are one compiled body in a loop; names, shapes and results are the same.
 
     On a grid with `pipe` above 1 this makes a `PipelineTrainer`, which has the same methods and takes `pipeline`.
     """
@@ -68,6 +69,7 @@ class Trainer:
         offload_to: Path | None = None,
         zero: int = 0,
         activations: Activations = "none",
+        gather: Gather = "layer",
         bucket: int = 16_000_000,
         seed: int = 0,
         pipeline: PipelineConfig | None = None,
@@ -92,7 +94,7 @@ class Trainer:
         parts = shapes_of(stack.parts)
         self._stack = replace(stack, parts=parts)
         self.program = StageProgram(
-            parts, grid, dtypes.compute, activations, bucket, overlap.streams, ordered, dtypes.sums, split
+            parts, grid, dtypes.compute, activations, bucket, overlap.streams, ordered, dtypes.sums, split, gather
         )
         self._key = jax.random.key(seed) if getattr(shape, "dropout", 0.0) > 0.0 else None
         params = self._stack.place(model, grid.mesh, used_up=owned)

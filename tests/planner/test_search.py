@@ -88,6 +88,27 @@ def test_constraints_are_kept():
         assert (choice.activations, choice.offload, choice.zero) == ("full", True, 0)
 
 
+def test_gathered_weights_are_kept_where_that_is_faster_and_fits():
+    space = Space(axes={"pipe": 1, "z": 16}, activations=("full",), sequences=1)
+    every = replace(space, gather=("layer", "pass", "step"))
+    layer, best = (search(JOB, 64, one, 80e9).best[0] for one in (space, every))
+    assert layer.choice.gather == "layer"
+    assert best.choice.gather == "step"
+    assert best.step_s < layer.step_s
+    tight = search(JOB, 64, every, layer.memory.total).best[0]
+    assert tight.memory.total <= layer.memory.total
+    fixed = search(JOB, 64, replace(space, gather=("pass",)), 80e9).best
+    assert {one.choice.gather for one in fixed} == {"pass"}
+
+
+def test_a_pipeline_keeps_no_gathered_weights():
+    rules = Counter()
+    assert list(legal_grids(JOB, 64, Space(axes={"pipe": 4}, gather=("step",)), rules)) == []
+    assert rules["a pipeline keeps no gathered weights"] > 0
+    found = search(JOB, 64, Space(axes={"pipe": 4}, gather=("layer", "step")), 80e9)
+    assert {one.choice.gather for one in found.best} == {"layer"}
+
+
 def test_less_memory_costs_time_and_explains_itself():
     wide, tight = (search(JOB, 16, Space(), limit) for limit in (80e9, 12e9))
     assert tight.best[0].step_s >= wide.best[0].step_s
