@@ -63,6 +63,7 @@ def test_a_grid_that_does_not_divide_is_refused():
         compare_runs(GPT, GridShape(data=2), 3)
 
 
+@pytest.mark.slow
 def test_weights_gathered_once_a_step_send_less_and_compute_the_same():
     way = Way(2, "full")
     layer, step = (

@@ -28,7 +28,8 @@ class CostModel:
         key = (grid.data, grid.z, grid.y, grid.x)
         if key not in self._tasks:
             job = self.job
-            self._tasks[key] = Tasks(job.shape, GridShape(1, *key), job.machine, self.compute, job.switches)
+            grid = GridShape(1, *key)
+            self._tasks[key] = Tasks(job.shape, grid, job.machine, self.compute, job.switches, job.accumulate)
         return self._tasks[key]
 
     def bound(self, grid: GridShape) -> float:
@@ -156,8 +157,8 @@ class CostModel:
             for line in traffic.lines(part, "gather"):
                 beside = forward if part == "block" and self.job.switches.gathers and not choice.once else 0.0
                 yield line.axis, count * max(0.0, line.fixed - beside)
-            for line in traffic.lines(part, "scatter") if choice.once else ():
-                yield line.axis, count * line.fixed * self.job.accumulate / self.compute.item
+            for line in traffic.lines(part, "sums") if choice.once else ():
+                yield line.axis, count * line.fixed
 
     def _reduced(self, choice: Choice, load: Load) -> Iterator[tuple[str, float]]:
         """Seconds by axis of what is reduced once a step; ZeRO-1 scatters gradients and gathers weights instead."""

@@ -50,10 +50,18 @@ class Times:
 class Tasks:
     """Times of the parts of one grid's stages, by microbatch and activation policy, each worked out once."""
 
-    def __init__(self, shape: ModelShape, grid: GridShape, machine: Machine, compute: Compute, switches: Switches):
+    def __init__(
+        self,
+        shape: ModelShape,
+        grid: GridShape,
+        machine: Machine,
+        compute: Compute,
+        switches: Switches,
+        accumulate: int = 4,
+    ):
         self.grid, self.machine, self.compute, self.switches = grid, machine, compute, switches
         self.shape = shape
-        self.traffic = Traffic(shape, grid, machine, compute.item)
+        self.traffic = Traffic(shape, grid, machine, compute.item, accumulate)
         self._cache: dict[tuple[Part, int, Policy, bool, Gather], Times] = {}
 
     def times(self, part: Part, sequences: int, activations: Policy, gathers: bool, gather: Gather = "layer") -> Times:
