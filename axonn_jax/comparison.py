@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from axonn_jax.grid import MESH_AXES, GridShape, build_grid
 from axonn_jax.models.shape import ModelShape
-from axonn_jax.planner.communication import Work, predict
+from axonn_jax.planner.communication import Gather, Recompute, Work, predict
 from axonn_jax.planner.compiled import collectives
 from axonn_jax.planner.ring import Totals, totals
 from axonn_jax.planner.sliced import totals_if_scattered
@@ -28,18 +28,33 @@ GRADIENT_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
+class Way:
+    """How steps are run; microbatches and activations are those of both programs."""
+
+    microbatches: int = 1
+    activations: Recompute = "none"
+    gather: Gather = "layer"
+    """How long the explicit program keeps gathered weights; the other's are XLA's business."""
+    constraints: "Constraints" = "layers"
+
+    def work(self, shape: ModelShape, grid: GridShape, sequences: int) -> Work:
+        """Such a step of a model."""
+        return Work(shape, grid, sequences, self.microbatches, activations=self.activations, gather=self.gather)
+
+
+@dataclass(frozen=True)
 class Comparison:
     """What a device sends in a step under either program, by kind and axes, and how long a step takes."""
 
-    shape: ModelShape
-    grid: GridShape
-    sequences: int
+    work: Work
     explicit: Totals
     """The package's program."""
     automatic: Totals
     """Automatic partitioning, as XLA's CPU backend compiled it."""
     scattered: Totals
     """The same with every all-reduce that is only sliced as a reduce-scatter, which other backends make of it."""
+    temporary: tuple[float, float]
+    """Bytes of a device beside state and batch, explicit and automatic, as XLA's CPU backend says."""
     step_s: tuple[float, float] | None = None
     """Median seconds of a step, explicit and automatic; None where nothing ran."""
     rounds_s: tuple[tuple[float, ...], tuple[float, ...]] | None = None
@@ -66,9 +81,8 @@ class Comparison:
         axes = max(more, key=lambda one: more[one], default="")
         if not axes or more[axes] <= 0:
             return ""
-        work = Work(self.shape, self.grid, self.sequences)
         layers: dict[str, Fraction] = {}
-        for one in predict(work):
+        for one in predict(self.work):
             if one.over == axes:
                 name = f"{one.phase} {one.kind} of {one.name}"
                 layers[name] = layers.get(name, Fraction(0)) + one.bytes
@@ -86,46 +100,74 @@ def _over(mine: Totals, theirs: Totals) -> float:
     return 1.0 if a == b else float(a / b) if b else float("inf")
 
 
-def compare_compiled(
-    shape: ModelShape, grid: GridShape, sequences: int, constraints: "Constraints" = "layers"
-) -> Comparison:
+@dataclass(frozen=True)
+class Counted:
+    """What a compiled program sends and needs."""
+
+    sent: Totals
+    scattered: Totals
+    """With every all-reduce that is only sliced as a reduce-scatter."""
+    temporary: int
+    """Bytes of a device."""
+
+
+def compare_compiled(shape: ModelShape, grid: GridShape, sequences: int, way: Way | None = None) -> Comparison:
     """Compares the bytes of a model of any depth on a grid of virtual devices; compiles one and two blocks.
 
     Blocks are alike: the second one's bytes count for every further one. The explicit program's bytes at full depth
     are the predicted ones, which are compared with the compiled ones at two blocks. Raises ``UserError`` where model
     or batch do not divide over the grid, ``RuntimeError`` where prediction and program differ.
     """
-    one, two = (_compiled(replace(shape, layers=layers), grid, sequences, constraints) for layers in (1, 2))
-    for found in (one, two):
-        if found.explicit != totals(predict(Work(found.shape, grid, sequences))):
+    way = way or Way()
+    return compare_gathers(shape, grid, sequences, way, (way.gather,))[0]
+
+
+def compare_gathers(
+    shape: ModelShape, grid: GridShape, sequences: int, way: Way, gathers: Sequence[Gather]
+) -> list[Comparison]:
+    """As `compare_compiled`, for explicit programs that keep gathered weights for so long, beside one automatic one."""
+    blocks = [replace(shape, layers=layers) for layers in (1, 2)]
+    works = [way.work(one, grid, sequences) for one in blocks]
+    automatic = _extended([_count(_compile(_abstract(one, way)[1], one), one) for one in works], shape.layers)
+    found = []
+    for gather in gathers:
+        kept = replace(way, gather=gather)
+        works = [kept.work(one, grid, sequences) for one in blocks]
+        both = [_count(_compile(_abstract(one, kept)[0], one), one) for one in works]
+        if any(program.sent != totals(predict(one)) for program, one in zip(both, works, strict=True)):
             raise RuntimeError(f"the explicit program on {grid} does not communicate what is predicted")
-    explicit = totals(predict(Work(shape, grid, sequences)))
-    automatic, scattered = (
-        _extended(getattr(one, side), getattr(two, side), shape.layers) for side in ("automatic", "scattered")
+        work = kept.work(shape, grid, sequences)
+        explicit = replace(_extended(both, shape.layers), sent=totals(predict(work)))
+        found.append(_comparison(work, explicit, automatic))
+    return found
+
+
+def _comparison(work: Work, explicit: Counted, automatic: Counted) -> Comparison:
+    temporary = (explicit.temporary, automatic.temporary)
+    return Comparison(work, explicit.sent, automatic.sent, automatic.scattered, temporary)
+
+
+def _extended(both: Sequence[Counted], layers: int) -> Counted:
+    """A program of so many blocks from those of one and of two."""
+    one, two = both
+    sent, scattered = (
+        {key: (2 - layers) * a.get(key, Fraction(0)) + (layers - 1) * b.get(key, Fraction(0)) for key in {**a, **b}}
+        for a, b in ((one.sent, two.sent), (one.scattered, two.scattered))
     )
-    return Comparison(shape, grid, sequences, explicit, automatic, scattered)
+    return Counted(sent, scattered, (2 - layers) * one.temporary + (layers - 1) * two.temporary)
 
 
-def _extended(one: Totals, two: Totals, layers: int) -> Totals:
-    none = Fraction(0)
-    return {
-        key: one.get(key, none) + (layers - 1) * (two.get(key, none) - one.get(key, none)) for key in {**one, **two}
-    }
-
-
-def _compiled(shape: ModelShape, grid: GridShape, sequences: int, constraints: "Constraints") -> Comparison:
+def _abstract(work: Work, way: Way) -> "tuple[Step, Step]":
     from flax import nnx
 
     from axonn_jax.models.transformer import Transformer
     from axonn_jax.tensor.params import take_apart
 
-    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), attention="xla"))
-    steps = _steps(take_apart(model), shape, grid, constraints)
-    programs = [step.compiled((1, sequences, shape.seq_len + 1)) for step in steps]
-    return _counted(programs, shape, grid, sequences)
+    model = nnx.eval_shape(lambda: Transformer(work.shape, rngs=nnx.Rngs(0), attention="xla"))
+    return _steps(take_apart(model), work, way)
 
 
-def _steps(parts: "Parts", shape: ModelShape, grid: GridShape, constraints: "Constraints") -> "tuple[Step, Step]":
+def _steps(parts: "Parts", work: Work, way: Way) -> "tuple[Step, Step]":
     """The explicit step and the automatic one, with AdamW and clipping."""
     import jax
     import jax.numpy as jnp
@@ -135,30 +177,29 @@ def _steps(parts: "Parts", shape: ModelShape, grid: GridShape, constraints: "Con
     from axonn_jax.train.program import StageProgram
     from axonn_jax.train.step import Step
 
-    laid = build_grid(grid, jax.devices()[: grid.devices])
-    explicit = StageProgram(parts, laid, jnp.dtype("float32"))
-    automatic = AutomaticProgram(parts, laid, jnp.dtype("float32"), constraints)
+    laid, dtype = build_grid(work.grid, jax.devices()[: work.grid.devices]), jnp.dtype("float32")
+    explicit = StageProgram(parts, laid, dtype, way.activations, gather=way.gather)
+    automatic = AutomaticProgram(parts, laid, dtype, way.constraints, way.activations)
     return Step(explicit, optax.adamw(1e-3), 1.0), Step(automatic, optax.adamw(1e-3), 1.0)
 
 
-def _counted(
-    programs: "Sequence[jax.stages.Compiled]", shape: ModelShape, grid: GridShape, sequences: int
-) -> Comparison:
-    sizes = {axis: int(getattr(grid, axis)) for axis in MESH_AXES}
-    explicit, automatic = (str(program.as_text()) for program in programs)
-    found = collectives(automatic, sizes)
-    return Comparison(
-        shape,
-        grid,
-        sequences,
-        totals(collectives(explicit, sizes)),
-        totals(found),
-        totals_if_scattered(automatic, found),
-    )
+def _compile(step: "Step", work: Work) -> "jax.stages.Compiled":
+    from axonn_jax import compat
+
+    rows = (work.microbatches, work.sequences // work.microbatches, work.shape.seq_len + 1)
+    again = work.activations != "none"  # the CPU backend would undo recomputation, of either program
+    return step.compiled(rows, compiler_options=compat.keep_recomputation() if again else None)
+
+
+def _count(program: "jax.stages.Compiled", work: Work) -> Counted:
+    text, sizes = str(program.as_text()), {axis: int(getattr(work.grid, axis)) for axis in MESH_AXES}
+    found = collectives(text, sizes)
+    memory: Any = program.memory_analysis()
+    return Counted(totals(found), totals_if_scattered(text, found), int(memory.temp_size_in_bytes))
 
 
 def compare_runs(
-    shape: ModelShape, grid: GridShape, sequences: int, constraints: "Constraints" = "layers", rounds: int = 7
+    shape: ModelShape, grid: GridShape, sequences: int, way: Way | None = None, rounds: int = 7
 ) -> Comparison:
     """Compares bytes and seconds of real steps on this process's devices, the two programs in turns.
 
@@ -172,14 +213,16 @@ def compare_runs(
     from axonn_jax.models.transformer import Transformer
     from axonn_jax.tensor.params import take_apart
 
+    way = way or Way()
     grid.check_model(shape)
-    grid.check_batch(sequences, 1)
+    grid.check_batch(sequences, way.microbatches)
+    work = way.work(shape, grid, sequences)
     laid = build_grid(grid, jax.devices()[: grid.devices])
     with jax.set_mesh(laid.mesh):
         parts = take_apart(Transformer(shape, rngs=nnx.Rngs(0), attention="xla"))
-    steps = _steps(parts, shape, grid, constraints)
-    rows = (1, sequences, shape.seq_len + 1)
-    programs = [step.compiled(rows) for step in steps]
+    steps = _steps(parts, work, way)
+    rows = (way.microbatches, sequences // way.microbatches, shape.seq_len + 1)
+    programs = [_compile(step, work) for step in steps]
     tokens = np.random.default_rng(0).integers(0, shape.vocab, rows, dtype=np.int32)
     batch = jax.device_put(tokens, steps[0].program.batch_sharding())
     states = [_start(step) for step in steps]
@@ -194,7 +237,7 @@ def compare_runs(
     run(0), run(1)
     _check_same(states, metrics)
     times = [(run(0), run(1)) for _ in range(rounds)]
-    counted = _counted(programs, shape, grid, sequences)
+    counted = _comparison(work, *(_count(program, work) for program in programs))
     if not times:
         return counted
     explicit, automatic = zip(*times, strict=True)

@@ -7,7 +7,7 @@ import optax
 import pytest
 from grids import GPT, LLAMA
 
-from axonn_jax.comparison import _check_same, _compiled, compare_compiled, compare_runs
+from axonn_jax.comparison import Way, _abstract, _check_same, _compile, _count, compare_compiled, compare_runs
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.memory.update import ModelState
@@ -16,7 +16,7 @@ from axonn_jax.train.step import TrainState
 
 @pytest.mark.parametrize("constraints", ["layers", "blocks", "none"])
 def test_llama_on_a_mixed_grid_is_the_same_by_either_program(constraints):
-    done = compare_runs(LLAMA, GridShape(z=2, y=2), 4, constraints, rounds=1)
+    done = compare_runs(LLAMA, GridShape(z=2, y=2), 4, Way(constraints=constraints), rounds=1)
     assert done.ratio < 1
     assert done.step_s is not None
     assert {axes for _, axes in done.explicit} >= {"z", "y"}
@@ -25,10 +25,10 @@ def test_llama_on_a_mixed_grid_is_the_same_by_either_program(constraints):
 def test_a_deeper_model_is_one_block_more_for_every_layer():
     shape, grid = replace(GPT, layers=4), GridShape(data=2, z=2)
     done = compare_compiled(shape, grid, 4)
-    whole = _compiled(shape, grid, 4, "layers")
-    assert done.explicit == whole.explicit
-    assert done.automatic == whole.automatic
-    assert done.scattered == whole.scattered
+    whole = [_count(_compile(step, done.work), done.work) for step in _abstract(done.work, Way())]
+    assert done.explicit == whole[0].sent
+    assert done.automatic == whole[1].sent
+    assert done.scattered == whole[1].scattered
 
 
 def test_one_device_communicates_nothing():
@@ -61,3 +61,13 @@ def test_other_losses_and_gradients_are_noticed():
 def test_a_grid_that_does_not_divide_is_refused():
     with pytest.raises(UserError, match=r"train.global_batch = 3"):
         compare_runs(GPT, GridShape(data=2), 3)
+
+
+@pytest.mark.slow
+def test_weights_gathered_once_a_step_send_less_and_compute_the_same():
+    way = Way(2, "full")
+    layer, step = (
+        compare_runs(GPT, GridShape(data=2, z=2), 8, replace(way, gather=one), 0) for one in ("layer", "step")
+    )
+    assert step.ratio < layer.ratio < 1
+    assert step.automatic == layer.automatic

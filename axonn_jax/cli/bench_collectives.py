@@ -12,7 +12,7 @@ from axonn_jax.cli.virtual import make_devices
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.communication import Recompute, Work
+from axonn_jax.planner.communication import Gather, Recompute, Work
 from axonn_jax.version import __version__
 
 
@@ -38,6 +38,8 @@ class Collectives:
     activations: Recompute = "none"
     """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)
     or what was all-reduced (save_collectives)."""
+    gather: Gather = "layer"
+    """How long gathered weights live (memory.gather): layer, pass or step."""
     scanned: bool = False
     """Whether layers are a loop's body (train.scan_layers), not unrolled."""
     json: bool = False
@@ -65,7 +67,15 @@ def _work(args: Collectives) -> Work:
             raise UserError("--devices", args.devices, f"a multiple of the grid's product, which is {grid.devices}")
         grid = replace(grid, data=grid.data * args.devices // grid.devices)
     sequences = grid.batch_shards * args.microbatches if args.batch is None else args.batch
-    return Work(shape, grid, sequences, args.microbatches, activations=args.activations, scanned=args.scanned)
+    return Work(
+        shape,
+        grid,
+        sequences,
+        args.microbatches,
+        activations=args.activations,
+        scanned=args.scanned,
+        gather=args.gather,
+    )
 
 
 def _figures(args: Collectives, work: Work, done: Accounting) -> dict[str, Any]:
@@ -91,6 +101,7 @@ def _figures(args: Collectives, work: Work, done: Accounting) -> dict[str, Any]:
         "sequences": work.sequences,
         "activations": work.activations,
         "scanned": work.scanned,
+        "gather": work.gather,
         "dtype": "float32",
         "device": jax.devices()[0].device_kind,
         "versions": {"axonn_jax": __version__, **{name: metadata.version(name) for name in ("jax", "jaxlib")}},

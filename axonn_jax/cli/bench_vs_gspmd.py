@@ -5,18 +5,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from itertools import product
 from statistics import geometric_mean
 from typing import Any, Literal
 
 from axonn_jax.cli.virtual import make_devices
-from axonn_jax.comparison import Comparison, compare_compiled, compare_runs
+from axonn_jax.comparison import Comparison, Way, compare_gathers, compare_runs
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
 from axonn_jax.models.shape import ModelShape
+from axonn_jax.planner.communication import Gather, Recompute
 from axonn_jax.version import __version__
 
 RUN_UP_TO = 16
@@ -32,8 +33,8 @@ class VsGspmd:
     """The same model on the same mesh: this package's program beside plain jax.jit with NamedSharding on everything.
 
     Up to 16 devices a small model really runs, on every grid, the two in turns; beyond, published models are compiled
-    for virtual CPU devices, on a sample of grids. Bytes are what a device sends in a step of one sequence a device, on
-    a ring, in float32.
+    for virtual CPU devices, on a sample of grids. Bytes are what a device sends in a step of one sequence a device and
+    microbatch, on a ring, in float32.
     """
 
     devices: tuple[int, ...] = (8, 64, 512)
@@ -44,10 +45,19 @@ class VsGspmd:
     """Only these grids, named as in d2z2y1x1 (data, z, y, x); left out: all, or beyond 16 devices a sample."""
     rounds: int = 7
     """Steps of either program that are timed, in turns."""
+    gather: tuple[Gather, ...] = ("layer",)
+    """How long the explicit program keeps weights gathered over z (memory.gather); several are rows of their own."""
+    microbatches: int = 1
+    """Of a step, in either program."""
+    activations: Recompute = "none"
+    """What either program computes again in the backward pass."""
     constraints: Literal["layers", "blocks", "none"] = "layers"
     """Where automatic partitioning is told the layout of activations: behind every layer, every block, or nowhere."""
     json: bool = False
     """Print one JSON object instead of the table."""
+
+
+_RATIOS = ("ratio", "ratio_scattered", "step_ratio")
 
 
 def run(args: VsGspmd) -> int:
@@ -60,8 +70,9 @@ def run(args: VsGspmd) -> int:
     for count in args.devices:
         if count < 1:
             raise UserError("--devices", count, "integers of at least 1")
-    if args.rounds < 1:
-        raise UserError("--rounds", args.rounds, "an integer of at least 1")
+    for flag in ("rounds", "microbatches"):
+        if getattr(args, flag) < 1:
+            raise UserError(f"--{flag}", getattr(args, flag), "an integer of at least 1")
     shapes = [preset(name) for name in args.models]
     if len(args.devices) == 1:
         rows = _rows(args, args.devices[0], grids, shapes)
@@ -75,6 +86,7 @@ def run(args: VsGspmd) -> int:
 def _in_a_process(args: VsGspmd, count: int) -> list[dict[str, Any]]:
     """Rows for one number of devices: a process's number of virtual devices is fixed once jax has started."""
     flags = ["--devices", str(count), "--models", *args.models, "--rounds", str(args.rounds)]
+    flags += ["--gather", *args.gather, "--microbatches", str(args.microbatches), "--activations", args.activations]
     flags += ["--constraints", args.constraints, "--json", *(("--grids", *args.grids) if args.grids else ())]
     command = [sys.executable, "-m", "axonn_jax.cli.main", "bench", "vs_gspmd", *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -88,14 +100,20 @@ def _rows(args: VsGspmd, count: int, grids: Sequence[GridShape], shapes: Sequenc
     found: list[tuple[str, Comparison]] = []
     for model, shape in models:
         for grid in [one for one in grids or choose_grids(count, shape) if one.devices == count]:
-            if real:
-                one = compare_runs(shape, grid, count, args.constraints, args.rounds)
-            else:
-                one = compare_compiled(shape, grid, count, args.constraints)
-            found.append((model, one))
-            print(f"{model}, {count} devices, {name(grid)}: {one.ratio:.3f}", file=sys.stderr, flush=True)
+            for one in _compared(args, shape, grid, real):
+                found.append((model, one))
+                said = f"{model}, {count} devices, {name(grid)}, {one.work.gather}: {one.ratio:.3f}"
+                print(said, file=sys.stderr, flush=True)
     least = {model: min(one.least for name, one in found if name == model) for model, _ in found}
     return [_row(model, one, one.least <= CHOSEN * least[model]) for model, one in found]
+
+
+def _compared(args: VsGspmd, shape: ModelShape, grid: GridShape, real: bool) -> list[Comparison]:
+    sequences = grid.devices * args.microbatches
+    way = Way(args.microbatches, args.activations, constraints=args.constraints)
+    if not real:
+        return compare_gathers(shape, grid, sequences, way, args.gather)
+    return [compare_runs(shape, grid, sequences, replace(way, gather=gather), args.rounds) for gather in args.gather]
 
 
 def name(grid: GridShape) -> str:
@@ -145,15 +163,17 @@ def _row(model: str, one: Comparison, chosen: bool) -> dict[str, Any]:
     keys = sorted({key for sums in sides.values() for key in sums})
     return {
         "model": model,
-        "layers": one.shape.layers,
-        "devices": one.grid.devices,
-        "grid": asdict(one.grid),
-        "name": name(one.grid),
+        "layers": one.work.shape.layers,
+        "devices": one.work.grid.devices,
+        "grid": asdict(one.work.grid),
+        "name": name(one.work.grid),
+        "gather": one.work.gather,
         "bytes": {side: float(sum(sums.values())) for side, sums in sides.items()},
         "by": [
             {"kind": kind, "axes": axes, **{side: float(sums.get((kind, axes), 0)) for side, sums in sides.items()}}
             for kind, axes in keys
         ],
+        "temporary_bytes": {"explicit": one.temporary[0], "automatic": one.temporary[1]},
         "ratio": one.ratio,
         "ratio_scattered": one.ratio_scattered,
         "chosen": chosen,
@@ -180,10 +200,16 @@ def _figures(args: VsGspmd, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "largest_chosen": max(row["ratio"] for row in chosen),
         "largest_chosen_scattered": max(row["ratio_scattered"] for row in chosen),
         "step_ratio": mean("step_ratio", rows),
-        "ratios": {f"{row['model']} {row['devices']} {row['name']}": row["ratio"] for row in rows},
+        "ratios": {f"{row['model']} {row['devices']} {row['name']} {row['gather']}": row["ratio"] for row in rows},
+        "by_gather": {
+            gather: {key: mean(key, [row for row in rows if row["gather"] == gather]) for key in _RATIOS}
+            for gather in args.gather
+        },
         "rows": list(rows),
         "small": asdict(SMALL),
         "constraints": args.constraints,
+        "microbatches": args.microbatches,
+        "activations": args.activations,
         "dtype": "float32",
         "device": "virtual CPU devices",
         "versions": {
@@ -194,16 +220,22 @@ def _figures(args: VsGspmd, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _table(figures: dict[str, Any]) -> str:
-    heads = ("model", "devices", "grid", "explicit MB", "automatic MB", "ratio", "scattered", "step", "chosen")
+    heads = (
+        *("model", "devices", "grid", "gather", "explicit MB", "automatic MB", "ratio", "scattered"),
+        *("temporary MB", "of automatic", "step", "chosen"),
+    )
     cells = [
         (
             row["model"],
             str(row["devices"]),
             row["name"],
+            row["gather"],
             f"{row['bytes']['explicit'] / 1e6:,.1f}",
             f"{row['bytes']['automatic'] / 1e6:,.1f}",
             f"{row['ratio']:.3f}",
             f"{row['ratio_scattered']:.3f}",
+            f"{row['temporary_bytes']['explicit'] / 1e6:,.1f}",
+            f"{row['temporary_bytes']['automatic'] / 1e6:,.1f}",
             "" if row["step_ratio"] is None else f"{row['step_ratio']:.2f}",
             "yes" if row["chosen"] else "",
         )
@@ -223,6 +255,11 @@ def _table(figures: dict[str, Any]) -> str:
             *lines,
             "",
             f"geometric means: bytes {figures['ratio']:.3f}, scattered {figures['ratio_scattered']:.3f}{step}",
+            *(
+                f"of gather {gather}: bytes {means['ratio']:.3f}, scattered {means['ratio_scattered']:.3f}"
+                for gather, means in figures["by_gather"].items()
+                if len(figures["by_gather"]) > 1
+            ),
             f"largest of chosen grids: {figures['largest_chosen']:.3f}, scattered "
             f"{figures['largest_chosen_scattered']:.3f}",
         ]

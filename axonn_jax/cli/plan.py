@@ -43,6 +43,8 @@ class Plan:
     """Sequences of a microbatch on a device."""
     activations: Literal["auto", "none", "full", "dots", "save_collectives", "offload"] = "auto"
     """What the backward pass computes again; auto: searched."""
+    gather: Literal["auto", "layer", "pass", "step"] = "auto"
+    """How long weights gathered over z live (memory.gather); auto: searched."""
     offload: Literal["auto", "none", "optimizer"] = "auto"
     """Whether optimizer state is on the host; auto: searched."""
     zero: Literal["auto", "0", "1"] = "auto"
@@ -102,6 +104,8 @@ def _space(args: Plan) -> Space:
         raise UserError(
             "--devices", args.devices, f"a multiple of the fixed axes' product, which is {_product(axes.values())}"
         )
+    if args.gather in ("pass", "step") and axes.get("pipe", 1) > 1:
+        raise UserError("--gather", args.gather, "auto or layer where --grid.pipe is above 1")
     return Space(
         axes=axes,
         sequences=args.microbatch,
@@ -109,6 +113,7 @@ def _space(args: Plan) -> Space:
         offload=(False, True) if args.offload == "auto" else (args.offload == "optimizer",),
         zero=(0, 1) if args.zero == "auto" else (int(args.zero),),
         virtual_stages=(1, 2, 4) if args.virtual_stages is None else (args.virtual_stages,),
+        gather=("layer", "pass", "step") if args.gather == "auto" else (args.gather,),
     )
 
 
@@ -141,6 +146,7 @@ def _config(job: Job, one: Estimate) -> dict[str, Any]:
         "microbatches": choice.microbatches,
         "virtual_stages": choice.virtual_stages,
         "activations": choice.activations,
+        "gather": choice.gather,
         "offload": "optimizer" if choice.offload else "none",
         "zero": choice.zero,
         "step_s": one.step_s,

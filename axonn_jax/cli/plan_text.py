@@ -67,7 +67,8 @@ def _named(job: Job, one: Estimate) -> str:
         " x ".join(f"{axis} {getattr(choice.grid, axis)}" for axis in AXES if getattr(choice.grid, axis) > 1)
         or "one device"
     )
-    extra = [choice.activations] + (["offload"] if choice.offload else []) + (["zero 1"] if choice.zero else [])
+    extra = [choice.activations] + ([f"gather {choice.gather}"] if choice.gather != "layer" else [])
+    extra += (["offload"] if choice.offload else []) + (["zero 1"] if choice.zero else [])
     return f"{grid}, microbatch {choice.sequences(job.batch)}, {', '.join(extra)}"
 
 
@@ -77,6 +78,7 @@ def _table(job: Job, shown: list[Estimate]) -> list[str]:
         "micro",
         "stages",
         "activations",
+        "gather",
         "offload",
         "zero",
         "step, s",
@@ -91,6 +93,7 @@ def _table(job: Job, shown: list[Estimate]) -> list[str]:
             f"{one.choice.microbatches} x {one.choice.sequences(job.batch)}",
             str(one.choice.virtual_stages),
             one.choice.activations,
+            one.choice.gather,
             "optimizer" if one.choice.offload else "none",
             str(one.choice.zero),
             f"{one.step_s:,.3f}",

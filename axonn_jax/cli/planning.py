@@ -124,6 +124,7 @@ def command(model: str, job: Job, choice: Choice, seq: int | None) -> str:
     ]
     words.append(f"--train.global_batch {job.batch} --train.microbatches {choice.microbatches}")
     words.append(f"--memory.precision {job.precision} --memory.activations {choice.activations}")
+    words += [f"--memory.gather {choice.gather}"] if choice.gather != "layer" else []
     words += ["--memory.offload optimizer"] if choice.offload else []
     words += ["--memory.zero 1"] if choice.zero else []
     if grid.pipe > 1:

@@ -11,24 +11,28 @@ from axonn_jax.memory.placement import HOST
 from axonn_jax.memory.policies import FIELD, Policies, Policy, read_policies
 from axonn_jax.models.transformer import Block, BlockFn, Streams, run_streams
 from axonn_jax.tensor.collectives import BLOCK_ALL_REDUCES
+from axonn_jax.tensor.gather import Gather, gather_weights
 
 _BLOCK_INPUT = "block_input"
 
 
-def block_runner(activations: str) -> BlockFn:
+def block_runner(activations: str, gather: Gather = "layer") -> BlockFn:
     """Returns how to run blocks under a policy, or each under its own (`memory.policies`).
 
     `none` keeps every intermediate; `full` keeps a block's input and computes the block again in the backward
     pass, communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again;
     `save_collectives` keeps what was all-reduced and computes the rest again without reducing anything twice (TED,
     section on communication-aware activation checkpointing); `offload` is `full` with the block's input in host
-    memory until the backward pass. Weights are gathered again under all of them. Raises ``UserError`` at a block of a
-    loop over layers where they differ.
+    memory until the backward pass. With `gather` "layer" all of them but `none` gather weights again; else what a block
+    recomputes begins with gathered weights, which are kept. Raises ``UserError`` at a block of a loop over layers where
+    policies differ.
     """
     policies = read_policies(activations)
     if policies.uniform is not None:
-        return _runner(policies.uniform)
-    runners = {policy: _runner(policy) for policy in {policies.rest, *(policy for policy, _ in policies.ranges)}}
+        return _runner(policies.uniform, gather)
+    runners = {
+        policy: _runner(policy, gather) for policy in {policies.rest, *(policy for policy, _ in policies.ranges)}
+    }
 
     def run(block: Block, xs: Streams, key: jax.Array | None, layer: jax.Array | int) -> Streams:
         if not isinstance(layer, int):
@@ -49,7 +53,7 @@ def checked_policies(activations: str, model: Any) -> Policies:
     return policies
 
 
-def _runner(policy: Policy) -> BlockFn:
+def _runner(policy: Policy, gather: Gather) -> BlockFn:
     if policy == "none":
         return run_streams
     policies = jax.checkpoint_policies
@@ -66,6 +70,8 @@ def _runner(policy: Policy) -> BlockFn:
     }[policy]
 
     def run(block: Block, xs: Streams, key: jax.Array | None, layer: jax.Array | int) -> Streams:
+        if gather != "layer":
+            block = gather_weights(block, xs[0].dtype)
         graphdef, state = nnx.split(block)
 
         def pure(state: Any, xs: Streams, key: jax.Array | None) -> Streams:

@@ -4,7 +4,7 @@ Counted is one program: forward, backward and optimizer of a model on one 4D mes
 
 * A weight that is gathered outside of recomputation depends on nothing but parameters, so the compiler gathers it once
   a step, not once a microbatch (XLA's loop-invariant code motion); recomputed gathers stay with their microbatch, and
-  so do those of scanned layers.
+  so do those of scanned layers, unless the program itself gathers once a step (`memory.gather`).
 * A tied table is gathered once for embedding and head, and the sum of its two gradients is reduce-scattered once.
 * Recomputation leaves out what the backward pass does not read: the all-reduce of a block's last matmul, and all of
   embedding, final norm, head and loss, which are outside of the blocks.
@@ -21,6 +21,7 @@ from axonn_jax.planner.ring import Kind, ring_bytes
 
 Phase = Literal["forward", "recompute", "backward", "update"]
 Recompute = Literal["none", "full", "dots", "save_collectives", "offload"]
+Gather = Literal["layer", "pass", "step"]
 
 _FLOAT32 = 4
 _DATA, _Z, _Y, _X = "data", "z", "y", "x"
@@ -45,11 +46,19 @@ class Work:
     only gathers again."""
     scanned: bool = False
     """Whether layers are a loop's body (`train.scan_layers`): their weights are then gathered for every microbatch."""
+    gather: Gather = "layer"
+    """How long gathered weights live: `layer` gathers again in recomputation, `pass` does not, and with several
+    microbatches `step` gathers, and reduce-scatters float32 sums of gradients, once a step."""
 
     @property
     def rows(self) -> int:
         """Tokens of a microbatch on a device."""
         return self.sequences // (self.microbatches * self.grid.batch_shards) * self.shape.seq_len
+
+    @property
+    def once(self) -> bool:
+        """Whether gradients are reduce-scattered over `z` once a step, and so weights gathered once."""
+        return self.gather == "step" and self.microbatches > 1
 
 
 @dataclass(frozen=True)
@@ -159,17 +168,25 @@ def _matmul(work: Work, layer: _Matmul, count: int, again: bool, last: bool) -> 
     result = work.rows * layer.features_out * work.itemsize // _size(work, y)
     operand = work.rows * layer.features_in * work.itemsize // _size(work, x)
     if not layer.tied:  # the embedding's table is gathered and scattered there
-        gathers = each if work.scanned and layer.name != "head" else count
+        gathers = each if work.scanned and not work.once and layer.name != "head" else count
         yield _one(work, layer.name, "forward", "all-gather", (_Z,), weight, gathers)
     yield _one(work, layer.name, "forward", "all-reduce", (x,), result, each)
     if again:
-        yield _one(work, layer.name, "recompute", "all-gather", (_Z,), weight, each)
+        if work.gather == "layer":
+            yield _one(work, layer.name, "recompute", "all-gather", (_Z,), weight, each)
         if not last and work.activations != "save_collectives":
             yield _one(work, layer.name, "recompute", "all-reduce", (x,), result, each)
     if not layer.joins_next:
         yield _one(work, layer.name, "backward", "all-reduce", (y,), operand, each)
     if not layer.tied:
-        yield _one(work, layer.name, "backward", "reduce-scatter", (_Z,), weight, each)
+        yield _scatter(work, layer.name, weight, count)
+
+
+def _scatter(work: Work, name: str, weight: int, count: int) -> Predicted:
+    """The reduce-scatter of gradients of `count` weights of so many bytes: of every microbatch, or of their sums."""
+    if work.once:
+        return _one(work, name, "backward", "reduce-scatter", (_Z,), weight // work.itemsize * _FLOAT32, count)
+    return _one(work, name, "backward", "reduce-scatter", (_Z,), weight, count * work.microbatches)
 
 
 def _norm(work: Work, name: str, count: int, again: bool) -> Iterator[Predicted]:
@@ -189,11 +206,11 @@ def _embedding(work: Work) -> Iterator[Predicted]:
     stream = work.rows * shape.hidden * item // _size(work, _X)
     yield _one(work, "embedding", "forward", "all-gather", (_Z,), table, 1)
     yield _one(work, "embedding", "forward", "all-reduce", (_Y,), stream, work.microbatches)
-    yield _one(work, "embedding", "backward", "reduce-scatter", (_Z,), table, work.microbatches)
+    yield _scatter(work, "embedding", table, 1)
     if shape.positions == "learned":
         positions = shape.seq_len * shape.hidden * item // _size(work, _X)
         yield _one(work, "positions", "forward", "all-gather", (_Z,), positions, 1)
-        yield _one(work, "positions", "backward", "reduce-scatter", (_Z,), positions, work.microbatches)
+        yield _scatter(work, "positions", positions, 1)
 
 
 def _update(work: Work) -> Iterator[Predicted]:

@@ -28,7 +28,8 @@ class CostModel:
         key = (grid.data, grid.z, grid.y, grid.x)
         if key not in self._tasks:
             job = self.job
-            self._tasks[key] = Tasks(job.shape, GridShape(1, *key), job.machine, self.compute, job.switches)
+            grid = GridShape(1, *key)
+            self._tasks[key] = Tasks(job.shape, grid, job.machine, self.compute, job.switches, job.accumulate)
         return self._tasks[key]
 
     def bound(self, grid: GridShape) -> float:
@@ -56,7 +57,7 @@ class CostModel:
         parts = self._busiest(choice)
         busy = choice.microbatches * sum(count * times.total for _, count, times in parts)
         wait, messages = self._waits(choice, parts)
-        return busy + wait + messages + sum(seconds for _, seconds in self._gathered_once(choice, parts))
+        return busy + wait + messages + sum(seconds for _, seconds in self._once_for_all(choice, parts))
 
     def once_s(self, choice: Choice) -> float:
         """Seconds of what comes once a step after the last microbatch: reductions and the optimizer."""
@@ -86,7 +87,7 @@ class CostModel:
         wait, messages = self._waits(choice, parts)
         if choice.grid.pipe > 1:
             add(exposed, "pipe", messages)
-        for axis, seconds in (*self._gathered_once(choice, parts), *self._reduced(choice, load)):
+        for axis, seconds in (*self._once_for_all(choice, parts), *self._reduced(choice, load)):
             add(exposed, axis, seconds)
         return Estimate(
             choice,
@@ -114,8 +115,9 @@ class CostModel:
         tasks, sequences = self.tasks(choice.grid), choice.sequences(self.job.batch)
         # One program loops over the microbatches and shares what it gathers; a pipeline's stage has one for each task.
         gathers = choice.grid.pipe > 1 or choice.microbatches == 1
+        gather = "pass" if choice.gather == "step" and not choice.once else choice.gather
         block, first, last = (
-            tasks.times(part, sequences, choice.activations, gathers) for part in ("block", "first", "last")
+            tasks.times(part, sequences, choice.activations, gathers, gather) for part in ("block", "first", "last")
         )
         found: list[Parts] = []
         for load in self.footprint.loads(choice.grid.pipe):
@@ -141,16 +143,22 @@ class CostModel:
         unit = forward + max(0.0, inputs - weights) if split else forward + inputs + weights
         return (pipe - 1) * unit / choice.virtual_stages, 2 * (pipe - 1) * self.message(choice)
 
-    def _gathered_once(self, choice: Choice, parts: Parts) -> Iterator[tuple[str, float]]:
-        """Seconds by axis of gathers that all microbatches share: the first one's compute hides those of blocks."""
+    def _once_for_all(self, choice: Choice, parts: Parts) -> Iterator[tuple[str, float]]:
+        """Seconds by axis of what all microbatches share over `z`.
+
+        The first one's compute hides gathers of blocks; where they are kept for a step they come before it, and what
+        is scattered, in the sums' precision, behind the last.
+        """
         if choice.grid.pipe > 1 or choice.microbatches == 1:
             return
         traffic, sequences = self.tasks(choice.grid).traffic, choice.sequences(self.job.batch)
         forward = self.compute.block(choice.grid.x, choice.grid.y, sequences).forward
         for part, count, _ in parts:
             for line in traffic.lines(part, "gather"):
-                beside = forward if part == "block" and self.job.switches.gathers else 0.0
+                beside = forward if part == "block" and self.job.switches.gathers and not choice.once else 0.0
                 yield line.axis, count * max(0.0, line.fixed - beside)
+            for line in traffic.lines(part, "sums") if choice.once else ():
+                yield line.axis, count * line.fixed
 
     def _reduced(self, choice: Choice, load: Load) -> Iterator[tuple[str, float]]:
         """Seconds by axis of what is reduced once a step; ZeRO-1 scatters gradients and gathers weights instead."""

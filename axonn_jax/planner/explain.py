@@ -20,6 +20,11 @@ def explain(job: Job, plan: Plan, one: Estimate) -> list[str]:
         )
     if choice.activations != "none":
         said.append(_recomputed(choice.activations))
+    if choice.gather != "layer":
+        said.append(
+            f"Weights gathered over z stay for a {'step' if choice.once else 'microbatch'} "
+            f"({memory.gathered / 1e9:.1f} GB) and are not gathered again."
+        )
     if choice.offload:
         said.append(
             f"Optimizer state is on the host ({memory.host / 1e9:.1f} GB a device): it does not fit beside the rest."

@@ -71,10 +71,11 @@ class Footprint:
         for load in self.loads(base.grid.pipe):
             activations, gathered, outside = self._backward(base, load, item)
             activations += gathered
+            whole = self._whole_sums(base, load)
             for at, choice in enumerate(states):
                 key = (load.rank, choice.offload, choice.zero)
                 state, host, later = of_grid.get(key) or self._state(choice, load)
-                total = state.total + max(activations + self._apart(choice, state), later)
+                total = state.total + max(activations + self._apart(choice, load, state) + whole, later)
                 if total > found[at][0]:
                     found[at] = (total, host.total + outside)
         return found
@@ -87,16 +88,26 @@ class Footprint:
         item = formulas.itemsize(self.job.precision)
         state, host, later = self._state(choice, load)
         activations, gathered, outside = self._backward(choice, load, item)
-        optimizer, apart = state.master + state.moments, self._apart(choice, state)
+        optimizer = state.master + state.moments
+        apart = self._apart(choice, load, state) + self._whole_sums(choice, load)
         buffers = apart + max(0.0, later - activations - gathered - apart)
         return Memory(state.weights, state.gradients, optimizer, activations, gathered, buffers, host.total + outside)
 
-    def _apart(self, choice: Choice, state: formulas.State) -> float:
+    def _apart(self, choice: Choice, load: Load, state: formulas.State) -> float:
         """Bytes of a microbatch's gradients, whole before they are added to the sums of those before it.
 
-        They come in the weights' dtype. With one microbatch they are the sums, and a pipeline adds them up one by one.
+        They come in the weights' dtype, of gathered weights in that of compute. With one microbatch they are the sums,
+        and a pipeline adds them up one by one.
         """
+        if choice.once and choice.grid.z > 1:
+            return self.params(choice.grid, load) * choice.grid.z * formulas.itemsize(self.job.precision)
         return state.weights if choice.grid.pipe == 1 and choice.microbatches > 1 else 0.0
+
+    def _whole_sums(self, choice: Choice, load: Load) -> float:
+        """Bytes that sums of gradients need beside the device's own shards where they are scattered once a step."""
+        if not choice.once:
+            return 0.0
+        return self.params(choice.grid, load) * (choice.grid.z - 1) * self.job.accumulate
 
     def _backward(self, choice: Choice, load: Load, item: int) -> tuple[float, float, float]:
         """Bytes of activations, of gathered weights, and on the host, when a microbatch's passes need the most.
@@ -135,13 +146,16 @@ class Footprint:
         return (table if tied and (load.first or load.last) else 0.0), count * table
 
     def _gathered(self, choice: Choice, load: Load, item: int) -> float:
-        """Bytes of weights gathered over `z`: those of all blocks under `none`, else of one, with its gradients."""
+        """Bytes of weights gathered over `z`: those of all blocks where they are kept, else of one; with its gradients
+        where a block is computed again."""
         shape, grid = self.job.shape, choice.grid
         block = shape.layer_params() / (grid.x * grid.y)
         if grid.z == 1:  # a loop over layers reads a copy of one layer's
             return block * _FP32 if grid.pipe == 1 and choice.activations != "none" else 0.0
         if choice.activations == "none":
             return load.blocks * block * item
+        if not choice.again:
+            return (load.blocks + 1) * block * item
         return formulas.gathered_weights(block, item)
 
     def _state(self, choice: Choice, load: Load) -> _States:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.shape import ModelShape
+from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.machine import Machine
 from axonn_jax.planner.memory import Policy as Activations
 from axonn_jax.planner.memory import Precision
@@ -50,6 +51,18 @@ class Choice:
     virtual_stages: int = 1
     offload: bool = False
     zero: int = 0
+    gather: Gather = "layer"
+    """How long gathered weights live."""
+
+    @property
+    def once(self) -> bool:
+        """Whether weights are gathered, and gradients reduce-scattered over `z`, once a step."""
+        return self.gather == "step" and self.microbatches > 1
+
+    @property
+    def again(self) -> bool:
+        """Whether recomputation gathers weights again."""
+        return self.gather == "layer" and self.activations != "none"
 
     def sequences(self, batch: int) -> int:
         """Sequences of a microbatch on a device."""

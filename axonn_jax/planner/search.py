@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.job import Choice, Estimate, Job, Memory
 from axonn_jax.planner.memory import Policy as Activations
@@ -50,11 +51,12 @@ class _Priced:
     choice: Choice
 
     @property
-    def order(self) -> tuple[float, int, bool, int, int]:
+    def order(self) -> tuple[float, int, int, bool, int, int]:
         """By time, then by how little it asks for."""
         one = self.choice
-        policies = ("none", "save_collectives", "dots", "full", "offload")
-        return self.step_s, policies.index(one.activations), one.offload, one.zero, one.virtual_stages
+        policies, gathers = ("none", "save_collectives", "dots", "full", "offload"), ("layer", "pass", "step")
+        asked = policies.index(one.activations), gathers.index(one.gather)
+        return self.step_s, *asked, one.offload, one.zero, one.virtual_stages
 
 
 def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
@@ -141,10 +143,10 @@ def _price(
     model: CostModel, grid: GridShape, space: Space, limit: float, virtual_stages: Sequence[int]
 ) -> Iterator[_Priced]:
     """Every choice on a grid that fits."""
-    too_large: set[tuple[int, Activations]] = set()
+    too_large: set[tuple[int, Activations, Gather]] = set()
     for base in _choices(model.job, grid, space, virtual_stages):
         # Larger microbatches need more, but for the whole share in one, which need not keep gathered weights.
-        kind = (base.virtual_stages, base.activations)
+        kind = (base.virtual_stages, base.activations, base.gather)
         if kind in too_large and (grid.pipe > 1 or base.microbatches > 1):
             continue
         states = list(_states(base, space))
@@ -178,6 +180,7 @@ def _leanest(model: CostModel, grid: GridShape, space: Space) -> tuple[Memory, C
     for size in {*sizes[:1], *sizes[-1:]}:
         for activations in sorted(space.activations, key=order.index)[:2]:
             base = Choice(grid, each // size, activations, virtual)
+            base = replace(base, gather=space.gathers(base)[0])
             states = list(_states(base, space))
             for choice, (device, host) in zip(states, model.footprint.totals(base, states), strict=True):
                 found.append((not _host_fits(model.job, host, grid), device, len(found), choice))
@@ -195,7 +198,8 @@ def _choices(job: Job, grid: GridShape, space: Space, virtual_stages: Sequence[i
             continue
         for sequences in microbatch_sizes(job, grid, space):
             for activations in space.activations:
-                yield Choice(grid, each // sequences, activations, virtual)
+                base = Choice(grid, each // sequences, activations, virtual)
+                yield from (replace(base, gather=gather) for gather in space.gathers(base))
 
 
 def _states(base: Choice, space: Space) -> Iterator[Choice]:
@@ -203,7 +207,8 @@ def _states(base: Choice, space: Space) -> Iterator[Choice]:
     for zero in space.zero:
         for offload in space.offload:
             if not zero or base.grid.data > 1 or len(space.zero) == 1:
-                yield Choice(base.grid, base.microbatches, base.activations, base.virtual_stages, offload, zero)
+                same = (base.grid, base.microbatches, base.activations, base.virtual_stages)
+                yield Choice(*same, offload, zero, base.gather)
 
 
 def _host_fits(job: Job, each: float, grid: GridShape) -> bool:

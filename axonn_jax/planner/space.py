@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.planner.job import Job
+from axonn_jax.planner.communication import Gather
+from axonn_jax.planner.job import Choice, Job
 from axonn_jax.planner.memory import Policy as Activations
 
 AXES = ("pipe", "data", "z", "y", "x")
@@ -31,6 +32,20 @@ class Space:
     offload: Sequence[bool] = (False, True)
     zero: Sequence[int] = (0, 1)
     virtual_stages: Sequence[int] = (1, 2, 4)
+    gather: Sequence[Gather] = ("layer",)
+
+    def gathers(self, base: Choice) -> list[Gather]:
+        """How long gathered weights may live; of several ways those that make no difference for a choice are left out.
+
+        A pipeline keeps none from one of its programs to the next.
+        """
+        if len(self.gather) == 1 and base.grid.pipe == 1:
+            return list(self.gather)
+        useful: set[Gather] = {"layer"}
+        if base.grid.pipe == 1 and base.grid.z > 1:
+            useful |= {"pass"} if base.activations != "none" else set()
+            useful |= {"step"} if base.microbatches > 1 else set()
+        return [one for one in self.gather if one in useful]
 
 
 def legal_grids(job: Job, devices: int, space: Space, rules: Counter[str]) -> Iterator[GridShape]:
@@ -45,6 +60,8 @@ def legal_grids(job: Job, devices: int, space: Space, rules: Counter[str]) -> It
             rules[f"a batch of {job.batch} sequences does not divide over data * z"] += 1
         elif grid.pipe > pieces(job):
             rules[f"they have more pipeline stages than the model has pieces ({pieces(job)})"] += 1
+        elif grid.pipe > 1 and "layer" not in space.gather:
+            rules["a pipeline keeps no gathered weights"] += 1
         else:
             yield grid
 

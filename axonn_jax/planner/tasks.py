@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.shape import ModelShape
+from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.compute import Compute, Seconds
 from axonn_jax.planner.machine import Machine
 from axonn_jax.planner.memory import Policy
@@ -49,26 +50,34 @@ class Times:
 class Tasks:
     """Times of the parts of one grid's stages, by microbatch and activation policy, each worked out once."""
 
-    def __init__(self, shape: ModelShape, grid: GridShape, machine: Machine, compute: Compute, switches: Switches):
+    def __init__(
+        self,
+        shape: ModelShape,
+        grid: GridShape,
+        machine: Machine,
+        compute: Compute,
+        switches: Switches,
+        accumulate: int = 4,
+    ):
         self.grid, self.machine, self.compute, self.switches = grid, machine, compute, switches
         self.shape = shape
-        self.traffic = Traffic(shape, grid, machine, compute.item)
-        self._cache: dict[tuple[Part, int, Policy, bool], Times] = {}
+        self.traffic = Traffic(shape, grid, machine, compute.item, accumulate)
+        self._cache: dict[tuple[Part, int, Policy, bool, Gather], Times] = {}
 
-    def times(self, part: Part, sequences: int, activations: Policy, gathers: bool) -> Times:
+    def times(self, part: Part, sequences: int, activations: Policy, gathers: bool, gather: Gather = "layer") -> Times:
         """Times of a part for a microbatch of so many sequences a device.
 
         `gathers` says that the forward pass of every microbatch gathers its weights; else they are gathered once a
-        step, which is not in these times.
+        step, which is not in these times. `gather` says how long they live; for "step" scatters are not in them either.
         """
         if part != "block":
             activations = "none"  # only blocks are computed again
-        key = (part, sequences, activations, gathers)
+        key = (part, sequences, activations, gathers, gather)
         if key not in self._cache:
-            self._cache[key] = self._times(part, sequences, activations, gathers)
+            self._cache[key] = self._times(part, sequences, activations, gathers, gather)
         return self._cache[key]
 
-    def _times(self, part: Part, sequences: int, activations: Policy, gathers: bool) -> Times:
+    def _times(self, part: Part, sequences: int, activations: Policy, gathers: bool, gather: Gather) -> Times:
         seconds = self._compute(part, sequences)
         again = 0.0
         if activations in ("full", "offload"):
@@ -89,12 +98,12 @@ class Tasks:
         backward = _Window(back, times, sequences)
         backward.add(self._lines(part, "input"), seconds.weights if on.gradients else 0.0)
         recomputed = _Window(again, times, sequences)
-        if activations != "none":
+        if activations != "none" and gather == "layer":
             backward.add(self._lines(part, "regather"), back if on.gathers else 0.0)
         if activations in ("full", "dots", "offload"):
             recomputed.add(self._lines(part, "rereduce"), half if on.forward else 0.0)
         late = _Window(backward.left, times, sequences)
-        late.add(self._lines(part, "scatter"), back if on.scatters else 0.0)
+        late.add(self._lines(part, "scatter") if gather != "step" else (), back if on.scatters else 0.0)
         times.forward = seconds.forward + forward.exposed
         times.inputs = again + seconds.inputs + backward.exposed + recomputed.exposed
         times.weights = seconds.weights + late.exposed

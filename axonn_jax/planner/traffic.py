@@ -12,8 +12,9 @@ from axonn_jax.planner.network import Links
 Part = Literal["block", "first", "last", "step"]
 """Where a collective belongs: in each block, before the first, behind the last, or to the step as a whole."""
 
-Role = Literal["gather", "reduce", "regather", "rereduce", "input", "scatter", "update"]
-"""Weights gathered, outputs all-reduced, both again in recomputation; dX all-reduced, dW scattered; the update's."""
+Role = Literal["gather", "reduce", "regather", "rereduce", "input", "scatter", "sums", "update"]
+"""Weights gathered, outputs all-reduced, both again in recomputation; dX all-reduced, dW scattered, or its sums over
+microbatches instead; the update's."""
 
 _ROLES: dict[tuple[str, str], Role] = {
     ("forward", "all-gather"): "gather",
@@ -46,7 +47,7 @@ class Line(NamedTuple):
 class Traffic:
     """Every collective of one stage's mesh; blocks are counted as one block, all else as it comes."""
 
-    def __init__(self, shape: ModelShape, grid: GridShape, machine: Machine, item: int):
+    def __init__(self, shape: ModelShape, grid: GridShape, machine: Machine, item: int, accumulate: int = 4):
         self.links = Links(grid, machine)
         sums: dict[tuple[Part, Role], dict[tuple[str, bool], tuple[float, float]]] = {}
         costs: dict[tuple[str, ...], tuple[float, bool]] = {}
@@ -60,6 +61,10 @@ class Traffic:
             latency = self.links.latency(one.kind, one.axes) * count
             ring = (2 if one.kind == "all-reduce" else 1) * (one.group - 1) / one.group
             seconds = count * ring * one.whole / rate
+            if role == "scatter":
+                own = sums.setdefault((part, "sums"), {})
+                fixed, each = own.get((one.axes[0], near), (0.0, 0.0))
+                own[one.axes[0], near] = (fixed + latency + seconds * accumulate / item, each)
             fixed, each = sums.setdefault((part, role), {}).get((one.axes[0], near), (0.0, 0.0))
             # A microbatch of more sequences has larger activations; weights and their gradients stay as they are.
             grows = one.kind == "all-reduce" and one.phase != "update"

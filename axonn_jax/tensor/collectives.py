@@ -74,6 +74,14 @@ def gather_weight(w: jax.Array | Gathered, dtype: jnp.dtype, axis: str = "z", di
     return checkpoint_name(lax.all_gather(w, axis, axis=dim, tiled=True), f"{axis}_all_gather")
 
 
+def scatter_sum(g: jax.Array, axis: str = "z", dim: int = 0) -> jax.Array:
+    """Reduce-scatters a gathered weight's gradient along `dim` over `axis`: what autodiff makes of `gather_weight`.
+
+    Bytes a device on a ring: `(G-1)/G * size * itemsize`.
+    """
+    return g if axis_size(axis) == 1 else lax.psum_scatter(g, axis, scatter_dimension=dim, tiled=True)
+
+
 def reduce_sum(y: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
     """All-reduces partial sums over `axes`; the result no longer varies over them.
 

@@ -1,12 +1,21 @@
-"""All of a module's weights gathered at once, for several calls that share them."""
+"""All of a module's or model's weights gathered at once, for several calls that share them."""
 
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from axonn_jax.tensor.collectives import Gathered, axis_size, gather_weight
-from axonn_jax.tensor.params import layout
+from axonn_jax.tensor.collectives import Gathered, axis_size, gather_weight, scatter_sum
+from axonn_jax.tensor.params import Params, Specs, layout
+
+Gather = Literal["layer", "pass", "step"]
+"""How long gathered weights live: in a layer, from a microbatch's forward pass to its backward, or for a step."""
+
+Held = dict[str, jax.Array | Gathered]
+"""Parameters as a device has them, shards or gathered whole."""
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -24,9 +33,47 @@ def gather_weights(module: Module, dtype: jnp.dtype) -> Module:
 
     def gathered(var: Any) -> Any:
         first = (layout(var.get_metadata()) or (None,))[0]
-        if first is None or "z" not in ((first,) if isinstance(first, str) else first):
+        if not _over_z(first):
             return var
         return var.replace(Gathered(gather_weight(var.get_value(), dtype)))
 
     pairs = [(path, gathered(var)) for path, var in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(pairs), rest)  # type: ignore[no-any-return]
+
+
+def gather_params(params: Params, specs: Specs, dtype: jnp.dtype) -> Held:
+    """Every parameter that is split over `z` gathered in `dtype`, inside a manual region; the others as they are.
+
+    Collectives: an all-gather a weight, as in `gather_weight`; none where `z` is of size one.
+    """
+    if axis_size("z") == 1:
+        return dict(params)
+    return {
+        name: value if (dim := _z_dim(specs[name])) is None else Gathered(gather_weight(value, dtype, dim=dim))
+        for name, value in params.items()
+    }
+
+
+def scatter_grads(sums: Mapping[str, jax.Array | Gathered], specs: Specs) -> Params:
+    """Whole gradients of gathered parameters -> each device's shard, summed over `z`; the others as they are.
+
+    Collectives: a reduce-scatter a weight, as in `scatter_sum`.
+    """
+    shards: Params = {}
+    for name, value in sums.items():
+        if isinstance(value, Gathered):
+            dim = _z_dim(specs[name])
+            assert dim is not None
+            shards[name] = scatter_sum(value.value, dim=dim)
+        else:
+            shards[name] = value
+    return shards
+
+
+def _z_dim(spec: PartitionSpec) -> int | None:
+    """The dim that is split over `z`, last of its axes."""
+    return next((dim for dim, axes in enumerate(spec) if _over_z(axes)), None)
+
+
+def _over_z(axes: Any) -> bool:
+    return axes is not None and "z" in ((axes,) if isinstance(axes, str) else axes)

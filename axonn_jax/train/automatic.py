@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.models.transformer import Block, Streams, Transformer, run_streams
+from axonn_jax.memory.activations import block_runner
+from axonn_jax.models.transformer import Block, Streams, Transformer
 from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.linear import Linear, other
 from axonn_jax.tensor.params import Params
@@ -32,6 +33,7 @@ class AutomaticProgram(OnMesh):
     """Gradients of a `Transformer` as XLA partitions them; takes the place of a `StageProgram` in a `Step`."""
 
     constraints: Constraints = "layers"
+    activations: str = "none"
 
     @property
     def ordered(self) -> bool:
@@ -73,7 +75,7 @@ class AutomaticProgram(OnMesh):
 
     def _loss(self, params: Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
         model: Any = self.parts.rebuild(params)
-        run_block = run_streams
+        run_block = block_runner(self.activations)
         if self.constraints != "none":
             run_block = self._run_block
         if self.constraints == "layers":
@@ -83,7 +85,8 @@ class AutomaticProgram(OnMesh):
     def _run_block(self, block: Block, xs: Streams, key: jax.Array | None, layer: jax.Array | int) -> Streams:
         stream = self._rows("x")
         xs = tuple(lax.with_sharding_constraint(x, stream) for x in xs)
-        return tuple(lax.with_sharding_constraint(x, stream) for x in run_streams(block, xs, key, layer))
+        run = block_runner(self.activations)
+        return tuple(lax.with_sharding_constraint(x, stream) for x in run(block, xs, key, layer))
 
     def _rows(self, axis: str) -> NamedSharding:
         """[batch, seq, features] with features over `axis`."""

@@ -19,6 +19,7 @@ from axonn_jax.train.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    Gather,
     LogConfig,
     ModelConfig,
     PipelineConfig,
@@ -110,6 +111,7 @@ def check(config: Config) -> Config:
     config.grid.check_model(shape)
     if config.grid.pipe > 1:
         check_not_scanned(config.train.scan_layers)
+        check_gather(config.memory.gather)
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_pieces(shape))
         policies.check_pipelined()
     if config.memory.offload_to and config.memory.offload == "none":
@@ -138,6 +140,15 @@ def check_not_scanned(scan_layers: ScanLayers) -> None:
     """
     if scan_layers == "yes":
         raise UserError("train.scan_layers", scan_layers, "auto or no where grid.pipe is above 1")
+
+
+def check_gather(gather: Gather) -> None:
+    """Raises ``UserError`` where a pipeline is asked to keep gathered weights.
+
+    Its forward and backward passes are programs of their own, and each gathers what it reads.
+    """
+    if gather != "layer":
+        raise UserError("memory.gather", gather, "layer where grid.pipe is above 1")
 
 
 def check_scan(scan_layers: ScanLayers, offload: str, policies: Policies) -> ScanLayers:

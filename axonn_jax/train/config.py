@@ -16,6 +16,7 @@ Precision = Literal["fp32", "bf16", "fp16", "auto"]
 Accumulate = Literal["fp32", "compute"]
 Offload = Literal["none", "optimizer"]
 Zero = Literal[0, 1]
+Gather = Literal["layer", "pass", "step"]
 Ordering = Literal["auto", "package", "xla"]
 ScanLayers = Literal["auto", "yes", "no"]
 ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
@@ -197,6 +198,10 @@ class MemoryConfig:
     or what was all-reduced (save_collectives); offload is full with the block's input in host memory meanwhile.
     Layers may differ: "full:0-11,dots:12-17,none" has policies with layers, of which 0 is the first, and one for the
     rest (left out: none); such layers are not scanned."""
+    gather: Gather = "layer"
+    """How long weights gathered over grid.z live. layer: as little as activations allow, so that recomputation gathers
+    again; pass: from a microbatch's forward to its backward; step: gathered once for all microbatches, whose gradients
+    add up whole and are reduce-scattered once. Each sends less and needs more memory. Needs grid.pipe = 1."""
     bucket: int = 16_000_000
     """Elements a device that travel together: gradients and weights over grid.data, with offload also to and from the
     host."""

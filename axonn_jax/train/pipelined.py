@@ -35,9 +35,10 @@ from axonn_jax.schedule.dispatcher import Dispatcher, Follower
 from axonn_jax.schedule.forward_only import ForwardOnly
 from axonn_jax.schedule.policies import backwards
 from axonn_jax.state.names import State
+from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, shapes_of, take_apart
 from axonn_jax.train.batch import local_rows
-from axonn_jax.train.check import check_not_scanned, check_pipeline
+from axonn_jax.train.check import check_gather, check_not_scanned, check_pipeline
 from axonn_jax.train.config import OverlapConfig, PipelineConfig, ScanLayers
 from axonn_jax.train.places import Places
 from axonn_jax.train.separable import check_separable
@@ -67,6 +68,7 @@ class PipelineTrainer(Trainer):
         offload_to: Path | None = None,
         zero: int = 0,
         activations: str = "none",
+        gather: Gather = "layer",
         bucket: int = 16_000_000,
         seed: int = 0,
         pipeline: PipelineConfig | None = None,
@@ -74,6 +76,7 @@ class PipelineTrainer(Trainer):
         scan_layers: ScanLayers = "auto",
     ):
         check_not_scanned(scan_layers)
+        check_gather(gather)
         pipeline = pipeline or PipelineConfig()
         abstract = model if isinstance(model, nnx.Module) else nnx.eval_shape(model)
         shape = getattr(abstract, "shape", None)

@@ -1,6 +1,6 @@
 """The compiled programs of a one-stage model: gradients of a step, evaluation, logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from axonn_jax.memory.reduce import reduce_gradients
 from axonn_jax.memory.zero import split_over_data
 from axonn_jax.tensor.clip import global_norm
 from axonn_jax.tensor.collectives import reduce_sum, vary
+from axonn_jax.tensor.gather import Gather, Held, gather_params, scatter_grads
 from axonn_jax.tensor.order import in_order
 from axonn_jax.tensor.params import Params, Parts, Specs
 from axonn_jax.tensor.region import manual
@@ -67,6 +68,8 @@ class StageProgram(OnMesh):
     """What gradients add up and are reduced in."""
     zero: bool = False
     """Whether gradients are scattered over `data` (ZeRO-1), each device then having a part of most."""
+    gather: Gather = "layer"
+    """How long weights gathered over `z` live (docs/memory.md); "step" is "pass" where there is one microbatch."""
 
     @property
     def grad_specs(self) -> Specs:
@@ -83,8 +86,10 @@ class StageProgram(OnMesh):
 
         `tokens` is [microbatches, sequences, seq + 1]; gradients are laid out by `grad_specs`. Microbatches run one
         after the other and add up unreduced; then every gradient is summed once, in buckets, over `data` (and over
-        `z` where a parameter is replicated over it). Other collectives are those of the layers. Where a loss `scale`
-        is given the gradients are multiplied by it, loss and norm are not; an overflow makes the norm infinite or NaN.
+        `z` where a parameter is replicated over it). With `gather` "step" and several microbatches all weights are
+        gathered before the first, and gradients are reduce-scattered over `z` behind the last, in `sums`. Other
+        collectives are those of the layers. Where a loss `scale` is given the gradients are multiplied by it, loss and
+        norm are not; an overflow makes the norm infinite or NaN.
         """
         out_specs = (self.grad_specs, P(), P())
         region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P(), P()), out_specs)
@@ -127,7 +132,7 @@ class StageProgram(OnMesh):
     def _manual(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return manual(f, self.grid.mesh, in_specs, out_specs)
 
-    def _model(self, params: Params) -> Any:
+    def _model(self, params: Mapping[str, Any]) -> Any:
         return self.parts.rebuild(params)
 
     def _streams(self, rows: int) -> int:
@@ -143,8 +148,8 @@ class StageProgram(OnMesh):
         microbatches, rows, width = tokens.shape
         return microbatches * rows * self.grid.shape.batch_shards * (width - 1)
 
-    def _loss_sum(self, params: Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
-        run_block = block_runner(self.activations)
+    def _loss_sum(self, params: Held | Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
+        run_block = block_runner(self.activations, self.gather)
         losses = self._model(params).loss(
             batch[:, :-1],
             batch[:, 1:],
@@ -168,28 +173,30 @@ class StageProgram(OnMesh):
     ) -> tuple[Params, jax.Array]:
         # Varying over data and z on purpose: autodiff then leaves gradients unreduced over both (a z-sharded kernel
         # is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
-        own = {name: vary(p, BATCH_AXES) for name, p in params.items()}
+        shards = {name: vary(p, BATCH_AXES) for name, p in params.items()}
+        once = self.gather == "step" and tokens.shape[0] > 1
+        own: Held = gather_params(shards, self.parts.specs, self.dtype) if once else {**shards}
         targets = self._targets(tokens)
 
         def add(
-            carry: tuple[jax.Array, Params], microbatch: tuple[jax.Array, jax.Array]
-        ) -> tuple[tuple[jax.Array, Params], None]:
+            carry: tuple[jax.Array, Held], microbatch: tuple[jax.Array, jax.Array]
+        ) -> tuple[tuple[jax.Array, Held], None]:
             total, sums = carry
             index, batch = microbatch
             key_here = None if key is None else jax.random.fold_in(key, index)
 
-            def scaled(p: Params, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+            def scaled(p: Held, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
                 loss = self._loss_sum(p, batch, key_here) / targets
                 return (loss if scale is None else loss * scale), loss
 
-            def backward(p: Params, batch: jax.Array) -> tuple[jax.Array, Params]:
+            def backward(p: Held, batch: jax.Array) -> tuple[jax.Array, Held]:
                 (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(p, batch)
                 return loss, grads
 
             loss, grads = (in_order(backward) if self.ordered else backward)(own, batch)
-            return (total + loss, {name: sums[name] + grad.astype(self.sums) for name, grad in grads.items()}), None
+            return (total + loss, jax.tree.map(lambda a, grad: a + grad.astype(self.sums), sums, grads)), None
 
-        zeros = {name: vary(jnp.zeros_like(p, self.sums), compat.varying_axes(p)) for name, p in own.items()}
+        zeros = jax.tree.map(lambda p: vary(jnp.zeros_like(p, self.sums), compat.varying_axes(p)), own)
         start = (vary(jnp.zeros((), jnp.float32), BATCH_AXES), zeros)
         (total, sums), _ = lax.scan(add, start, (jnp.arange(tokens.shape[0]), tokens))
-        return sums, reduce_sum(total, BATCH_AXES)
+        return scatter_grads(sums, self.parts.specs), reduce_sum(total, BATCH_AXES)

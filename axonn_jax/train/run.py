@@ -51,6 +51,7 @@ def train(config: Config) -> int:
             offload_to=Path(config.memory.offload_to) if config.memory.offload_to else None,
             zero=config.memory.zero,
             activations=config.memory.activations,
+            gather=config.memory.gather,
             bucket=config.memory.bucket,
             seed=config.train.seed,
             pipeline=config.pipeline,

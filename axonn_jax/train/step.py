@@ -19,6 +19,7 @@ from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.stacked import Stack, stack_layers
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.attention import AttentionKernel
+from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, Parts, Specs, take_apart
 from axonn_jax.train.layerwise import layerwise
 from axonn_jax.train.program import StageProgram
@@ -185,6 +186,7 @@ def compile_abstract(
     ordered: bool = False,
     attention: AttentionKernel = "auto",
     scanned: bool = False,
+    gather: Gather = "layer",
     compiler_options: dict[str, str] | None = None,
 ) -> jax.stages.Compiled:
     """The step that a `Trainer` with these settings runs on `sequences` a step, compiled without making any array.
@@ -199,7 +201,9 @@ def compile_abstract(
     stack = stack_layers(model) if scanned else Stack(take_apart(model))
     zero = zero and grid.shape.data > 1
     dtypes = precisions(precision, accumulate, apart=zero)
-    program = StageProgram(stack.parts, grid, dtypes.compute, activations, bucket, streams, ordered, dtypes.sums, zero)
+    program = StageProgram(
+        stack.parts, grid, dtypes.compute, activations, bucket, streams, ordered, dtypes.sums, zero, gather
+    )
     rows = (microbatches, sequences // microbatches, shape.seq_len + 1)
     key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
     return Step(program, layerwise(optimizer, stack), clip, dtypes, bucket).compiled(rows, key, compiler_options)

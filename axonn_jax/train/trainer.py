@@ -18,6 +18,7 @@ from axonn_jax.memory.activations import checked_policies
 from axonn_jax.memory.placement import Where, own_folder
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
 from axonn_jax.state.names import State, flatten, shapes, unflatten, unflatten_scale
+from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, shapes_of
 from axonn_jax.train.batch import local_rows, place
 from axonn_jax.train.check import check_scan
@@ -41,8 +42,8 @@ class Trainer:
     unless `accumulate` says otherwise. fp16 scales the loss (`memory.scale`). `zero` 1 splits masters and optimizer
     state over `data`; `offload` keeps them in host memory, or on disk below `offload_to`, for which the optimizer must
     be elementwise (``UserError``). `activations` says what the backward pass computes again, of all layers or by ranges
-    of them (`memory.policies`). `scan_layers` says whether layers are one compiled body in a loop; names, shapes and
-    results are the same.
+    of them (`memory.policies`); `gather` says how long weights gathered over `z` live (docs/memory.md). `scan_layers`
+    says whether layers are one compiled body in a loop; names, shapes and results are the same.
 
     On a grid with `pipe` above 1 this makes a `PipelineTrainer`, which has the same methods and takes `pipeline`.
     """
@@ -69,6 +70,7 @@ class Trainer:
         offload_to: Path | None = None,
         zero: int = 0,
         activations: str = "none",
+        gather: Gather = "layer",
         bucket: int = 16_000_000,
         seed: int = 0,
         pipeline: PipelineConfig | None = None,
@@ -94,7 +96,7 @@ class Trainer:
         parts = shapes_of(stack.parts)
         self._stack = replace(stack, parts=parts)
         self.program = StageProgram(
-            parts, grid, dtypes.compute, activations, bucket, overlap.streams, ordered, dtypes.sums, split
+            parts, grid, dtypes.compute, activations, bucket, overlap.streams, ordered, dtypes.sums, split, gather
         )
         self._key = jax.random.key(seed) if getattr(shape, "dropout", 0.0) > 0.0 else None
         params = self._stack.place(model, grid.mesh, used_up=owned)

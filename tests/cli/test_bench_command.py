@@ -43,7 +43,7 @@ def test_vs_gspmd_as_json(capsys):
     assert main(argv) == 0
     figures = json.loads(capsys.readouterr().out)
     (row,) = figures["rows"]
-    assert figures["ratios"] == {"small 4 d2z2y1x1": row["ratio"]}
+    assert figures["ratios"] == {"small 4 d2z2y1x1 layer": row["ratio"]}
     assert figures["ratio"] == pytest.approx(row["ratio"])
     # The sum over data comes after the reduce-scatter over z: fewer bytes than one sum over both.
     assert row["ratio"] < 0.75
@@ -69,6 +69,8 @@ def test_vs_gspmd_as_json(capsys):
         (["bench", "vs_gspmd", "--devices", "0"], ["--devices = 0"]),
         (["bench", "vs_gspmd", "--models", "gpt-5c"], ["model.preset = 'gpt-5c'", "gpt-5b"]),
         (["bench", "vs_gspmd", "--rounds", "0"], ["--rounds = 0"]),
+        (["bench", "vs_gspmd", "--microbatches", "0"], ["--microbatches = 0"]),
+        (["bench", "vs_gspmd", "--gather", "always"], ["always", "layer", "pass", "step"]),
         (["bench", "overlap", "--model", "gpt-5c"], ["model.preset = 'gpt-5c'", "gpt-5b"]),
         (["bench", "overlap", "--devices", "40"], ["--devices = 40", "multiple", "32"]),
         (["bench", "overlap", "--grid.data", "1", "--grid.z", "1"], ["--devices = 4", "multiple of 8"]),

@@ -50,6 +50,7 @@ def test_plan_as_text_says_what_to_run_and_what_does_not_fit(capsys):
         ["--offload", "optimizer", "--zero", "0", "--activations", "none"],
         ["--offload", "none", "--zero", "1", "--grid.data", "4", "--precision", "fp16"],
         ["--activations", "offload", "--grid.pipe", "4", "--virtual-stages", "2"],
+        ["--activations", "full", "--grid.z", "8", "--gather", "step"],
     ],
 )
 def test_the_command_is_one_that_train_accepts(capsys, prepared, chosen):
@@ -160,6 +161,7 @@ def test_amounts_that_mean_nothing(text):
         (["--top", "0"], ["--top = 0"]),
         (["--polcy", "message"], ["--polcy", "did you mean '--policy'?"]),
         (["--machine", "laptop", "--precision", "bf16"], ["--precision = 'bf16': one that a CPU core has: fp32"]),
+        (["--gather", "step", "--grid.pipe", "4"], ["--gather = 'step'", "auto or layer"]),
         (["--machine", "laptop", "--cost-model", "published"], ["one with measured bandwidths"]),
     ],
 )

@@ -28,11 +28,11 @@ MODELS = {"gpt": GPT, "llama": LLAMA}
 GRIDS = [axes for axes in product((1, 2, 4, 8, 16), repeat=4) if axes[0] * axes[1] * axes[2] * axes[3] == 16]
 
 
-def case(model, axes, activations="none", microbatches=1, scanned=False):
+def case(model, axes, activations="none", microbatches=1, scanned=False, gather="layer"):
     model = asdict(model) if isinstance(model, ModelShape) else model
     sequences = axes[0] * axes[1] * microbatches
     settings = {"microbatches": microbatches, "sequences": sequences, "activations": activations, "scanned": scanned}
-    return {"model": model, "axes": axes, **settings}
+    return {"model": model, "axes": axes, "gather": gather, **settings}
 
 
 def check(devices, cases):
@@ -63,6 +63,10 @@ def test_a_sample_of_the_grids_of_16_devices():
             case(GPT, (1, 4, 2, 2), "save_collectives"),
             case(replace(GPT, layers=3), (2, 2, 2, 2), "none", 2, scanned=True),
             case(LLAMA, (2, 2, 2, 2), "full", 1, scanned=True),
+            case(LLAMA, (1, 4, 2, 2), "full", 2, gather="pass"),
+            case(GPT, (2, 2, 2, 2), "full", 2, gather="step"),
+            case(replace(GPT, layers=3), (2, 8, 1, 1), "full", 2, scanned=True, gather="pass"),
+            case(LLAMA, (2, 2, 2, 2), "none", 3, scanned=True, gather="step"),
         ],
     )
 
@@ -76,6 +80,16 @@ def test_a_sample_of_the_grids_of_16_devices():
 def test_every_4d_grid_of_16_devices(model, scanned, activations, microbatches):
     assert len(GRIDS) == 35
     check(16, [case(MODELS[model], axes, activations, microbatches, scanned) for axes in GRIDS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", ["none", "full", "dots", "save_collectives"])
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("gather", ["pass", "step"])
+def test_every_grid_with_z_where_gathered_weights_are_kept(gather, scanned, activations):
+    grids = [axes for axes in GRIDS if axes[1] > 1]
+    model = GPT if scanned else LLAMA
+    check(16, [case(model, axes, activations, 1 + index % 3, scanned, gather) for index, axes in enumerate(grids)])
 
 
 @pytest.mark.slow

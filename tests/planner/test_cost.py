@@ -72,6 +72,28 @@ def test_recomputation_costs_a_forward_pass_and_saves_memory():
     assert again.memory.total < dots.memory.total < kept.memory.total
 
 
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("gather", ["layer", "pass", "step"])
+def test_what_is_sent_over_z_is_that_of_the_exact_accounting_however_long_weights_live(gather, policy):
+    grid, links = GridShape(z=8), Links(GridShape(z=8), A100)
+    one = CostModel(replace(JOB, batch=64, switches=NONE)).estimate(Choice(grid, 4, policy, gather=gather))
+    work = Work(JOB.shape, grid, 64, 4, 2, policy, gather=gather)
+    exact = sum(float(c.bytes) / links.rate(c.axes) + c.times * links.latency(c.kind, c.axes) for c in predict(work))
+    assert one.comm_s["z"] == pytest.approx(exact)
+
+
+def test_weights_that_live_longer_take_memory_and_save_time():
+    model = CostModel(replace(JOB, batch=512))
+    layer, kept, step = (
+        model.estimate(Choice(GridShape(z=64), 8, "full", gather=g)) for g in ("layer", "pass", "step")
+    )
+    assert layer.memory.total < kept.memory.total < step.memory.total
+    assert layer.comm_s["z"] > kept.comm_s["z"] > step.comm_s["z"]
+    once = model.estimate(Choice(GridShape(z=64), 1, "full", gather="step"))
+    same = model.estimate(Choice(GridShape(z=64), 1, "full", gather="pass"))
+    assert (once.step_s, once.memory) == (same.step_s, same.memory)
+
+
 def test_offload_and_zero_move_the_optimizers_state():
     model, base = CostModel(JOB), Choice(GridShape(data=8, z=2), 4, "full")
     plain, offload, zero = (model.estimate(one) for one in (base, replace(base, offload=True), replace(base, zero=1)))

@@ -17,6 +17,7 @@ from axonn_jax.planner.job import Choice, Job
 from axonn_jax.planner.machine import load_machine
 from axonn_jax.planner.search import search
 from axonn_jax.planner.space import Space, divisors, legal_grids
+from axonn_jax.planner.tasks import Switches
 
 A100 = load_machine("perlmutter")
 JOB = Job(preset("gpt-5b"), A100, 512, "bf16")
@@ -86,6 +87,28 @@ def test_constraints_are_kept():
         choice = one.choice
         assert (choice.grid.pipe, choice.grid.x, choice.sequences(JOB.batch)) == (2, 1, 2)
         assert (choice.activations, choice.offload, choice.zero) == ("full", True, 0)
+
+
+def test_gathered_weights_are_kept_where_that_is_faster_and_fits():
+    space = Space(axes={"pipe": 1, "z": 16}, activations=("full",), sequences=1)
+    every = replace(space, gather=("layer", "pass", "step"))
+    job = replace(JOB, switches=Switches(False, False, False, False))  # hidden, gathers would cost nothing
+    layer, best = (search(job, 64, one, 80e9).best[0] for one in (space, every))
+    assert layer.choice.gather == "layer"
+    assert best.choice.gather == "step"
+    assert best.step_s < layer.step_s
+    tight = search(job, 64, every, layer.memory.total).best[0]
+    assert tight.memory.total <= layer.memory.total
+    fixed = search(job, 64, replace(space, gather=("pass",)), 80e9).best
+    assert {one.choice.gather for one in fixed} == {"pass"}
+
+
+def test_a_pipeline_keeps_no_gathered_weights():
+    rules = Counter()
+    assert list(legal_grids(JOB, 64, Space(axes={"pipe": 4}, gather=("step",)), rules)) == []
+    assert rules["a pipeline keeps no gathered weights"] > 0
+    found = search(JOB, 64, Space(axes={"pipe": 4}, gather=("layer", "step")), 80e9)
+    assert {one.choice.gather for one in found.best} == {"layer"}
 
 
 def test_less_memory_costs_time_and_explains_itself():
