@@ -89,6 +89,7 @@ def account(
         activations=work.activations,
         bucket=bucket,
         scanned=work.scanned,
+        sequence_parallel=work.sequence_parallel,
         compiler_options=compat.keep_recomputation(),
     )
     sizes = {axis: int(getattr(work.grid, axis)) for axis in MESH_AXES}

@@ -40,6 +40,8 @@ class Collectives:
     or what was all-reduced (save_collectives)."""
     scanned: bool = False
     """Whether layers are a loop's body (train.scan_layers), not unrolled."""
+    sequence_parallel: bool = False
+    """Whether the sequence of the residual stream is split over grid.y (memory.sequence_parallel)."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -65,7 +67,15 @@ def _work(args: Collectives) -> Work:
             raise UserError("--devices", args.devices, f"a multiple of the grid's product, which is {grid.devices}")
         grid = replace(grid, data=grid.data * args.devices // grid.devices)
     sequences = grid.batch_shards * args.microbatches if args.batch is None else args.batch
-    return Work(shape, grid, sequences, args.microbatches, activations=args.activations, scanned=args.scanned)
+    return Work(
+        shape,
+        grid,
+        sequences,
+        args.microbatches,
+        activations=args.activations,
+        scanned=args.scanned,
+        sequence_parallel=args.sequence_parallel,
+    )
 
 
 def _figures(args: Collectives, work: Work, done: Accounting) -> dict[str, Any]:
@@ -91,6 +101,7 @@ def _figures(args: Collectives, work: Work, done: Accounting) -> dict[str, Any]:
         "sequences": work.sequences,
         "activations": work.activations,
         "scanned": work.scanned,
+        "sequence_parallel": work.sequence_parallel,
         "dtype": "float32",
         "device": jax.devices()[0].device_kind,
         "versions": {"axonn_jax": __version__, **{name: metadata.version(name) for name in ("jax", "jaxlib")}},

@@ -1,5 +1,6 @@
 """Activation policies: what the backward pass keeps and what it computes again."""
 
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -8,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from axonn_jax.memory.placement import HOST
 from axonn_jax.models.transformer import Block, BlockFn, Streams, run_streams
-from axonn_jax.tensor.collectives import BLOCK_ALL_REDUCES
+from axonn_jax.tensor.collectives import BLOCK_REDUCTIONS
 
 Activations = Literal["none", "full", "dots", "save_collectives", "offload"]
 
@@ -20,17 +21,18 @@ def block_runner(policy: Activations) -> BlockFn:
 
     `none` keeps every intermediate; `full` keeps a block's input and computes the block again in the backward
     pass, communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again;
-    `save_collectives` keeps what was all-reduced and computes the rest again without reducing anything twice (TED,
+    `save_collectives` keeps what was reduced and computes the rest again without reducing anything twice (TED,
     section on communication-aware activation checkpointing); `offload` is `full` with the block's input in host
-    memory until the backward pass. Weights are gathered again under all of them.
+    memory until the backward pass. Weights are gathered again under all of them, and so is, with sequence parallelism,
+    what matmuls read of the stream; that also under `none`, which else would keep it whole.
     """
     if policy == "none":
-        return run_streams
+        return partial(run_streams, again=True)
     policies = jax.checkpoint_policies
     keep = {
         "full": None,
         "dots": policies.dots_with_no_batch_dims_saveable,
-        "save_collectives": policies.save_only_these_names(*BLOCK_ALL_REDUCES),
+        "save_collectives": policies.save_only_these_names(*BLOCK_REDUCTIONS),
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[_BLOCK_INPUT],

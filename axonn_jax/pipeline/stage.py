@@ -10,15 +10,24 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.memory.activations import Activations
-from axonn_jax.pipeline.split import Keep, Part, cut, keep_all, keep_all_reduces, keep_matmuls, keep_none
+from axonn_jax.pipeline.split import (
+    Keep,
+    Part,
+    cut,
+    keep_all,
+    keep_matmuls,
+    keep_none,
+    keep_reductions,
+    keep_ungathered,
+)
 from axonn_jax.pipeline.trace import DY, Needs, Stretch, Traced, crossing, trace_whole
 from axonn_jax.tensor.region import manual
 
 _KEEP: dict[Activations, Keep] = {
-    "none": keep_all,
+    "none": keep_ungathered,
     "full": keep_none,
     "dots": keep_matmuls,
-    "save_collectives": keep_all_reduces,
+    "save_collectives": keep_reductions,
     "offload": keep_none,
 }
 

@@ -49,10 +49,18 @@ class Times:
 class Tasks:
     """Times of the parts of one grid's stages, by microbatch and activation policy, each worked out once."""
 
-    def __init__(self, shape: ModelShape, grid: GridShape, machine: Machine, compute: Compute, switches: Switches):
+    def __init__(
+        self,
+        shape: ModelShape,
+        grid: GridShape,
+        machine: Machine,
+        compute: Compute,
+        switches: Switches,
+        sequence_parallel: bool = False,
+    ):
         self.grid, self.machine, self.compute, self.switches = grid, machine, compute, switches
         self.shape = shape
-        self.traffic = Traffic(shape, grid, machine, compute.item)
+        self.traffic = Traffic(shape, grid, machine, compute.item, sequence_parallel)
         self._cache: dict[tuple[Part, int, Policy, bool], Times] = {}
 
     def times(self, part: Part, sequences: int, activations: Policy, gathers: bool) -> Times:
@@ -93,6 +101,10 @@ class Tasks:
             backward.add(self._lines(part, "regather"), back if on.gathers else 0.0)
         if activations in ("full", "dots", "offload"):
             recomputed.add(self._lines(part, "rereduce"), half if on.forward else 0.0)
+        if activations == "none":  # only gradients of weights read it
+            backward.add(self._lines(part, "reread"), seconds.inputs if on.gradients else 0.0)
+        else:
+            recomputed.add(self._lines(part, "reread"), half if on.forward else 0.0)
         late = _Window(backward.left, times, sequences)
         late.add(self._lines(part, "scatter"), back if on.scatters else 0.0)
         times.forward = seconds.forward + forward.exposed

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.models.transformer import Block, Streams, Transformer, run_streams
+from axonn_jax.models.transformer import Block, BlockFn, Streams, Transformer, run_streams
 from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.linear import Linear, other
 from axonn_jax.tensor.params import Params
@@ -73,7 +73,7 @@ class AutomaticProgram(OnMesh):
 
     def _loss(self, params: Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
         model: Any = self.parts.rebuild(params)
-        run_block = run_streams
+        run_block: BlockFn = run_streams
         if self.constraints != "none":
             run_block = self._run_block
         if self.constraints == "layers":

@@ -196,6 +196,9 @@ class MemoryConfig:
     activations: Activations = "none"
     """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)
     or what was all-reduced (save_collectives); offload is full with the block's input in host memory meanwhile."""
+    sequence_parallel: bool = False
+    """Whether the residual stream is split over grid.y too, along the sequence: norms, dropout and what is kept of the
+    stream then take 1/y of the memory. What matmuls read of it is gathered again in the backward pass."""
     bucket: int = 16_000_000
     """Elements a device that travel together: gradients and weights over grid.data, with offload also to and from the
     host."""

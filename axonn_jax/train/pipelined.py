@@ -78,6 +78,8 @@ class PipelineTrainer(Trainer):
         shape = getattr(abstract, "shape", None)
         if shape is not None:
             grid.shape.check_model(shape)
+            if getattr(abstract, "sequence_parallel", False):
+                grid.shape.check_sequence(shape.seq_len)
         if not hasattr(abstract, "stretch"):
             raise UserError(
                 "model", type(abstract).__name__, "where grid.pipe is above 1, a Transformer or a Sequence of layers"

@@ -21,6 +21,7 @@ from axonn_jax.tensor.collectives import reduce_sum, vary
 from axonn_jax.tensor.order import in_order
 from axonn_jax.tensor.params import Params, Parts, Specs
 from axonn_jax.tensor.region import manual
+from axonn_jax.tensor.sequence import token_axes
 
 _FLOAT32 = jnp.dtype("float32")
 
@@ -81,8 +82,9 @@ class StageProgram(OnMesh):
 
         `tokens` is [microbatches, sequences, seq + 1]; gradients are laid out by `grad_specs`. Microbatches run one
         after the other and add up unreduced; then every gradient is summed once, in buckets, over `data` (and over
-        `z` where a parameter is replicated over it). Other collectives are those of the layers. Where a loss `scale`
-        is given the gradients are multiplied by it, loss and norm are not; an overflow makes the norm infinite or NaN.
+        `z`, with sequence parallelism `y`, where a parameter is replicated over it). Other collectives are those of the
+        layers. Where a loss `scale` is given the gradients are multiplied by it, loss and norm are not; an overflow
+        makes the norm infinite or NaN.
         """
         out_specs = (self.grad_specs, P(), P())
         region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P(), P()), out_specs)
@@ -143,9 +145,10 @@ class StageProgram(OnMesh):
     def _local_gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
     ) -> tuple[Params, jax.Array, jax.Array]:
-        # Varying over data and z on purpose: autodiff then leaves gradients unreduced over both (a z-sharded kernel
-        # is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
-        own = {name: vary(p, BATCH_AXES) for name, p in params.items()}
+        # Varying over what splits tokens on purpose: autodiff then leaves gradients unreduced over it (a z-sharded
+        # kernel is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
+        axes = token_axes(self._model(params))
+        own = {name: vary(p, axes) for name, p in params.items()}
         targets = self._targets(tokens)
 
         def add(
@@ -170,6 +173,6 @@ class StageProgram(OnMesh):
         start = (vary(jnp.zeros((), jnp.float32), BATCH_AXES), zeros)
         (total, sums), _ = lax.scan(add, start, (jnp.arange(tokens.shape[0]), tokens))
 
-        grads = reduce_gradients(sums, self.parts.specs, self.grad_specs, self.bucket)
+        grads = reduce_gradients(sums, self.parts.specs, self.grad_specs, self.bucket, axes)
         norm = global_norm(grads, self.grad_specs)
         return grads, reduce_sum(total, BATCH_AXES), norm if scale is None else norm / scale
