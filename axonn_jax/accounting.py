@@ -90,6 +90,7 @@ def account(
         bucket=bucket,
         scanned=work.scanned,
         gather=work.gather,
+        sequence_parallel=work.sequence_parallel,
         compiler_options=compat.keep_recomputation(),
     )
     sizes = {axis: int(getattr(work.grid, axis)) for axis in MESH_AXES}

@@ -26,6 +26,7 @@ class Setting:
     """Of a step, over all devices."""
     microbatches: int = 1
     activations: Recompute = "none"
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def step_times(settings: Sequence[Setting], rounds: int) -> list[list[float]]:
     for setting in settings:
         grid = build_grid(setting.grid, jax.devices()[: setting.grid.devices])
         with jax.set_mesh(grid.mesh):
-            model = Transformer(setting.shape, rngs=nnx.Rngs(0))
+            model = Transformer(setting.shape, rngs=nnx.Rngs(0), sequence_parallel=setting.sequence_parallel)
         trainers.append(
             Trainer(
                 model,
@@ -152,7 +153,10 @@ def _step(setting: Setting) -> Any:
 
     setting.grid.check_model(setting.shape)
     setting.grid.check_batch(setting.sequences, setting.microbatches)
-    model = nnx.eval_shape(lambda: Transformer(setting.shape, rngs=nnx.Rngs(0)))
+    if setting.sequence_parallel:
+        setting.grid.check_sequence(setting.shape.seq_len)
+    split = setting.sequence_parallel
+    model = nnx.eval_shape(lambda: Transformer(setting.shape, rngs=nnx.Rngs(0), sequence_parallel=split))
     stack = stack_layers(model) if setting.scanned else Stack(take_apart(model))
     grid = build_grid(setting.grid, jax.devices()[: setting.grid.devices])
     program = StageProgram(stack.parts, grid, jnp.dtype("float32"), setting.activations)

@@ -76,6 +76,10 @@ class GridShape:
         if shape.positions == "learned":
             _divides("model.seq_len", shape.seq_len, z, "z")
 
+    def check_sequence(self, seq_len: int) -> None:
+        """Raises ``UserError`` unless a sequence splits over `y`, as sequence parallelism has it."""
+        _divides("model.seq_len", seq_len, self.y, "y (memory.sequence_parallel)", axis="grid.y", legal_axis=True)
+
     def check_batch(self, global_batch: int, microbatches: int) -> None:
         """Raises ``UserError`` unless the global batch splits into microbatches over `data` and `z`."""
         if microbatches < 1:

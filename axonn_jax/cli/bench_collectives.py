@@ -42,6 +42,8 @@ class Collectives:
     """How long gathered weights live (memory.gather): layer, pass or step."""
     scanned: bool = False
     """Whether layers are a loop's body (train.scan_layers), not unrolled."""
+    sequence_parallel: bool = False
+    """Whether the sequence of the residual stream is split over grid.y (memory.sequence_parallel)."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -75,6 +77,7 @@ def _work(args: Collectives) -> Work:
         activations=args.activations,
         scanned=args.scanned,
         gather=args.gather,
+        sequence_parallel=args.sequence_parallel,
     )
 
 
@@ -102,6 +105,7 @@ def _figures(args: Collectives, work: Work, done: Accounting) -> dict[str, Any]:
         "activations": work.activations,
         "scanned": work.scanned,
         "gather": work.gather,
+        "sequence_parallel": work.sequence_parallel,
         "dtype": "float32",
         "device": jax.devices()[0].device_kind,
         "versions": {"axonn_jax": __version__, **{name: metadata.version(name) for name in ("jax", "jaxlib")}},

@@ -49,6 +49,8 @@ class Plan:
     """Whether optimizer state is on the host; auto: searched."""
     zero: Literal["auto", "0", "1"] = "auto"
     """Whether replicas share optimizer state (ZeRO-1); auto: searched."""
+    sequence_parallel: bool = False
+    """Whether the sequence of the residual stream is split over grid.y (memory.sequence_parallel)."""
     virtual_stages: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: searched)")] = None
     """Stages each place of the pipe holds."""
     policy: Policy = "message"
@@ -81,8 +83,11 @@ def run(args: Plan) -> int:
         planning.positive(f"--{flag.replace('_', '-')}", getattr(args, flag))
     shape, machine = planning.model_shape(args.model, args.seq), load_machine(args.machine).shared(args.devices)
     batch = planning.sequences(args.batch_tokens, shape.seq_len)
-    job = planning.job_of(shape, machine, batch, args.precision, args.overlap, args.policy, True)
+    split = args.sequence_parallel
+    job = planning.job_of(shape, machine, batch, args.precision, args.overlap, args.policy, True, split)
     if args.cost_model == "published":
+        if split:
+            raise UserError("--sequence-parallel", split, "left out with --cost-model published, which has none")
         return _published(args, job, machine)
     limit = planning.limit(args.memory_limit, job)
     found = search(job, args.devices, _space(args), limit)
@@ -173,6 +178,7 @@ def _figures(args: Plan, job: Job, found: Found, limit: float) -> dict[str, Any]
         "seq_len": job.shape.seq_len,
         "precision": job.precision,
         "cost_model": "corrected",
+        "sequence_parallel": job.sequence_parallel,
         "memory_limit_bytes": limit,
         "configs": [
             {

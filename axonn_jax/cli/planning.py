@@ -106,12 +106,28 @@ def switches(text: str) -> Switches:
 
 
 def job_of(
-    shape: ModelShape, machine: Machine, batch: int, precision: Chosen, overlap: str, policy: Policy, split: bool
+    shape: ModelShape,
+    machine: Machine,
+    batch: int,
+    precision: Chosen,
+    overlap: str,
+    policy: Policy,
+    split: bool,
+    sequence_parallel: bool = False,
 ) -> Job:
     """The job that the flags describe; raises ``UserError`` for a precision that the device does not have."""
     chosen: Precision = machine.half if precision == "auto" else precision
     machine.peak(chosen)
-    return Job(shape, machine, batch, chosen, switches=switches(overlap), policy=policy, split=split)
+    return Job(
+        shape,
+        machine,
+        batch,
+        chosen,
+        switches=switches(overlap),
+        policy=policy,
+        split=split,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def command(model: str, job: Job, choice: Choice, seq: int | None) -> str:
@@ -127,6 +143,7 @@ def command(model: str, job: Job, choice: Choice, seq: int | None) -> str:
     words += [f"--memory.gather {choice.gather}"] if choice.gather != "layer" else []
     words += ["--memory.offload optimizer"] if choice.offload else []
     words += ["--memory.zero 1"] if choice.zero else []
+    words += ["--memory.sequence_parallel true"] if job.sequence_parallel else []
     if grid.pipe > 1:
         words.append(f"--pipeline.policy {job.policy}")
         words += [f"--pipeline.virtual_stages {choice.virtual_stages}"] if choice.virtual_stages > 1 else []

@@ -50,6 +50,8 @@ class Simulate:
     """Sequences of a microbatch on a device."""
     activations: Literal["auto", "none", "full", "dots", "save_collectives", "offload"] = "auto"
     """What the backward pass computes again."""
+    sequence_parallel: bool = False
+    """Whether the sequence of the residual stream is split over grid.y (memory.sequence_parallel)."""
     virtual_stages: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: searched)")] = None
     """Stages each place of the pipe holds."""
     policy: Policy = "message"
@@ -90,7 +92,16 @@ def run(args: Simulate) -> int:
     shape = shape if args.layers is None else replace(shape, layers=args.layers)
     axes = args.grid.fixed()
     batch = args.devices * 8 if args.batch_tokens is None else planning.sequences(args.batch_tokens, shape.seq_len)
-    job = planning.job_of(shape, machine, batch, args.precision, args.overlap, args.policy, args.split_backward)
+    job = planning.job_of(
+        shape,
+        machine,
+        batch,
+        args.precision,
+        args.overlap,
+        args.policy,
+        args.split_backward,
+        args.sequence_parallel,
+    )
     space = Space(
         axes=axes,
         sequences=args.microbatch,

@@ -1,5 +1,6 @@
 """Activation policies: what the backward pass keeps and what it computes again."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.memory.placement import HOST
 from axonn_jax.memory.policies import FIELD, Policies, Policy, read_policies
 from axonn_jax.models.transformer import Block, BlockFn, Streams, run_streams
-from axonn_jax.tensor.collectives import BLOCK_ALL_REDUCES
+from axonn_jax.tensor.collectives import BLOCK_REDUCTIONS
 from axonn_jax.tensor.gather import Gather, gather_weights
 
 _BLOCK_INPUT = "block_input"
@@ -21,11 +22,11 @@ def block_runner(activations: str, gather: Gather = "layer") -> BlockFn:
 
     `none` keeps every intermediate; `full` keeps a block's input and computes the block again in the backward
     pass, communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again;
-    `save_collectives` keeps what was all-reduced and computes the rest again without reducing anything twice (TED,
+    `save_collectives` keeps what was reduced and computes the rest again without reducing anything twice (TED,
     section on communication-aware activation checkpointing); `offload` is `full` with the block's input in host
     memory until the backward pass. With `gather` "layer" all of them but `none` gather weights again; else what a block
-    recomputes begins with gathered weights, which are kept. Raises ``UserError`` at a block of a loop over layers where
-    policies differ.
+    recomputes begins with gathered weights, which are kept. With sequence parallelism all of them, `none` too, gather
+    again what matmuls read of the stream. Raises ``UserError`` at a block of a loop over layers where policies differ.
     """
     policies = read_policies(activations)
     if policies.uniform is not None:
@@ -55,12 +56,12 @@ def checked_policies(activations: str, model: Any) -> Policies:
 
 def _runner(policy: Policy, gather: Gather) -> BlockFn:
     if policy == "none":
-        return run_streams
+        return partial(run_streams, again=True)
     policies = jax.checkpoint_policies
     keep = {
         "full": None,
         "dots": policies.dots_with_no_batch_dims_saveable,
-        "save_collectives": policies.save_only_these_names(*BLOCK_ALL_REDUCES),
+        "save_collectives": policies.save_only_these_names(*BLOCK_REDUCTIONS),
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[_BLOCK_INPUT],

@@ -1,28 +1,33 @@
 """The one reduction of a step's gradients."""
 
+from collections.abc import Sequence
+
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.grid import BATCH_AXES
 from axonn_jax.memory.buckets import reduce_in_buckets
 from axonn_jax.memory.zero import data_dim, scatter_in_buckets
 from axonn_jax.tensor.clip import spec_axes
 from axonn_jax.tensor.params import Params, Specs
 
 
-def reduce_gradients(sums: Params, specs: Specs, grad_specs: Specs, capacity: int) -> Params:
+def reduce_gradients(sums: Params, specs: Specs, grad_specs: Specs, capacity: int, token_axes: Sequence[str]) -> Params:
     """Each device's sums of gradients -> the step's gradients, laid out by `grad_specs`; inside a manual region.
 
-    `specs` are the parameters' layouts. Collectives, in buckets of `capacity` elements: over `data` (and over `z` where
-    a parameter is replicated over it) an all-reduce; a reduce-scatter over `data` where `grad_specs` split over it.
+    `specs` are the parameters' layouts. Collectives, in buckets of `capacity` elements: an all-reduce over those of
+    `token_axes` (`data`, `z`, with sequence parallelism `y`) over which a parameter is replicated; of these over `data`
+    a reduce-scatter where `grad_specs` split over it.
     """
     split = {name: dim for name in sums if (dim := data_dim(grad_specs[name])) is not None}
 
     def axes_of(name: str) -> tuple[str, ...]:
-        return tuple(axis for axis in reduced_axes(specs[name]) if axis != "data" or name not in split)
+        done = {"data"} if name in split else set()
+        return tuple(axis for axis in reduced_axes(specs[name], token_axes) if axis not in done)
 
     parts = scatter_in_buckets({name: sums[name] for name in split}, split, capacity)
     return reduce_in_buckets({name: parts.get(name, g) for name, g in sums.items()}, axes_of, capacity)
 
 
-def reduced_axes(spec: P) -> tuple[str, ...]:
-    """The axes over which a parameter's gradient is summed once a step."""
-    return ("data",) if "z" in spec_axes(spec) else ("data", "z")
+def reduced_axes(spec: P, token_axes: Sequence[str] = BATCH_AXES) -> tuple[str, ...]:
+    """The axes over which a parameter's gradient is summed once a step: those that split tokens, but not it."""
+    return tuple(axis for axis in token_axes if axis not in spec_axes(spec))

@@ -100,6 +100,8 @@ class _Keyless(nnx.Module):
     def __init__(self, layer: nnx.Module):
         self.layer = layer
 
-    def __call__(self, x: jax.Array, key: jax.Array | None, part: tuple[int, int] = (0, 1)) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, key: jax.Array | None, part: tuple[int, int] = (0, 1), again: bool = False
+    ) -> jax.Array:
         layer: Any = self.layer
         return layer(x)  # type: ignore[no-any-return]

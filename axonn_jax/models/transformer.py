@@ -1,7 +1,7 @@
 """A decoder-only transformer made of 4D-sharded layers.
 
 Call it inside one manual region (`jax.shard_map`). Local shapes: tokens [batch/(Gdata Gz), seq], residual stream
-[batch/(Gdata Gz), seq, hidden/Gx], logits [batch/(Gdata Gz), seq, vocab/Gy].
+[batch/(Gdata Gz), seq, hidden/Gx], with sequence parallelism seq/Gy, logits [batch/(Gdata Gz), seq, vocab/Gy].
 """
 
 from collections.abc import Callable
@@ -17,13 +17,14 @@ from axonn_jax.models.pieces import Piece, layer_scope, transformer_pieces
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.stacked import Stacked
 from axonn_jax.tensor.attention import Attention, AttentionKernel
-from axonn_jax.tensor.collectives import vary
+from axonn_jax.tensor.collectives import axis_size
 from axonn_jax.tensor.dropout import WHOLE, Part, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
 from axonn_jax.tensor.gather import gather_weights
-from axonn_jax.tensor.linear import Linear
+from axonn_jax.tensor.linear import Linear, read_stream
 from axonn_jax.tensor.loss import cross_entropy
 from axonn_jax.tensor.norm import LayerNorm, RMSNorm
+from axonn_jax.tensor.sequence import SEQUENCE_AXIS
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -48,35 +49,35 @@ _swiglu = jax.checkpoint(lambda gate, h: jax.nn.silu(gate) * h)
 class Mlp(nnx.Module):
     """Two matmuls around GELU, or SwiGLU's three."""
 
-    def __init__(self, shape: ModelShape, *, out_std: float, key: jax.Array):
+    def __init__(self, shape: ModelShape, *, out_std: float, key: jax.Array, sequence_parallel: bool):
         keys = jax.random.split(key, 3)
+        self.sequence_parallel = sequence_parallel
+        alike = {"bias": shape.bias, "sequence_parallel": sequence_parallel}
 
         def widen(k: jax.Array) -> Linear:
-            return Linear(shape.hidden, shape.ffn, in_axis="x", bias=shape.bias, std=shape.init_std, key=k)
+            return Linear(shape.hidden, shape.ffn, in_axis="x", std=shape.init_std, key=k, **alike)
 
         self.gate = widen(keys[0]) if shape.mlp == "swiglu" else None
         self.up = widen(keys[1])
-        self.down = Linear(shape.ffn, shape.hidden, in_axis="y", bias=shape.bias, std=out_std, key=keys[2])
+        self.down = Linear(shape.ffn, shape.hidden, in_axis="y", std=out_std, key=keys[2], **alike)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, hidden/Gx] -> same; collectives are those of its `Linear` layers.
+    def __call__(self, x: jax.Array, *, again: bool = False) -> jax.Array:
+        """[batch, seq, hidden/Gx] -> same; collectives are those of its `Linear` layers, `again` as in `read_stream`.
 
-        SwiGLU's gate and up projections have one all-reduce of dX over `y` between them.
+        SwiGLU's gate and up projections have one reduction of dX over `y` between them.
         """
-        if self.gate is None:
-            return self.down(_gelu(self.up(x)))
-        x = vary(x, ("y",))  # once for both: the backward pass adds their dX before it is all-reduced
-        h = self.up(x)
-        return self.down(_swiglu(self.gate(x), h))
+        layers = (self.up,) if self.gate is None else (self.up, self.gate)
+        h, *gate = read_stream(layers, x, split=self.sequence_parallel, again=again)
+        return self.down(_swiglu(*gate, h) if gate else _gelu(h))
 
 
 class Block(nnx.Module):
     """Pre-norm transformer block: attention, then feed-forward, each added to the residual stream."""
 
-    def __init__(self, shape: ModelShape, *, attention: AttentionKernel, key: jax.Array):
+    def __init__(self, shape: ModelShape, *, attention: AttentionKernel, key: jax.Array, sequence_parallel: bool):
         key_attention, key_mlp = jax.random.split(key)
         out_std = shape.init_std / (2 * shape.layers) ** 0.5
-        self.dropout = shape.dropout
+        self.dropout, self.sequence_parallel = shape.dropout, sequence_parallel
         self.attention_norm = _norm(shape)
         self.attention = Attention(
             shape.hidden,
@@ -88,76 +89,90 @@ class Block(nnx.Module):
             rope_theta=shape.rope_theta if shape.positions == "rope" else None,
             kernel=attention,
             key=key_attention,
+            sequence_parallel=sequence_parallel,
         )
         self.mlp_norm = _norm(shape)
-        self.mlp = Mlp(shape, out_std=out_std, key=key_mlp)
+        self.mlp = Mlp(shape, out_std=out_std, key=key_mlp, sequence_parallel=sequence_parallel)
 
-    def __call__(self, x: jax.Array, key: jax.Array | None = None, part: Part = WHOLE) -> jax.Array:
-        """[batch, seq, hidden/Gx] -> same; dropout where `key` is given, for the `part` of the rows that this is."""
-        return self.feed(self.attend(x, key, part), key, part)
+    def __call__(
+        self, x: jax.Array, key: jax.Array | None = None, part: Part = WHOLE, again: bool = False
+    ) -> jax.Array:
+        """[batch, seq, hidden/Gx] -> same; dropout where `key` is given, for the `part` of the rows that this is.
 
-    def attend(self, x: jax.Array, key: jax.Array | None = None, part: Part = WHOLE) -> jax.Array:
+        `again` says that the backward pass gathers a split stream again (`read_stream`).
+        """
+        return self.feed(self.attend(x, key, part, again), key, part, again)
+
+    def attend(self, x: jax.Array, key: jax.Array | None = None, part: Part = WHOLE, again: bool = False) -> jax.Array:
         """The first half of a block: attention, added to the residual stream."""
-        return x + self._drop(self.attention(self.attention_norm(x)), key, 0, part)
+        return x + self._drop(self.attention(self.attention_norm(x), again=again), key, 0, part)
 
-    def feed(self, x: jax.Array, key: jax.Array | None = None, part: Part = WHOLE) -> jax.Array:
+    def feed(self, x: jax.Array, key: jax.Array | None = None, part: Part = WHOLE, again: bool = False) -> jax.Array:
         """The second half of a block: feed-forward, added to the residual stream."""
-        return x + self._drop(self.mlp(self.mlp_norm(x)), key, 1, part)
+        return x + self._drop(self.mlp(self.mlp_norm(x), again=again), key, 1, part)
 
     def _drop(self, branch: jax.Array, key: jax.Array | None, which: int, part: Part) -> jax.Array:
         if key is None or self.dropout == 0.0:
             return branch
-        return dropout(branch, self.dropout, jax.random.fold_in(key, which), part)
+        key = jax.random.fold_in(key, which)
+        return dropout(branch, self.dropout, key, part, sequence_parallel=self.sequence_parallel)
 
 
-def run_streams(block: Block, xs: Streams, key: jax.Array | None, layer: jax.Array | int) -> Streams:
-    """Runs a block on every stream, whichever layer it is; several streams share its gathered weights."""
+def run_streams(
+    block: Block, xs: Streams, key: jax.Array | None, layer: jax.Array | int, *, again: bool = False
+) -> Streams:
+    """Runs a block on every stream, whichever layer it is; several streams share its gathered weights.
+
+    `again` is the block's.
+    """
     if len(xs) == 1:
-        return (block(xs[0], key),)
+        return (block(xs[0], key, WHOLE, again),)
     block = gather_weights(block, xs[0].dtype)
-    return tuple(block(x, key, (number, len(xs))) for number, x in enumerate(xs))
+    return tuple(block(x, key, (number, len(xs)), again) for number, x in enumerate(xs))
 
 
 class Transformer(nnx.Module):
     """The model: embedding, blocks, final norm and projection onto the vocabulary.
 
     Every block draws its weights from a key of its own (folded with its index), so a stage that holds some of the
-    blocks makes the same weights as a process that holds them all.
+    blocks makes the same weights as a process that holds them all. `sequence_parallel` splits the sequence of the
+    residual stream over `y` (`tensor.sequence`); parameters and results are the same.
     """
 
     repeats = "blocks"
     """Where the layers are that can be stacked (`models.stacked`)."""
 
-    def __init__(self, shape: ModelShape, *, rngs: nnx.Rngs, attention: AttentionKernel = "auto"):
-        key = rngs.params()
-        self.shape = shape
-        self.embedding = Embedding(
-            shape.vocab, shape.hidden, std=shape.init_std, key=jax.random.fold_in(key, shape.layers)
-        )
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        rngs: nnx.Rngs,
+        attention: AttentionKernel = "auto",
+        sequence_parallel: bool = False,
+    ):
+        root = rngs.params()
+        self.shape, self.sequence_parallel = shape, sequence_parallel
+        hidden, std, split = shape.hidden, shape.init_std, sequence_parallel
+
+        def key(place: int) -> jax.Array:
+            return jax.random.fold_in(root, place)
+
+        last = shape.layers
+        self.embedding = Embedding(shape.vocab, hidden, std=std, key=key(last), sequence_parallel=split)
         self.positions = (
-            PositionEmbedding(
-                shape.seq_len,
-                shape.hidden,
-                std=shape.init_std,
-                key=jax.random.fold_in(key, shape.layers + 1),
-            )
+            PositionEmbedding(shape.seq_len, hidden, std=std, key=key(last + 1), sequence_parallel=split)
             if shape.positions == "learned"
             else None
         )
         self.blocks = nnx.List(
-            [Block(shape, attention=attention, key=jax.random.fold_in(key, i)) for i in range(shape.layers)]
+            [Block(shape, attention=attention, key=key(i), sequence_parallel=split) for i in range(last)]
         )
         self.norm = _norm(shape)
         self.head = (
             None
             if shape.tied
             else Linear(
-                shape.hidden,
-                shape.vocab,
-                in_axis="x",
-                bias=False,
-                std=shape.init_std,
-                key=jax.random.fold_in(key, shape.layers + 2),
+                hidden, shape.vocab, in_axis="x", bias=False, std=std, key=key(last + 2), sequence_parallel=split
             )
         )
 
@@ -173,7 +188,8 @@ class Transformer(nnx.Module):
             xs = [x + positions for x in xs]
         if key is not None and self.shape.dropout > 0.0:
             key = jax.random.fold_in(key, self.shape.layers)
-            xs = [dropout(x, self.shape.dropout, key, (i, len(xs))) for i, x in enumerate(xs)]
+            split, rate = self.sequence_parallel, self.shape.dropout
+            xs = [dropout(x, rate, key, (i, len(xs)), sequence_parallel=split) for i, x in enumerate(xs)]
         return tuple(xs)
 
     def logits(self, x: jax.Array) -> jax.Array:
@@ -189,6 +205,9 @@ class Transformer(nnx.Module):
     def _check_length(self, tokens: jax.Array) -> None:
         if tokens.shape[1] > self.shape.seq_len:
             raise UserError("sequence length", tokens.shape[1], f"at most model.seq_len = {self.shape.seq_len}")
+        parts = axis_size(SEQUENCE_AXIS) if self.sequence_parallel else 1
+        if tokens.shape[1] % parts:
+            raise UserError("sequence length", tokens.shape[1], f"with sequence parallelism a multiple of y = {parts}")
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -198,7 +217,7 @@ class Transformer(nnx.Module):
     @property
     def between(self) -> P:
         """Layout of what one piece hands to the next, [batch, seq, hidden]."""
-        return P(BATCH_AXES, None, "x")
+        return P(BATCH_AXES, SEQUENCE_AXIS if self.sequence_parallel else None, "x")
 
     def stretch(
         self,

@@ -14,6 +14,7 @@ from axonn_jax.tensor.clip import square_sum
 from axonn_jax.tensor.collectives import reduce_sum
 from axonn_jax.tensor.params import Params, Specs
 from axonn_jax.tensor.region import manual
+from axonn_jax.tensor.sequence import token_axes
 
 
 class Reduction:
@@ -48,10 +49,11 @@ class Reduction:
         Collectives: `reduce_gradients`, as in `StageProgram.gradients`.
         """
         sums = [stage.sums for stage in self._stages]
+        axes = token_axes(self._stages[0].stretch.model)
 
         def local(sums: list[Params]) -> Params:
             own = {name: value[0] for part in sums for name, value in part.items()}
-            return reduce_gradients(own, self._specs, self._grad_specs, self._bucket)
+            return reduce_gradients(own, self._specs, self._grad_specs, self._bucket, axes)
 
         specs = jax.tree.map(lambda s: s.sharding.spec, sums)
         run = manual(local, self._mesh, (specs,), self._grad_specs)

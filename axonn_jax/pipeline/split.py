@@ -189,6 +189,11 @@ def keep_all(eqn: JaxprEqn) -> bool:
     return True
 
 
+def keep_ungathered(eqn: JaxprEqn) -> bool:
+    """Hands over every value that is needed later, but of gathered ones the part, to be gathered again."""
+    return eqn.primitive.name != "all_gather"
+
+
 def keep_none(eqn: JaxprEqn) -> bool:
     """Hands over only the inputs; everything else is computed again."""
     return False
@@ -199,9 +204,9 @@ def keep_matmuls(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0]
 
 
-def keep_all_reduces(eqn: JaxprEqn) -> bool:
+def keep_reductions(eqn: JaxprEqn) -> bool:
     """Hands over what was summed or compared over devices and computes the rest again."""
-    return eqn.primitive.name.startswith(("psum", "pmax"))
+    return eqn.primitive.name.startswith(("psum", "pmax", "reduce_scatter"))
 
 
 def _size(atom: Any) -> int:

@@ -12,16 +12,16 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.memory.policies import Policy, read_policies
 from axonn_jax.models.pieces import layer_of
-from axonn_jax.pipeline.split import Keep, cut, keep_all, keep_all_reduces, keep_matmuls, keep_none
+from axonn_jax.pipeline.split import Keep, cut, keep_all, keep_matmuls, keep_none, keep_reductions, keep_ungathered
 from axonn_jax.pipeline.trace import DY, Needs, Stretch, Traced, crossing, trace_whole
 from axonn_jax.schedule.policies import Backwards
 from axonn_jax.tensor.region import manual
 
 _KEEP: dict[Policy, Keep] = {
-    "none": keep_all,
+    "none": keep_ungathered,
     "full": keep_none,
     "dots": keep_matmuls,
-    "save_collectives": keep_all_reduces,
+    "save_collectives": keep_reductions,
     "offload": keep_none,
 }
 

@@ -18,6 +18,7 @@ from axonn_jax.tensor.clip import spec_axes
 from axonn_jax.tensor.collectives import vary
 from axonn_jax.tensor.params import Parts
 from axonn_jax.tensor.region import live_axes, manual
+from axonn_jax.tensor.sequence import token_axes
 
 X, TOKENS, KEY, MICROBATCH, DY, SCALE = " x", " tokens", " key", " microbatch", " dy", " scale"
 """Inputs of a stage beside its parameters; the space keeps them apart from parameters' names."""
@@ -131,8 +132,9 @@ class Stretch:
         return jnp.sum(out) if self.last else out
 
     def own(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The parameters, varying over data and z on purpose: gradients then stay unreduced over both."""
-        return {name: vary(given[name], BATCH_AXES) for name in self.parts.params}
+        """The parameters, varying over what splits tokens on purpose: gradients then stay unreduced over it."""
+        axes = token_axes(self.model)
+        return {name: vary(given[name], axes) for name in self.parts.params}
 
     def whole(self, given: Mapping[str, jax.Array], dy: jax.Array | None) -> list[jax.Array]:
         """On local shards: result, gradient of `x` if there is one, gradients of all parameters."""

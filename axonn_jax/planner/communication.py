@@ -8,6 +8,10 @@ Counted is one program: forward, backward and optimizer of a model on one 4D mes
 * A tied table is gathered once for embedding and head, and the sum of its two gradients is reduce-scattered once.
 * Recomputation leaves out what the backward pass does not read: the all-reduce of a block's last matmul, and all of
   embedding, final norm, head and loss, which are outside of the blocks.
+
+With sequence parallelism the stream is split over `y` along its sequence: what a matmul reads of it is all-gathered and
+its dX reduce-scattered, what is added to it is reduce-scattered and its gradient all-gathered, each half the bytes of
+an all-reduce. Blocks gather once more in the backward pass, under `none` too, where only the part is kept till then.
 """
 
 from collections.abc import Iterator
@@ -49,6 +53,8 @@ class Work:
     gather: Gather = "layer"
     """How long gathered weights live: `layer` gathers again in recomputation, `pass` does not, and with several
     microbatches `step` gathers, and reduce-scatters float32 sums of gradients, once a step."""
+    sequence_parallel: bool = False
+    """Whether the sequence of the residual stream is split over `y` (`memory.sequence_parallel`)."""
 
     @property
     def rows(self) -> int:
@@ -59,6 +65,11 @@ class Work:
     def once(self) -> bool:
         """Whether gradients are reduce-scattered over `z` once a step, and so weights gathered once."""
         return self.gather == "step" and self.microbatches > 1
+
+    @property
+    def stream_rows(self) -> int:
+        """Tokens of a microbatch whose residual stream a device has, between matmuls."""
+        return self.rows // (self.grid.y if self.sequence_parallel else 1)
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,8 @@ def predict(work: Work) -> tuple[Predicted, ...]:
     """
     work.grid.check_model(work.shape)
     work.grid.check_batch(work.sequences, work.microbatches)
+    if work.sequence_parallel:
+        work.grid.check_sequence(work.shape.seq_len)
     return tuple(one for one in _all(work) if one.group > 1)
 
 
@@ -160,8 +173,10 @@ def _matmul(work: Work, layer: _Matmul, count: int, again: bool, last: bool) -> 
     """The five collectives of a linear layer but the last, which is the update's.
 
     Z: all-gather W, reduce-scatter dW, (Gz-1)/Gz k n e/(Gx Gy) each. In-axis: all-reduce Y,
-    2 (Gin-1)/Gin m n e/Gout. Out-axis: all-reduce dX, 2 (Gout-1)/Gout m k e/Gin, once for layers that share X.
+    2 (Gin-1)/Gin m n e/Gout. Out-axis: all-reduce dX, 2 (Gout-1)/Gout m k e/Gin, once for layers that share X. A split
+    stream is gathered before the first and reduce-scattered after the last, and the other way around for gradients.
     """
+    reads, adds = (work.sequence_parallel and layer.in_axis == axis for axis in (_X, _Y))
     x, y = (_X, _Y) if layer.in_axis == _X else (_Y, _X)
     each = count * work.microbatches
     weight = layer.features_in * layer.features_out * work.itemsize // _size(work, x, y)
@@ -170,14 +185,21 @@ def _matmul(work: Work, layer: _Matmul, count: int, again: bool, last: bool) -> 
     if not layer.tied:  # the embedding's table is gathered and scattered there
         gathers = each if work.scanned and not work.once and layer.name != "head" else count
         yield _one(work, layer.name, "forward", "all-gather", (_Z,), weight, gathers)
-    yield _one(work, layer.name, "forward", "all-reduce", (x,), result, each)
+    reduction: Kind = "reduce-scatter" if adds else "all-reduce"
+    yield _one(work, layer.name, "forward", reduction, (x,), result, each)
     if again:
         if work.gather == "layer":
             yield _one(work, layer.name, "recompute", "all-gather", (_Z,), weight, each)
         if not last and work.activations != "save_collectives":
-            yield _one(work, layer.name, "recompute", "all-reduce", (x,), result, each)
+            yield _one(work, layer.name, "recompute", reduction, (x,), result, each)
+    if adds:
+        yield _one(work, layer.name, "backward", "all-gather", (x,), result, each)
     if not layer.joins_next:
-        yield _one(work, layer.name, "backward", "all-reduce", (y,), operand, each)
+        if reads:
+            yield _one(work, layer.name, "forward", "all-gather", (y,), operand, each)
+        if reads and layer.name != "head":
+            yield _one(work, layer.name, "recompute", "all-gather", (y,), operand, each)
+        yield _one(work, layer.name, "backward", "reduce-scatter" if reads else "all-reduce", (y,), operand, each)
     if not layer.tied:
         yield _scatter(work, layer.name, weight, count)
 
@@ -193,10 +215,11 @@ def _norm(work: Work, name: str, count: int, again: bool) -> Iterator[Predicted]
     """LayerNorm: three float32 numbers a token forward, two backward (mean and factor); RMSNorm: one each way."""
     forward, backward = (3, 2) if work.shape.norm == "layernorm" else (1, 1)
     each = count * work.microbatches
-    yield _one(work, name, "forward", "all-reduce", (_X,), forward * work.rows * _FLOAT32, each)
+    token = work.stream_rows * _FLOAT32
+    yield _one(work, name, "forward", "all-reduce", (_X,), forward * token, each)
     if again and work.activations != "save_collectives":
-        yield _one(work, name, "recompute", "all-reduce", (_X,), forward * work.rows * _FLOAT32, each)
-    yield _one(work, name, "backward", "all-reduce", (_X,), backward * work.rows * _FLOAT32, each)
+        yield _one(work, name, "recompute", "all-reduce", (_X,), forward * token, each)
+    yield _one(work, name, "backward", "all-reduce", (_X,), backward * token, each)
 
 
 def _embedding(work: Work) -> Iterator[Predicted]:
@@ -205,7 +228,11 @@ def _embedding(work: Work) -> Iterator[Predicted]:
     table = shape.vocab * shape.hidden * item // _size(work, _X, _Y)
     stream = work.rows * shape.hidden * item // _size(work, _X)
     yield _one(work, "embedding", "forward", "all-gather", (_Z,), table, 1)
-    yield _one(work, "embedding", "forward", "all-reduce", (_Y,), stream, work.microbatches)
+    if work.sequence_parallel:
+        yield _one(work, "embedding", "forward", "reduce-scatter", (_Y,), stream, work.microbatches)
+        yield _one(work, "embedding", "backward", "all-gather", (_Y,), stream, work.microbatches)
+    else:
+        yield _one(work, "embedding", "forward", "all-reduce", (_Y,), stream, work.microbatches)
     yield _scatter(work, "embedding", table, 1)
     if shape.positions == "learned":
         positions = shape.seq_len * shape.hidden * item // _size(work, _X)
@@ -216,6 +243,8 @@ def _embedding(work: Work) -> Iterator[Predicted]:
 def _update(work: Work) -> Iterator[Predicted]:
     """Gradients once a step, in float32: over `data`, and over `z` too where a parameter is replicated there.
 
+    With sequence parallelism over `y` as well: norms, biases added to the stream, positions.
+
     Buckets change the number of messages, not their bytes: entries here are gradients. Then the mean loss and the
     global norm, a scalar each. The optimizer is elementwise on what a device holds and communicates nothing.
     """
@@ -223,7 +252,8 @@ def _update(work: Work) -> Iterator[Predicted]:
     norm = 2 if shape.norm == "layernorm" else 1
 
     def reduced(name: str, elements: int, split: tuple[str, ...], count: int) -> Predicted:
-        axes = (_DATA,) if _Z in split else (_DATA, _Z)
+        over = (_DATA, _Z, _Y) if work.sequence_parallel else (_DATA, _Z)
+        axes = tuple(axis for axis in over if axis not in split)
         return _one(work, name, "update", "all-reduce", axes, elements * _FLOAT32 // _size(work, *split), count)
 
     yield reduced("embedding", shape.vocab * shape.hidden, (_X, _Y, _Z), 1)

@@ -26,8 +26,9 @@ class Seconds:
 class Compute:
     """Times of one model's parts on one machine, each worked out once."""
 
-    def __init__(self, shape: ModelShape, machine: Machine, precision: Precision):
+    def __init__(self, shape: ModelShape, machine: Machine, precision: Precision, sequence_parallel: bool = False):
         self.shape, self.machine, self.seq = shape, machine, shape.seq_len
+        self.sequence_parallel = sequence_parallel
         self.item = itemsize(precision)
         self.rate = machine.peak(precision) * machine.matmul.large * machine.matmul.sustained
         self._blocks: dict[tuple[int, int, int], Seconds] = {}
@@ -77,9 +78,10 @@ class Compute:
         """Bytes a token moves through memory in a block's forward pass outside of matmuls and attention.
 
         Two norms and two additions to the residual stream (each reads and writes it), and the activation function of
-        the MLP; the backward pass moves twice as much.
+        the MLP; the backward pass moves twice as much. With sequence parallelism a device has its part of the stream.
         """
         stream, gates = self.shape.hidden / x, 2 if self.shape.mlp == "swiglu" else 1
+        stream /= y if self.sequence_parallel else 1
         return self.item * (2 * 2 * stream + 2 * 3 * stream + (gates + 1) * self.shape.ffn / y)
 
     def _attention(self, sequences: int, y: int) -> tuple[float, float]:

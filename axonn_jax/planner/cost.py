@@ -18,7 +18,7 @@ class CostModel:
 
     def __init__(self, job: Job):
         self.job = job
-        self.compute = Compute(job.shape, job.machine, job.precision)
+        self.compute = Compute(job.shape, job.machine, job.precision, job.sequence_parallel)
         self.footprint = Footprint(job)
         self._tasks: dict[tuple[int, int, int, int], Tasks] = {}
         self._once: dict[tuple[GridShape, bool, int], float] = {}
@@ -28,8 +28,10 @@ class CostModel:
         key = (grid.data, grid.z, grid.y, grid.x)
         if key not in self._tasks:
             job = self.job
-            grid = GridShape(1, *key)
-            self._tasks[key] = Tasks(job.shape, grid, job.machine, self.compute, job.switches, job.accumulate)
+            mesh = GridShape(1, *key)
+            self._tasks[key] = Tasks(
+                job.shape, mesh, job.machine, self.compute, job.switches, job.accumulate, job.sequence_parallel
+            )
         return self._tasks[key]
 
     def bound(self, grid: GridShape) -> float:
@@ -104,7 +106,8 @@ class CostModel:
         """Seconds of a message between stages: a microbatch's residual stream on a device."""
         links = self.tasks(choice.grid).traffic.links
         tokens = choice.sequences(self.job.batch) * self.job.shape.seq_len
-        carried = tokens * self.job.shape.hidden / choice.grid.x * self.compute.item
+        parts = choice.grid.x * (choice.grid.y if self.job.sequence_parallel else 1)
+        carried = tokens * self.job.shape.hidden / parts * self.compute.item
         return links.neighbour_latency() + carried / links.neighbour_rate()
 
     def _busiest(self, choice: Choice) -> Parts:

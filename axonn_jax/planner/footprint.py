@@ -187,7 +187,13 @@ class Footprint:
         if key not in self._blocks:
             fused = job.machine.device.attention > 0
             self._blocks[key] = formulas.block_activations(
-                job.shape, grid.x, grid.y, item, choice.activations, fused_attention=fused
+                job.shape,
+                grid.x,
+                grid.y,
+                item,
+                choice.activations,
+                fused_attention=fused,
+                sequence_parallel=job.sequence_parallel and grid.y > 1,
             )
         block, live = self._blocks[key], 1.0
         if grid.pipe > 1:

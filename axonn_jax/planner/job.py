@@ -29,6 +29,8 @@ class Job:
     policy: Policy = "message"
     split: bool = True
     """Whether gradients of weights are tasks of their own (policy message)."""
+    sequence_parallel: bool = False
+    """Whether the sequence of the residual stream is split over `y`."""
 
     @property
     def flops(self) -> int:

@@ -157,7 +157,14 @@ class Block:
 
 
 def block_activations(
-    shape: ModelShape, x: int, y: int, item: int, policy: Policy, *, fused_attention: bool = True
+    shape: ModelShape,
+    x: int,
+    y: int,
+    item: int,
+    policy: Policy,
+    *,
+    fused_attention: bool = True,
+    sequence_parallel: bool = False,
 ) -> Block:
     """Activations of a block on a grid of `x` and `y`, `item` bytes an element.
 
@@ -165,32 +172,40 @@ def block_activations(
     gradient reads; `full` the block's input; `dots` the results of its matmuls too, but for the last, which no gradient
     reads; `save_collectives` those of them that were all-reduced; `offload` keeps the input on the host. Attention that
     is not fused keeps its scores and their softmax.
+
+    With sequence parallelism the stream is split over `y` too, but where matmuls read it: gathered once more in the
+    backward pass, or there once where the block is computed again.
     """
     stream, width = shape.hidden / x, shape.heads * shape.head_dim / y
     gates = 2 if shape.mlp == "swiglu" else 1
     scores = 0.0 if fused_attention else 2 * shape.heads / y * shape.seq_len
     statistics = shape.heads / y * _FP32 if fused_attention else 0.0
     wide = shape.qkv_width / y + gates * shape.ffn / y
+    part = stream / y if sequence_parallel else stream
+    read = part if policy == "none" else stream
     # Both inputs of norms, both normalised streams, queries to values, attention's result, the MLP's two widths.
     # The scale of an RMSNorm has its gradient from the stream before it, which is kept too.
     everything = (
-        (6 if shape.norm == "rmsnorm" else 4) * stream
+        (4 if shape.norm == "rmsnorm" else 2) * part
+        + 2 * read
         + shape.qkv_width / y
         + width
         + (gates + 1) * shape.ffn / y
         + scores
     )
     whole = everything * item + statistics
-    entry = stream * item
+    entry = part * item
     # Of the residual stream and of a branch; of the widest operation, on both of its sides.
-    gradients = (2 * stream + 2 * max(shape.qkv_width, gates * shape.ffn) / y) * item
+    gradients = (part + stream + 2 * max(shape.qkv_width, gates * shape.ffn) / y) * item
+    if sequence_parallel and policy == "none":
+        gradients += stream * item  # gathered again
     if policy == "none":
         return Block(whole, gradients)
     if policy == "full":
         return Block(entry, whole + gradients)
     if policy == "offload":
         return Block(0.0, whole + gradients + 2 * entry, entry)  # two inputs are under way
-    matmuls = wide + stream if policy == "dots" else (wide if x > 1 else 0.0) + (stream if y > 1 else 0.0)
+    matmuls = wide + stream if policy == "dots" else (wide if x > 1 else 0.0) + (part if y > 1 else 0.0)
     return Block(entry + matmuls * item, whole - matmuls * item + gradients)
 
 

@@ -53,6 +53,8 @@ def legal_grids(job: Job, devices: int, space: Space, rules: Counter[str]) -> It
     for grid in _grids(devices, space):
         try:
             grid.check_model(job.shape)
+            if job.sequence_parallel:
+                grid.check_sequence(job.shape.seq_len)
         except UserError as error:
             rules[f"{error.field} does not divide over them"] += 1
             continue

@@ -58,10 +58,11 @@ class Tasks:
         compute: Compute,
         switches: Switches,
         accumulate: int = 4,
+        sequence_parallel: bool = False,
     ):
         self.grid, self.machine, self.compute, self.switches = grid, machine, compute, switches
         self.shape = shape
-        self.traffic = Traffic(shape, grid, machine, compute.item, accumulate)
+        self.traffic = Traffic(shape, grid, machine, compute.item, accumulate, sequence_parallel)
         self._cache: dict[tuple[Part, int, Policy, bool, Gather], Times] = {}
 
     def times(self, part: Part, sequences: int, activations: Policy, gathers: bool, gather: Gather = "layer") -> Times:
@@ -102,6 +103,10 @@ class Tasks:
             backward.add(self._lines(part, "regather"), back if on.gathers else 0.0)
         if activations in ("full", "dots", "offload"):
             recomputed.add(self._lines(part, "rereduce"), half if on.forward else 0.0)
+        if activations == "none":  # only gradients of weights read it
+            backward.add(self._lines(part, "reread"), seconds.inputs if on.gradients else 0.0)
+        else:
+            recomputed.add(self._lines(part, "reread"), half if on.forward else 0.0)
         late = _Window(backward.left, times, sequences)
         late.add(self._lines(part, "scatter") if gather != "step" else (), back if on.scatters else 0.0)
         times.forward = seconds.forward + forward.exposed

@@ -12,9 +12,12 @@ from axonn_jax.planner.network import Links
 Part = Literal["block", "first", "last", "step"]
 """Where a collective belongs: in each block, before the first, behind the last, or to the step as a whole."""
 
-Role = Literal["gather", "reduce", "regather", "rereduce", "input", "scatter", "sums", "update"]
-"""Weights gathered, outputs all-reduced, both again in recomputation; dX all-reduced, dW scattered, or its sums over
-microbatches instead; the update's."""
+Role = Literal["gather", "reduce", "regather", "rereduce", "reread", "input", "scatter", "sums", "update"]
+"""Weights gathered, outputs reduced, both again in recomputation; dX reduced, dW scattered, or its sums over
+microbatches instead; the update's.
+
+A split stream's gathers count with what is reduced beside them; it is `reread` in the backward pass.
+"""
 
 _ROLES: dict[tuple[str, str], Role] = {
     ("forward", "all-gather"): "gather",
@@ -24,6 +27,14 @@ _ROLES: dict[tuple[str, str], Role] = {
     ("backward", "all-reduce"): "input",
     ("backward", "reduce-scatter"): "scatter",
     ("update", "all-reduce"): "update",
+}
+_STREAM_ROLES: dict[tuple[str, str], Role] = {
+    ("forward", "all-gather"): "reduce",
+    ("forward", "reduce-scatter"): "reduce",
+    ("recompute", "all-gather"): "reread",
+    ("recompute", "reduce-scatter"): "rereduce",
+    ("backward", "all-gather"): "input",
+    ("backward", "reduce-scatter"): "input",
 }
 
 
@@ -47,16 +58,24 @@ class Line(NamedTuple):
 class Traffic:
     """Every collective of one stage's mesh; blocks are counted as one block, all else as it comes."""
 
-    def __init__(self, shape: ModelShape, grid: GridShape, machine: Machine, item: int, accumulate: int = 4):
+    def __init__(
+        self,
+        shape: ModelShape,
+        grid: GridShape,
+        machine: Machine,
+        item: int,
+        accumulate: int = 4,
+        sequence_parallel: bool = False,
+    ):
         self.links = Links(grid, machine)
         sums: dict[tuple[Part, Role], dict[tuple[str, bool], tuple[float, float]]] = {}
         costs: dict[tuple[str, ...], tuple[float, bool]] = {}
-        work = Work(shape, grid, grid.batch_shards, 1, item, "full")
+        work = Work(shape, grid, grid.batch_shards, 1, item, "full", sequence_parallel=sequence_parallel)
         for one in predict(work):
             if one.axes not in costs:
                 costs[one.axes] = (self.links.rate(one.axes), self._near(one.axes))
             rate, near = costs[one.axes]
-            part, role = _part(one), _ROLES[one.phase, one.kind]
+            part, role = _part(one), _role(one)
             count = one.times / (shape.layers if part == "block" else 1)
             latency = self.links.latency(one.kind, one.axes) * count
             ring = (2 if one.kind == "all-reduce" else 1) * (one.group - 1) / one.group
@@ -67,7 +86,7 @@ class Traffic:
                 own[one.axes[0], near] = (fixed + latency + seconds * accumulate / item, each)
             fixed, each = sums.setdefault((part, role), {}).get((one.axes[0], near), (0.0, 0.0))
             # A microbatch of more sequences has larger activations; weights and their gradients stay as they are.
-            grows = one.kind == "all-reduce" and one.phase != "update"
+            grows = one.phase != "update" and (one.kind == "all-reduce" or _of_stream(one))
             fixed, each = (fixed + latency, each + seconds) if grows else (fixed + latency + seconds, each)
             sums[part, role][one.axes[0], near] = (fixed, each)
         self._lines = {key: tuple(Line(*axis, *cost) for axis, cost in found.items()) for key, found in sums.items()}
@@ -87,6 +106,15 @@ class Traffic:
         for axis in axes:
             size *= self.links.sizes[axis]
         return self.links.inner(axes) * size <= self.links.machine.node.devices
+
+
+def _of_stream(one: Predicted) -> bool:
+    """Whether it gathers or scatters the residual stream, and not weights."""
+    return one.kind != "all-reduce" and one.axes == ("y",)
+
+
+def _role(one: Predicted) -> Role:
+    return (_STREAM_ROLES if _of_stream(one) else _ROLES)[one.phase, one.kind]
 
 
 def _part(one: Predicted) -> Part:

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from axonn_jax.tensor.blocked_attention import blocked_attention
-from axonn_jax.tensor.linear import Linear
+from axonn_jax.tensor.linear import Linear, TensorAxis, read_stream
 
 AttentionKernel = Literal["auto", "cudnn", "xla", "blocked"]
 
@@ -73,18 +73,28 @@ class Attention(nnx.Module):
         rope_theta: float | None,
         kernel: AttentionKernel,
         key: jax.Array,
+        sequence_parallel: bool = False,
     ):
         self.head_dim, self.group = hidden // heads, heads // kv_heads
-        self.rope_theta, self.kernel = rope_theta, kernel
+        self.rope_theta, self.kernel, self.sequence_parallel = rope_theta, kernel, sequence_parallel
         key_in, key_out = jax.random.split(key)
         width = (heads + 2 * kv_heads) * self.head_dim
-        self.qkv = Linear(hidden, width, in_axis="x", bias=bias, std=std, key=key_in)
-        self.out = Linear(hidden, hidden, in_axis="y", bias=bias, std=out_std, key=key_out)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, hidden/Gx] -> same; collectives are those of its two `Linear` layers."""
-        batch, seq, _ = x.shape
-        qkv = self.qkv(x).reshape(batch, seq, -1, self.group + 2, self.head_dim)
+        def linear(out: int, in_axis: TensorAxis, std: float, key: jax.Array) -> Linear:
+            split = sequence_parallel
+            return Linear(hidden, out, in_axis=in_axis, bias=bias, std=std, key=key, sequence_parallel=split)
+
+        self.qkv = linear(width, "x", std, key_in)
+        self.out = linear(hidden, "y", out_std, key_out)
+
+    def __call__(self, x: jax.Array, *, again: bool = False) -> jax.Array:
+        """[batch, seq, hidden/Gx] -> same; collectives are those of its two `Linear` layers.
+
+        With sequence parallelism `x` and the result are [batch, seq/Gy, hidden/Gx]; `again` is for `read_stream`.
+        """
+        (qkv,) = read_stream((self.qkv,), x, split=self.sequence_parallel, again=again)
+        batch, seq, _ = qkv.shape
+        qkv = qkv.reshape(batch, seq, -1, self.group + 2, self.head_dim)
         q = qkv[..., : self.group, :].reshape(batch, seq, -1, self.head_dim)
         k, v = qkv[..., self.group, :], qkv[..., self.group + 1, :]
         if self.rope_theta is not None:

@@ -19,8 +19,8 @@ from jax.interpreters import mlir
 
 from axonn_jax import compat
 
-BLOCK_ALL_REDUCES = ("x_all_reduce", "y_all_reduce")
-"""Names under which a policy finds the all-reduces of a layer's forward pass."""
+BLOCK_REDUCTIONS = ("x_all_reduce", "y_all_reduce", "y_reduce_scatter")
+"""Names under which a policy finds the reductions of a layer's forward pass."""
 
 
 def axis_size(axis: str) -> int:

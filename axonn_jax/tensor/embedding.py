@@ -8,20 +8,23 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.tensor.collectives import axis_size, gather_weight, reduce_sum, shard_offset, vary
 from axonn_jax.tensor.params import normal_param
+from axonn_jax.tensor.sequence import gather_sequence, own_sequence, scatter_sequence
 
 
-def lookup(table: jax.Array, ids: jax.Array, vocab_axis: str) -> jax.Array:
+def lookup(table: jax.Array, ids: jax.Array, vocab_axis: str, *, scattered: bool = False) -> jax.Array:
     """Rows of a table whose vocabulary is split over `vocab_axis`, for global ids [...]: [vocab/G, f] -> [..., f].
 
-    Collective: an all-reduce of the result over `vocab_axis` (each shard adds the rows it holds). Ids outside the
-    vocabulary give zeros, or on one shard the nearest row.
+    Collective: an all-reduce of the result over `vocab_axis` (each shard adds the rows it holds). Where the result is
+    `scattered`, `vocab_axis` is `y` and it is a reduce-scatter along the sequence dim. Ids outside the vocabulary give
+    zeros, or on one shard the nearest row.
     """
     if axis_size(vocab_axis) == 1:
         return jnp.take(table, ids, axis=0, mode="clip")
     local = ids - shard_offset(vocab_axis, table.shape[0])
     held = (local >= 0) & (local < table.shape[0])
     rows = jnp.take(table, jnp.where(held, local, 0), axis=0, mode="clip")
-    return reduce_sum(jnp.where(held[..., None], rows, jnp.zeros((), table.dtype)), vocab_axis)
+    rows = jnp.where(held[..., None], rows, jnp.zeros((), table.dtype))
+    return scatter_sequence(rows) if scattered else reduce_sum(rows, vocab_axis)
 
 
 def scores(table: jax.Array, h: jax.Array, vocab_axis: str, feature_axis: str) -> jax.Array:
@@ -36,34 +39,45 @@ def scores(table: jax.Array, h: jax.Array, vocab_axis: str, feature_axis: str) -
 
 
 class Embedding(nnx.Module):
-    """A table [vocab, hidden]: vocabulary over `y` and once more over `z`, features over `x`."""
+    """A table [vocab, hidden]: vocabulary over `y` and once more over `z`, features over `x`.
 
-    def __init__(self, vocab: int, hidden: int, *, std: float, key: jax.Array):
+    With `sequence_parallel` the stream that it gives and takes has its sequence split over `y`.
+    """
+
+    def __init__(self, vocab: int, hidden: int, *, std: float, key: jax.Array, sequence_parallel: bool = False):
+        self.sequence_parallel = sequence_parallel
         self.table = normal_param(key, (vocab, hidden), std, P(("y", "z"), "x"))
 
     def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Looks up global token ids [...] -> [..., hidden/Gx] in `dtype`.
 
         Collectives: all-gather of the table over `z`, all-reduce of the result over `y` (each `y` shard adds the
-        rows it holds); backward a reduce-scatter of the table's gradient over `z`.
+        rows it holds); backward a reduce-scatter of the table's gradient over `z`. A split stream is reduce-scattered
+        over `y` and its gradient gathered.
         """
-        return lookup(gather_weight(self.table.get_value(), dtype), ids, "y")
+        return lookup(gather_weight(self.table.get_value(), dtype), ids, "y", scattered=self.sequence_parallel)
 
     def attend(self, h: jax.Array) -> jax.Array:
         """Scores of every token, [..., hidden/Gx] -> [..., vocab/Gy], against the (tied) table.
 
         Collectives: all-gather of the table over `z`, all-reduce of the scores over `x`; backward an all-reduce of
-        dX over `y` and a reduce-scatter over `z`.
+        dX over `y` and a reduce-scatter over `z`. A split stream is gathered over `y` and its dX reduce-scattered.
         """
+        h = gather_sequence(h) if self.sequence_parallel else h
         return scores(gather_weight(self.table.get_value(), h.dtype), h, "y", "x")
 
 
 class PositionEmbedding(nnx.Module):
-    """A learned table [seq_len, hidden]: positions over `z` (gathered for use), features over `x`."""
+    """A learned table [seq_len, hidden]: positions over `z` (gathered for use), features over `x`.
 
-    def __init__(self, seq_len: int, hidden: int, *, std: float, key: jax.Array):
+    With `sequence_parallel` a device takes its part of the positions along `y`.
+    """
+
+    def __init__(self, seq_len: int, hidden: int, *, std: float, key: jax.Array, sequence_parallel: bool = False):
+        self.sequence_parallel = sequence_parallel
         self.table = normal_param(key, (seq_len, hidden), std, P("z", "x"))
 
     def __call__(self, length: int, dtype: jnp.dtype) -> jax.Array:
         """The first `length` positions, [length, hidden/Gx]; collective: all-gather over `z`."""
-        return gather_weight(self.table.get_value(), dtype)[:length]
+        table = gather_weight(self.table.get_value(), dtype)[:length]
+        return own_sequence(table, 0) if self.sequence_parallel else table

@@ -170,7 +170,7 @@ def _bytes(atoms: Iterable[Any]) -> float:
 
 
 def _seconds(eqn: JaxprEqn) -> float:
-    if eqn.primitive.name == "all_gather":
+    if eqn.primitive.name == "all_gather" and _axes(eqn) == "z":
         return 0.0  # of weights, which are there from the start
     if is_collective(eqn):
         return _LATENCY_S + max(_bytes(eqn.invars), _bytes(eqn.outvars)) / _NETWORK_BYTES_PER_S

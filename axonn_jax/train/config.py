@@ -202,6 +202,9 @@ class MemoryConfig:
     """How long weights gathered over grid.z live. layer: as little as activations allow, so that recomputation gathers
     again; pass: from a microbatch's forward to its backward; step: gathered once for all microbatches, whose gradients
     add up whole and are reduce-scattered once. Each sends less and needs more memory. Needs grid.pipe = 1."""
+    sequence_parallel: bool = False
+    """Whether the residual stream is split over grid.y too, along the sequence: norms, dropout and what is kept of the
+    stream then take 1/y of the memory. What matmuls read of it is gathered again in the backward pass."""
     bucket: int = 16_000_000
     """Elements a device that travel together: gradients and weights over grid.data, with offload also to and from the
     host."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
+from axonn_jax.grid import BATCH_AXES
 from axonn_jax.memory.elementwise import check_elementwise
 from axonn_jax.memory.gradients import unreduced_shardings
 from axonn_jax.memory.offload import Offload
@@ -27,9 +28,9 @@ class Summed(NamedTuple):
 class OffloadedStep:
     """Does what a `Step` does, with the optimizer's state streamed through the devices (`memory.offload`).
 
-    Where nothing is clipped, no loss scaled and no gradient scattered over `data`, a bucket of gradients is reduced
-    beside the update of the one before; else all are reduced first. Raises ``UserError`` where the optimizer is not
-    elementwise.
+    Where nothing is clipped, no loss scaled, no gradient scattered over `data` and no sequence split, a bucket of
+    gradients is reduced beside the update of the one before; else all are reduced first. Raises ``UserError`` where the
+    optimizer is not elementwise.
     """
 
     def __init__(self, step: Step, program: StageProgram, disk: Path | None = None):
@@ -39,9 +40,8 @@ class OffloadedStep:
         layouts = (program.parts.specs, program.grad_specs)
         mesh, precisions, bucket = program.grid.mesh, step.precisions, step.bucket
         self.update = Offload(step.optimizer, shapes, *layouts, mesh, precisions=precisions, bucket=bucket, disk=disk)
-        self.interleaved = (
-            step.clip == 0.0 and not precisions.scaled and not program.zero and program.grid.shape.data > 1
-        )
+        plain = step.clip == 0.0 and not precisions.scaled and not program.zero and program.token_axes == BATCH_AXES
+        self.interleaved = plain and program.grid.shape.data > 1
 
     def run(
         self, measured: Any, state: TrainState, tokens: jax.Array, key: jax.Array | None

@@ -82,6 +82,8 @@ class PipelineTrainer(Trainer):
         shape = getattr(abstract, "shape", None)
         if shape is not None:
             grid.shape.check_model(shape)
+            if getattr(abstract, "sequence_parallel", False):
+                grid.shape.check_sequence(shape.seq_len)
         checked_policies(activations, abstract).check_pipelined()
         if not hasattr(abstract, "stretch"):
             raise UserError(

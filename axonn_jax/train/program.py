@@ -23,6 +23,7 @@ from axonn_jax.tensor.gather import Gather, Held, gather_params, scatter_grads
 from axonn_jax.tensor.order import in_order
 from axonn_jax.tensor.params import Params, Parts, Specs
 from axonn_jax.tensor.region import manual
+from axonn_jax.tensor.sequence import token_axes
 
 _FLOAT32 = jnp.dtype("float32")
 
@@ -72,6 +73,11 @@ class StageProgram(OnMesh):
     """How long weights gathered over `z` live (docs/memory.md); "step" is "pass" where there is one microbatch."""
 
     @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that split tokens, over which gradients of parameters not split over them add up."""
+        return token_axes(self._model(self.parts.params))
+
+    @property
     def grad_specs(self) -> Specs:
         """The layout of every gradient: its parameter's, with ZeRO split over `data` too."""
         if not self.zero:
@@ -86,10 +92,10 @@ class StageProgram(OnMesh):
 
         `tokens` is [microbatches, sequences, seq + 1]; gradients are laid out by `grad_specs`. Microbatches run one
         after the other and add up unreduced; then every gradient is summed once, in buckets, over `data` (and over
-        `z` where a parameter is replicated over it). With `gather` "step" and several microbatches all weights are
-        gathered before the first, and gradients are reduce-scattered over `z` behind the last, in `sums`. Other
-        collectives are those of the layers. Where a loss `scale` is given the gradients are multiplied by it, loss and
-        norm are not; an overflow makes the norm infinite or NaN.
+        `z`, with sequence parallelism `y`, where a parameter is replicated over it). With `gather` "step" and several
+        microbatches all weights are gathered before the first, and gradients are reduce-scattered over `z` behind the
+        last, in `sums`. Other collectives are those of the layers. Where a loss `scale` is given the gradients are
+        multiplied by it, loss and norm are not; an overflow makes the norm infinite or NaN.
         """
         out_specs = (self.grad_specs, P(), P())
         region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P(), P()), out_specs)
@@ -164,16 +170,16 @@ class StageProgram(OnMesh):
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
     ) -> tuple[Params, jax.Array, jax.Array]:
         sums, loss = self._local_sums(params, tokens, key, scale)
-        grads = reduce_gradients(sums, self.parts.specs, self.grad_specs, self.bucket)
+        grads = reduce_gradients(sums, self.parts.specs, self.grad_specs, self.bucket, self.token_axes)
         norm = global_norm(grads, self.grad_specs)
         return grads, loss, norm if scale is None else norm / scale
 
     def _local_sums(
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
     ) -> tuple[Params, jax.Array]:
-        # Varying over data and z on purpose: autodiff then leaves gradients unreduced over both (a z-sharded kernel
-        # is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
-        shards = {name: vary(p, BATCH_AXES) for name, p in params.items()}
+        # Varying over what splits tokens on purpose: autodiff then leaves gradients unreduced over it (a z-sharded
+        # kernel is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
+        shards = {name: vary(p, self.token_axes) for name, p in params.items()}
         once = self.gather == "step" and tokens.shape[0] > 1
         own: Held = gather_params(shards, self.parts.specs, self.dtype) if once else {**shards}
         targets = self._targets(tokens)

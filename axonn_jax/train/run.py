@@ -38,9 +38,9 @@ def train(config: Config) -> int:
     """Trains as a checked config says and leaves a run directory; returns the exit status."""
     world, grid = start(config.grid, settings=to_toml(config))
     with _all_or_nothing(world):
-        shape = config.model.shape()
+        shape, split = config.model.shape(), config.memory.sequence_parallel
         trainer = Trainer(
-            lambda: Transformer(shape, rngs=nnx.Rngs(config.train.seed)),
+            lambda: Transformer(shape, rngs=nnx.Rngs(config.train.seed), sequence_parallel=split),
             make_optimizer(config.train),
             grid,
             microbatches=config.train.microbatches,

@@ -187,6 +187,7 @@ def compile_abstract(
     attention: AttentionKernel = "auto",
     scanned: bool = False,
     gather: Gather = "layer",
+    sequence_parallel: bool = False,
     compiler_options: dict[str, str] | None = None,
 ) -> jax.stages.Compiled:
     """The step that a `Trainer` with these settings runs on `sequences` a step, compiled without making any array.
@@ -197,7 +198,10 @@ def compile_abstract(
     """
     grid.shape.check_model(shape)
     grid.shape.check_batch(sequences, microbatches)
-    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), attention=attention))
+    if sequence_parallel:
+        grid.shape.check_sequence(shape.seq_len)
+    options: Any = {"attention": attention, "sequence_parallel": sequence_parallel}
+    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), **options))
     stack = stack_layers(model) if scanned else Stack(take_apart(model))
     zero = zero and grid.shape.data > 1
     dtypes = precisions(precision, accumulate, apart=zero)

@@ -84,6 +84,8 @@ class Trainer:
         shape = getattr(model, "shape", None)
         if shape is not None:
             grid.shape.check_model(shape)
+            if getattr(model, "sequence_parallel", False):
+                grid.shape.check_sequence(shape.seq_len)
         self.grid, self.microbatches, self.optimizer = grid, microbatches, optimizer
         overlap = overlap or OverlapConfig()
         communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1

@@ -92,6 +92,7 @@ KEYS = [
     ("memory.offload", '"gradients"', "'gradients'", "one of none, optimizer"),
     ("memory.zero", "2", "2", "one of 0, 1"),
     ("memory.bucket", "0", "0", "an integer from 1"),
+    ("memory.sequence_parallel", "1", "1", "true or false"),
     ("overlap.streams", "-1", "-1", "an integer from 0"),
     ("overlap.streams", "3", "3", "0 or a divisor of a device's 8 rows of a microbatch"),
     ("overlap.order", '"best"', "'best'", "one of auto, package, xla"),
@@ -220,6 +221,10 @@ COMMANDS = {
     "switch with a word": (
         ["train", "run.toml", "--log.tensorboard", "yes"],
         ["log.tensorboard = 'yes': true or false"],
+    ),
+    "a sequence that does not split": (
+        ["train", "run.toml", "--grid.y", "2", "--model.seq_len", "15", "--memory.sequence_parallel"],
+        ["model.seq_len = 15: a multiple of y (memory.sequence_parallel) = 2; nearest: 14 or 16; or grid.y one"],
     ),
     "prepare: nothing given": (["prepare"], ["SOURCE_DIR, OUT_DIR, --vocab INT = (not given): required"]),
     "prepare: no source": (

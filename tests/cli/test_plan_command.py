@@ -175,6 +175,10 @@ def test_nonsense_is_one_line(refused, change, parts):
     refused(argv, *parts)
 
 
+def test_the_published_model_has_no_sequence_parallelism(refused):
+    refused([*PLAN, "--cost-model", "published", "--sequence-parallel"], "--sequence-parallel = True: left out")
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [

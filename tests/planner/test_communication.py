@@ -88,6 +88,23 @@ def test_recomputation_gathers_again_and_skips_what_nothing_reads():
     assert [one for one in again if one.phase != "recompute"] == list(kept)
 
 
+@pytest.mark.parametrize(("policy", "share"), [("none", "5/4"), ("full", "11/10"), ("save_collectives", "5/4")])
+def test_a_split_sequence_takes_one_more_gather_over_y_and_less_over_x(policy, share):
+    """A gather and a reduce-scatter have an all-reduce's bytes; each half of a block gathers once more."""
+
+    def sent(split, axis, names):
+        found = predict(Work(GPT, GRID, 64, 2, activations=policy, sequence_parallel=split))
+        return sum(one.bytes for one in found if one.over == axis and one.name.startswith(names))
+
+    assert sent(True, "y", "blocks") == Fraction(share) * sent(False, "y", "blocks")
+    outside = ("embedding", "head", "loss")
+    assert sent(True, "y", outside) == sent(False, "y", outside)
+    norms = ("blocks.attention_norm", "blocks.mlp_norm", "norm")
+    assert 8 * sent(True, "x", norms) == sent(False, "x", norms)
+    with pytest.raises(UserError, match=r"model.seq_len = 1001: a multiple of y"):
+        predict(Work(preset("gpt-5b", seq_len=1001), GridShape(y=8), 1, sequence_parallel=True))
+
+
 def test_a_grid_that_does_not_divide_is_refused():
     with pytest.raises(UserError, match=r"train.global_batch = 3"):
         predict(Work(GPT, GRID, 3))

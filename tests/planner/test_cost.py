@@ -24,27 +24,30 @@ GRID = GridShape(1, 2, 4, 4, 2)
 
 @pytest.mark.parametrize("policy", ["none", "full", "save_collectives"])
 @pytest.mark.parametrize("sequences", [1, 2, 8])
+@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
 @pytest.mark.parametrize("model", ["gpt-5b", "llama2-7b"])
-def test_times_of_communication_are_those_of_the_exact_accounting(model, policy, sequences):
+def test_times_of_communication_are_those_of_the_exact_accounting(model, split, policy, sequences):
     """The lines, scaled to any microbatch, add up to every collective that is predicted, each priced by itself."""
     shape = preset(model)
-    traffic, links = Traffic(shape, GRID, A100, 2), Links(GRID, A100)
+    traffic, links = Traffic(shape, GRID, A100, 2, split), Links(GRID, A100)
     exact = 0.0
-    for one in predict(Work(shape, GRID, GRID.batch_shards * sequences, 1, 2, policy)):
+    for one in predict(Work(shape, GRID, GRID.batch_shards * sequences, 1, 2, policy, sequence_parallel=split)):
         exact += float(one.bytes) / links.rate(one.axes) + one.times * links.latency(one.kind, one.axes)
     skipped = {"none": ("regather", "rereduce"), "full": (), "save_collectives": ("rereduce",)}[policy]
     lines = 0.0
     for part in ("block", "first", "last", "step"):
         count = shape.layers if part == "block" else 1
-        for role in ("gather", "reduce", "regather", "rereduce", "input", "scatter", "update"):
+        for role in ("gather", "reduce", "regather", "rereduce", "reread", "input", "scatter", "update"):
             if role not in skipped:
                 lines += count * sum(line.at(sequences) for line in traffic.lines(part, role))
     assert lines == pytest.approx(exact)
 
 
-def test_without_overlap_everything_is_exposed_and_adds_up():
-    model = CostModel(replace(JOB, switches=NONE))
-    one = model.estimate(Choice(GRID, 8, "full"))
+@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_without_overlap_everything_is_exposed_and_adds_up(policy, split):
+    model = CostModel(replace(JOB, switches=NONE, sequence_parallel=split))
+    one = model.estimate(Choice(GRID, 8, policy))
     assert sum(one.hidden.values()) == 0
     assert one.step_s == pytest.approx(one.compute_s + one.exposed_s + one.update_s)
 

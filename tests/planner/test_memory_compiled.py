@@ -33,15 +33,24 @@ def test_state_is_that_of_the_accounting(precision, apart):
     assert memory.host_state(SHAPE.params(), precision, offload=apart).total == real.host
 
 
-@pytest.mark.parametrize(("grid", "microbatches"), [(GridShape(), 1), (GridShape(), 2), (GridShape(data=2), 1)])
-def test_memory_of_recomputed_steps_is_within_five_per_cent(grid, microbatches):
+@pytest.mark.parametrize(
+    ("grid", "microbatches", "split"),
+    [
+        (GridShape(), 1, False),
+        (GridShape(), 2, False),
+        (GridShape(data=2), 1, False),
+        (GridShape(y=4), 1, True),
+        pytest.param(GridShape(y=4, x=2), 2, True, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_of_recomputed_steps_is_within_five_per_cent(grid, microbatches, split):
     sequences = 2 * microbatches * grid.batch_shards
     program = compile_abstract(
         SHAPE, build_grid(grid, jax.devices()[: grid.devices]), optax.adamw(1e-3),
-        sequences=sequences, microbatches=microbatches, activations="full", scanned=True,
+        sequences=sequences, microbatches=microbatches, activations="full", scanned=True, sequence_parallel=split,
     )  # fmt: skip
     found = program.memory_analysis()
-    job = Job(SHAPE, load_machine("dgx-h100"), sequences, "fp32")
+    job = Job(SHAPE, load_machine("dgx-h100"), sequences, "fp32", sequence_parallel=split)
     predicted = Footprint(job).memory(Choice(grid, microbatches, "full")).total
     assert predicted == pytest.approx(found.argument_size_in_bytes + found.temp_size_in_bytes, rel=0.05)
 

@@ -67,6 +67,19 @@ def test_ted_with_fewer_expert_groups_needs_more():
     assert memory.ted_state(PHI, 8, 2, 4, 64) > memory.ted_state(PHI, 8, 2, 8, 64)
 
 
+def test_a_split_sequence_divides_what_is_kept_of_the_stream():
+    """One device of four along `y`: under `none` inputs of norms and normalised streams, else a block's input."""
+    shape = preset("gpt-5b")
+
+    def block(policy, split):
+        return memory.block_activations(shape, 1, 4, 2, policy, sequence_parallel=split)
+
+    assert block("none", False).kept - block("none", True).kept == 2 * (4 * shape.hidden - 4 * shape.hidden / 4)
+    assert block("full", True).kept == block("full", False).kept / 4 == 2 * shape.hidden / 4
+    assert block("save_collectives", True).kept == block("save_collectives", False).kept / 4
+    assert block("full", True).working < block("full", False).working
+
+
 def test_activation_policies_keep_less_and_less():
     shape = preset("gpt-5b")
     kept = [memory.block_activations(shape, 1, 1, 2, policy).kept for policy in ("none", "dots", "full", "offload")]

@@ -1,0 +1,165 @@
+"""With the stream's sequence split over `y`, every grid still computes the plain model's loss, gradients and norm."""
+
+import functools
+from dataclasses import replace
+from itertools import product
+
+import grids
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import plain
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import BATCH_AXES, GridShape
+from axonn_jax.models.stacked import stack_layers
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.tensor.params import take_apart
+from axonn_jax.train.program import StageProgram
+from axonn_jax.train.step import compile_abstract
+from axonn_jax.train.trainer import Trainer
+
+EPS = float(np.finfo(np.float32).eps)
+# As without it (test_parity): the same sums, in another order.
+GRADIENT_TOLERANCE = 16 * EPS
+SCALAR_TOLERANCE = 4 * EPS
+CURVE_TOLERANCE = 2e-6  # as for the curves of grids (test_trainer)
+
+SMALL = replace(grids.LLAMA, layers=1)
+
+
+def split_model(shape):
+    return Transformer(shape, rngs=nnx.Rngs(0), sequence_parallel=True)
+
+
+@functools.cache
+def reference(model):
+    shape = grids.MODELS[model]
+    batch = grids.tokens(shape.vocab, 2, 8, shape.seq_len)
+    return plain.reference(grids.host_params(shape), shape, batch.reshape(-1, shape.seq_len + 1))
+
+
+def results(shape, axes, *, split=True, scanned=False, **options):
+    """Gradients, loss and norm, under the layers' own names."""
+    grid = grids.lay(axes)
+    own = take_apart(grids.model_on(replace(shape, dropout=0.0), grid)).params
+    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), sequence_parallel=split))
+    stack = stack_layers(model) if scanned else None
+    parts = take_apart(model) if stack is None else stack.parts
+    program = StageProgram(parts, grid, jnp.dtype("float32"), **options)
+    batch = jax.device_put(grids.tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
+    key = jax.random.key(3) if shape.dropout else None
+    params = own if stack is None else stack.join(own, grid.mesh)
+    grads, loss, norm = jax.jit(program.gradients)(params, batch, key)
+    for name, grad in grads.items():
+        assert grad.sharding.is_equivalent_to(program.shardings()[name], grad.ndim), name
+    grads = grads if stack is None else stack.split(grads)
+    return {name: np.asarray(g, np.float64) for name, g in grads.items()}, float(loss), float(norm)
+
+
+def check(got, want):
+    (grads, loss, norm), (want_loss, want_grads, want_norm) = got, want
+    assert abs(loss - want_loss) <= SCALAR_TOLERANCE * want_loss
+    assert abs(norm - want_norm) <= SCALAR_TOLERANCE * want_norm
+    assert grads.keys() == want_grads.keys()
+    for name, grad in grads.items():
+        error = np.max(np.abs(grad - want_grads[name])) / np.max(np.abs(want_grads[name]))
+        assert error <= GRADIENT_TOLERANCE, f"{name}: {error / EPS:.0f} eps"
+
+
+def cases():
+    """A few that take every option once; every grid with y of 2, 4 and 8 and every policy are slow."""
+    few = [
+        ("gpt", GridShape(1, 1, 1, 2, 2), {"bucket": 3000}),
+        ("gpt", GridShape(1, 1, 2, 4, 1), {"activations": "full", "scanned": True}),
+        ("llama", GridShape(1, 2, 1, 2, 2), {"activations": "save_collectives", "streams": 2, "ordered": True}),
+    ]
+    for model, axes, options in few:
+        yield pytest.param(model, axes, options, id="-".join([model, grids.name(axes), *map(str, options.values())]))
+    policies = ("none", "full", "dots", "save_collectives")
+    for model, axes, policy in product(grids.MODELS, grids.all_grids(2, 4, 8), policies):
+        if axes.y > 1:
+            options = {"activations": policy, "scanned": policy != "none"}
+            name = f"{model}-{grids.name(axes)}-{policy}-slow"
+            yield pytest.param(model, axes, options, id=name, marks=pytest.mark.slow)
+    for model, options in product(grids.MODELS, ({"streams": 2}, {"ordered": True}, {"streams": 2, "ordered": True})):
+        name = "-".join([model, *options, "slow"])
+        yield pytest.param(model, GridShape(1, 1, 2, 2, 2), options, id=name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("model", "axes", "options"), list(cases()))
+def test_loss_gradients_and_norm_equal_the_plain_model(model, axes, options):
+    check(results(grids.MODELS[model], axes, **options), reference(model))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, *(pytest.param({"streams": 2, "activations": p}, marks=pytest.mark.slow) for p in ("none", "full"))]
+)
+def test_dropout_drops_the_same_entries(options):
+    shape = replace(grids.GPT, layers=1, dropout=0.25)
+    grads, loss, norm = results(shape, GridShape(), split=False)
+    check(results(shape, GridShape(1, 1, 2, 2, 2), **options), (loss, grads, norm))
+
+
+def curve(model, axes, *, microbatches=2, **options):
+    trainer = Trainer(model, optax.adamw(3e-3), grids.lay(axes), clip=0.5, microbatches=microbatches, **options)
+    batches = np.random.default_rng(0).integers(0, SMALL.vocab, (4, 8, SMALL.seq_len + 1))
+    losses = [float(trainer.step(batches[step % 4])["loss"]) for step in range(6)]
+    held_out = trainer.evaluate([batches[0]])
+    trainer.close()
+    return [*losses, held_out], trainer
+
+
+@functools.cache
+def one_device():
+    return curve(lambda: Transformer(SMALL, rngs=nnx.Rngs(0)), GridShape())[0]
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        (GridShape(2, 1, 1, 2, 2), {}),
+        pytest.param(GridShape(1, 2, 1, 4), {"zero": 1}, marks=pytest.mark.slow),
+        pytest.param(GridShape(2, 1, 2, 2), {"activations": "full"}, marks=pytest.mark.slow),
+        pytest.param(GridShape(2, 1, 1, 4), {"activations": "save_collectives"}, marks=pytest.mark.slow),
+        pytest.param(GridShape(2, 2, 1, 2), {"activations": "dots", "zero": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_training_follows_the_curve_of_one_device(axes, options):
+    """With a pipeline the stream travels as it lies: split."""
+    losses, trainer = curve(lambda: split_model(SMALL), axes, **options)
+    np.testing.assert_allclose(losses, one_device(), rtol=CURVE_TOLERANCE)
+    if axes.pipe > 1:
+        (_, needs), *_ = trainer._plan(8, SMALL.seq_len + 1)
+        assert needs.y.sharding.spec == P(BATCH_AXES, "y", "x")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", ["none", "full"])
+def test_a_program_needs_less_memory(activations):
+    """Of a model whose activations are most of its temporaries."""
+    shape = replace(grids.GPT, layers=4, hidden=64, ffn=128, seq_len=512)
+
+    def temporaries(**options):
+        grid = grids.lay(GridShape(y=4))
+        return compile_abstract(
+            shape, grid, optax.sgd(0.1), sequences=4, activations=activations, scanned=True, **options
+        ).memory_analysis().temp_size_in_bytes  # fmt: skip
+
+    assert temporaries(sequence_parallel=True) < 0.8 * temporaries()
+
+
+def test_sequences_that_do_not_split_are_refused_before_anything_compiles():
+    odd = replace(grids.GPT, seq_len=18)
+    with pytest.raises(UserError, match=r"model.seq_len = 18: a multiple of y .* = 4; nearest: 16 or 20; or grid.y"):
+        Trainer(nnx.eval_shape(lambda: split_model(odd)), optax.sgd(0.1), grids.lay(GridShape(y=4)))
+    with pytest.raises(UserError, match=r"model.seq_len = 18"):
+        Trainer(nnx.eval_shape(lambda: split_model(odd)), optax.sgd(0.1), grids.lay(GridShape(2, y=4)), microbatches=2)
+    trainer = Trainer(split_model(grids.GPT), optax.sgd(0.1), grids.lay(GridShape(y=4)))
+    with pytest.raises(UserError, match=r"sequence length = 7: with sequence parallelism a multiple of y = 4"):
+        trainer.step(np.zeros((2, 8), np.int32))
