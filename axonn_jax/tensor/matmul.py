@@ -6,6 +6,7 @@ elsewhere; here a table of choices, passed explicitly, is put into the program. 
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
@@ -80,6 +81,12 @@ class MatmulLayouts:
 
 PLAIN = MatmulLayouts()
 """Every product as written."""
+
+
+def choosing(forms: Mapping[Product, Form]) -> MatmulLayouts:
+    """The table of these forms."""
+    return MatmulLayouts(tuple((product, form) for product, form in forms.items() if form != AS_WRITTEN))
+
 
 Module = TypeVar("Module", bound=nnx.Module)
 

@@ -12,7 +12,7 @@ from axonn_jax.memory.precision import precisions
 from axonn_jax.models.matmuls import local_products
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.state.agree import Agreement
-from axonn_jax.tensor.matmul import AS_WRITTEN, FORMS, PLAIN, Form, MatmulLayouts, Product
+from axonn_jax.tensor.matmul import AS_WRITTEN, FORMS, PLAIN, Form, MatmulLayouts, Product, choosing
 from axonn_jax.train.config import Config
 from axonn_jax.train.program import streams_of
 from axonn_jax.tuned import cache_file, load, save
@@ -40,8 +40,7 @@ def choose_layouts(
         forms, lines = _found(wanted, device, file or cache_file(), measures=config.train.matmul_layouts == "measure")
         text = "".join(str(FORMS.index(forms.get(str(one), AS_WRITTEN))) for one in products)
     told = agreed.gather(text)[0]
-    chosen = {one: FORMS[int(digit)] for one, digit in zip(products, told, strict=True)}
-    layouts = MatmulLayouts(tuple((one, form) for one, form in chosen.items() if form != AS_WRITTEN))
+    layouts = choosing({one: FORMS[int(digit)] for one, digit in zip(products, told, strict=True)})
     return layouts, [*lines, *_lines(layouts, products)]
 
 
