@@ -30,6 +30,11 @@ BENCHES = {
         "Memory",
         "memory of a step under every activation policy, and what it costs in time",
     ),
+    "matmuls": (
+        "axonn_jax.cli.bench_matmuls",
+        "Matmuls",
+        "rates of a step's matmuls in every layout of their operands, and which one is chosen",
+    ),
     "overlap": (
         "axonn_jax.cli.bench_overlap",
         "Overlap",

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.tensor.collectives import axis_size, gather_weight, reduce_sum, shard_offset, vary
+from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 from axonn_jax.tensor.params import normal_param
 from axonn_jax.tensor.sequence import gather_sequence, own_sequence, scatter_sequence
 
@@ -27,14 +27,16 @@ def lookup(table: jax.Array, ids: jax.Array, vocab_axis: str, *, scattered: bool
     return scatter_sequence(rows) if scattered else reduce_sum(rows, vocab_axis)
 
 
-def scores(table: jax.Array, h: jax.Array, vocab_axis: str, feature_axis: str) -> jax.Array:
+def scores(
+    table: jax.Array, h: jax.Array, vocab_axis: str, feature_axis: str, layouts: MatmulLayouts = PLAIN
+) -> jax.Array:
     """`h` against every row of a table: [vocab/Gv, f/Gf], [..., f/Gf] -> [..., vocab/Gv].
 
     Collectives: an all-reduce over `feature_axis`; backward an all-reduce of dX over `vocab_axis`.
     """
     h = vary(h, (vocab_axis,))
     rows = h.reshape(-1, h.shape[-1])
-    found = lax.dot_general(rows, table, (((1,), (1,)), ((), ())))
+    found = matmul(rows, table, layouts, turned=True)
     return reduce_sum(found.reshape(*h.shape[:-1], table.shape[0]), feature_axis)
 
 
@@ -46,6 +48,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, vocab: int, hidden: int, *, std: float, key: jax.Array, sequence_parallel: bool = False):
         self.sequence_parallel = sequence_parallel
+        self.layouts = PLAIN
         self.table = normal_param(key, (vocab, hidden), std, P(("y", "z"), "x"))
 
     def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -64,7 +67,7 @@ class Embedding(nnx.Module):
         dX over `y` and a reduce-scatter over `z`. A split stream is gathered over `y` and its dX reduce-scattered.
         """
         h = gather_sequence(h) if self.sequence_parallel else h
-        return scores(gather_weight(self.table.get_value(), h.dtype), h, "y", "x")
+        return scores(gather_weight(self.table.get_value(), h.dtype), h, "y", "x", self.layouts)
 
 
 class PositionEmbedding(nnx.Module):

@@ -5,10 +5,10 @@ from typing import Literal
 
 import jax
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.tensor.collectives import Gathered, axis_size, gather_weight, reduce_sum, vary
+from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 from axonn_jax.tensor.params import constant_param, normal_param
 from axonn_jax.tensor.sequence import SEQUENCE_AXIS, gather_sequence, scatter_sequence
 
@@ -20,20 +20,27 @@ def other(axis: TensorAxis) -> TensorAxis:
     return "y" if axis == "x" else "x"
 
 
-def matmul_4d(x: jax.Array, kernel: jax.Array | Gathered, in_axis: TensorAxis, *, scattered: bool = False) -> jax.Array:
+def matmul_4d(
+    x: jax.Array,
+    kernel: jax.Array | Gathered,
+    in_axis: TensorAxis,
+    layouts: MatmulLayouts = PLAIN,
+    *,
+    scattered: bool = False,
+) -> jax.Array:
     """`Y = X W` on local shards: rows over `data` and `z`, contraction over `in_axis`, columns over the other.
 
     Shapes: `x` [..., k/Gin], `kernel` [k/(Gin Gz), n/Gout] -> [..., n/Gout]. The kernel is cast to `x`'s dtype
-    before it travels. Collectives (DESIGN section 4): forward all-gather of W over `z` and all-reduce of Y over
-    `in_axis`; backward all-reduce of dX over the other axis and reduce-scatter of dW over `z`. A result that is
-    `scattered` is reduce-scattered along the sequence dim of [batch, seq, n/Gout] (`tensor.sequence`).
+    before it travels; `layouts` says how products are computed. Collectives (DESIGN section 4): forward all-gather of W
+    over `z` and all-reduce of Y over `in_axis`; backward all-reduce of dX over the other axis and reduce-scatter of
+    dW over `z`. A result that is `scattered` is reduce-scattered along the sequence dim of [batch, seq, n/Gout]
+    (`tensor.sequence`).
     Source: AxoNN 4D (arXiv 2305.13525), section on the 3D-parallel fully connected layer.
     """
     w = gather_weight(kernel, x.dtype)
     x = vary(x, (other(in_axis),))
     rows = x.reshape(-1, x.shape[-1])  # 2-D: batched operands cost the CPU backend a tenth of a step
-    y = lax.dot_general(rows, w, (((1,), (0,)), ((), ())))
-    y = y.reshape(*x.shape[:-1], w.shape[1])
+    y = matmul(rows, w, layouts).reshape(*x.shape[:-1], w.shape[1])
     return scatter_sequence(y) if scattered else reduce_sum(y, in_axis)
 
 
@@ -57,6 +64,7 @@ class Linear(nnx.Module):
     ):
         self.in_axis: TensorAxis = in_axis
         self.sequence_parallel = sequence_parallel
+        self.layouts = PLAIN
         out_axis = other(in_axis)
         self.kernel = normal_param(key, (in_features, out_features), std, P((in_axis, "z"), out_axis))
         self.bias = constant_param((out_features,), 0.0, P(out_axis)) if bias else None
@@ -70,7 +78,7 @@ class Linear(nnx.Module):
     def on_whole(self, x: jax.Array, kernel: jax.Array | Gathered) -> jax.Array:
         """As a call, on an input with its whole sequence, with a kernel in place of the layer's own."""
         scattered = self.sequence_parallel and self.in_axis == "y"
-        y = matmul_4d(x, kernel, self.in_axis, scattered=scattered)
+        y = matmul_4d(x, kernel, self.in_axis, self.layouts, scattered=scattered)
         return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.errors import UserError
-from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.grid import BATCH_AXES, Grid, GridShape
 from axonn_jax.memory.activations import block_runner
 from axonn_jax.memory.gradients import unreduced_spec
 from axonn_jax.memory.reduce import reduce_gradients
@@ -29,6 +29,19 @@ _FLOAT32 = jnp.dtype("float32")
 
 BATCH_SPEC = P(None, BATCH_AXES)
 """Layout of a step's tokens [microbatches, sequences, seq + 1]."""
+
+
+def streams_of(wanted: int, grid: GridShape, rows: int) -> int:
+    """Parts that a device's rows run in side by side; 0 is two on accelerators where that can help, else one.
+
+    Raises ``UserError`` where the rows do not divide into those wanted.
+    """
+    if wanted:
+        if rows % wanted:
+            raise UserError("overlap.streams", wanted, f"0 or a divisor of a device's {rows} rows")
+        return wanted
+    helps = jax.default_backend() != "cpu" and max(grid.x, grid.y) > 1
+    return 2 if helps and rows % 2 == 0 else 1
 
 
 @dataclass(frozen=True)
@@ -141,14 +154,6 @@ class StageProgram(OnMesh):
     def _model(self, params: Mapping[str, Any]) -> Any:
         return self.parts.rebuild(params)
 
-    def _streams(self, rows: int) -> int:
-        if self.streams:
-            if rows % self.streams:
-                raise UserError("overlap.streams", self.streams, f"0 or a divisor of a device's {rows} rows")
-            return self.streams
-        helps = jax.default_backend() != "cpu" and max(self.grid.shape.x, self.grid.shape.y) > 1
-        return 2 if helps and rows % 2 == 0 else 1
-
     def _targets(self, tokens: jax.Array) -> int:
         """Number of target tokens in the global batch of which `tokens` is this device's part."""
         microbatches, rows, width = tokens.shape
@@ -162,7 +167,7 @@ class StageProgram(OnMesh):
             dtype=self.dtype,
             key=key,
             run_block=run_block,
-            streams=self._streams(batch.shape[0]),
+            streams=streams_of(self.streams, self.grid.shape, batch.shape[0]),
         )
         return jnp.sum(losses)
 

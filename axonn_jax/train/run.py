@@ -24,8 +24,10 @@ from axonn_jax.peaks import peak_flops
 from axonn_jax.start import describe, start
 from axonn_jax.state.agree import Agreement, agreement
 from axonn_jax.state.manifest import name_of
+from axonn_jax.tensor.matmul import with_layouts
 from axonn_jax.train.checkpoints import Checkpoints
 from axonn_jax.train.config import Config, to_toml
+from axonn_jax.train.matmuls import choose_layouts
 from axonn_jax.train.metrics import MetricsLog, plot_loss
 from axonn_jax.train.optimizer import learning_rate, make_optimizer
 from axonn_jax.train.progress import Progress, duration
@@ -39,8 +41,15 @@ def train(config: Config) -> int:
     world, grid = start(config.grid, settings=to_toml(config))
     with _all_or_nothing(world):
         shape, split = config.model.shape(), config.memory.sequence_parallel
+        agreed = agreement(grid)
+        layouts, told = choose_layouts(config, shape, grid, agreed)
+
+        def model() -> Transformer:
+            made = Transformer(shape, rngs=nnx.Rngs(config.train.seed), sequence_parallel=split)
+            return with_layouts(made, layouts)
+
         trainer = Trainer(
-            lambda: Transformer(shape, rngs=nnx.Rngs(config.train.seed), sequence_parallel=split),
+            model,
             make_optimizer(config.train),
             grid,
             microbatches=config.train.microbatches,
@@ -58,8 +67,9 @@ def train(config: Config) -> int:
             overlap=config.overlap,
             scan_layers=config.train.scan_layers,
         )
-        agreed = agreement(grid)
         run = Run(config, shape, world, trainer, agreed)
+        for line in told:
+            run.say(line)
         with Stop(agreed, trainer.lost) as stop:
             status = run.go(stop)
             run.checkpoints.close()

@@ -1,4 +1,4 @@
-"""A benchmark worker that trains with axonn_jax: `worker_jax.py [data rank port] [--weights FILE]`."""
+"""A benchmark worker that trains with axonn_jax: `worker_jax.py [data rank port] [--weights FILE] [--layouts]`."""
 
 import sys
 
@@ -11,6 +11,18 @@ import optax
 from flax import nnx
 
 import axonn_jax as ax
+from axonn_jax.grid import GridShape
+from axonn_jax.models.matmuls import local_products
+from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, choosing, with_layouts
+from axonn_jax.tuning import measure
+
+
+def measured(shape: ax.models.ModelShape, tokens: int) -> MatmulLayouts:
+    """The layouts of a run with train.matmul_layouts = "measure"."""
+    import jax
+
+    found = measure(local_products(shape, GridShape(), tokens, "float32"), jax.local_devices()[0])
+    return choosing({one.product: one.best for one in found})
 
 
 def main() -> None:
@@ -25,7 +37,8 @@ def main() -> None:
     shape = ax.models.ModelShape(
         task.layers, task.hidden, task.heads, task.heads, 4 * task.hidden, task.vocab, task.seq_len
     )
-    model = ax.models.Transformer(shape, rngs=nnx.Rngs(0))
+    layouts = measured(shape, task.microbatch * task.seq_len) if "--layouts" in arguments else PLAIN
+    model = with_layouts(ax.models.Transformer(shape, rngs=nnx.Rngs(0)), layouts)
     optimizer = optax.adamw(3e-4, 0.9, 0.95, weight_decay=0.1)
     trainer = ax.Trainer(model, optimizer, grid, microbatches=task.microbatches // data, precision="fp32")
     if weights is not None:

@@ -57,6 +57,7 @@ KEYS = [
     ("train.eval_batches", "0", "0", "an integer from 1"),
     ("train.seed", "-1", "-1", "an integer from 0 to 4294967295"),
     ("train.optimizer", '"adamx"', "'adamx'", "one of adamw, adam, sgd, lion; did you mean 'adam"),
+    ("train.matmul_layouts", '"on"', "'on'", "one of auto, off, measure"),
     ("train.schedule", '"Cosine"', "'Cosine'", "one of cosine, linear, constant; did you mean 'cosine'?"),
     ("data.seed", "4294967296", "4294967296", "4294967295"),
     ("data.path", '"nowhere"', "'nowhere'", "axonn-jax prepare"),

@@ -106,6 +106,27 @@ def test_compile_as_json():
     assert figures["steps"] is None
 
 
+def test_matmuls_as_json_and_kept(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    argv = ["bench", "matmuls", "--rows", "1", "--rounds", "1", "--grid.x", "4", "--grid.y", "4"]
+    assert main([*argv, "--keep", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert len(figures["rows"]) == 15  # qkv, out, up, down, head: forward, dX, dW
+    assert sum(row["times"] for row in figures["rows"]) == 12 * 4 * 3 + 3
+    assert figures["ratio"] == pytest.approx(figures["seconds"]["as written"] / figures["seconds"]["chosen"])
+    for row in figures["rows"]:
+        assert len(row["gain"]) == 8
+        assert row["ratio"] == row["gain"][row["chosen"]]
+        assert row["chosen"] == "as written" or row["ratio"] >= 1.05
+    ((kept,),) = (json.loads(path.read_text())["settings"].values() for path in tmp_path.rglob("*.json"))
+    assert {name: one["form"] for name, one in kept.items()} == {r["product"]: r["chosen"] for r in figures["rows"]}
+
+
+@pytest.mark.parametrize("flags", [["--rows", "0"], ["--rounds", "0"], ["--grid.x", "3"], ["--precision", "fp8"]])
+def test_matmuls_refuses_what_it_cannot_do(refused, flags):
+    refused(["bench", "matmuls", *flags], "model.hidden" if flags[0] == "--grid.x" else flags[0].removeprefix("--"))
+
+
 @pytest.mark.parametrize("flags", [["--scanned", "1"], ["--unrolled", "0"], ["--rounds", "0"], ["--grid.pipe", "2"]])
 def test_compile_refuses_what_it_cannot_do(flags, capsys):
     assert main(["bench", "compile", *flags]) == 2
