@@ -44,21 +44,23 @@ class Lots:
         self._size, self._pace = size, pace
         self._admitted = self._writing = 0
         self._began = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def wait_for_bytes(self, requested_bytes: int) -> None:
         """Returns when so many bytes may be written."""
+        self._loop = asyncio.get_running_loop()
         if self._fits(requested_bytes) and not self._waiting:
             return self._admit(requested_bytes)
-        turn = asyncio.get_running_loop().create_future()
+        turn = self._loop.create_future()
         self._waiting.append((requested_bytes, turn))
         return await turn  # whoever ends the lot before admits it
 
     async def release_bytes(self, requested_bytes: int) -> None:
         """Tells that they are written; the last of a lot rests, and admits the next."""
         self._writing -= 1
-        if self._writing or (self._waiting and self._waiting[0][1].get_loop().is_closed()):
-            return  # closed: another write has failed, and nobody waits for these any more
+        if self._writing or self._loop is None or self._loop.is_closed():
+            return  # closed: another write has failed, and nobody waits for this one any more
         self._pace.rest(time.monotonic() - self._began)
         self._admitted = 0
         while self._waiting and self._fits(self._waiting[0][0]):
