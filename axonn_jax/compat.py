@@ -106,6 +106,13 @@ def accelerator_expected() -> bool:
     return any(pkgutil.iter_modules(jax_plugins.__path__)) or bool(entry_points(group="jax_plugins"))
 
 
+def array_metadata_store() -> Any:
+    """What Orbax's handler of arrays writes their layouts with; its own handler has one, others must be given it."""
+    from orbax.checkpoint._src.metadata import array_metadata_store as orbax
+
+    return orbax.Store()
+
+
 class FailingBarrier:
     """A barrier among the processes of a `jax.distributed` world that ends early where one of them has failed.
 

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,13 +131,18 @@ def listed(wrong: list[str]) -> str:
     return "; ".join(wrong[:_SHOWN]) + more
 
 
-def describe_files(root: Path, folder: Path, *, durable: bool = False) -> dict[str, File]:
-    """Sizes and checksums of all files below `folder`, named from `root`; `durable` also flushes them to the disk."""
+def describe_files(
+    root: Path, folder: Path, *, durable: bool = False, rest: Callable[[float], None] = lambda worked: None
+) -> dict[str, File]:
+    """Sizes and checksums of all files below `folder`, named from `root`; `durable` also flushes them to the disk.
+
+    `rest` is called now and then with the seconds of work since it was called last.
+    """
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         if durable:
             flush(path)
-        found[path.relative_to(root).as_posix()] = File(path.stat().st_size, checksum(path))
+        found[path.relative_to(root).as_posix()] = File(path.stat().st_size, checksum(path, rest))
     return found
 
 
@@ -158,12 +164,15 @@ def write_whole(path: Path, text: str) -> None:
     flush(path.parent)
 
 
-def checksum(path: Path) -> str:
-    """SHA-256 of a file, read block by block."""
+def checksum(path: Path, rest: Callable[[float], None] = lambda worked: None) -> str:
+    """SHA-256 of a file, read block by block; `rest` is called after each, as for `describe_files`."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
+        began = time.monotonic()
         while block := file.read(_BLOCK):
             digest.update(block)
+            rest(time.monotonic() - began)
+            began = time.monotonic()
     return digest.hexdigest()
 
 

@@ -4,8 +4,9 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ import orbax.checkpoint as ocp
 from axonn_jax import compat
 from axonn_jax.state.manifest import Stored, describe_files, write_whole
 from axonn_jax.state.names import State
+from axonn_jax.state.pace import SHARE, Lots, Pace
 
 _TIMEOUT_S = 1800
 _POLL_S = 0.02
-_GB_IN_FLIGHT = 1
+_LOT, _PACED_LOT = 10**9, 32_000_000
+"""Bytes under way to the disk at a time, which take memory once more."""
+_WIDEST = 4
+"""Bytes of an element, however it was stored."""
 MARKER = ".json"
 
 
@@ -28,6 +33,8 @@ class PartWriter:
 
     `start` returns once the arrays are copied to the host, so they may be donated to the next step; `finish` waits
     for the files, on any thread. Where one process fails, the others of its world learn of it instead of waiting.
+    Where training computes on the host's cores (the CPU backend), it writes at a pace that leaves them to it, until
+    somebody waits (`hurry`).
     """
 
     def __init__(self, name: str):
@@ -36,8 +43,10 @@ class PartWriter:
         self._barrier = compat.FailingBarrier() if jax.process_count() > 1 else None
         options = ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S, barrier_sync_fn=self._barrier)
         everyone = set(range(jax.process_count()))  # named, so that Orbax waits without collectives on the devices
-        # Without compression (weights hardly compress) and a GB at a time, to keep the host's memory and cores.
-        handler = ocp.PyTreeCheckpointHandler(use_compression=False, save_concurrent_gb=_GB_IN_FLIGHT)
+        self._pace = Pace()
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _PacedArrays(self._pace)))
+        # Without compression: weights hardly compress, and it takes cores.
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
         self._checkpointer = ocp.AsyncCheckpointer(
             handler,
             async_options=options,
@@ -55,6 +64,7 @@ class PartWriter:
         self._described = {
             name: asdict(Stored(self.name, tuple(value.shape), str(value.dtype))) for name, value in state.items()
         }
+        self._pace.begin(SHARE if _on_the_hosts_cores(state) else 1.0)
         with self._failing_together(), _quiet():
             self._checkpointer.save(folder / self.name, args=ocp.args.PyTreeSave(dict(state)))
 
@@ -64,9 +74,13 @@ class PartWriter:
             with _quiet():
                 self._checkpointer.wait_until_finished()
             if jax.process_index() == 0:
-                files = describe_files(folder, folder / self.name, durable=True)
+                files = describe_files(folder, folder / self.name, durable=True, rest=self._pace.rest)
                 marker = {"arrays": self._described, "files": {name: asdict(file) for name, file in files.items()}}
                 write_whole(folder / (self.name + MARKER), json.dumps(marker))
+
+    def hurry(self) -> None:
+        """Ends the part under way without rests: somebody waits for it."""
+        self._pace.hurry()
 
     def close(self) -> None:
         """Ends Orbax's threads."""
@@ -90,6 +104,29 @@ class PartWriter:
             self._hook(what)
 
 
+class _PacedArrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
+    """Orbax's writer of arrays, in lots and at a pace; what it writes is the same."""
+
+    def __init__(self, pace: Pace):
+        super().__init__(array_metadata_store=compat.array_metadata_store())
+        self._pace = pace
+
+    async def serialize(
+        self, values: Sequence[jax.Array], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        """See Orbax: copies the arrays to the host and returns what to wait for until they are written."""
+        paced = self._pace.share < 1.0
+        lots = Lots(_PACED_LOT if paced else _LOT, self._pace)
+        for info in infos:
+            info.byte_limiter = lots
+        return await super().serialize(values, infos, args)
+
+
+def _on_the_hosts_cores(state: State) -> bool:
+    """Whether the devices that the state is on compute with the cores that writing needs."""
+    return any(device.platform == "cpu" for value in state.values() for device in value.sharding.device_set)
+
+
 def wait_for_markers(folder: Path, names: list[str], cancelled: Any) -> bool:
     """Waits until all parts have left their checksums below `folder`; False if cancelled before."""
     while not all((folder / (name + MARKER)).exists() for name in names):
@@ -107,7 +144,9 @@ def read_part(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
     everyone = set(range(jax.process_count()))
     options = ocp.options.MultiprocessingOptions(active_processes=everyone if len(everyone) > 1 else None)
     restore = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments, partial_restore=True)
-    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_GB_IN_FLIGHT, multiprocessing_options=options)
+    largest = max((math.prod(want.shape) * max(want.dtype.itemsize, _WIDEST) for want in wanted.values()), default=0)
+    at_a_time = 1 + largest // 10**9  # Orbax refuses an array, or a shard of one, that is larger than what it may read
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=at_a_time, multiprocessing_options=options)
     with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
         return dict(checkpointer.restore(path.absolute(), restore))
 

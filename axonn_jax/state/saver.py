@@ -114,11 +114,15 @@ class Saver:
         return None
 
     def settle(self) -> str:
-        """Waits for the last save and agrees on how it went: an empty text, or why it failed (told once)."""
+        """Waits for the last save and agrees on how it went: an empty text, or why it failed (told once).
+
+        From now on the save takes what it can of the cores.
+        """
         job, self._job = self._job, None
         if job is None:
             refused, self._refused = self._refused, ""
             return refused
+        self._writer.hurry()
         job.written.wait()
         errors = [text for text in self._agreement.gather(job.error) if text]
         if errors:

@@ -1,5 +1,6 @@
 """Checkpoints on real disks: complete or not there, kept or retired, damaged in 200 ways, full and read-only disks."""
 
+import gc
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.cli.main import main
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.state import part
 from axonn_jax.state.agree import Alone
 from axonn_jax.state.checkpoint import Found, at, faults, fits, load, newest
 from axonn_jax.state.manifest import check, read
@@ -245,6 +247,19 @@ def test_a_full_disk_is_one_line_and_the_one_before_stays(small_disk, filler):
         made.save(6, state(6), {})  # the next one is tried again
         assert made.settle() == ""
     assert read(folder / "step_00000006").step == 6
+
+
+def test_a_disk_that_runs_full_while_more_waits_to_be_written_is_one_line(small_disk, monkeypatch, caplog):
+    monkeypatch.setattr(part, "_PACED_LOT", 50_000)
+    said = []
+    with saver(small_disk / "checkpoints", said) as made:
+        (small_disk / "filler").write_bytes(bytes(40_000))
+        many = {f"params.{i}": jnp.ones(2500, jnp.float32) for i in range(20)}  # 200 kB, of which Orbax writes more
+        made.save(4, many, {})
+        assert made.settle().startswith("no space left on the device")
+    gc.collect()  # of what waited nothing is left that complains
+    assert len(said) == 1
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_a_read_only_disk_is_one_line(small_disk):
