@@ -9,6 +9,7 @@ import pytest
 
 from axonn_jax.cli.main import main
 from axonn_jax.planner.machine import load_machine
+from axonn_jax.planner.measured import MEASURED_KINDS
 
 
 def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
@@ -22,8 +23,9 @@ def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
     assert done.returncode == 0, done.stderr[-2000:]
     figures, machine = json.loads(done.stdout), load_machine(str(out))
     assert figures["devices"] == machine.node.devices == 2
-    assert {(one.inner, one.size) for one in machine.bandwidth} == {(1, 2)}
+    assert {(one.kind, one.inner, one.size) for one in machine.collectives} == {(kind, 1, 2) for kind in MEASURED_KINDS}
     assert [one.channel for one in machine.messages] == ["local"]
+    assert "measuring matmuls" in done.stderr
     assert 1e8 < machine.device.peak_fp32 < 1e14
     assert 0 < machine.node.at_once <= 2
     plan = ["plan", "--model", "gpt-1.3b", "--machine", str(out), "--devices", "2", "--batch-tokens", "8192"]
@@ -33,10 +35,25 @@ def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "named"),
-    [(["--devices", "0"], "--devices"), (["--rounds", "0"], "--rounds"), (["--out", "x.txt"], "--out")],
+    [
+        (["--devices", "0"], "--devices"),
+        (["--rounds", "0"], "--rounds"),
+        (["--seq", "0"], "--seq"),
+        (["--head-dim", "-1"], "--head-dim"),
+        (["--out", "x.txt"], "--out"),
+        (["--out", "nowhere/x.toml"], "--out"),
+    ],
 )
 def test_one_line_for_nonsense(capsys, flags, named):
     assert main(["calibrate", *flags]) == 2
     error = capsys.readouterr().err
     assert named in error
+    assert error.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(capsys, tmp_path):
+    (tmp_path / "x.toml").mkdir()
+    assert main(["calibrate", "--out", str(tmp_path / "x.toml")]) == 2
+    error = capsys.readouterr().err
+    assert "--out" in error
     assert error.count("\n") == 1
