@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from launched import AXONN, MPIRUN, UNDER_MPIRUN
+from launched import environment as of_mpirun
 
 from axonn_jax.cli.main import main
 from axonn_jax.planner.machine import load_machine
@@ -57,3 +59,22 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(capsy
     error = capsys.readouterr().err
     assert "--out" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=UNDER_MPIRUN)])
+def test_processes_measure_together(tmp_path, ranks):
+    out = tmp_path / "both.toml"
+    words = [*AXONN, "calibrate", "--devices", str(ranks), "--rounds", "1", "--seq", "64", "--out", str(out), "--json"]
+    done = subprocess.run(
+        [MPIRUN, "--oversubscribe", "-n", str(ranks), *words],
+        capture_output=True, text=True, timeout=300, env=of_mpirun(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures, machine = json.loads(done.stdout[done.stdout.index("{") :]), load_machine(str(out))
+    assert figures["processes"] == machine.node.devices == ranks
+    assert [one.channel for one in machine.messages] == ["mpi4py"]
+    for kind in MEASURED_KINDS:
+        curve = machine.curve(kind, 1, ranks)
+        assert len(curve) == 5
+        assert all(1e-6 < seconds < 1 for _, seconds in curve)

@@ -195,7 +195,9 @@ def test_measured_times_lie_between_measured_points():
     assert between(curve, 7e6) == pytest.approx(15e-3)
     assert between(((1e3, 2e-3),), 1e4) == pytest.approx(20e-3)
     shares = (MatmulShare(256, 0.5), MatmulShare(1024, 1.0))
-    assert [matmul_share(shares, size) for size in (1, 256, 512, 1024, 9999)] == pytest.approx([0.5, 0.5, 0.75, 1.0, 1.0])
+    assert [matmul_share(shares, size) for size in (1, 256, 512, 1024, 9999)] == pytest.approx(
+        [0.5, 0.5, 0.75, 1.0, 1.0]
+    )
     assert matmul_share((), 1) == 1.0
 
 
