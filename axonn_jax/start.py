@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 from axonn_jax.errors import UserError
@@ -211,26 +212,30 @@ def join(world: World) -> None:
 
 
 def warm_up(mesh: "jax.sharding.Mesh") -> None:
-    """Lets every group of processes meet now, with a message of a size that sets gloo's buffers right.
+    """Lets every group of processes that a step uses meet now (`meet`)."""
+    for axes in (*((axis,) for axis in mesh.axis_names), BATCH_AXES, ("z", "y", "x")):
+        meet(mesh, axes)
+
+
+def meet(mesh: "jax.sharding.Mesh", axes: Sequence[str]) -> None:
+    """Lets the groups over these axes meet, with a message of a size that sets gloo's buffers right.
 
     gloo makes a group's sockets at its first collective and gives up when a member is 30 s late; and where that
     first one is a small reduce-scatter, every later large all-reduce of the group is 150 times slower.
-    Collectives: one reduce-scatter of 256 KiB a device over each axis, and over the groups that a step uses.
+    Collective: one reduce-scatter of 256 KiB a device, none where every axis has size one.
     """
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    for axes in (*((axis,) for axis in mesh.axis_names), BATCH_AXES, ("z", "y", "x")):
-        over = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-        if not over:
-            continue
-        count = 1
-        for axis in over:
-            count *= mesh.shape[axis]
+    over = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    if not over:
+        return
+    count = prod(mesh.shape[axis] for axis in over)
 
-        def scatter(x: "jax.Array", over: tuple[str, ...] = over) -> "jax.Array":
-            return jax.lax.psum_scatter(jax.lax.pcast(x, over, to="varying"), over, tiled=True)
+    def scatter(x: "jax.Array") -> "jax.Array":
+        return jax.lax.psum_scatter(jax.lax.pcast(x, over, to="varying"), over, tiled=True)
 
+    with jax.set_mesh(mesh):
         run = jax.shard_map(scatter, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(over))
         jax.block_until_ready(jax.jit(run)(jnp.ones((count * _WARM_UP_FLOATS,), jnp.float32)))

@@ -15,35 +15,35 @@ from tyro.conf import arg
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.planner.machine import (
-    GIB,
     Device,
     Host,
     Machine,
     Matmul,
-    Measured,
-    Messages,
     Network,
     Node,
     loads_machine,
 )
 from axonn_jax.planner.machine_file import dumps_machine
+from axonn_jax.planner.measured import Collective, MatmulShare, Messages
 from axonn_jax.version import __version__
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 _CPU_SIZES, _SIZES = (128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192)
+_CPU_TOKENS, _TOKENS = (1024, 1024), (8192, 4096)
 _MESSAGES = (256, 1 << 18, 1 << 21)
-_COLLECTIVES = (256, 1 << 16, 1 << 20)
+_COLLECTIVES = (256, 1 << 12, 1 << 16, 1 << 18, 1 << 20)
 
 
 @dataclass(frozen=True)
 class Calibrate:
     """Measure this machine and write a machine file for `axonn-jax plan --machine FILE`.
 
-    Measured are matmuls by size, attention, memory, collectives by size and axis, pipeline messages, and copies
-    between devices and host, all devices at work at once. Start it as runs are started: one process, or
-    `mpirun -n N axonn-jax calibrate --devices N`. Nothing else should run meanwhile.
+    Measured are matmuls by size, attention, norms and activation functions, the optimizer, memory, collectives by kind,
+    size, axis and bytes, pipeline messages, and copies between devices and host, all devices at work at once. Start it
+    as runs are started: one process, or `mpirun -n N axonn-jax calibrate --devices N`. Where devices share cores, what
+    one gets depends on how many they are. Nothing else should run meanwhile.
     """
 
     devices: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: all; of CPUs, the cores)")] = None
@@ -52,6 +52,10 @@ class Calibrate:
     """The machine file."""
     rounds: int = 5
     """Timed repetitions of everything; their median counts."""
+    seq: int = 1024
+    """Sequence length of the attention that is measured."""
+    head_dim: int = 64
+    """Features of its heads."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -62,11 +66,11 @@ def run(args: Calibrate) -> int:
     Raises:
         UserError: a flag is wrong, or the devices are not as many as said.
     """
-    for name in ("devices", "rounds"):
+    for name in ("devices", "rounds", "seq", "head_dim"):
         if (value := getattr(args, name)) is not None and value < 1:
-            raise UserError(f"--{name}", value, "an integer of at least 1")
-    if args.out.suffix != ".toml" or not args.out.absolute().parent.is_dir():
-        raise UserError("--out", str(args.out), "a .toml file in a directory that exists")
+            raise UserError(f"--{name.replace('_', '-')}", value, "an integer of at least 1")
+    if args.out.suffix != ".toml" or not _writable(args.out.absolute()):
+        raise UserError("--out", str(args.out), "a .toml file that can be written, in a directory that exists")
     from axonn_jax.start import start
 
     world, grid = start(GridShape(data=args.devices or _devices()))
@@ -78,6 +82,12 @@ def run(args: Calibrate) -> int:
         print(json.dumps(figures) if args.json else _table(figures))
         print(f"wrote {args.out}", file=sys.stderr)
     return 0
+
+
+def _writable(path: Path) -> bool:
+    if path.exists():
+        return path.is_file() and os.access(path, os.W_OK)
+    return path.parent.is_dir() and os.access(path.parent, os.W_OK)
 
 
 def _devices() -> int:
@@ -97,37 +107,57 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     import numpy as np
     from jax.sharding import Mesh
 
-    from axonn_jax import calibration
+    from axonn_jax.calibration import device as on_device
+    from axonn_jax.calibration import links
+    from axonn_jax.calibration.timing import largest
+
+    def say(what: str) -> None:
+        if jax.process_index() == 0:
+            print(f"measuring {what}", file=sys.stderr, flush=True)
 
     everywhere = list(mesh.devices.flat)
     device = everywhere[0]
     cpu, rounds = device.platform == "cpu", args.rounds
-    sizes = _CPU_SIZES if cpu else _SIZES
     together = Mesh(np.asarray(everywhere), ("all",))
     alone = Mesh(np.asarray(jax.local_devices()[:1]), ("all",))
     dtypes = {"fp32": jnp.float32} if cpu else {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
-    matmuls = {name: calibration.matmul_rates(together, dtype, sizes, rounds) for name, dtype in dtypes.items()}
-    peaks = {name: max(rates.values()) for name, rates in matmuls.items()}
-    dtype = "fp32" if cpu else "bf16"
+    dtype, sizes = "fp32" if cpu else "bf16", _CPU_SIZES if cpu else _SIZES
+    say("matmuls")
+    matmuls = {name: on_device.matmul_rates(together, kind, sizes, rounds) for name, kind in dtypes.items()}
+    peak = max(matmuls[dtype].values())
     lone = 0.0
-    if jax.process_index() == 0:  # while the others wait
-        lone = calibration.matmul_rates(alone, dtypes[dtype], sizes[-1:], rounds)[sizes[-1]]
-    slower = max(1.0, calibration.largest(lone, together) / peaks[dtype])
-    collectives = []
-    for inner, size, arranged in calibration.group_meshes(everywhere):
-        for kind in calibration.KINDS:
-            rate = calibration.collective_rate(kind, arranged, _COLLECTIVES, rounds)
-            collectives.append({"kind": kind, "inner": inner, "size": size, **asdict(rate)})
+    if jax.process_index() == 0 and len(everywhere) > 1:  # while the others wait
+        lone = on_device.lone_matmul_rate(alone, dtypes[dtype], sizes[-1], rounds)
+    slower = max(1.0, largest(lone, together) / matmuls[dtype][sizes[-1]])
+    say("attention, norms and activation functions, the optimizer, memory")
+    heads = max(1, 8192 // args.seq)
     figures = {
         "device": device.device_kind,
         "devices": len(everywhere),
         "processes": processes,
         "matmul_flops_per_s": matmuls,
         "lone_over_all": slower,
-        "attention_share": calibration.attention_share(together, dtypes[dtype], peaks[dtype], rounds),
-        "memory_bytes_per_s": calibration.memory_rate(together, rounds),
-        "launch_s": calibration.launch_seconds(together, rounds),
-        "host_bytes_per_s": calibration.host_rate(rounds),
+        "attention_share": on_device.attention_share(
+            together, dtypes[dtype], peak, (1, args.seq, heads, args.head_dim), rounds
+        ),
+        "light_bytes_per_s": on_device.light_rate(together, _CPU_TOKENS if cpu else _TOKENS, rounds),
+        "update_bytes_per_s": on_device.update_rate(together, rounds),
+        "memory_bytes_per_s": on_device.memory_rate(together, rounds),
+        "launch_s": on_device.launch_seconds(together, rounds),
+        "program_s": on_device.program_seconds(rounds),
+        "host_bytes_per_s": on_device.host_rate(rounds),
+    }
+    collectives = []
+    for inner, size, arranged in links.group_meshes(everywhere):
+        say(f"collectives of {size}, {inner} inside")
+        for kind in links.KINDS:
+            taken = links.collective_seconds(kind, arranged, _COLLECTIVES, rounds)
+            collectives += [
+                {"kind": kind, "inner": inner, "size": size, "bytes": moved, "seconds": seconds}
+                for moved, seconds in taken.items()
+            ]
+    say("messages")
+    figures |= {
         "collectives": collectives,
         "messages": _messages(everywhere, processes, device.platform, rounds),
         "versions": {"axonn_jax": __version__, "jax": jax.__version__},
@@ -137,26 +167,32 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
 
 def _messages(devices: list[Any], processes: int, platform_name: str, rounds: int) -> dict[str, dict[str, float]]:
     """By channel, of the one that runs choose here; none where there is one device."""
-    from axonn_jax import calibration
+    from axonn_jax.calibration import links
     from axonn_jax.channels.choose import choose
 
     if len(devices) < 2 or (processes > 1 and find_spec("mpi4py") is None):
         return {}
     name = choose("auto", processes, platform_name)
     if name == "local":
-        return {name: asdict(calibration.local_messages(devices, _MESSAGES, rounds))}
-    return {name: asdict(calibration.mpi_messages(name, _MESSAGES, rounds))}
+        return {name: asdict(links.local_messages(devices, _MESSAGES, rounds))}
+    return {name: asdict(links.mpi_messages(name, _MESSAGES, rounds))}
 
 
 def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
     """The machine file's fields; a rate that no pair of devices has is a copy through memory."""
     slower, count = figures["lone_over_all"], figures["devices"]
-    rates = {name: slower * max(rates.values()) for name, rates in figures["matmul_flops_per_s"].items()}
-    pairs = [one for one in figures["collectives"] if one["kind"] == "all-reduce"]
-    links = [one for one in pairs if one["size"] == min(pair["size"] for pair in pairs)] or [
-        {"per_s": figures["memory_bytes_per_s"] / 2, "latency_s": figures["launch_s"]}
-    ]
-    link = Node(count, max(one["per_s"] for one in links), min(one["latency_s"] for one in links), count / slower)
+    matmuls = figures["matmul_flops_per_s"]
+    peaks = {name: max(rates.values()) for name, rates in matmuls.items()}
+    shares = (
+        {size: rate / peaks["bf16"] for size, rate in matmuls["bf16"].items()}
+        if "bf16" in matmuls
+        else {size: rate / peaks["fp32"] for size, rate in matmuls["fp32"].items()}
+    )
+    collectives = tuple(Collective(**one) for one in figures["collectives"])
+    pairs = [one for one in collectives if one.kind == "all-reduce" and one.size == 2 and one.inner == 1]
+    rate, latency = figures["memory_bytes_per_s"] / 2, figures["launch_s"]
+    if pairs:  # of two, whose all-reduce sends its bytes once
+        rate, latency = pairs[-1].bytes / pairs[-1].seconds, pairs[0].seconds
     stats = device.memory_stats() or {}
     memory = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return Machine(
@@ -171,28 +207,23 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
             kind=str(figures["device"]),
             memory_bytes=float(stats.get("bytes_limit", memory / count)),
             memory_bytes_per_s=figures["memory_bytes_per_s"] * slower,
-            peak_fp32=rates["fp32"],
-            peak_bf16=rates.get("bf16", 0.0),
-            peak_fp16=rates.get("fp16", 0.0),
+            peak_fp32=slower * peaks["fp32"],
+            peak_bf16=slower * peaks.get("bf16", 0.0),
+            peak_fp16=slower * peaks.get("fp16", 0.0),
             attention=figures["attention_share"],
             launch_s=figures["launch_s"],
+            program_s=figures["program_s"],
+            light_bytes_per_s=figures["light_bytes_per_s"] * slower,
+            update_bytes_per_s=figures["update_bytes_per_s"] * slower,
         ),
         matmul=Matmul(large=1.0),
-        node=link,
-        network=Network(link.bytes_per_s, link.latency_s),
+        node=Node(count, rate, latency, count / slower),
+        network=Network(rate, latency),
         host=Host(memory, figures["host_bytes_per_s"]),
-        bandwidth=tuple(Measured(*place, rate / GIB) for place, rate in _slowest(figures["collectives"]).items()),
         messages=tuple(Messages(name, one["per_s"], one["latency_s"]) for name, one in figures["messages"].items()),
+        matmuls=tuple(MatmulShare(size, share) for size, share in shares.items()),
+        collectives=collectives,
     )
-
-
-def _slowest(collectives: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
-    """Of each product of inner axes and size, the rate of the slowest kind."""
-    found: dict[tuple[int, int], float] = {}
-    for one in collectives:
-        place = (one["inner"], one["size"])
-        found[place] = min(found.get(place, one["per_s"]), one["per_s"])
-    return found
 
 
 def _table(figures: Mapping[str, Any]) -> str:
@@ -205,13 +236,16 @@ def _table(figures: Mapping[str, Any]) -> str:
     lines += [
         f"a device alone       {figures['lone_over_all']:10.2f} times that",
         f"attention            {figures['attention_share']:10.2f} of the matmul rate",
+        f"norms, activations   {figures['light_bytes_per_s'] / 1e9:10,.1f} GB/s a device",
+        f"optimizer            {figures['update_bytes_per_s'] / 1e9:10,.1f} GB/s a device",
         f"memory               {figures['memory_bytes_per_s'] / 1e9:10,.1f} GB/s a device",
         f"host                 {figures['host_bytes_per_s'] / 1e9:10,.1f} GB/s",
         f"an operation         {figures['launch_s'] * 1e6:10,.1f} us",
+        f"a program            {figures['program_s'] * 1e6:10,.1f} us",
     ]
     for one in figures["collectives"]:
         place = f"{one['kind']:14} of {one['size']}, {one['inner']} inside"
-        lines.append(f"{place:32} {one['per_s'] / 1e9:8.2f} GB/s, {one['latency_s'] * 1e6:8,.0f} us")
+        lines.append(f"{place:32} {one['bytes'] / 1e3:10,.0f} kB {one['seconds'] * 1e6:10,.0f} us")
     for name, one in figures["messages"].items():
         lines.append(f"messages {name:23} {one['per_s'] / 1e9:8.2f} GB/s, {one['latency_s'] * 1e6:8,.0f} us")
     return "\n".join(lines)

@@ -41,7 +41,7 @@ class Compute:
         its operands take through memory, and a launch.
         """
         tiling, flops = self.machine.matmul, 2.0 * rows * inner * columns
-        seconds = flops / self.rate
+        seconds = flops / self.rate / self.machine.matmul_share((rows * inner * columns) ** (1 / 3))
         if tiling.cores:
             tiles = ceil(rows / tiling.tile_rows) * ceil(columns / tiling.tile_columns)
             padded = ceil(tiles / tiling.cores) * tiling.cores * tiling.tile_rows * tiling.tile_columns
@@ -53,6 +53,10 @@ class Compute:
     def stream(self, moved: float) -> float:
         """Seconds of reading and writing so many bytes of device memory."""
         return moved / self.machine.device.memory_bytes_per_s
+
+    def light(self, moved: float) -> float:
+        """Seconds of norms, activation functions, additions and the loss, which must move so many bytes."""
+        return moved / (self.machine.device.light_bytes_per_s or self.machine.device.memory_bytes_per_s)
 
     def block(self, x: int, y: int, sequences: int) -> Seconds:
         """A block for a microbatch of so many sequences a device."""
@@ -71,7 +75,7 @@ class Compute:
             inputs += self.matmul(rows, wide_out, wide_in)
             weights += self.matmul(wide_in, rows, wide_out)
         attention, attention_back = self._attention(sequences, y)
-        light = self.stream(rows * self._streamed(x, y))
+        light = self.light(rows * self._streamed(x, y))
         return Seconds(forward + attention + light, inputs + attention_back + 2 * light, weights, attention + light)
 
     def _streamed(self, x: int, y: int) -> float:
@@ -104,7 +108,7 @@ class Compute:
         key = (x, y, sequences)
         if key not in self._heads:
             rows, hidden, vocab = sequences * self.seq, self.shape.hidden / x, self.shape.vocab / y
-            logits = self.stream(rows * vocab * 4)
+            logits = self.light(rows * vocab * 4)
             self._heads[key] = Seconds(
                 self.matmul(rows, hidden, vocab) + 3 * logits,  # written, read for the maximum and for the sum
                 self.matmul(rows, vocab, hidden) + 2 * logits,  # read and overwritten by their gradient
@@ -120,7 +124,9 @@ class Compute:
         from the host and go back, both ways at once.
         """
         states = 2 * 3 * 4 * optimizer_params
-        on_device = self.stream(params * (accumulate + self.item) + states)
+        device = self.machine.device
+        rate = device.update_bytes_per_s or device.memory_bytes_per_s
+        on_device = (params * (accumulate + self.item) + states) / rate
         if not offload:
             return on_device
         return max(on_device, states / 2 / self.machine.host.bytes_per_s)

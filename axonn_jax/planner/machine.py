@@ -8,6 +8,16 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.planner.measured import (
+    Collective,
+    Curve,
+    MatmulShare,
+    Measured,
+    Messages,
+    at_place,
+    check_measured,
+    matmul_share,
+)
 from axonn_jax.planner.memory import Precision
 
 _FOLDER = Path(__file__).with_name("machines")
@@ -36,6 +46,12 @@ class Device:
     """Rate of fused attention kernels as a share of the matmul rate; 0: scores go through memory."""
     launch_s: float = 0.0
     """Least time of a kernel."""
+    program_s: float = 0.0
+    """Least time of a program with a stage's arrays: every task of a pipeline is one."""
+    light_bytes_per_s: float = 0.0
+    """Of norms, activation functions and additions, by the bytes they must move; 0: memory's rate."""
+    update_bytes_per_s: float = 0.0
+    """Of the optimizer's update; 0: memory's rate."""
 
 
 @dataclass(frozen=True)
@@ -89,30 +105,6 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A measured bandwidth of ring collectives, all groups of an axis at once."""
-
-    inner: int
-    """Product of the axes inside (faster) of this one; counts from here to the next entry's."""
-    size: int
-    """Devices of a group; counts from here to the next entry's."""
-    gib_per_s: float
-    """What a device sends, in 2^30 bytes a second."""
-
-
-@dataclass(frozen=True)
-class Messages:
-    """Measured messages between pipeline stages inside a node."""
-
-    channel: str
-    """What carried them, as in `pipeline.channel`."""
-    bytes_per_s: float
-    """Of long ones."""
-    latency_s: float
-    """Of short ones."""
-
-
-@dataclass(frozen=True)
 class Machine:
     """Everything that times and memory are predicted with."""
 
@@ -131,6 +123,10 @@ class Machine:
     """Measured rates of collectives; where there are none, the rates of the links decide."""
     messages: tuple[Messages, ...] = ()
     """By channel; where there are none, the rates of the links decide."""
+    matmuls: tuple[MatmulShare, ...] = ()
+    """By size; where there are none, all are large."""
+    collectives: tuple[Collective, ...] = ()
+    """By kind, place and bytes; they come before `bandwidth` and the links' latencies."""
 
     def peak(self, precision: Precision) -> float:
         """FLOP/s advertised for matmuls; raises ``UserError`` where the device has no such units."""
@@ -145,28 +141,44 @@ class Machine:
         """The precision that training uses by default here: bf16, else fp16, else fp32."""
         return "bf16" if self.device.peak_bf16 > 0 else "fp16" if self.device.peak_fp16 > 0 else "fp32"
 
+    def slower(self, devices: int) -> float:
+        """How many times longer a device computes when so many do that share what computes."""
+        least = self.node.at_once
+        return max(1.0, min(devices, self.node.devices) / least) if least else 1.0
+
     def shared(self, devices: int) -> "Machine":
         """The machine as one of so many devices sees it that share what computes and the way to memory."""
-        least = self.node.at_once
-        slower = max(1.0, min(devices, self.node.devices) / least) if least else 1.0
+        slower, device = self.slower(devices), self.device
         if slower == 1.0:
             return self
-        device = replace(self.device, memory_bytes_per_s=self.device.memory_bytes_per_s / slower)
+        device = replace(
+            device,
+            memory_bytes_per_s=device.memory_bytes_per_s / slower,
+            light_bytes_per_s=device.light_bytes_per_s / slower,
+            update_bytes_per_s=device.update_bytes_per_s / slower,
+        )
         return replace(self, device=device, matmul=replace(self.matmul, large=self.matmul.large / slower))
+
+    def matmul_share(self, size: float) -> float:
+        """Share of the rate of large matmuls that those of a size (cube root of their dims' product) reach."""
+        return matmul_share(self.matmuls, size)
+
+    def curve(self, kind: str, inner: int, size: int) -> Curve:
+        """Measured (bytes of the whole buffer, seconds) of a collective, ascending; empty where there are none."""
+        rows = at_place([row for row in self.collectives if row.kind == kind], inner, size)
+        return tuple(sorted((row.bytes, row.seconds) for row in rows))
 
     def measured(self, inner: int, size: int) -> float | None:
         """Bytes/s a device sends in a measured collective of `size` devices, `inner` axes' product inside of it."""
-        rows = [row for row in self.bandwidth if row.inner <= inner]
-        if not rows:
-            return None
-        level = max(row.inner for row in rows)
-        sizes = [row for row in rows if row.inner == level and row.size <= size]
-        return max(sizes, key=lambda row: row.size).gib_per_s * GIB if sizes else None
+        rows = at_place(self.bandwidth, inner, size)
+        return rows[0].gib_per_s * GIB if rows else None
 
 
 _ROWS: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {
     "bandwidth": (Measured, ("inner", "size")),
     "messages": (Messages, ("channel",)),
+    "matmuls": (MatmulShare, ("size",)),
+    "collectives": (Collective, ("kind", "inner", "size", "bytes")),
 }
 """Lists of tables, and the keys that tell their entries apart."""
 
@@ -278,6 +290,7 @@ def _check(machine: Machine) -> None:
         share = getattr(machine.matmul, name)
         if not 0 < share <= 1:
             raise UserError(f"matmul.{name}", share, "a share above 0 and of at most 1")
+    check_measured(machine.matmuls, machine.collectives)
     if machine.device.attention > 1:
         raise UserError("device.attention", machine.device.attention, "a share of at most 1, or 0")
     if machine.device.reserved_bytes >= machine.device.memory_bytes:

@@ -5,6 +5,7 @@ from math import ceil, log2, prod
 
 from axonn_jax.grid import MESH_AXES, GridShape
 from axonn_jax.planner.machine import Machine
+from axonn_jax.planner.measured import Curve
 from axonn_jax.planner.ring import Kind
 
 
@@ -34,6 +35,14 @@ class Links:
         if inner * size <= node.devices:
             return node.bytes_per_s
         return min(node.bytes_per_s, self.machine.network.bytes_per_s / min(node.devices, inner))
+
+    def curve(self, kind: Kind, axes: Sequence[str]) -> Curve:
+        """Measured seconds of a collective over these axes by the bytes of its buffer.
+
+        Empty where there are none, and across nodes: what was measured is taken to be one node.
+        """
+        size, inner = prod(self.sizes[axis] for axis in axes), self.inner(axes)
+        return self.machine.curve(kind, inner, size) if inner * size <= self.machine.node.devices else ()
 
     def latency(self, kind: Kind, axes: Sequence[str]) -> float:
         """Seconds before the first byte of a collective counts: a launch, then its hops.

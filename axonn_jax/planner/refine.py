@@ -40,7 +40,7 @@ def stage_times(model: CostModel, choice: Choice) -> StageTimes:
     ranges = partition(costs, choice.grid.pipe, choice.virtual_stages)
     tasks, sequences = model.tasks(choice.grid), choice.sequences(model.job.batch)
     times: dict[tuple[Kind, int], float] = {}
-    block_flops = shape.layer_forward_flops(1)
+    block_flops, program = shape.layer_forward_flops(1), model.job.machine.device.program_s
     for stage, held in enumerate(ranges):
         forward = inputs = weights = 0.0
         for piece in pieces[held.start : held.stop]:
@@ -49,10 +49,10 @@ def stage_times(model: CostModel, choice: Choice) -> StageTimes:
             forward += share * found.forward
             inputs += share * found.inputs
             weights += share * found.weights
-        times[Kind.FORWARD, stage] = forward
-        times[Kind.BACKWARD_INPUT, stage] = inputs
-        times[Kind.BACKWARD_WEIGHT, stage] = weights
-        times[Kind.BACKWARD, stage] = inputs + weights
+        times[Kind.FORWARD, stage] = program + forward
+        times[Kind.BACKWARD_INPUT, stage] = program + inputs
+        times[Kind.BACKWARD_WEIGHT, stage] = program + weights
+        times[Kind.BACKWARD, stage] = program + inputs + weights
     return StageTimes(layout, times, model.message(choice))
 
 

@@ -7,6 +7,7 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.communication import Predicted, Work, predict
 from axonn_jax.planner.machine import Machine
+from axonn_jax.planner.measured import Curve, between, slope
 from axonn_jax.planner.network import Links
 
 Part = Literal["block", "first", "last", "step"]
@@ -49,10 +50,19 @@ class Line(NamedTuple):
     """Seconds that the batch does not change."""
     each: float
     """Seconds for each sequence."""
+    curves: tuple[tuple[float, Curve, float], ...] = ()
+    """How often, measured seconds by bytes, and bytes for each sequence."""
 
     def at(self, sequences: int) -> float:
         """Seconds for a microbatch of so many sequences a device."""
-        return self.fixed + self.each * sequences
+        measured = sum(count * between(curve, moved * sequences) for count, curve, moved in self.curves)
+        return self.fixed + self.each * sequences + measured
+
+    def plus(self, other: "Line") -> "Line":
+        """Both, over the same axis."""
+        return self._replace(
+            fixed=self.fixed + other.fixed, each=self.each + other.each, curves=self.curves + other.curves
+        )
 
 
 class Traffic:
@@ -68,8 +78,9 @@ class Traffic:
         sequence_parallel: bool = False,
     ):
         self.links = Links(grid, machine)
-        sums: dict[tuple[Part, Role], dict[tuple[str, bool], tuple[float, float]]] = {}
+        sums: dict[tuple[Part, Role], dict[tuple[str, bool], Line]] = {}
         costs: dict[tuple[str, ...], tuple[float, bool]] = {}
+        buckets: dict[tuple[str, ...], Line] = {}
         work = Work(shape, grid, grid.batch_shards, 1, item, "full", sequence_parallel=sequence_parallel)
         for one in predict(work):
             if one.axes not in costs:
@@ -77,19 +88,31 @@ class Traffic:
             rate, near = costs[one.axes]
             part, role = _part(one), _role(one)
             count = one.times / (shape.layers if part == "block" else 1)
-            latency = self.links.latency(one.kind, one.axes) * count
-            ring = (2 if one.kind == "all-reduce" else 1) * (one.group - 1) / one.group
-            seconds = count * ring * one.whole / rate
-            if role == "scatter":
-                own = sums.setdefault((part, "sums"), {})
-                fixed, each = own.get((one.axes[0], near), (0.0, 0.0))
-                own[one.axes[0], near] = (fixed + latency + seconds * accumulate / item, each)
-            fixed, each = sums.setdefault((part, role), {}).get((one.axes[0], near), (0.0, 0.0))
             # A microbatch of more sequences has larger activations; weights and their gradients stay as they are.
             grows = one.phase != "update" and (one.kind == "all-reduce" or _of_stream(one))
-            fixed, each = (fixed + latency, each + seconds) if grows else (fixed + latency + seconds, each)
-            sums[part, role][one.axes[0], near] = (fixed, each)
-        self._lines = {key: tuple(Line(*axis, *cost) for axis, cost in found.items()) for key, found in sums.items()}
+            where, curve = (one.axes[0], near), self.links.curve(one.kind, one.axes)
+            wider = accumulate / item  # sums of gradients over gradients
+            sent = Line(*where, 0.0, 0.0)  # the sums
+            if not curve:
+                latency = self.links.latency(one.kind, one.axes) * count
+                ring = (2 if one.kind == "all-reduce" else 1) * (one.group - 1) / one.group
+                seconds = count * ring * one.whole / rate
+                line = Line(*where, latency, seconds) if grows else Line(*where, latency + seconds, 0.0)
+                sent = Line(*where, latency + seconds * wider, 0.0)
+            elif grows:
+                line = Line(*where, 0.0, 0.0, ((count, curve, one.whole),))
+            elif role == "update" and part != "step":  # gradients travel together, in buckets
+                line = Line(*where, count * slope(curve) * one.whole, 0.0)
+                buckets[one.axes] = Line(*where, max(0.0, curve[-1][1] - slope(curve) * curve[-1][0]), 0.0)
+            else:
+                line = Line(*where, count * between(curve, one.whole), 0.0)
+                sent = Line(*where, count * between(curve, one.whole * wider), 0.0)
+            _add(sums.setdefault((part, role), {}), line)
+            if role == "scatter":
+                _add(sums.setdefault((part, "sums"), {}), sent)
+        for line in buckets.values():
+            _add(sums.setdefault(("step", "update"), {}), line)
+        self._lines = {key: tuple(found.values()) for key, found in sums.items()}
 
     def lines(self, part: Part, role: Role) -> tuple[Line, ...]:
         """The lines of a part and role; none where every axis they run over has size one."""
@@ -115,6 +138,11 @@ def _of_stream(one: Predicted) -> bool:
 
 def _role(one: Predicted) -> Role:
     return (_STREAM_ROLES if _of_stream(one) else _ROLES)[one.phase, one.kind]
+
+
+def _add(found: dict[tuple[str, bool], Line], line: Line) -> None:
+    key = (line.axis, line.near)
+    found[key] = found[key].plus(line) if key in found else line
 
 
 def _part(one: Predicted) -> Part:

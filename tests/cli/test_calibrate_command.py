@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from launched import AXONN, MPIRUN, UNDER_MPIRUN
+from launched import environment as of_mpirun
 
 from axonn_jax.cli.main import main
 from axonn_jax.planner.machine import load_machine
+from axonn_jax.planner.measured import MEASURED_KINDS
 
 
 def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
@@ -22,8 +25,9 @@ def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
     assert done.returncode == 0, done.stderr[-2000:]
     figures, machine = json.loads(done.stdout), load_machine(str(out))
     assert figures["devices"] == machine.node.devices == 2
-    assert {(one.inner, one.size) for one in machine.bandwidth} == {(1, 2)}
+    assert {(one.kind, one.inner, one.size) for one in machine.collectives} == {(kind, 1, 2) for kind in MEASURED_KINDS}
     assert [one.channel for one in machine.messages] == ["local"]
+    assert "measuring matmuls" in done.stderr
     assert 1e8 < machine.device.peak_fp32 < 1e14
     assert 0 < machine.node.at_once <= 2
     plan = ["plan", "--model", "gpt-1.3b", "--machine", str(out), "--devices", "2", "--batch-tokens", "8192"]
@@ -33,10 +37,44 @@ def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "named"),
-    [(["--devices", "0"], "--devices"), (["--rounds", "0"], "--rounds"), (["--out", "x.txt"], "--out")],
+    [
+        (["--devices", "0"], "--devices"),
+        (["--rounds", "0"], "--rounds"),
+        (["--seq", "0"], "--seq"),
+        (["--head-dim", "-1"], "--head-dim"),
+        (["--out", "x.txt"], "--out"),
+        (["--out", "nowhere/x.toml"], "--out"),
+    ],
 )
 def test_one_line_for_nonsense(capsys, flags, named):
     assert main(["calibrate", *flags]) == 2
     error = capsys.readouterr().err
     assert named in error
     assert error.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(capsys, tmp_path):
+    (tmp_path / "x.toml").mkdir()
+    assert main(["calibrate", "--out", str(tmp_path / "x.toml")]) == 2
+    error = capsys.readouterr().err
+    assert "--out" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=UNDER_MPIRUN)])
+def test_processes_measure_together(tmp_path, ranks):
+    out = tmp_path / "both.toml"
+    words = [*AXONN, "calibrate", "--devices", str(ranks), "--rounds", "1", "--seq", "64", "--out", str(out), "--json"]
+    done = subprocess.run(
+        [MPIRUN, "--oversubscribe", "-n", str(ranks), *words],
+        capture_output=True, text=True, timeout=300, env=of_mpirun(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures, machine = json.loads(done.stdout[done.stdout.index("{") :]), load_machine(str(out))
+    assert figures["processes"] == machine.node.devices == ranks
+    assert [one.channel for one in machine.messages] == ["mpi4py"]
+    for kind in MEASURED_KINDS:
+        curve = machine.curve(kind, 1, ranks)
+        assert len(curve) == 5
+        assert all(1e-6 < seconds < 1 for _, seconds in curve)

@@ -11,6 +11,7 @@ from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.footprint import balanced_blocks
 from axonn_jax.planner.job import Choice, Job
 from axonn_jax.planner.machine import load_machine
+from axonn_jax.planner.measured import Collective
 from axonn_jax.planner.network import Links
 from axonn_jax.planner.refine import refine, run, stage_times
 from axonn_jax.planner.tasks import Switches
@@ -166,3 +167,57 @@ def test_the_bound_is_below_every_choice():
         for microbatches in (4, 8):
             for policy in ("none", "full", "dots"):
                 assert model.bound(grid) <= model.estimate(Choice(grid, microbatches, policy)).step_s
+
+
+def _measured(seconds, per_byte=1e-9):
+    """A box whose all-reduces of two devices take so long whatever their bytes, and a little more with them."""
+    rows = [
+        Collective("all-reduce", inner, 2, moved, seconds + moved * per_byte)
+        for inner in (1, 2)
+        for moved in (1e3, 1e6)
+    ]
+    node = replace(A100.node, devices=4)
+    return replace(A100, node=node, bandwidth=(), collectives=tuple(rows))
+
+
+def test_gradients_of_measured_machines_travel_together():
+    """A bucket has the latency of a collective once, however many gradients are in it."""
+    shape, grid = preset("gpt-5b"), GridShape(1, 2, 1, 1, 1)
+    slow, quick = (Traffic(shape, grid, _measured(seconds), 2) for seconds in (1e-2, 1e-3))
+
+    def whole(traffic):
+        counts = {"block": shape.layers, "first": 1, "last": 1, "step": 1}
+        return sum(counts[part] * line.at(1) for part, line in traffic.updates())
+
+    assert whole(slow) - whole(quick) == pytest.approx(2 * 9e-3)  # the gradients, and the mean loss
+    gradients = 4 * shape.params() * 1e-9
+    assert whole(quick) == pytest.approx(gradients + 2 * 1e-3, rel=1e-3)
+
+
+def test_activations_of_measured_machines_have_their_latency_in_every_microbatch():
+    line = Traffic(preset("gpt-5b"), GridShape(1, 1, 1, 1, 2), _measured(1e-2), 2).lines("block", "reduce")[0]
+    assert line.fixed == line.each == 0.0
+    moved = sum(count * size for count, _, size in line.curves) * 1e-9
+    calls = sum(count for count, _, _ in line.curves)
+    assert line.at(2) == pytest.approx(calls * 1e-2 + 2 * moved, rel=1e-2)
+
+
+def test_every_task_of_a_pipeline_is_a_program():
+    choice, device = Choice(GridShape(pipe=4), 16), replace(A100.device, program_s=1e-3)
+    plain, slow = CostModel(JOB), CostModel(replace(JOB, machine=replace(A100, device=device)))
+    assert slow.estimate(choice).step_s - plain.estimate(choice).step_s == pytest.approx(16 * 3e-3)
+    longer = refine(slow, slow.estimate(choice)).step_s - refine(plain, plain.estimate(choice)).step_s
+    assert 16 * 3e-3 <= longer <= (16 + 2 * 3) * 3e-3
+    alone = Choice(GridShape(z=4), 16)
+    assert slow.estimate(alone).step_s == plain.estimate(alone).step_s
+
+
+def test_norms_and_the_optimizer_have_rates_of_their_own():
+    choice = Choice(GridShape(z=4), 16)
+    for field, stays in (("light_bytes_per_s", "update_s"), ("update_bytes_per_s", "compute_s")):
+        device = replace(A100.device, **{field: A100.device.memory_bytes_per_s / 2})
+        plain, slow = (
+            CostModel(replace(JOB, machine=one)).estimate(choice) for one in (A100, replace(A100, device=device))
+        )
+        assert slow.step_s > plain.step_s
+        assert getattr(slow, stays) == getattr(plain, stays)

@@ -1,11 +1,14 @@
 """Machine files: those of the package, and what is refused field by field."""
 
+from dataclasses import replace
+
 import pytest
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.planner.machine import GIB, load_machine, loads_machine, machine_names
 from axonn_jax.planner.machine_file import dumps_machine
+from axonn_jax.planner.measured import Collective, MatmulShare, between, matmul_share
 from axonn_jax.planner.network import Links
 
 GOOD = """
@@ -29,6 +32,14 @@ latency_s = 1e-5
 memory_bytes = 4e9
 bytes_per_s = 1e10
 """
+
+COLLECTIVE = """[[collectives]]
+kind = "all-reduce"
+inner = 1
+size = 2
+bytes = 1e3
+seconds = 1e-3
+[host]"""
 
 
 def changed(line, to):
@@ -104,6 +115,14 @@ def test_frontiers_published_bandwidths(inner, size, gib):
             "[[bandwidth]]\ninner = 1\nsize = 2\ngib_per_s = 1\n" * 2 + "[host]",
             "one entry for each inner and size",
         ),
+        ("[host]", "[[matmuls]]\nsize = 128\nshare = 1.5\n[host]", "matmuls[0].share = 1.5: a share above 0"),
+        ("[host]", COLLECTIVE.replace("all-reduce", "all-redcue"), "did you mean 'all-reduce'?"),
+        ("[host]", COLLECTIVE.replace("seconds = 1e-3", "seconds = 0"), "collectives[0].seconds = 0: a finite"),
+        (
+            "[host]",
+            COLLECTIVE.replace("[host]", "") * 2 + "[host]",
+            "one entry for each kind and inner and size and bytes",
+        ),
     ],
 )
 def test_a_wrong_field_is_named(line, to, field):
@@ -167,3 +186,28 @@ def test_devices_that_share_cores_are_slower_together():
     assert machine.shared(1) == machine.shared(2) == machine
     assert machine.shared(4).matmul.large == machine.shared(64).matmul.large == machine.matmul.large / 2
     assert machine.shared(4).device.memory_bytes_per_s == machine.device.memory_bytes_per_s / 2
+
+
+def test_measured_times_lie_between_measured_points():
+    curve = ((1e3, 2e-3), (1e6, 3e-3), (4e6, 9e-3))
+    assert [between(curve, at) for at in (1.0, 1e3, 1e6, 4e6)] == pytest.approx([2e-3, 2e-3, 3e-3, 9e-3])
+    assert between(curve, 2.5e6) == pytest.approx(6e-3)
+    assert between(curve, 7e6) == pytest.approx(15e-3)
+    assert between(((1e3, 2e-3),), 1e4) == pytest.approx(20e-3)
+    shares = (MatmulShare(256, 0.5), MatmulShare(1024, 1.0))
+    assert [matmul_share(shares, size) for size in (1, 256, 512, 1024, 9999)] == pytest.approx(
+        [0.5, 0.5, 0.75, 1.0, 1.0]
+    )
+    assert matmul_share((), 1) == 1.0
+
+
+def test_measured_collectives_are_those_of_one_node_and_their_place():
+    rows = [("all-reduce", 1, 2, 1e-3), ("all-reduce", 2, 2, 2e-3), ("all-gather", 1, 2, 3e-3)]
+    machine = replace(loads_machine(GOOD, "box"), collectives=tuple(Collective(*row[:3], 1e3, row[3]) for row in rows))
+    links = Links(GridShape(1, 2, 1, 2, 2), machine)
+    assert links.curve("all-reduce", ("x",)) == ((1e3, 1e-3),)
+    assert links.curve("all-reduce", ("y",)) == ((1e3, 2e-3),)
+    assert links.curve("all-gather", ("x",)) == ((1e3, 3e-3),)
+    assert links.curve("reduce-scatter", ("x",)) == ()
+    assert links.curve("all-reduce", ("data",)) == ()  # leaves the node of four
+    assert loads_machine(dumps_machine(machine), "box") == machine

@@ -1,0 +1,1 @@
+"""Measurements of the machine that a process runs on, for the planner."""
