@@ -15,8 +15,8 @@ Activations = Literal["none", "full", "dots", "save_collectives", "offload"]
 _BLOCK_INPUT = "block_input"
 
 
-def block_runner(policy: Activations) -> BlockFn:
-    """Returns how to run a block under a policy.
+def block_runner(policy: Activations, run_block: BlockFn = run_streams) -> BlockFn:
+    """Returns how to run a block, by `run_block`, under a policy.
 
     `none` keeps every intermediate; `full` keeps a block's input and computes the block again in the backward
     pass, communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again;
@@ -25,7 +25,7 @@ def block_runner(policy: Activations) -> BlockFn:
     memory until the backward pass. Weights are gathered again under all of them.
     """
     if policy == "none":
-        return run_streams
+        return run_block
     policies = jax.checkpoint_policies
     keep = {
         "full": None,
@@ -45,7 +45,7 @@ def block_runner(policy: Activations) -> BlockFn:
         def pure(state: Any, xs: Streams, key: jax.Array | None) -> Streams:
             if policy == "offload":  # the name, and not the argument, is what the backward pass then depends on
                 xs = tuple(checkpoint_name(x, _BLOCK_INPUT) for x in xs)
-            return run_streams(nnx.merge(graphdef, state), xs, key)
+            return run_block(nnx.merge(graphdef, state), xs, key)
 
         return jax.checkpoint(pure, policy=keep)(state, xs, key)  # type: ignore[no-any-return]
 
