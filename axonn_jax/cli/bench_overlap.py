@@ -26,7 +26,8 @@ class Overlap:
     """Compile a training step in bf16 for H100 GPUs, none of which is needed, and examine the schedule.
 
     For every class of collectives: the share of bytes with a matmul between start and done, and the share of modelled
-    time that the device computes meanwhile, with the package's overlap on and off. Needs the package's extra `aot`.
+    time that the device computes meanwhile, with the package's overlap on and off and by automatic partitioning. Needs
+    the package's extra `aot`.
     """
 
     model: str = "gpt-5b"
@@ -37,7 +38,7 @@ class Overlap:
     """Number of GPUs, a multiple of 8; what the grid's axes leave of them goes to grid.data."""
     grid: GridShape = field(default_factory=lambda: GridShape(data=2, z=4, y=2, x=2))
     """How the GPUs are arranged."""
-    rows: int = 2
+    rows: int = 4
     """Sequences of a microbatch on a device."""
     microbatches: int = 2
     """Parts a step's batch is processed in."""
@@ -49,6 +50,8 @@ class Overlap:
     """Whether the package orders the computation, as overlap.order."""
     off: bool = True
     """Whether to compile the same step with overlaps off, one stream in XLA's order, to compare with."""
+    automatic: bool = True
+    """Whether to compile the same step by automatic partitioning (`jax.jit` with layouts), to compare with."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -62,10 +65,12 @@ def run(args: Overlap) -> int:
     shape = preset(args.model, **({} if args.layers is None else {"layers": args.layers}))
     layout = _layout(args)
     _check(args, shape, layout)
-    settings = {"on": (args.streams, args.order)}
+    programs = {"on": _Program(args.streams, args.order)}
     if args.off:
-        settings["off"] = (1, False)
-    done = {name: _compiled(args, shape, layout, *chosen) for name, chosen in settings.items()}
+        programs["off"] = _Program()
+    if args.automatic:
+        programs["automatic"] = _Program(automatic=True)
+    done = {name: _compiled(args, shape, layout, program) for name, program in programs.items()}
     print(json.dumps(_figures(args, shape, layout, done)) if args.json else _table(args, shape, layout, done))
     return 0
 
@@ -94,22 +99,45 @@ def _check(args: Overlap, shape: ModelShape, layout: GridShape) -> None:
 
 
 @dataclass(frozen=True)
+class _Program:
+    """Which program to compile."""
+
+    streams: int = 1
+    ordered: bool = False
+    automatic: bool = False
+
+    def __str__(self) -> str:
+        if self.automatic:
+            return "automatic partitioning"
+        return f"streams {self.streams}, order {'package' if self.ordered else 'xla'}"
+
+
+@dataclass(frozen=True)
 class _Done:
     """A compiled step, examined."""
 
-    streams: int
-    ordered: bool
+    program: _Program
     overlap: Measured
     temporaries: int
     """Bytes a device needs beside parameters and optimizer state."""
 
 
-def _compiled(args: Overlap, shape: ModelShape, layout: GridShape, streams: int, ordered: bool) -> _Done:
+def _compiled(args: Overlap, shape: ModelShape, layout: GridShape, program: _Program) -> _Done:
+    compiled = _compile(args, shape, layout, program)
+    text = compiled.as_text()
+    assert text is not None  # XLA's backends print their programs
+    axes = {axis: int(getattr(layout, axis)) for axis in MESH_AXES}
+    memory: Any = compiled.memory_analysis()
+    return _Done(program, measure(text, axes, H100), int(memory.temp_size_in_bytes))
+
+
+def _compile(args: Overlap, shape: ModelShape, layout: GridShape, program: _Program) -> Any:
     import jax
     import optax
 
     from axonn_jax import compat
     from axonn_jax.grid import build_grid
+    from axonn_jax.train.automatic import compile_automatic
     from axonn_jax.train.step import compile_abstract
 
     if not compat.backends_started():
@@ -119,23 +147,17 @@ def _compiled(args: Overlap, shape: ModelShape, layout: GridShape, streams: int,
         devices = compat.described_gpus(layout.devices // _NODE, _NODE, target)
     except LookupError as error:
         raise UserError("bench overlap", str(error), "the extra `aot`: pip install 'axonn_jax[aot]'") from None
-    program = compile_abstract(
-        shape,
-        build_grid(layout, devices),
-        optax.adamw(1e-3),
-        sequences=args.rows * layout.batch_shards * args.microbatches,
-        microbatches=args.microbatches,
-        precision="bf16",
-        activations=args.activations,
-        streams=streams,
-        ordered=ordered,
-        attention="xla",  # the fused kernel cannot be compiled without cuDNN
-    )
-    text = program.as_text()
-    assert text is not None  # XLA's backends print their programs
-    axes = {axis: int(getattr(layout, axis)) for axis in MESH_AXES}
-    memory: Any = program.memory_analysis()
-    return _Done(streams, ordered, measure(text, axes, H100), int(memory.temp_size_in_bytes))
+    step: dict[str, Any] = {
+        "sequences": args.rows * layout.batch_shards * args.microbatches,
+        "microbatches": args.microbatches,
+        "precision": "bf16",
+        "activations": args.activations,
+        "attention": "xla",  # the fused kernel cannot be compiled without cuDNN
+    }
+    where = (shape, build_grid(layout, devices), optax.adamw(1e-3))
+    if program.automatic:
+        return compile_automatic(*where, **step)
+    return compile_abstract(*where, **step, streams=program.streams, ordered=program.ordered)
 
 
 def _figures(args: Overlap, shape: ModelShape, layout: GridShape, done: dict[str, _Done]) -> dict[str, Any]:
@@ -145,9 +167,9 @@ def _figures(args: Overlap, shape: ModelShape, layout: GridShape, done: dict[str
     def program(one: _Done) -> dict[str, Any]:
         classes = {kind: row(found) for kind, found in shares(one.overlap.windows).items()}
         return {
-            "streams": one.streams,
-            "ordered": one.ordered,
+            **asdict(one.program),
             "classes": classes,
+            "all": row(share(one.overlap.windows)),
             "compute_s": one.overlap.compute_s,
             "step_s": one.overlap.step_s,
             "temporary_bytes": one.temporaries,
@@ -189,12 +211,13 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def _table(args: Overlap, shape: ModelShape, layout: GridShape, done: dict[str, _Done]) -> str:
-    heads = ("overlap", "collectives", "MB a step", "beside a matmul", "ms", "time hidden")
+    heads = ("program", "collectives", "MB a step", "beside a matmul", "ms", "time hidden")
     rows = []
     for name, one in done.items():
         windows = one.overlap.windows
         sums: dict[str, Share] = {str(kind): found for kind, found in shares(windows).items()}
         sums["the four together"] = share(w for w in windows if w.kind in MAIN)
+        sums["all together"] = share(windows)
         for kind, found in sums.items():
             sizes = (f"{found.bytes / 1e6:,.1f}", _percent(found.of_bytes))
             rows.append((name, kind, *sizes, f"{found.seconds * 1e3:,.2f}", _percent(found.of_time)))
@@ -208,9 +231,8 @@ def _table(args: Overlap, shape: ModelShape, layout: GridShape, done: dict[str, 
         f"activations {args.activations}, bf16"
     )
     ends = [
-        f"overlap {name}: streams {one.streams}, order {'package' if one.ordered else 'xla'}; modelled step "
-        f"{one.overlap.step_s * 1e3:,.1f} ms of which {one.overlap.compute_s * 1e3:,.1f} compute; "
-        f"{one.temporaries / 1e9:.1f} GB of temporaries"
+        f"{name}: {one.program}; modelled step {one.overlap.step_s * 1e3:,.1f} ms "
+        f"of which {one.overlap.compute_s * 1e3:,.1f} compute; {one.temporaries / 1e9:.1f} GB of temporaries"
         for name, one in done.items()
     ]
     return "\n".join([first, f"modelled: {_machine()}", "", *lines, "", *ends])

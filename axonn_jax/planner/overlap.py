@@ -128,7 +128,7 @@ def classify(kind: str, over: str, op_name: str, whole: int) -> Class:
         return "data reductions"
     if whole < _SMALL_BYTES:
         return "small"
-    if over == "z" and kind == "all-gather":
+    if "z" in over.split("*") and kind == "all-gather":  # automatic partitioning gathers over further axes at once
         return "z gathers"
     if over == "z" and kind == "reduce-scatter":
         return "dW reduce-scatters"

@@ -14,7 +14,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from axonn_jax.tensor.plan import Order, Plan, aval_of, is_collective
+from axonn_jax.grid import MESH_AXES
+from axonn_jax.tensor.collectives import axis_size
+from axonn_jax.tensor.plan import Order, Plan
+from axonn_jax.tensor.rates import Rates, aval_of, is_collective
 
 _INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
 
@@ -55,11 +58,12 @@ def in_order(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def order(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A traced function with its equations in the order found, and the dependencies that keep XLA to it."""
-    eqns, outvars = _flat(closed.jaxpr)
-    return _with_ties(closed, eqns, outvars, Plan(eqns).run())
+    rates = Rates({axis: axis_size(axis) for axis in MESH_AXES})
+    eqns, outvars = _flat(closed.jaxpr, rates)
+    return _with_ties(closed, eqns, outvars, Plan(eqns, rates).run())
 
 
-def _flat(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
+def _flat(jaxpr: Jaxpr, rates: Rates) -> tuple[list[JaxprEqn], list[Any]]:
     """The equations with calls inlined; what a call recomputes on purpose is kept apart from what it recomputes."""
     out: list[JaxprEqn] = []
 
@@ -74,7 +78,7 @@ def _flat(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
             if inner is None or (isinstance(inner, ClosedJaxpr) and inner.consts):
                 outvars = list(eqn.outvars) if outer else [_like(v) for v in eqn.outvars]
                 names.update(zip(eqn.outvars, outvars, strict=True))
-                out.append(_with_ordered_body(eqn).replace(invars=invars, outvars=outvars))
+                out.append(_with_ordered_body(eqn, rates).replace(invars=invars, outvars=outvars))
                 continue
             body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
             if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
@@ -89,15 +93,15 @@ def _flat(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
     return out, [v if isinstance(v, Literal) else top.get(v, v) for v in jaxpr.outvars]
 
 
-def _with_ordered_body(eqn: JaxprEqn) -> JaxprEqn:
+def _with_ordered_body(eqn: JaxprEqn, rates: Rates) -> JaxprEqn:
     """A loop over layers with the body in an order of its own; what is no loop, or communicates nothing, as it is."""
     if eqn.primitive.name != "scan":
         return eqn
     body = eqn.params["jaxpr"]
-    eqns, outvars = _flat(body.jaxpr)
+    eqns, outvars = _flat(body.jaxpr, rates)
     if not any(map(is_collective, eqns)):
         return eqn
-    return eqn.replace(params={**eqn.params, "jaxpr": _with_ties(body, eqns, outvars, Plan(eqns).run())})
+    return eqn.replace(params={**eqn.params, "jaxpr": _with_ties(body, eqns, outvars, Plan(eqns, rates).run())})
 
 
 def _like(v: Any) -> Var:

@@ -4,19 +4,14 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-_COLLECTIVES = frozenset({"psum", "psum2", "psum_invariant", "all_gather", "reduce_scatter", "pmax", "ppermute"})
+from axonn_jax.tensor.rates import LATENCY_S, Link, Rates, axes_of, flops, is_collective
+
 _ON_THE_WAY = frozenset({"reshape", "transpose", "convert_element_type", "squeeze", "add_any", "pvary", "pcast"})
-_FLOPS_PER_S = 4e14
-_BYTES_PER_S = 2e12
-_NETWORK_BYTES_PER_S = 2e11
-_LATENCY_S = 1e-5
-"""An accelerator's round figures: only the order is taken from them, never a time."""
 _PATIENCE = 6  # matmuls: a weight gradient waits no longer, or its operands would fill the memory
+_SLACK = 3.0  # times its seconds: a reduce-scatter shares the links with gathers, and only memory waits for it
 
 
 @dataclass
@@ -31,9 +26,9 @@ class Window:
 
 
 class Plan:
-    """Virtual time: one compute unit, and a network that serves one collective an axis at a time."""
+    """Virtual time: one compute unit, and links inside and between nodes that each serve one collective at a time."""
 
-    def __init__(self, eqns: Sequence[JaxprEqn]):
+    def __init__(self, eqns: Sequence[JaxprEqn], rates: Rates):
         self.eqns = eqns
         producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
         self.before = [
@@ -43,7 +38,10 @@ class Plan:
         for i, sources in enumerate(self.before):
             for source in sources:
                 self.after[source].append(i)
-        self.seconds = [_seconds(eqn) for eqn in eqns]
+        # Weights are there from the start; a split stream (over `y`) is not.
+        early = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == "all_gather" and axes_of(eqn) == ("z",)}
+        self.seconds = [0.0 if i in early else rates.seconds(eqn) for i, eqn in enumerate(eqns)]
+        self.links = [rates.link(eqn) if is_collective(eqn) else None for eqn in eqns]
         self.rank = [0.0] * len(eqns)  # length of the longest chain that starts here
         for i in reversed(range(len(eqns))):
             self.rank[i] = self.seconds[i] + max((self.rank[j] for j in self.after[i]), default=0.0)
@@ -58,7 +56,7 @@ class Plan:
         missing = [len(sources) for sources in self.before]
         now = 0.0
         matmuls_run = 0
-        lanes: dict[str, float] = {}  # when the network of an axis is free
+        lanes: dict[Link | None, float] = {}  # when links are free
         ready: list[tuple[bool, float, int]] = []
         waiting: deque[tuple[int, int]] = deque()  # matmuls that are ready, with how many had run by then
         started: set[int] = set()
@@ -73,12 +71,13 @@ class Plan:
                 if i in self.matmul:
                     waiting.append((matmuls_run, i))
                 return
-            lane = _axes(self.eqns[i])
+            lane = self.links[i]
             begin = now if self.small(i) else max(lanes.get(lane, 0.0), now)  # small ones pass the others
             lanes[lane] = max(lanes.get(lane, 0.0), begin + self.seconds[i])
             sequence.append(i)
             windows.append(Window(i))
-            under_way.append((begin + self.seconds[i], windows[-1]))
+            slack = _SLACK if self.eqns[i].primitive.name == "reduce_scatter" else 1.0
+            under_way.append((begin + slack * self.seconds[i], windows[-1]))
 
         def release(i: int) -> None:
             for j in self.after[i]:
@@ -126,7 +125,7 @@ class Plan:
 
     def small(self, i: int) -> bool:
         """Whether a collective is a matter of latency, as a norm's sums are."""
-        return self.seconds[i] < 2 * _LATENCY_S
+        return self.seconds[i] < 2 * LATENCY_S
 
 
 @dataclass
@@ -140,40 +139,6 @@ class Order:
 
 def _matmuls(eqns: Iterable[JaxprEqn]) -> Mapping[int, float]:
     """Matmuls worth hiding a collective behind, by position."""
-    found = {i: _flops(eqn) for i, eqn in enumerate(eqns) if eqn.primitive.name == "dot_general"}
+    found = {i: flops(eqn) for i, eqn in enumerate(eqns) if eqn.primitive.name == "dot_general"}
     least = max(found.values(), default=0.0) / 100
     return {i: flops for i, flops in found.items() if flops >= least}
-
-
-def is_collective(eqn: JaxprEqn) -> bool:
-    """Whether an equation communicates."""
-    return eqn.primitive.name in _COLLECTIVES
-
-
-def _axes(eqn: JaxprEqn) -> str:
-    return str(eqn.params.get("axes", eqn.params.get("axis_name")))
-
-
-def _flops(eqn: JaxprEqn) -> float:
-    (contract, _), _ = eqn.params["dimension_numbers"]
-    shape = aval_of(eqn.invars[0]).shape
-    return 2.0 * aval_of(eqn.outvars[0]).size * float(np.prod([shape[d] for d in contract]))
-
-
-def aval_of(atom: Any) -> Any:
-    """Shape and dtype of a variable or literal."""
-    return atom.aval
-
-
-def _bytes(atoms: Iterable[Any]) -> float:
-    return sum(a.aval.size * getattr(a.aval.dtype, "itemsize", 4) for a in atoms if hasattr(a.aval, "size"))
-
-
-def _seconds(eqn: JaxprEqn) -> float:
-    if eqn.primitive.name == "all_gather" and _axes(eqn) == "z":
-        return 0.0  # of weights, which are there from the start
-    if is_collective(eqn):
-        return _LATENCY_S + max(_bytes(eqn.invars), _bytes(eqn.outvars)) / _NETWORK_BYTES_PER_S
-    if eqn.primitive.name == "dot_general":
-        return _flops(eqn) / _FLOPS_PER_S
-    return _bytes(eqn.outvars) / _BYTES_PER_S / 4  # most is fused with its neighbours

@@ -10,19 +10,24 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
-from axonn_jax.grid import BATCH_AXES
+from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.memory.activations import block_runner
+from axonn_jax.memory.precision import Precision, precisions
+from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.transformer import Block, Streams, Transformer
+from axonn_jax.tensor.attention import AttentionKernel
 from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.linear import Linear, other
-from axonn_jax.tensor.params import Params
+from axonn_jax.tensor.params import Params, take_apart
 from axonn_jax.train.program import OnMesh
+from axonn_jax.train.step import Step
 
 Constraints = Literal["layers", "blocks", "none"]
 """Where activations are constrained: behind every linear layer and block, behind blocks only, or nowhere."""
@@ -126,3 +131,29 @@ class _ConstrainedEmbedding(nnx.Module):
 
     def attend(self, h: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(self.layer.attend(h), self.scores)
+
+
+def compile_automatic(
+    shape: ModelShape,
+    grid: Grid,
+    optimizer: optax.GradientTransformation,
+    *,
+    sequences: int,
+    microbatches: int = 1,
+    clip: float = 1.0,
+    precision: Precision = "fp32",
+    activations: str = "none",
+    attention: AttentionKernel = "auto",
+) -> jax.stages.Compiled:
+    """As `step.compile_abstract`, by automatic partitioning.
+
+    Raises ``UserError`` where model or batch do not divide over the grid.
+    """
+    grid.shape.check_model(shape)
+    grid.shape.check_batch(sequences, microbatches)
+    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), attention=attention))
+    dtypes = precisions(precision)
+    program = AutomaticProgram(take_apart(model), grid, dtypes.compute, activations=activations)
+    rows = (microbatches, sequences // microbatches, shape.seq_len + 1)
+    key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
+    return Step(program, optimizer, clip, dtypes).compiled(rows, key)

@@ -179,6 +179,7 @@ def test_what_collectives_are_for():
     assert classify("all-reduce", "data*z", f"{body}/psum_invariant", big) == "data reductions"
     assert classify("all-reduce", "x", f"{body}/jvp()/psum_invariant", 24576) == "small"
     assert classify("all-gather", "x", f"{body}/jvp()/dot_general", big) == "other"
+    assert classify("all-gather", "z*x", f"{body}/jvp()/dot_general", big) == "z gathers"
 
 
 def test_work_of_library_calls_and_slices():
