@@ -21,7 +21,8 @@ Backwards = Literal["whole", "split", "both"]
 def backwards(policy: Policy, layout: Layout, split: bool = True) -> Backwards:
     """Returns which tasks a policy makes of backwards; `split` is what the message-driven policy was told."""
     if policy == "message" and split:
-        return "both" if layout.microbatches > layout.pipe else "split"
+        some_whole = layout.virtual_stages == 1 and layout.microbatches > layout.pipe
+        return "both" if some_whole else "split"
     return "split" if policy == "zero-bubble" else "whole"
 
 

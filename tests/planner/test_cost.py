@@ -30,7 +30,7 @@ GRID = GridShape(1, 2, 4, 4, 2)
 def test_times_of_communication_are_those_of_the_exact_accounting(model, split, policy, sequences):
     """The lines, scaled to any microbatch, add up to every collective that is predicted, each priced by itself."""
     shape = preset(model)
-    traffic, links = Traffic(shape, GRID, A100, 2, split), Links(GRID, A100)
+    traffic, links = Traffic(shape, GRID, A100, 2, sequence_parallel=split), Links(GRID, A100)
     exact = 0.0
     for one in predict(Work(shape, GRID, GRID.batch_shards * sequences, 1, 2, policy, sequence_parallel=split)):
         exact += float(one.bytes) / links.rate(one.axes) + one.times * links.latency(one.kind, one.axes)
