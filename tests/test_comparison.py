@@ -71,3 +71,5 @@ def test_weights_gathered_once_a_step_send_less_and_compute_the_same():
     )
     assert step.ratio < layer.ratio < 1
     assert step.automatic == layer.automatic
+    # Once a step in either program, if a compiler moved all of the automatic one's sums; its gathers stay.
+    assert step.ratio < step.ratio_scattered < step.ratio_moved < 1

@@ -57,7 +57,7 @@ class VsGspmd:
     """Print one JSON object instead of the table."""
 
 
-_RATIOS = ("ratio", "ratio_scattered", "step_ratio")
+_RATIOS = ("ratio", "ratio_scattered", "ratio_moved", "step_ratio")
 
 
 def run(args: VsGspmd) -> int:
@@ -176,8 +176,9 @@ def _row(model: str, one: Comparison, chosen: bool) -> dict[str, Any]:
         "temporary_bytes": {"explicit": one.temporary[0], "automatic": one.temporary[1]},
         "ratio": one.ratio,
         "ratio_scattered": one.ratio_scattered,
+        "ratio_moved": one.ratio_moved,
         "chosen": chosen,
-        "reason": one.reason() if max(one.ratio, one.ratio_scattered) > 1 else "",
+        "reason": one.reason() if max(one.ratio, one.ratio_scattered, one.ratio_moved) > 1 else "",
         "step_s": one.step_s,
         "step_ratio": None if one.step_s is None else one.step_s[0] / one.step_s[1],
         "rounds_s": one.rounds_s,
@@ -196,6 +197,7 @@ def _figures(args: VsGspmd, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "ratio": mean("ratio", rows),
         "ratio_scattered": mean("ratio_scattered", rows),
+        "ratio_moved": mean("ratio_moved", rows),
         "ratio_chosen": mean("ratio", chosen),
         "largest_chosen": max(row["ratio"] for row in chosen),
         "largest_chosen_scattered": max(row["ratio_scattered"] for row in chosen),
@@ -221,7 +223,7 @@ def _figures(args: VsGspmd, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _table(figures: dict[str, Any]) -> str:
     heads = (
-        *("model", "devices", "grid", "gather", "explicit MB", "automatic MB", "ratio", "scattered"),
+        *("model", "devices", "grid", "gather", "explicit MB", "automatic MB", "ratio", "scattered", "moved"),
         *("temporary MB", "of automatic", "step", "chosen"),
     )
     cells = [
@@ -234,6 +236,7 @@ def _table(figures: dict[str, Any]) -> str:
             f"{row['bytes']['automatic'] / 1e6:,.1f}",
             f"{row['ratio']:.3f}",
             f"{row['ratio_scattered']:.3f}",
+            f"{row['ratio_moved']:.3f}",
             f"{row['temporary_bytes']['explicit'] / 1e6:,.1f}",
             f"{row['temporary_bytes']['automatic'] / 1e6:,.1f}",
             "" if row["step_ratio"] is None else f"{row['step_ratio']:.2f}",
@@ -249,14 +252,17 @@ def _table(figures: dict[str, Any]) -> str:
     return "\n".join(
         [
             "bytes a device sends in a step, explicit program over automatic partitioning; scattered: where a compiler",
-            "makes reduce-scatters of automatic partitioning's all-reduces that are only sliced; chosen: within twice",
-            "the bytes of the best grid of as many devices",
+            "makes reduce-scatters of automatic partitioning's all-reduces that are only sliced; moved: where it also",
+            "moves sums of gradients out of the loop over microbatches; chosen: within twice the bytes of the best",
+            "grid of as many devices",
             "",
             *lines,
             "",
-            f"geometric means: bytes {figures['ratio']:.3f}, scattered {figures['ratio_scattered']:.3f}{step}",
+            f"geometric means: bytes {figures['ratio']:.3f}, scattered {figures['ratio_scattered']:.3f}, "
+            f"moved {figures['ratio_moved']:.3f}{step}",
             *(
-                f"of gather {gather}: bytes {means['ratio']:.3f}, scattered {means['ratio_scattered']:.3f}"
+                f"of gather {gather}: bytes {means['ratio']:.3f}, scattered {means['ratio_scattered']:.3f}, "
+                f"moved {means['ratio_moved']:.3f}"
                 for gather, means in figures["by_gather"].items()
                 if len(figures["by_gather"]) > 1
             ),
