@@ -4,6 +4,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from math import ceil, log2
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -36,6 +37,8 @@ class Device:
     """Rate of fused attention kernels as a share of the matmul rate; 0: scores go through memory."""
     launch_s: float = 0.0
     """Least time of a kernel."""
+    contention: float = 0.0
+    """Share of its speed that compute loses while a collective runs beside it (cores and memory bandwidth taken)."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,9 @@ class Network:
     """What a node sends to other nodes, all its adapters together."""
     latency_s: float
     """Of one hop of a collective."""
+    straggling: float = 0.0
+    """How much longer a job's devices take with every doubling of its nodes, as a share of one node's time: all wait
+    for the slowest of them."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +152,11 @@ class Machine:
         return "bf16" if self.device.peak_bf16 > 0 else "fp16" if self.device.peak_fp16 > 0 else "fp32"
 
     def shared(self, devices: int) -> "Machine":
-        """The machine as one of so many devices sees it that share what computes and the way to memory."""
+        """The machine as one of so many devices sees it that share what computes and the way to memory, and wait
+        for the slowest of them."""
         least = self.node.at_once
         slower = max(1.0, min(devices, self.node.devices) / least) if least else 1.0
+        slower *= 1.0 + self.network.straggling * log2(max(1, ceil(devices / self.node.devices)))
         if slower == 1.0:
             return self
         device = replace(self.device, memory_bytes_per_s=self.device.memory_bytes_per_s / slower)
@@ -278,6 +286,8 @@ def _check(machine: Machine) -> None:
         share = getattr(machine.matmul, name)
         if not 0 < share <= 1:
             raise UserError(f"matmul.{name}", share, "a share above 0 and of at most 1")
+    if machine.device.contention >= 1:
+        raise UserError("device.contention", machine.device.contention, "a share below 1, or 0")
     if machine.device.attention > 1:
         raise UserError("device.attention", machine.device.attention, "a share of at most 1, or 0")
     if machine.device.reserved_bytes >= machine.device.memory_bytes:
