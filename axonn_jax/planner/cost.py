@@ -165,10 +165,11 @@ class CostModel:
             return
         traffic, sequences = self.tasks(choice.grid).traffic, choice.sequences(self.job.batch)
         forward = self.compute.block(choice.grid.x, choice.grid.y, sequences).forward
+        speed = 1.0 - self.job.machine.device.contention
         for part, count, _ in parts:
             for line in traffic.lines(part, "gather"):
                 beside = forward if part == "block" and self.job.switches.gathers and not choice.once else 0.0
-                yield line.axis, count * max(0.0, line.fixed - beside)
+                yield line.axis, count * (line.fixed - min(speed * line.fixed, beside))
             for line in traffic.lines(part, "sums") if choice.once else ():
                 yield line.axis, count * line.fixed
 

@@ -4,6 +4,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from math import ceil, log2
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -52,6 +53,8 @@ class Device:
     """Of norms, activation functions and additions, by the bytes they must move; 0: memory's rate."""
     update_bytes_per_s: float = 0.0
     """Of the optimizer's update; 0: memory's rate."""
+    contention: float = 0.0
+    """Share of its speed that compute loses while a collective runs beside it (cores and memory bandwidth taken)."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,9 @@ class Network:
     """What a node sends to other nodes, all its adapters together."""
     latency_s: float
     """Of one hop of a collective."""
+    straggling: float = 0.0
+    """How much longer a job's devices take with every doubling of its nodes, as a share of one node's time: all wait
+    for the slowest of them."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +153,10 @@ class Machine:
         return max(1.0, min(devices, self.node.devices) / least) if least else 1.0
 
     def shared(self, devices: int) -> "Machine":
-        """The machine as one of so many devices sees it that share what computes and the way to memory."""
+        """The machine as one of so many devices sees it that share what computes and the way to memory, and wait
+        for the slowest of them."""
         slower, device = self.slower(devices), self.device
+        slower *= 1.0 + self.network.straggling * log2(max(1, ceil(devices / self.node.devices)))
         if slower == 1.0:
             return self
         device = replace(
@@ -291,6 +299,8 @@ def _check(machine: Machine) -> None:
         if not 0 < share <= 1:
             raise UserError(f"matmul.{name}", share, "a share above 0 and of at most 1")
     check_measured(machine.matmuls, machine.collectives)
+    if machine.device.contention >= 1:
+        raise UserError("device.contention", machine.device.contention, "a share below 1, or 0")
     if machine.device.attention > 1:
         raise UserError("device.attention", machine.device.attention, "a share of at most 1, or 0")
     if machine.device.reserved_bytes >= machine.device.memory_bytes:

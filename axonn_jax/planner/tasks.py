@@ -37,9 +37,9 @@ class Times:
     compute: float = 0.0
     """Of all three, without communication."""
     exposed: dict[str, float] = field(default_factory=dict)
-    """By axis."""
+    """By axis, what the tasks are longer for communication."""
     hidden: dict[str, float] = field(default_factory=dict)
-    """By axis."""
+    """By axis, the rest of it."""
 
     @property
     def total(self) -> float:
@@ -93,12 +93,12 @@ class Tasks:
             seconds = Seconds(max(seconds.forward, copied), seconds.inputs, seconds.weights, seconds.light)
         on, times = self.switches, Times(compute=seconds.forward + again + seconds.inputs + seconds.weights)
         half = seconds.forward / 2 if sequences % 2 == 0 else 0.0  # the other stream's matmuls, one of two
-        forward = _Window(seconds.forward, times, sequences)
+        forward = self._window(seconds.forward, times, sequences)
         forward.add(self._lines(part, "gather") if gathers else (), seconds.forward if on.gathers else 0.0)
         forward.add(self._lines(part, "reduce"), half if on.forward else 0.0)
-        backward = _Window(back, times, sequences)
+        backward = self._window(back, times, sequences)
         backward.add(self._lines(part, "input"), seconds.weights if on.gradients else 0.0)
-        recomputed = _Window(again, times, sequences)
+        recomputed = self._window(again, times, sequences)
         if activations != "none" and gather == "layer":
             backward.add(self._lines(part, "regather"), back if on.gathers else 0.0)
         if activations in ("full", "dots", "offload"):
@@ -107,7 +107,7 @@ class Tasks:
             backward.add(self._lines(part, "reread"), seconds.inputs if on.gradients else 0.0)
         else:
             recomputed.add(self._lines(part, "reread"), half if on.forward else 0.0)
-        late = _Window(backward.left, times, sequences)
+        late = self._window(backward.left, times, sequences)
         late.add(self._lines(part, "scatter") if gather != "step" else (), back if on.scatters else 0.0)
         times.forward = seconds.forward + forward.exposed
         times.inputs = again + seconds.inputs + backward.exposed + recomputed.exposed
@@ -124,19 +124,25 @@ class Tasks:
     def _lines(self, part: Part, role: Role) -> tuple[Line, ...]:
         return self.traffic.lines(part, role)
 
+    def _window(self, compute: float | dict[bool, float], times: Times, sequences: int) -> "_Window":
+        return _Window(compute, 1.0 - self.machine.device.contention, times, sequences)
+
 
 class _Window:
-    """A stretch of compute that collectives run beside; links of a node, and between nodes, serve one at a time."""
+    """A stretch of compute that collectives run beside; links of a node, and between nodes, serve one at a time.
 
-    def __init__(self, compute: float | dict[bool, float], times: Times, sequences: int):
+    Compute keeps `speed` of its rate beside a collective; what it loses counts as communication that is not hidden.
+    """
+
+    def __init__(self, compute: float | dict[bool, float], speed: float, times: Times, sequences: int):
         self.left = dict(compute) if isinstance(compute, dict) else {True: compute, False: compute}
-        self.times, self.sequences, self.exposed = times, sequences, 0.0
+        self.speed, self.times, self.sequences, self.exposed = speed, times, sequences, 0.0
 
     def add(self, lines: Iterable[Line], most: float) -> None:
         """Adds collectives of which at most `most` seconds can be hidden here."""
         for line in lines:
             seconds = line.at(self.sequences)
-            hidden = max(0.0, min(seconds, most, self.left[line.near]))
+            hidden = max(0.0, min(self.speed * seconds, most, self.left[line.near]))
             self.left[line.near] -= hidden
             most -= hidden
             self.exposed += seconds - hidden

@@ -60,6 +60,26 @@ def test_with_overlap_the_step_is_shorter_by_what_is_hidden():
     assert beside.step_s >= beside.compute_s
 
 
+def contended(share):
+    return replace(A100, device=replace(A100.device, contention=share))
+
+
+def test_hidden_communication_costs_what_compute_loses_beside_it():
+    for choice in (Choice(GridShape(z=16), 1, "full"), Choice(GridShape(z=16), 4, "full"), Choice(GRID, 8, "full")):
+        free, slow = (CostModel(replace(JOB, machine=contended(share))).estimate(choice) for share in (0.0, 0.2))
+        assert slow.compute_s == free.compute_s
+        assert slow.step_s - free.step_s == pytest.approx(slow.exposed_s - free.exposed_s)
+        assert slow.step_s > free.step_s
+    # Where compute has time to spare beside all of it, a fifth of it is paid.
+    free, slow = (
+        CostModel(replace(JOB, machine=contended(share))).estimate(Choice(GridShape(z=4, data=4), 1, "full"))
+        for share in (0.0, 0.2)
+    )
+    assert slow.step_s - free.step_s == pytest.approx(0.2 * sum(free.hidden.values()))
+    assert slow.comm_s == pytest.approx(free.comm_s)
+    assert sum(free.hidden.values()) > 0
+
+
 @pytest.mark.parametrize("switch", ["gathers", "scatters", "gradients", "forward"])
 def test_every_switch_hides_something(switch):
     choice = Choice(GridShape(1, 1, 4, 4, 2), 1, "full")

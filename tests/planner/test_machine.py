@@ -101,6 +101,7 @@ def test_frontiers_published_bandwidths(inner, size, gib):
         ("large = 0.5", "large = 0.5\nsustaned = 1", "matmul.sustaned = 1: not a known key; did you mean 'sustained'?"),
         ("memory_bytes = 1e9", "memory_bytes = 1e9\nreserved_bytes = 2e9", "device.reserved_bytes"),
         ("peak_fp32 = 1e12", "", "device.peak_fp32 = (not given): required"),
+        ('kind = "box"', 'kind = "box"\ncontention = 1.0', "device.contention = 1.0: a share below 1"),
         ('kind = "box"', 'kind = ""', "device.kind = '': a text"),
         ('sources = ["nobody"]', "sources = []", "sources = []: a list of at least one text"),
         ('sources = ["nobody"]', "", "sources = (not given): required"),
@@ -211,3 +212,15 @@ def test_measured_collectives_are_those_of_one_node_and_their_place():
     assert links.curve("reduce-scatter", ("x",)) == ()
     assert links.curve("all-reduce", ("data",)) == ()  # leaves the node of four
     assert loads_machine(dumps_machine(machine), "box") == machine
+
+
+def test_jobs_of_many_nodes_wait_for_the_slowest():
+    """Nothing inside a node, then the same share of one node's time for every doubling of the nodes."""
+    machine = loads_machine(changed("bytes_per_s = 2e9", "bytes_per_s = 2e9\nstraggling = 0.05"), "boxes")
+    assert machine.shared(1) == machine.shared(4) == machine
+    for devices, doublings in ((8, 1), (16, 2), (64, 4)):
+        slower = machine.shared(devices)
+        assert slower.matmul.large == pytest.approx(machine.matmul.large / (1 + 0.05 * doublings))
+        assert slower.device.memory_bytes_per_s == pytest.approx(
+            machine.device.memory_bytes_per_s / (1 + 0.05 * doublings)
+        )
