@@ -18,6 +18,7 @@ from axonn_jax import compat
 from axonn_jax.state.manifest import Stored, describe_files, write_whole
 from axonn_jax.state.names import State
 from axonn_jax.state.pace import SHARE, Lots, Pace
+from axonn_jax.state.snapshot import on_the_hosts_cores, snapshot
 
 _TIMEOUT_S = 1800
 _POLL_S = 0.02
@@ -58,15 +59,20 @@ class PartWriter:
         sys.unraisablehook = self._unraisable
 
     def start(self, folder: Path, state: State) -> None:
-        """Copies the arrays to the host and begins to write them below `folder`; raises what stops the copying."""
+        """Copies the arrays to the host and begins to write them below `folder`; raises what stops the copying.
+
+        `state` is used up, so that arrays that nobody else needs are freed one by one.
+        """
         if self._barrier is not None:
             self._barrier.begin(next(self._numbers))
         self._described = {
             name: asdict(Stored(self.name, tuple(value.shape), str(value.dtype))) for name, value in state.items()
         }
-        self._pace.begin(SHARE if _on_the_hosts_cores(state) else 1.0)
+        self._pace.begin(SHARE if any(map(on_the_hosts_cores, state.values())) else 1.0)
         with self._failing_together(), _quiet():
+            snapshot(state)
             self._checkpointer.save(folder / self.name, args=ocp.args.PyTreeSave(dict(state)))
+            state.clear()
 
     def finish(self, folder: Path) -> None:
         """Waits until the part is written; the world's first process then leaves the part's checksums beside it."""
@@ -120,11 +126,6 @@ class _PacedArrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
         for info in infos:
             info.byte_limiter = lots
         return await super().serialize(values, infos, args)
-
-
-def _on_the_hosts_cores(state: State) -> bool:
-    """Whether the devices that the state is on compute with the cores that writing needs."""
-    return any(device.platform == "cpu" for value in state.values() for device in value.sharding.device_set)
 
 
 def wait_for_markers(folder: Path, names: list[str], cancelled: Any) -> bool:

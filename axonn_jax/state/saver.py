@@ -96,7 +96,10 @@ class Saver:
         self.last = (step, time.monotonic())
 
     def save(self, step: int, state: State, run: Mapping[str, Any]) -> None:
-        """Begins a save; returns once the state is on the host. Waits first for the save before, if it still runs."""
+        """Begins a save; returns once the state is on the host. Waits first for the save before, if it still runs.
+
+        The mapping `state` is used up; its arrays may be donated once this has returned.
+        """
         self.settle()
         job = _Job(step, self.directory / (_UNFINISHED + name_of(step)), time.monotonic())
         needed = sum(value.nbytes for value in state.values())

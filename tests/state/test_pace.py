@@ -104,7 +104,7 @@ def test_a_save_left_alone_rests_and_one_that_is_waited_for_does_not(tmp_path, m
     monkeypatch.setattr(part, "SHARE", 1e-5)  # a millisecond of work, then more than a minute of rest
     state, said = arrays(12, 10_000), []
     made = saved(tmp_path, said)
-    made.save(2, state, {})
+    made.save(2, dict(state), {})
     time.sleep(1)
     assert made.busy
     assert waited(made.settle) < 30
@@ -124,7 +124,7 @@ def test_an_array_may_be_larger_than_what_is_written_or_read_at_a_time(tmp_path)
         name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding) for name, value in state.items()
     }
     made = saved(tmp_path, said)
-    made.save(2, state, {})
+    made.save(2, dict(state), {})
     assert made.settle() == ""
     made.close()
     del state

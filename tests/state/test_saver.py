@@ -75,7 +75,7 @@ def test_a_save_holds_the_state_of_its_step_though_the_next_step_takes_the_array
     advance = jax.jit(lambda tree: jax.tree.map(lambda a: a + 1, tree), donate_argnums=0)
     now = state(3)
     with saver(tmp_path) as made:
-        made.save(3, now, {})
+        made.save(3, dict(now), {})
         for _ in range(5):
             now = advance(now)
     loaded = load(newest(tmp_path, Alone(), pytest.fail), wanted())
