@@ -1,18 +1,20 @@
 """The one reduction of a step's gradients."""
 
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.memory.buckets import reduce_in_buckets
+from axonn_jax.memory.buckets import in_place, reduce_in_buckets
 from axonn_jax.memory.zero import data_dim, scatter_in_buckets
 from axonn_jax.tensor.clip import spec_axes
 from axonn_jax.tensor.params import Params, Specs
 
 
-def reduce_gradients(sums: Params, specs: Specs, grad_specs: Specs, capacity: int) -> Params:
+def reduce_gradients(sums: Params, specs: Specs, grad_specs: Specs, capacity: int, mesh: Mesh) -> Params:
     """Each device's sums of gradients -> the step's gradients, laid out by `grad_specs`; inside a manual region.
 
-    `specs` are the parameters' layouts. Collectives, in buckets of `capacity` elements: over `data` (and over `z` where
-    a parameter is replicated over it) an all-reduce; a reduce-scatter over `data` where `grad_specs` split over it.
+    `specs` are the parameters' layouts on `mesh`. Collectives, in buckets of `capacity` elements: over `data` (and over
+    `z` where a parameter is replicated over it) an all-reduce; a reduce-scatter over `data` where `grad_specs` split
+    over it.
     """
     split = {name: dim for name in sums if (dim := data_dim(grad_specs[name])) is not None}
 
@@ -20,7 +22,9 @@ def reduce_gradients(sums: Params, specs: Specs, grad_specs: Specs, capacity: in
         return tuple(axis for axis in reduced_axes(specs[name]) if axis != "data" or name not in split)
 
     parts = scatter_in_buckets({name: sums[name] for name in split}, split, capacity)
-    return reduce_in_buckets({name: parts.get(name, g) for name, g in sums.items()}, axes_of, capacity)
+    return reduce_in_buckets(
+        {name: parts.get(name, g) for name, g in sums.items()}, axes_of, capacity, by_parts=not in_place(mesh)
+    )
 
 
 def reduced_axes(spec: P) -> tuple[str, ...]:

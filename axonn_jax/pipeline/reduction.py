@@ -51,7 +51,7 @@ class Reduction:
 
         def local(sums: list[Params]) -> Params:
             own = {name: value[0] for part in sums for name, value in part.items()}
-            return reduce_gradients(own, self._specs, self._grad_specs, self._bucket)
+            return reduce_gradients(own, self._specs, self._grad_specs, self._bucket, self._mesh)
 
         specs = jax.tree.map(lambda s: s.sharding.spec, sums)
         run = manual(local, self._mesh, (specs,), self._grad_specs)
