@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from axonn_jax import compat
 from axonn_jax.tensor.collectives import alike, live, reduce_sum, vary
@@ -40,17 +41,19 @@ def plan_buckets(leaves: Sequence[Leaf], capacity: int) -> list[list[str]]:
 
 
 def reduce_in_buckets(
-    grads: dict[str, jax.Array], axes_of: Callable[[str], tuple[str, ...]], capacity: int
+    grads: dict[str, jax.Array], axes_of: Callable[[str], tuple[str, ...]], capacity: int, *, by_parts: bool = True
 ) -> dict[str, jax.Array]:
     """Sums each gradient over the mesh axes `axes_of(name)`; inside a manual region.
 
-    Gradients of at most `capacity` elements are reduced together, one all-reduce a bucket; a larger one in place, one
-    all-reduce for each of its parts. So about two buckets are needed beside the gradients. Bytes a device on a ring:
-    `2 (G-1)/G * itemsize * elements` of all gradients, G the product of the axes' sizes.
+    Gradients of at most `capacity` elements are reduced together, one all-reduce a bucket; a larger one where it is, by
+    one all-reduce, or `by_parts` by one for each. So about two buckets are needed beside the gradients. Bytes a device
+    on a ring: `2 (G-1)/G * itemsize * elements` of all gradients, G the product of the axes' sizes.
     """
     reduced = {name: g for name, g in grads.items() if not live(axes_of(name))}
     large = {name: g for name, g in grads.items() if name not in reduced and g.size > capacity}
-    reduced |= {name: _reduce_in_place(g, live(axes_of(name)), capacity) for name, g in large.items()}
+    for name, g in large.items():
+        axes = live(axes_of(name))
+        reduced[name] = _reduce_by_parts(g, axes, capacity) if by_parts else reduce_sum(g, axes)
     leaves = [
         Leaf(name, g.size, (axes_of(name), g.dtype, compat.varying_axes(g)))
         for name, g in in_backward_order(grads).items()
@@ -100,11 +103,13 @@ class Turns:
         self._results.append(result)
 
 
-def _reduce_in_place(g: jax.Array, axes: tuple[str, ...], capacity: int) -> jax.Array:
-    """Sums a gradient over `axes` in parts of at most `capacity` elements, each written where it was read.
+def in_place(mesh: Mesh) -> bool:
+    """Whether XLA reduces a whole array in place there; its CPU backend does not, and would need a second one."""
+    return str(mesh.devices.flat[0].platform) != "cpu"
 
-    XLA's CPU backend has no all-reduce in place, and one of the whole array would need a second one.
-    """
+
+def _reduce_by_parts(g: jax.Array, axes: tuple[str, ...], capacity: int) -> jax.Array:
+    """Sums a gradient over `axes` in parts of at most `capacity` elements, each written where it was read."""
     dim, rows = part_of(g.shape, capacity)
     lead, count = prod(g.shape[:dim]), -(-g.shape[dim] // rows)
     g = vary(g, axes)

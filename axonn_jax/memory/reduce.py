@@ -2,21 +2,24 @@
 
 from collections.abc import Sequence
 
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.memory.buckets import reduce_in_buckets
+from axonn_jax.memory.buckets import in_place, reduce_in_buckets
 from axonn_jax.memory.zero import data_dim, scatter_in_buckets
 from axonn_jax.tensor.clip import spec_axes
 from axonn_jax.tensor.params import Params, Specs
 
 
-def reduce_gradients(sums: Params, specs: Specs, grad_specs: Specs, capacity: int, token_axes: Sequence[str]) -> Params:
+def reduce_gradients(
+    sums: Params, specs: Specs, grad_specs: Specs, capacity: int, mesh: Mesh, token_axes: Sequence[str] = BATCH_AXES
+) -> Params:
     """Each device's sums of gradients -> the step's gradients, laid out by `grad_specs`; inside a manual region.
 
-    `specs` are the parameters' layouts. Collectives, in buckets of `capacity` elements: an all-reduce over those of
-    `token_axes` (`data`, `z`, with sequence parallelism `y`) over which a parameter is replicated; of these over `data`
-    a reduce-scatter where `grad_specs` split over it.
+    `specs` are the parameters' layouts on `mesh`. Collectives, in buckets of `capacity` elements: an all-reduce over
+    those of `token_axes` (`data`, `z`, with sequence parallelism `y`) over which a parameter is replicated; of these
+    over `data` a reduce-scatter where `grad_specs` split over it.
     """
     split = {name: dim for name in sums if (dim := data_dim(grad_specs[name])) is not None}
 
@@ -25,7 +28,9 @@ def reduce_gradients(sums: Params, specs: Specs, grad_specs: Specs, capacity: in
         return tuple(axis for axis in reduced_axes(specs[name], token_axes) if axis not in done)
 
     parts = scatter_in_buckets({name: sums[name] for name in split}, split, capacity)
-    return reduce_in_buckets({name: parts.get(name, g) for name, g in sums.items()}, axes_of, capacity)
+    return reduce_in_buckets(
+        {name: parts.get(name, g) for name, g in sums.items()}, axes_of, capacity, by_parts=not in_place(mesh)
+    )
 
 
 def reduced_axes(spec: P, token_axes: Sequence[str] = BATCH_AXES) -> tuple[str, ...]:

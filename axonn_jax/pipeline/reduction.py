@@ -53,7 +53,7 @@ class Reduction:
 
         def local(sums: list[Params]) -> Params:
             own = {name: value[0] for part in sums for name, value in part.items()}
-            return reduce_gradients(own, self._specs, self._grad_specs, self._bucket, axes)
+            return reduce_gradients(own, self._specs, self._grad_specs, self._bucket, self._mesh, axes)
 
         specs = jax.tree.map(lambda s: s.sharding.spec, sums)
         run = manual(local, self._mesh, (specs,), self._grad_specs)

@@ -167,10 +167,8 @@ class Footprint:
             later = (
                 formulas.streamed_state(min(job.bucket, params / replicas), job.precision) if choice.offload else 0.0
             )
-            if grid.data > 1 and grid.pipe > 1:
+            if grid.data > 1:
                 later = max(later, formulas.bucket_buffers(params, job.bucket, job.accumulate))
-            elif grid.data > 1:  # one program, in which nothing is reduced in place
-                later = max(later, params / replicas * job.accumulate)
             of_grid[key] = (
                 formulas.device_state(
                     params, job.precision, accumulate=job.accumulate, offload=choice.offload, replicas=replicas

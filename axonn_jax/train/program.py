@@ -175,7 +175,8 @@ class StageProgram(OnMesh):
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
     ) -> tuple[Params, jax.Array, jax.Array]:
         sums, loss = self._local_sums(params, tokens, key, scale)
-        grads = reduce_gradients(sums, self.parts.specs, self.grad_specs, self.bucket, self.token_axes)
+        layouts = (self.parts.specs, self.grad_specs)
+        grads = reduce_gradients(sums, *layouts, self.bucket, self.grid.mesh, self.token_axes)
         norm = global_norm(grads, self.grad_specs)
         return grads, loss, norm if scale is None else norm / scale
 
