@@ -4,7 +4,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,8 +74,9 @@ def run(args: Calibrate) -> int:
         raise UserError("--out", str(args.out), "a .toml file that can be written, in a directory that exists")
     from axonn_jax.start import start
 
-    world, grid = start(GridShape(data=args.devices or _devices()))
-    figures, machine = _measure(grid.mesh, world.size, args)
+    with libraries_on_stderr():
+        world, grid = start(GridShape(data=args.devices or _devices()))
+        figures, machine = _measure(grid.mesh, world.size, args)
     text = dumps_machine(machine)
     loads_machine(text, args.out.stem)  # what is written can be read
     if world.rank == 0:
@@ -82,6 +84,20 @@ def run(args: Calibrate) -> int:
         print(json.dumps(figures) if args.json else _table(figures))
         print(f"wrote {args.out}", file=sys.stderr)
     return 0
+
+
+@contextmanager
+def libraries_on_stderr() -> Iterator[None]:
+    """Sends what libraries below Python print to stdout, as gloo does, to stderr meanwhile."""
+    sys.stdout.flush()
+    real = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(real, 1)
+        os.close(real)
 
 
 def _writable(path: Path) -> bool:

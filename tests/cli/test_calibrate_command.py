@@ -9,6 +9,7 @@ import pytest
 from launched import AXONN, MPIRUN, UNDER_MPIRUN
 from launched import environment as of_mpirun
 
+from axonn_jax.cli.calibrate import libraries_on_stderr
 from axonn_jax.cli.main import main
 from axonn_jax.planner.machine import load_machine
 from axonn_jax.planner.measured import MEASURED_KINDS
@@ -61,6 +62,13 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(capsy
     assert error.count("\n") == 1
 
 
+def test_what_libraries_print_is_not_in_the_figures(capfd):
+    with libraries_on_stderr():
+        os.write(1, b"connected to 1 peer\n")
+    print("{}")
+    assert capfd.readouterr() == ("{}\n", "connected to 1 peer\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=UNDER_MPIRUN)])
 def test_processes_measure_together(tmp_path, ranks):
@@ -71,7 +79,7 @@ def test_processes_measure_together(tmp_path, ranks):
         capture_output=True, text=True, timeout=300, env=of_mpirun(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    figures, machine = json.loads(done.stdout[done.stdout.index("{") :]), load_machine(str(out))
+    figures, machine = json.loads(done.stdout), load_machine(str(out))
     assert figures["processes"] == machine.node.devices == ranks
     assert [one.channel for one in machine.messages] == ["mpi4py"]
     for kind in MEASURED_KINDS:
