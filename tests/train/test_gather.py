@@ -6,13 +6,17 @@ import grids
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 from axonn_jax.errors import UserError
 from axonn_jax.models.stacked import Stack, stack_layers
+from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import take_apart
 from axonn_jax.train.check import check_gather
 from axonn_jax.train.program import StageProgram
+from axonn_jax.train.trainer import Trainer
 
 EPS = float(np.finfo(np.float32).eps)
 # Gradients of microbatches are summed over `z` before or after they are added up: as for the grids in test_parity.
@@ -91,6 +95,35 @@ def test_gradients_are_those_of_one_device(model, axes, gather, activations, sca
 def test_in_bfloat16_gradients_differ_by_roundings(gather):
     layer, kept = (results("gpt", MIXED, "bfloat16", activations="full", gather=one) for one in ("layer", gather))
     check(kept, layer, BF16_TOLERANCE, 2.0**-9)
+
+
+OPTIONS = [
+    {},
+    {"zero": 1},
+    {"offload": "optimizer", "bucket": 1000},
+    {"zero": 1, "offload": "optimizer", "bucket": 1000, "accumulate": "compute", "precision": "bf16"},
+    {"precision": "fp16"},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["pass", "step"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_training_goes_on_alike(options, gather):
+    layer, kept = (losses(gather=one, **{"precision": "fp32"} | options) for one in ("layer", gather))
+    tolerance = 1e-5 if options.get("precision", "fp32") == "fp32" else 1e-2
+    np.testing.assert_allclose(kept, layer, rtol=tolerance)
+    assert kept[-1] < kept[0]
+
+
+def losses(**options):
+    """Of a few steps on one batch in two microbatches."""
+    grid, batch = grids.lay(MIXED), grids.tokens(grids.GPT.vocab, 1, 16, grids.GPT.seq_len)[0]
+    trainer = Trainer(
+        lambda: Transformer(grids.GPT, rngs=nnx.Rngs(0)), optax.adamw(1e-2), grid,
+        microbatches=2, clip=0.5, activations="full", **options,
+    )  # fmt: skip
+    return [float(trainer.step(batch)["loss"]) for _ in range(4)]
 
 
 def test_a_pipeline_keeps_none():
