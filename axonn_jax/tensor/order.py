@@ -60,7 +60,20 @@ def order(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A traced function with its equations in the order found, and the dependencies that keep XLA to it."""
     rates = Rates({axis: axis_size(axis) for axis in MESH_AXES})
     eqns, outvars = _flat(closed.jaxpr, rates)
-    return _with_ties(closed, eqns, outvars, Plan(eqns, rates).run())
+    return _with_ties(closed, eqns, outvars, Plan(eqns, rates, _recomputes(closed.jaxpr)).run())
+
+
+def _recomputes(jaxpr: Jaxpr, inside: bool = False) -> bool:
+    """Whether matmuls are computed again in the backward pass."""
+    if inside and any(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns):
+        return True
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _INLINED:
+            body = eqn.params[_INLINED[eqn.primitive.name]]
+            again = inside or bool(eqn.params.get("prevent_cse") and eqn.params.get("differentiated"))
+            if _recomputes(body.jaxpr if isinstance(body, ClosedJaxpr) else body, again):
+                return True
+    return False
 
 
 def _flat(jaxpr: Jaxpr, rates: Rates) -> tuple[list[JaxprEqn], list[Any]]:
@@ -101,7 +114,8 @@ def _with_ordered_body(eqn: JaxprEqn, rates: Rates) -> JaxprEqn:
     eqns, outvars = _flat(body.jaxpr, rates)
     if not any(map(is_collective, eqns)):
         return eqn
-    return eqn.replace(params={**eqn.params, "jaxpr": _with_ties(body, eqns, outvars, Plan(eqns, rates).run())})
+    plan = Plan(eqns, rates, _recomputes(body.jaxpr))
+    return eqn.replace(params={**eqn.params, "jaxpr": _with_ties(body, eqns, outvars, plan.run())})
 
 
 def _like(v: Any) -> Var:
@@ -142,9 +156,13 @@ def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[
     for i in found.sequence:
         eqn = eqns[i]
         seen = 0
-        for source in plan.before[i]:
+        first = found.yields.get(i, ())
+        for source in (*plan.before[i], *first):
             seen |= ancestors[source] | (1 << source)
         invars = [v if isinstance(v, Literal) else names.get(v, v) for v in eqn.invars]
+        for small in first:
+            out.append(_tie_eqn(invars[0], eqns[small].outvars[0]))
+            invars[0] = out[-1].outvars[0]
         if i in plan.matmul:
             if last is not None and not seen >> last & 1:
                 side = _carrier(eqn)

@@ -28,8 +28,11 @@ class Window:
 class Plan:
     """Virtual time: one compute unit, and links inside and between nodes that each serve one collective at a time."""
 
-    def __init__(self, eqns: Sequence[JaxprEqn], rates: Rates):
+    def __init__(self, eqns: Sequence[JaxprEqn], rates: Rates, recomputes: bool):
         self.eqns = eqns
+        # A large collective then leaves the links to a small one first. Matmuls that are computed again would run in
+        # the meantime, long before they have to, and fill the memory that this is to save.
+        self.polite = not recomputes
         producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
         self.before = [
             sorted({producer[v] for v in eqn.invars if isinstance(v, Var) and v in producer}) for eqn in eqns
@@ -64,12 +67,21 @@ class Plan:
         windows: list[Window] = []
         over_last: list[Window] = []  # those that no matmul has followed yet
         sequence: list[int] = []
+        done: set[int] = set()
+        yields: dict[int, list[int]] = {}
+        yielding: dict[int, list[int]] = {}  # collectives that start after a small one
 
         def arrive(i: int) -> None:
             if not is_collective(self.eqns[i]):
                 heapq.heappush(ready, (not self.hurry[i], -self.rank[i], i))
                 if i in self.matmul:
                     waiting.append((matmuls_run, i))
+                return
+            if self.polite and i not in yields and not self.small(i) and (first := self._next_small(over_last, done)):
+                yields[i] = first
+                missing[i] = len(first)
+                for j in first:
+                    yielding.setdefault(j, []).append(i)
                 return
             lane = self.links[i]
             begin = now if self.small(i) else max(lanes.get(lane, 0.0), now)  # small ones pass the others
@@ -80,7 +92,8 @@ class Plan:
             under_way.append((begin + slack * self.seconds[i], windows[-1]))
 
         def release(i: int) -> None:
-            for j in self.after[i]:
+            done.add(i)
+            for j in (*self.after[i], *yielding.get(i, ())):
                 missing[j] -= 1
                 if missing[j] == 0:
                     arrive(j)
@@ -121,7 +134,39 @@ class Plan:
             now += self.seconds[i]
             sequence.append(i)
             release(i)
-        return Order(sequence, windows, self)
+        return Order(sequence, windows, self, yields)
+
+    def _next_small(self, over: Iterable[Window], done: set[int]) -> list[int]:
+        """Small collectives that follow what has just arrived with nothing but elementwise work before them.
+
+        They would wait for a large one that took the links first, and all else for them.
+        """
+        found: list[int] = []
+        seen: set[int] = set()
+        ahead = [j for window in over for j in self.after[window.collective]]
+        while ahead:
+            i = ahead.pop()
+            if i in seen or i in self.matmul:
+                continue
+            seen.add(i)
+            if not is_collective(self.eqns[i]):
+                ahead += self.after[i]
+            elif self.small(i) and i not in done and self._only_elementwise(i, done):
+                found.append(i)
+        return found
+
+    def _only_elementwise(self, i: int, done: set[int]) -> bool:
+        """Whether nothing that has yet to run before an equation is a matmul or collective."""
+        behind = [j for j in self.before[i] if j not in done]
+        seen: set[int] = set()
+        while behind:
+            j = behind.pop()
+            if j in self.matmul or is_collective(self.eqns[j]):
+                return False
+            if j not in seen:
+                seen.add(j)
+                behind += [k for k in self.before[j] if k not in done]
+        return True
 
     def small(self, i: int) -> bool:
         """Whether a collective is a matter of latency, as a norm's sums are."""
@@ -135,6 +180,8 @@ class Order:
     sequence: list[int]
     windows: list[Window]
     plan: Plan
+    yields: dict[int, list[int]]
+    """Small collectives that large ones start after."""
 
 
 def _matmuls(eqns: Iterable[JaxprEqn]) -> Mapping[int, float]:
