@@ -150,8 +150,8 @@ class TrainConfig:
     computation (overlap.order) or state is offloaded. Needs grid.pipe = 1."""
     matmul_layouts: MatmulChoice = "off"
     """Whether matmuls with weights are computed with operands or product in another orientation where that was found to
-    be faster: off, auto (if `axonn-jax bench matmuls --keep` or a run with measure found it on this kind of device), measure
-    (also what nothing is known of, at the start, in up to 20 s). It changes how sums are rounded."""
+    be faster: off, auto (if `axonn-jax bench matmuls --keep` or a run with measure found it on this kind of device),
+    measure (also what nothing is known of, at the start, in up to 20 s). It changes how sums are rounded."""
     eval_every: int = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
     eval_batches: int = 8
