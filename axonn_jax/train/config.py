@@ -148,10 +148,10 @@ class TrainConfig:
     """Layers as one compiled body in a loop, so that compile time does not grow with their number, or unrolled. auto:
     scanned from 32 layers on, or on CPU with memory.activations other than none, unless the package orders the
     computation (overlap.order) or state is offloaded. Needs grid.pipe = 1."""
-    matmul_layouts: MatmulChoice = "auto"
+    matmul_layouts: MatmulChoice = "off"
     """Whether matmuls with weights are computed with operands or product in another orientation where that was found to
-    be faster: auto (if `axonn-jax bench matmuls --keep` or a run with measure found it on this kind of device), measure
-    (also what nothing is known of, at the start, in up to 20 s), off. It changes how sums are rounded."""
+    be faster: off, auto (if `axonn-jax bench matmuls --keep` or a run with measure found it on this kind of device),
+    measure (also what nothing is known of, at the start, in up to 20 s). It changes how sums are rounded."""
     eval_every: int = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
     eval_batches: int = 8
