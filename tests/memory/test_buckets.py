@@ -51,7 +51,7 @@ def test_parts_of_an_array_are_within_capacity_and_about_equal(shape, capacity):
     assert dim == 0 or prod(shape[dim:]) > capacity  # one row is too large
 
 
-def reduced(capacity, grads):
+def reduced(capacity, grads, *, by_parts=True):
     """[4, ...] arrays, one for each device of (data 2, z 2), summed over both axes or, unless `both`, over data."""
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("data", "z"), axis_types=auto, devices=jax.devices()[:4])
@@ -60,19 +60,19 @@ def reduced(capacity, grads):
         return ("data", "z") if "both" in name else ("data",)
 
     def local(grads):
-        found = reduce_in_buckets({name: g[0] for name, g in grads.items()}, axes_of, capacity)
+        found = reduce_in_buckets({name: g[0] for name, g in grads.items()}, axes_of, capacity, by_parts=by_parts)
         return {name: g if "both" in name else g[None] for name, g in found.items()}
 
     outs = {name: P() if "both" in name else P("z") for name in grads}
     return jax.jit(manual(local, mesh, (P(("data", "z")),), outs))(grads)
 
 
-@pytest.mark.parametrize("capacity", [1, 7, 40])
-def test_sums_are_the_same_bits_however_they_are_cut(capacity):
+@pytest.mark.parametrize(("capacity", "by_parts"), [(1, True), (7, True), (7, False), (40, True)])
+def test_sums_are_the_same_bits_however_they_are_cut(capacity, by_parts):
     rng = np.random.default_rng(0)
     shapes = {"blocks.0.a": (5, 7), "blocks.1.a": (3, 2, 4), "both": (9,), "blocks.1.both": (2, 11), "scalar": ()}
     grads = {name: rng.normal(size=(4, *shape)).astype(np.float32) for name, shape in shapes.items()}
-    want, found = reduced(10**6, grads), reduced(capacity, grads)
+    want, found = reduced(10**6, grads), reduced(capacity, grads, by_parts=by_parts)
     for name, value in grads.items():
         np.testing.assert_array_equal(found[name], want[name], err_msg=name)
         by_axis = value.reshape(2, 2, *value.shape[1:])
