@@ -5,8 +5,8 @@ import threading
 import time
 from collections import deque
 
-SHARE = 0.1
-"""Of one core's time: steps then last at most about so much longer, and 1 GB takes about 20 s (docs/checkpoints.md)."""
+SHARE = 0.06
+"""Of the time. It leaves something of the tenth by which steps may get longer to the copying before."""
 _LONGEST_S = 600
 """After so long a save takes what it needs: it holds memory, and other processes of its world may wait for it."""
 
