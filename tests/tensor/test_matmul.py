@@ -118,8 +118,11 @@ def reference(dtype):
 
 
 def cases():
+    """Every grid of one and eight devices with no axis above 2 is quick, and those of x and y in float32."""
     for shift, axes in enumerate(grids.all_grids(1, 2, 4, 8)):
-        yield pytest.param(axes, "float32", shift, id=grids.name(axes))
+        quick = axes.devices in (1, 8) and (max(dataclasses.astuple(axes)) <= 2 or axes.x * axes.y == 8)
+        marks = [] if quick else [pytest.mark.slow]
+        yield pytest.param(axes, "float32", shift, id=grids.name(axes), marks=marks)
     for shift, axes in enumerate(grids.all_grids(1, 8)):
         marks = [] if max(dataclasses.astuple(axes)) <= 2 else [pytest.mark.slow]
         yield pytest.param(axes, "bfloat16", shift, id=f"{grids.name(axes)}-bf16", marks=marks)
@@ -176,8 +179,9 @@ def model_cases():
         ("llama", ALL, {"activations": "save_collectives"}),
         ("gpt", grids.GridShape(1, 2, 2, 1, 2), {"streams": 2, "ordered": True}),
     ]
-    for model, axes, options in few:
-        yield pytest.param(model, axes, options, id="-".join([model, grids.name(axes), *options]))
+    for number, (model, axes, options) in enumerate(few):
+        marks = [pytest.mark.slow] if number else []
+        yield pytest.param(model, axes, options, id="-".join([model, grids.name(axes), *options]), marks=marks)
     for model, axes in itertools.product(grids.MODELS, grids.all_grids(1, 2, 4, 8)):
         yield pytest.param(model, axes, {}, id=f"{model}-{grids.name(axes)}", marks=pytest.mark.slow)
 
@@ -220,7 +224,8 @@ def test_the_products_listed_are_those_of_the_program(model, axes):
     assert sorted(traced) == sorted(want)
 
 
-@pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [True, False])
 def test_a_pipeline_computes_in_them_too(split):
     from axonn_jax.train.config import PipelineConfig
 
