@@ -74,7 +74,7 @@ def test_vs_gspmd_as_json(capsys):
         (["bench", "overlap", "--model", "gpt-5c"], ["model.preset = 'gpt-5c'", "gpt-5b"]),
         (["bench", "overlap", "--devices", "40"], ["--devices = 40", "multiple", "32"]),
         (["bench", "overlap", "--grid.data", "1", "--grid.z", "1"], ["--devices = 4", "multiple of 8"]),
-        (["bench", "overlap", "--streams", "3"], ["--streams = 3", "divisor of --rows, which is 2"]),
+        (["bench", "overlap", "--streams", "3"], ["--streams = 3", "divisor of --rows, which is 4"]),
         (["bench", "overlap", "--rows", "0"], ["--rows = 0"]),
         (["bench", "overlap", "--grid.pipe", "2", "--grid.data", "1"], ["grid.pipe = 2"]),
     ],
