@@ -55,6 +55,7 @@ class PartWriter:
                 active_processes=everyone if len(everyone) > 1 else None
             ),
         )
+        self._failed = False
         self._hook = sys.unraisablehook
         sys.unraisablehook = self._unraisable
 
@@ -92,7 +93,7 @@ class PartWriter:
         """Ends Orbax's threads."""
         with _quiet(), contextlib.suppress(Exception):  # what went wrong has been reported when it did
             self._checkpointer.close()
-        if sys.unraisablehook == self._unraisable:
+        if sys.unraisablehook == self._unraisable and not self._failed:  # after a failure reports may still come
             sys.unraisablehook = self._hook
 
     @contextlib.contextmanager
@@ -100,6 +101,7 @@ class PartWriter:
         try:
             yield
         except BaseException as error:
+            self._failed = True
             if self._barrier is not None:
                 self._barrier.fail(str(error))
             raise
