@@ -22,8 +22,8 @@ from axonn_jax.state.snapshot import on_the_hosts_cores, snapshot
 
 _TIMEOUT_S = 1800
 _POLL_S = 0.02
-_LOT, _PACED_LOT = 10**9, 32_000_000
-"""Bytes under way to the disk at a time, which take memory once more."""
+_PACED_LOT = 32_000_000
+"""Bytes under way to the disk at a time where it is paced; they take memory once more."""
 _WIDEST = 4
 """Bytes of an element, however it was stored."""
 MARKER = ".json"
@@ -34,8 +34,8 @@ class PartWriter:
 
     `start` returns once the arrays are copied to the host, so they may be donated to the next step; `finish` waits
     for the files, on any thread. Where one process fails, the others of its world learn of it instead of waiting.
-    Where training computes on the host's cores (the CPU backend), it writes at a pace that leaves them to it, until
-    somebody waits (`hurry`).
+    Where training computes on the host's cores (the CPU backend) and the world is one process, it writes at a pace that
+    leaves them to it, until somebody waits (`hurry`).
     """
 
     def __init__(self, name: str):
@@ -69,7 +69,8 @@ class PartWriter:
         self._described = {
             name: asdict(Stored(self.name, tuple(value.shape), str(value.dtype))) for name, value in state.items()
         }
-        self._pace.begin(SHARE if any(map(on_the_hosts_cores, state.values())) else 1.0)
+        alone = jax.process_count() == 1  # with several a write that fails among lots left the others waiting
+        self._pace.begin(SHARE if alone and any(map(on_the_hosts_cores, state.values())) else 1.0)
         with self._failing_together(), _quiet():
             snapshot(state)
             self._checkpointer.save(folder / self.name, args=ocp.args.PyTreeSave(dict(state)))
@@ -123,10 +124,10 @@ class _PacedArrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
         self, values: Sequence[jax.Array], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
         """See Orbax: copies the arrays to the host and returns what to wait for until they are written."""
-        paced = self._pace.share < 1.0
-        lots = Lots(_PACED_LOT if paced else _LOT, self._pace)
-        for info in infos:
-            info.byte_limiter = lots
+        if self._pace.share < 1.0:
+            lots = Lots(_PACED_LOT, self._pace)
+            for info in infos:
+                info.byte_limiter = lots
         return await super().serialize(values, infos, args)
 
 
