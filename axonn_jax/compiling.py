@@ -151,11 +151,9 @@ def _step(setting: Setting) -> Any:
     from axonn_jax.train.program import StageProgram
     from axonn_jax.train.step import Step
 
-    setting.grid.check_model(setting.shape)
-    setting.grid.check_batch(setting.sequences, setting.microbatches)
-    if setting.sequence_parallel:
-        setting.grid.check_sequence(setting.shape.seq_len)
     split = setting.sequence_parallel
+    setting.grid.check_model(setting.shape, sequence_parallel=split)
+    setting.grid.check_batch(setting.sequences, setting.microbatches)
     model = nnx.eval_shape(lambda: Transformer(setting.shape, rngs=nnx.Rngs(0), sequence_parallel=split))
     stack = stack_layers(model) if setting.scanned else Stack(take_apart(model))
     grid = build_grid(setting.grid, jax.devices()[: setting.grid.devices])

@@ -60,7 +60,7 @@ class GridShape:
     def __str__(self) -> str:
         return " x ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
 
-    def check_model(self, shape: ModelShape) -> None:
+    def check_model(self, shape: ModelShape, *, sequence_parallel: bool = False) -> None:
         """Raises ``UserError`` unless every parameter and activation of the model divides over the grid.
 
         A weight's input dim splits over its input axis and once more over `z`, its output dim over the output
@@ -75,10 +75,8 @@ class GridShape:
         _divides("model.vocab", shape.vocab, y * z, "y*z")
         if shape.positions == "learned":
             _divides("model.seq_len", shape.seq_len, z, "z")
-
-    def check_sequence(self, seq_len: int) -> None:
-        """Raises ``UserError`` unless a sequence splits over `y`, as sequence parallelism has it."""
-        _divides("model.seq_len", seq_len, self.y, "y (memory.sequence_parallel)", axis="grid.y", legal_axis=True)
+        if sequence_parallel:
+            _divides("model.seq_len", shape.seq_len, y, "y (memory.sequence_parallel)", axis="grid.y", legal_axis=True)
 
     def check_batch(self, global_batch: int, microbatches: int) -> None:
         """Raises ``UserError`` unless the global batch splits into microbatches over `data` and `z`."""

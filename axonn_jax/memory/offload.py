@@ -29,7 +29,8 @@ from axonn_jax.memory.rows import cut, cut_row, row
 from axonn_jax.memory.slots import Slots, put_slots, slot_dtypes, take_slots
 from axonn_jax.memory.store import DiskStore, Flats, HostStore, Store
 from axonn_jax.memory.update import Apply, ModelState
-from axonn_jax.memory.zero import data_dim, from_parts, in_parts
+from axonn_jax.memory.zero import from_parts, in_parts
+from axonn_jax.tensor.clip import split_dim
 from axonn_jax.tensor.collectives import axis_index
 from axonn_jax.tensor.params import Params, Specs
 from axonn_jax.tensor.region import manual
@@ -73,7 +74,7 @@ class Offload:
         pieces = {name: jax.ShapeDtypeStruct((1,) * len(shape), jnp.float32) for name, shape in shapes.items()}
         moments = slot_dtypes(optimizer, pieces)
         self.slots = ({MASTER: jnp.dtype(jnp.float32)} if self.has_masters else {}) | moments
-        split = {name for name in shapes if data_dim(self.state_specs[name]) is not None}
+        split = {name for name in shapes if split_dim(self.state_specs[name], "data") is not None}
         sizes = {name: prod(self.local_shape(name)) for name in shapes}
         self.buckets = [
             *plan_flat({name: size for name, size in sizes.items() if name in split}, bucket, split=True),
@@ -256,7 +257,7 @@ class Offload:
         rows = lax.all_gather(row, "data") if bucket.split else row[None]
         out = []
         for span, weight in zip(bucket.spans, weights, strict=True):
-            dim = data_dim(self.state_specs[span.name]) or 0
+            dim = split_dim(self.state_specs[span.name], "data") or 0
             shape = weight.shape or (1,)
             whole, piece = in_parts(weight.reshape(shape), dim, parts), rows[:, span.at : span.at + span.size]
             piece = jnp.where(finite, piece, whole[:, span.start : span.stop])
@@ -266,7 +267,7 @@ class Offload:
 
     def _piece(self, whole: jax.Array, span: Span) -> jax.Array:
         """The float32 elements of a weight's local shard that a device keeps the state of, in a span."""
-        dim = data_dim(self.state_specs[span.name])
+        dim = split_dim(self.state_specs[span.name], "data")
         if dim is not None:
             size = whole.shape[dim] // self.mesh.shape["data"]
             whole = lax.dynamic_slice_in_dim(whole, axis_index("data") * size, size, dim)

@@ -7,8 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.memory.buckets import in_place, reduce_in_buckets
-from axonn_jax.memory.zero import data_dim, scatter_in_buckets
-from axonn_jax.tensor.clip import spec_axes
+from axonn_jax.memory.zero import scatter_in_buckets
+from axonn_jax.tensor.clip import spec_axes, split_dim
 from axonn_jax.tensor.params import Params, Specs
 
 
@@ -21,7 +21,7 @@ def reduce_gradients(
     those of `token_axes` (`data`, `z`, with sequence parallelism `y`) over which a parameter is replicated; of these
     over `data` a reduce-scatter where `grad_specs` split over it.
     """
-    split = {name: dim for name in sums if (dim := data_dim(grad_specs[name])) is not None}
+    split = {name: dim for name in sums if (dim := split_dim(grad_specs[name], "data")) is not None}
 
     def axes_of(name: str) -> tuple[str, ...]:
         done = {"data"} if name in split else set()

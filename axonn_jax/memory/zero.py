@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.memory.buckets import Leaf, Turns, in_backward_order, plan_buckets
+from axonn_jax.tensor.clip import split_dim
 from axonn_jax.tensor.collectives import axis_size
 from axonn_jax.tensor.params import Specs
 from axonn_jax.tensor.region import manual
@@ -31,11 +32,6 @@ def split_over_data(shapes: Mapping[str, tuple[int, ...]], specs: Specs, mesh: M
         return specs[name]
 
     return {name: layout(name) for name in shapes}
-
-
-def data_dim(spec: P) -> int | None:
-    """The dim that a layout splits over `data`."""
-    return next((dim for dim, axes in enumerate(spec) if "data" in _axes(axes)), None)
 
 
 def in_parts(whole: jax.Array, dim: int, parts: int) -> jax.Array:
@@ -119,7 +115,7 @@ def whole_weights(
 
     def local(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
         cast = {name: p.astype(dtype) for name, p in parts.items()}
-        dims = {name: dim for name in cast if (dim := data_dim(split[name])) is not None}
+        dims = {name: dim for name in cast if (dim := split_dim(split[name], "data")) is not None}
         return cast | gather_in_buckets({name: cast[name] for name in dims}, dims, capacity)
 
     return manual(local, mesh, (split,), specs, differentiated=False)(parts)  # type: ignore[no-any-return]

@@ -122,10 +122,8 @@ def predict(work: Work) -> tuple[Predicted, ...]:
 
     Raises ``UserError`` where model or batch do not divide over the grid.
     """
-    work.grid.check_model(work.shape)
+    work.grid.check_model(work.shape, sequence_parallel=work.sequence_parallel)
     work.grid.check_batch(work.sequences, work.microbatches)
-    if work.sequence_parallel:
-        work.grid.check_sequence(work.shape.seq_len)
     return tuple(one for one in _all(work) if one.group > 1)
 
 

@@ -109,9 +109,5 @@ def matmul_share(rows: tuple[MatmulShare, ...], size: float) -> float:
     """Share at a size, between measured ones by its logarithm; that of the nearest outside, 1 where there are none."""
     if not rows:
         return 1.0
-    points = sorted((log(row.size), row.share) for row in rows)
-    where = min(max(log(size), points[0][0]), points[-1][0])
-    for (x, y), (further, higher) in pairwise(points):
-        if where <= further:
-            return y + (where - x) * (higher - y) / (further - x)
-    return points[-1][1]
+    points = tuple(sorted((log(row.size), row.share) for row in rows))
+    return between(points, min(log(size), points[-1][0]))

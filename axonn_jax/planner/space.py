@@ -52,9 +52,7 @@ def legal_grids(job: Job, devices: int, space: Space, rules: Counter[str]) -> It
     """Every grid that model and batch divide over; counts in `rules` why others are left out."""
     for grid in _grids(devices, space):
         try:
-            grid.check_model(job.shape)
-            if job.sequence_parallel:
-                grid.check_sequence(job.shape.seq_len)
+            grid.check_model(job.shape, sequence_parallel=job.sequence_parallel)
         except UserError as error:
             rules[f"{error.field} does not divide over them"] += 1
             continue

@@ -16,6 +16,11 @@ def spec_axes(spec: PartitionSpec) -> frozenset[str]:
     return frozenset(a for dim in spec if dim is not None for a in ((dim,) if isinstance(dim, str) else dim))
 
 
+def split_dim(spec: PartitionSpec, axis: str) -> int | None:
+    """The dim that a layout splits over an axis."""
+    return next((at for at, dim in enumerate(spec) if axis in spec_axes(PartitionSpec(dim))), None)
+
+
 def global_norm(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec]) -> jax.Array:
     """Euclidean norm of all gradients: the root of `square_sum`, with its collective."""
     return jnp.sqrt(square_sum(grads, specs))

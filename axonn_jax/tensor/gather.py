@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from axonn_jax.tensor.clip import split_dim
 from axonn_jax.tensor.collectives import Gathered, axis_size, gather_weight, scatter_sum
 from axonn_jax.tensor.params import Params, Specs, layout
 
@@ -32,8 +33,7 @@ def gather_weights(module: Module, dtype: jnp.dtype) -> Module:
     graphdef, state, rest = split
 
     def gathered(var: Any) -> Any:
-        first = (layout(var.get_metadata()) or (None,))[0]
-        if not _over_z(first):
+        if split_dim(PartitionSpec(*layout(var.get_metadata())[:1]), "z") is None:
             return var
         return var.replace(Gathered(gather_weight(var.get_value(), dtype)))
 
@@ -49,7 +49,7 @@ def gather_params(params: Params, specs: Specs, dtype: jnp.dtype) -> Held:
     if axis_size("z") == 1:
         return dict(params)
     return {
-        name: value if (dim := _z_dim(specs[name])) is None else Gathered(gather_weight(value, dtype, dim=dim))
+        name: value if (dim := split_dim(specs[name], "z")) is None else Gathered(gather_weight(value, dtype, dim=dim))
         for name, value in params.items()
     }
 
@@ -62,18 +62,9 @@ def scatter_grads(sums: Mapping[str, jax.Array | Gathered], specs: Specs) -> Par
     shards: Params = {}
     for name, value in sums.items():
         if isinstance(value, Gathered):
-            dim = _z_dim(specs[name])
+            dim = split_dim(specs[name], "z")
             assert dim is not None
             shards[name] = scatter_sum(value.value, dim=dim)
         else:
             shards[name] = value
     return shards
-
-
-def _z_dim(spec: PartitionSpec) -> int | None:
-    """The dim that is split over `z`, last of its axes."""
-    return next((dim for dim, axes in enumerate(spec) if _over_z(axes)), None)
-
-
-def _over_z(axes: Any) -> bool:
-    return axes is not None and "z" in ((axes,) if isinstance(axes, str) else axes)

@@ -27,7 +27,7 @@ from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.linear import Linear, other
 from axonn_jax.tensor.params import Params, take_apart
 from axonn_jax.train.program import OnMesh
-from axonn_jax.train.step import Step
+from axonn_jax.train.step import Step, abstract
 
 Constraints = Literal["layers", "blocks", "none"]
 """Where activations are constrained: behind every linear layer and block, behind blocks only, or nowhere."""
@@ -149,11 +149,7 @@ def compile_automatic(
 
     Raises ``UserError`` where model or batch do not divide over the grid.
     """
-    grid.shape.check_model(shape)
-    grid.shape.check_batch(sequences, microbatches)
-    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), attention=attention))
+    model, batch = abstract(shape, grid, sequences, microbatches, attention=attention)
     dtypes = precisions(precision)
     program = AutomaticProgram(take_apart(model), grid, dtypes.compute, activations=activations)
-    rows = (microbatches, sequences // microbatches, shape.seq_len + 1)
-    key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
-    return Step(program, optimizer, clip, dtypes).compiled(rows, key)
+    return Step(program, optimizer, clip, dtypes).compiled(*batch)

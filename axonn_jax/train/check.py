@@ -108,9 +108,7 @@ def check(config: Config) -> Config:
     manifest = _load(config.data)
     shape = config.model.shape(default_vocab=manifest.vocab)
     _check_data(shape, manifest)
-    config.grid.check_model(shape)
-    if config.memory.sequence_parallel:
-        config.grid.check_sequence(shape.seq_len)
+    config.grid.check_model(shape, sequence_parallel=config.memory.sequence_parallel)
     if config.grid.pipe > 1:
         check_not_scanned(config.train.scan_layers)
         check_gather(config.memory.gather)

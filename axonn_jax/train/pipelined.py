@@ -81,9 +81,7 @@ class PipelineTrainer(Trainer):
         abstract = model if isinstance(model, nnx.Module) else nnx.eval_shape(model)
         shape = getattr(abstract, "shape", None)
         if shape is not None:
-            grid.shape.check_model(shape)
-            if getattr(abstract, "sequence_parallel", False):
-                grid.shape.check_sequence(shape.seq_len)
+            grid.shape.check_model(shape, sequence_parallel=getattr(abstract, "sequence_parallel", False))
         checked_policies(activations, abstract).check_pipelined()
         if not hasattr(abstract, "stretch"):
             raise UserError(

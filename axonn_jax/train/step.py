@@ -169,6 +169,20 @@ class Measured(NamedTuple):
     """The next step's."""
 
 
+def abstract(
+    shape: ModelShape, grid: Grid, sequences: int, microbatches: int, **options: Any
+) -> tuple[Transformer, tuple[tuple[int, int, int], Any]]:
+    """A transformer of shapes alone, made with `options`, and what `Step.compiled` takes for its batch.
+
+    Raises ``UserError`` where the model or its `sequences` a step do not divide over the grid.
+    """
+    grid.shape.check_model(shape, sequence_parallel=options.get("sequence_parallel", False))
+    grid.shape.check_batch(sequences, microbatches)
+    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), **options))
+    key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
+    return model, ((microbatches, sequences // microbatches, shape.seq_len + 1), key)
+
+
 def compile_abstract(
     shape: ModelShape,
     grid: Grid,
@@ -196,18 +210,13 @@ def compile_abstract(
     grid's devices are not those of the default backend, from which it is chosen otherwise. Raises ``UserError``
     where model or batch do not divide over the grid.
     """
-    grid.shape.check_model(shape)
-    grid.shape.check_batch(sequences, microbatches)
-    if sequence_parallel:
-        grid.shape.check_sequence(shape.seq_len)
-    options: Any = {"attention": attention, "sequence_parallel": sequence_parallel}
-    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), **options))
+    model, batch = abstract(
+        shape, grid, sequences, microbatches, attention=attention, sequence_parallel=sequence_parallel
+    )
     stack = stack_layers(model) if scanned else Stack(take_apart(model))
     zero = zero and grid.shape.data > 1
     dtypes = precisions(precision, accumulate, apart=zero)
     program = StageProgram(
         stack.parts, grid, dtypes.compute, activations, bucket, streams, ordered, dtypes.sums, zero, gather
     )
-    rows = (microbatches, sequences // microbatches, shape.seq_len + 1)
-    key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
-    return Step(program, layerwise(optimizer, stack), clip, dtypes, bucket).compiled(rows, key, compiler_options)
+    return Step(program, layerwise(optimizer, stack), clip, dtypes, bucket).compiled(*batch, compiler_options)

@@ -83,9 +83,7 @@ class Trainer:
         policies = checked_policies(activations, model)
         shape = getattr(model, "shape", None)
         if shape is not None:
-            grid.shape.check_model(shape)
-            if getattr(model, "sequence_parallel", False):
-                grid.shape.check_sequence(shape.seq_len)
+            grid.shape.check_model(shape, sequence_parallel=getattr(model, "sequence_parallel", False))
         self.grid, self.microbatches, self.optimizer = grid, microbatches, optimizer
         overlap = overlap or OverlapConfig()
         communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1
