@@ -70,7 +70,10 @@ class Channel(ABC):
 
     @abstractmethod
     def busy(self, active: bool) -> None:
-        """Tells whether this process computes, so that looking for messages costs it (nearly) no time."""
+        """Tells, each time a program has been started or none is left, whether this process computes on its cores.
+
+        Then looking for messages costs it (nearly) no time: the channel looks now, and seldom until the next call.
+        """
 
     @abstractmethod
     def unsent(self) -> list[Message]:
@@ -95,9 +98,9 @@ class Channel(ABC):
 class Pause:
     """How long to sleep before looking again: a share of the wait so far, so that it costs neither core nor time.
 
-    Idle: a hundredth of the wait, from 50 us to 1 ms. Beside a computation a wake-up takes from it (10 to 30 us), and
-    what arrives is not urgent: a fiftieth, from 1 ms to 4 ms; but a tenth, from 50 us to 1 ms, while a transfer is
-    under way, since its other end waits for this one to go on.
+    Idle: a hundredth of the wait, from 50 us to 1 ms. Beside a computation a wake-up takes from it (30 us), and what
+    arrives is not urgent, as the channel looks whenever a program has been started: a sixteenth, from 4 ms to 16 ms;
+    but a tenth, from 50 us to 1 ms, while a transfer is under way, since its other end waits for this one to go on.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -115,7 +118,7 @@ class Pause:
             return min(1e-3, max(50e-6, waited / 100))
         if transferring:
             return min(1e-3, max(50e-6, waited / 10))
-        return min(4e-3, max(1e-3, waited / 50))
+        return min(16e-3, max(4e-3, waited / 16))
 
 
 class Wake:

@@ -79,8 +79,7 @@ class Mpi4jaxChannel(Channel):
     def busy(self, active: bool) -> None:  # noqa: D102
         for lane in self._lanes.values():
             lane.busy = active
-            if not active:
-                lane.wake.set()
+            lane.wake.set()
 
     def unsent(self) -> list[Message]:  # noqa: D102
         return self._outbox.unsent()

@@ -101,8 +101,7 @@ class Mpi4pyChannel(Channel):
 
     def busy(self, active: bool) -> None:  # noqa: D102
         self._busy = active
-        if not active:
-            self._wake.set()
+        self._wake.set()
 
     def unsent(self) -> list[Message]:  # noqa: D102
         return self._outbox.unsent()

@@ -98,7 +98,8 @@ class Executor:
     ):
         self._ranks, self._layout, self._channel = ranks, layout, channel
         self._status, self._recorder, self._orders = status, recorder, orders
-        self._depth = 1 if jax.default_backend() == "cpu" else 2
+        self._on_host = jax.default_backend() == "cpu"
+        self._depth = 1 if self._on_host else 2
         self._events: queue.SimpleQueue[_Arrived | _Ran | _Told | _Broke] = queue.SimpleQueue()
         self._early: deque[_Arrived | _Told] = deque()  # of the next step, come before this one ended
         self._probes: dict[int, queue.SimpleQueue[_Probe | None]] = {}
@@ -143,7 +144,7 @@ class Executor:
         for kept in early:
             self._take(kept)
         while True:
-            active = False
+            active = fresh = False
             for place, rank in self._ranks.items():
                 while len(running[place]) < self._depth and (task := dispatchers[place].next()) is not None:
                     if train and self._orders is not None and self._orders.leads:
@@ -152,10 +153,12 @@ class Executor:
                     ran = rank.start(task, train=train)
                     running[place].append(_Started(task, ran.value))
                     self._probes[place].put(_Probe(at, ran.done, partial(self._ran, place)))
+                    fresh = True
                 active = active or bool(running[place])
             if not active and all(dispatcher.done for dispatcher in dispatchers.values()):
                 return
-            self._channel.busy(active)
+            if fresh or not active:
+                self._channel.busy(active and self._on_host)
             self._note(running)
             event = self._events.get()
             if isinstance(event, _Broke):

@@ -27,6 +27,7 @@ from axonn_jax.memory.update import clip_factor
 from axonn_jax.pipeline.build import Pipe, Plan, names_by_place, plan, shared
 from axonn_jax.pipeline.collect import collect
 from axonn_jax.pipeline.connect import connect
+from axonn_jax.pipeline.described import described
 from axonn_jax.pipeline.holding import Keeping
 from axonn_jax.pipeline.picture import draw
 from axonn_jax.pipeline.timeline import TIMELINE, Recorder, write_trace
@@ -248,21 +249,7 @@ class PipelineTrainer(Trainer):
 
     def explain(self) -> list[str]:
         """Lines for people: the pieces and parameters of every stage, and what the schedule is like."""
-        names, layout = [piece.name for piece in self._pieces], self.layout
-        lines = [
-            f"stage {stage} (place {layout.rank_of(stage)}): {names[r[0]]} to {names[r[-1]]}, "
-            f"{sum(piece.params for piece in self._pieces[r.start : r.stop]):,} parameters"
-            for stage, r in enumerate(self.ranges)
-        ]
-        policy = self.pipeline.policy
-        lines.append(f"{layout.microbatches} microbatches a step, policy {policy}, channel {self._channel}")
-        if layout.microbatches < layout.pipe:
-            idle = 1 - layout.microbatches / layout.pipe
-            lines.append(
-                f"train.microbatches = {layout.microbatches} is fewer than grid.pipe = {layout.pipe}: at least "
-                f"{idle:.0%} of the places are idle at any time; {4 * layout.pipe} or more would keep them busy"
-            )
-        return lines
+        return described(self._pieces, self.ranges, self.layout, self.pipeline.policy, self._channel)
 
     def leave_timeline(self, directory: Path) -> list[Path]:
         """Writes timeline.json and timeline.png of the last steps; every process of the run must call it."""

@@ -123,7 +123,7 @@ def test_pauses_stay_a_small_share_of_the_wait():
     for waited in (0.0, 0.02, 0.2, 5.0):
         now[0] = waited
         seen.append([pause.seconds(busy=b, transferring=t) for b, t in ((False, False), (True, False), (True, True))])
-    assert seen == [[50e-6, 1e-3, 50e-6], [200e-6, 1e-3, 1e-3], [1e-3, 4e-3, 1e-3], [1e-3, 4e-3, 1e-3]]
+    assert seen == [[50e-6, 4e-3, 50e-6], [200e-6, 4e-3, 1e-3], [1e-3, 12.5e-3, 1e-3], [1e-3, 16e-3, 1e-3]]
     pause.restart()
     assert pause.seconds(busy=False, transferring=False) == 50e-6
 
