@@ -10,7 +10,7 @@ from axonn_jax.planner.communication import Work, predict
 from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.footprint import balanced_blocks
 from axonn_jax.planner.job import Choice, Job
-from axonn_jax.planner.machine import load_machine
+from axonn_jax.planner.machine_file import load_machine
 from axonn_jax.planner.measured import Collective
 from axonn_jax.planner.network import Links
 from axonn_jax.planner.refine import refine, run, stage_times
@@ -30,7 +30,7 @@ GRID = GridShape(1, 2, 4, 4, 2)
 def test_times_of_communication_are_those_of_the_exact_accounting(model, split, policy, sequences):
     """The lines, scaled to any microbatch, add up to every collective that is predicted, each priced by itself."""
     shape = preset(model)
-    traffic, links = Traffic(shape, GRID, A100, 2, sequence_parallel=split), Links(GRID, A100)
+    traffic, links = Traffic(shape, A100, 2, sequence_parallel=split), Links(GRID, A100)
     exact = 0.0
     for one in predict(Work(shape, GRID, GRID.batch_shards * sequences, 1, 2, policy, sequence_parallel=split)):
         exact += float(one.bytes) / links.rate(one.axes) + one.times * links.latency(one.kind, one.axes)
@@ -38,9 +38,10 @@ def test_times_of_communication_are_those_of_the_exact_accounting(model, split, 
     lines = 0.0
     for part in ("block", "first", "last", "step"):
         count = shape.layers if part == "block" else 1
-        for role in ("gather", "reduce", "regather", "rereduce", "reread", "input", "scatter", "update"):
+        for role in ("gather", "reduce", "regather", "rereduce", "reread", "input", "scatter"):
             if role not in skipped:
-                lines += count * sum(line.at(sequences) for line in traffic.lines(part, role))
+                lines += count * sum(line.at(sequences) for line in traffic.lines(GRID, part, role))
+        lines += count * sum(line.at(sequences) for of, line in traffic.updates(GRID) if of == part)
     assert lines == pytest.approx(exact)
 
 
@@ -203,11 +204,11 @@ def _measured(seconds, per_byte=1e-9):
 def test_gradients_of_measured_machines_travel_together():
     """A bucket has the latency of a collective once, however many gradients are in it."""
     shape, grid = preset("gpt-5b"), GridShape(1, 2, 1, 1, 1)
-    slow, quick = (Traffic(shape, grid, _measured(seconds), 2) for seconds in (1e-2, 1e-3))
+    slow, quick = (Traffic(shape, _measured(seconds), 2) for seconds in (1e-2, 1e-3))
 
     def whole(traffic):
         counts = {"block": shape.layers, "first": 1, "last": 1, "step": 1}
-        return sum(counts[part] * line.at(1) for part, line in traffic.updates())
+        return sum(counts[part] * line.at(1) for part, line in traffic.updates(grid))
 
     assert whole(slow) - whole(quick) == pytest.approx(2 * 9e-3)  # the gradients, and the mean loss
     gradients = 4 * shape.params() * 1e-9
@@ -215,7 +216,8 @@ def test_gradients_of_measured_machines_travel_together():
 
 
 def test_activations_of_measured_machines_have_their_latency_in_every_microbatch():
-    line = Traffic(preset("gpt-5b"), GridShape(1, 1, 1, 1, 2), _measured(1e-2), 2).lines("block", "reduce")[0]
+    traffic = Traffic(preset("gpt-5b"), _measured(1e-2), 2)
+    line = traffic.lines(GridShape(x=2), "block", "reduce")[0]
     assert line.fixed == line.each == 0.0
     moved = sum(count * size for count, _, size in line.curves) * 1e-9
     calls = sum(count for count, _, _ in line.curves)

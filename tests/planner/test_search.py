@@ -14,7 +14,7 @@ from axonn_jax.models.presets import preset
 from axonn_jax.planner.baselines import megatron, tensor_1d
 from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.job import Choice, Job
-from axonn_jax.planner.machine import load_machine
+from axonn_jax.planner.machine_file import load_machine
 from axonn_jax.planner.search import search
 from axonn_jax.planner.space import Space, divisors, legal_grids
 from axonn_jax.planner.tasks import Switches
