@@ -188,17 +188,30 @@ class Footprint:
         )
         host = formulas.host_state(params, job.precision, offload=offload, replicas=replicas)
         later = formulas.streamed_state(min(job.bucket, params / replicas), job.precision) if offload else 0.0
-        if grid.data > 1:
-            later = max(later, formulas.bucket_buffers(params, job.bucket, job.accumulate))
+        reduction = formulas.bucket_buffers(params, job.bucket, job.accumulate) if grid.data > 1 else 0.0
+        if grid.pipe > 1:  # a program of its own takes the sums and gives the gradients
+            reduction += params / replicas * job.accumulate
+        later = max(later, reduction)
         optimizer = device.master + device.moments
         return State(device.weights, device.gradients, optimizer, device.total, host.total, later)
 
     def _activations(self, choice: Choice, load: Load) -> tuple[float, float, float, float]:
-        """Bytes that microbatches in flight keep, that a block adds at work, that the head adds, and on the host."""
+        """Bytes that microbatches in flight keep, that a backward pass adds at work, that the head adds, on the host.
+
+        What a policy computes again is one block's where one program loops over layers. In a pipeline it is all that a
+        virtual stage holds, from its input on: its forward pass is run again as a whole.
+        """
         block, head = self._tokens(choice.grid, choice.activations)
         tokens = choice.sequences(self.job.batch) * self.job.shape.seq_len
-        kept = self._live(choice, load.rank) * load.blocks
-        return tokens * kept * block.kept, tokens * block.working, tokens * head, tokens * kept * block.host
+        live, working = self._live(choice, load.rank), block.working
+        kept, host = live * load.blocks * block.kept, live * load.blocks * block.host
+        if choice.grid.pipe > 1 and choice.activations != "none":
+            held = load.blocks / choice.virtual_stages
+            working += (held - 1.0) * block.again
+            inputs = 0.0 if load.first and choice.virtual_stages == 1 else live * choice.virtual_stages * block.entry
+            host = inputs if block.host else 0.0
+            kept = live * load.blocks * max(0.0, block.kept - block.entry) + inputs - host
+        return tokens * kept, tokens * working, tokens * head, tokens * host
 
     def _tokens(self, grid: GridShape, activations: formulas.Policy) -> tuple[formulas.Block, float]:
         """Bytes a token needs in a block and at the head."""

@@ -98,7 +98,9 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
         if grid.pipe > 1 and min((one.step_s for one in priced), default=0.0) < 1.5 * best:
             priced += _price(model, grid, space, limit, space.virtual_stages[1:])
         examined += len(priced)
-        fits.extend(_front(priced))
+        # Of one stage a rank and of several: what the closed form says of these is compared once they are simulated.
+        for virtual in sorted({one.base.virtual_stages for one in priced}):
+            fits.extend(_front([one for one in priced if one.base.virtual_stages == virtual]))
         best = min([best, *(one.step_s for one in priced)])
     misses.sort(key=lambda miss: miss[0].total)
     rejected = [Rejected(str(choice.grid), _too_large(job, memory, choice, limit)) for memory, choice in misses]

@@ -8,10 +8,11 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
 from axonn_jax.planner.communication import Work, predict
 from axonn_jax.planner.cost import CostModel
-from axonn_jax.planner.footprint import balanced_blocks
+from axonn_jax.planner.footprint import Footprint, balanced_blocks
 from axonn_jax.planner.job import Choice, Job
 from axonn_jax.planner.machine_file import load_machine
 from axonn_jax.planner.measured import Collective
+from axonn_jax.planner.memory import block_activations
 from axonn_jax.planner.network import Links
 from axonn_jax.planner.refine import refine, run, stage_times
 from axonn_jax.planner.tasks import Switches
@@ -151,8 +152,27 @@ def test_a_pipeline_in_closed_form_is_near_its_simulation():
 
 def test_a_long_pipeline_is_told_from_two_shorter_ones():
     model, choice = CostModel(replace(JOB, batch=1024)), Choice(GridShape(pipe=4, data=4), 128, "full", 2)
-    whole = run(model, stage_times(model, choice)).makespan + model.once_s(choice)
+    whole = run(model, stage_times(model, choice)).makespan + model.once_s(choice.grid, choice.place)
     assert refine(model, model.estimate(choice)).step_s == pytest.approx(whole, rel=0.01)
+
+
+def test_a_pipeline_computes_a_virtual_stage_again_as_a_whole():
+    """The backward program has all of a stage's activations at once; a microbatch in flight keeps the input alone."""
+    shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
+    whole = block_activations(shape, 1, 1, 2, "none")
+    footprint = Footprint(replace(JOB, batch=128))
+    for stages, pairs in ((1, 4), (2, 11)):  # (stage, microbatch) pairs alive at once
+        one = footprint.memory(Choice(GridShape(pipe=4), 64, "full", stages))
+        blocks = footprint.loads(4)[0].blocks / stages
+        inputs = 0 if stages == 1 else pairs * whole.entry  # the first stage has tokens alone
+        assert one.activations == pytest.approx(tokens * (blocks * whole.kept + whole.working + inputs))
+
+
+def test_a_pipeline_has_sums_and_gradients_side_by_side():
+    one = Footprint(replace(JOB, batch=8)).memory(Choice(GridShape(pipe=4, y=4), 8, "full"))
+    held = max(load.params for load in Footprint(JOB).loads(4)) / 4
+    assert one.gradients == pytest.approx(4 * held)
+    assert one.activations + one.gathered + one.buffers >= 4 * held
 
 
 def test_stages_hold_the_whole_model():

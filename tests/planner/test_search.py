@@ -103,6 +103,16 @@ def test_gathered_weights_are_kept_where_that_is_faster_and_fits():
     assert {one.choice.gather for one in fixed} == {"pass"}
 
 
+def test_several_virtual_stages_drop_nothing_that_is_faster_once_simulated():
+    """The closed form prefers several stages a rank, which need less memory too where a stage is computed again."""
+    job, space = (
+        Job(preset("gpt-20b"), A100, 768, "bf16"),
+        Space(axes={"pipe": 4, "z": 1, "x": 1}, activations=("full",)),
+    )
+    every, single = (search(job, 96, one, LIMIT).best[0] for one in (space, replace(space, virtual_stages=(1,))))
+    assert every.step_s <= single.step_s
+
+
 def test_a_pipeline_keeps_no_gathered_weights():
     rules = Counter()
     assert list(legal_grids(JOB, 64, Space(axes={"pipe": 4}, gather=("step",)), rules)) == []
