@@ -16,7 +16,7 @@ from axonn_jax.planner.space import Space, legal_grids, microbatch_sizes, pieces
 
 TIE = 0.01
 """Times closer than this are a tie."""
-_SIMULATED_TASKS = 15_000
+_SIMULATED_TASKS = 30_000
 """Tasks of pipelines that are simulated in a search: a few tenths of a second."""
 _HORIZON = 1.1
 """Grids that cannot come closer to the best than this are left out once there are enough others."""

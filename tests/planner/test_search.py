@@ -152,7 +152,7 @@ def test_baselines_are_what_they_say():
     [("gpt-80b", "perlmutter", 1024, 2.0), ("gpt-320b", "frontier", 32768, 10.0)],
 )
 def test_plans_are_quick_and_without_jax(model, machine, devices, limit_s):
-    """The issue's limits hold for an idle machine's processor time; imports of jax would show in the first word."""
+    """The promised limits are an idle machine's processor time; imports of jax would show in the first word."""
     code = (
         "import sys, time; from axonn_jax.cli.main import main; "
         f"status = main(['plan', '--model', '{model}', '--machine', '{machine}', '--devices', '{devices}', "
