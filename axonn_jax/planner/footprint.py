@@ -162,15 +162,17 @@ class Footprint:
         return (table if tied and (load.first or load.last) else 0.0), count * table
 
     def _gathered(self, choice: Choice, load: Load) -> float:
-        """Bytes of weights gathered over `z`: those of all blocks where they are kept, else of one; with its gradients
-        where a block is computed again."""
+        """Bytes of weights gathered over `z`: those of all blocks where they are kept, else of one with its gradients.
+
+        A pipeline's programs keep none of them for one another.
+        """
         grid, item = choice.grid, self._item
         block = self._layer / (grid.x * grid.y)
         if grid.z == 1:  # a loop over layers reads a copy of one layer's
             return block * _FP32 if grid.pipe == 1 and choice.activations != "none" else 0.0
-        if choice.activations == "none":
+        if choice.activations == "none" and grid.pipe == 1:
             return load.blocks * block * item
-        if not choice.again:
+        if not choice.again and grid.pipe == 1:
             return (load.blocks + 1) * block * item
         return formulas.gathered_weights(block, item)
 
@@ -199,18 +201,23 @@ class Footprint:
         """Bytes that microbatches in flight keep, that a backward pass adds at work, that the head adds, on the host.
 
         What a policy computes again is one block's where one program loops over layers. In a pipeline it is all that a
-        virtual stage holds, from its input on: its forward pass is run again as a whole.
+        virtual stage holds, from its input on: its forward pass is run again as a whole. Under `none` a stage keeps
+        what no elementwise operation gives, and of the head one array of logits.
         """
         block, head = self._tokens(choice.grid, choice.activations)
         tokens = choice.sequences(self.job.batch) * self.job.shape.seq_len
-        live, working = self._live(choice, load.rank), block.working
-        kept, host = live * load.blocks * block.kept, live * load.blocks * block.host
-        if choice.grid.pipe > 1 and choice.activations != "none":
-            held = load.blocks / choice.virtual_stages
-            working += (held - 1.0) * block.again
-            inputs = 0.0 if load.first and choice.virtual_stages == 1 else live * choice.virtual_stages * block.entry
-            host = inputs if block.host else 0.0
-            kept = live * load.blocks * max(0.0, block.kept - block.entry) + inputs - host
+        if choice.grid.pipe == 1:
+            kept = load.blocks * block.kept
+            return tokens * kept, tokens * block.working, tokens * head, tokens * load.blocks * block.host
+        live, stages = self._live(choice, load.rank), choice.virtual_stages
+        if choice.activations == "none":
+            kept, working = live * load.blocks * (block.kept - block.shown), block.working + block.shown
+            kept += (live - 1.0) * self.job.shape.vocab / choice.grid.y * _FP32 if load.last else 0.0  # exponentials
+            return tokens * kept, tokens * working, tokens * head, 0.0
+        inputs = 0.0 if load.first and stages == 1 else live * stages * block.entry
+        host = inputs if block.host else 0.0
+        kept = live * load.blocks * max(0.0, block.kept - block.entry) + inputs - host
+        working = block.working + (load.blocks / stages - 1.0) * block.again
         return tokens * kept, tokens * working, tokens * head, tokens * host
 
     def _tokens(self, grid: GridShape, activations: formulas.Policy) -> tuple[formulas.Block, float]:

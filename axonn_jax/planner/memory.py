@@ -158,6 +158,8 @@ class Block:
     """Of that, what was computed again: all of a block but what is kept."""
     host: float = 0.0
     """From forward to backward, on the host."""
+    shown: float = 0.0
+    """Of what is kept, what elementwise operations give from the rest: a pipeline's stage computes it again."""
 
 
 def block_activations(
@@ -204,7 +206,9 @@ def block_activations(
     if sequence_parallel and policy == "none":
         gradients += stream * item  # gathered again
     if policy == "none":
-        return Block(entry, whole, gradients)
+        shown = (4 if shape.norm == "rmsnorm" else 2) * part - 2 * part + 2 * read
+        shown += shape.ffn / y if shape.mlp == "gelu" else 0.0
+        return Block(entry, whole, gradients, shown=shown * item)
     if policy == "full":
         return Block(entry, entry, whole + gradients, whole)
     if policy == "offload":

@@ -168,6 +168,16 @@ def test_a_pipeline_computes_a_virtual_stage_again_as_a_whole():
         assert one.activations == pytest.approx(tokens * (blocks * whole.kept + whole.working + inputs))
 
 
+def test_a_pipeline_keeps_what_no_elementwise_operation_gives():
+    """Of a block two inputs of norms, QKV (3), attention's result, the MLP's width (4); not its GELU nor normalised ones."""
+    shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
+    footprint = Footprint(replace(JOB, batch=128))
+    one = footprint.memory(Choice(GridShape(pipe=4), 64))
+    block, blocks = block_activations(shape, 1, 1, 2, "none"), footprint.loads(4)[0].blocks
+    kept = 4 * blocks * (10 * 2 * shape.hidden + 4 * shape.heads)
+    assert one.activations == pytest.approx(tokens * (kept + 6 * 2 * shape.hidden + block.working))
+
+
 def test_a_pipeline_has_sums_and_gradients_side_by_side():
     one = Footprint(replace(JOB, batch=8)).memory(Choice(GridShape(pipe=4, y=4), 8, "full"))
     held = max(load.params for load in Footprint(JOB).loads(4)) / 4
