@@ -141,11 +141,14 @@ class Footprint:
         block -= _FP32 * table / grid.z if whole and not shape.tied else 0.0
         head *= load.last
         if load.last:
-            head += kept + (0.0 if shape.tied or grid.z == 1 else 2 * table * item)
+            if not shape.tied and grid.z > 1:  # its weights beside all logits, or its gradient too beside the logits'
+                logits = choice.sequences(self.job.batch) * shape.seq_len * shape.vocab / grid.y * _FP32
+                head = table * item + max(head, head - 2 * logits + table * item)
+            head += kept
             head += gathered if choice.activations == "none" else 0.0
             head -= _FP32 * self.params(grid, load) if whole else 0.0
         # A lookup's gradient is scattered into zeros, whole over `z`; a reduce-scatter sends a copy.
-        lookup = _FP32 * table * (1 if grid.z == 1 else 3) if load.first and whole else 0.0
+        lookup = _FP32 * table * (1 if grid.z == 1 else 2) if load.first and whole else 0.0
         most = max(block, head, lookup)
         gathered = min(gathered, most)
         return most - gathered, gathered + tables, outside

@@ -169,7 +169,7 @@ def test_a_pipeline_computes_a_virtual_stage_again_as_a_whole():
 
 
 def test_a_pipeline_keeps_what_no_elementwise_operation_gives():
-    """Of a block two inputs of norms, QKV (3), attention's result, the MLP's width (4); not its GELU nor normalised ones."""
+    """Of a block two inputs of norms, QKV (3), attention's result and the MLP's width (4); not what GELU gives."""
     shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
     footprint = Footprint(replace(JOB, batch=128))
     one = footprint.memory(Choice(GridShape(pipe=4), 64))
