@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.pieces import Piece, transformer_pieces
+from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.compute import Compute
 from axonn_jax.planner.footprint import Footprint, Load
 from axonn_jax.planner.job import Choice, Estimate, Job, Place
@@ -147,7 +148,9 @@ class CostModel:
         tasks, sequences = self.tasks(choice.grid), choice.sequences(self.job.batch)
         # One program loops over the microbatches and shares what it gathers; a pipeline's stage has one for each task.
         gathers = choice.grid.pipe > 1 or choice.microbatches == 1
-        gather = "pass" if choice.gather == "step" and not choice.once else choice.gather
+        # Without recomputation it keeps them, too; a stage gathers again, as its programs keep none for one another.
+        kept = (choice.activations == "none" and choice.grid.pipe == 1) or choice.gather != "layer"
+        gather: Gather = "step" if choice.once else "pass" if kept else "layer"
         block, first, last = (
             tasks.times(part, sequences, choice.activations, gathers, gather) for part in ("block", "first", "last")
         )

@@ -58,7 +58,8 @@ class Tasks:
         """Times of a part for a microbatch of so many sequences a device.
 
         `gathers` says that the forward pass of every microbatch gathers its weights; else they are gathered once a
-        step, which is not in these times. `gather` says how long they live; for "step" scatters are not in them either.
+        step, which is not in these times. `gather` says how long they live: for "layer" they are gathered again in the
+        backward pass, for "step" scatters are not in these times either.
         """
         if part != "block":
             activations = "none"  # only blocks are computed again
@@ -88,7 +89,7 @@ class Tasks:
         backward = self._window(back, times, sequences)
         backward.add(self._lines(part, "input"), seconds.weights if on.gradients else 0.0)
         recomputed = self._window(again, times, sequences)
-        if activations != "none" and gather == "layer":
+        if gather == "layer":
             backward.add(self._lines(part, "regather"), back if on.gathers else 0.0)
         if activations in ("full", "dots", "offload"):
             recomputed.add(self._lines(part, "rereduce"), half if on.forward else 0.0)

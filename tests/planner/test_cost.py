@@ -178,6 +178,14 @@ def test_a_pipeline_keeps_what_no_elementwise_operation_gives():
     assert one.activations == pytest.approx(tokens * (kept + 6 * 2 * shape.hidden + block.working))
 
 
+def test_a_stage_gathers_again_whatever_it_keeps():
+    model = CostModel(replace(JOB, switches=NONE))
+    for pipe in (1, 2):
+        grid = GridShape(pipe=pipe, z=8)
+        kept, computed = (model.estimate(Choice(grid, 8, policy)).exposed["z"] for policy in ("none", "full"))
+        assert (kept < computed) if pipe == 1 else (kept == pytest.approx(computed))
+
+
 def test_a_pipeline_has_sums_and_gradients_side_by_side():
     one = Footprint(replace(JOB, batch=8)).memory(Choice(GridShape(pipe=4, y=4), 8, "full"))
     held = max(load.params for load in Footprint(JOB).loads(4)) / 4
