@@ -15,16 +15,8 @@ from tyro.conf import arg
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.planner.machine import (
-    Device,
-    Host,
-    Machine,
-    Matmul,
-    Network,
-    Node,
-    loads_machine,
-)
-from axonn_jax.planner.machine_file import dumps_machine
+from axonn_jax.planner.machine import Device, Host, Machine, Matmul, Network, Node
+from axonn_jax.planner.machine_file import dumps_machine, loads_machine
 from axonn_jax.planner.measured import Collective, MatmulShare, Messages
 from axonn_jax.version import __version__
 

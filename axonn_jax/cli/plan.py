@@ -13,7 +13,8 @@ from axonn_jax.errors import UserError
 from axonn_jax.planner import published
 from axonn_jax.planner.explain import explain
 from axonn_jax.planner.job import Estimate, Job
-from axonn_jax.planner.machine import Machine, load_machine
+from axonn_jax.planner.machine import Machine
+from axonn_jax.planner.machine_file import load_machine
 from axonn_jax.planner.search import Plan as Found
 from axonn_jax.planner.search import search
 from axonn_jax.planner.space import AXES, SEARCHED, Space

@@ -16,7 +16,7 @@ from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.disturb import Disturbance, Outcome
 from axonn_jax.planner.disturb import run as disturbed
 from axonn_jax.planner.job import Estimate, Job
-from axonn_jax.planner.machine import load_machine
+from axonn_jax.planner.machine_file import load_machine
 from axonn_jax.planner.refine import stage_times
 from axonn_jax.planner.search import search
 from axonn_jax.planner.space import SEARCHED, Space
@@ -145,7 +145,7 @@ def _pairs(flag: str, given: tuple[str, ...]) -> dict[int, float]:
 
 def _outside(model: CostModel, estimate: Estimate) -> float:
     """Seconds of the update and of reductions once a step, behind the pipeline."""
-    return model.once_s(estimate.choice)
+    return model.once_s(estimate.choice.grid, estimate.choice.place)
 
 
 def _baselines(job: Job, devices: int, one: Estimate, by: Disturbance, model: CostModel) -> dict[str, float]:

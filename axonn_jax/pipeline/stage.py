@@ -88,6 +88,11 @@ class Chain:
         """Bytes that the forward hands to the backward, over all devices of the stage."""
         return sum(s.size * s.dtype.itemsize for s in self._handed[0] if not _is_key(s))
 
+    @property
+    def programs(self) -> dict[str, jax.stages.Compiled]:
+        """What is compiled, by name."""
+        return {name: program.compiled for name, program in self._programs.items()}
+
     def run(self, name: str, given: Mapping[str, jax.Array], kept: list[list[Any]], sums: dict[str, jax.Array]) -> Ran:
         """Starts a program by its name in `goals` or `joined`.
 
@@ -189,6 +194,11 @@ class Stage:
             return {name: jnp.zeros(s.shape, s.dtype) for name, s in self.sums.items()}
 
         self._zeros = jax.jit(zeros, out_shardings=shardings).lower().compile()
+
+    @property
+    def programs(self) -> dict[str, jax.stages.Compiled]:
+        """The compiled programs of a microbatch, by name."""
+        return self._chain.programs
 
     @property
     def x(self) -> NamedSharding:

@@ -124,10 +124,20 @@ def predict(work: Work) -> tuple[Predicted, ...]:
     """
     work.grid.check_model(work.shape, sequence_parallel=work.sequence_parallel)
     work.grid.check_batch(work.sequences, work.microbatches)
-    return tuple(one for one in _all(work) if one.group > 1)
+    return (*predict_microbatch(work), *predict_update(work))
 
 
-def _all(work: Work) -> Iterator[Predicted]:
+def predict_microbatch(work: Work) -> tuple[Predicted, ...]:
+    """Those of `predict` that come before the update, for a work that divides over its grid."""
+    return tuple(one for one in _microbatch(work) if one.group > 1)
+
+
+def predict_update(work: Work) -> tuple[Predicted, ...]:
+    """Those of `predict` that come once a step, in its update."""
+    return tuple(one for one in _update(work) if one.group > 1)
+
+
+def _microbatch(work: Work) -> Iterator[Predicted]:
     shape, again = work.shape, work.activations != "none"
     head = _Matmul("head", shape.hidden, shape.vocab, _X, tied=shape.tied)
     yield from _embedding(work)
@@ -140,7 +150,6 @@ def _all(work: Work) -> Iterator[Predicted]:
     # Cross-entropy: the largest logit of a token, then the sum of exponentials beside the target's logit.
     yield _one(work, "loss", "forward", "all-reduce", (_Y,), work.rows * _FLOAT32, work.microbatches)
     yield _one(work, "loss", "forward", "all-reduce", (_Y,), 2 * work.rows * _FLOAT32, work.microbatches)
-    yield from _update(work)
 
 
 def block_matmuls(shape: ModelShape) -> tuple[_Matmul, ...]:

@@ -3,14 +3,21 @@
 from collections.abc import Iterator
 
 from axonn_jax.grid import GridShape
+from axonn_jax.models.pieces import Piece, transformer_pieces
+from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.compute import Compute
 from axonn_jax.planner.footprint import Footprint, Load
-from axonn_jax.planner.job import Choice, Estimate, Job
+from axonn_jax.planner.job import Choice, Estimate, Job, Place
+from axonn_jax.planner.network import Links
 from axonn_jax.planner.tasks import Tasks, Times
-from axonn_jax.planner.traffic import Part
+from axonn_jax.planner.traffic import Part, Traffic
+from axonn_jax.schedule.partition import Cost, partition
 
 Parts = list[tuple[Part, float, Times]]
 """The parts of a rank: which, how many there are of it, and what a microbatch takes in one."""
+
+Stages = tuple[tuple[Piece, ...], list[range]]
+"""Pieces of a model, and the range of them that each virtual stage holds."""
 
 
 class CostModel:
@@ -19,20 +26,31 @@ class CostModel:
     def __init__(self, job: Job):
         self.job = job
         self.compute = Compute(job.shape, job.machine, job.precision, job.sequence_parallel)
+        self.traffic = Traffic(job.shape, job.machine, self.compute.item, job.accumulate, job.sequence_parallel)
         self.footprint = Footprint(job)
-        self._tasks: dict[tuple[int, int, int, int], Tasks] = {}
-        self._once: dict[tuple[GridShape, bool, int], float] = {}
+        self._tasks: dict[tuple[int, int, int], Tasks] = {}
+        self._stages: dict[tuple[int, int], Stages] = {}
+        self._once: dict[GridShape, dict[Place, float]] = {}
 
     def tasks(self, grid: GridShape) -> Tasks:
-        """The task times of a grid's stages, which do not depend on `pipe`."""
-        key = (grid.data, grid.z, grid.y, grid.x)
+        """The task times of a grid's stages, which depend on neither `pipe` nor `data`."""
+        key = (grid.z, grid.y, grid.x)
         if key not in self._tasks:
-            job = self.job
-            mesh = GridShape(1, *key)
-            self._tasks[key] = Tasks(
-                job.shape, mesh, job.machine, self.compute, job.switches, job.accumulate, job.sequence_parallel
-            )
+            mesh = GridShape(1, 1, *key)
+            self._tasks[key] = Tasks(mesh, self.job.machine, self.compute, self.traffic, self.job.switches)
         return self._tasks[key]
+
+    def stages(self, pipe: int, virtual_stages: int) -> Stages:
+        """The model's pieces, and which of them each virtual stage holds, cut as a run cuts them.
+
+        Raises ``UserError`` where there are fewer pieces than virtual stages.
+        """
+        key = (pipe, virtual_stages)
+        if key not in self._stages:
+            pieces = transformer_pieces(self.job.shape)
+            costs = [Cost(piece.name, piece.flops, 2 * piece.flops, piece.params) for piece in pieces]
+            self._stages[key] = pieces, partition(costs, pipe, virtual_stages)
+        return self._stages[key]
 
     def bound(self, grid: GridShape) -> float:
         """Seconds that no choice on this grid goes below.
@@ -44,14 +62,15 @@ class CostModel:
         sizes = {size for size in (1, 2, 4, 8, 16, 32, each) if each % size == 0}
         blocks = [(self.compute.block(grid.x, grid.y, size), size) for size in sizes]
         compute = min((one.forward + one.inputs + one.weights) / size for one, size in blocks) * each
-        carried, traffic = {True: 0.0, False: 0.0}, self.tasks(grid).traffic
+        carried = {True: 0.0, False: 0.0}
         for role in ("reduce", "input"):
-            for line in traffic.lines("block", role):
+            for line in self.traffic.lines(grid, "block", role):
                 carried[line.near] += line.each * each
-        for line in traffic.lines("block", "scatter"):  # once a microbatch, of which a pipeline has as many as stages
+        # Once a microbatch, of which a pipeline has as many as stages.
+        for line in self.traffic.lines(grid, "block", "scatter"):
             carried[line.near] += line.fixed * grid.pipe
         zero = (4 + self.compute.item) / 8
-        reduced = zero * sum(line.fixed for line in traffic.lines("block", "update"))
+        reduced = zero * sum(line.fixed for part, line in self.traffic.updates(grid) if part == "block")
         return layers * (max(compute, *carried.values()) + reduced)
 
     def pipeline_s(self, choice: Choice) -> float:
@@ -61,13 +80,14 @@ class CostModel:
         wait, messages = self._waits(choice, parts)
         return busy + wait + messages + sum(seconds for _, seconds in self._once_for_all(choice, parts))
 
-    def once_s(self, choice: Choice) -> float:
+    def once_s(self, grid: GridShape, place: Place) -> float:
         """Seconds of what comes once a step after the last microbatch: reductions and the optimizer."""
-        key = (choice.grid, choice.offload, choice.zero)
-        if key not in self._once:
-            load = self._largest(choice.grid)
-            self._once[key] = sum(seconds for _, seconds in self._reduced(choice, load)) + self._update(choice, load)
-        return self._once[key]
+        of_grid = self._once.setdefault(grid, {})
+        if place not in of_grid:
+            load = self._largest(grid)
+            of_grid[place] = sum(seconds for _, seconds in self._reduced(grid, load, place[1]))
+            of_grid[place] += self._update(grid, load, place)
+        return of_grid[place]
 
     def estimate(self, choice: Choice) -> Estimate:
         """Step time, its parts, and memory of a choice.
@@ -76,7 +96,7 @@ class CostModel:
         the optimizer. The bubble is `(pipe - 1)` times a virtual stage's `F + I - W` where weight gradients are
         tasks of their own, else its `F + B`; a message there and back for every stage comes on top.
         """
-        parts, load = self._busiest(choice), self._largest(choice.grid)
+        parts, load, place = self._busiest(choice), self._largest(choice.grid), choice.place
         exposed, hidden = dict[str, float](), dict[str, float]()
 
         def add(sums: dict[str, float], axis: str, seconds: float) -> None:
@@ -89,13 +109,13 @@ class CostModel:
         wait, messages = self._waits(choice, parts)
         if choice.grid.pipe > 1:
             add(exposed, "pipe", messages)
-        for axis, seconds in (*self._once_for_all(choice, parts), *self._reduced(choice, load)):
+        for axis, seconds in (*self._once_for_all(choice, parts), *self._reduced(choice.grid, load, choice.zero)):
             add(exposed, axis, seconds)
         return Estimate(
             choice,
-            step_s := self.pipeline_s(choice) + self.once_s(choice),
+            step_s := self.pipeline_s(choice) + self.once_s(choice.grid, place),
             compute_s=choice.microbatches * sum(count * times.compute for _, count, times in parts),
-            update_s=self._update(choice, load),
+            update_s=self._update(choice.grid, load, place),
             bubble=wait / step_s,
             memory=self.footprint.memory(choice),
             exposed=exposed,
@@ -104,7 +124,7 @@ class CostModel:
 
     def message(self, choice: Choice) -> float:
         """Seconds of a message between stages: a microbatch's residual stream on a device."""
-        links = self.tasks(choice.grid).traffic.links
+        links = Links(choice.grid, self.job.machine)
         tokens = choice.sequences(self.job.batch) * self.job.shape.seq_len
         parts = choice.grid.x * (choice.grid.y if self.job.sequence_parallel else 1)
         carried = tokens * self.job.shape.hidden / parts * self.compute.item
@@ -128,7 +148,9 @@ class CostModel:
         tasks, sequences = self.tasks(choice.grid), choice.sequences(self.job.batch)
         # One program loops over the microbatches and shares what it gathers; a pipeline's stage has one for each task.
         gathers = choice.grid.pipe > 1 or choice.microbatches == 1
-        gather = "pass" if choice.gather == "step" and not choice.once else choice.gather
+        # Without recomputation it keeps them, too; a stage gathers again, as its programs keep none for one another.
+        kept = (choice.activations == "none" and choice.grid.pipe == 1) or choice.gather != "layer"
+        gather: Gather = "step" if choice.once else "pass" if kept else "layer"
         block, first, last = (
             tasks.times(part, sequences, choice.activations, gathers, gather) for part in ("block", "first", "last")
         )
@@ -163,24 +185,23 @@ class CostModel:
         """
         if choice.grid.pipe > 1 or choice.microbatches == 1:
             return
-        traffic, sequences = self.tasks(choice.grid).traffic, choice.sequences(self.job.batch)
-        forward = self.compute.block(choice.grid.x, choice.grid.y, sequences).forward
+        grid, sequences = choice.grid, choice.sequences(self.job.batch)
+        forward = self.compute.block(grid.x, grid.y, sequences).forward
         speed = 1.0 - self.job.machine.device.contention
         for part, count, _ in parts:
-            for line in traffic.lines(part, "gather"):
+            for line in self.traffic.lines(grid, part, "gather"):
                 beside = forward if part == "block" and self.job.switches.gathers and not choice.once else 0.0
                 yield line.axis, count * (line.fixed - min(speed * line.fixed, beside))
-            for line in traffic.lines(part, "sums") if choice.once else ():
+            for line in self.traffic.lines(grid, part, "sums") if choice.once else ():
                 yield line.axis, count * line.fixed
 
-    def _reduced(self, choice: Choice, load: Load) -> Iterator[tuple[str, float]]:
+    def _reduced(self, grid: GridShape, load: Load, zero: int) -> Iterator[tuple[str, float]]:
         """Seconds by axis of what is reduced once a step; ZeRO-1 scatters gradients and gathers weights instead."""
         counts = {"block": load.blocks, "first": float(load.first), "last": float(load.last), "step": 1.0}
-        zero = (4 + self.compute.item) / 8 if choice.zero else 1.0
-        for part, line in self.tasks(choice.grid).traffic.updates():
-            yield line.axis, counts[part] * line.fixed * (zero if line.axis == "data" else 1.0)
+        share = (4 + self.compute.item) / 8 if zero else 1.0
+        for part, line in self.traffic.updates(grid):
+            yield line.axis, counts[part] * line.fixed * (share if line.axis == "data" else 1.0)
 
-    def _update(self, choice: Choice, load: Load) -> float:
-        params = self.footprint.params(choice.grid, load)
-        share = params / (choice.grid.data if choice.zero else 1)
-        return self.compute.update(params, share, self.job.accumulate, choice.offload)
+    def _update(self, grid: GridShape, load: Load, place: Place) -> float:
+        (offload, zero), params = place, self.footprint.params(grid, load)
+        return self.compute.update(params, params / (grid.data if zero else 1), self.job.accumulate, offload)

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from axonn_jax.grid import GridShape
 from axonn_jax.planner import memory as formulas
-from axonn_jax.planner.job import Choice, Job, Memory
+from axonn_jax.planner.job import Choice, Job, Memory, Place
 from axonn_jax.schedule.policies import live_bound
 from axonn_jax.schedule.tasks import Layout
 
 _FP32 = 4
-_States = tuple[formulas.State, formulas.State, float]
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,30 @@ class Load:
     """Parameters of the whole rank; a tied table is held at both ends of a pipeline."""
 
 
+class State(NamedTuple):
+    """Bytes of a rank's model state on each of its devices."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    device: float
+    """All of it on the device."""
+    host: float
+    """On the host, for each device."""
+    later: float
+    """Beside it once the backward pass is over: of reduction and update."""
+
+
 class Footprint:
     """Memory of one job's choices; what they have in common is worked out once."""
 
     def __init__(self, job: Job):
         self.job = job
+        self._item, self._layer = formulas.itemsize(job.precision), job.shape.layer_params()
         self._loads: dict[int, tuple[Load, ...]] = {}
-        self._states: dict[GridShape, dict[tuple[int, bool, int], _States]] = {}
-        self._blocks: dict[tuple[int, int, str], formulas.Block] = {}
+        self._states: dict[GridShape, dict[tuple[int, Place], State]] = {}
+        self._blocks: dict[tuple[int, int, str], tuple[formulas.Block, float]] = {}
+        self._bounds: dict[tuple[int, int, int, int], float] = {}
 
     def loads(self, pipe: int) -> tuple[Load, ...]:
         """The ranks that matter: the first, one between, and the last; the fullest and the busiest are among them."""
@@ -64,20 +80,20 @@ class Footprint:
         """Parameters of a rank on each of its devices."""
         return load.params / (grid.x * grid.y * grid.z)
 
-    def totals(self, base: Choice, states: Sequence[Choice]) -> list[tuple[float, float]]:
-        """Bytes of the fullest device and its share of the host's, for choices like `base` but in offload and ZeRO."""
-        item = formulas.itemsize(self.job.precision)
-        found, of_grid = [(0.0, 0.0)] * len(states), self._states.setdefault(base.grid, {})
+    def totals(self, base: Choice, places: Sequence[Place]) -> list[tuple[float, float]]:
+        """Bytes of the fullest device and its share of the host's, for `base` with the optimizer's state elsewhere."""
+        found, loops = [(0.0, 0.0)] * len(places), base.loops
+        of_grid = self._states.setdefault(base.grid, {})
         for load in self.loads(base.grid.pipe):
-            activations, gathered, outside = self._backward(base, load, item)
+            activations, gathered, outside = self._backward(base, load)
             activations += gathered
-            whole = self._whole_sums(base, load)
-            for at, choice in enumerate(states):
-                key = (load.rank, choice.offload, choice.zero)
-                state, host, later = of_grid.get(key) or self._state(choice, load)
-                total = state.total + max(activations + self._apart(choice, load, state) + whole, later)
+            whole, apart = self._whole_sums(base, load), self._whole_gradients(base, load)
+            for at, place in enumerate(places):
+                state = of_grid.get((load.rank, place)) or self._state(base.grid, load, place)
+                beside = apart or (state.weights if loops else 0.0)
+                total = state.device + max(activations + beside + whole, state.later)
                 if total > found[at][0]:
-                    found[at] = (total, host.total + outside)
+                    found[at] = (total, state.host + outside)
         return found
 
     def memory(self, choice: Choice) -> Memory:
@@ -85,23 +101,23 @@ class Footprint:
         return max((self._memory(choice, load) for load in self.loads(choice.grid.pipe)), key=lambda one: one.total)
 
     def _memory(self, choice: Choice, load: Load) -> Memory:
-        item = formulas.itemsize(self.job.precision)
-        state, host, later = self._state(choice, load)
-        activations, gathered, outside = self._backward(choice, load, item)
-        optimizer = state.master + state.moments
-        apart = self._apart(choice, load, state) + self._whole_sums(choice, load)
-        buffers = apart + max(0.0, later - activations - gathered - apart)
-        return Memory(state.weights, state.gradients, optimizer, activations, gathered, buffers, host.total + outside)
+        state = self._state(choice.grid, load, choice.place)
+        activations, gathered, outside = self._backward(choice, load)
+        beside = self._whole_gradients(choice, load) or (state.weights if choice.loops else 0.0)
+        beside += self._whole_sums(choice, load)
+        buffers = beside + max(0.0, state.later - activations - gathered - beside)
+        own = (state.weights, state.gradients, state.optimizer)
+        return Memory(*own, activations, gathered, buffers, state.host + outside)
 
-    def _apart(self, choice: Choice, load: Load, state: formulas.State) -> float:
-        """Bytes of a microbatch's gradients, whole before they are added to the sums of those before it.
+    def _whole_gradients(self, choice: Choice, load: Load) -> float:
+        """Bytes of a microbatch's gradients of weights that were gathered for a step, beside the sums of those before.
 
-        They come in the weights' dtype, of gathered weights in that of compute. With one microbatch they are the sums,
-        and a pipeline adds them up one by one.
+        Else a microbatch's gradients need as much as the weights, in whose dtype they come; with one microbatch they
+        are the sums, and a pipeline adds them up one by one.
         """
         if choice.once and choice.grid.z > 1:
-            return self.params(choice.grid, load) * choice.grid.z * formulas.itemsize(self.job.precision)
-        return state.weights if choice.grid.pipe == 1 and choice.microbatches > 1 else 0.0
+            return self.params(choice.grid, load) * choice.grid.z * self._item
+        return 0.0
 
     def _whole_sums(self, choice: Choice, load: Load) -> float:
         """Bytes that sums of gradients need beside the device's own shards where they are scattered once a step."""
@@ -109,27 +125,30 @@ class Footprint:
             return 0.0
         return self.params(choice.grid, load) * (choice.grid.z - 1) * self.job.accumulate
 
-    def _backward(self, choice: Choice, load: Load, item: int) -> tuple[float, float, float]:
+    def _backward(self, choice: Choice, load: Load) -> tuple[float, float, float]:
         """Bytes of activations, of gathered weights, and on the host, when a microbatch's passes need the most.
 
         That is at the head, in a block's backward pass, or in that of the lookup. What a program of all layers has of
         gradients grows meanwhile: none at the head, all but those of the lookup's table in the blocks.
         """
-        shape, grid = self.job.shape, choice.grid
-        kept, working, head, outside = self._activations(choice, load, item)
+        shape, grid, item = self.job.shape, choice.grid, self._item
+        kept, working, head, outside = self._activations(choice, load)
         split, whole = grid.x * grid.y, grid.pipe == 1
         table = shape.hidden * shape.vocab / split
         tied, tables = self._tables(choice, load, table * item)
-        gathered = self._gathered(choice, load, item) + tied
+        gathered = self._gathered(choice, load) + tied
         block = kept + working + gathered
         block -= _FP32 * table / grid.z if whole and not shape.tied else 0.0
         head *= load.last
         if load.last:
-            head += kept + (0.0 if shape.tied or grid.z == 1 else 2 * table * item)
+            if not shape.tied and grid.z > 1:  # its weights beside all logits, or its gradient too beside the logits'
+                logits = choice.sequences(self.job.batch) * shape.seq_len * shape.vocab / grid.y * _FP32
+                head = table * item + max(head, head - 2 * logits + table * item)
+            head += kept
             head += gathered if choice.activations == "none" else 0.0
             head -= _FP32 * self.params(grid, load) if whole else 0.0
         # A lookup's gradient is scattered into zeros, whole over `z`; a reduce-scatter sends a copy.
-        lookup = _FP32 * table * (1 if grid.z == 1 else 3) if load.first and whole else 0.0
+        lookup = _FP32 * table * (1 if grid.z == 1 else 2) if load.first and whole else 0.0
         most = max(block, head, lookup)
         gathered = min(gathered, most)
         return most - gathered, gathered + tables, outside
@@ -142,64 +161,90 @@ class Footprint:
         tied = self.job.shape.tied
         if choice.grid.z == 1:
             return 0.0, 0.0
-        count = (1 if tied else 2) if choice.grid.pipe == 1 and choice.microbatches > 1 else 0
+        count = (1 if tied else 2) if choice.loops else 0
         return (table if tied and (load.first or load.last) else 0.0), count * table
 
-    def _gathered(self, choice: Choice, load: Load, item: int) -> float:
-        """Bytes of weights gathered over `z`: those of all blocks where they are kept, else of one; with its gradients
-        where a block is computed again."""
-        shape, grid = self.job.shape, choice.grid
-        block = shape.layer_params() / (grid.x * grid.y)
+    def _gathered(self, choice: Choice, load: Load) -> float:
+        """Bytes of weights gathered over `z`: those of all blocks where they are kept, else of one with its gradients.
+
+        A pipeline's programs keep none of them for one another.
+        """
+        grid, item = choice.grid, self._item
+        block = self._layer / (grid.x * grid.y)
         if grid.z == 1:  # a loop over layers reads a copy of one layer's
             return block * _FP32 if grid.pipe == 1 and choice.activations != "none" else 0.0
-        if choice.activations == "none":
+        if choice.activations == "none" and grid.pipe == 1:
             return load.blocks * block * item
-        if not choice.again:
+        if not choice.again and grid.pipe == 1:
             return (load.blocks + 1) * block * item
         return formulas.gathered_weights(block, item)
 
-    def _state(self, choice: Choice, load: Load) -> _States:
-        """State on device and host, and bytes beside it once the backward pass is over: of reduction and update."""
-        of_grid, key = self._states.setdefault(choice.grid, {}), (load.rank, choice.offload, choice.zero)
+    def _state(self, grid: GridShape, load: Load, place: Place) -> State:
+        """Model state of a rank's devices, the optimizer's in such a place."""
+        of_grid, key = self._states.setdefault(grid, {}), (load.rank, place)
         if key not in of_grid:
-            job, grid, params = self.job, choice.grid, self.params(choice.grid, load)
-            replicas = grid.data if choice.zero else 1
-            later = (
-                formulas.streamed_state(min(job.bucket, params / replicas), job.precision) if choice.offload else 0.0
-            )
-            if grid.data > 1:
-                later = max(later, formulas.bucket_buffers(params, job.bucket, job.accumulate))
-            of_grid[key] = (
-                formulas.device_state(
-                    params, job.precision, accumulate=job.accumulate, offload=choice.offload, replicas=replicas
-                ),
-                formulas.host_state(params, job.precision, offload=choice.offload, replicas=replicas),
-                later,
-            )
+            of_grid[key] = self._placed(grid, load, *place)
         return of_grid[key]
 
-    def _activations(self, choice: Choice, load: Load, item: int) -> tuple[float, float, float, float]:
-        """Bytes that microbatches in flight keep, that a block adds at work, that the head adds, and on the host."""
-        job, grid = self.job, choice.grid
-        key = (grid.x, grid.y, choice.activations)
+    def _placed(self, grid: GridShape, load: Load, offload: bool, zero: int) -> State:
+        job, params, replicas = self.job, self.params(grid, load), grid.data if zero else 1
+        device = formulas.device_state(
+            params, job.precision, accumulate=job.accumulate, offload=offload, replicas=replicas
+        )
+        host = formulas.host_state(params, job.precision, offload=offload, replicas=replicas)
+        later = formulas.streamed_state(min(job.bucket, params / replicas), job.precision) if offload else 0.0
+        reduction = formulas.bucket_buffers(params, job.bucket, job.accumulate) if grid.data > 1 else 0.0
+        if grid.pipe > 1:  # a program of its own takes the sums and gives the gradients
+            reduction += params / replicas * job.accumulate
+        later = max(later, reduction)
+        optimizer = device.master + device.moments
+        return State(device.weights, device.gradients, optimizer, device.total, host.total, later)
+
+    def _activations(self, choice: Choice, load: Load) -> tuple[float, float, float, float]:
+        """Bytes that microbatches in flight keep, that a backward pass adds at work, that the head adds, on the host.
+
+        What a policy computes again is one block's where one program loops over layers. In a pipeline it is all that a
+        virtual stage holds, from its input on: its forward pass is run again as a whole. Under `none` a stage keeps
+        what no elementwise operation gives, and of the head one array of logits.
+        """
+        block, head = self._tokens(choice.grid, choice.activations)
+        tokens = choice.sequences(self.job.batch) * self.job.shape.seq_len
+        if choice.grid.pipe == 1:
+            kept = load.blocks * block.kept
+            return tokens * kept, tokens * block.working, tokens * head, tokens * load.blocks * block.host
+        live, stages = self._live(choice, load.rank), choice.virtual_stages
+        if choice.activations == "none":
+            kept, working = live * load.blocks * (block.kept - block.shown), block.working + block.shown
+            kept += (live - 1.0) * self.job.shape.vocab / choice.grid.y * _FP32 if load.last else 0.0  # exponentials
+            return tokens * kept, tokens * working, tokens * head, 0.0
+        inputs = 0.0 if load.first and stages == 1 else live * stages * block.entry
+        host = inputs if block.host else 0.0
+        kept = live * load.blocks * max(0.0, block.kept - block.entry) + inputs - host
+        working = block.working + (load.blocks / stages - 1.0) * block.again
+        return tokens * kept, tokens * working, tokens * head, tokens * host
+
+    def _tokens(self, grid: GridShape, activations: formulas.Policy) -> tuple[formulas.Block, float]:
+        """Bytes a token needs in a block and at the head."""
+        key = (grid.x, grid.y, activations)
         if key not in self._blocks:
+            job, where = self.job, (grid.x, grid.y, self._item)
+            split = job.sequence_parallel and grid.y > 1
             fused = job.machine.device.attention > 0
-            self._blocks[key] = formulas.block_activations(
-                job.shape,
-                grid.x,
-                grid.y,
-                item,
-                choice.activations,
-                fused_attention=fused,
-                sequence_parallel=job.sequence_parallel and grid.y > 1,
+            block = formulas.block_activations(
+                job.shape, *where, activations, fused_attention=fused, sequence_parallel=split
             )
-        block, live = self._blocks[key], 1.0
-        if grid.pipe > 1:
-            layout = Layout(grid.pipe, choice.microbatches, choice.virtual_stages)
-            live = live_bound(job.policy, layout, load.rank, 0, job.split) / choice.virtual_stages
-        tokens, kept = choice.sequences(job.batch) * job.shape.seq_len, live * load.blocks
-        head = formulas.head_activations(job.shape, grid.x, grid.y, item)
-        return tokens * kept * block.kept, tokens * block.working, tokens * head, tokens * kept * block.host
+            self._blocks[key] = block, formulas.head_activations(job.shape, *where)
+        return self._blocks[key]
+
+    def _live(self, choice: Choice, rank: int) -> float:
+        """Microbatches whose activations a rank keeps at once."""
+        if choice.grid.pipe == 1:
+            return 1.0
+        key = (choice.grid.pipe, choice.microbatches, choice.virtual_stages, rank)
+        if key not in self._bounds:
+            bound = live_bound(self.job.policy, Layout(*key[:3]), rank, 0, self.job.split)
+            self._bounds[key] = bound / choice.virtual_stages
+        return self._bounds[key]
 
 
 def balanced_blocks(layers: int, head: float, pipe: int) -> tuple[float, float]:

@@ -42,6 +42,10 @@ class Job:
         return self.machine.device.memory_bytes - self.machine.device.reserved_bytes
 
 
+Place = tuple[bool, int]
+"""Where the optimizer's state is: whether on the host, and the stage of ZeRO that shares it among replicas."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """What the planner decides."""
@@ -60,6 +64,16 @@ class Choice:
     def once(self) -> bool:
         """Whether weights are gathered, and gradients reduce-scattered over `z`, once a step."""
         return self.gather == "step" and self.microbatches > 1
+
+    @property
+    def place(self) -> Place:
+        """Where the optimizer's state is."""
+        return self.offload, self.zero
+
+    @property
+    def loops(self) -> bool:
+        """Whether one program runs several microbatches."""
+        return self.grid.pipe == 1 and self.microbatches > 1
 
     @property
     def again(self) -> bool:

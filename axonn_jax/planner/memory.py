@@ -148,12 +148,18 @@ def ted_state(base_params: float, experts: int, tensor: int, expert: int, device
 class Block:
     """What one block keeps for its backward pass, in bytes for each token of a microbatch on a device."""
 
+    entry: float
+    """Its input."""
     kept: float
-    """From forward to backward, on the device."""
+    """From forward to backward, on the device; the input is part of it."""
     working: float
     """More while its backward pass runs."""
+    again: float = 0.0
+    """Of that, what was computed again: all of a block but what is kept."""
     host: float = 0.0
     """From forward to backward, on the host."""
+    shown: float = 0.0
+    """Of what is kept, what elementwise operations give from the rest: a pipeline's stage computes it again."""
 
 
 def block_activations(
@@ -200,13 +206,16 @@ def block_activations(
     if sequence_parallel and policy == "none":
         gradients += stream * item  # gathered again
     if policy == "none":
-        return Block(whole, gradients)
+        shown = (4 if shape.norm == "rmsnorm" else 2) * part - 2 * part + 2 * read
+        shown += shape.ffn / y if shape.mlp == "gelu" else 0.0
+        return Block(entry, whole, gradients, shown=shown * item)
     if policy == "full":
-        return Block(entry, whole + gradients)
+        return Block(entry, entry, whole + gradients, whole)
     if policy == "offload":
-        return Block(0.0, whole + gradients + 2 * entry, entry)  # two inputs are under way
+        return Block(entry, 0.0, whole + gradients + 2 * entry, whole, entry)  # two inputs are under way
     matmuls = wide + stream if policy == "dots" else (wide if x > 1 else 0.0) + (part if y > 1 else 0.0)
-    return Block(entry + matmuls * item, whole - matmuls * item + gradients)
+    again = whole - matmuls * item
+    return Block(entry, entry + matmuls * item, again + gradients, again)
 
 
 def head_activations(shape: ModelShape, x: int, y: int, item: int) -> float:

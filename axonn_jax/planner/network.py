@@ -22,6 +22,10 @@ class Links:
         fastest = max(MESH_AXES.index(axis) for axis in axes)
         return prod(self.sizes[axis] for axis in MESH_AXES[fastest + 1 :])
 
+    def near(self, axes: Sequence[str]) -> bool:
+        """Whether groups over these axes stay inside a node."""
+        return self.inner(axes) * prod(self.sizes[axis] for axis in axes) <= self.machine.node.devices
+
     def rate(self, axes: Sequence[str]) -> float:
         """Bytes/s a device sends in a ring collective over these axes, all its sibling groups at once.
 

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from axonn_jax.models.pieces import Piece, transformer_pieces
+from axonn_jax.models.pieces import Piece
 from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.job import Choice, Estimate
 from axonn_jax.planner.simulator import Simulation, simulate
-from axonn_jax.schedule.partition import Cost, partition
 from axonn_jax.schedule.tasks import Kind, Layout, Message, Task
 
 
@@ -35,9 +34,7 @@ def stage_times(model: CostModel, choice: Choice) -> StageTimes:
         UserError: the model has fewer pieces than there are virtual stages.
     """
     shape, layout = model.job.shape, Layout(choice.grid.pipe, choice.microbatches, choice.virtual_stages)
-    pieces = transformer_pieces(shape)
-    costs = [Cost(piece.name, piece.flops, 2 * piece.flops, piece.params) for piece in pieces]
-    ranges = partition(costs, choice.grid.pipe, choice.virtual_stages)
+    pieces, ranges = model.stages(choice.grid.pipe, choice.virtual_stages)
     tasks, sequences = model.tasks(choice.grid), choice.sequences(model.job.batch)
     times: dict[tuple[Kind, int], float] = {}
     block_flops, program = shape.layer_forward_flops(1), model.job.machine.device.program_s
@@ -106,7 +103,7 @@ def refine(model: CostModel, one: Estimate) -> Estimate:
     makespan = spans[-1]
     if len(counts) == 2:
         makespan += (choice.microbatches - counts[1]) * (spans[1] - spans[0]) / (counts[1] - counts[0])
-    step = makespan + model.once_s(choice)
+    step = makespan + model.once_s(choice.grid, choice.place)
     idle = max(0.0, makespan - busy[-1]) / step
     messages = min(one.exposed.get("pipe", 0.0), idle * step)
     # The real cut balances FLOPs, not times; the closed form rounds blocks up: the busiest rank has less, or more.

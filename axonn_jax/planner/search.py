@@ -3,23 +3,25 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.cost import CostModel
-from axonn_jax.planner.job import Choice, Estimate, Job, Memory
+from axonn_jax.planner.job import Choice, Estimate, Job, Memory, Place
 from axonn_jax.planner.memory import Policy as Activations
 from axonn_jax.planner.refine import refine, tasks_to_refine
 from axonn_jax.planner.space import Space, legal_grids, microbatch_sizes, pieces
 
 TIE = 0.01
 """Times closer than this are a tie."""
-_SIMULATED_TASKS = 15_000
+_SIMULATED_TASKS = 30_000
 """Tasks of pipelines that are simulated in a search: a few tenths of a second."""
 _HORIZON = 1.1
 """Grids that cannot come closer to the best than this are left out once there are enough others."""
 _ENOUGH = 25
+_POLICIES, _GATHERS = ("none", "save_collectives", "dots", "full", "offload"), ("layer", "pass", "step")
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,23 @@ class Plan:
     """Choices that were priced."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Priced:
+class _Priced(NamedTuple):
     step_s: float
     memory: float
-    choice: Choice
+    base: Choice
+    place: Place
+
+    @property
+    def choice(self) -> Choice:
+        """All of it."""
+        return replace(self.base, offload=self.place[0], zero=self.place[1])
 
     @property
     def order(self) -> tuple[float, int, int, bool, int, int]:
         """By time, then by how little it asks for."""
-        one = self.choice
-        policies, gathers = ("none", "save_collectives", "dots", "full", "offload"), ("layer", "pass", "step")
-        asked = policies.index(one.activations), gathers.index(one.gather)
-        return self.step_s, *asked, one.offload, one.zero, one.virtual_stages
+        base = self.base
+        asked = _POLICIES.index(base.activations), _GATHERS.index(base.gather)
+        return self.step_s, *asked, *self.place, base.virtual_stages
 
 
 def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
@@ -92,7 +98,9 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
         if grid.pipe > 1 and min((one.step_s for one in priced), default=0.0) < 1.5 * best:
             priced += _price(model, grid, space, limit, space.virtual_stages[1:])
         examined += len(priced)
-        fits.extend(_front(priced))
+        # Of one stage a rank and of several: what the closed form says of these is compared once they are simulated.
+        for virtual in sorted({one.base.virtual_stages for one in priced}):
+            fits.extend(_front([one for one in priced if one.base.virtual_stages == virtual]))
         best = min([best, *(one.step_s for one in priced)])
     misses.sort(key=lambda miss: miss[0].total)
     rejected = [Rejected(str(choice.grid), _too_large(job, memory, choice, limit)) for memory, choice in misses]
@@ -115,7 +123,9 @@ def _refined(model: CostModel, fits: Sequence[_Priced]) -> list[Estimate]:
     """
     kept: dict[tuple[GridShape, int], Choice] = {}
     for one in fits:
-        kept.setdefault((one.choice.grid, one.choice.virtual_stages), one.choice)
+        key = (one.base.grid, one.base.virtual_stages)
+        if key not in kept:
+            kept[key] = one.choice
     found, left = [], _SIMULATED_TASKS
     for choice in list(kept.values())[: 2 * _ENOUGH]:
         estimate, tasks = model.estimate(choice), tasks_to_refine(choice)
@@ -130,7 +140,7 @@ def _refined(model: CostModel, fits: Sequence[_Priced]) -> list[Estimate]:
 def _pareto(model: CostModel, fits: Sequence[_Priced], refined: Sequence[Estimate]) -> list[Estimate]:
     """What nothing beats in both time and memory; virtual stages as simulated, the rest in closed form."""
     simulated = {one.choice: one for one in refined}
-    front = [one.choice for one in _front([one for one in fits if one.choice.virtual_stages == 1])]
+    front = [one.choice for one in _front([one for one in fits if one.base.virtual_stages == 1])]
     estimates = [*refined, *(model.estimate(choice) for choice in front if choice not in simulated)]
     merged: list[Estimate] = []
     for estimate in sorted(estimates, key=lambda one: (one.step_s, one.memory.total)):
@@ -144,17 +154,17 @@ def _price(
 ) -> Iterator[_Priced]:
     """Every choice on a grid that fits."""
     too_large: set[tuple[int, Activations, Gather]] = set()
+    places = _places(grid, space)
     for base in _choices(model.job, grid, space, virtual_stages):
         # Larger microbatches need more, but for the whole share in one, which need not keep gathered weights.
         kind = (base.virtual_stages, base.activations, base.gather)
         if kind in too_large and (grid.pipe > 1 or base.microbatches > 1):
             continue
-        states = list(_states(base, space))
         seconds = None
-        for choice, (device, host) in zip(states, model.footprint.totals(base, states), strict=True):
+        for place, (device, host) in zip(places, model.footprint.totals(base, places), strict=True):
             if device <= limit and _host_fits(model.job, host, grid):
                 seconds = model.pipeline_s(base) if seconds is None else seconds
-                yield _Priced(seconds + model.once_s(choice), device, choice)
+                yield _Priced(seconds + model.once_s(grid, place), device, base, place)
         if seconds is None:
             too_large.add(kind)
 
@@ -176,17 +186,18 @@ def _leanest(model: CostModel, grid: GridShape, space: Space) -> tuple[Memory, C
     order = ("offload", "full", "save_collectives", "dots", "none")
     each, virtual = model.job.batch // grid.batch_shards, min(space.virtual_stages) if grid.pipe > 1 else 1
     sizes = microbatch_sizes(model.job, grid, space)
-    found: list[tuple[bool, float, int, Choice]] = []
+    found: list[tuple[bool, float, int, Choice, Place]] = []
+    places = _places(grid, space)
     for size in {*sizes[:1], *sizes[-1:]}:
         for activations in sorted(space.activations, key=order.index)[:2]:
             base = Choice(grid, each // size, activations, virtual)
             base = replace(base, gather=space.gathers(base)[0])
-            states = list(_states(base, space))
-            for choice, (device, host) in zip(states, model.footprint.totals(base, states), strict=True):
-                found.append((not _host_fits(model.job, host, grid), device, len(found), choice))
+            for place, (device, host) in zip(places, model.footprint.totals(base, places), strict=True):
+                found.append((not _host_fits(model.job, host, grid), device, len(found), base, place))
     if not found:
         return None
-    leanest = min(found)[-1]
+    *_, base, (offload, zero) = min(found)
+    leanest = replace(base, offload=offload, zero=zero)
     return model.footprint.memory(leanest), leanest
 
 
@@ -199,16 +210,14 @@ def _choices(job: Job, grid: GridShape, space: Space, virtual_stages: Sequence[i
         for sequences in microbatch_sizes(job, grid, space):
             for activations in space.activations:
                 base = Choice(grid, each // sequences, activations, virtual)
-                yield from (replace(base, gather=gather) for gather in space.gathers(base))
+                for gather in space.gathers(base):
+                    yield base if gather == base.gather else replace(base, gather=gather)
 
 
-def _states(base: Choice, space: Space) -> Iterator[Choice]:
-    """A choice with every place and share of the optimizer's state, the leanest last."""
-    for zero in space.zero:
-        for offload in space.offload:
-            if not zero or base.grid.data > 1 or len(space.zero) == 1:
-                same = (base.grid, base.microbatches, base.activations, base.virtual_stages)
-                yield Choice(*same, offload, zero, base.gather)
+def _places(grid: GridShape, space: Space) -> list[Place]:
+    """Every place and share of the optimizer's state, the leanest last."""
+    shares = [zero for zero in space.zero if not zero or grid.data > 1 or len(space.zero) == 1]
+    return [(offload, zero) for zero in shares for offload in space.offload]
 
 
 def _host_fits(job: Job, each: float, grid: GridShape) -> bool:

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from axonn_jax.grid import GridShape
-from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.compute import Compute, Seconds
 from axonn_jax.planner.machine import Machine
@@ -50,26 +49,17 @@ class Times:
 class Tasks:
     """Times of the parts of one grid's stages, by microbatch and activation policy, each worked out once."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        grid: GridShape,
-        machine: Machine,
-        compute: Compute,
-        switches: Switches,
-        accumulate: int = 4,
-        sequence_parallel: bool = False,
-    ):
-        self.grid, self.machine, self.compute, self.switches = grid, machine, compute, switches
-        self.shape = shape
-        self.traffic = Traffic(shape, grid, machine, compute.item, accumulate, sequence_parallel)
+    def __init__(self, grid: GridShape, machine: Machine, compute: Compute, traffic: Traffic, switches: Switches):
+        self.grid, self.machine, self.compute, self.traffic = grid, machine, compute, traffic
+        self.switches = switches
         self._cache: dict[tuple[Part, int, Policy, bool, Gather], Times] = {}
 
     def times(self, part: Part, sequences: int, activations: Policy, gathers: bool, gather: Gather = "layer") -> Times:
         """Times of a part for a microbatch of so many sequences a device.
 
         `gathers` says that the forward pass of every microbatch gathers its weights; else they are gathered once a
-        step, which is not in these times. `gather` says how long they live; for "step" scatters are not in them either.
+        step, which is not in these times. `gather` says how long they live: for "layer" they are gathered again in the
+        backward pass, for "step" scatters are not in these times either.
         """
         if part != "block":
             activations = "none"  # only blocks are computed again
@@ -87,7 +77,7 @@ class Tasks:
             again = seconds.light
         back = again + seconds.inputs + seconds.weights
         if activations == "offload":  # a block's input goes to the host and comes back, beside everything else
-            moved = self.compute.item * sequences * self.shape.seq_len * self.shape.hidden / self.grid.x
+            moved = self.compute.item * sequences * self.compute.seq * self.compute.shape.hidden / self.grid.x
             copied = moved / self.machine.host.bytes_per_s
             again += max(0.0, copied - back)
             seconds = Seconds(max(seconds.forward, copied), seconds.inputs, seconds.weights, seconds.light)
@@ -99,7 +89,7 @@ class Tasks:
         backward = self._window(back, times, sequences)
         backward.add(self._lines(part, "input"), seconds.weights if on.gradients else 0.0)
         recomputed = self._window(again, times, sequences)
-        if activations != "none" and gather == "layer":
+        if gather == "layer":
             backward.add(self._lines(part, "regather"), back if on.gathers else 0.0)
         if activations in ("full", "dots", "offload"):
             recomputed.add(self._lines(part, "rereduce"), half if on.forward else 0.0)
@@ -122,7 +112,7 @@ class Tasks:
         return Seconds(0.0, 0.0, 0.0, 0.0)
 
     def _lines(self, part: Part, role: Role) -> tuple[Line, ...]:
-        return self.traffic.lines(part, role)
+        return self.traffic.lines(self.grid, part, role)
 
     def _window(self, compute: float | dict[bool, float], times: Times, sequences: int) -> "_Window":
         return _Window(compute, 1.0 - self.machine.device.contention, times, sequences)

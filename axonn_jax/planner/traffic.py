@@ -1,11 +1,11 @@
 """The collectives of a step as times: the exact accounting's entries, priced on a machine, as lines in the batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.shape import ModelShape
-from axonn_jax.planner.communication import Predicted, Work, predict
+from axonn_jax.planner.communication import Predicted, Work, predict_microbatch, predict_update
 from axonn_jax.planner.machine import Machine
 from axonn_jax.planner.measured import Curve, between, slope
 from axonn_jax.planner.network import Links
@@ -65,36 +65,69 @@ class Line(NamedTuple):
         )
 
 
+Lines = dict[tuple[Part, Role], tuple[Line, ...]]
+_Sums = dict[tuple[Part, Role], dict[tuple[str, bool], Line]]
+
+
 class Traffic:
-    """Every collective of one stage's mesh; blocks are counted as one block, all else as it comes."""
+    """Every collective of a model's stages on a machine; blocks are counted as one block, all else as it comes.
+
+    What a microbatch communicates is the same on all grids of the same `z`, `y` and `x`, and priced once for them.
+    """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        grid: GridShape,
-        machine: Machine,
-        item: int,
-        accumulate: int = 4,
-        sequence_parallel: bool = False,
+        self, shape: ModelShape, machine: Machine, item: int, accumulate: int = 4, sequence_parallel: bool = False
     ):
-        self.links = Links(grid, machine)
-        sums: dict[tuple[Part, Role], dict[tuple[str, bool], Line]] = {}
+        self._shape, self._machine, self._item = shape, machine, item
+        self._accumulate, self._sequence_parallel = accumulate, sequence_parallel
+        self._inside: dict[tuple[int, int, int], Lines] = {}
+        self._updates: dict[tuple[int, int, int, int], tuple[tuple[Part, Line], ...]] = {}
+
+    def lines(self, grid: GridShape, part: Part, role: Role) -> tuple[Line, ...]:
+        """The lines of a part and a role in a microbatch; none where every axis they run over has size one.
+
+        Raises ``UserError`` where the model does not divide over the grid.
+        """
+        key = (grid.z, grid.y, grid.x)
+        if key not in self._inside:
+            mesh = GridShape(1, 1, *key)
+            mesh.check_model(self._shape, sequence_parallel=self._sequence_parallel)
+            self._inside[key] = self._priced(mesh, predict_microbatch(self._work(mesh)))
+        return self._inside[key].get((part, role), ())
+
+    def updates(self, grid: GridShape) -> tuple[tuple[Part, Line], ...]:
+        """What is reduced once a step, by the part it belongs to."""
+        key = (grid.data, grid.z, grid.y, grid.x)
+        if key not in self._updates:
+            mesh = GridShape(1, *key)
+            lines = self._priced(mesh, predict_update(self._work(mesh)))
+            parts: tuple[Part, ...] = ("block", "first", "last", "step")
+            self._updates[key] = tuple((part, line) for part in parts for line in lines.get((part, "update"), ()))
+        return self._updates[key]
+
+    def _work(self, mesh: GridShape) -> Work:
+        """A microbatch of one sequence a device."""
+        split = self._sequence_parallel
+        return Work(self._shape, mesh, mesh.batch_shards, 1, self._item, "full", sequence_parallel=split)
+
+    def _priced(self, mesh: GridShape, collectives: Iterable[Predicted]) -> Lines:
+        """The lines that these collectives add up to."""
+        links, wider = Links(mesh, self._machine), self._accumulate / self._item  # sums of gradients over gradients
+        sums: _Sums = {}
         costs: dict[tuple[str, ...], tuple[float, bool]] = {}
         buckets: dict[tuple[str, ...], Line] = {}
-        work = Work(shape, grid, grid.batch_shards, 1, item, "full", sequence_parallel=sequence_parallel)
-        for one in predict(work):
+        for one in collectives:
             if one.axes not in costs:
-                costs[one.axes] = (self.links.rate(one.axes), self._near(one.axes))
+                costs[one.axes] = (links.rate(one.axes), links.near(one.axes))
             rate, near = costs[one.axes]
             part, role = _part(one), _role(one)
-            count = one.times / (shape.layers if part == "block" else 1)
+            count = one.times / (self._shape.layers if part == "block" else 1)
             # A microbatch of more sequences has larger activations; weights and their gradients stay as they are.
             grows = one.phase != "update" and (one.kind == "all-reduce" or _of_stream(one))
-            where, curve = (one.axes[0], near), self.links.curve(one.kind, one.axes)
-            wider = accumulate / item  # sums of gradients over gradients
+            where, curve = (one.axes[0], near), links.curve(one.kind, one.axes)
             sent = Line(*where, 0.0, 0.0)  # the sums
             if not curve:
-                latency = self.links.latency(one.kind, one.axes) * count
+                latency = links.latency(one.kind, one.axes) * count
                 ring = (2 if one.kind == "all-reduce" else 1) * (one.group - 1) / one.group
                 seconds = count * ring * one.whole / rate
                 line = Line(*where, latency, seconds) if grows else Line(*where, latency + seconds, 0.0)
@@ -112,23 +145,7 @@ class Traffic:
                 _add(sums.setdefault((part, "sums"), {}), sent)
         for line in buckets.values():
             _add(sums.setdefault(("step", "update"), {}), line)
-        self._lines = {key: tuple(found.values()) for key, found in sums.items()}
-
-    def lines(self, part: Part, role: Role) -> tuple[Line, ...]:
-        """The lines of a part and role; none where every axis they run over has size one."""
-        return self._lines.get((part, role), ())
-
-    def updates(self) -> Iterator[tuple[Part, Line]]:
-        """What is reduced once a step, by the part it belongs to."""
-        for part in ("block", "first", "last", "step"):
-            for line in self.lines(part, "update"):
-                yield part, line
-
-    def _near(self, axes: tuple[str, ...]) -> bool:
-        size = 1
-        for axis in axes:
-            size *= self.links.sizes[axis]
-        return self.links.inner(axes) * size <= self.links.machine.node.devices
+        return {key: tuple(found.values()) for key, found in sums.items()}
 
 
 def _of_stream(one: Predicted) -> bool:

@@ -10,7 +10,8 @@ from other_systems import BACKWARD, sustained
 from axonn_jax.models.presets import preset
 from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.job import Choice, Estimate, Job
-from axonn_jax.planner.machine import Machine, load_machine
+from axonn_jax.planner.machine import Machine
+from axonn_jax.planner.machine_file import load_machine
 from axonn_jax.planner.search import search
 from axonn_jax.planner.space import Space
 from axonn_jax.planner.tasks import Switches

@@ -9,7 +9,8 @@ from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.baselines import NOTHING
 from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.job import Choice, Job
-from axonn_jax.planner.machine import Machine, load_machine
+from axonn_jax.planner.machine import Machine
+from axonn_jax.planner.machine_file import load_machine
 from axonn_jax.planner.tasks import Switches
 
 # FSDP, like SC 24, overlaps gathers and reductions of the backward pass, not forward all-reduces.

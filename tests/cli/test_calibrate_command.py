@@ -11,7 +11,7 @@ from launched import environment as of_mpirun
 
 from axonn_jax.cli.calibrate import libraries_on_stderr
 from axonn_jax.cli.main import main
-from axonn_jax.planner.machine import load_machine
+from axonn_jax.planner.machine_file import load_machine
 from axonn_jax.planner.measured import MEASURED_KINDS
 
 

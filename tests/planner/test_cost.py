@@ -8,10 +8,11 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
 from axonn_jax.planner.communication import Work, predict
 from axonn_jax.planner.cost import CostModel
-from axonn_jax.planner.footprint import balanced_blocks
+from axonn_jax.planner.footprint import Footprint, balanced_blocks
 from axonn_jax.planner.job import Choice, Job
-from axonn_jax.planner.machine import load_machine
+from axonn_jax.planner.machine_file import load_machine
 from axonn_jax.planner.measured import Collective
+from axonn_jax.planner.memory import block_activations
 from axonn_jax.planner.network import Links
 from axonn_jax.planner.refine import refine, run, stage_times
 from axonn_jax.planner.tasks import Switches
@@ -30,7 +31,7 @@ GRID = GridShape(1, 2, 4, 4, 2)
 def test_times_of_communication_are_those_of_the_exact_accounting(model, split, policy, sequences):
     """The lines, scaled to any microbatch, add up to every collective that is predicted, each priced by itself."""
     shape = preset(model)
-    traffic, links = Traffic(shape, GRID, A100, 2, sequence_parallel=split), Links(GRID, A100)
+    traffic, links = Traffic(shape, A100, 2, sequence_parallel=split), Links(GRID, A100)
     exact = 0.0
     for one in predict(Work(shape, GRID, GRID.batch_shards * sequences, 1, 2, policy, sequence_parallel=split)):
         exact += float(one.bytes) / links.rate(one.axes) + one.times * links.latency(one.kind, one.axes)
@@ -38,9 +39,10 @@ def test_times_of_communication_are_those_of_the_exact_accounting(model, split, 
     lines = 0.0
     for part in ("block", "first", "last", "step"):
         count = shape.layers if part == "block" else 1
-        for role in ("gather", "reduce", "regather", "rereduce", "reread", "input", "scatter", "update"):
+        for role in ("gather", "reduce", "regather", "rereduce", "reread", "input", "scatter"):
             if role not in skipped:
-                lines += count * sum(line.at(sequences) for line in traffic.lines(part, role))
+                lines += count * sum(line.at(sequences) for line in traffic.lines(GRID, part, role))
+        lines += count * sum(line.at(sequences) for of, line in traffic.updates(GRID) if of == part)
     assert lines == pytest.approx(exact)
 
 
@@ -150,8 +152,45 @@ def test_a_pipeline_in_closed_form_is_near_its_simulation():
 
 def test_a_long_pipeline_is_told_from_two_shorter_ones():
     model, choice = CostModel(replace(JOB, batch=1024)), Choice(GridShape(pipe=4, data=4), 128, "full", 2)
-    whole = run(model, stage_times(model, choice)).makespan + model.once_s(choice)
+    whole = run(model, stage_times(model, choice)).makespan + model.once_s(choice.grid, choice.place)
     assert refine(model, model.estimate(choice)).step_s == pytest.approx(whole, rel=0.01)
+
+
+def test_a_pipeline_computes_a_virtual_stage_again_as_a_whole():
+    """The backward program has all of a stage's activations at once; a microbatch in flight keeps the input alone."""
+    shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
+    whole = block_activations(shape, 1, 1, 2, "none")
+    footprint = Footprint(replace(JOB, batch=128))
+    for stages, pairs in ((1, 4), (2, 11)):  # (stage, microbatch) pairs alive at once
+        one = footprint.memory(Choice(GridShape(pipe=4), 64, "full", stages))
+        blocks = footprint.loads(4)[0].blocks / stages
+        inputs = 0 if stages == 1 else pairs * whole.entry  # the first stage has tokens alone
+        assert one.activations == pytest.approx(tokens * (blocks * whole.kept + whole.working + inputs))
+
+
+def test_a_pipeline_keeps_what_no_elementwise_operation_gives():
+    """Of a block two inputs of norms, QKV (3), attention's result and the MLP's width (4); not what GELU gives."""
+    shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
+    footprint = Footprint(replace(JOB, batch=128))
+    one = footprint.memory(Choice(GridShape(pipe=4), 64))
+    block, blocks = block_activations(shape, 1, 1, 2, "none"), footprint.loads(4)[0].blocks
+    kept = 4 * blocks * (10 * 2 * shape.hidden + 4 * shape.heads)
+    assert one.activations == pytest.approx(tokens * (kept + 6 * 2 * shape.hidden + block.working))
+
+
+def test_a_stage_gathers_again_whatever_it_keeps():
+    model = CostModel(replace(JOB, switches=NONE))
+    for pipe in (1, 2):
+        grid = GridShape(pipe=pipe, z=8)
+        kept, computed = (model.estimate(Choice(grid, 8, policy)).exposed["z"] for policy in ("none", "full"))
+        assert (kept < computed) if pipe == 1 else (kept == pytest.approx(computed))
+
+
+def test_a_pipeline_has_sums_and_gradients_side_by_side():
+    one = Footprint(replace(JOB, batch=8)).memory(Choice(GridShape(pipe=4, y=4), 8, "full"))
+    held = max(load.params for load in Footprint(JOB).loads(4)) / 4
+    assert one.gradients == pytest.approx(4 * held)
+    assert one.activations + one.gathered + one.buffers >= 4 * held
 
 
 def test_stages_hold_the_whole_model():
@@ -203,11 +242,11 @@ def _measured(seconds, per_byte=1e-9):
 def test_gradients_of_measured_machines_travel_together():
     """A bucket has the latency of a collective once, however many gradients are in it."""
     shape, grid = preset("gpt-5b"), GridShape(1, 2, 1, 1, 1)
-    slow, quick = (Traffic(shape, grid, _measured(seconds), 2) for seconds in (1e-2, 1e-3))
+    slow, quick = (Traffic(shape, _measured(seconds), 2) for seconds in (1e-2, 1e-3))
 
     def whole(traffic):
         counts = {"block": shape.layers, "first": 1, "last": 1, "step": 1}
-        return sum(counts[part] * line.at(1) for part, line in traffic.updates())
+        return sum(counts[part] * line.at(1) for part, line in traffic.updates(grid))
 
     assert whole(slow) - whole(quick) == pytest.approx(2 * 9e-3)  # the gradients, and the mean loss
     gradients = 4 * shape.params() * 1e-9
@@ -215,7 +254,8 @@ def test_gradients_of_measured_machines_travel_together():
 
 
 def test_activations_of_measured_machines_have_their_latency_in_every_microbatch():
-    line = Traffic(preset("gpt-5b"), GridShape(1, 1, 1, 1, 2), _measured(1e-2), 2).lines("block", "reduce")[0]
+    traffic = Traffic(preset("gpt-5b"), _measured(1e-2), 2)
+    line = traffic.lines(GridShape(x=2), "block", "reduce")[0]
     assert line.fixed == line.each == 0.0
     moved = sum(count * size for count, _, size in line.curves) * 1e-9
     calls = sum(count for count, _, _ in line.curves)

@@ -6,8 +6,8 @@ import pytest
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.planner.machine import GIB, load_machine, loads_machine, machine_names
-from axonn_jax.planner.machine_file import dumps_machine
+from axonn_jax.planner.machine import GIB
+from axonn_jax.planner.machine_file import dumps_machine, load_machine, loads_machine, machine_names
 from axonn_jax.planner.measured import Collective, MatmulShare, between, matmul_share
 from axonn_jax.planner.network import Links
 

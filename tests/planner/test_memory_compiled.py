@@ -14,7 +14,7 @@ from axonn_jax.models.transformer import Transformer
 from axonn_jax.planner import memory
 from axonn_jax.planner.footprint import Footprint
 from axonn_jax.planner.job import Choice, Job
-from axonn_jax.planner.machine import load_machine
+from axonn_jax.planner.machine_file import load_machine
 from axonn_jax.tensor.params import take_apart
 from axonn_jax.train.step import compile_abstract
 
