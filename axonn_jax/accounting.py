@@ -91,6 +91,7 @@ def account(
         scanned=work.scanned,
         gather=work.gather,
         sequence_parallel=work.sequence_parallel,
+        inner=work.inner,
         compiler_options=compat.keep_recomputation(),
     )
     sizes = {axis: int(getattr(work.grid, axis)) for axis in MESH_AXES}

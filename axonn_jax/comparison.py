@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from axonn_jax.grid import MESH_AXES, GridShape, build_grid
+from axonn_jax.models.inner import PAPERS, Inner, InnerFeatures, choose_inner
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.communication import Gather, Recompute, Work, predict
 from axonn_jax.planner.compiled import collectives
@@ -36,10 +37,14 @@ class Way:
     gather: Gather = "layer"
     """How long the explicit program keeps gathered weights; the other's are XLA's business."""
     constraints: "Constraints" = "layers"
+    inner_features: InnerFeatures = "y"
+    """What splits the features inside the explicit program's blocks; the other's are split over `y`."""
 
     def work(self, shape: ModelShape, grid: GridShape, sequences: int) -> Work:
         """Such a step of a model."""
-        return Work(shape, grid, sequences, self.microbatches, activations=self.activations, gather=self.gather)
+        inner = choose_inner(self.inner_features, shape, grid, self.activations)
+        policy, gather = self.activations, self.gather
+        return Work(shape, grid, sequences, self.microbatches, activations=policy, gather=gather, inner=inner)
 
 
 @dataclass(frozen=True)
@@ -181,12 +186,16 @@ def _abstract(work: Work, way: Way) -> "tuple[Step, Step]":
     from axonn_jax.models.transformer import Transformer
     from axonn_jax.tensor.params import take_apart
 
-    model = nnx.eval_shape(lambda: Transformer(work.shape, rngs=nnx.Rngs(0), attention="xla"))
-    return _steps(take_apart(model), work, way)
+    def parts(inner: Inner) -> "Parts":
+        return take_apart(
+            nnx.eval_shape(lambda: Transformer(work.shape, rngs=nnx.Rngs(0), attention="xla", inner=inner))
+        )
+
+    return _steps((parts(work.inner), parts(PAPERS)), work, way)
 
 
-def _steps(parts: "Parts", work: Work, way: Way) -> "tuple[Step, Step]":
-    """The explicit step and the automatic one, with AdamW and clipping."""
+def _steps(parts: "tuple[Parts, Parts]", work: Work, way: Way) -> "tuple[Step, Step]":
+    """The explicit step and the automatic one, with AdamW and clipping, of these parts."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -196,8 +205,8 @@ def _steps(parts: "Parts", work: Work, way: Way) -> "tuple[Step, Step]":
     from axonn_jax.train.step import Step
 
     laid, dtype = build_grid(work.grid, jax.devices()[: work.grid.devices]), jnp.dtype("float32")
-    explicit = StageProgram(parts, laid, dtype, way.activations, gather=way.gather)
-    automatic = AutomaticProgram(parts, laid, dtype, way.constraints, way.activations)
+    explicit = StageProgram(parts[0], laid, dtype, way.activations, gather=way.gather)
+    automatic = AutomaticProgram(parts[1], laid, dtype, way.constraints, way.activations)
     return Step(explicit, optax.adamw(1e-3), 1.0), Step(automatic, optax.adamw(1e-3), 1.0)
 
 
@@ -237,8 +246,8 @@ def compare_runs(
     work = way.work(shape, grid, sequences)
     laid = build_grid(grid, jax.devices()[: grid.devices])
     with jax.set_mesh(laid.mesh):
-        parts = take_apart(Transformer(shape, rngs=nnx.Rngs(0), attention="xla"))
-    steps = _steps(parts, work, way)
+        models = [Transformer(shape, rngs=nnx.Rngs(0), attention="xla", inner=one) for one in (work.inner, PAPERS)]
+    steps = _steps((take_apart(models[0]), take_apart(models[1])), work, way)
     rows = (way.microbatches, sequences // way.microbatches, shape.seq_len + 1)
     programs = [_compile(step, work) for step in steps]
     tokens = np.random.default_rng(0).integers(0, shape.vocab, rows, dtype=np.int32)

@@ -67,25 +67,26 @@ class GridShape:
         axis, with `x` and `y` swapping roles in alternate layers (DESIGN section 4).
         """
         x, y, z = self.x, self.y, self.z
-        _divides("model.hidden", shape.hidden, x * z, "x*z")
-        _divides("model.kv_heads", shape.kv_heads, y, "y", axis="grid.y", legal_axis=True)
-        _divides("model.heads", shape.heads, y, "y", axis="grid.y", legal_axis=True)
-        _divides("heads * head_dim (model.hidden)", shape.heads * shape.head_dim, y * z, "y*z")
-        _divides("model.ffn", shape.ffn, y * z, "y*z")
-        _divides("model.vocab", shape.vocab, y * z, "y*z")
+        divides("model.hidden", shape.hidden, x * z, "x*z")
+        divides("model.kv_heads", shape.kv_heads, y, "y", axis="grid.y", legal_axis=True)
+        divides("model.heads", shape.heads, y, "y", axis="grid.y", legal_axis=True)
+        divides("heads * head_dim (model.hidden)", shape.heads * shape.head_dim, y * z, "y*z")
+        divides("model.ffn", shape.ffn, y * z, "y*z")
+        divides("model.vocab", shape.vocab, y * z, "y*z")
         if shape.positions == "learned":
-            _divides("model.seq_len", shape.seq_len, z, "z")
+            divides("model.seq_len", shape.seq_len, z, "z")
         if sequence_parallel:
-            _divides("model.seq_len", shape.seq_len, y, "y (memory.sequence_parallel)", axis="grid.y", legal_axis=True)
+            divides("model.seq_len", shape.seq_len, y, "y (memory.sequence_parallel)", axis="grid.y", legal_axis=True)
 
     def check_batch(self, global_batch: int, microbatches: int) -> None:
         """Raises ``UserError`` unless the global batch splits into microbatches over `data` and `z`."""
         if microbatches < 1:
             raise UserError("train.microbatches", microbatches, "an integer of at least 1")
-        _divides("train.global_batch", global_batch, self.batch_shards * microbatches, "data*z*microbatches")
+        divides("train.global_batch", global_batch, self.batch_shards * microbatches, "data*z*microbatches")
 
 
-def _divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", legal_axis: bool = False) -> None:
+def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", legal_axis: bool = False) -> None:
+    """Raises ``UserError`` unless a size divides, with the nearest that does and, if `legal_axis`, sizes of `axis`."""
     if size > 0 and size % parts == 0:
         return
     low = size // parts * parts
@@ -124,7 +125,7 @@ class Grid(NamedTuple):
         def put(path: Any, leaf: Any) -> Any:
             rows = getattr(leaf, "shape", ())[:1]
             if rows:
-                _divides(f"batch{jax.tree_util.keystr(path)} rows", rows[0], self.shape.batch_shards, "data*z")
+                divides(f"batch{jax.tree_util.keystr(path)} rows", rows[0], self.shape.batch_shards, "data*z")
             spec = PartitionSpec(BATCH_AXES) if rows else PartitionSpec()
             return jax.device_put(leaf, NamedSharding(self.mesh, spec))
 

@@ -1,17 +1,26 @@
 """Grids, models and reference results that several tests share; compiled once a session."""
 
 import functools
+from dataclasses import replace
 from itertools import product
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
 from axonn_jax.grid import Grid, GridShape, build_grid
 from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.stacked import Stack, stack_layers
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import take_apart
+from axonn_jax.train.program import StageProgram
+
+EPS = float(np.finfo(np.float32).eps)
+# Of the same sums in another order (test_parity measures them).
+GRADIENT_TOLERANCE = 16 * EPS
+SCALAR_TOLERANCE = 4 * EPS
 
 # Every size divides by 8 where some grid of 8 devices splits it eight ways, over two axes at once included.
 GPT = ModelShape(layers=2, hidden=32, heads=8, kv_heads=8, ffn=64, vocab=64, seq_len=16)
@@ -55,15 +64,46 @@ def host_params(shape: ModelShape) -> dict[str, np.ndarray]:
     }
 
 
-def model_on(shape: ModelShape, grid: Grid) -> Transformer:
+def model_on(shape: ModelShape, grid: Grid, **layout) -> Transformer:
     """The model with `host_params`, laid out on the grid: no program of its own to compile."""
-    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), **layout))
     parts = take_apart(model)
     params = {
         name: jax.device_put(value.astype(np.float32), NamedSharding(grid.mesh, parts.specs[name]))
-        for name, value in host_params(shape).items()
+        for name, value in host_params(replace(shape, dropout=0.0)).items()
     }
     return parts.rebuild(params)
+
+
+def gradients(shape: ModelShape, axes: GridShape, *, dtype="float32", scanned=False, layout=None, **options):
+    """Gradients, under the layers' own names, loss and norm of two microbatches of `model_on`.
+
+    `layout` is a `Transformer`'s, `options` are a `StageProgram`'s; dropout where the shape has it.
+    """
+    grid = lay(axes)
+    model = model_on(shape, grid, **(layout or {}))
+    made = take_apart(model)
+    stack = stack_layers(model) if scanned else Stack(made)
+    program = StageProgram(stack.parts, grid, jnp.dtype(dtype), **options)
+    params = stack.join(made.params, grid.mesh)
+    batch = jax.device_put(tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
+    key = jax.random.key(3) if shape.dropout else None
+    grads, loss, norm = jax.jit(program.gradients)(params, batch, key)
+    for name, grad in grads.items():
+        assert grad.dtype == jnp.float32
+        assert grad.sharding.is_equivalent_to(program.shardings()[name], grad.ndim), name
+    return {name: np.asarray(g, np.float64) for name, g in stack.split(grads).items()}, float(loss), float(norm)
+
+
+def check_gradients(got, want, gradients=GRADIENT_TOLERANCE, scalars=SCALAR_TOLERANCE):
+    """What `gradients` gives is alike: scalars relative, gradients relative to a parameter's largest entry."""
+    (grads, loss, norm), (want_grads, want_loss, want_norm) = got, want
+    assert abs(loss - want_loss) <= scalars * want_loss
+    assert abs(norm - want_norm) <= scalars * want_norm
+    assert grads.keys() == want_grads.keys()
+    for name, grad in grads.items():
+        error = np.max(np.abs(grad - want_grads[name])) / np.max(np.abs(want_grads[name]))
+        assert error <= gradients, f"{name}: {error / EPS:.0f} eps"
 
 
 @functools.cache

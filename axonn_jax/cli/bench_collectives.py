@@ -11,6 +11,7 @@ from axonn_jax.accounting import Accounting, account
 from axonn_jax.cli.virtual import make_devices
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.models.inner import InnerFeatures, choose_inner
 from axonn_jax.models.presets import preset
 from axonn_jax.planner.communication import Gather, Recompute, Work
 from axonn_jax.version import __version__
@@ -44,6 +45,8 @@ class Collectives:
     """Whether layers are a loop's body (train.scan_layers), not unrolled."""
     sequence_parallel: bool = False
     """Whether the sequence of the residual stream is split over grid.y (memory.sequence_parallel)."""
+    inner_features: InnerFeatures = "y"
+    """What splits the features inside blocks (train.inner_features): y, yx or auto."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -69,6 +72,8 @@ def _work(args: Collectives) -> Work:
             raise UserError("--devices", args.devices, f"a multiple of the grid's product, which is {grid.devices}")
         grid = replace(grid, data=grid.data * args.devices // grid.devices)
     sequences = grid.batch_shards * args.microbatches if args.batch is None else args.batch
+    split = args.sequence_parallel
+    inner = choose_inner(args.inner_features, shape, grid, args.activations, sequence_parallel=split)
     return Work(
         shape,
         grid,
@@ -77,7 +82,8 @@ def _work(args: Collectives) -> Work:
         activations=args.activations,
         scanned=args.scanned,
         gather=args.gather,
-        sequence_parallel=args.sequence_parallel,
+        sequence_parallel=split,
+        inner=inner,
     )
 
 
@@ -106,6 +112,7 @@ def _figures(args: Collectives, work: Work, done: Accounting) -> dict[str, Any]:
         "scanned": work.scanned,
         "gather": work.gather,
         "sequence_parallel": work.sequence_parallel,
+        "inner": asdict(work.inner),
         "dtype": "float32",
         "device": jax.devices()[0].device_kind,
         "versions": {"axonn_jax": __version__, **{name: metadata.version(name) for name in ("jax", "jaxlib")}},

@@ -15,6 +15,7 @@ from axonn_jax.cli.virtual import make_devices
 from axonn_jax.comparison import Comparison, Way, compare_gathers, compare_runs
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.models.inner import InnerFeatures
 from axonn_jax.models.presets import preset
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.communication import Gather, Recompute
@@ -53,6 +54,8 @@ class VsGspmd:
     """What either program computes again in the backward pass."""
     constraints: Literal["layers", "blocks", "none"] = "layers"
     """Where automatic partitioning is told the layout of activations: behind every layer, every block, or nowhere."""
+    inner_features: InnerFeatures = "y"
+    """What splits the features inside the explicit program's blocks (train.inner_features): y, yx or auto."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -87,7 +90,8 @@ def _in_a_process(args: VsGspmd, count: int) -> list[dict[str, Any]]:
     """Rows for one number of devices: a process's number of virtual devices is fixed once jax has started."""
     flags = ["--devices", str(count), "--models", *args.models, "--rounds", str(args.rounds)]
     flags += ["--gather", *args.gather, "--microbatches", str(args.microbatches), "--activations", args.activations]
-    flags += ["--constraints", args.constraints, "--json", *(("--grids", *args.grids) if args.grids else ())]
+    flags += ["--constraints", args.constraints, "--inner_features", args.inner_features, "--json"]
+    flags += ["--grids", *args.grids] if args.grids else []
     command = [sys.executable, "-m", "axonn_jax.cli.main", "bench", "vs_gspmd", *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return list(json.loads(done.stdout)["rows"])
@@ -110,7 +114,7 @@ def _rows(args: VsGspmd, count: int, grids: Sequence[GridShape], shapes: Sequenc
 
 def _compared(args: VsGspmd, shape: ModelShape, grid: GridShape, real: bool) -> list[Comparison]:
     sequences = grid.devices * args.microbatches
-    way = Way(args.microbatches, args.activations, constraints=args.constraints)
+    way = Way(args.microbatches, args.activations, constraints=args.constraints, inner_features=args.inner_features)
     if not real:
         return compare_gathers(shape, grid, sequences, way, args.gather)
     return [compare_runs(shape, grid, sequences, replace(way, gather=gather), args.rounds) for gather in args.gather]
@@ -168,6 +172,7 @@ def _row(model: str, one: Comparison, chosen: bool) -> dict[str, Any]:
         "grid": asdict(one.work.grid),
         "name": name(one.work.grid),
         "gather": one.work.gather,
+        "inner": asdict(one.work.inner),
         "bytes": {side: float(sum(sums.values())) for side, sums in sides.items()},
         "by": [
             {"kind": kind, "axes": axes, **{side: float(sums.get((kind, axes), 0)) for side, sums in sides.items()}}
@@ -212,6 +217,7 @@ def _figures(args: VsGspmd, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "constraints": args.constraints,
         "microbatches": args.microbatches,
         "activations": args.activations,
+        "inner_features": args.inner_features,
         "dtype": "float32",
         "device": "virtual CPU devices",
         "versions": {

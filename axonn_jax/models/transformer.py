@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
+from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.pieces import Piece, layer_scope, transformer_pieces
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.stacked import Stacked
@@ -49,10 +50,10 @@ _swiglu = jax.checkpoint(lambda gate, h: jax.nn.silu(gate) * h)
 class Mlp(nnx.Module):
     """Two matmuls around GELU, or SwiGLU's three."""
 
-    def __init__(self, shape: ModelShape, *, out_std: float, key: jax.Array, sequence_parallel: bool):
+    def __init__(self, shape: ModelShape, *, out_std: float, key: jax.Array, sequence_parallel: bool, spread: bool):
         keys = jax.random.split(key, 3)
-        self.sequence_parallel = sequence_parallel
-        alike = {"bias": shape.bias, "sequence_parallel": sequence_parallel}
+        self.sequence_parallel, self.spread = sequence_parallel, spread
+        alike = {"bias": shape.bias, "sequence_parallel": sequence_parallel, "spread": spread}
 
         def widen(k: jax.Array) -> Linear:
             return Linear(shape.hidden, shape.ffn, in_axis="x", std=shape.init_std, key=k, **alike)
@@ -67,14 +68,16 @@ class Mlp(nnx.Module):
         SwiGLU's gate and up projections have one reduction of dX over `y` between them.
         """
         layers = (self.up,) if self.gate is None else (self.up, self.gate)
-        h, *gate = read_stream(layers, x, split=self.sequence_parallel, again=again)
+        h, *gate = read_stream(layers, x, split=self.sequence_parallel, again=again, spread=self.spread)
         return self.down(_swiglu(*gate, h) if gate else _gelu(h))
 
 
 class Block(nnx.Module):
     """Pre-norm transformer block: attention, then feed-forward, each added to the residual stream."""
 
-    def __init__(self, shape: ModelShape, *, attention: AttentionKernel, key: jax.Array, sequence_parallel: bool):
+    def __init__(
+        self, shape: ModelShape, *, attention: AttentionKernel, key: jax.Array, sequence_parallel: bool, inner: Inner
+    ):
         key_attention, key_mlp = jax.random.split(key)
         out_std = shape.init_std / (2 * shape.layers) ** 0.5
         self.dropout, self.sequence_parallel = shape.dropout, sequence_parallel
@@ -90,9 +93,11 @@ class Block(nnx.Module):
             kernel=attention,
             key=key_attention,
             sequence_parallel=sequence_parallel,
+            spread=inner.attention,
         )
         self.mlp_norm = _norm(shape)
-        self.mlp = Mlp(shape, out_std=out_std, key=key_mlp, sequence_parallel=sequence_parallel)
+        split = sequence_parallel
+        self.mlp = Mlp(shape, out_std=out_std, key=key_mlp, sequence_parallel=split, spread=inner.mlp)
 
     def __call__(
         self, x: jax.Array, key: jax.Array | None = None, part: Part = WHOLE, again: bool = False
@@ -136,7 +141,7 @@ class Transformer(nnx.Module):
 
     Every block draws its weights from a key of its own (folded with its index), so a stage that holds some of the
     blocks makes the same weights as a process that holds them all. `sequence_parallel` splits the sequence of the
-    residual stream over `y` (`tensor.sequence`); parameters and results are the same.
+    residual stream over `y` (`tensor.sequence`), `inner` how features inside blocks are; parameters and results stay.
     """
 
     repeats = "blocks"
@@ -149,9 +154,10 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
         attention: AttentionKernel = "auto",
         sequence_parallel: bool = False,
+        inner: Inner = PAPERS,
     ):
         root = rngs.params()
-        self.shape, self.sequence_parallel = shape, sequence_parallel
+        self.shape, self.sequence_parallel, self.inner = shape, sequence_parallel, inner
         hidden, std, split = shape.hidden, shape.init_std, sequence_parallel
 
         def key(place: int) -> jax.Array:
@@ -165,7 +171,7 @@ class Transformer(nnx.Module):
             else None
         )
         self.blocks = nnx.List(
-            [Block(shape, attention=attention, key=key(i), sequence_parallel=split) for i in range(last)]
+            [Block(shape, attention=attention, key=key(i), sequence_parallel=split, inner=inner) for i in range(last)]
         )
         self.norm = _norm(shape)
         self.head = (

@@ -20,6 +20,7 @@ from fractions import Fraction
 from typing import Literal
 
 from axonn_jax.grid import GridShape
+from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.ring import Kind, ring_bytes
 
@@ -55,6 +56,8 @@ class Work:
     microbatches `step` gathers, and reduce-scatters float32 sums of gradients, once a step."""
     sequence_parallel: bool = False
     """Whether the sequence of the residual stream is split over `y` (`memory.sequence_parallel`)."""
+    inner: Inner = PAPERS
+    """Which inner features are split over `y` and `x` (`train.inner_features`)."""
 
     @property
     def rows(self) -> int:
@@ -115,6 +118,15 @@ class _Matmul:
     """Its weight is the embedding table, gathered and reduce-scattered there."""
     joins_next: bool = False
     """It has the next layer's input: its dX is added to that layer's, and not all-reduced for itself."""
+    spread: bool = False
+    """Its inner features are split over `y` and `x`: `features_out` where it reads the stream, else `features_in`."""
+
+    @property
+    def splits_bias(self) -> tuple[str, ...]:
+        """Axes that split its bias."""
+        if self.spread:
+            return (_Y, _X) if self.in_axis == _X else (_X,)
+        return (_Y,) if self.in_axis == _X else (_X,)
 
 
 def predict(work: Work) -> tuple[Predicted, ...]:
@@ -123,6 +135,7 @@ def predict(work: Work) -> tuple[Predicted, ...]:
     Raises ``UserError`` where model or batch do not divide over the grid.
     """
     work.grid.check_model(work.shape, sequence_parallel=work.sequence_parallel)
+    work.inner.check(work.shape, work.grid)
     work.grid.check_batch(work.sequences, work.microbatches)
     return (*predict_microbatch(work), *predict_update(work))
 
@@ -141,8 +154,9 @@ def _microbatch(work: Work) -> Iterator[Predicted]:
     shape, again = work.shape, work.activations != "none"
     head = _Matmul("head", shape.hidden, shape.vocab, _X, tied=shape.tied)
     yield from _embedding(work)
-    for matmul in block_matmuls(shape):
-        yield from _matmul(work, matmul, shape.layers, again, last=matmul.name == "blocks.mlp.down")
+    for matmul in block_matmuls(shape, work.inner):
+        last = matmul.name == "blocks.mlp.down"
+        yield from (_spread if matmul.spread else _matmul)(work, matmul, shape.layers, again, last=last)
     for name in ("blocks.attention_norm", "blocks.mlp_norm"):
         yield from _norm(work, name, shape.layers, again)
     yield from _norm(work, "norm", 1, False)
@@ -152,15 +166,16 @@ def _microbatch(work: Work) -> Iterator[Predicted]:
     yield _one(work, "loss", "forward", "all-reduce", (_Y,), 2 * work.rows * _FLOAT32, work.microbatches)
 
 
-def block_matmuls(shape: ModelShape) -> tuple[_Matmul, ...]:
+def block_matmuls(shape: ModelShape, inner: Inner = PAPERS) -> tuple[_Matmul, ...]:
     """The linear layers of a block; `x` and `y` swap roles from one to the next."""
-    up = _Matmul("blocks.mlp.up", shape.hidden, shape.ffn, _X, shape.bias)
+    up = _Matmul("blocks.mlp.up", shape.hidden, shape.ffn, _X, shape.bias, spread=inner.mlp)
+    width, heads = shape.heads * shape.head_dim, inner.attention
     gate = replace(up, name="blocks.mlp.gate", joins_next=True)
     return (
-        _Matmul("blocks.attention.qkv", shape.hidden, shape.qkv_width, _X, shape.bias),
-        _Matmul("blocks.attention.out", shape.heads * shape.head_dim, shape.hidden, _Y, shape.bias),
+        _Matmul("blocks.attention.qkv", shape.hidden, shape.qkv_width, _X, shape.bias, spread=heads),
+        _Matmul("blocks.attention.out", width, shape.hidden, _Y, shape.bias, spread=heads),
         *((gate, up) if shape.mlp == "swiglu" else (up,)),
-        _Matmul("blocks.mlp.down", shape.ffn, shape.hidden, _Y, shape.bias),
+        _Matmul("blocks.mlp.down", shape.ffn, shape.hidden, _Y, shape.bias, spread=inner.mlp),
     )
 
 
@@ -209,6 +224,37 @@ def _matmul(work: Work, layer: _Matmul, count: int, again: bool, last: bool) -> 
         yield _one(work, layer.name, "backward", "reduce-scatter" if reads else "all-reduce", (y,), operand, each)
     if not layer.tied:
         yield _scatter(work, layer.name, weight, count)
+
+
+def _spread(work: Work, layer: _Matmul, count: int, again: bool, last: bool) -> Iterator[Predicted]:
+    """The same of a layer with inner features over `y` and `x`.
+
+    A layer that reads the stream has it all-gathered over `x`, (Gx-1)/Gx m k e, once for layers that share it; dX is
+    reduce-scattered over `x` and then all-reduced over `y`, 2 (Gy-1)/Gy m k e/Gx. Of one that adds to the stream the
+    other way around: Y is reduce-scattered, then all-reduced, and dY all-gathered.
+    """
+    each = count * work.microbatches
+    weight = layer.features_in * layer.features_out * work.itemsize // _size(work, _X, _Y)
+    reads = layer.in_axis == _X
+    row = work.rows * (layer.features_in if reads else layer.features_out) * work.itemsize
+    phases: tuple[Phase, ...] = ("forward", "recompute") if again else ("forward",)
+    for phase in phases:
+        if phase == "forward":
+            gathers = each if work.scanned and not work.once else count
+            yield _one(work, layer.name, phase, "all-gather", (_Z,), weight, gathers)
+        elif work.gather == "layer":
+            yield _one(work, layer.name, phase, "all-gather", (_Z,), weight, each)
+        if layer.joins_next or (phase == "recompute" and (last or work.activations == "save_collectives")):
+            continue
+        yield _one(work, layer.name, phase, "all-gather" if reads else "reduce-scatter", (_X,), row, each)
+        if not reads:
+            yield _one(work, layer.name, phase, "all-reduce", (_Y,), row // _size(work, _X), each)
+    if reads and not layer.joins_next:
+        yield _one(work, layer.name, "backward", "reduce-scatter", (_X,), row, each)
+        yield _one(work, layer.name, "backward", "all-reduce", (_Y,), row // _size(work, _X), each)
+    if not reads:
+        yield _one(work, layer.name, "backward", "all-gather", (_X,), row, each)
+    yield _scatter(work, layer.name, weight, count)
 
 
 def _scatter(work: Work, name: str, weight: int, count: int) -> Predicted:
@@ -266,11 +312,10 @@ def _update(work: Work) -> Iterator[Predicted]:
     yield reduced("embedding", shape.vocab * shape.hidden, (_X, _Y, _Z), 1)
     if shape.positions == "learned":
         yield reduced("positions", shape.seq_len * shape.hidden, (_X, _Z), 1)
-    for layer in block_matmuls(shape):
+    for layer in block_matmuls(shape, work.inner):
         yield reduced(layer.name, layer.features_in * layer.features_out, (_X, _Y, _Z), shape.layers)
         if layer.bias:
-            out_axis = _Y if layer.in_axis == _X else _X
-            yield reduced(f"{layer.name}.bias", layer.features_out, (out_axis,), shape.layers)
+            yield reduced(f"{layer.name}.bias", layer.features_out, layer.splits_bias, shape.layers)
     yield reduced("blocks.norms", shape.hidden, (_X,), 2 * norm * shape.layers)
     yield reduced("norm", shape.hidden, (_X,), norm)
     if not shape.tied:

@@ -58,7 +58,7 @@ class Attention(nnx.Module):
     """Grouped-query self-attention: heads over `y`, the fused projection's columns ordered by KV head.
 
     A KV head's columns are its queries, its key, its value, side by side; so a `y` shard holds whole groups and
-    the stored layout is the same on every grid.
+    the stored layout is the same on every grid. With `spread` heads are over `y` and `x`.
     """
 
     def __init__(
@@ -74,15 +74,17 @@ class Attention(nnx.Module):
         kernel: AttentionKernel,
         key: jax.Array,
         sequence_parallel: bool = False,
+        spread: bool = False,
     ):
         self.head_dim, self.group = hidden // heads, heads // kv_heads
-        self.rope_theta, self.kernel, self.sequence_parallel = rope_theta, kernel, sequence_parallel
+        self.rope_theta, self.kernel = rope_theta, kernel
+        self.sequence_parallel, self.spread = sequence_parallel, spread
         key_in, key_out = jax.random.split(key)
         width = (heads + 2 * kv_heads) * self.head_dim
 
         def linear(out: int, in_axis: TensorAxis, std: float, key: jax.Array) -> Linear:
-            split = sequence_parallel
-            return Linear(hidden, out, in_axis=in_axis, bias=bias, std=std, key=key, sequence_parallel=split)
+            layout = {"sequence_parallel": sequence_parallel, "spread": spread}
+            return Linear(hidden, out, in_axis=in_axis, bias=bias, std=std, key=key, **layout)
 
         self.qkv = linear(width, "x", std, key_in)
         self.out = linear(hidden, "y", out_std, key_out)
@@ -92,7 +94,7 @@ class Attention(nnx.Module):
 
         With sequence parallelism `x` and the result are [batch, seq/Gy, hidden/Gx]; `again` is for `read_stream`.
         """
-        (qkv,) = read_stream((self.qkv,), x, split=self.sequence_parallel, again=again)
+        (qkv,) = read_stream((self.qkv,), x, split=self.sequence_parallel, again=again, spread=self.spread)
         batch, seq, _ = qkv.shape
         qkv = qkv.reshape(batch, seq, -1, self.group + 2, self.head_dim)
         q = qkv[..., : self.group, :].reshape(batch, seq, -1, self.head_dim)

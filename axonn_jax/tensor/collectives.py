@@ -19,8 +19,8 @@ from jax.interpreters import mlir
 
 from axonn_jax import compat
 
-BLOCK_REDUCTIONS = ("x_all_reduce", "y_all_reduce", "y_reduce_scatter")
-"""Names under which a policy finds the reductions of a layer's forward pass."""
+BLOCK_REDUCTIONS = ("x_all_reduce", "y_all_reduce", "y_reduce_scatter", "x_reduce_scatter", "x_all_gather")
+"""Names under which a policy finds what a layer's forward pass communicates of activations."""
 
 
 def axis_size(axis: str) -> int:

@@ -1,6 +1,7 @@
 """All of a module's or model's weights gathered at once, for several calls that share them."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -52,6 +53,51 @@ def gather_params(params: Params, specs: Specs, dtype: jnp.dtype) -> Held:
         name: value if (dim := split_dim(specs[name], "z")) is None else Gathered(gather_weight(value, dtype, dim=dim))
         for name, value in params.items()
     }
+
+
+def gather_once(params: Params, specs: Specs, dtype: jnp.dtype, inside: str | None) -> Params:
+    """Parameters split over `z`, those whose names begin with `inside` left out, whole in `dtype`; none without it.
+
+    For what every microbatch reads first or last, when there is nothing to hide a gather behind. Collectives: an
+    all-gather a weight, as in `gather_weight`; none where `z` is of size one.
+    """
+    if axis_size("z") == 1 or inside is None:
+        return {}
+    return {
+        name: gather_weight(value, dtype, dim=dim)
+        for name, value in params.items()
+        if not name.startswith(inside) and (dim := split_dim(specs[name], "z")) is not None
+    }
+
+
+def as_gathered(shards: Held | Params, wholes: Params, specs: Specs) -> Held:
+    """The parameters with those in `wholes` taken from there; their gradients are the shards', as `gather_weight`'s.
+
+    Collectives, in the backward pass: a reduce-scatter a weight, as in `scatter_sum`.
+    """
+    held: Held = dict(shards)
+    for name, whole in wholes.items():
+        shard, dim = shards[name], split_dim(specs[name], "z")
+        assert dim is not None
+        assert isinstance(shard, jax.Array)
+        held[name] = Gathered(_as_gathered(shard, whole, dim))
+    return held
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _as_gathered(shard: jax.Array, whole: jax.Array, dim: int) -> jax.Array:
+    return whole
+
+
+def _forward(shard: jax.Array, whole: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+    return whole, shard
+
+
+def _backward(dim: int, shard: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return scatter_sum(grad, dim=dim).astype(shard.dtype), jnp.zeros_like(grad)
+
+
+_as_gathered.defvjp(_forward, _backward)
 
 
 def scatter_grads(sums: Mapping[str, jax.Array | Gathered], specs: Specs) -> Params:

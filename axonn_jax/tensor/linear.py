@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.tensor.collectives import Gathered, axis_size, gather_weight, reduce_sum, vary
+from axonn_jax.tensor.features import gather_features, scatter_features
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 from axonn_jax.tensor.params import constant_param, normal_param
 from axonn_jax.tensor.sequence import SEQUENCE_AXIS, gather_sequence, scatter_sequence
@@ -27,6 +28,7 @@ def matmul_4d(
     layouts: MatmulLayouts = PLAIN,
     *,
     scattered: bool = False,
+    spread: bool = False,
 ) -> jax.Array:
     """`Y = X W` on local shards: rows over `data` and `z`, contraction over `in_axis`, columns over the other.
 
@@ -34,21 +36,33 @@ def matmul_4d(
     before it travels; `layouts` says how products are computed. Collectives (DESIGN section 4): forward all-gather of W
     over `z` and all-reduce of Y over `in_axis`; backward all-reduce of dX over the other axis and reduce-scatter of
     dW over `z`. A result that is `scattered` is reduce-scattered along the sequence dim of [batch, seq, n/Gout]
-    (`tensor.sequence`).
+    (`tensor.sequence`). Where inner features are `spread` over `y` and `x`, a product over `x` has the whole operand
+    [..., k] and gives [..., n/(Gy Gx)] without a collective; one over `y` is reduce-scattered over `x` along its
+    features first and then all-reduced, [..., k/(Gy Gx)] -> [..., n/Gx].
     Source: AxoNN 4D (arXiv 2305.13525), section on the 3D-parallel fully connected layer.
     """
     w = gather_weight(kernel, x.dtype)
     x = vary(x, (other(in_axis),))
     rows = x.reshape(-1, x.shape[-1])  # 2-D: batched operands cost the CPU backend a tenth of a step
     y = matmul(rows, w, layouts).reshape(*x.shape[:-1], w.shape[1])
+    if spread:
+        return y if in_axis == "x" else reduce_sum(scatter_features(y), in_axis)
     return scatter_sequence(y) if scattered else reduce_sum(y, in_axis)
+
+
+def _layouts(in_axis: TensorAxis, spread: bool) -> tuple[P, P]:
+    """Of a kernel and of a bias."""
+    if not spread:
+        return P((in_axis, "z"), other(in_axis)), P(other(in_axis))
+    inner = ("y", "x")
+    return (P("z", inner), P(inner)) if in_axis == "x" else (P((*inner, "z")), P("x"))
 
 
 class Linear(nnx.Module):
     """A linear layer whose input features are split over `in_axis` and output features over the other axis.
 
     With `sequence_parallel` its side towards the residual stream, whose features `x` splits, has the sequence split
-    over `y` (`tensor.sequence`).
+    over `y` (`tensor.sequence`). With `spread` the features of its other side are split over `y` and `x`.
     """
 
     def __init__(
@@ -61,36 +75,45 @@ class Linear(nnx.Module):
         std: float,
         key: jax.Array,
         sequence_parallel: bool = False,
+        spread: bool = False,
     ):
         self.in_axis: TensorAxis = in_axis
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.spread = sequence_parallel, spread
         self.layouts = PLAIN
-        out_axis = other(in_axis)
-        self.kernel = normal_param(key, (in_features, out_features), std, P((in_axis, "z"), out_axis))
-        self.bias = constant_param((out_features,), 0.0, P(out_axis)) if bias else None
+        of_kernel, of_bias = _layouts(in_axis, spread)
+        self.kernel = normal_param(key, (in_features, out_features), std, of_kernel)
+        self.bias = constant_param((out_features,), 0.0, of_bias) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in/Gin] -> [..., out/Gout]; collectives as in `matmul_4d`, before them the gather of a split stream."""
         if self.sequence_parallel and self.in_axis == "x":
             x = gather_sequence(x)
+        elif self.spread and self.in_axis == "x":
+            x = gather_features(vary(x, ("y",)))
         return self.on_whole(x, self.kernel.get_value())
 
     def on_whole(self, x: jax.Array, kernel: jax.Array | Gathered) -> jax.Array:
-        """As a call, on an input with its whole sequence, with a kernel in place of the layer's own."""
+        """As a call, on an input that has been gathered, with a kernel in place of the layer's own."""
         scattered = self.sequence_parallel and self.in_axis == "y"
-        y = matmul_4d(x, kernel, self.in_axis, self.layouts, scattered=scattered)
+        y = matmul_4d(x, kernel, self.in_axis, self.layouts, scattered=scattered, spread=self.spread)
         return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
 
-def read_stream(layers: Sequence[Linear], x: jax.Array, *, split: bool, again: bool) -> list[jax.Array]:
+def read_stream(
+    layers: Sequence[Linear], x: jax.Array, *, split: bool, again: bool, spread: bool = False
+) -> list[jax.Array]:
     """What layers make of the residual stream; the backward pass adds their dX before it is reduced, once for all.
 
     The sequence of a stream that is `split` over `y` is gathered once for all, and where it is gathered `again` in the
-    backward pass only the part is kept until then. Other collectives as in `matmul_4d`.
+    backward pass only the part is kept until then. Layers with `spread` features share the gather
+    over `x`. Other collectives as in `matmul_4d`.
     """
     if not split:
         x = vary(x, ("y",))
-        return [layer(x) for layer in layers]
+        if not spread:
+            return [layer(x) for layer in layers]
+        x = gather_features(x)
+        return [layer.on_whole(x, layer.kernel.get_value()) for layer in layers]
     # Gathered before: what the backward pass gathers again is the stream, and not the weights.
     kernels = [Gathered(gather_weight(layer.kernel.get_value(), x.dtype)) for layer in layers]
 

@@ -6,10 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from axonn_jax.data.manifest import SPLITS, Manifest
 from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
 from axonn_jax.memory.policies import Policies, read_policies
+from axonn_jax.models.inner import PAPERS, Inner, choose_inner
 from axonn_jax.models.pieces import Piece, transformer_pieces
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.schedule.partition import Cost, explicit, partition
@@ -109,6 +112,7 @@ def check(config: Config) -> Config:
     shape = config.model.shape(default_vocab=manifest.vocab)
     _check_data(shape, manifest)
     config.grid.check_model(shape, sequence_parallel=config.memory.sequence_parallel)
+    inner_of(config, shape)
     if config.grid.pipe > 1:
         check_not_scanned(config.train.scan_layers)
         check_gather(config.memory.gather)
@@ -123,6 +127,21 @@ def check(config: Config) -> Config:
         manifest.verify()
     model = ModelConfig(preset=config.model.preset, **asdict(shape))
     return replace(config, model=model, log=log)
+
+
+def inner_of(config: Config, shape: ModelShape) -> Inner:
+    """How inner features are split; raises ``UserError`` where they cannot be as `train.inner_features` says."""
+    policy, split = read_policies(config.memory.activations).uniform or "full", config.memory.sequence_parallel
+    return choose_inner(config.train.inner_features, shape, config.grid, policy, sequence_parallel=split)
+
+
+def check_fits(model: Any, grid: GridShape) -> None:
+    """Raises ``UserError`` where a model that tells its sizes does not divide over the grid as it is laid out."""
+    shape = getattr(model, "shape", None)
+    if shape is not None:
+        split = getattr(model, "sequence_parallel", False)
+        grid.check_model(shape, sequence_parallel=split)
+        getattr(model, "inner", PAPERS).check(shape, grid, sequence_parallel=split)
 
 
 def check_streams(config: Config) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.models.inner import InnerFeatures
 from axonn_jax.models.presets import preset, preset_names
 from axonn_jax.models.shape import Mlp, ModelShape, Norm, Positions
 from axonn_jax.schedule.policies import Policy
@@ -152,6 +153,10 @@ class TrainConfig:
     """Whether matmuls with weights are computed with operands or product in another orientation where that was found to
     be faster: off, auto (if `axonn-jax bench matmuls --keep` or a run with measure found it on this kind of device),
     measure (also what nothing is known of, at the start, in up to 20 s). It changes how sums are rounded."""
+    inner_features: InnerFeatures = "y"
+    """What splits the features inside blocks, heads and the MLP's: y, and what is wide is all-reduced over grid.x; yx,
+    both grid.y and grid.x, and the narrow stream is gathered and scattered over grid.x; auto: for attention and MLP
+    apart, what sends less and divides (yx where y is small). Weights lie accordingly."""
     eval_every: int = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
     eval_batches: int = 8

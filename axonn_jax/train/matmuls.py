@@ -13,6 +13,7 @@ from axonn_jax.models.matmuls import local_products
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.state.agree import Agreement
 from axonn_jax.tensor.matmul import AS_WRITTEN, FORMS, PLAIN, Form, MatmulLayouts, Product, choosing
+from axonn_jax.train.check import inner_of
 from axonn_jax.train.config import Config
 from axonn_jax.train.program import streams_of
 from axonn_jax.tuned import cache_file, load, save
@@ -31,7 +32,8 @@ def choose_layouts(
     """
     if config.train.matmul_layouts == "off":
         return PLAIN, []
-    products = local_products(shape, grid.shape, local_tokens(config, shape), _dtype(config))
+    tokens, inner = local_tokens(config, shape), inner_of(config, shape)
+    products = local_products(shape, grid.shape, tokens, _dtype(config), inner)
     lines: list[str] = []
     text = ""
     if agreed.rank == 0:

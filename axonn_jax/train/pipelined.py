@@ -39,7 +39,7 @@ from axonn_jax.state.names import State
 from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, shapes_of, take_apart
 from axonn_jax.train.batch import local_rows
-from axonn_jax.train.check import check_gather, check_not_scanned, check_pipeline
+from axonn_jax.train.check import check_fits, check_gather, check_not_scanned, check_pipeline
 from axonn_jax.train.config import OverlapConfig, PipelineConfig, ScanLayers
 from axonn_jax.train.places import Places
 from axonn_jax.train.separable import check_separable
@@ -81,8 +81,7 @@ class PipelineTrainer(Trainer):
         pipeline = pipeline or PipelineConfig()
         abstract = model if isinstance(model, nnx.Module) else nnx.eval_shape(model)
         shape = getattr(abstract, "shape", None)
-        if shape is not None:
-            grid.shape.check_model(shape, sequence_parallel=getattr(abstract, "sequence_parallel", False))
+        check_fits(abstract, grid.shape)
         checked_policies(activations, abstract).check_pipelined()
         if not hasattr(abstract, "stretch"):
             raise UserError(

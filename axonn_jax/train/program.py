@@ -19,7 +19,7 @@ from axonn_jax.memory.reduce import reduce_gradients
 from axonn_jax.memory.zero import split_over_data
 from axonn_jax.tensor.clip import global_norm
 from axonn_jax.tensor.collectives import reduce_sum, vary
-from axonn_jax.tensor.gather import Gather, Held, gather_params, scatter_grads
+from axonn_jax.tensor.gather import Gather, Held, as_gathered, gather_once, gather_params, scatter_grads
 from axonn_jax.tensor.order import in_order
 from axonn_jax.tensor.params import Params, Parts, Specs
 from axonn_jax.tensor.region import manual
@@ -154,6 +154,12 @@ class StageProgram(OnMesh):
     def _model(self, params: Mapping[str, Any]) -> Any:
         return self.parts.rebuild(params)
 
+    @property
+    def _repeated(self) -> str | None:
+        """How names of parameters begin that belong to layers; None where the model does not tell."""
+        where = getattr(self._model(self.parts.params), "repeats", None)
+        return None if where is None else f"{where}."
+
     def _targets(self, tokens: jax.Array) -> int:
         """Number of target tokens in the global batch of which `tokens` is this device's part."""
         microbatches, rows, width = tokens.shape
@@ -188,6 +194,9 @@ class StageProgram(OnMesh):
         shards = {name: vary(p, self.token_axes) for name, p in params.items()}
         once = self.gather == "step" and tokens.shape[0] > 1
         own: Held = gather_params(shards, self.parts.specs, self.dtype) if once else {**shards}
+        # XLA moves these gathers out of the loop by itself on CPUs, not on GPUs.
+        several = tokens.shape[0] > 1 and not once
+        wholes = gather_once(shards, self.parts.specs, self.dtype, self._repeated) if several else {}
         targets = self._targets(tokens)
 
         def add(
@@ -198,7 +207,7 @@ class StageProgram(OnMesh):
             key_here = None if key is None else jax.random.fold_in(key, index)
 
             def scaled(p: Held, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
-                loss = self._loss_sum(p, batch, key_here) / targets
+                loss = self._loss_sum(as_gathered(p, wholes, self.parts.specs), batch, key_here) / targets
                 return (loss if scale is None else loss * scale), loss
 
             def backward(p: Held, batch: jax.Array) -> tuple[jax.Array, Held]:

@@ -25,6 +25,7 @@ from axonn_jax.start import describe, start
 from axonn_jax.state.agree import Agreement, agreement
 from axonn_jax.state.manifest import name_of
 from axonn_jax.tensor.matmul import with_layouts
+from axonn_jax.train.check import inner_of
 from axonn_jax.train.checkpoints import Checkpoints
 from axonn_jax.train.config import Config, to_toml
 from axonn_jax.train.matmuls import choose_layouts
@@ -41,11 +42,12 @@ def train(config: Config) -> int:
     world, grid = start(config.grid, settings=to_toml(config))
     with _all_or_nothing(world):
         shape, split = config.model.shape(), config.memory.sequence_parallel
-        agreed = agreement(grid)
+        inner, agreed = inner_of(config, shape), agreement(grid)
         layouts, told = choose_layouts(config, shape, grid, agreed)
+        told += [str(inner)] if config.train.inner_features != "y" else []
 
         def model() -> Transformer:
-            made = Transformer(shape, rngs=nnx.Rngs(config.train.seed), sequence_parallel=split)
+            made = Transformer(shape, rngs=nnx.Rngs(config.train.seed), sequence_parallel=split, inner=inner)
             return with_layouts(made, layouts)
 
         trainer = Trainer(

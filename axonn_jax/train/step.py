@@ -15,12 +15,14 @@ from axonn_jax.grid import Grid
 from axonn_jax.memory.precision import FULL, Accumulate, Precision, Precisions, precisions
 from axonn_jax.memory.scale import LossScale, first_scale, next_scale
 from axonn_jax.memory.update import DeviceUpdate, ModelState, clip_factor
+from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.stacked import Stack, stack_layers
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.attention import AttentionKernel
 from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, Parts, Specs, take_apart
+from axonn_jax.train.check import check_fits
 from axonn_jax.train.layerwise import layerwise
 from axonn_jax.train.program import StageProgram
 
@@ -176,9 +178,9 @@ def abstract(
 
     Raises ``UserError`` where the model or its `sequences` a step do not divide over the grid.
     """
-    grid.shape.check_model(shape, sequence_parallel=options.get("sequence_parallel", False))
-    grid.shape.check_batch(sequences, microbatches)
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), **options))
+    check_fits(model, grid.shape)
+    grid.shape.check_batch(sequences, microbatches)
     key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
     return model, ((microbatches, sequences // microbatches, shape.seq_len + 1), key)
 
@@ -202,6 +204,7 @@ def compile_abstract(
     scanned: bool = False,
     gather: Gather = "layer",
     sequence_parallel: bool = False,
+    inner: Inner = PAPERS,
     compiler_options: dict[str, str] | None = None,
 ) -> jax.stages.Compiled:
     """The step that a `Trainer` with these settings runs on `sequences` a step, compiled without making any array.
@@ -210,9 +213,8 @@ def compile_abstract(
     grid's devices are not those of the default backend, from which it is chosen otherwise. Raises ``UserError``
     where model or batch do not divide over the grid.
     """
-    model, batch = abstract(
-        shape, grid, sequences, microbatches, attention=attention, sequence_parallel=sequence_parallel
-    )
+    layout = {"sequence_parallel": sequence_parallel, "inner": inner}
+    model, batch = abstract(shape, grid, sequences, microbatches, attention=attention, **layout)
     stack = stack_layers(model) if scanned else Stack(take_apart(model))
     zero = zero and grid.shape.data > 1
     dtypes = precisions(precision, accumulate, apart=zero)

@@ -21,7 +21,7 @@ from axonn_jax.state.names import State, flatten, shapes, unflatten, unflatten_s
 from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, shapes_of
 from axonn_jax.train.batch import local_rows, place
-from axonn_jax.train.check import check_scan
+from axonn_jax.train.check import check_fits, check_scan
 from axonn_jax.train.checkpoints import load_now, save_now
 from axonn_jax.train.config import OverlapConfig, PipelineConfig, ScanLayers
 from axonn_jax.train.layerwise import layerwise
@@ -82,8 +82,7 @@ class Trainer:
             model = model()
         policies = checked_policies(activations, model)
         shape = getattr(model, "shape", None)
-        if shape is not None:
-            grid.shape.check_model(shape, sequence_parallel=getattr(model, "sequence_parallel", False))
+        check_fits(model, grid.shape)
         self.grid, self.microbatches, self.optimizer = grid, microbatches, optimizer
         overlap = overlap or OverlapConfig()
         communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1

@@ -58,6 +58,7 @@ KEYS = [
     ("train.seed", "-1", "-1", "an integer from 0 to 4294967295"),
     ("train.optimizer", '"adamx"', "'adamx'", "one of adamw, adam, sgd, lion; did you mean 'adam"),
     ("train.matmul_layouts", '"on"', "'on'", "one of auto, off, measure"),
+    ("train.inner_features", '"x"', "'x'", "one of y, yx, auto"),
     ("train.schedule", '"Cosine"', "'Cosine'", "one of cosine, linear, constant; did you mean 'cosine'?"),
     ("data.seed", "4294967296", "4294967296", "4294967295"),
     ("data.path", '"nowhere"', "'nowhere'", "axonn-jax prepare"),
@@ -226,6 +227,10 @@ COMMANDS = {
     "a sequence that does not split": (
         ["train", "run.toml", "--grid.y", "2", "--model.seq_len", "15", "--memory.sequence_parallel"],
         ["model.seq_len = 15: a multiple of y (memory.sequence_parallel) = 2; nearest: 14 or 16; or grid.y one"],
+    ),
+    "heads that do not split over y and x": (
+        ["train", "run.toml", "--grid.x", "4", "--model.heads", "2", "--train.inner_features", "yx"],
+        ["model.kv_heads = 2: a multiple of y*x (train.inner_features) = 4; nearest: 4"],
     ),
     "prepare: nothing given": (["prepare"], ["SOURCE_DIR, OUT_DIR, --vocab INT = (not given): required"]),
     "prepare: no source": (

@@ -10,6 +10,7 @@ import jax
 
 from axonn_jax.accounting import account
 from axonn_jax.grid import GridShape
+from axonn_jax.models.inner import Inner
 from axonn_jax.models.presets import preset
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.communication import Work
@@ -20,6 +21,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 for case in cases:
     model = case.pop("model")
     shape = preset(model.pop("preset"), **model) if "preset" in model else ModelShape(**model)
-    done = account(Work(shape, GridShape(1, *case.pop("axes")), **case))
+    inner = Inner(*map(bool, case.pop("inner")))
+    done = account(Work(shape, GridShape(1, *case.pop("axes")), inner=inner, **case))
     rows = [[row.kind, row.axes, float(row.predicted), float(row.compiled)] for row in done.rows]
     print(json.dumps({"exact": done.exact, "ratio": done.ratio, "rows": rows}), flush=True)

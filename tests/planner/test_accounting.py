@@ -28,11 +28,11 @@ MODELS = {"gpt": GPT, "llama": LLAMA}
 GRIDS = [axes for axes in product((1, 2, 4, 8, 16), repeat=4) if axes[0] * axes[1] * axes[2] * axes[3] == 16]
 
 
-def case(model, axes, activations="none", microbatches=1, scanned=False, gather="layer", split=False):
+def case(model, axes, activations="none", microbatches=1, scanned=False, gather="layer", split=False, inner=(0, 0)):
     model = asdict(model) if isinstance(model, ModelShape) else model
     sequences = axes[0] * axes[1] * microbatches
     settings = {"microbatches": microbatches, "sequences": sequences, "activations": activations, "scanned": scanned}
-    return {"model": model, "axes": axes, "gather": gather, "sequence_parallel": split, **settings}
+    return {"model": model, "axes": axes, "gather": gather, "sequence_parallel": split, "inner": inner, **settings}
 
 
 def check(devices, cases):
@@ -72,6 +72,9 @@ def test_a_sample_of_the_grids_of_16_devices():
             case(GPT, (1, 1, 4, 4), "save_collectives", split=True),
             case(GPT, (1, 4, 2, 2), "full", 2, gather="pass", split=True),
             case(LLAMA, (2, 2, 2, 2), "none", 2, gather="step", split=True),
+            case(LLAMA, (2, 2, 2, 2), "full", 2, inner=(1, 1)),
+            case(GPT, (1, 4, 1, 4), "none", 1, gather="step", inner=(1, 1)),
+            case(GPT, (2, 2, 2, 2), "save_collectives", 1, scanned=True, inner=(0, 1)),
         ],
     )
 
@@ -84,6 +87,17 @@ def test_a_sample_of_the_grids_of_16_devices():
 @pytest.mark.parametrize("model", MODELS)
 def test_every_4d_grid_of_16_devices_with_the_sequence_split(model, scanned, activations, microbatches):
     check(16, [case(MODELS[model], axes, activations, microbatches, scanned, split=True) for axes in GRIDS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("activations", "microbatches"), [("none", 2), ("full", 1), ("dots", 1), ("save_collectives", 2)]
+)
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_grid_with_x_and_inner_features_over_both(model, scanned, activations, microbatches):
+    grids = [axes for axes in GRIDS if axes[3] > 1]
+    check(16, [case(MODELS[model], axes, activations, microbatches, scanned, inner=(1, 1)) for axes in grids])
 
 
 @pytest.mark.slow

@@ -3,25 +3,16 @@
 import functools
 
 import grids
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 from axonn_jax.errors import UserError
-from axonn_jax.models.stacked import Stack, stack_layers
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.tensor.params import take_apart
 from axonn_jax.train.check import check_gather
-from axonn_jax.train.program import StageProgram
 from axonn_jax.train.trainer import Trainer
 
-EPS = float(np.finfo(np.float32).eps)
-# Gradients of microbatches are summed over `z` before or after they are added up: as for the grids in test_parity.
-GRADIENT_TOLERANCE = 16 * EPS
-SCALAR_TOLERANCE = 4 * EPS
 # In bfloat16 every device rounds its gradient of a microbatch; "layer" rounds the sum over `z` once more, "step" adds
 # in float32. Entries of two programs then differ by a few roundings of 2**-9 each.
 BF16_TOLERANCE = 8 * 2.0**-9
@@ -29,35 +20,14 @@ BF16_TOLERANCE = 8 * 2.0**-9
 MIXED, DEEP, WIDE = grids.GridShape(1, 2, 2, 1, 2), grids.GridShape(1, 1, 4, 2, 1), grids.GridShape(1, 1, 2, 2, 2)
 
 
-def results(model, axes, dtype="float32", scanned=False, **options):
-    """Loss and norm, and gradients by the layers' own names, of two microbatches."""
-    shape, grid = grids.MODELS[model], grids.lay(axes)
-    own = grids.model_on(shape, grid)
-    made = take_apart(own)
-    stack = stack_layers(own) if scanned else Stack(made)
-    program = StageProgram(stack.parts, grid, jnp.dtype(dtype), **options)
-    params = stack.join(made.params, grid.mesh)
-    batch = jax.device_put(grids.tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
-    grads, loss, norm = jax.jit(program.gradients)(params, batch, None)
-    for name, grad in grads.items():
-        assert grad.dtype == jnp.float32
-        assert grad.sharding.is_equivalent_to(program.shardings()[name], grad.ndim), name
-    return {name: np.asarray(g, np.float64) for name, g in stack.split(grads).items()}, float(loss), float(norm)
+def results(model, axes, **options):
+    """Gradients by the layers' own names, loss and norm of two microbatches, summed over `z` before or after."""
+    return grids.gradients(grids.MODELS[model], axes, **options)
 
 
 @functools.cache
 def reference(model):
     return results(model, grids.GridShape())
-
-
-def check(got, want, gradients=GRADIENT_TOLERANCE, scalars=SCALAR_TOLERANCE):
-    (grads, loss, norm), (want_grads, want_loss, want_norm) = got, want
-    assert abs(loss - want_loss) <= scalars * want_loss
-    assert abs(norm - want_norm) <= scalars * want_norm
-    assert grads.keys() == want_grads.keys()
-    for name, grad in grads.items():
-        error = np.max(np.abs(grad - want_grads[name])) / np.max(np.abs(want_grads[name]))
-        assert error <= gradients, f"{name}: {error / EPS:.0f} eps"
 
 
 FEW = [
@@ -88,13 +58,13 @@ def case_name(value):
 )
 def test_gradients_are_those_of_one_device(model, axes, gather, activations, scanned, options):
     got = results(model, axes, scanned=scanned, gather=gather, activations=activations, **options)
-    check(got, reference(model))
+    grids.check_gradients(got, reference(model))
 
 
 @pytest.mark.parametrize("gather", ["step", pytest.param("pass", marks=pytest.mark.slow)])
 def test_in_bfloat16_gradients_differ_by_roundings(gather):
-    layer, kept = (results("gpt", MIXED, "bfloat16", activations="full", gather=one) for one in ("layer", gather))
-    check(kept, layer, BF16_TOLERANCE, 2.0**-9)
+    layer, kept = (results("gpt", MIXED, dtype="bfloat16", activations="full", gather=one) for one in ("layer", gather))
+    grids.check_gradients(kept, layer, BF16_TOLERANCE, 2.0**-9)
 
 
 OPTIONS = [

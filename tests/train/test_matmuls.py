@@ -55,6 +55,13 @@ def test_every_form_is_timed_on_the_device_until_the_time_is_up():
     assert measure(SMALL, device, rounds=2, budget_s=0.0) == []
 
 
+def test_one_device_of_a_mesh_that_is_set_is_timed_alone():
+    """As in a run without a pipeline, which has set its mesh before."""
+    with jax.set_mesh(grids.lay(GridShape(data=2, x=2)).mesh):
+        (one,) = measure(SMALL[:1], jax.devices()[0], rounds=1)
+    assert set(one.seconds) == set(FORMS)
+
+
 # What is remembered
 
 

@@ -18,41 +18,18 @@ from axonn_jax.models.stacked import stack_layers
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.state.checkpoint import latest, load_weights
 from axonn_jax.tensor.params import take_apart
-from axonn_jax.train.program import StageProgram
 from axonn_jax.train.scan import LAYERS, choose_stack
 from axonn_jax.train.trainer import Trainer
 
-EPS = float(np.finfo(np.float32).eps)
-# As between grids (test_parity): the same sums, fused and so rounded in another order.
-GRADIENT_TOLERANCE = 16 * EPS
-SCALAR_TOLERANCE = 4 * EPS
 CURVE_TOLERANCE = 2e-6  # as for the curves of grids (test_trainer)
 
 ALL = grids.GridShape(1, 1, 2, 2, 2)
 SMALL = replace(grids.GPT, layers=3, seq_len=8)
 
 
-def gradients(shape, axes, *, scanned, **options):
-    """As test_streams makes them, with the layers stacked or not, under the layers' own names."""
-    grid = grids.lay(axes)
-    model = grids.model_on(replace(shape, dropout=0.0), grid)
-    model = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))).rebuild(take_apart(model).params)
-    stack = stack_layers(model) if scanned else None
-    parts = take_apart(model) if stack is None else stack.parts
-    program = StageProgram(parts, grid, jnp.dtype("float32"), **options)
-    batch = jax.device_put(grids.tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
-    params = parts.params if stack is None else stack.join(take_apart(model).params, grid.mesh)
-    key = jax.random.key(3) if shape.dropout else None
-    grads, loss, norm = jax.jit(program.gradients)(params, batch, key)
-    for name, grad in grads.items():
-        assert grad.sharding.is_equivalent_to(program.shardings()[name], grad.ndim), name
-    own = grads if stack is None else stack.split(grads)
-    return {name: np.asarray(g, np.float64) for name, g in own.items()}, float(loss), float(norm)
-
-
 @functools.cache
 def unrolled(shape):
-    return gradients(shape, grids.GridShape(), scanned=False)
+    return grids.gradients(shape, grids.GridShape())
 
 
 def cases():
@@ -80,14 +57,7 @@ def cases():
 @pytest.mark.parametrize(("model", "dropout", "axes", "options"), list(cases()))
 def test_scanned_layers_give_the_gradients_of_unrolled_ones(model, dropout, axes, options):
     shape = replace(grids.MODELS[model], dropout=dropout)
-    grads, loss, norm = gradients(shape, axes, scanned=True, **options)
-    want_grads, want_loss, want_norm = unrolled(shape)
-    assert abs(loss - want_loss) <= SCALAR_TOLERANCE * want_loss
-    assert abs(norm - want_norm) <= SCALAR_TOLERANCE * want_norm
-    assert grads.keys() == want_grads.keys()
-    for name, grad in grads.items():
-        error = np.max(np.abs(grad - want_grads[name])) / np.max(np.abs(want_grads[name]))
-        assert error <= GRADIENT_TOLERANCE, f"{name}: {error / EPS:.0f} eps"
+    grids.check_gradients(grids.gradients(shape, axes, scanned=True, **options), unrolled(shape))
 
 
 def decayed(params):

@@ -5,8 +5,6 @@ from dataclasses import replace
 from itertools import product
 
 import grids
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import plain
@@ -16,17 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, GridShape
-from axonn_jax.models.stacked import stack_layers
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.tensor.params import take_apart
-from axonn_jax.train.program import StageProgram
 from axonn_jax.train.step import compile_abstract
 from axonn_jax.train.trainer import Trainer
 
-EPS = float(np.finfo(np.float32).eps)
-# As without it (test_parity): the same sums, in another order.
-GRADIENT_TOLERANCE = 16 * EPS
-SCALAR_TOLERANCE = 4 * EPS
 CURVE_TOLERANCE = 2e-6  # as for the curves of grids (test_trainer)
 
 SMALL = replace(grids.LLAMA, layers=1)
@@ -40,35 +31,13 @@ def split_model(shape):
 def reference(model):
     shape = grids.MODELS[model]
     batch = grids.tokens(shape.vocab, 2, 8, shape.seq_len)
-    return plain.reference(grids.host_params(shape), shape, batch.reshape(-1, shape.seq_len + 1))
+    loss, grads, norm = plain.reference(grids.host_params(shape), shape, batch.reshape(-1, shape.seq_len + 1))
+    return grads, loss, norm
 
 
-def results(shape, axes, *, split=True, scanned=False, **options):
+def results(shape, axes, **options):
     """Gradients, loss and norm, under the layers' own names."""
-    grid = grids.lay(axes)
-    own = take_apart(grids.model_on(replace(shape, dropout=0.0), grid)).params
-    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), sequence_parallel=split))
-    stack = stack_layers(model) if scanned else None
-    parts = take_apart(model) if stack is None else stack.parts
-    program = StageProgram(parts, grid, jnp.dtype("float32"), **options)
-    batch = jax.device_put(grids.tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
-    key = jax.random.key(3) if shape.dropout else None
-    params = own if stack is None else stack.join(own, grid.mesh)
-    grads, loss, norm = jax.jit(program.gradients)(params, batch, key)
-    for name, grad in grads.items():
-        assert grad.sharding.is_equivalent_to(program.shardings()[name], grad.ndim), name
-    grads = grads if stack is None else stack.split(grads)
-    return {name: np.asarray(g, np.float64) for name, g in grads.items()}, float(loss), float(norm)
-
-
-def check(got, want):
-    (grads, loss, norm), (want_loss, want_grads, want_norm) = got, want
-    assert abs(loss - want_loss) <= SCALAR_TOLERANCE * want_loss
-    assert abs(norm - want_norm) <= SCALAR_TOLERANCE * want_norm
-    assert grads.keys() == want_grads.keys()
-    for name, grad in grads.items():
-        error = np.max(np.abs(grad - want_grads[name])) / np.max(np.abs(want_grads[name]))
-        assert error <= GRADIENT_TOLERANCE, f"{name}: {error / EPS:.0f} eps"
+    return grids.gradients(shape, axes, layout={"sequence_parallel": True}, **options)
 
 
 def cases():
@@ -93,7 +62,7 @@ def cases():
 
 @pytest.mark.parametrize(("model", "axes", "options"), list(cases()))
 def test_loss_gradients_and_norm_equal_the_plain_model(model, axes, options):
-    check(results(grids.MODELS[model], axes, **options), reference(model))
+    grids.check_gradients(results(grids.MODELS[model], axes, **options), reference(model))
 
 
 @pytest.mark.parametrize(
@@ -101,8 +70,8 @@ def test_loss_gradients_and_norm_equal_the_plain_model(model, axes, options):
 )
 def test_dropout_drops_the_same_entries(options):
     shape = replace(grids.GPT, layers=1, dropout=0.25)
-    grads, loss, norm = results(shape, GridShape(), split=False)
-    check(results(shape, GridShape(1, 1, 2, 2, 2), **options), (loss, grads, norm))
+    plain_results = grids.gradients(shape, GridShape())
+    grids.check_gradients(results(shape, GridShape(1, 1, 2, 2, 2), **options), plain_results)
 
 
 def curve(model, axes, *, microbatches=2, **options):

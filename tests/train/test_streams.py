@@ -14,10 +14,6 @@ from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import take_apart
 from axonn_jax.train.program import StageProgram
 
-EPS = float(np.finfo(np.float32).eps)
-# The streams' gradients are summed in another order than the whole batch's: as for the grids in test_parity.
-GRADIENT_TOLERANCE = 16 * EPS
-SCALAR_TOLERANCE = 4 * EPS
 GRIDS = [grids.GridShape(1, 1, 1, 1, 1), grids.GridShape(1, 1, 2, 2, 2), grids.GridShape(1, 2, 2, 1, 2)]
 
 
@@ -39,15 +35,6 @@ def reference(model, dropout):
     return results(model, grids.GridShape(), dropout)
 
 
-def check(got, want):
-    (grads, loss, norm), (want_grads, want_loss, want_norm) = got, want
-    assert abs(loss - want_loss) <= SCALAR_TOLERANCE * want_loss
-    assert abs(norm - want_norm) <= SCALAR_TOLERANCE * want_norm
-    for name, grad in grads.items():
-        error = np.max(np.abs(grad - want_grads[name])) / np.max(np.abs(want_grads[name]))
-        assert error <= GRADIENT_TOLERANCE, f"{name}: {error / EPS:.0f} eps"
-
-
 def cases():
     """Every policy on the grid of all axes; the others, which compile for long and add little, are slow."""
     for axes, model, activations in product(GRIDS, grids.MODELS, ["none", "full", "dots", "save_collectives"]):
@@ -59,12 +46,12 @@ def cases():
 @pytest.mark.parametrize(("axes", "model", "activations"), list(cases()))
 def test_two_streams_in_order_give_the_gradients_of_one_device(model, axes, activations):
     got = results(model, axes, streams=2, ordered=True, activations=activations)
-    check(got, reference(model, 0.0))
+    grids.check_gradients(got, reference(model, 0.0))
 
 
 @pytest.mark.parametrize("options", [{"streams": 2}, {"ordered": True}, {"streams": 2, "ordered": True}], ids=str)
 def test_dropout_drops_the_same_entries(options):
-    check(results("gpt", GRIDS[1], 0.25, **options), reference("gpt", 0.25))
+    grids.check_gradients(results("gpt", GRIDS[1], 0.25, **options), reference("gpt", 0.25))
 
 
 @pytest.mark.parametrize("activations", ["none", "full"])
@@ -73,4 +60,4 @@ def test_the_order_alone_changes_no_bit(activations):
     plain = results("llama", axes, streams=2, activations=activations)
     ordered = results("llama", axes, streams=2, activations=activations, ordered=True)
     # XLA fuses the two programs differently, so sums of a fusion may be rounded in another order.
-    check(ordered, plain)
+    grids.check_gradients(ordered, plain)
