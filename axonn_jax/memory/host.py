@@ -1,7 +1,9 @@
-"""Host memory on the CPU backend: freed memory is kept instead of being returned to the kernel."""
+"""Host memory on the CPU backend: freed memory is kept, not returned to the kernel, until something needs the room."""
 
 import ctypes
+import os
 import platform
+from pathlib import Path
 
 # glibc's mallopt parameters (malloc.h).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
@@ -18,7 +20,7 @@ def keep_freed_memory() -> bool:
     and unmaps them when freed, so every step pays a page fault for each 4 KiB it touches: measured at a quarter of
     a training step. One arena that grows and never shrinks makes the second step find its memory in place.
     """
-    if platform.libc_ver()[0] != "glibc":
+    if not can_give_back():
         return False
     libc = ctypes.CDLL(None)
     mallopt = libc.mallopt
@@ -26,6 +28,30 @@ def keep_freed_memory() -> bool:
     done = [mallopt(parameter, value) for parameter, value in settings]  # every one, also after a failure
     _ask_for_huge_pages(libc)
     return all(done)
+
+
+def can_give_back() -> bool:
+    """Whether the allocator is one that can be told what to keep: glibc's."""
+    return platform.libc_ver()[0] == "glibc"
+
+
+def give_back_freed_memory() -> None:
+    """Returns all freed memory to the kernel, where the allocator can be told to.
+
+    What a step frees is its temporaries: called between two steps it costs the next one their page faults, called
+    during a step it gives back only what no step would use.
+    """
+    if not can_give_back():
+        return
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim.argtypes = [ctypes.c_size_t]
+    libc.malloc_trim(0)
+    _ask_for_huge_pages(libc)  # the heap now ends at its last block, and so does what was asked for before
+
+
+def resident() -> int:
+    """Bytes of this process in memory (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:

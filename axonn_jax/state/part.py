@@ -15,15 +15,18 @@ import jax
 import orbax.checkpoint as ocp
 
 from axonn_jax import compat
+from axonn_jax.memory.growth import Growth
 from axonn_jax.state.manifest import Stored, describe_files, write_whole
 from axonn_jax.state.names import State
 from axonn_jax.state.pace import SHARE, Lots, Pace
-from axonn_jax.state.snapshot import on_the_hosts_cores, snapshot
+from axonn_jax.state.snapshot import WORTH_IT, on_the_hosts_cores, snapshot
 
 _TIMEOUT_S = 1800
 _POLL_S = 0.02
 _PACED_LOT = 32_000_000
 """Bytes under way to the disk at a time where it is paced; they take memory once more."""
+_GROWTH = 0.05
+"""Of the copies: by so much more the process may grow while they are written."""
 _WIDEST = 4
 """Bytes of an element, however it was stored."""
 MARKER = ".json"
@@ -35,7 +38,7 @@ class PartWriter:
     `start` returns once the arrays are copied to the host, so they may be donated to the next step; `finish` waits
     for the files, on any thread. Where one process fails, the others of its world learn of it instead of waiting.
     Where training computes on the host's cores (the CPU backend) and the world is one process, it writes at a pace that
-    leaves them to it, until somebody waits (`hurry`).
+    leaves them to it, until somebody waits (`hurry`). While it writes, freed memory is not kept beyond a little.
     """
 
     def __init__(self, name: str):
@@ -55,6 +58,7 @@ class PartWriter:
                 active_processes=everyone if len(everyone) > 1 else None
             ),
         )
+        self._growth: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._failed = False
         self._hook = sys.unraisablehook
         sys.unraisablehook = self._unraisable
@@ -72,13 +76,15 @@ class PartWriter:
         alone = jax.process_count() == 1  # with several a write that fails among lots left the others waiting
         self._pace.begin(SHARE if alone and any(map(on_the_hosts_cores, state.values())) else 1.0)
         with self._failing_together(), _quiet():
-            snapshot(state)
+            copied = snapshot(state)
             self._checkpointer.save(folder / self.name, args=ocp.args.PyTreeSave(dict(state)))
             state.clear()
+        watched = copied >= WORTH_IT
+        self._growth = contextlib.closing(Growth(int(copied * _GROWTH))) if watched else contextlib.nullcontext()
 
     def finish(self, folder: Path) -> None:
         """Waits until the part is written; the world's first process then leaves the part's checksums beside it."""
-        with self._failing_together():
+        with self._growth, self._failing_together():
             with _quiet():
                 self._checkpointer.wait_until_finished()
             if jax.process_index() == 0:

@@ -6,22 +6,29 @@ from typing import Any
 import jax
 import numpy as np
 
+from axonn_jax.memory.host import give_back_freed_memory
 from axonn_jax.state.names import State
 
+WORTH_IT = 32_000_000
+"""Bytes of copies from which on the memory of the process is looked after."""
 _ALIGNED = 64
 """Bytes: what XLA needs of memory that it takes over without copying it."""
 
 
-def snapshot(state: State) -> None:
+def snapshot(state: State) -> int:
     """Puts copies in the place of arrays on the CPU backend, one after another; others stay, as saving copies them.
 
+    Returns the bytes of the copies.
     An array in use that is being written cannot be donated: the next step would copy it, into memory that the
-    process then keeps. The copies are given back to the kernel when the last of them is let go.
+    process then keeps. The copies are given back to the kernel when the last of them is let go; before they are made,
+    memory that is free is given back in their place.
     """
     copied = {name: _distinct(value) for name, value in state.items() if on_the_hosts_cores(value)}
     size = sum(_room(data.nbytes) for parts in copied.values() for data in parts.values())
     if not size:
-        return
+        return 0
+    if size >= WORTH_IT:
+        give_back_freed_memory()
     memory, at = _memory(size), 0
     for name, parts in copied.items():
         value = state[name]
@@ -37,6 +44,7 @@ def snapshot(state: State) -> None:
         ]
         kind = value.sharding.with_memory_kind(shards[0].sharding.memory_kind)
         state[name] = jax.make_array_from_single_device_arrays(value.shape, kind, shards)
+    return size
 
 
 def on_the_hosts_cores(value: Any) -> bool:

@@ -164,7 +164,7 @@ class Run:
                 told = stop.told() and step < steps
                 evaluates = step == steps or (every > 0 and step % every == 0 and not told)
                 saves = step == steps or told or (save_every > 0 and step % save_every == 0)
-                if waiting is not None and (evaluates or told):
+                if waiting is not None and (evaluates or saves):  # what a checkpoint goes on after has its line
                     mark = self._report(step, waiting, mark)
                     waiting = None
                 if evaluates:

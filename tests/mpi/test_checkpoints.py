@@ -140,6 +140,31 @@ def test_many_kills(setup, config, tmp_path, capsys):
     killed_again_and_again(setup, KILLS[setup], config, tmp_path, 200, capsys)
 
 
+LOGGED_BEFORE_SAVING = """
+import sys
+from axonn_jax.cli.main import main
+from axonn_jax.state.saver import Saver
+from axonn_jax.train.metrics import read_metrics
+
+save = Saver.save
+
+def saving(self, step, state, run):
+    print(step, read_metrics(self.directory.parent)[-1]["step"])
+    save(self, step, state, run)
+
+Saver.save = saving
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def test_a_step_is_written_down_before_it_is_saved(config, tmp_path):
+    """A run killed right after a save goes on after that step, and would never write it down."""
+    words = command(config, tmp_path / "run", train_steps=5)
+    done = finished([sys.executable, "-c", LOGGED_BEFORE_SAVING, *words[len(AXONN) + 1 :]])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == ["2 2", "4 4", "5 5"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", ["x 2", "two processes a stage"])
 def test_told_to_end_it_saves_and_goes_on_later(setup, config, tmp_path):

@@ -117,6 +117,32 @@ def test_a_save_left_alone_rests_and_one_that_is_waited_for_does_not(tmp_path, m
         np.testing.assert_array_equal(loaded[name], value)
 
 
+class Watch:
+    """Notes how it is used, in the place of what looks after the growth of the process."""
+
+    def __init__(self, margin):
+        self.margin, self.closed = margin, False
+
+    def close(self):
+        self.closed = True
+
+
+def test_the_growth_of_the_process_is_watched_until_a_save_is_written(tmp_path, monkeypatch):
+    watches, said = [], []
+    monkeypatch.setattr(part, "Growth", lambda margin: watches.append(Watch(margin)) or watches[-1])
+    monkeypatch.setattr(part, "WORTH_IT", 100_000)
+    made = saved(tmp_path, said)
+    made.save(2, arrays(4, 10_000), {})
+    (watch,) = watches
+    assert watch.margin == 8_000
+    assert made.settle() == ""
+    assert watch.closed
+    made.save(4, arrays(4, 1_000), {})  # too little to look after
+    assert made.settle() == ""
+    assert len(watches) == 1
+    made.close()
+
+
 @pytest.mark.slow
 def test_an_array_may_be_larger_than_what_is_written_or_read_at_a_time(tmp_path):
     state, said = arrays(2, 260_000_000), []
