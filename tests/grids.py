@@ -91,7 +91,7 @@ def gradients(shape: ModelShape, axes: GridShape, *, dtype="float32", scanned=Fa
     grads, loss, norm = jax.jit(program.gradients)(params, batch, key)
     for name, grad in grads.items():
         assert grad.dtype == jnp.float32
-        assert grad.sharding.is_equivalent_to(program.shardings()[name], grad.ndim), name
+        assert grad.sharding.is_equivalent_to(NamedSharding(grid.mesh, program.grad_specs[name]), grad.ndim), name
     return {name: np.asarray(g, np.float64) for name, g in stack.split(grads).items()}, float(loss), float(norm)
 
 
