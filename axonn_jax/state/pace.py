@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 
-SHARE = 0.06
+SHARE = 0.04
 """Of the time. It leaves something of the tenth by which steps may get longer to the copying before."""
 _LONGEST_S = 600
 """After so long a save takes what it needs: it holds memory, and other processes of its world may wait for it."""

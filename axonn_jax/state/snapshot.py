@@ -67,7 +67,7 @@ def _room(size: int) -> int:
 
 def _memory(size: int) -> np.ndarray:
     """Memory of the kernel's own, not the allocator's, in huge pages where it grants them: fewer faults."""
-    pages = mmap.mmap(-1, size)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages are never huge
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)
