@@ -142,20 +142,16 @@ def _step(setting: Setting) -> Any:
     import jax
     import jax.numpy as jnp
     import optax
-    from flax import nnx
 
     from axonn_jax.models.stacked import Stack, stack_layers
-    from axonn_jax.models.transformer import Transformer
     from axonn_jax.tensor.params import take_apart
     from axonn_jax.train.layerwise import layerwise
     from axonn_jax.train.program import StageProgram
-    from axonn_jax.train.step import Step
+    from axonn_jax.train.step import Step, abstract
 
-    split = setting.sequence_parallel
-    setting.grid.check_model(setting.shape, sequence_parallel=split)
-    setting.grid.check_batch(setting.sequences, setting.microbatches)
-    model = nnx.eval_shape(lambda: Transformer(setting.shape, rngs=nnx.Rngs(0), sequence_parallel=split))
-    stack = stack_layers(model) if setting.scanned else Stack(take_apart(model))
     grid = build_grid(setting.grid, jax.devices()[: setting.grid.devices])
+    size = (setting.sequences, setting.microbatches)
+    model, _ = abstract(setting.shape, grid, *size, sequence_parallel=setting.sequence_parallel)
+    stack = stack_layers(model) if setting.scanned else Stack(take_apart(model))
     program = StageProgram(stack.parts, grid, jnp.dtype("float32"), setting.activations)
     return Step(program, layerwise(optax.adamw(1e-3), stack), 1.0)

@@ -7,6 +7,7 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -93,6 +94,15 @@ def gradients(shape: ModelShape, axes: GridShape, *, dtype="float32", scanned=Fa
         assert grad.dtype == jnp.float32
         assert grad.sharding.is_equivalent_to(NamedSharding(grid.mesh, program.grad_specs[name]), grad.ndim), name
     return {name: np.asarray(g, np.float64) for name, g in stack.split(grads).items()}, float(loss), float(norm)
+
+
+@functools.cache
+def reference(model: str):
+    """What `gradients` gives for one of `MODELS`, of the plain model."""
+    shape = MODELS[model]
+    batch = tokens(shape.vocab, 2, 8, shape.seq_len)
+    loss, grads, norm = plain.reference(host_params(shape), shape, batch.reshape(-1, shape.seq_len + 1))
+    return grads, loss, norm
 
 
 def check_gradients(got, want, gradients=GRADIENT_TOLERANCE, scalars=SCALAR_TOLERANCE):

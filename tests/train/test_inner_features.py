@@ -7,7 +7,6 @@ from itertools import product
 import grids
 import numpy as np
 import optax
-import plain
 import pytest
 from flax import nnx
 
@@ -23,14 +22,6 @@ from axonn_jax.train.trainer import Trainer
 CURVE_TOLERANCE = 2e-6  # as for the curves of grids (test_trainer)
 BOTH = Inner(attention=True, mlp=True)
 SMALL = replace(grids.LLAMA, layers=1)
-
-
-@functools.cache
-def reference(model):
-    shape = grids.MODELS[model]
-    batch = grids.tokens(shape.vocab, 2, 8, shape.seq_len)
-    loss, grads, norm = plain.reference(grids.host_params(shape), shape, batch.reshape(-1, shape.seq_len + 1))
-    return grads, loss, norm
 
 
 def cases():
@@ -65,7 +56,7 @@ def cases():
 @pytest.mark.parametrize(("model", "axes", "inner", "options"), list(cases()))
 def test_loss_gradients_and_norm_equal_the_plain_model(model, axes, inner, options):
     got = grids.gradients(grids.MODELS[model], axes, layout={"inner": inner}, **options)
-    grids.check_gradients(got, reference(model))
+    grids.check_gradients(got, grids.reference(model))
 
 
 def curve(axes, inner, steps=6, **options):

@@ -7,7 +7,6 @@ from itertools import product
 import grids
 import numpy as np
 import optax
-import plain
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -25,14 +24,6 @@ SMALL = replace(grids.LLAMA, layers=1)
 
 def split_model(shape):
     return Transformer(shape, rngs=nnx.Rngs(0), sequence_parallel=True)
-
-
-@functools.cache
-def reference(model):
-    shape = grids.MODELS[model]
-    batch = grids.tokens(shape.vocab, 2, 8, shape.seq_len)
-    loss, grads, norm = plain.reference(grids.host_params(shape), shape, batch.reshape(-1, shape.seq_len + 1))
-    return grads, loss, norm
 
 
 def results(shape, axes, **options):
@@ -62,7 +53,7 @@ def cases():
 
 @pytest.mark.parametrize(("model", "axes", "options"), list(cases()))
 def test_loss_gradients_and_norm_equal_the_plain_model(model, axes, options):
-    grids.check_gradients(results(grids.MODELS[model], axes, **options), reference(model))
+    grids.check_gradients(results(grids.MODELS[model], axes, **options), grids.reference(model))
 
 
 @pytest.mark.parametrize(
