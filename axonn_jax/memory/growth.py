@@ -10,10 +10,8 @@ _POLL_S = 0.02
 class Growth:
     """Has freed memory given back whenever the process has grown by more than `margin` bytes, until it is closed.
 
-    XLA's CPU backend allocates the temporaries of a step as one aligned block. glibc cuts it out of a slightly larger
-    one, and where a small block that stays has taken the cuttings, the next step's temporaries no longer fit the old
-    place: they go elsewhere, and the old place is kept for nothing. Seen once and twice in a few saves, each time 0.9
-    times the state of a model of 98 million parameters.
+    Of a trainer without a pipeline the temporaries stay in their place (`memory.temporaries`); this is for what else
+    moves: the programs of a pipeline, an evaluation, an offloaded update.
     """
 
     def __init__(self, margin: int):

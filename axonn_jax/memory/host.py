@@ -7,7 +7,10 @@ from pathlib import Path
 
 # glibc's mallopt parameters (malloc.h).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
+_MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 _MADV_HUGEPAGE = 14
+_ALIGNED, _SMALLEST = 64, 32
+"""What XLA aligns memory to, and glibc's smallest block."""
 _HUGE_PAGE = 2 << 20
 _HUGE_REGION = 2 << 30
 """Address space, not memory: a page is taken when first touched."""
@@ -47,6 +50,34 @@ def give_back_freed_memory() -> None:
     libc.malloc_trim.argtypes = [ctypes.c_size_t]
     libc.malloc_trim(0)
     _ask_for_huge_pages(libc)  # the heap now ends at its last block, and so does what was asked for before
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2]
+
+
+def in_use() -> int | None:
+    """Bytes that this process has allocated and not freed; None where the allocator cannot tell (glibc since 2.33)."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None) if can_give_back() else None
+    if mallinfo2 is None:
+        return None
+    mallinfo2.restype = _Mallinfo2
+    found = mallinfo2()
+    return int(found.uordblks + found.hblkhd)
+
+
+def places(size: int, count: int) -> list[int]:
+    """Where `count` blocks of `size` bytes would lie, were XLA to take them now; nothing is touched or kept.
+
+    An aligned block is cut out of one larger by its alignment and the smallest block; that one is asked for.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    blocks = [libc.malloc(size + _ALIGNED + _SMALLEST) for _ in range(count)]
+    for block in blocks:
+        libc.free(block)
+    return sorted(block or 0 for block in blocks)
 
 
 def resident() -> int:

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from axonn_jax.memory.host import give_back_freed_memory
 from axonn_jax.state.names import State
 
 WORTH_IT = 32_000_000
@@ -20,15 +19,12 @@ def snapshot(state: State) -> int:
 
     Returns the bytes of the copies.
     An array in use that is being written cannot be donated: the next step would copy it, into memory that the
-    process then keeps. The copies are given back to the kernel when the last of them is let go; before they are made,
-    memory that is free is given back in their place.
+    process then keeps. The copies are given back to the kernel when the last of them is let go.
     """
     copied = {name: _distinct(value) for name, value in state.items() if on_the_hosts_cores(value)}
     size = sum(_room(data.nbytes) for parts in copied.values() for data in parts.values())
     if not size:
         return 0
-    if size >= WORTH_IT:
-        give_back_freed_memory()
     memory, at = _memory(size), 0
     for name, parts in copied.items():
         value = state[name]

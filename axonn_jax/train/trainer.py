@@ -17,6 +17,7 @@ from axonn_jax.memory.account import StateBytes, counted, report
 from axonn_jax.memory.activations import checked_policies
 from axonn_jax.memory.placement import Where, own_folder
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
+from axonn_jax.memory.temporaries import Temporaries
 from axonn_jax.state.names import State, flatten, shapes, unflatten, unflatten_scale
 from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, shapes_of
@@ -105,6 +106,8 @@ class Trainer:
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
         self._update = self._offloaded.update if self._offloaded else step.update
         self.train_state = TrainState(self._update.start(params, owned=owned), step.first_scale())
+        self._temporaries: dict[tuple[int, ...], Temporaries] = {}
+        self._last: StepMetrics | None = None
         self._loss = jax.jit(self.program.loss)
         self.steps_done = 0
         self._rows: dict[int, list[int]] = {}
@@ -145,12 +148,15 @@ class Trainer:
         """One optimizer step on this process's rows [rows, seq + 1] of a global batch of token ids.
 
         Dispatches and returns: the metrics are device values, and nothing is waited for, unless optimizer state is in
-        host memory (`memory.offload`). Collectives are those of `StageProgram.gradients`.
+        host memory (`memory.offload`), or the CPU backend has large temporaries to free first (`memory.temporaries`).
+        Collectives are those of `StageProgram.gradients`.
         """
         tokens, key = self.place(batch), self._step_key(self.steps_done)
         program = self._compile(tokens, key)
         if self._offloaded is None:
+            self._temporaries[tokens.shape].wait(self._last)
             self.train_state, metrics = program(self.train_state, tokens, key)
+            self._last = metrics
         else:
             self.train_state, metrics = self._offloaded.run(program, self.train_state, tokens, key)
         self.steps_done += 1
@@ -175,6 +181,7 @@ class Trainer:
                     self.train_state.model.weights, self.train_state.scale, tokens, key
                 )
             self._compiled[tokens.shape] = lowered.compile()
+            self._temporaries[tokens.shape] = Temporaries(self._compiled[tokens.shape], self.grid.mesh)
         return self._compiled[tokens.shape]
 
     def planned_memory(self) -> dict[int, StateBytes]:
