@@ -58,26 +58,34 @@ class _Mallinfo2(ctypes.Structure):
 
 def in_use() -> int | None:
     """Bytes that this process has allocated and not freed; None where the allocator cannot tell (glibc since 2.33)."""
-    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None) if can_give_back() else None
-    if mallinfo2 is None:
-        return None
-    mallinfo2.restype = _Mallinfo2
-    found = mallinfo2()
-    return int(found.uordblks + found.hblkhd)
+    found = _mallinfo2()
+    return None if found is None else int(found.uordblks + found.hblkhd)
 
 
 def places(size: int, count: int) -> list[int]:
     """Where `count` blocks of `size` bytes would lie, were XLA to take them now; nothing is touched or kept.
 
-    An aligned block is cut out of one larger by its alignment and the smallest block; that one is asked for.
+    An aligned block is cut out of one larger by its alignment and the smallest block; that one is asked for. Empty
+    where such blocks are mapped and unmapped one by one (without `keep_freed_memory`), or nobody can tell.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
+    before = _mallinfo2()
     blocks = [libc.malloc(size + _ALIGNED + _SMALLEST) for _ in range(count)]
+    after = _mallinfo2()
     for block in blocks:
         libc.free(block)
-    return sorted(block or 0 for block in blocks)
+    kept = before is not None and after is not None and before.hblks == after.hblks
+    return sorted(block or 0 for block in blocks) if kept else []
+
+
+def _mallinfo2() -> _Mallinfo2 | None:
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None) if can_give_back() else None
+    if mallinfo2 is None:
+        return None
+    mallinfo2.restype = _Mallinfo2
+    return mallinfo2()  # type: ignore[no-any-return]
 
 
 def resident() -> int:

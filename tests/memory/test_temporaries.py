@@ -7,12 +7,16 @@ import pytest
 
 from axonn_jax.memory.host import can_give_back, in_use
 
+KEEP = """
+from axonn_jax.memory import host
+host.keep_freed_memory()
+"""
+
 BEFORE = """
 import ctypes, threading, time
 from types import SimpleNamespace as Some
 from axonn_jax.memory import host, temporaries
 MB = 1 << 20
-host.keep_freed_memory()
 import jax, jax.numpy as jnp, numpy as np
 mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
 libc = ctypes.CDLL(None)
@@ -74,6 +78,20 @@ host.give_back_freed_memory()
 assert host.resident() < full - 90 * MB
 """
 
+MAPPED = """
+called = []
+temporaries.give_back_freed_memory = lambda: called.append(1)
+assert host.places(200 * MB, 1) == []
+watch = looking(200 * MB)
+others = []
+for _ in range(3):
+    watch.wait(None)
+    block = taken(200 * MB)
+    others.append(libc.malloc(100 * MB))
+    libc.free(block)
+assert not called
+"""
+
 RUNS = """
 @jax.jit
 def program(x):
@@ -96,7 +114,11 @@ assert max(seen[2:]) - seen[2] < size // 4, [value / MB for value in seen]
 
 
 @pytest.mark.skipif(not can_give_back() or in_use() is None, reason="an allocator that cannot tell")
-@pytest.mark.parametrize("program", [WAITS, MOVES, RUNS], ids=["waits", "moves", "runs"])
+@pytest.mark.parametrize(
+    "program",
+    [KEEP + BEFORE + WAITS, KEEP + BEFORE + MOVES, BEFORE + MAPPED, KEEP + BEFORE + RUNS],
+    ids=["waits", "moves", "mapped", "runs"],
+)
 def test_temporaries_keep_one_place(program):
-    done = subprocess.run([sys.executable, "-c", BEFORE + program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
