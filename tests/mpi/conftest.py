@@ -3,6 +3,7 @@ import sys
 import sysconfig
 
 import pytest
+from launched import CONFIG
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +15,11 @@ def prepared(tmp_path_factory):
     command = [sys.executable, "-m", "axonn_jax.cli.main", "prepare", stdlib, str(out), "--vocab", "512", *include]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     return out
+
+
+@pytest.fixture
+def config(prepared, tmp_path):
+    """A run's file that saves every second step."""
+    path = tmp_path / "c.toml"
+    path.write_text(CONFIG.format(data=prepared, layers=2) + "\n[checkpoint]\nevery = 2\n")
+    return path
