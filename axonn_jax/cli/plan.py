@@ -10,6 +10,7 @@ from tyro.conf import arg
 from axonn_jax.cli import planning
 from axonn_jax.cli.plan_text import text
 from axonn_jax.errors import UserError
+from axonn_jax.models.inner import InnerFeatures
 from axonn_jax.planner import published
 from axonn_jax.planner.explain import explain
 from axonn_jax.planner.job import Estimate, Job
@@ -52,6 +53,8 @@ class Plan:
     """Whether replicas share optimizer state (ZeRO-1); auto: searched."""
     sequence_parallel: bool = False
     """Whether the sequence of the residual stream is split over grid.y (memory.sequence_parallel)."""
+    inner_features: InnerFeatures = "y"
+    """What splits the features inside blocks (train.inner_features): y, yx or auto."""
     virtual_stages: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: searched)")] = None
     """Stages each place of the pipe holds."""
     policy: Policy = "message"
@@ -85,10 +88,15 @@ def run(args: Plan) -> int:
     shape, machine = planning.model_shape(args.model, args.seq), load_machine(args.machine).shared(args.devices)
     batch = planning.sequences(args.batch_tokens, shape.seq_len)
     split = args.sequence_parallel
-    job = planning.job_of(shape, machine, batch, args.precision, args.overlap, args.policy, True, split)
+    layout = (split, args.inner_features)
+    job = planning.job_of(shape, machine, batch, args.precision, args.overlap, args.policy, True, *layout)
     if args.cost_model == "published":
         if split:
             raise UserError("--sequence-parallel", split, "left out with --cost-model published, which has none")
+        if args.inner_features != "y":
+            raise UserError(
+                "--inner-features", args.inner_features, "y with --cost-model published, which has no other"
+            )
         return _published(args, job, machine)
     limit = planning.limit(args.memory_limit, job)
     found = search(job, args.devices, _space(args), limit)
@@ -180,6 +188,7 @@ def _figures(args: Plan, job: Job, found: Found, limit: float) -> dict[str, Any]
         "precision": job.precision,
         "cost_model": "corrected",
         "sequence_parallel": job.sequence_parallel,
+        "inner_features": job.inner_features,
         "memory_limit_bytes": limit,
         "configs": [
             {

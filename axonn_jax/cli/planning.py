@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from axonn_jax.errors import UserError, nearest
+from axonn_jax.models.inner import InnerFeatures
 from axonn_jax.models.presets import preset
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.job import Choice, Job
@@ -114,8 +115,14 @@ def job_of(
     policy: Policy,
     split: bool,
     sequence_parallel: bool = False,
+    inner_features: InnerFeatures = "y",
 ) -> Job:
-    """The job that the flags describe; raises ``UserError`` for a precision that the device does not have."""
+    """The job that the flags describe.
+
+    Raises ``UserError`` for a precision that the device does not have, and for layouts that exclude each other.
+    """
+    if sequence_parallel and inner_features == "yx":
+        raise UserError("--inner-features", inner_features, "y or auto with --sequence-parallel")
     chosen: Precision = machine.half if precision == "auto" else precision
     machine.peak(chosen)
     return Job(
@@ -127,6 +134,7 @@ def job_of(
         policy=policy,
         split=split,
         sequence_parallel=sequence_parallel,
+        inner_features=inner_features,
     )
 
 
@@ -144,6 +152,7 @@ def command(model: str, job: Job, choice: Choice, seq: int | None) -> str:
     words += ["--memory.offload optimizer"] if choice.offload else []
     words += ["--memory.zero 1"] if choice.zero else []
     words += ["--memory.sequence_parallel true"] if job.sequence_parallel else []
+    words += [f"--train.inner_features {job.inner_features}"] if job.inner_features != "y" else []
     if grid.pipe > 1:
         words.append(f"--pipeline.policy {job.policy}")
         words += [f"--pipeline.virtual_stages {choice.virtual_stages}"] if choice.virtual_stages > 1 else []

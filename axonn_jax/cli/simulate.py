@@ -11,6 +11,7 @@ from tyro.conf import UseAppendAction, arg
 
 from axonn_jax.cli import planning
 from axonn_jax.errors import UserError
+from axonn_jax.models.inner import InnerFeatures
 from axonn_jax.planner.baselines import tensor_1d
 from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.disturb import Disturbance, Outcome
@@ -52,6 +53,8 @@ class Simulate:
     """What the backward pass computes again."""
     sequence_parallel: bool = False
     """Whether the sequence of the residual stream is split over grid.y (memory.sequence_parallel)."""
+    inner_features: InnerFeatures = "y"
+    """What splits the features inside blocks (train.inner_features): y, yx or auto."""
     virtual_stages: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: searched)")] = None
     """Stages each place of the pipe holds."""
     policy: Policy = "message"
@@ -101,6 +104,7 @@ def run(args: Simulate) -> int:
         args.policy,
         args.split_backward,
         args.sequence_parallel,
+        args.inner_features,
     )
     space = Space(
         axes=axes,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from math import ceil
 
+from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.communication import block_matmuls
 from axonn_jax.planner.machine import Machine
@@ -26,9 +27,16 @@ class Seconds:
 class Compute:
     """Times of one model's parts on one machine, each worked out once."""
 
-    def __init__(self, shape: ModelShape, machine: Machine, precision: Precision, sequence_parallel: bool = False):
+    def __init__(
+        self,
+        shape: ModelShape,
+        machine: Machine,
+        precision: Precision,
+        sequence_parallel: bool = False,
+        inner: Inner = PAPERS,
+    ):
         self.shape, self.machine, self.seq = shape, machine, shape.seq_len
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.inner = sequence_parallel, inner
         self.item = itemsize(precision)
         self.rate = machine.peak(precision) * machine.matmul.large * machine.matmul.sustained
         self._blocks: dict[tuple[int, int, int], Seconds] = {}
@@ -68,13 +76,15 @@ class Compute:
     def _block(self, x: int, y: int, sequences: int) -> Seconds:
         rows = sequences * self.seq
         forward = inputs = weights = 0.0
-        for layer in block_matmuls(self.shape):
+        for layer in block_matmuls(self.shape, self.inner):
             inside, outside = (x, y) if layer.in_axis == "x" else (y, x)
+            if layer.spread:
+                inside, outside = (1, x * y) if layer.in_axis == "x" else (x * y, 1)
             wide_in, wide_out = layer.features_in / inside, layer.features_out / outside
             forward += self.matmul(rows, wide_in, wide_out)
             inputs += self.matmul(rows, wide_out, wide_in)
             weights += self.matmul(wide_in, rows, wide_out)
-        attention, attention_back = self._attention(sequences, y)
+        attention, attention_back = self._attention(sequences, y * x if self.inner.attention else y)
         light = self.light(rows * self._streamed(x, y))
         return Seconds(forward + attention + light, inputs + attention_back + 2 * light, weights, attention + light)
 
@@ -86,21 +96,22 @@ class Compute:
         """
         stream, gates = self.shape.hidden / x, 2 if self.shape.mlp == "swiglu" else 1
         stream /= y if self.sequence_parallel else 1
-        return self.item * (2 * 2 * stream + 2 * 3 * stream + (gates + 1) * self.shape.ffn / y)
+        ffn = self.shape.ffn / (y * x if self.inner.mlp else y)
+        return self.item * (2 * 2 * stream + 2 * 3 * stream + (gates + 1) * ffn)
 
-    def _attention(self, sequences: int, y: int) -> tuple[float, float]:
-        """Scores, softmax and their product with values, forward and backward.
+    def _attention(self, sequences: int, parts: int) -> tuple[float, float]:
+        """Scores, softmax and their product with values, forward and backward, of one of so many parts of the heads.
 
         Fused: the causal half alone, at the machine's rate for it, and 2.5 times as much backward, which computes the
         scores again.
         Not fused: all scores, two matmuls forward and four backward, with six and eight passes over them in memory.
         """
         shape, share = self.shape, self.machine.device.attention
-        flops = 4.0 * self.seq**2 * shape.heads * shape.head_dim / y * sequences
+        flops = 4.0 * self.seq**2 * shape.heads * shape.head_dim / parts * sequences
         if share > 0:
             forward = flops / 2 / (self.rate * share) + self.machine.device.launch_s
             return forward, 2.5 * forward
-        scores = float(self.seq**2 * sequences * shape.heads) / y * self.item
+        scores = float(self.seq**2 * sequences * shape.heads) / parts * self.item
         return flops / self.rate + self.stream(6 * scores), 2 * flops / self.rate + self.stream(8 * scores)
 
     def head(self, x: int, y: int, sequences: int) -> Seconds:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from axonn_jax.grid import GridShape
+from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.pieces import Piece, transformer_pieces
 from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.compute import Compute
@@ -25,19 +26,29 @@ class CostModel:
 
     def __init__(self, job: Job):
         self.job = job
-        self.compute = Compute(job.shape, job.machine, job.precision, job.sequence_parallel)
-        self.traffic = Traffic(job.shape, job.machine, self.compute.item, job.accumulate, job.sequence_parallel)
+        self._models: dict[Inner, tuple[Compute, Traffic]] = {}
+        self.compute, self.traffic = self.priced(PAPERS)
         self.footprint = Footprint(job)
-        self._tasks: dict[tuple[int, int, int], Tasks] = {}
+        self._tasks: dict[tuple[int, int, int, Inner], Tasks] = {}
         self._stages: dict[tuple[int, int], Stages] = {}
         self._once: dict[GridShape, dict[Place, float]] = {}
 
-    def tasks(self, grid: GridShape) -> Tasks:
-        """The task times of a grid's stages, which depend on neither `pipe` nor `data`."""
-        key = (grid.z, grid.y, grid.x)
+    def priced(self, inner: Inner) -> tuple[Compute, Traffic]:
+        """What is computed and communicated where inner features are split so."""
+        if inner not in self._models:
+            job = self.job
+            compute = Compute(job.shape, job.machine, job.precision, job.sequence_parallel, inner)
+            how = (job.accumulate, job.sequence_parallel, inner)
+            self._models[inner] = compute, Traffic(job.shape, job.machine, compute.item, *how)
+        return self._models[inner]
+
+    def tasks(self, choice: Choice) -> Tasks:
+        """The task times of a choice's stages, which depend on neither `pipe` nor `data`."""
+        grid, inner = choice.grid, self.job.inner(choice.grid, choice.activations)
+        key = (grid.z, grid.y, grid.x, inner)
         if key not in self._tasks:
-            mesh = GridShape(1, 1, *key)
-            self._tasks[key] = Tasks(mesh, self.job.machine, self.compute, self.traffic, self.job.switches)
+            mesh = GridShape(1, 1, *key[:3])
+            self._tasks[key] = Tasks(mesh, self.job.machine, *self.priced(inner), self.job.switches)
         return self._tasks[key]
 
     def stages(self, pipe: int, virtual_stages: int) -> Stages:
@@ -53,24 +64,28 @@ class CostModel:
         return self._stages[key]
 
     def bound(self, grid: GridShape) -> float:
-        """Seconds that no choice on this grid goes below.
+        """Seconds that no choice on this grid goes below, however inner features are split for its activations.
 
         Blocks alone, without recomputation or bubble: the larger of what a device computes at the best microbatch size,
         and what either kind of links carries; then the reductions over `data`, which nothing hides.
         """
+        inners = {self.job.inner(grid, activations) for activations in ("none", "full")}
+        return min(self._bound(grid, *self.priced(inner)) for inner in inners)
+
+    def _bound(self, grid: GridShape, of_compute: Compute, traffic: Traffic) -> float:
         each, layers = self.job.batch // grid.batch_shards, self.job.shape.layers / grid.pipe
         sizes = {size for size in (1, 2, 4, 8, 16, 32, each) if each % size == 0}
-        blocks = [(self.compute.block(grid.x, grid.y, size), size) for size in sizes]
+        blocks = [(of_compute.block(grid.x, grid.y, size), size) for size in sizes]
         compute = min((one.forward + one.inputs + one.weights) / size for one, size in blocks) * each
         carried = {True: 0.0, False: 0.0}
         for role in ("reduce", "input"):
-            for line in self.traffic.lines(grid, "block", role):
+            for line in traffic.lines(grid, "block", role):
                 carried[line.near] += line.each * each
         # Once a microbatch, of which a pipeline has as many as stages.
-        for line in self.traffic.lines(grid, "block", "scatter"):
+        for line in traffic.lines(grid, "block", "scatter"):
             carried[line.near] += line.fixed * grid.pipe
         zero = (4 + self.compute.item) / 8
-        reduced = zero * sum(line.fixed for part, line in self.traffic.updates(grid) if part == "block")
+        reduced = zero * sum(line.fixed for part, line in traffic.updates(grid) if part == "block")
         return layers * (max(compute, *carried.values()) + reduced)
 
     def pipeline_s(self, choice: Choice) -> float:
@@ -145,7 +160,7 @@ class CostModel:
 
     def _ranks(self, choice: Choice) -> list[Parts]:
         """The parts of every rank that may be the busiest."""
-        tasks, sequences = self.tasks(choice.grid), choice.sequences(self.job.batch)
+        tasks, sequences = self.tasks(choice), choice.sequences(self.job.batch)
         # One program loops over the microbatches and shares what it gathers; a pipeline's stage has one for each task.
         gathers = choice.grid.pipe > 1 or choice.microbatches == 1
         # Without recomputation it keeps them, too; a stage gathers again, as its programs keep none for one another.
@@ -186,17 +201,21 @@ class CostModel:
         if choice.grid.pipe > 1 or choice.microbatches == 1:
             return
         grid, sequences = choice.grid, choice.sequences(self.job.batch)
-        forward = self.compute.block(grid.x, grid.y, sequences).forward
+        compute, traffic = self.priced(self.job.inner(grid, choice.activations))
+        forward = compute.block(grid.x, grid.y, sequences).forward
         speed = 1.0 - self.job.machine.device.contention
         for part, count, _ in parts:
-            for line in self.traffic.lines(grid, part, "gather"):
+            for line in traffic.lines(grid, part, "gather"):
                 beside = forward if part == "block" and self.job.switches.gathers and not choice.once else 0.0
                 yield line.axis, count * (line.fixed - min(speed * line.fixed, beside))
-            for line in self.traffic.lines(grid, part, "sums") if choice.once else ():
+            for line in traffic.lines(grid, part, "sums") if choice.once else ():
                 yield line.axis, count * line.fixed
 
     def _reduced(self, grid: GridShape, load: Load, zero: int) -> Iterator[tuple[str, float]]:
-        """Seconds by axis of what is reduced once a step; ZeRO-1 scatters gradients and gathers weights instead."""
+        """Seconds by axis of what is reduced once a step; ZeRO-1 scatters gradients and gathers weights instead.
+
+        Biases count as in the papers' layout: elsewhere they are a little smaller.
+        """
         counts = {"block": load.blocks, "first": float(load.first), "last": float(load.last), "step": 1.0}
         share = (4 + self.compute.item) / 8 if zero else 1.0
         for part, line in self.traffic.updates(grid):

@@ -6,6 +6,7 @@ from math import ceil
 from typing import NamedTuple
 
 from axonn_jax.grid import GridShape
+from axonn_jax.models.inner import Inner
 from axonn_jax.planner import memory as formulas
 from axonn_jax.planner.job import Choice, Job, Memory, Place
 from axonn_jax.schedule.policies import live_bound
@@ -51,7 +52,7 @@ class Footprint:
         self._item, self._layer = formulas.itemsize(job.precision), job.shape.layer_params()
         self._loads: dict[int, tuple[Load, ...]] = {}
         self._states: dict[GridShape, dict[tuple[int, Place], State]] = {}
-        self._blocks: dict[tuple[int, int, str], tuple[formulas.Block, float]] = {}
+        self._blocks: dict[tuple[int, int, str, Inner], tuple[formulas.Block, float]] = {}
         self._bounds: dict[tuple[int, int, int, int], float] = {}
 
     def loads(self, pipe: int) -> tuple[Load, ...]:
@@ -225,13 +226,14 @@ class Footprint:
 
     def _tokens(self, grid: GridShape, activations: formulas.Policy) -> tuple[formulas.Block, float]:
         """Bytes a token needs in a block and at the head."""
-        key = (grid.x, grid.y, activations)
+        inner = self.job.inner(grid, activations)
+        key = (grid.x, grid.y, activations, inner)
         if key not in self._blocks:
             job, where = self.job, (grid.x, grid.y, self._item)
             split = job.sequence_parallel and grid.y > 1
             fused = job.machine.device.attention > 0
             block = formulas.block_activations(
-                job.shape, *where, activations, fused_attention=fused, sequence_parallel=split
+                job.shape, *where, activations, fused_attention=fused, sequence_parallel=split, inner=inner
             )
             self._blocks[key] = block, formulas.head_activations(job.shape, *where)
         return self._blocks[key]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from axonn_jax.grid import GridShape
+from axonn_jax.models.inner import Inner, InnerFeatures, choose_inner
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.machine import Machine
@@ -31,6 +32,14 @@ class Job:
     """Whether gradients of weights are tasks of their own (policy message)."""
     sequence_parallel: bool = False
     """Whether the sequence of the residual stream is split over `y`."""
+    inner_features: InnerFeatures = "y"
+    """What splits the features inside blocks."""
+
+    def inner(self, grid: GridShape, activations: Activations) -> Inner:
+        """How they are split on a grid; raises ``UserError`` where they cannot be as they must."""
+        return choose_inner(
+            self.inner_features, self.shape, grid, activations, sequence_parallel=self.sequence_parallel
+        )
 
     @property
     def flops(self) -> int:

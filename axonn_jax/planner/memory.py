@@ -8,6 +8,7 @@ TED's bound for experts (ICS 23).
 from dataclasses import dataclass
 from typing import Literal
 
+from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.shape import ModelShape
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -171,6 +172,7 @@ def block_activations(
     *,
     fused_attention: bool = True,
     sequence_parallel: bool = False,
+    inner: Inner = PAPERS,
 ) -> Block:
     """Activations of a block on a grid of `x` and `y`, `item` bytes an element.
 
@@ -180,40 +182,44 @@ def block_activations(
     is not fused keeps its scores and their softmax.
 
     With sequence parallelism the stream is split over `y` too, but where matmuls read it: gathered once more in the
-    backward pass, or there once where the block is computed again.
+    backward pass, or there once where the block is computed again. Halves of a block with `inner` features over `x` and
+    `y` read the whole stream, and have less between their matmuls.
     """
-    stream, width = shape.hidden / x, shape.heads * shape.head_dim / y
+    attention, mlp = (x * y if spread else y for spread in (inner.attention, inner.mlp))
+    stream, width = shape.hidden / x, shape.heads * shape.head_dim / attention
     gates = 2 if shape.mlp == "swiglu" else 1
-    scores = 0.0 if fused_attention else 2 * shape.heads / y * shape.seq_len
-    statistics = shape.heads / y * _FP32 if fused_attention else 0.0
-    wide = shape.qkv_width / y + gates * shape.ffn / y
+    scores = 0.0 if fused_attention else 2 * shape.heads / attention * shape.seq_len
+    statistics = shape.heads / attention * _FP32 if fused_attention else 0.0
+    wide = (shape.qkv_width / attention, gates * shape.ffn / mlp)
     part = stream / y if sequence_parallel else stream
     read = part if policy == "none" else stream
+    spread = (inner.attention, inner.mlp)
+    reads = [shape.hidden if one else read for one in spread]
     # Both inputs of norms, both normalised streams, queries to values, attention's result, the MLP's two widths.
     # The scale of an RMSNorm has its gradient from the stream before it, which is kept too.
     everything = (
-        (4 if shape.norm == "rmsnorm" else 2) * part
-        + 2 * read
-        + shape.qkv_width / y
-        + width
-        + (gates + 1) * shape.ffn / y
-        + scores
+        (4 if shape.norm == "rmsnorm" else 2) * part + sum(reads) + sum(wide) + width + shape.ffn / mlp + scores
     )
     whole = everything * item + statistics
     entry = part * item
     # Of the residual stream and of a branch; of the widest operation, on both of its sides.
-    gradients = (part + stream + 2 * max(shape.qkv_width, gates * shape.ffn) / y) * item
+    ends = (shape.hidden if one else stream for one in spread)
+    gradients = (part + max(end + 2 * middle for end, middle in zip(ends, wide, strict=True))) * item
     if sequence_parallel and policy == "none":
         gradients += stream * item  # gathered again
     if policy == "none":
-        shown = (4 if shape.norm == "rmsnorm" else 2) * part - 2 * part + 2 * read
-        shown += shape.ffn / y if shape.mlp == "gelu" else 0.0
+        shown = (4 if shape.norm == "rmsnorm" else 2) * part - 2 * part + read * (2 - sum(spread))
+        shown += shape.ffn / mlp if shape.mlp == "gelu" else 0.0
         return Block(entry, whole, gradients, shown=shown * item)
     if policy == "full":
         return Block(entry, entry, whole + gradients, whole)
     if policy == "offload":
         return Block(entry, 0.0, whole + gradients + 2 * entry, whole, entry)  # two inputs are under way
-    matmuls = wide + stream if policy == "dots" else (wide if x > 1 else 0.0) + (part if y > 1 else 0.0)
+    if policy == "dots":
+        matmuls = sum(wide) + (shape.hidden if inner.attention else stream)  # the latter before it is reduced
+    else:
+        kept = (shape.hidden if one else middle for one, middle in zip(spread, wide, strict=True))
+        matmuls = (sum(kept) if x > 1 else 0.0) + (part if y > 1 or inner.attention else 0.0)
     again = whole - matmuls * item
     return Block(entry, entry + matmuls * item, again + gradients, again)
 

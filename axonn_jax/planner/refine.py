@@ -35,7 +35,7 @@ def stage_times(model: CostModel, choice: Choice) -> StageTimes:
     """
     shape, layout = model.job.shape, Layout(choice.grid.pipe, choice.microbatches, choice.virtual_stages)
     pieces, ranges = model.stages(choice.grid.pipe, choice.virtual_stages)
-    tasks, sequences = model.tasks(choice.grid), choice.sequences(model.job.batch)
+    tasks, sequences = model.tasks(choice), choice.sequences(model.job.batch)
     times: dict[tuple[Kind, int], float] = {}
     block_flops, program = shape.layer_forward_flops(1), model.job.machine.device.program_s
     for stage, held in enumerate(ranges):

@@ -53,6 +53,7 @@ def legal_grids(job: Job, devices: int, space: Space, rules: Counter[str]) -> It
     for grid in _grids(devices, space):
         try:
             grid.check_model(job.shape, sequence_parallel=job.sequence_parallel)
+            job.inner(grid, "full")
         except UserError as error:
             rules[f"{error.field} does not divide over them"] += 1
             continue

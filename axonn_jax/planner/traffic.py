@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from axonn_jax.grid import GridShape
+from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.communication import Predicted, Work, predict_microbatch, predict_update
 from axonn_jax.planner.machine import Machine
@@ -17,7 +18,8 @@ Role = Literal["gather", "reduce", "regather", "rereduce", "reread", "input", "s
 """Weights gathered, outputs reduced, both again in recomputation; dX reduced, dW scattered, or its sums over
 microbatches instead; the update's.
 
-A split stream's gathers count with what is reduced beside them; it is `reread` in the backward pass.
+Gathers and scatters of the stream count with what is reduced beside them. Where its sequence is split it is `reread` in
+the backward pass, whatever is computed again.
 """
 
 _ROLES: dict[tuple[str, str], Role] = {
@@ -76,10 +78,16 @@ class Traffic:
     """
 
     def __init__(
-        self, shape: ModelShape, machine: Machine, item: int, accumulate: int = 4, sequence_parallel: bool = False
+        self,
+        shape: ModelShape,
+        machine: Machine,
+        item: int,
+        accumulate: int = 4,
+        sequence_parallel: bool = False,
+        inner: Inner = PAPERS,
     ):
         self._shape, self._machine, self._item = shape, machine, item
-        self._accumulate, self._sequence_parallel = accumulate, sequence_parallel
+        self._accumulate, self._sequence_parallel, self._inner = accumulate, sequence_parallel, inner
         self._inside: dict[tuple[int, int, int], Lines] = {}
         self._updates: dict[tuple[int, int, int, int], tuple[tuple[Part, Line], ...]] = {}
 
@@ -107,8 +115,8 @@ class Traffic:
 
     def _work(self, mesh: GridShape) -> Work:
         """A microbatch of one sequence a device."""
-        split = self._sequence_parallel
-        return Work(self._shape, mesh, mesh.batch_shards, 1, self._item, "full", sequence_parallel=split)
+        how = {"sequence_parallel": self._sequence_parallel, "inner": self._inner}
+        return Work(self._shape, mesh, mesh.batch_shards, 1, self._item, "full", **how)  # type: ignore[arg-type]
 
     def _priced(self, mesh: GridShape, collectives: Iterable[Predicted]) -> Lines:
         """The lines that these collectives add up to."""
@@ -150,11 +158,12 @@ class Traffic:
 
 def _of_stream(one: Predicted) -> bool:
     """Whether it gathers or scatters the residual stream, and not weights."""
-    return one.kind != "all-reduce" and one.axes == ("y",)
+    return one.kind != "all-reduce" and one.axes in (("y",), ("x",))
 
 
 def _role(one: Predicted) -> Role:
-    return (_STREAM_ROLES if _of_stream(one) else _ROLES)[one.phase, one.kind]
+    role = (_STREAM_ROLES if _of_stream(one) else _ROLES)[one.phase, one.kind]
+    return "rereduce" if role == "reread" and one.axes == ("x",) else role
 
 
 def _add(found: dict[tuple[str, bool], Line], line: Line) -> None:

@@ -175,6 +175,22 @@ def test_nonsense_is_one_line(refused, change, parts):
     refused(argv, *parts)
 
 
+def test_inner_features_are_priced_and_in_the_command(capsys):
+    grids = ["--grid.x", "16", "--activations", "full", "--json"]
+    found = {}
+    for wanted in ("y", "auto"):
+        found[wanted] = json.loads(output(capsys, [*PLAN, *grids, "--inner-features", wanted]))
+    papers, auto = (found[wanted]["configs"][0] for wanted in ("y", "auto"))
+    assert auto["step_s"] < papers["step_s"]
+    assert auto["command"].endswith("--train.inner_features auto")
+    assert "inner_features" not in papers["command"]
+
+
+def test_inner_features_that_cannot_be(refused):
+    refused([*PLAN, "--inner-features", "yx", "--sequence-parallel"], "--inner-features = 'yx': y or auto with")
+    refused([*PLAN, "--inner-features", "auto", "--cost-model", "published"], "--inner-features = 'auto': y with")
+
+
 def test_the_published_model_has_no_sequence_parallelism(refused):
     refused([*PLAN, "--cost-model", "published", "--sequence-parallel"], "--sequence-parallel = True: left out")
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from axonn_jax.grid import GridShape
+from axonn_jax.models.inner import Inner
 from axonn_jax.models.presets import preset
 from axonn_jax.planner.communication import Work, predict
 from axonn_jax.planner.cost import CostModel
@@ -22,18 +23,19 @@ A100 = load_machine("perlmutter")
 JOB = Job(preset("gpt-5b"), A100, 256, "bf16")
 NONE = Switches(False, False, False, False)
 GRID = GridShape(1, 2, 4, 4, 2)
+LAYOUTS = [{}, {"sequence_parallel": True}, {"inner": Inner(attention=True, mlp=True)}]
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "save_collectives"])
 @pytest.mark.parametrize("sequences", [1, 2, 8])
-@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["", "split", "inner"])
 @pytest.mark.parametrize("model", ["gpt-5b", "llama2-7b"])
-def test_times_of_communication_are_those_of_the_exact_accounting(model, split, policy, sequences):
+def test_times_of_communication_are_those_of_the_exact_accounting(model, layout, policy, sequences):
     """The lines, scaled to any microbatch, add up to every collective that is predicted, each priced by itself."""
     shape = preset(model)
-    traffic, links = Traffic(shape, A100, 2, sequence_parallel=split), Links(GRID, A100)
+    traffic, links = Traffic(shape, A100, 2, **layout), Links(GRID, A100)
     exact = 0.0
-    for one in predict(Work(shape, GRID, GRID.batch_shards * sequences, 1, 2, policy, sequence_parallel=split)):
+    for one in predict(Work(shape, GRID, GRID.batch_shards * sequences, 1, 2, policy, **layout)):
         exact += float(one.bytes) / links.rate(one.axes) + one.times * links.latency(one.kind, one.axes)
     skipped = {"none": ("regather", "rereduce"), "full": (), "save_collectives": ("rereduce",)}[policy]
     lines = 0.0
@@ -46,13 +48,31 @@ def test_times_of_communication_are_those_of_the_exact_accounting(model, split, 
     assert lines == pytest.approx(exact)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
+@pytest.mark.parametrize("layout", [{}, {"sequence_parallel": True}, {"inner_features": "yx"}], ids=str)
 @pytest.mark.parametrize("policy", ["none", "full"])
-def test_without_overlap_everything_is_exposed_and_adds_up(policy, split):
-    model = CostModel(replace(JOB, switches=NONE, sequence_parallel=split))
+def test_without_overlap_everything_is_exposed_and_adds_up(policy, layout):
+    model = CostModel(replace(JOB, switches=NONE, **layout))
     one = model.estimate(Choice(GRID, 8, policy))
     assert sum(one.hidden.values()) == 0
     assert one.step_s == pytest.approx(one.compute_s + one.exposed_s + one.update_s)
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "save_collectives"])
+def test_inner_features_over_y_and_x_where_that_sends_less(policy):
+    """On a grid of one large `x` the wide features are what is sent; `auto` never takes longer than either way."""
+    for grid in (GridShape(x=16), GridShape(y=2, x=8), GRID):
+        papers, spread, auto = (
+            CostModel(replace(JOB, switches=NONE, batch=16, inner_features=wanted)).estimate(Choice(grid, 1, policy))
+            for wanted in ("y", "yx", "auto")
+        )
+        assert auto.comm_s["x"] <= min(papers.comm_s["x"], spread.comm_s["x"]) * (1 + 1e-9)
+        if grid.y <= 2:
+            assert spread.comm_s["x"] < 0.8 * papers.comm_s["x"]
+        assert auto.comm_s["y"] == pytest.approx(papers.comm_s["y"])
+        assert auto.comm_s["z"] == pytest.approx(papers.comm_s["z"])
+        # Matmuls have the same FLOPs in other shapes; heads over `x` too are computed once, and not `x` times.
+        assert auto.compute_s <= papers.compute_s * 1.01
+        assert spread.compute_s < 0.95 * papers.compute_s
 
 
 def test_with_overlap_the_step_is_shorter_by_what_is_hidden():
@@ -197,7 +217,7 @@ def test_stages_hold_the_whole_model():
     model, choice = CostModel(JOB), Choice(GridShape(pipe=4, data=4), 16, "full")
     times = stage_times(model, choice)
     forward = sum(seconds for (kind, _), seconds in times.tasks.items() if kind.value == "F")
-    tasks = model.tasks(choice.grid)
+    tasks = model.tasks(choice)
     parts = {part: tasks.times(part, 4, "full", True).forward for part in ("block", "first", "last")}
     assert forward == pytest.approx(24 * parts["block"] + parts["first"] + parts["last"])
 
