@@ -7,8 +7,11 @@ import jax
 
 from axonn_jax.memory.host import give_back_freed_memory, in_use, places
 
-_WORTH_IT = 64_000_000
-"""Bytes of temporaries on a device below which nothing is done: such a step is short, and so is the waste."""
+WORTH_IT = 256_000_000
+"""Bytes of temporaries on a device below which nothing is done: such a step is short, and so is the waste.
+
+What is done takes 1 to 2 ms a step, in which the cores have nothing to do.
+"""
 _POLL_S = 0.0005
 _LONGEST_S = 0.25
 """Far longer than what is waited for was seen to take, 20 ms on busy cores: something else has grown."""
@@ -34,7 +37,7 @@ class Temporaries:
 
     def wait(self, last: Any) -> None:
         """Before a run: waits for `last`, results of the run before (None: this is the first), and for its memory."""
-        if self._size < _WORTH_IT:
+        if self._size < WORTH_IT:
             return
         if last is not None:
             jax.block_until_ready(last)

@@ -18,6 +18,7 @@ from types import SimpleNamespace as Some
 from axonn_jax.memory import host, temporaries
 MB = 1 << 20
 import jax, jax.numpy as jnp, numpy as np
+temporaries.WORTH_IT = 64 * MB
 mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
 libc = ctypes.CDLL(None)
 libc.aligned_alloc.restype, libc.aligned_alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_size_t]
