@@ -9,8 +9,8 @@ from pathlib import Path
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 _MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 _MADV_HUGEPAGE = 14
-_ALIGNED, _SMALLEST = 64, 32
-"""What XLA aligns memory to, and glibc's smallest block."""
+_ALIGNED, _SMALLEST, _HEADER, _GRAIN = 64, 32, 8, 16
+"""What XLA aligns memory to; glibc's smallest block, what it puts before one, and what sizes are multiples of."""
 _HUGE_PAGE = 2 << 20
 _HUGE_REGION = 2 << 30
 """Address space, not memory: a page is taken when first touched."""
@@ -65,14 +65,15 @@ def in_use() -> int | None:
 def places(size: int, count: int) -> list[int]:
     """Where `count` blocks of `size` bytes would lie, were XLA to take them now; nothing is touched or kept.
 
-    An aligned block is cut out of one larger by its alignment and the smallest block; that one is asked for. Empty
+    An aligned block is cut out of one larger by its alignment and the smallest block; just that one is asked for. Empty
     where such blocks are mapped and unmapped one by one (without `keep_freed_memory`), or nobody can tell.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     before = _mallinfo2()
-    blocks = [libc.malloc(size + _ALIGNED + _SMALLEST) for _ in range(count)]
+    whole = -(-(size + _HEADER) // _GRAIN) * _GRAIN + _ALIGNED + _SMALLEST
+    blocks = [libc.malloc(whole) for _ in range(count)]
     after = _mallinfo2()
     for block in blocks:
         libc.free(block)
