@@ -10,6 +10,7 @@ from tyro.conf import arg
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import MESH_AXES, GridShape
+from axonn_jax.models.inner import InnerFeatures, choose_inner
 from axonn_jax.models.presets import preset
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.communication import Recompute
@@ -44,6 +45,8 @@ class Overlap:
     """Parts a step's batch is processed in."""
     activations: Recompute = "none"
     """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)."""
+    inner_features: InnerFeatures = "y"
+    """What splits the features inside the package's blocks (train.inner_features): y, yx or auto."""
     streams: int = 2
     """Parts of a microbatch's rows that run side by side, as overlap.streams; a divisor of rows."""
     order: bool = True
@@ -96,6 +99,7 @@ def _check(args: Overlap, shape: ModelShape, layout: GridShape) -> None:
     if args.rows % args.streams:
         raise UserError("--streams", args.streams, f"a divisor of --rows, which is {args.rows}")
     layout.check_model(shape)
+    choose_inner(args.inner_features, shape, layout, args.activations)
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,8 @@ def _compile(args: Overlap, shape: ModelShape, layout: GridShape, program: _Prog
     where = (shape, build_grid(layout, devices), optax.adamw(1e-3))
     if program.automatic:
         return compile_automatic(*where, **step)
-    return compile_abstract(*where, **step, streams=program.streams, ordered=program.ordered)
+    inner = choose_inner(args.inner_features, shape, layout, args.activations)
+    return compile_abstract(*where, **step, streams=program.streams, ordered=program.ordered, inner=inner)
 
 
 def _figures(args: Overlap, shape: ModelShape, layout: GridShape, done: dict[str, _Done]) -> dict[str, Any]:
@@ -194,6 +199,7 @@ def _figures(args: Overlap, shape: ModelShape, layout: GridShape, done: dict[str
         "rows": args.rows,
         "microbatches": args.microbatches,
         "activations": args.activations,
+        "inner": asdict(choose_inner(args.inner_features, shape, layout, args.activations)),
         "dtype": "bfloat16",
         "machine": asdict(H100),
         "versions": {"axonn_jax": __version__, **_versions(packages)},
