@@ -108,12 +108,13 @@ def test_predicted_collectives_are_the_compiled_ones():
     model = ax.parallelize(script.make(), grid, call=script.call(batch))
     step = nnx.jit(nnx.value_and_grad(script.loss))
     compiled = step.lower(model, grid.shard_batch(batch)).compile().as_text()
-    predicted: Counter = Counter()
+    predicted, again = Counter(), []
     for entry in ax.sharding_report(model).entries:
         for transfer in entry.transfers:
             if transfer.kind == "all-gather" and transfer.backward:
-                continue  # XLA's CPU compiler drops the barrier and merges it with the forward's
-            predicted[transfer.kind, transfer.axes] += transfer.buffer
+                again.append(transfer)
+            else:
+                predicted[transfer.kind, transfer.axes] += transfer.buffer
     found: Counter = Counter()
     for collective in hlo.collectives(compiled):
         axes = tuple(axis for axis in grid.mesh.axis_names if collective.crosses(grid.mesh, axis))
@@ -124,7 +125,12 @@ def test_predicted_collectives_are_the_compiled_ones():
     predicted["all-reduce", ("y",)] -= 8 * 12 * 4
     predicted["all-reduce", ("z",)] += 4
     predicted["all-reduce", ("x",)] += 4
-    assert found == predicted
+    # XLA's CPU compiler drops the barrier and merges the backward pass's gathers with the forward's. Since jax 0.12 it
+    # does not, and gathers all but the first layer's, which only that gradient would need.
+    apart = predicted.copy()
+    for transfer in again[1:]:
+        apart[transfer.kind, transfer.axes] += transfer.buffer
+    assert found in (predicted, apart)
 
 
 @pytest.mark.parametrize(
