@@ -17,6 +17,8 @@ from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.communication import Work, predict
 
 ROOT = Path(__file__).resolve().parents[2]
+FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""Less work on machine code, of which nothing is looked at: collectives come before it."""
 
 # Every size divides where some grid of 16 devices splits it sixteen ways, over two axes at once included.
 GPT = ModelShape(layers=2, hidden=64, heads=16, kv_heads=16, ffn=256, vocab=512, seq_len=32)
@@ -38,7 +40,7 @@ def case(model, axes, activations="none", microbatches=1, scanned=False, gather=
 def check(devices, cases):
     """Accounts for the cases in a process with that many virtual devices; both sides must agree to the byte."""
     command = [sys.executable, str(Path(__file__).with_name("account_worker.py")), str(devices)]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": FAST}
     done = subprocess.run(command, input=json.dumps(cases), env=environ, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]
