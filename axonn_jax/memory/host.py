@@ -69,8 +69,7 @@ def places(size: int, count: int) -> list[int]:
     where such blocks are mapped and unmapped one by one (without `keep_freed_memory`), or nobody can tell.
     """
     libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
+    _declare_malloc(libc)
     before = _mallinfo2()
     whole = -(-(size + _HEADER) // _GRAIN) * _GRAIN + _ALIGNED + _SMALLEST
     blocks = [libc.malloc(whole) for _ in range(count)]
@@ -79,6 +78,11 @@ def places(size: int, count: int) -> list[int]:
         libc.free(block)
     kept = before is not None and after is not None and before.hblks == after.hblks
     return sorted(block or 0 for block in blocks) if kept else []
+
+
+def _declare_malloc(libc: ctypes.CDLL) -> None:
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
 
 
 def _mallinfo2() -> _Mallinfo2 | None:
@@ -100,8 +104,7 @@ def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
     Fewer address translations go through the memory that cores share: two ranks on two cores ran 5 % faster each, one
     rank alone the same (measured). The block is given back at once and, as nothing is trimmed, is what grows next.
     """
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
+    _declare_malloc(libc)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     block = libc.malloc(_HUGE_REGION)
     if block is None:  # a limit on address space: small pages it is

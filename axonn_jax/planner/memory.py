@@ -185,7 +185,8 @@ def block_activations(
     backward pass, or there once where the block is computed again. Halves of a block with `inner` features over `x` and
     `y` read the whole stream, and have less between their matmuls.
     """
-    attention, mlp = (x * y if spread else y for spread in (inner.attention, inner.mlp))
+    spread = (inner.attention, inner.mlp)
+    attention, mlp = (x * y if one else y for one in spread)
     stream, width = shape.hidden / x, shape.heads * shape.head_dim / attention
     gates = 2 if shape.mlp == "swiglu" else 1
     scores = 0.0 if fused_attention else 2 * shape.heads / attention * shape.seq_len
@@ -193,7 +194,6 @@ def block_activations(
     wide = (shape.qkv_width / attention, gates * shape.ffn / mlp)
     part = stream / y if sequence_parallel else stream
     read = part if policy == "none" else stream
-    spread = (inner.attention, inner.mlp)
     reads = [shape.hidden if one else read for one in spread]
     # Both inputs of norms, both normalised streams, queries to values, attention's result, the MLP's two widths.
     # The scale of an RMSNorm has its gradient from the stream before it, which is kept too.

@@ -115,8 +115,9 @@ class Traffic:
 
     def _work(self, mesh: GridShape) -> Work:
         """A microbatch of one sequence a device."""
-        how = {"sequence_parallel": self._sequence_parallel, "inner": self._inner}
-        return Work(self._shape, mesh, mesh.batch_shards, 1, self._item, "full", **how)  # type: ignore[arg-type]
+        size = (mesh.batch_shards, 1, self._item)
+        split, inner = self._sequence_parallel, self._inner
+        return Work(self._shape, mesh, *size, "full", sequence_parallel=split, inner=inner)
 
     def _priced(self, mesh: GridShape, collectives: Iterable[Predicted]) -> Lines:
         """The lines that these collectives add up to."""

@@ -19,8 +19,10 @@ from axonn_jax.memory.growth import Growth
 from axonn_jax.state.manifest import Stored, describe_files, write_whole
 from axonn_jax.state.names import State
 from axonn_jax.state.pace import SHARE, Lots, Pace
-from axonn_jax.state.snapshot import WORTH_IT, on_the_hosts_cores, snapshot
+from axonn_jax.state.snapshot import on_the_hosts_cores, snapshot
 
+WORTH_IT = 32_000_000
+"""Bytes of copies from which on the memory of the process is looked after."""
 _TIMEOUT_S = 1800
 _POLL_S = 0.02
 _PACED_LOT = 32_000_000

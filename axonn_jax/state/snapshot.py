@@ -8,8 +8,6 @@ import numpy as np
 
 from axonn_jax.state.names import State
 
-WORTH_IT = 32_000_000
-"""Bytes of copies from which on the memory of the process is looked after."""
 _ALIGNED = 64
 """Bytes: what XLA needs of memory that it takes over without copying it."""
 
