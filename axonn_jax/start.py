@@ -65,11 +65,11 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
     from axonn_jax import compat
     from axonn_jax.memory.host import keep_freed_memory
 
+    if not compat.accelerator_expected():
+        keep_freed_memory()  # before MPI starts threads
     world = detect(os.environ, _ask_mpi, explicit)
     if world.source == "MPI":
         check_same(f"grid = {shape}\n{settings}")
-    if not compat.accelerator_expected():
-        keep_freed_memory()
     if world.size > 1 and shape.pipe > 1:
         from axonn_jax.start_stage import start_stage
 
