@@ -73,6 +73,7 @@ class Pipe:
         *,
         channel: str,
         backwards: Backwards,
+        joins: bool,
         bucket: int,
     ):
         borrowed = {
@@ -84,7 +85,7 @@ class Pipe:
         self.ranks: dict[int, Rank] = {}
         self.reductions: dict[int, Reduction] = {}
         for place in grid.meshes:
-            own = {s: Stage(*stages[s], backwards=backwards) for s in layout.stages_of(place)}
+            own = {s: Stage(*stages[s], backwards=backwards, joins=joins) for s in layout.stages_of(place)}
             self.ranks[place] = Rank(place, own)
             self.reductions[place] = Reduction(
                 list(own.values()), grad_specs[place], bucket=bucket, borrowed=borrowed[place]

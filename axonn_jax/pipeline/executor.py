@@ -19,11 +19,13 @@ from axonn_jax.pipeline.timeline import Recorder
 from axonn_jax.schedule.dispatcher import Follower
 from axonn_jax.schedule.tasks import Kind, Layout, Message, Task, sends
 
-SPAN_KINDS: dict[Kind, SpanKind] = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "input_gradient",
-    Kind.BACKWARD_WEIGHT: "weight_gradient",
+SPAN_KINDS: dict[tuple[Kind, ...], SpanKind] = {
+    (Kind.FORWARD,): "forward",
+    (Kind.BACKWARD,): "backward",
+    (Kind.BACKWARD_INPUT,): "input_gradient",
+    (Kind.BACKWARD_WEIGHT,): "weight_gradient",
+    (Kind.FORWARD, Kind.BACKWARD): "forward_and_backward",
+    (Kind.FORWARD, Kind.BACKWARD_INPUT): "forward_and_input_gradient",
 }
 
 
@@ -67,8 +69,12 @@ class _Broke(NamedTuple):
 
 
 class _Started(NamedTuple):
-    task: Task
+    tasks: tuple[Task, ...]
+    """What one program computes: a task, or two in a row."""
     value: jax.Array | None
+
+    def __str__(self) -> str:
+        return f"{''.join(task.kind for task in self.tasks)}{self.tasks[0].stage}.{self.tasks[0].microbatch}"
 
 
 class _Probe(NamedTuple):
@@ -139,6 +145,7 @@ class Executor:
         self._status.now("in a step")
         self._dispatchers = dispatchers
         running: dict[int, deque[_Started]] = {place: deque() for place in self._ranks}
+        held: dict[int, Task] = {}  # by place, a forward whose backward this process has not been told yet
         self._step = step
         early, self._early = self._early, deque()
         for kept in early:
@@ -149,9 +156,13 @@ class Executor:
                 while len(running[place]) < self._depth and (task := dispatchers[place].next()) is not None:
                     if train and self._orders is not None and self._orders.leads:
                         self._orders.tell(task, step)
+                    if train and rank.joins(task):
+                        held[place] = task
+                        continue
+                    tasks = (held.pop(place), task) if place in held else (task,)
                     at = time.monotonic()
-                    ran = rank.start(task, train=train)
-                    running[place].append(_Started(task, ran.value))
+                    ran = rank.start(*tasks, train=train)
+                    running[place].append(_Started(tasks, ran.value))
                     self._probes[place].put(_Probe(at, ran.done, partial(self._ran, place)))
                     fresh = True
                 active = active or bool(running[place])
@@ -168,14 +179,15 @@ class Executor:
                 continue
             started = running[event.place].popleft()
             if train:
-                kind = SPAN_KINDS[started.task.kind]
-                self._recorder.add(event.place, str(started.task), kind, event.begin, event.end, step)
-            message = sends(started.task, self._layout)
-            if message is not None:
-                assert started.value is not None
-                self._channel.send(message, started.value)
-            self._status.finished = str(started.task)
-            dispatchers[event.place].finished(started.task)
+                kind = SPAN_KINDS[tuple(task.kind for task in started.tasks)]
+                self._recorder.add(event.place, str(started), kind, event.begin, event.end, step)
+            for task in started.tasks:
+                message = sends(task, self._layout)
+                if message is not None:
+                    assert started.value is not None
+                    self._channel.send(message, started.value)
+                dispatchers[event.place].finished(task)
+            self._status.finished = str(started)
 
     def _take(self, event: _Arrived | _Told) -> None:
         """Gives an arrival or an order to its dispatcher, or keeps it for the next step."""
@@ -191,7 +203,7 @@ class Executor:
             self._dispatchers[place].tell(event.task)
 
     def _note(self, running: Mapping[int, Sequence[_Started]]) -> None:
-        tasks = [str(queued[0].task) for queued in running.values() if queued]
+        tasks = [str(queued[0]) for queued in running.values() if queued]
         waiting = [] if tasks else [m for d in self._dispatchers.values() for m in d.waiting_for()]
         self._status.now(running=", ".join(tasks), waiting=waiting)
 

@@ -24,6 +24,8 @@ def _color(kind: Kind) -> str:
         "backward": "#e69f00",
         "input_gradient": "#d55e00",
         "weight_gradient": "#009e73",
+        "forward_and_backward": "#56b4e9",
+        "forward_and_input_gradient": "#f0e442",
         "communication": "#cc79a7",
         "optimizer": "#4d4d4d",
     }

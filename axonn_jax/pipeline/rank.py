@@ -88,31 +88,39 @@ class Rank:
         """Keeps what a message brought until its task is started."""
         self._inbox[message] = value
 
-    def start(self, task: Task, *, train: bool = True) -> Ran:
-        """Starts a task's program (a forward of an evaluation, unless `train`); returns at once."""
-        stage, own = self.stages[task.stage], (task.stage, task.microbatch)
+    def joins(self, task: Task) -> bool:
+        """Whether a task is started together with the next one: a forward with its backward, on a last stage."""
+        return task.kind is Kind.FORWARD and self.stages[task.stage].joins
+
+    def start(self, *tasks: Task, train: bool = True) -> Ran:
+        """Starts the program of a task, or of one that `joins` and the next; returns at once.
+
+        Unless `train`, the task is a forward of an evaluation.
+        """
+        kinds = [task.kind for task in tasks]
+        number, microbatch = own = tasks[0].stage, tasks[0].microbatch
+        stage = self.stages[number]
         waiting = self._waiting.setdefault(own, {})
-        if task.kind is Kind.FORWARD and not stage.first:
+        if Kind.FORWARD in kinds and not stage.first:
             waiting[X] = self._inbox.pop(Message("forward", *own))
-        elif task.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        elif kinds[0] in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             if not stage.last:
                 waiting[DY] = self._inbox.pop(Message("backward", *own))
             if X in waiting and self._offloads:
                 waiting[X] = jax.device_put(waiting[X], stage.x)
-        given = {**self._params, **self._given[task.microbatch], **waiting}
-        adds = task.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        given = {**self._params, **self._given[microbatch], **waiting}
+        adds = kinds[-1] in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         if train:
             kept = self._kept.setdefault(own, [])
-            ran = stage.run(task.kind.value, given, kept, self.sums[task.stage] if adds else {})
+            ran = stage.run("".join(kinds), given, kept, self.sums[number] if adds else {})
         else:
             ran = stage.evaluate(given)
-        if task.kind is Kind.FORWARD and train and X in waiting and self._offloads:
+        if kinds == [Kind.FORWARD] and train and X in waiting and self._offloads:
             waiting[X] = jax.device_put(waiting[X], on_host(stage.x))
-        if task.kind is Kind.FORWARD and stage.last:
-            assert ran.value is not None
-            self.losses.append(ran.value)
+        if ran.loss is not None:
+            self.losses.append(ran.loss)
         if adds:
-            self.sums[task.stage] = ran.sums
+            self.sums[number] = ran.sums
         if adds or not train:
             self._kept.pop(own, None)
             del self._waiting[own]

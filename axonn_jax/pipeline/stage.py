@@ -43,7 +43,9 @@ class Ran(NamedTuple):
     """What a started program will give."""
 
     value: jax.Array | None
-    """What goes on to a neighbour, or the last stage's sum of losses (unreduced, see `Stage.losses`)."""
+    """What goes on to a neighbour."""
+    loss: jax.Array | None
+    """The last stage's sum of losses (unreduced, see `Stage.losses`), of a program that has its forward."""
     sums: dict[str, jax.Array]
     done: jax.Array
     """Ready when the program has run; nothing donates it."""
@@ -59,6 +61,8 @@ class _Program(NamedTuple):
     """What programs behind it take over."""
     adds: bool
     """Whether it computes gradients of parameters."""
+    heads: list[int]
+    """What it computes beside them: 0 is the whole function's result, 1 the gradient of the input."""
 
 
 class Chain:
@@ -77,7 +81,7 @@ class Chain:
         self._stretch, self._needs, self._traced = stretch, needs, traced
         self._gradients, self._sums = gradients, sums
         free = [i for i, name in enumerate(traced.slots) if name in stretch.parts.params]
-        keep = [_keep(stretch.work.activations), keep_all, keep_all]
+        keep = [_keep(stretch.work.activations) if "F" in goals else keep_all, keep_all, keep_all]
         self._parts = cut(traced.closed, list(goals.values()), free, keep)
         self._handed = [[crossing(var.aval, stretch.mesh) for var in part.handed] for part in self._parts]
         number = {name: i for i, name in enumerate(goals)}
@@ -85,7 +89,7 @@ class Chain:
         self._programs = {name: self._compile(tuple(map(number.__getitem__, parts))) for name, parts in runs.items()}
 
     def bytes_kept(self) -> int:
-        """Bytes that the forward hands to the backward, over all devices of the stage."""
+        """Bytes that the first program hands to those behind it, over all devices of the stage."""
         return sum(s.size * s.dtype.itemsize for s in self._handed[0] if not _is_key(s))
 
     @property
@@ -108,7 +112,9 @@ class Chain:
             for position in range(len(values)):
                 if (source, position) not in program.later:
                     values[position] = None
-        return Ran(heads[0] if heads else None, sums, done)
+        found = dict(zip(program.heads, heads, strict=True))
+        loss = found.pop(0, None) if self._stretch.last else None
+        return Ran(next(iter(found.values()), None), loss, sums, done)
 
     def _compile(self, numbers: tuple[int, ...]) -> _Program:
         mesh, gradients, parts = self._stretch.mesh, self._gradients, [self._parts[number] for number in numbers]
@@ -138,14 +144,15 @@ class Chain:
 
         done = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
         arguments = (inputs, taken, sums)
-        heads = [self._head(i) for part in parts for i in part.outputs if i not in gradients]
+        which_heads = [i for part in parts for i in part.outputs if i not in gradients]
+        heads = [self._head(i) for i in which_heads]
         outputs = (heads, self._handed[numbers[-1]], sums, done)
         specs = jax.tree.map(lambda s: s.sharding.spec, (arguments, outputs))
         run = manual(body, mesh, specs[0], specs[1])
         shardings = jax.tree.map(lambda s: s.sharding, outputs)
         compiled = jax.jit(run, donate_argnums=2, out_shardings=shardings).lower(*arguments).compile()
         later = {pair for after in self._parts[numbers[-1] + 1 :] for pair in after.taken}
-        return _Program(compiled, which, before, later, adds)
+        return _Program(compiled, which, before, later, adds, which_heads)
 
     def _dy(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {} if self._needs.y is None else {DY: self._needs.y}
@@ -162,10 +169,12 @@ class Stage:
     """One virtual stage: its stretch of the model, what it needs, and its programs, compiled when it is made.
 
     `backwards` says as which programs the backward pass is there: in one, "B", as two, "I" for the gradient of the
-    input and "W" for those of the weights, or both ways. Compiling is the slow part of making one.
+    input and "W" for those of the weights, or both ways. Where the last stage `joins` forwards and backwards
+    (`schedule.policies.joins`), "FB" and "FI" take the place of "F", "B" and "I": what the two share is then never
+    written out. Compiling is the slow part of making one.
     """
 
-    def __init__(self, stretch: Stretch, needs: Needs, *, backwards: Backwards):
+    def __init__(self, stretch: Stretch, needs: Needs, *, backwards: Backwards, joins: bool):
         self.stretch, self.names, self.y = stretch, needs.names, needs.y
         self.parts, self.mesh, self.work = stretch.parts, stretch.mesh, stretch.work
         self.first, self.last, self.keyed = stretch.first, stretch.last, stretch.keyed
@@ -181,8 +190,9 @@ class Stage:
         self.losses = crossing(out[0].aval, stretch.mesh) if stretch.last else None
         """Form of the last stage's forward result: sums over each device's own targets."""
         dx, own = ([] if stretch.first else [1]), list(gradients)
-        goals = {"F": [0], "B": dx + own} if backwards == "whole" else {"F": [0], "I": dx, "W": own}
-        joined = {"B": ("I", "W")} if backwards == "both" else {}  # so both ways need the same of the forward
+        self.joins = stretch.last and joins
+        """Whether a forward and its backward are one program."""
+        goals, joined = _goals(backwards, dx, own, joins=self.joins)
         self._chain = Chain(stretch, needs, traced, goals, gradients, self.sums, joined)
         plain = replace(stretch, keyed=False)
         if stretch.keyed:
@@ -211,7 +221,7 @@ class Stage:
         return self._zeros()  # type: ignore[no-any-return]
 
     def run(self, name: str, given: Mapping[str, jax.Array], kept: list[list[Any]], sums: dict[str, jax.Array]) -> Ran:
-        """Starts "F", "B", or "I" and "W"; see `Chain.run`."""
+        """Starts the program of a task, or of two in a row; see `Chain.run`."""
         return self._chain.run(name, given, kept, sums)
 
     def evaluate(self, given: Mapping[str, jax.Array]) -> Ran:
@@ -221,6 +231,21 @@ class Stage:
     def bytes_kept(self) -> int:
         """Bytes that wait for a microbatch's backward after its forward, over all devices of the stage."""
         return self._chain.bytes_kept()
+
+
+def _goals(
+    backwards: Backwards, dx: list[int], own: list[int], *, joins: bool
+) -> tuple[dict[str, list[int]], dict[str, tuple[str, ...]]]:
+    """What each program owes, and the programs that are several of these at once.
+
+    A backward in one piece is made of its two where both ways exist, so that both need the same of the forward.
+    """
+    first = {"F": [0], "I": dx} if not joins else {"FI": [0, *dx]}
+    whole = "FB" if joins else "B"
+    if backwards == "whole":
+        return ({"FB": [0, *dx, *own]} if joins else {"F": [0], "B": dx + own}), {}
+    *_, before = first
+    return {**first, "W": own}, {whole: (before, "W")} if backwards == "both" else {}
 
 
 def _as(struct: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:

@@ -13,9 +13,26 @@ from axonn_jax.errors import UserError
 
 TIMELINE = "timeline.json"
 
-Kind = Literal["forward", "backward", "input_gradient", "weight_gradient", "communication", "optimizer"]
+Kind = Literal[
+    "forward",
+    "backward",
+    "input_gradient",
+    "weight_gradient",
+    "forward_and_backward",
+    "forward_and_input_gradient",
+    "communication",
+    "optimizer",
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+_WAYS: dict[Kind, tuple[tuple[str, int], ...]] = {
+    "forward": (("activation", 1),),
+    "backward": (("gradient", -1),),
+    "input_gradient": (("gradient", -1),),
+    "forward_and_backward": (("activation", 1), ("gradient", -1)),
+    "forward_and_input_gradient": (("activation", 1), ("gradient", -1)),
+}
+"""What a task hands on, and to the stage how far away."""
 _TASK = re.compile(r"(\d+)\.(\d+)$")
 # The thread of a stage on which its communication is shown; its tasks are on threads from 0.
 _COMMUNICATION_THREAD = 1000
@@ -234,18 +251,18 @@ def _slice(span: Span, thread: int, origin: float) -> dict[str, Any]:
 
 def _arrows(slices: Sequence[tuple[Span, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     """Arrows along a microbatch's way: forward to the next stage, the gradient of the input to the one before."""
-    ways = {"forward": ("activation", 1), "backward": ("gradient", -1), "input_gradient": ("gradient", -1)}
     at = {
-        (ways[span.kind][0], span.step, span.stage, span.microbatch): event
+        (what, span.step, span.stage, span.microbatch): event
         for span, event in slices
-        if span.kind in ways and span.stage is not None
+        if span.stage is not None
+        for what, _ in _WAYS.get(span.kind, ())
     }
     number = 0
     ends: tuple[tuple[str, dict[str, Any], float, dict[str, str]], ...]
-    for span, event in slices:
-        if span.kind not in ways or span.stage is None:
+    handing = ((span, event, *way) for span, event in slices for way in _WAYS.get(span.kind, ()))
+    for span, event, what, onwards in handing:
+        if span.stage is None:
             continue
-        what, onwards = ways[span.kind]
         target = at.get((what, span.step, span.stage + onwards, span.microbatch))
         # An arrow within a stage says nothing, and one back in time means clocks that are off by more than a task.
         if target is None or target["pid"] == event["pid"] or target["ts"] < event["ts"]:

@@ -26,6 +26,14 @@ def backwards(policy: Policy, layout: Layout, split: bool = True) -> Backwards:
     return "split" if policy == "zero-bubble" else "whole"
 
 
+def joins(policy: Policy, layout: Layout) -> bool:
+    """Returns whether the last stage runs every forward and its backward (or input gradient) in a row, as one program.
+
+    It is so where a rank has one stage, for all policies but GPipe.
+    """
+    return policy != "gpipe" and layout.virtual_stages == 1
+
+
 def check_policy(policy: str, layout: Layout) -> None:
     """Raises ``UserError`` for an unknown policy, or one that cannot run with this many virtual stages."""
     if policy not in POLICIES:

@@ -34,7 +34,7 @@ from axonn_jax.pipeline.timeline import TIMELINE, Recorder, write_trace
 from axonn_jax.pipeline.trace import Work
 from axonn_jax.schedule.dispatcher import Dispatcher, Follower
 from axonn_jax.schedule.forward_only import ForwardOnly
-from axonn_jax.schedule.policies import backwards
+from axonn_jax.schedule.policies import backwards, joins
 from axonn_jax.state.names import State
 from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, shapes_of, take_apart
@@ -277,6 +277,7 @@ class PipelineTrainer(Trainer):
                 {place: holding.state_specs for place, holding in self.holdings.items()},
                 channel=self._channel,
                 backwards=backwards(self.pipeline.policy, self.layout, self.pipeline.split_backward),
+                joins=joins(self.pipeline.policy, self.layout),
                 bucket=self._bucket,
             )
             self._links.status.now("between steps")

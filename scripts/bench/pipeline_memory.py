@@ -14,7 +14,7 @@ from axonn_jax.pipeline.build import plan
 from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import Stage
 from axonn_jax.pipeline.trace import Work
-from axonn_jax.schedule.policies import backwards, live_bound
+from axonn_jax.schedule.policies import backwards, joins, live_bound
 from axonn_jax.tensor.params import take_apart
 from axonn_jax.train.check import check_pipeline
 from axonn_jax.train.config import PipelineConfig
@@ -36,13 +36,17 @@ def measure_pipeline(
     stages = plan(take_apart(model), grid, layout, ranges, work, keyed=False)
     found = []
     for place in sorted({0, 1, sizes.pipe - 1}):
-        stage = Stage(*stages[place], backwards=backwards(config.policy, layout, config.split_backward))
+        stage = Stage(
+            *stages[place],
+            backwards=backwards(config.policy, layout, config.split_backward),
+            joins=joins(config.policy, layout),
+        )
         sums = sum(_bytes(one) for one in stage.sums.values())
         arrived = 0 if stage.first else _bytes(stage.stretch.x)
         kept = stage.bytes_kept() // sizes.stage_devices
         live = live_bound(config.policy, layout, place, config.in_flight, config.split_backward)
-        # What a forward hands over is one of those kept.
-        tasks = max(_beside(one) - (kept if name == "F" else 0) for name, one in stage.programs.items())
+        # What a forward (on the last stage, with the input gradient) hands over is one of those kept.
+        tasks = max(_beside(one) - (kept if name in ("F", "FI") else 0) for name, one in stage.programs.items())
         reduction = Reduction([stage], stage.parts.specs, bucket=bucket, borrowed=frozenset())
         found.append((2 * sums + sums, sums + max(live * (kept + arrived) + tasks, _beside(reduction.reduce))))
     return max(found, key=sum)

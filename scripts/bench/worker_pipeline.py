@@ -37,10 +37,10 @@ def slow_down(trainer: ax.Trainer, mean: float, batch: np.ndarray, last: bool) -
     (rank,) = pipe.ranks.values()
     start, sleeps = rank.start, np.random.default_rng(1)
 
-    def late(task: Task, *, train: bool = True) -> object:
-        work = 2 if task.kind is Kind.BACKWARD else 1
+    def late(*tasks: Task, train: bool = True) -> object:
+        work = sum(2 if task.kind is Kind.BACKWARD else 1 for task in tasks)
         time.sleep(mean * work * sleeps.pareto(1.5) * 0.5)  # Pareto's mean is 2 here, with a heavy tail
-        return start(task, train=train)
+        return start(*tasks, train=train)
 
     rank.start = late
 
