@@ -101,6 +101,7 @@ class Pause:
     Idle: a hundredth of the wait, from 50 us to 1 ms. Beside a computation a wake-up takes from it (30 us), and what
     arrives is not urgent, as the channel looks whenever a program has been started: a sixteenth, from 4 ms to 16 ms;
     but a tenth, from 50 us to 1 ms, while a transfer is under way, since its other end waits for this one to go on.
+    Where peers ring (`channels.bell`) 20 ms, in case a ring came before what it was for, and that tenth for transfers.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -111,10 +112,16 @@ class Pause:
         """Something happened: look again soon."""
         self._since = self._clock()
 
-    def seconds(self, *, busy: bool, transferring: bool) -> float:
+    def waited(self) -> float:
+        """Returns the seconds since something happened."""
+        return self._clock() - self._since
+
+    def seconds(self, *, busy: bool, transferring: bool, rung: bool = False) -> float:
         """Returns the next sleep in seconds."""
-        waited = self._clock() - self._since
-        if not busy:
+        waited = self.waited()
+        if rung and not transferring:
+            return 20e-3
+        if not (busy or rung):
             return min(1e-3, max(50e-6, waited / 100))
         if transferring:
             return min(1e-3, max(50e-6, waited / 10))

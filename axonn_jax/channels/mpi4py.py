@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 import jax
 import numpy as np
 
-from axonn_jax.channels.base import Channel, Deliver, Failed, Pause, Ports, Wake
+from axonn_jax.channels.base import Channel, Deliver, Failed, Pause, Ports
+from axonn_jax.channels.bell import Bell, exchange
 from axonn_jax.channels.outbox import Outbox
 from axonn_jax.channels.shards import (
     Tags,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _DRAIN_S = 0.02  # between looks at transfers that a closed channel still waits for
+_EARLY_S = 0.02  # a ring may come so much before its message can be seen
 _DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
 
@@ -56,6 +58,7 @@ class _Arriving:
 class Mpi4pyChannel(Channel):
     """One progress thread makes all MPI calls; each shard is one message to the process at the same place.
 
+    Between processes of one host who sends rings the receiver's bell, so that nobody has to look for what is not there.
     Collective over `comm`, whose ranks are the pipe's places: it is duplicated once a direction and not used otherwise.
     `rank_of_stage` gives the rank a virtual stage lives on, by default `stage % comm.Get_size()`.
     """
@@ -79,7 +82,13 @@ class Mpi4pyChannel(Channel):
         self._waiting: list[_Sending] = []  # for their values
         self._sending: list[_Sending] = []
         self._arriving: list[_Arriving] = []
-        self._wake = Wake()
+        self._bell = Bell()
+        self._peers = exchange(comm, self._bell)
+        near = {
+            self._rank_of(stage + way) for stage in self._devices for way in (-1, 1) if 0 <= stage + way < ports.stages
+        }
+        self._rung = near <= self._peers.keys()
+        self._called = False  # by a peer, and not yet found what for
         self._busy = False
         self._closing = False
         self._draining = self._abandoned = False
@@ -97,11 +106,12 @@ class Mpi4pyChannel(Channel):
         for shard in shards:
             shard.copy_to_host_async()  # nothing to do on CPU devices
         self._posted.append(_Sending(self._outbox.add(message), message, shards))
-        self._wake.set()
+        self._bell.set()
 
     def busy(self, active: bool) -> None:  # noqa: D102
         self._busy = active
-        self._wake.set()
+        if not self._rung:
+            self._bell.set()
 
     def unsent(self) -> list[Message]:  # noqa: D102
         return self._outbox.unsent()
@@ -112,7 +122,7 @@ class Mpi4pyChannel(Channel):
     def close(self, timeout: float = 5.0) -> bool:  # noqa: D102
         self._outbox.end()
         self._closing = True
-        self._wake.set()
+        self._bell.set()
         if self._thread is None:
             return True
         self._thread.join(timeout)
@@ -125,7 +135,7 @@ class Mpi4pyChannel(Channel):
         """Keeps the thread out of MPI when the interpreter ends it: that would crash."""
         if not self.close(1.0) and self._thread is not None:
             self._abandoned = True
-            self._wake.set()
+            self._bell.set()
             self._thread.join(1.0)
 
     def _run(self, deliver: Deliver, failed: Failed) -> None:
@@ -143,13 +153,19 @@ class Mpi4pyChannel(Channel):
             found |= self._match()
             found |= bool(self._arriving) and self._finish_receives(deliver)
             if found:
+                self._called = self._called and bool(self._sending)
                 pause.restart()
                 continue
             transferring = bool(self._sending or self._arriving)
             if self._abandoned or (self._closing and not (transferring or self._waiting or self._posted)):
                 return
-            waiting = pause.seconds(busy=self._busy, transferring=transferring)
-            if self._wake.wait(_DRAIN_S if self._draining else waiting):
+            if self._rung:  # a send that nobody has called for waits for its receiver, and so may this thread
+                called = self._called and (bool(self._sending) or pause.waited() < _EARLY_S)
+                transferring = called or bool(self._arriving or self._waiting)
+            waiting = pause.seconds(busy=self._busy, transferring=transferring, rung=self._rung)
+            who = self._bell.wait(_DRAIN_S if self._draining else waiting)
+            if who is not None:
+                self._called = self._called or who == "peer"
                 pause.restart()
 
     def _post(self) -> bool:
@@ -170,6 +186,7 @@ class Mpi4pyChannel(Channel):
                 sending.buffers.append(sent)
                 tag = self._tags.of(sending.message, place)
                 sending.requests.append(comm.Isend([sent, self._mpi.BYTE], peer, tag))
+            self._ring(peer)
             self._sending.append(sending)
         return len(self._waiting) < len(waiting)
 
@@ -199,7 +216,13 @@ class Mpi4pyChannel(Channel):
                 arriving = self._open(message, form, place)
                 arriving.buffers[place] = empty_bytes(got)
                 arriving.requests[place] = matched.Irecv([arriving.buffers[place], self._mpi.BYTE])
+                if not arriving.requests[place].Test():  # its sender may have to go on with it
+                    self._ring(status.Get_source())
         return found
+
+    def _ring(self, peer: int) -> None:
+        if peer in self._peers:
+            self._bell.ring(self._peers[peer])
 
     def _probe(self, comm: "MPI.Comm") -> "Iterator[tuple[MPI.Message, MPI.Status]]":
         status = self._mpi.Status()

@@ -1,0 +1,75 @@
+"""Wakes a channel's thread when there is something to look for, also from another process of the same host.
+
+MPI has no sleeping wait: whoever wants to know of a message looks for it. A look takes a waking thread some 50 us of a
+core that computes, and looks every few milliseconds add up to 2 % of it. Who has sent something therefore rings.
+"""
+
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_OWN, _PEER = b"o", b"p"
+
+
+class Bell:
+    """Ends one thread's sleep; any thread of this process and any process that knows its `address` may ring it."""
+
+    def __init__(self) -> None:
+        self.address: bytes | None = None
+        """Where other processes of this host ring; None where they cannot (anywhere but on Linux)."""
+        if sys.platform == "linux":
+            # A name without a file: it is gone with the process, and means nothing in another network namespace.
+            self._own = self._heard = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self.address = b"\0axonn_jax-" + os.urandom(16).hex().encode()
+            self._heard.bind(self.address)
+        else:
+            self._own, self._heard = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        for end in {self._own, self._heard}:
+            end.setblocking(False)
+            weakref.finalize(self, end.close)
+
+    def set(self) -> None:
+        """Ends the sleep, or the next one if nobody sleeps."""
+        if self.address is None:
+            _send(self._own, _OWN)
+        else:
+            _send(self._own, _OWN, self.address)
+
+    def ring(self, address: bytes) -> bool:
+        """Rings another bell, which says that a peer did; returns whether there is one."""
+        return _send(self._own, _PEER, address)
+
+    def wait(self, seconds: float) -> Literal["own", "peer"] | None:
+        """Sleeps; returns who rang, None if nobody did."""
+        self._heard.settimeout(seconds)
+        found = set()
+        try:
+            while True:
+                found.add(self._heard.recv(1))
+                self._heard.settimeout(0.0)
+        except (TimeoutError, BlockingIOError):
+            return "peer" if _PEER in found else "own" if found else None
+
+
+def exchange(comm: "MPI.Comm", bell: Bell) -> Mapping[int, bytes]:
+    """The addresses of all ranks that can ring each other and this one's bell; collective over `comm`."""
+    addresses: list[bytes | None] = comm.allgather(bell.address)
+    heard = {rank: address for rank, address in enumerate(addresses) if address is not None and bell.ring(address)}
+    mutual: list[set[int]] = comm.allgather(set(heard))
+    return {rank: address for rank, address in heard.items() if comm.Get_rank() in mutual[rank]}
+
+
+def _send(own: socket.socket, what: bytes, *address: bytes) -> bool:
+    try:
+        own.sendto(what, *address) if address else own.send(what)
+    except BlockingIOError:  # rings that it has not heard yet fill its queue: it will look
+        return True
+    except OSError:  # nobody has this name, here or any more
+        return False
+    return True
