@@ -25,34 +25,31 @@ class Bell:
         """Where other processes of this host ring; None where they cannot (anywhere but on Linux)."""
         if sys.platform == "linux":
             # A name without a file: it is gone with the process, and means nothing in another network namespace.
-            self._own = self._heard = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._ear, self._hand = (socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))
             self.address = b"\0axonn_jax-" + os.urandom(16).hex().encode()
-            self._heard.bind(self.address)
+            self._ear.bind(self.address)
         else:
-            self._own, self._heard = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        for end in {self._own, self._heard}:
+            self._ear, self._hand = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        for end in (self._ear, self._hand):
             end.setblocking(False)
             weakref.finalize(self, end.close)
 
     def set(self) -> None:
         """Ends the sleep, or the next one if nobody sleeps."""
-        if self.address is None:
-            _send(self._own, _OWN)
-        else:
-            _send(self._own, _OWN, self.address)
+        _send(self._hand, _OWN, self.address)
 
     def ring(self, address: bytes) -> bool:
         """Rings another bell, which says that a peer did; returns whether there is one."""
-        return _send(self._own, _PEER, address)
+        return _send(self._hand, _PEER, address)
 
     def wait(self, seconds: float) -> Literal["own", "peer"] | None:
         """Sleeps; returns who rang, None if nobody did."""
-        self._heard.settimeout(seconds)
+        self._ear.settimeout(seconds)
         found = set()
         try:
             while True:
-                found.add(self._heard.recv(1))
-                self._heard.settimeout(0.0)
+                found.add(self._ear.recv(1))
+                self._ear.settimeout(0.0)
         except (TimeoutError, BlockingIOError):
             return "peer" if _PEER in found else "own" if found else None
 
@@ -65,9 +62,9 @@ def exchange(comm: "MPI.Comm", bell: Bell) -> Mapping[int, bytes]:
     return {rank: address for rank, address in heard.items() if comm.Get_rank() in mutual[rank]}
 
 
-def _send(own: socket.socket, what: bytes, *address: bytes) -> bool:
+def _send(hand: socket.socket, what: bytes, address: bytes | None) -> bool:
     try:
-        own.sendto(what, *address) if address else own.send(what)
+        hand.send(what) if address is None else hand.sendto(what, address)
     except BlockingIOError:  # rings that it has not heard yet fill its queue: it will look
         return True
     except OSError:  # nobody has this name, here or any more

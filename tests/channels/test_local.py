@@ -126,6 +126,9 @@ def test_pauses_stay_a_small_share_of_the_wait():
     assert seen == [[50e-6, 4e-3, 50e-6], [200e-6, 4e-3, 1e-3], [1e-3, 12.5e-3, 1e-3], [1e-3, 16e-3, 1e-3]]
     pause.restart()
     assert pause.seconds(busy=False, transferring=False) == 50e-6
+    for busy in (False, True):  # peers ring: only a transfer is looked after
+        assert pause.seconds(busy=busy, transferring=False, rung=True) == 20e-3
+        assert pause.seconds(busy=busy, transferring=True, rung=True) == 50e-6
 
 
 def test_local_needs_no_mpi_package():

@@ -62,6 +62,21 @@ def test_a_ring_of_three_ranks(channel):
     assert done.stdout.count("done") == 3
 
 
+@pytest.mark.parametrize("scenario", ["traffic-unrung", "burst-unrung", "unready-unrung"])
+def test_ranks_that_do_not_hear_each_other_look(scenario):
+    done = ranks(scenario, "mpi4py", 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("done") == 2
+
+
+@pytest.mark.parametrize("scenario", ["traffic", "burst"])
+def test_messages_in_many_pieces(scenario):
+    # Without a copy straight from the other process, both ends have to go on with a message again and again.
+    done = ranks(scenario, "mpi4py", 2, flags=("--mca", "smsc", "^cma,knem,xpmem"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("done") == 2
+
+
 @pytest.mark.skipif(find_spec("mpi4jax") is None, reason="no mpi4jax")
 def test_mpi4jax_is_refused_where_it_could_not_receive_while_it_sends(monkeypatch):
     monkeypatch.setenv("NPROC", "1")

@@ -1,6 +1,7 @@
 """`mpirun -n N axonn-jax train` gives the one-process loss curve."""
 
 import json
+import platform
 import subprocess
 import sys
 
@@ -50,6 +51,32 @@ def train(folder, prepared, *, ranks=1, microbatches=1, **axes):
 @pytest.fixture(scope="module")
 def one_process(prepared, tmp_path_factory):
     return train(tmp_path_factory.mktemp("one"), prepared)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
+def test_the_heap_is_one_arena(tmp_path):
+    # In an arena that MPI's threads bring, large blocks would be mapped and unmapped each time.
+    script = tmp_path / "arenas.py"
+    script.write_text(
+        "import ctypes, os, re, sys\n"
+        "import jax.numpy as jnp\n"
+        "import axonn_jax\n"
+        "axonn_jax.init(pipe=2)\n"
+        "(jnp.ones((512, 512)) @ jnp.ones((512, 512))).block_until_ready()\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.fopen.restype, libc.fclose.argtypes = ctypes.c_void_p, [ctypes.c_void_p]\n"
+        "libc.malloc_info.argtypes = [ctypes.c_int, ctypes.c_void_p]\n"
+        "path = sys.argv[1] + os.environ['OMPI_COMM_WORLD_RANK']\n"
+        "file = libc.fopen(path.encode(), b'w')\n"
+        "libc.malloc_info(0, file)\n"
+        "libc.fclose(file)\n"
+        "os._exit(0)\n"
+    )
+    command = [MPIRUN, "--oversubscribe", "-n", "2", sys.executable, str(script), str(tmp_path / "arenas-")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(2):
+        assert (tmp_path / f"arenas-{rank}").read_text().count("<heap nr=") == 1
 
 
 # The same arithmetic as across virtual devices: see CURVE_TOLERANCE in tests/train/test_trainer.py.

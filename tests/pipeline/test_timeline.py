@@ -211,6 +211,22 @@ def test_the_trace_is_what_perfetto_expects(tmp_path):
         assert any(s["ts"] == ends[number]["ts"] for s in slices.values() if s["pid"] == ends[number]["pid"])
 
 
+def test_a_forward_joined_with_its_backward_has_arrows_both_ways(tmp_path):
+    spans = [
+        task(0, 0.0, 1.0, name="F0.0"),
+        task(1, 1.0, 3.0, name="FI1.0", kind="forward_and_input_gradient"),
+        task(1, 3.0, 5.0, name="FB1.1", kind="forward_and_backward"),
+        task(0, 1.0, 2.0, name="F0.1"),
+        task(0, 3.0, 4.0, name="B0.0", kind="backward"),
+        task(0, 5.0, 6.0, name="B0.1", kind="backward"),
+    ]
+    write_trace(tmp_path / "timeline.json", spans)
+    assert [span.kind for span in read_trace(tmp_path / "timeline.json")] == [s.kind for s in merge([spans])]
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    ends = [(e["name"], e["pid"], e["ts"]) for e in events if e["ph"] == "f"]
+    assert sorted(ends) == [("activation", 1, 1e6), ("activation", 1, 3e6), ("gradient", 0, 3e6), ("gradient", 0, 5e6)]
+
+
 def test_virtual_stages_have_arrows_between_ranks_only(tmp_path):
     spans = [task(stage % 2 if stage < 4 else 1, float(stage), stage + 1.0, name=f"F{stage}.0") for stage in range(5)]
     spans[4] = task(1, 4.0, 5.0, name="F4.0")  # stages 3 and 4 on one rank

@@ -4,12 +4,13 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import axonn_jax
 from axonn_jax.planner.simulator import drive, simulate
 from axonn_jax.schedule.dispatcher import Dispatcher, Follower, check_feasible
-from axonn_jax.schedule.policies import POLICIES, backwards, live_bound
+from axonn_jax.schedule.policies import POLICIES, backwards, joins, live_bound
 from axonn_jax.schedule.tasks import Kind, Layout, needs, predecessor, sends
 
 CASES = 10_000
@@ -70,8 +71,18 @@ def check(result, layout, policy, options, delays):
         message, before = needs(task, layout), predecessor(task)
         assert message is None or ready[message] <= span.start
         assert before is None or times[type(task)(before, task.stage, task.microbatch)].end <= span.start
+    check_joins([span.task for span in spans if span.task.stage == layout.last], layout, policy)
     for rank, peak in enumerate(result.peak_live):
         assert 1 <= peak <= live_bound(policy, layout, rank, **options)
+
+
+def check_joins(order, layout, policy):
+    """What the last stage ran: where forwards join their backwards, nothing comes between the two."""
+    if joins(policy, layout):
+        for task, following in pairwise(order):
+            if task.kind is Kind.FORWARD:
+                assert following.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+                assert following.microbatch == task.microbatch
 
 
 def test_ten_thousand_random_steps():
@@ -150,6 +161,7 @@ def test_starting_ahead_never_deadlocks_and_keeps_the_bound():
         check_complete([task for order in orders for task in order], layout, policy, options["split"])
         for rank, order in enumerate(orders):
             assert device_peak(order) <= live_bound(policy, layout, rank, **options)
+        check_joins(orders[-1], layout, policy)
         # What one process of each stage chose, the others can follow, whenever their own messages arrive.
         check_feasible(orders, layout)
         followers = [Follower(layout, rank) for rank in range(layout.pipe)]

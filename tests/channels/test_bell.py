@@ -1,0 +1,82 @@
+"""A bell ends a thread's sleep, from this process and from others of its host."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from axonn_jax.channels.bell import Bell, exchange
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="bells of other processes are for Linux")
+
+
+def test_nobody_rings():
+    began = time.monotonic()
+    assert Bell().wait(0.05) is None
+    assert time.monotonic() - began >= 0.05
+
+
+def test_a_ring_before_the_sleep_ends_it():
+    bell = Bell()
+    bell.set()
+    bell.set()
+    assert bell.wait(60) == "own"
+    assert bell.wait(0.0) is None  # both were heard at once
+
+
+@LINUX
+def test_a_peer_is_told_from_this_process():
+    bell, other = Bell(), Bell()
+    threading.Timer(0.05, other.ring, [bell.address]).start()
+    assert bell.wait(60) == "peer"
+    bell.set()
+    assert other.ring(bell.address)
+    assert bell.wait(60) == "peer"
+
+
+@LINUX
+def test_another_process_rings():
+    bell = Bell()
+    code = f"from axonn_jax.channels.bell import Bell; assert Bell().ring({bell.address!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert bell.wait(0.0) == "peer"
+
+
+@LINUX
+def test_rings_that_nobody_hears_neither_wait_nor_fail():
+    bell, other = Bell(), Bell()
+    assert all(other.ring(bell.address) for _ in range(1000))
+    assert bell.wait(60) == "peer"
+    assert bell.wait(0.0) is None
+
+
+@LINUX
+def test_a_bell_that_is_gone():
+    gone = Bell()
+    address = gone.address
+    del gone
+    assert not Bell().ring(address)
+
+
+class Ranks:
+    """What a communicator of four would gather, seen from rank 0."""
+
+    def __init__(self, *gathered):
+        self.gathered = list(gathered)
+
+    def allgather(self, own):
+        return [own, *self.gathered.pop(0)]
+
+    def Get_rank(self):
+        return 0
+
+
+@LINUX
+def test_only_those_count_that_hear_each_other():
+    own, near, deaf = Bell(), Bell(), Bell()
+    # Rank 1 is near; 2 is on another host, under whose name nobody listens here; 3 does not reach rank 0.
+    ranks = Ranks([near.address, b"\0axonn_jax-elsewhere", deaf.address], [{0, 1}, {2}, {3}])
+    assert exchange(ranks, own) == {0: own.address, 1: near.address}
+    assert exchange(Ranks([None], [set()]), own) == {0: own.address}
