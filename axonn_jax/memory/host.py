@@ -21,9 +21,9 @@ def keep_freed_memory() -> bool:
 
     XLA's CPU backend allocates all temporaries of a program anew at each execution. glibc maps such large blocks
     and unmaps them when freed, so every step pays a page fault for each 4 KiB it touches: measured at a quarter of
-    a training step. One arena that grows and never shrinks makes the second step find its memory in place. A thread that
-    is there before may have an arena of its own, which later threads then share: in it blocks above 64 MiB are mapped
-    and unmapped all the same.
+    a training step. One arena that grows and never shrinks makes the second step find its memory in place. A thread
+    that is there before may have an arena of its own, which later threads then share: in it blocks above 64 MiB are
+    mapped and unmapped all the same.
     """
     if not can_give_back():
         return False

@@ -70,7 +70,6 @@ def test_the_heap_is_one_arena(tmp_path):
         "file = libc.fopen(path.encode(), b'w')\n"
         "libc.malloc_info(0, file)\n"
         "libc.fclose(file)\n"
-        "os._exit(0)\n"
     )
     command = [MPIRUN, "--oversubscribe", "-n", "2", sys.executable, str(script), str(tmp_path / "arenas-")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
