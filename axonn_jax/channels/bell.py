@@ -4,11 +4,12 @@ MPI has no sleeping wait: whoever wants to know of a message looks for it. A loo
 core that computes, and looks every few milliseconds add up to 2 % of it. Who has sent something therefore rings.
 """
 
+import contextlib
 import os
 import socket
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -23,16 +24,21 @@ class Bell:
     def __init__(self) -> None:
         self.address: bytes | None = None
         """Where other processes of this host ring; None where they cannot (anywhere but on Linux)."""
+        self._ear, self._hand = self._kept(*socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM))
         if sys.platform == "linux":
             # A name without a file: it is gone with the process, and means nothing in another network namespace.
-            self._ear, self._hand = (socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))
-            self.address = b"\0axonn_jax-" + os.urandom(16).hex().encode()
-            self._ear.bind(self.address)
-        else:
-            self._ear, self._hand = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        for end in (self._ear, self._hand):
+            ear, hand = self._kept(*(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)))
+            address = b"\0axonn_jax-" + os.urandom(16).hex().encode()
+            with contextlib.suppress(OSError):  # not every sandbox has such names
+                ear.bind(address)
+                self._ear, self._hand, self.address = ear, hand, address
+
+    def _kept(self, *ends: socket.socket) -> Sequence[socket.socket]:
+        for end in ends:
             end.setblocking(False)
-            weakref.finalize(self, end.close)
+            # When the interpreter ends a thread may still listen.
+            weakref.finalize(self, end.close).atexit = False
+        return ends
 
     def set(self) -> None:
         """Ends the sleep, or the next one if nobody sleeps."""

@@ -145,7 +145,7 @@ class Executor:
         self._status.now("in a step")
         self._dispatchers = dispatchers
         running: dict[int, deque[_Started]] = {place: deque() for place in self._ranks}
-        held: dict[int, Task] = {}  # by place, a forward whose backward this process has not been told yet
+        held: dict[int, Task] = {}  # by place, a forward to be started with its backward, once that is told
         self._step = step
         early, self._early = self._early, deque()
         for kept in early:

@@ -26,6 +26,15 @@ def test_a_ring_before_the_sleep_ends_it():
     assert bell.wait(0.0) is None  # both were heard at once
 
 
+def test_where_other_processes_cannot_ring(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    bell = Bell()
+    assert bell.address is None
+    threading.Timer(0.05, bell.set).start()
+    assert bell.wait(60) == "own"
+    assert bell.wait(0.0) is None
+
+
 @LINUX
 def test_a_peer_is_told_from_this_process():
     bell, other = Bell(), Bell()
