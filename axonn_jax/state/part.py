@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ from axonn_jax.state.manifest import Stored, describe_files, write_whole
 from axonn_jax.state.names import State
 from axonn_jax.state.pace import SHARE, Lots, Pace
 from axonn_jax.state.snapshot import on_the_hosts_cores, snapshot
+from axonn_jax.state.stray import StrayReports
 
 WORTH_IT = 32_000_000
 """Bytes of copies from which on the memory of the process is looked after."""
@@ -61,9 +61,7 @@ class PartWriter:
             ),
         )
         self._growth: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        self._failed = False
-        self._hook = sys.unraisablehook
-        sys.unraisablehook = self._unraisable
+        self._stray = StrayReports()
 
     def start(self, folder: Path, state: State) -> None:
         """Copies the arrays to the host and begins to write them below `folder`; raises what stops the copying.
@@ -102,23 +100,17 @@ class PartWriter:
         """Ends Orbax's threads."""
         with _quiet(), contextlib.suppress(Exception):  # what went wrong has been reported when it did
             self._checkpointer.close()
-        if sys.unraisablehook == self._unraisable and not self._failed:  # after a failure reports may still come
-            sys.unraisablehook = self._hook
+        self._stray.close()
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            self._failed = True
+            self._stray.failed = True
             if self._barrier is not None:
                 self._barrier.fail(str(error))
             raise
-
-    def _unraisable(self, what: Any) -> None:
-        """Where one file cannot be written, tensorstore still reports the others to Orbax, which listens no more."""
-        if not (isinstance(what.exc_value, RuntimeError) and str(what.exc_value) == "Event loop is closed"):
-            self._hook(what)
 
 
 class _PacedArrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]

@@ -1,12 +1,9 @@
-"""Checkpoints on real disks: complete or not there, kept or retired, damaged in 200 ways, full and read-only disks."""
+"""Checkpoints on real disks: complete or not there, kept or retired, damaged in 200 ways."""
 
-import gc
 import json
 import os
 import random
 import shutil
-import subprocess
-from contextlib import contextmanager
 
 import grids
 import jax
@@ -15,35 +12,16 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from saved import GRID, saver, state
 
 from axonn_jax.cli.main import main
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.state import part
 from axonn_jax.state.agree import Alone
 from axonn_jax.state.checkpoint import Found, at, faults, fits, load, newest
-from axonn_jax.state.manifest import check, read
-from axonn_jax.state.saver import Saver
+from axonn_jax.state.manifest import check
 
-GRID = GridShape(1, 1, 1, 1, 2)
 CORRUPTIONS = 200
-
-
-def state(step=0):
-    grid = grids.lay(GRID)
-    kernel = jnp.arange(4096, dtype=jnp.float32).reshape(64, 64) + step
-    return {
-        "params.kernel": jax.device_put(kernel, NamedSharding(grid.mesh, P("x"))),
-        "params.bias": jax.device_put(jnp.ones(8) * step, NamedSharding(grid.mesh, P())),
-        "optimizer.0.count": jax.device_put(jnp.int32(step), NamedSharding(grid.mesh, P())),
-    }
-
-
-@contextmanager
-def saver(folder, said=None, **options):
-    made = Saver(folder, grids.lay(GRID), Alone(), warn=(said if said is not None else []).append, **options)
-    yield made
-    made.close()
 
 
 def wanted(**kinds):
@@ -209,71 +187,6 @@ def test_inspect_lists_sound_and_damaged_ones(two, tmp_path, capsys):
     (tmp_path / "checkpoints" / "step_00000002" / "manifest.json").unlink()
     assert main(["inspect", str(tmp_path)]) == 1
     assert main(["inspect", str(tmp_path / "nowhere")]) == 2
-
-
-def mounted(path, *options):
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(path)], capture_output=True)
-    if done.returncode:
-        pytest.skip("no file system can be mounted here")
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    disk = tmp_path / "disk"
-    mounted(disk, "size=256k")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-@pytest.mark.parametrize("filler", [40_000, 150_000], ids=["it runs full while saving", "it is full before"])
-def test_a_full_disk_is_one_line_and_the_one_before_stays(small_disk, filler):
-    said = []
-    folder = small_disk / "checkpoints"
-    with saver(folder, said) as made:
-        made.save(2, state(2), {})
-        assert made.settle() == ""
-        (small_disk / "filler").write_bytes(bytes(filler))
-        big = {**state(4), "params.kernel": jnp.ones((64, 480), jnp.float32)}  # 123 kB, of which Orbax writes more
-        made.save(4, big, {})
-        assert made.settle().startswith("no space left on the device")
-        assert made.settle() == ""
-        (line,) = said
-        assert line.startswith(f"warning: the checkpoint of step 4 was not saved in {folder}: no space left on")
-        assert line.endswith("; the last complete one is step 2")
-        assert names(folder) == ["step_00000002"]
-        assert faults(folder / "step_00000002") == ""
-        (small_disk / "filler").unlink()
-        made.save(6, state(6), {})  # the next one is tried again
-        assert made.settle() == ""
-    assert read(folder / "step_00000006").step == 6
-
-
-def test_a_disk_that_runs_full_while_more_waits_to_be_written_is_one_line(small_disk, monkeypatch, caplog):
-    monkeypatch.setattr(part, "_PACED_LOT", 50_000)
-    said = []
-    with saver(small_disk / "checkpoints", said) as made:
-        (small_disk / "filler").write_bytes(bytes(40_000))
-        many = {f"params.{i}": jnp.ones(2500, jnp.float32) for i in range(20)}  # 200 kB, of which Orbax writes more
-        made.save(4, many, {})
-        assert made.settle().startswith("no space left on the device")
-    gc.collect()  # of what waited nothing is left that complains
-    assert len(said) == 1
-    assert [record for record in caplog.records if record.name == "asyncio"] == []
-
-
-def test_a_read_only_disk_is_one_line(small_disk):
-    said = []
-    folder = small_disk / "checkpoints"
-    with saver(folder, said) as made:
-        made.save(2, state(2), {})
-        assert made.settle() == ""
-        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-        made.save(4, state(4), {})
-        assert made.settle() == "the file system is read-only"
-    (line,) = said
-    assert "the file system is read-only; the last complete one is step 2" in line
-    assert check(folder / "step_00000002").step == 2
 
 
 def test_a_directory_that_vanishes_is_one_line(tmp_path):

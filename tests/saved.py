@@ -1,0 +1,32 @@
+"""A small state on a grid of two, and the saver that writes it."""
+
+from contextlib import contextmanager
+
+import grids
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.grid import GridShape
+from axonn_jax.state.agree import Alone
+from axonn_jax.state.saver import Saver
+
+GRID = GridShape(1, 1, 1, 1, 2)
+
+
+def state(step=0):
+    grid = grids.lay(GRID)
+    kernel = jnp.arange(4096, dtype=jnp.float32).reshape(64, 64) + step
+    return {
+        "params.kernel": jax.device_put(kernel, NamedSharding(grid.mesh, P("x"))),
+        "params.bias": jax.device_put(jnp.ones(8) * step, NamedSharding(grid.mesh, P())),
+        "optimizer.0.count": jax.device_put(jnp.int32(step), NamedSharding(grid.mesh, P())),
+    }
+
+
+@contextmanager
+def saver(folder, said=None, **options):
+    made = Saver(folder, grids.lay(GRID), Alone(), warn=(said if said is not None else []).append, **options)
+    yield made
+    made.close()
