@@ -1,7 +1,5 @@
 """What every channel does: send without waiting, and tell when a message has arrived."""
 
-import contextlib
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -126,23 +124,6 @@ class Pause:
         if transferring:
             return min(1e-3, max(50e-6, waited / 10))
         return min(16e-3, max(4e-3, waited / 16))
-
-
-class Wake:
-    """Ends another thread's sleep; cheaper to wait for than `threading.Event`, and reset by waking."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def set(self) -> None:
-        """Ends the sleep, or the next one if nobody sleeps."""
-        with contextlib.suppress(RuntimeError):  # already set
-            self._lock.release()
-
-    def wait(self, seconds: float) -> bool:
-        """Sleeps; returns whether it was woken."""
-        return self._lock.acquire(timeout=seconds)
 
 
 def hanging(what: str, timeout: float, left: Sequence[Message]) -> TimeoutError:

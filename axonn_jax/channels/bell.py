@@ -8,13 +8,19 @@ import contextlib
 import os
 import socket
 import sys
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
+
+from axonn_jax.channels.base import Ports
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+EARLY_S = 0.02
+"""A ring may come so much before its message can be seen."""
+_GRAIN_S = 1e-3
 _OWN, _PEER = b"o", b"p"
 
 
@@ -50,6 +56,9 @@ class Bell:
 
     def wait(self, seconds: float) -> Literal["own", "peer"] | None:
         """Sleeps; returns who rang, None if nobody did."""
+        if seconds < _GRAIN_S:  # of a socket's time limit
+            time.sleep(seconds)
+            seconds = 0.0
         self._ear.settimeout(seconds)
         found = set()
         try:
@@ -66,6 +75,12 @@ def exchange(comm: "MPI.Comm", bell: Bell) -> Mapping[int, bytes]:
     heard = {rank: address for rank, address in enumerate(addresses) if address is not None and bell.ring(address)}
     mutual: list[set[int]] = comm.allgather(set(heard))
     return {rank: address for rank, address in heard.items() if comm.Get_rank() in mutual[rank]}
+
+
+def from_all_neighbours(addresses: Mapping[int, bytes], ports: Ports, rank_of: Callable[[int], int]) -> bool:
+    """Whether every rank that sends to this process's stages can ring, so that nobody need look."""
+    beside = (stage + way for stage in ports.arriving for way in (-1, 1))
+    return {rank_of(stage) for stage in beside if 0 <= stage < ports.stages} <= addresses.keys()
 
 
 def _send(hand: socket.socket, what: bytes, address: bytes | None) -> bool:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axonn_jax.channels.base import Channel, Deliver, Failed, Pause, Ports, Wake
+from axonn_jax.channels.base import Channel, Deliver, Failed, Pause, Ports
+from axonn_jax.channels.bell import EARLY_S, Bell, exchange, from_all_neighbours
 from axonn_jax.channels.outbox import Outbox
 from axonn_jax.channels.shards import local_devices, local_shards, rebuild, shard_bytes
 from axonn_jax.errors import UserError
@@ -32,14 +33,14 @@ class Mpi4jaxChannel(Channel):
     therefore the data of a shard travels under the number of its device, the same program for every message, and a
     header of 16 bytes before it names stage and microbatch. Header and data have a communicator each, and the data's is
     mpi4jax's alone, except that a receiver looks there (`Iprobe`) before it dispatches a receive, which would otherwise
-    spin on a core.
+    spin on a core. Between processes of one host who sends a header rings the receiver's bell.
 
     On CPU devices a blocked operation occupies a thread of jax's pool, which has one a core. So a process runs one send
     at a time, and receives only what is there; else sends both ways could take all threads of all processes, and nobody
     could receive. Raises ``UserError`` where the pool has one thread.
 
-    Collective over `comm`, whose ranks are the pipe's places: it is duplicated four times and not used
-    otherwise. `rank_of_stage` gives the rank a virtual stage lives on, by default `stage % comm.Get_size()`.
+    Collective over `comm`, whose ranks are the pipe's places: it is duplicated four times and otherwise used
+    only here. `rank_of_stage` gives the rank a virtual stage lives on, by default `stage % comm.Get_size()`.
     """
 
     name: ClassVar[str] = "mpi4jax"
@@ -50,7 +51,7 @@ class Mpi4jaxChannel(Channel):
         rank_of = rank_of_stage or (lambda stage: stage % size)
         self._outbox = Outbox(self.name)
         turn = threading.Lock()
-        self._lanes = {d: _Lane(d, comm.Dup(), comm.Dup(), ports, rank_of, self._outbox, turn) for d in _DIRECTIONS}
+        self._lanes = {d: _Lane(d, comm, ports, rank_of, self._outbox, turn) for d in _DIRECTIONS}
         self._threads: list[threading.Thread] = []
 
     def start(self, deliver: Deliver, failed: Failed) -> None:  # noqa: D102
@@ -78,8 +79,7 @@ class Mpi4jaxChannel(Channel):
 
     def busy(self, active: bool) -> None:  # noqa: D102
         for lane in self._lanes.values():
-            lane.busy = active
-            lane.wake.set()
+            lane.computing(active)
 
     def unsent(self) -> list[Message]:  # noqa: D102
         return self._outbox.unsent()
@@ -98,9 +98,7 @@ class Mpi4jaxChannel(Channel):
 
     def _stop(self) -> None:
         for lane in self._lanes.values():
-            lane.closing = True
-            lane.wake.set()
-            lane.parcels.put(None)
+            lane.close()
 
 
 class _Lane:
@@ -109,18 +107,32 @@ class _Lane:
     def __init__(
         self,
         direction: Direction,
-        headers: "MPI.Comm",
-        data: "MPI.Comm",
+        comm: "MPI.Comm",
         ports: Ports,
         rank_of: Callable[[int], int],
         outbox: Outbox,
         turn: threading.Lock,
     ):
         self.parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
-        self.wake = Wake()  # the receiver
-        self.busy = self.closing = False
         self._direction, self._ports, self._rank_of, self._outbox = direction, ports, rank_of, outbox
-        self._headers, self._data, self._turn = headers, data, turn
+        self._headers, self._data, self._turn = comm.Dup(), comm.Dup(), turn
+        self._bell = Bell()  # wakes the receiver
+        self._peers = exchange(comm, self._bell)
+        self._rung = from_all_neighbours(self._peers, ports, rank_of)
+        self._called = False  # by a peer, and its header not yet seen
+        self._busy = self._closing = False
+
+    def computing(self, active: bool) -> None:
+        """As `Channel.busy`."""
+        self._busy = active
+        if not self._rung:
+            self._bell.set()
+
+    def close(self) -> None:
+        """Ends both threads, unless one is in mpi4jax."""
+        self._closing = True
+        self._bell.set()
+        self.parcels.put(None)
 
     def send_all(self) -> None:
         """Sends parcels in order until the channel closes."""
@@ -131,6 +143,8 @@ class _Lane:
             jax.block_until_ready(shards)
             peer = self._rank_of(message.stage)
             self._headers.Send(np.asarray([message.stage, message.microbatch], np.int64), peer)
+            if peer in self._peers:
+                self._bell.ring(self._peers[peer])
             with self._turn:
                 for place, shard in enumerate(shards):
                     key = (peer, place)
@@ -149,6 +163,7 @@ class _Lane:
         while self._wait_for(self._headers, MPI.ANY_SOURCE, MPI.ANY_TAG, status, transferring=False):
             source = status.Get_source()
             self._headers.Recv(header, source)
+            self._called = False
             message = Message(self._direction, int(header[0]), int(header[1]))
             form = self._ports.form(message)
             shards = []
@@ -168,9 +183,12 @@ class _Lane:
         """Sleeps until a message is there to be received; False once the channel closes."""
         pause = Pause()
         while not comm.Iprobe(source, tag, status):
-            if self.closing:
+            if self._closing:
                 return False
-            if self.wake.wait(pause.seconds(busy=self.busy, transferring=transferring)):
+            soon = transferring or (self._called and pause.waited() < EARLY_S)
+            who = self._bell.wait(pause.seconds(busy=self._busy, transferring=soon, rung=self._rung))
+            if who is not None:
+                self._called = self._called or who == "peer"
                 pause.restart()
         return True
 

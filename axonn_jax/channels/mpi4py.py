@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from axonn_jax.channels.base import Channel, Deliver, Failed, Pause, Ports
-from axonn_jax.channels.bell import Bell, exchange
+from axonn_jax.channels.bell import EARLY_S, Bell, exchange, from_all_neighbours
 from axonn_jax.channels.outbox import Outbox
 from axonn_jax.channels.shards import (
     Tags,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _DRAIN_S = 0.02  # between looks at transfers that a closed channel still waits for
-_EARLY_S = 0.02  # a ring may come so much before its message can be seen
 _DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
 
@@ -84,10 +83,7 @@ class Mpi4pyChannel(Channel):
         self._arriving: list[_Arriving] = []
         self._bell = Bell()
         self._peers = exchange(comm, self._bell)
-        near = {
-            self._rank_of(stage + way) for stage in self._devices for way in (-1, 1) if 0 <= stage + way < ports.stages
-        }
-        self._rung = near <= self._peers.keys()
+        self._rung = from_all_neighbours(self._peers, ports, self._rank_of)
         self._called = False  # by a peer, and not yet found what for
         self._busy = False
         self._closing = False
@@ -160,7 +156,7 @@ class Mpi4pyChannel(Channel):
             if self._abandoned or (self._closing and not (transferring or self._waiting or self._posted)):
                 return
             if self._rung:  # a send that nobody has called for waits for its receiver, and so may this thread
-                called = self._called and (bool(self._sending) or pause.waited() < _EARLY_S)
+                called = self._called and (bool(self._sending) or pause.waited() < EARLY_S)
                 transferring = called or bool(self._arriving or self._waiting)
             waiting = pause.seconds(busy=self._busy, transferring=transferring, rung=self._rung)
             who = self._bell.wait(_DRAIN_S if self._draining else waiting)

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from axonn_jax.channels.bell import Bell, exchange
+from axonn_jax.channels.base import Ports
+from axonn_jax.channels.bell import Bell, exchange, from_all_neighbours
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="bells of other processes are for Linux")
 
@@ -89,3 +90,18 @@ def test_only_those_count_that_hear_each_other():
     ranks = Ranks([near.address, b"\0axonn_jax-elsewhere", deaf.address], [{0, 1}, {2}, {3}])
     assert exchange(ranks, own) == {0: own.address, 1: near.address}
     assert exchange(Ranks([None], [set()]), own) == {0: own.address}
+
+
+@pytest.mark.parametrize(
+    ("stages", "ringing", "enough"),
+    [((0,), {1}, True), ((1,), {0}, False), ((1,), {0, 2}, True), ((2,), {1}, False), ((3,), {2}, True)],
+)
+def test_who_has_to_ring_are_the_ranks_beside(stages, ringing, enough):
+    ports = Ports(dict.fromkeys(stages), 4)
+    assert from_all_neighbours(dict.fromkeys(ringing, b""), ports, lambda stage: stage) is enough
+
+
+def test_stages_in_turn_on_two_ranks_have_the_other_beside():
+    ports = Ports(dict.fromkeys((0, 2)), 4)
+    assert from_all_neighbours({1: b""}, ports, lambda stage: stage % 2)
+    assert not from_all_neighbours({0: b""}, ports, lambda stage: stage % 2)

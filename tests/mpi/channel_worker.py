@@ -67,10 +67,10 @@ class Inbox:
 def opened(forms=FORMS):
     here = {stage: form for stage, form in forms.items() if stage % WORLD.Get_size() == RANK}
     channel = open_channel(CHANNEL, Ports(here, len(forms)), WORLD)
-    if CHANNEL == "mpi4py":
-        assert channel._rung
+    for end in channel._lanes.values() if CHANNEL == "mpi4jax" else [channel]:
+        assert end._rung
         if not RUNG:  # as between hosts
-            channel._peers, channel._rung = {}, False
+            end._peers, end._rung = {}, False
     return channel, Inbox(channel)
 
 

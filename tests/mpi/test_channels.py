@@ -62,9 +62,10 @@ def test_a_ring_of_three_ranks(channel):
     assert done.stdout.count("done") == 3
 
 
+@pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("scenario", ["traffic-unrung", "burst-unrung", "unready-unrung"])
-def test_ranks_that_do_not_hear_each_other_look(scenario):
-    done = ranks(scenario, "mpi4py", 2)
+def test_ranks_that_do_not_hear_each_other_look(scenario, channel):
+    done = ranks(scenario, channel, 2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("done") == 2
 
