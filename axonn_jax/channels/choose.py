@@ -28,12 +28,12 @@ def choose(
 ) -> str:
     """Returns the channel to use, `local`, `mpi4py` or `mpi4jax`, and gives `say` one line that tells why.
 
-    `auto` is `local` in one process, and in several `mpi4py`: from and into host memory it takes half to two thirds of
-    mpi4jax's time while cores are free and about the same where they are not (scripts/bench/channels), and it needs one
-    thread and no free core. Only where the devices are GPUs, mpi4jax was built with CUDA, and `MPI4JAX_USE_CUDA_MPI`
-    says that this MPI takes device memory is it `mpi4jax` (reasoned, not measured): there
-    messages then need not pass through the host. `processes` counts those of the run, `platform` is that of its
-    devices. Raises ``UserError`` for a name that is not known or not possible here.
+    `auto` is `local` in one process, and in several `mpi4py`: from and into host memory it takes a third (small
+    messages) to five sixths (large ones) of mpi4jax's time while cores are free, and 0.6 to 1.1 of it where they
+    are not (scripts/bench/channels), and it needs one thread and no free core. Only where the devices are GPUs,
+    mpi4jax was built with CUDA, and `MPI4JAX_USE_CUDA_MPI` says that this MPI takes device memory is it `mpi4jax`
+    (reasoned, not measured): there messages then need not pass through the host. `processes` counts those of the
+    run, `platform` is that of its devices. Raises ``UserError`` for a name that is not known or not possible here.
     """
     if name not in get_args(Name):
         accepted = ", ".join(get_args(Name))
