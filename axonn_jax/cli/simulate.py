@@ -122,8 +122,9 @@ def run(args: Simulate) -> int:
     by = Disturbance(
         args.jitter, _pairs("--slow", args.slow), _pairs("--fail", args.fail), grid.x * grid.y * grid.z, args.seed
     )
+    split = job.splits(estimate.choice.activations)
     count = min(args.replicas, grid.data) if args.jitter else 1
-    outcomes = [disturbed(times, job.policy, job.split, by, replica) for replica in range(count)]
+    outcomes = [disturbed(times, job.policy, split, by, replica) for replica in range(count)]
     slowest = max(outcomes, key=lambda one: (not one.finished, one.simulation.makespan))
     if args.png is not None:
         from axonn_jax.planner.picture import draw_timeline

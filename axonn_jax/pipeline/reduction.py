@@ -44,7 +44,7 @@ class Reduction:
         self.squares = self._squares(counted)
 
     def _reduce(self) -> Callable[..., Any]:
-        """Sums by stage -> gradients.
+        """Sums by stage, which it uses up -> gradients; in the sums' place but where they are scattered over `data`.
 
         Collectives: `reduce_gradients`, as in `StageProgram.gradients`.
         """
@@ -57,7 +57,7 @@ class Reduction:
 
         specs = jax.tree.map(lambda s: s.sharding.spec, sums)
         run = manual(local, self._mesh, (specs,), self._grad_specs)
-        return jax.jit(run).lower(sums).compile()
+        return jax.jit(run, donate_argnums=0).lower(sums).compile()
 
     def _mean(self) -> Callable[..., Any] | None:
         """Results of the last stage's forwards -> mean loss, an all-reduce of a scalar over `data` and `z`."""

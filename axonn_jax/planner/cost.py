@@ -147,13 +147,8 @@ class CostModel:
 
     def _programs(self, choice: Choice) -> float:
         """Seconds a microbatch's programs take at least: a pipeline has one for each task of a virtual stage."""
-        tasks = 3 if self._split else 2
+        tasks = 3 if self.job.splits(choice.activations) else 2
         return choice.virtual_stages * tasks * self.job.machine.device.program_s if choice.grid.pipe > 1 else 0.0
-
-    @property
-    def _split(self) -> bool:
-        """Whether gradients of weights are tasks of their own."""
-        return self.job.policy == "zero-bubble" or (self.job.policy == "message" and self.job.split)
 
     def _busiest(self, choice: Choice) -> Parts:
         return max(self._ranks(choice), key=lambda parts: sum(count * times.total for _, count, times in parts))
@@ -189,7 +184,8 @@ class CostModel:
         forward = sum(count * times.forward for _, count, times in parts)
         inputs = sum(count * times.inputs for _, count, times in parts)
         weights = sum(count * times.weights for _, count, times in parts)
-        unit = forward + max(0.0, inputs - weights) if self._split else forward + inputs + weights
+        split = self.job.splits(choice.activations)
+        unit = forward + max(0.0, inputs - weights) if split else forward + inputs + weights
         return (pipe - 1) * unit / choice.virtual_stages, 2 * (pipe - 1) * self.message(choice)
 
     def _once_for_all(self, choice: Choice, parts: Parts) -> Iterator[tuple[str, float]]:

@@ -53,7 +53,7 @@ class Footprint:
         self._loads: dict[int, tuple[Load, ...]] = {}
         self._states: dict[GridShape, dict[tuple[int, Place], State]] = {}
         self._blocks: dict[tuple[int, int, str, Inner], tuple[formulas.Block, float]] = {}
-        self._bounds: dict[tuple[int, int, int, int], float] = {}
+        self._bounds: dict[tuple[int, int, int, int, bool], float] = {}
 
     def loads(self, pipe: int) -> tuple[Load, ...]:
         """The ranks that matter: the first, one between, and the last; the fullest and the busiest are among them."""
@@ -195,7 +195,7 @@ class Footprint:
         host = formulas.host_state(params, job.precision, offload=offload, replicas=replicas)
         later = formulas.streamed_state(min(job.bucket, params / replicas), job.precision) if offload else 0.0
         reduction = formulas.bucket_buffers(params, job.bucket, job.accumulate) if grid.data > 1 else 0.0
-        if grid.pipe > 1:  # a program of its own takes the sums and gives the gradients
+        if grid.pipe > 1 and replicas > 1:  # a program of its own takes the sums and gives a part of the gradients
             reduction += params / replicas * job.accumulate
         later = max(later, reduction)
         optimizer = device.master + device.moments
@@ -242,9 +242,10 @@ class Footprint:
         """Microbatches whose activations a rank keeps at once."""
         if choice.grid.pipe == 1:
             return 1.0
-        key = (choice.grid.pipe, choice.microbatches, choice.virtual_stages, rank)
+        split = self.job.splits(choice.activations)
+        key = (choice.grid.pipe, choice.microbatches, choice.virtual_stages, rank, split)
         if key not in self._bounds:
-            bound = live_bound(self.job.policy, Layout(*key[:3]), rank, 0, self.job.split)
+            bound = live_bound(self.job.policy, Layout(*key[:3]), rank, 0, split)
             self._bounds[key] = bound / choice.virtual_stages
         return self._bounds[key]
 

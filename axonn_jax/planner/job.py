@@ -29,7 +29,7 @@ class Job:
     switches: Switches = field(default_factory=Switches)
     policy: Policy = "message"
     split: bool = True
-    """Whether gradients of weights are tasks of their own (policy message)."""
+    """Whether gradients of weights may be tasks of their own (policy message; see `splits`)."""
     sequence_parallel: bool = False
     """Whether the sequence of the residual stream is split over `y`."""
     inner_features: InnerFeatures = "y"
@@ -40,6 +40,10 @@ class Job:
         return choose_inner(
             self.inner_features, self.shape, grid, activations, sequence_parallel=self.sequence_parallel
         )
+
+    def splits(self, activations: Activations) -> bool:
+        """Whether a pipeline's gradients of weights are tasks of their own."""
+        return self.policy == "zero-bubble" or (self.policy == "message" and self.split and activations == "none")
 
     @property
     def flops(self) -> int:

@@ -62,14 +62,14 @@ def _part(piece: Piece, block_flops: int) -> tuple[str, float]:
     return "block", piece.flops / block_flops
 
 
-def run(model: CostModel, times: StageTimes) -> Simulation:
+def run(model: CostModel, times: StageTimes, choice: Choice) -> Simulation:
     """The pipelined part of one step in virtual time."""
     return simulate(
         times.layout,
         model.job.policy,
         task_time=times.task,
         message_time=times.carried,
-        split=model.job.split,
+        split=model.job.splits(choice.activations),
     )
 
 
@@ -97,7 +97,7 @@ def refine(model: CostModel, one: Estimate) -> Estimate:
     counts = _counts(choice)
     for count in counts:
         layout = replace(times.layout, microbatches=count)
-        done = run(model, replace(times, layout=layout))
+        done = run(model, replace(times, layout=layout), choice)
         spans.append(done.makespan)
         busy.append(max(done.busy) / count * choice.microbatches)
     makespan = spans[-1]

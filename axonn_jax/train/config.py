@@ -178,7 +178,8 @@ class PipelineConfig:
     in_flight: int = 0
     """Microbatches between their first forward and their last backward (policy message). 0: as interleaved 1F1B."""
     split_backward: bool = True
-    """Policy message: gradients of weights may be tasks of their own, which fill idle time."""
+    """Policy message: gradients of weights may be tasks of their own, which fill idle time. Only where
+    memory.activations is none: else those that wait would keep all that is computed again."""
     split: str = ""
     """Pieces of each stage, such as "9,8" (embedding, two a block, head). Left out: balanced by FLOPs."""
     stall_timeout: float = 120.0

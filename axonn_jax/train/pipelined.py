@@ -82,7 +82,10 @@ class PipelineTrainer(Trainer):
         abstract = model if isinstance(model, nnx.Module) else nnx.eval_shape(model)
         shape = getattr(abstract, "shape", None)
         check_fits(abstract, grid.shape)
-        checked_policies(activations, abstract).check_pipelined()
+        policies = checked_policies(activations, abstract)
+        policies.check_pipelined()
+        # A gradient of weights that waited would keep all that the policy has computed again.
+        self._split = pipeline.split_backward and policies.uniform == "none"
         if not hasattr(abstract, "stretch"):
             raise UserError(
                 "model", type(abstract).__name__, "where grid.pipe is above 1, a Transformer or a Sequence of layers"
@@ -276,7 +279,7 @@ class PipelineTrainer(Trainer):
                 self._links,
                 {place: holding.state_specs for place, holding in self.holdings.items()},
                 channel=self._channel,
-                backwards=backwards(self.pipeline.policy, self.layout, self.pipeline.split_backward),
+                backwards=backwards(self.pipeline.policy, self.layout, self._split),
                 joins=joins(self.pipeline.policy, self.layout),
                 bucket=self._bucket,
             )
@@ -299,8 +302,7 @@ class PipelineTrainer(Trainer):
         orders = self._links.orders
         if orders is not None and not orders.leads:
             return Follower(self.layout, place)
-        pipeline = self.pipeline
-        return Dispatcher(self.layout, place, pipeline.policy, pipeline.in_flight, pipeline.split_backward)
+        return Dispatcher(self.layout, place, self.pipeline.policy, self.pipeline.in_flight, self._split)
 
 
 @jax.jit

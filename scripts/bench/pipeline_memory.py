@@ -28,7 +28,8 @@ def measure_pipeline(
     All else are sums of gradients and, while tasks run, what microbatches in flight keep and the largest program's
     temporaries and results; behind the last task, the reduction's.
     """
-    grid, config, dtypes = build_grid(sizes, jax.devices()[: sizes.devices]), PipelineConfig(), precisions("fp32")
+    grid, dtypes = build_grid(sizes, jax.devices()[: sizes.devices]), precisions("fp32")
+    config = PipelineConfig(split_backward=activations == "none")
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
     layout, ranges = check_pipeline(sizes.pipe, microbatches, config, list(model.pieces))
     size = (rows * sizes.batch_shards, shape.seq_len + 1, microbatches)
@@ -45,8 +46,8 @@ def measure_pipeline(
         arrived = 0 if stage.first else _bytes(stage.stretch.x)
         kept = stage.bytes_kept() // sizes.stage_devices
         live = live_bound(config.policy, layout, place, config.in_flight, config.split_backward)
-        # What a forward (on the last stage, with the input gradient) hands over is one of those kept.
-        tasks = max(_beside(one) - (kept if name in ("F", "FI") else 0) for name, one in stage.programs.items())
+        # While the first program of a microbatch runs, one less is kept; what it hands over takes its place.
+        tasks = max(_beside(one) - (kept if name.startswith("F") else 0) for name, one in stage.programs.items())
         reduction = Reduction([stage], stage.parts.specs, bucket=bucket, borrowed=frozenset())
         found.append((2 * sums + sums, sums + max(live * (kept + arrived) + tasks, _beside(reduction.reduce))))
     return max(found, key=sum)

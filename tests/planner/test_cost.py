@@ -172,7 +172,7 @@ def test_a_pipeline_in_closed_form_is_near_its_simulation():
 
 def test_a_long_pipeline_is_told_from_two_shorter_ones():
     model, choice = CostModel(replace(JOB, batch=1024)), Choice(GridShape(pipe=4, data=4), 128, "full", 2)
-    whole = run(model, stage_times(model, choice)).makespan + model.once_s(choice.grid, choice.place)
+    whole = run(model, stage_times(model, choice), choice).makespan + model.once_s(choice.grid, choice.place)
     assert refine(model, model.estimate(choice)).step_s == pytest.approx(whole, rel=0.01)
 
 
@@ -206,11 +206,22 @@ def test_a_stage_gathers_again_whatever_it_keeps():
         assert (kept < computed) if pipe == 1 else (kept == pytest.approx(computed))
 
 
-def test_a_pipeline_has_sums_and_gradients_side_by_side():
-    one = Footprint(replace(JOB, batch=8)).memory(Choice(GridShape(pipe=4, y=4), 8, "full"))
-    held = max(load.params for load in Footprint(JOB).loads(4)) / 4
-    assert one.gradients == pytest.approx(4 * held)
-    assert one.activations + one.gathered + one.buffers >= 4 * held
+def test_a_pipelines_gradients_take_the_place_of_their_sums_unless_scattered():
+    job = replace(JOB, batch=16, shape=replace(JOB.shape, seq_len=64), bucket=1)  # of activations next to nothing
+    held = max(load.params for load in Footprint(job).loads(4))
+    for zero, beside in ((0, 0.0), (1, 4 * held / 2)):
+        one = Footprint(job).memory(Choice(GridShape(pipe=4, data=2), 8, "full", zero=zero))
+        assert one.gradients == pytest.approx(4 * held)
+        assert one.activations + one.gathered + one.buffers == pytest.approx(max(one.activations, beside), rel=1e-6)
+
+
+def test_where_a_pipeline_computes_again_its_backwards_are_whole():
+    assert JOB.splits("none")
+    assert not JOB.splits("full")
+    assert replace(JOB, policy="zero-bubble").splits("full")
+    assert not replace(JOB, split=False).splits("none")
+    live = [Footprint(JOB)._live(Choice(GridShape(pipe=4), 16, policy), 3) for policy in ("none", "full")]
+    assert live == [4, 1]
 
 
 def test_stages_hold_the_whole_model():

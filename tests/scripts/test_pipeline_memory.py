@@ -29,5 +29,5 @@ def test_a_pipelines_bytes_are_state_sums_and_what_its_programs_need(measure):
     first, last = (halves + SHAPE.hidden * size for size in (SHAPE.vocab + SHAPE.seq_len, SHAPE.vocab + 2))
     state, beside = measure(SHAPE, GridShape(pipe=2), 4, 1, "full")
     assert state in (12 * first, 12 * last)
-    assert beside >= 8 * state / 12  # the reduction's arguments and results
+    assert beside >= 4 * state / 12  # the sums of gradients, in whose place the reduced ones come
     assert measure(SHAPE, GridShape(pipe=2), 4, 1, "none")[1] >= beside

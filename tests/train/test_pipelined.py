@@ -150,6 +150,25 @@ def test_every_task_is_on_the_timeline():
     assert all(span.end >= span.start for span in spans)
 
 
+@pytest.mark.parametrize(
+    ("policy", "first", "last"), [("message", {"F", "B"}, {"FB"}), ("zero-bubble", {"F", "I", "W"}, {"FI", "W"})]
+)
+def test_with_recomputation_only_zero_bubble_lets_weight_gradients_wait(policy, first, last):
+    made = trainer("gpt", {"pipe": 2}, activations="full", policy=policy)
+    made.step(batches(GPT.vocab, GPT.seq_len + 1)[0])
+    kept = {
+        place: rank.stages[place].bytes_kept() for pipe in made._pipes.values() for place, rank in pipe.ranks.items()
+    }
+    spans = made.recorder.spans(1)
+    made.close()
+    for place, programs in ((0, first), (1, last)):
+        for microbatch in range(MICROBATCHES):
+            end = f"{place}.{microbatch}"
+            ran = {span.name.removesuffix(end) for span in spans if span.rank == place and span.name.endswith(end)}
+            assert ran == programs
+    assert (kept[1] == 0) is (policy == "message")
+
+
 def test_the_same_order_gives_the_same_bits():
     runs = [curve(trainer("gpt", {"pipe": 2}, policy="1f1b"), GPT, steps=5)[0] for _ in range(2)]
     np.testing.assert_array_equal(runs[0], runs[1])
@@ -177,6 +196,10 @@ def test_plain_flax_layers_train_over_a_pipeline(axes):
         made = Trainer(flax_layers, optax.adam(1e-2), grids.lay(GridShape(**axes)), microbatches=MICROBATCHES, clip=1.0)
         given = batches(32, 9)
         losses = [float(made.step(given[step % 4])["loss"]) for step in range(STEPS)]
+        for pipe in getattr(made, "_pipes", {}).values():
+            for reduction in pipe.reductions.values():  # the gradients take the place of their sums
+                found = reduction.reduce.memory_analysis()
+                assert found.alias_size_in_bytes == found.argument_size_in_bytes > 0
         made.close()
         return losses
 
