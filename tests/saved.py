@@ -1,10 +1,12 @@
-"""A small state on a grid of two, and the saver that writes it."""
+"""A small state on a grid of two, the saver that writes it, and small disks to write it on."""
 
+import subprocess
 from contextlib import contextmanager
 
 import grids
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,3 +32,18 @@ def saver(folder, said=None, **options):
     made = Saver(folder, grids.lay(GRID), Alone(), warn=(said if said is not None else []).append, **options)
     yield made
     made.close()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextmanager
+def disk_of(size, path):
+    """A file system of its own; skips where none can be mounted."""
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True)
+    if done.returncode:
+        pytest.skip("no file system can be mounted here")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)

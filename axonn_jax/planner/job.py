@@ -10,7 +10,7 @@ from axonn_jax.planner.machine import Machine
 from axonn_jax.planner.memory import Policy as Activations
 from axonn_jax.planner.memory import Precision
 from axonn_jax.planner.tasks import Switches
-from axonn_jax.schedule.policies import Policy
+from axonn_jax.schedule.policies import Policy, may_split
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Job:
 
     def splits(self, activations: Activations) -> bool:
         """Whether a pipeline's gradients of weights are tasks of their own."""
-        return self.policy == "zero-bubble" or (self.policy == "message" and self.split and activations == "none")
+        return self.policy == "zero-bubble" or (self.policy == "message" and may_split(self.split, activations))
 
     @property
     def flops(self) -> int:

@@ -26,6 +26,14 @@ def backwards(policy: Policy, layout: Layout, split: bool = True) -> Backwards:
     return "split" if policy == "zero-bubble" else "whole"
 
 
+def may_split(asked: bool, activations: str | None) -> bool:
+    """Returns whether the message-driven policy may split backwards, given the activation policy of all layers.
+
+    A gradient of weights that waited would keep all that such a policy has computed again.
+    """
+    return asked and activations == "none"
+
+
 def joins(policy: Policy, layout: Layout) -> bool:
     """Returns whether the last stage runs every forward and its backward (or input gradient) in a row, as one program.
 

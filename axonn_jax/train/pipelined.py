@@ -34,7 +34,7 @@ from axonn_jax.pipeline.timeline import TIMELINE, Recorder, write_trace
 from axonn_jax.pipeline.trace import Work
 from axonn_jax.schedule.dispatcher import Dispatcher, Follower
 from axonn_jax.schedule.forward_only import ForwardOnly
-from axonn_jax.schedule.policies import backwards, joins
+from axonn_jax.schedule.policies import backwards, joins, may_split
 from axonn_jax.state.names import State
 from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, shapes_of, take_apart
@@ -84,8 +84,7 @@ class PipelineTrainer(Trainer):
         check_fits(abstract, grid.shape)
         policies = checked_policies(activations, abstract)
         policies.check_pipelined()
-        # A gradient of weights that waited would keep all that the policy has computed again.
-        self._split = pipeline.split_backward and policies.uniform == "none"
+        self._split = may_split(pipeline.split_backward, policies.uniform)
         if not hasattr(abstract, "stretch"):
             raise UserError(
                 "model", type(abstract).__name__, "where grid.pipe is above 1, a Transformer or a Sequence of layers"

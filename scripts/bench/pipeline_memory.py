@@ -14,7 +14,7 @@ from axonn_jax.pipeline.build import plan
 from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import Stage
 from axonn_jax.pipeline.trace import Work
-from axonn_jax.schedule.policies import backwards, joins, live_bound
+from axonn_jax.schedule.policies import backwards, joins, live_bound, may_split
 from axonn_jax.tensor.params import take_apart
 from axonn_jax.train.check import check_pipeline
 from axonn_jax.train.config import PipelineConfig
@@ -29,7 +29,7 @@ def measure_pipeline(
     temporaries and results; behind the last task, the reduction's.
     """
     grid, dtypes = build_grid(sizes, jax.devices()[: sizes.devices]), precisions("fp32")
-    config = PipelineConfig(split_backward=activations == "none")
+    config = PipelineConfig(split_backward=may_split(True, activations))
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
     layout, ranges = check_pipeline(sizes.pipe, microbatches, config, list(model.pieces))
     size = (rows * sizes.batch_shards, shape.seq_len + 1, microbatches)

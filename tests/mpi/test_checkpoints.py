@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from launched import AXONN, UNDER_MPIRUN, Launched, command, curves, environment, errors, finished, flags
+from saved import disk_of
 
 from axonn_jax.grid import GridShape
 from axonn_jax.state.agree import Alone
@@ -210,13 +211,8 @@ def test_bad_input_is_not_tried_again(config, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True)
-    if done.returncode:
-        pytest.skip("no file system can be mounted here")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with disk_of("3m", tmp_path / "disk") as disk:
+        yield disk
 
 
 @pytest.mark.slow

@@ -10,30 +10,17 @@ import warnings
 
 import jax.numpy as jnp
 import pytest
-from saved import saver, state
+from saved import disk_of, names, saver, state
 
 from axonn_jax.state import part
 from axonn_jax.state.checkpoint import faults
 from axonn_jax.state.manifest import check, read
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def mounted(path, *options):
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(path)], capture_output=True)
-    if done.returncode:
-        pytest.skip("no file system can be mounted here")
-
-
 @pytest.fixture
 def small_disk(tmp_path):
-    disk = tmp_path / "disk"
-    mounted(disk, "size=256k")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with disk_of("256k", tmp_path / "disk") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("filler", [40_000, 150_000], ids=["it runs full while saving", "it is full before"])

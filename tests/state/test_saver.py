@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from saved import GRID, saver, state
+from saved import GRID, names, saver, state
 
 from axonn_jax.cli.main import main
 from axonn_jax.errors import UserError
@@ -30,10 +30,6 @@ def wanted(**kinds):
         name: jax.ShapeDtypeStruct(value.shape, kinds.get(name, value.dtype), sharding=one)
         for name, value in state().items()
     }
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_what_was_saved_is_read_on_another_grid(tmp_path):
