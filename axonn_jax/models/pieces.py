@@ -16,6 +16,10 @@ class Piece:
     """FLOPs of its forward pass for one sequence (its backward takes about twice as many)."""
     params: int
     """Parameters it holds."""
+    layer: str = ""
+    """What the names of its parameters begin with where it is a part of a numbered layer, such as `blocks.3`."""
+    alike: str = ""
+    """Pieces of which this is equal differ in nothing but the values of their parameters; empty: like no other."""
 
 
 def layer_scope(layer: int) -> str:
@@ -44,9 +48,8 @@ def transformer_pieces(shape: ModelShape) -> tuple[Piece, ...]:
     pieces = [Piece("embedding", 0, shape.embedding_params())]
     for block in range(shape.layers):
         scores = 4 * seq * seq * width
-        pieces.append(
-            Piece(f"blocks.{block}.attention", 2 * seq * attention_matrices + scores, shape.layer_params() - mlp)
-        )
-        pieces.append(Piece(f"blocks.{block}.mlp", 2 * seq * mlp_matrices, mlp))
+        layer, attention = f"blocks.{block}", 2 * seq * attention_matrices + scores
+        pieces.append(Piece(f"{layer}.attention", attention, shape.layer_params() - mlp, layer, "attention"))
+        pieces.append(Piece(f"{layer}.mlp", 2 * seq * mlp_matrices, mlp, layer, "mlp"))
     pieces.append(Piece("head", shape.head_forward_flops(1), shape.head_params()))
     return tuple(pieces)

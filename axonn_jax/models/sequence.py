@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.pieces import Piece, layer_scope
+from axonn_jax.tensor.params import Parts, take_apart
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 """(what the last layer gives, targets [batch, seq]) -> loss of every target, [batch, seq] float32."""
@@ -43,11 +44,30 @@ class SequenceModel(nnx.Module):
     def pieces(self) -> tuple[Piece, ...]:
         """One a layer; without `flops` a layer counts two FLOPs a parameter, which is what its matmuls would take."""
         pieces = []
+        parts = take_apart(self)
+        forms: list[Any] = []  # of the layers that differ
         for index, layer in enumerate(self.layers):
             params = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(layer, nnx.Param)))
             flops = 2 * params if self._flops is None else self._flops[index]
-            pieces.append(Piece(f"layers.{index}", flops, params))
+            name, form = f"layers.{index}", self._form(index, parts)
+            if form is not None and form not in forms:
+                forms.append(form)
+            alike = "" if form is None else str(forms.index(form))
+            pieces.append(Piece(name, flops, params, name, alike))
         return tuple(pieces)
+
+    def _form(self, index: int, parts: Parts) -> Any:
+        """All of a layer but its values; None where it shares parameters with another, or has other state."""
+        split: Any = nnx.split(self.layers[index], nnx.Param, ...)
+        graphdef, state, rest = split
+        names = ["layers." + ".".join(map(str, (index, *path))) for path, _ in nnx.to_flat_state(state)]
+        if sum(layer is self.layers[index] for layer in self.layers) > 1 or jax.tree.leaves(rest):
+            return None
+        if not all(name in parts.params for name in names):
+            return None
+        prefix = f"layers.{index}."
+        arrays = [(name.removeprefix(prefix), parts.params[name], parts.specs[name]) for name in names]
+        return graphdef, [(name, array.shape, array.dtype, spec) for name, array, spec in arrays]
 
     @property
     def between(self) -> P:
@@ -63,6 +83,7 @@ class SequenceModel(nnx.Module):
         *,
         dtype: jnp.dtype,
         key: jax.Array | None = None,
+        later: jax.Array | int = 0,
     ) -> jax.Array:
         """Runs layers `first` to `last - 1`; `tokens` is [batch, seq + 1]. Layers choose their own dtype."""
         if first == 0:

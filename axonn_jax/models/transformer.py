@@ -234,11 +234,12 @@ class Transformer(nnx.Module):
         *,
         dtype: jnp.dtype = FLOAT32,
         key: jax.Array | None = None,
+        later: jax.Array | int = 0,
     ) -> jax.Array:
         """Runs pieces `first` to `last - 1`; `tokens` [batch, seq + 1] is read by the first and the last piece.
 
         Takes and gives the residual stream, except that piece 0 takes none, and the last piece gives the
-        cross-entropy of every target [batch, seq] float32.
+        cross-entropy of every target [batch, seq] float32. Blocks drop out what those `later` by so many would.
         """
         end = len(self.blocks) * 2 + 1
         if first == 0:
@@ -248,7 +249,7 @@ class Transformer(nnx.Module):
         for piece in range(max(first, 1), min(last, end)):
             index, half = divmod(piece - 1, 2)
             block = self.blocks[index]
-            key_here = None if key is None else jax.random.fold_in(key, index)
+            key_here = None if key is None else jax.random.fold_in(key, index + later)
             with jax.named_scope(layer_scope(index)):
                 x = block.attend(x, key_here) if half == 0 else block.feed(x, key_here)
         if last <= end:

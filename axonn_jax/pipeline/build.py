@@ -1,46 +1,65 @@
 """Puts a pipeline together for one batch shape: stages compiled, ranks, channel, executor."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from axonn_jax.channels.base import Ports
 from axonn_jax.channels.choose import open_channel
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
+from axonn_jax.memory.policies import read_policies
+from axonn_jax.models.pieces import Piece
 from axonn_jax.pipeline.connect import Links
 from axonn_jax.pipeline.executor import Executor
+from axonn_jax.pipeline.groups import Group, group_ranges, like
 from axonn_jax.pipeline.rank import Rank
 from axonn_jax.pipeline.reduction import Reduction
-from axonn_jax.pipeline.stage import Stage
-from axonn_jax.pipeline.trace import Needs, Stretch, Work, survey
+from axonn_jax.pipeline.stage import Programs, Stage
+from axonn_jax.pipeline.trace import Stretch, Work, survey
 from axonn_jax.schedule.policies import Backwards
 from axonn_jax.schedule.tasks import Layout
 from axonn_jax.tensor.params import Parts, Specs
 
-Plan = list[tuple[Stretch, Needs]]
-"""Every virtual stage of the model: its stretch, and what it needs and hands on."""
+Plan = list[list[Group]]
+"""The groups of every virtual stage of the model: their stretches, and what these need and hand on."""
 
 
 def plan(parts: Parts, grid: Grid, layout: Layout, ranges: Sequence[range], work: Work, *, keyed: bool) -> Plan:
-    """Traces the whole model stage by stage, abstractly; a stage of another process is traced on this one's mesh."""
+    """Traces the model stage by stage, abstractly, groups that are alike once.
+
+    A stage of another process is traced on this one's mesh.
+    """
+    pieces: Sequence[Piece] = parts.rebuild(parts.params).pieces  # type: ignore[attr-defined]
+    uniform = read_policies(work.activations).uniform is not None
+    seen: dict[Any, Group] = {}
     stages: Plan = []
     x: jax.ShapeDtypeStruct | None = None
-    for stage, pieces in enumerate(ranges):
+    for stage, whole in enumerate(ranges):
         mesh = grid.meshes.get(layout.rank_of(stage), grid.mesh)
-        if x is not None:
-            x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, x.sharding.spec))
-        stretch = Stretch(parts, mesh, pieces, ranges[-1].stop, work, keyed, x)
-        needs = survey(stretch)
-        stages.append((stretch, needs))
-        x = needs.y
+        stages.append([])
+        for own in group_ranges(pieces, whole) if uniform else [whole]:
+            if x is not None:
+                x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))
+            kinds = tuple(pieces[i].alike for i in own)
+            form = (kinds, mesh, x and (x.shape, x.dtype, x.sharding.spec))
+            if uniform and all(kinds) and form in seen:
+                group = like(seen[form], pieces, own)
+            else:
+                stretch = Stretch(parts, mesh, own, ranges[-1].stop, work, keyed, x)
+                needs = survey(stretch)
+                group = seen[form] = Group(stretch, needs, needs.names)
+            stages[-1].append(group)
+            x = group.needs.y
     return stages
 
 
 def names_by_place(stages: Plan, layout: Layout) -> list[tuple[str, ...]]:
     """The parameters of every place along the pipe, in the model's order of stages."""
     return [
-        tuple(dict.fromkeys(name for stage in layout.stages_of(place) for name in stages[stage][1].names))
+        tuple(dict.fromkeys(n for stage in layout.stages_of(place) for group in stages[stage] for n in group.names))
         for place in range(layout.pipe)
     ]
 
@@ -85,14 +104,18 @@ class Pipe:
         self.ranks: dict[int, Rank] = {}
         self.reductions: dict[int, Reduction] = {}
         for place in grid.meshes:
-            own = {s: Stage(*stages[s], backwards=backwards, joins=joins) for s in layout.stages_of(place)}
+            compiled: dict[int, Programs] = {}
+            own = {
+                stage: Stage(stages[stage], backwards=backwards, joins=joins, compiled=compiled)
+                for stage in layout.stages_of(place)
+            }
             self.ranks[place] = Rank(place, own)
             self.reductions[place] = Reduction(
                 list(own.values()), grad_specs[place], bucket=bucket, borrowed=borrowed[place]
             )
         arriving = {}
-        for stage, (stretch, needs) in enumerate(stages):
-            form = stretch.x or needs.y
+        for stage, groups in enumerate(stages):
+            form = groups[0].stretch.x or groups[-1].needs.y
             if layout.rank_of(stage) in grid.meshes and form is not None:
                 arriving[stage] = form
         carrier = open_channel(channel, Ports(arriving, layout.stages), links.pipe, layout.rank_of)

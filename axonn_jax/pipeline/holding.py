@@ -18,7 +18,7 @@ from axonn_jax.memory.placement import own_folder
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.memory.update import DeviceUpdate
 from axonn_jax.memory.zero import split_over_data
-from axonn_jax.pipeline.rank import replicated
+from axonn_jax.pipeline.stage import replicated
 from axonn_jax.tensor.params import Params, Parts, Specs, take_apart
 
 

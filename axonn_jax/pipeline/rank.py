@@ -1,17 +1,17 @@
 """One place along the pipe: its stages, their parameters, and what waits between their tasks."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.memory.placement import on_host
-from axonn_jax.pipeline.stage import Ran, Stage
-from axonn_jax.pipeline.trace import DY, KEY, MICROBATCH, SCALE, TOKENS, X
+from axonn_jax.pipeline.chain import Ran
+from axonn_jax.pipeline.stage import Kept, Stage, replicated
+from axonn_jax.pipeline.trace import KEY, MICROBATCH, SCALE, TOKENS
 from axonn_jax.schedule.tasks import Kind, Message, Task
 from axonn_jax.tensor.params import Params
 
@@ -33,13 +33,12 @@ class Rank:
         if some.keyed:
             numbers = range(some.work.microbatches)
             self._numbers = [replicated(np.uint32(m), self._replicated) for m in numbers]
-        self.sums: dict[int, dict[str, jax.Array]] = {}
         self.losses: list[jax.Array] = []
-        self._offloads = some.work.activations == "offload"
+        self.sums: Params = {}
+        self._zero = _zero({name: form for stage in self.stages.values() for name, form in stage.sums.items()})
         self._inbox: dict[Message, jax.Array] = {}
-        # By (stage, microbatch): what arrived, and what its programs have handed over, until the last has started.
-        self._waiting: dict[tuple[int, int], dict[str, jax.Array]] = {}
-        self._kept: dict[tuple[int, int], list[list[Any]]] = {}
+        # By (stage, microbatch): what its programs left, until the last has started.
+        self._kept: dict[tuple[int, int], list[Kept]] = {}
 
     @property
     def reads_tokens(self) -> bool:
@@ -60,7 +59,7 @@ class Rank:
         `scale` is what the loss is multiplied by before the backward pass, where it is at all.
         """
         self._params = params
-        self.losses = []
+        self.losses, self._inbox, self._kept = [], {}, {}
         self._given: list[dict[str, jax.Array]] = [{} for _ in range(self._work.microbatches)]
         factor = replicated(np.float32(1.0 if scale is None else scale), self._replicated)
         for number, given in enumerate(self._given):
@@ -73,16 +72,16 @@ class Rank:
                 )
             if self._numbers and key is not None:
                 given[KEY], given[MICROBATCH] = key, self._numbers[number]
-        self.sums = {number: stage.zero() for number, stage in self.stages.items()} if train else {}
+        self.sums = self._zero() if train else {}
 
     def key(self, seed: int, step: int) -> jax.Array:
         """The step's dropout key on this rank's mesh."""
         return self._fold(np.uint32(seed), np.uint32(step))  # type: ignore[no-any-return]
 
-    def take_sums(self) -> list[dict[str, jax.Array]]:
-        """Hands out the step's gradients by stage and forgets them: whoever uses them up frees them."""
+    def take_sums(self) -> Params:
+        """Hands out the step's gradients and forgets them: whoever uses them up frees them."""
         sums, self.sums = self.sums, {}
-        return [sums[stage] for stage in sorted(sums)]
+        return sums
 
     def arrived(self, message: Message, value: jax.Array) -> None:
         """Keeps what a message brought until its task is started."""
@@ -99,34 +98,28 @@ class Rank:
         """
         kinds = [task.kind for task in tasks]
         number, microbatch = own = tasks[0].stage, tasks[0].microbatch
-        stage = self.stages[number]
-        waiting = self._waiting.setdefault(own, {})
+        stage, arrived = self.stages[number], None
         if Kind.FORWARD in kinds and not stage.first:
-            waiting[X] = self._inbox.pop(Message("forward", *own))
-        elif kinds[0] in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            if not stage.last:
-                waiting[DY] = self._inbox.pop(Message("backward", *own))
-            if X in waiting and self._offloads:
-                waiting[X] = jax.device_put(waiting[X], stage.x)
-        given = {**self._params, **self._given[microbatch], **waiting}
-        adds = kinds[-1] in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+            arrived = self._inbox.pop(Message("forward", *own))
+        elif kinds[0] in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and not stage.last:
+            arrived = self._inbox.pop(Message("backward", *own))
+        given = {**self._params, **self._given[microbatch]}
         if train:
-            kept = self._kept.setdefault(own, [])
-            ran = stage.run("".join(kinds), given, kept, self.sums[number] if adds else {})
+            ran = stage.run("".join(kinds), given, arrived, self._kept.setdefault(own, stage.kept()), self.sums)
+            if kinds[-1] in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                del self._kept[own]
         else:
-            ran = stage.evaluate(given)
-        if kinds == [Kind.FORWARD] and train and X in waiting and self._offloads:
-            waiting[X] = jax.device_put(waiting[X], on_host(stage.x))
+            ran = stage.evaluate(given, arrived)
         if ran.loss is not None:
             self.losses.append(ran.loss)
-        if adds:
-            self.sums[number] = ran.sums
-        if adds or not train:
-            self._kept.pop(own, None)
-            del self._waiting[own]
         return ran
 
 
-def replicated(value: np.generic, sharding: NamedSharding) -> jax.Array:
-    """A host number on every device of a mesh, also where other processes hold some of the devices."""
-    return jax.make_array_from_callback((), sharding, lambda _: np.asarray(value))
+def _zero(forms: Mapping[str, jax.ShapeDtypeStruct]) -> Callable[[], Params]:
+    """A compiled program that makes the sums a step starts with."""
+    shardings = {name: form.sharding for name, form in forms.items()}
+
+    def zeros() -> Params:
+        return {name: jnp.zeros(form.shape, form.dtype) for name, form in forms.items()}
+
+    return jax.jit(zeros, out_shardings=shardings).lower().compile()

@@ -31,7 +31,8 @@ class Reduction:
         self._stages, self._bucket = stages, bucket
         self._mesh = stages[0].mesh
         specs = stages[0].parts.specs
-        self._specs = {name: specs[name] for stage in stages for name in stage.names}
+        self._sums = {name: form for stage in stages for name, form in stage.sums.items()}
+        self._specs = {name: specs[name] for name in self._sums}
         self._grad_specs = {name: grad_specs[name] for name in self._specs}
         self._grads = {
             name: jax.ShapeDtypeStruct(p.shape, stages[0].work.sums, sharding=NamedSharding(self._mesh, spec))
@@ -44,18 +45,18 @@ class Reduction:
         self.squares = self._squares(counted)
 
     def _reduce(self) -> Callable[..., Any]:
-        """Sums by stage, which it uses up -> gradients; in the sums' place but where they are scattered over `data`.
+        """Sums, which it uses up -> gradients; in the sums' place but where they are scattered over `data`.
 
         Collectives: `reduce_gradients`, as in `StageProgram.gradients`.
         """
-        sums = [stage.sums for stage in self._stages]
-        axes = token_axes(self._stages[0].stretch.model)
+        sums = self._sums
+        axes = token_axes(self._stages[0].model)
 
-        def local(sums: list[Params]) -> Params:
-            own = {name: value[0] for part in sums for name, value in part.items()}
+        def local(sums: Params) -> Params:
+            own = {name: value[0] for name, value in sums.items()}
             return reduce_gradients(own, self._specs, self._grad_specs, self._bucket, self._mesh, axes)
 
-        specs = jax.tree.map(lambda s: s.sharding.spec, sums)
+        specs = {name: form.sharding.spec for name, form in sums.items()}
         run = manual(local, self._mesh, (specs,), self._grad_specs)
         return jax.jit(run, donate_argnums=0).lower(sums).compile()
 

@@ -1,236 +1,178 @@
-"""The compiled programs of one virtual stage: forward, backward whole or split, and evaluation."""
+"""One virtual stage: groups of layers in a row, each with compiled programs: forward, backward, evaluation."""
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.memory.policies import Policy, read_policies
-from axonn_jax.models.pieces import layer_of
-from axonn_jax.pipeline.split import Keep, cut, keep_all, keep_matmuls, keep_none, keep_reductions, keep_ungathered
-from axonn_jax.pipeline.trace import DY, Needs, Stretch, Traced, crossing, trace_whole
+from axonn_jax.memory.placement import on_host
+from axonn_jax.pipeline.chain import Chain, Ran
+from axonn_jax.pipeline.groups import Group
+from axonn_jax.pipeline.trace import DY, LATER, Needs, Stretch, X, crossing, trace_whole
 from axonn_jax.schedule.policies import Backwards
-from axonn_jax.tensor.region import manual
-
-_KEEP: dict[Policy, Keep] = {
-    "none": keep_ungathered,
-    "full": keep_none,
-    "dots": keep_matmuls,
-    "save_collectives": keep_reductions,
-    "offload": keep_none,
-}
+from axonn_jax.tensor.params import Params
 
 
-def _keep(activations: str) -> Keep:
-    """What a forward may hand over: by one policy, or by that of the layer, and then all that is of no layer."""
-    policies = read_policies(activations)
-    if policies.uniform is not None:
-        return _KEEP[policies.uniform]
-
-    def keep(eqn: JaxprEqn) -> bool:
-        layer = layer_of(str(eqn.source_info.name_stack))
-        return layer is None or _KEEP[policies.of(layer)](eqn)
-
-    return keep
-
-
-class Ran(NamedTuple):
-    """What a started program will give."""
-
-    value: jax.Array | None
-    """What goes on to a neighbour."""
-    loss: jax.Array | None
-    """The last stage's sum of losses (unreduced, see `Stage.losses`), of a program that has its forward."""
-    sums: dict[str, jax.Array]
-    done: jax.Array
-    """Ready when the program has run; nothing donates it."""
-
-
-class _Program(NamedTuple):
-    compiled: Any
-    inputs: list[int]
-    """Which inputs of the whole function it takes."""
-    taken: list[tuple[int, int]]
-    """What it takes over from programs before it, as (part, position among what that hands over)."""
-    later: set[tuple[int, int]]
-    """What programs behind it take over."""
-    adds: bool
-    """Whether it computes gradients of parameters."""
-    heads: list[int]
-    """What it computes beside them: 0 is the whole function's result, 1 the gradient of the input."""
-
-
-class Chain:
-    """Programs that run one after the other on a microbatch and hand values on: compiled parts of one trace."""
-
-    def __init__(
-        self,
-        stretch: Stretch,
-        needs: Needs,
-        traced: Traced,
-        goals: Mapping[str, list[int]],
-        gradients: Mapping[int, str],
-        sums: Mapping[str, jax.ShapeDtypeStruct],
-        joined: Mapping[str, tuple[str, ...]] | None = None,
-    ):
-        self._stretch, self._needs, self._traced = stretch, needs, traced
-        self._gradients, self._sums = gradients, sums
-        free = [i for i, name in enumerate(traced.slots) if name in stretch.parts.params]
-        keep = [_keep(stretch.work.activations) if "F" in goals else keep_all, keep_all, keep_all]
-        self._parts = cut(traced.closed, list(goals.values()), free, keep)
-        self._handed = [[crossing(var.aval, stretch.mesh) for var in part.handed] for part in self._parts]
-        number = {name: i for i, name in enumerate(goals)}
-        runs = {name: (name,) for name in goals} | dict(joined or {})
-        self._programs = {name: self._compile(tuple(map(number.__getitem__, parts))) for name, parts in runs.items()}
-
-    def bytes_kept(self) -> int:
-        """Bytes that the first program hands to those behind it, over all devices of the stage."""
-        return sum(s.size * s.dtype.itemsize for s in self._handed[0] if not _is_key(s))
-
-    @property
-    def programs(self) -> dict[str, jax.stages.Compiled]:
-        """What is compiled, by name."""
-        return {name: program.compiled for name, program in self._programs.items()}
-
-    def run(self, name: str, given: Mapping[str, jax.Array], kept: list[list[Any]], sums: dict[str, jax.Array]) -> Ran:
-        """Starts a program by its name in `goals` or `joined`.
-
-        `given` holds every input by name. `kept` is what this microbatch's earlier programs handed over; it grows by
-        this one's, and shrinks by what nothing needs any more. `sums` are donated to a program that adds to them.
-        """
-        program = self._programs[name]
-        inputs = [given[self._traced.slots[i]] for i in program.inputs]
-        taken = [kept[source][position] for source, position in program.taken]
-        heads, handed, sums, done = program.compiled(inputs, taken, sums if program.adds else {})
-        kept.append(handed)
-        for source, values in enumerate(kept):
-            for position in range(len(values)):
-                if (source, position) not in program.later:
-                    values[position] = None
-        found = dict(zip(program.heads, heads, strict=True))
-        loss = found.pop(0, None) if self._stretch.last else None
-        return Ran(next(iter(found.values()), None), loss, sums, done)
-
-    def _compile(self, numbers: tuple[int, ...]) -> _Program:
-        mesh, gradients, parts = self._stretch.mesh, self._gradients, [self._parts[number] for number in numbers]
-        known = {**self._stretch.inputs(), **self._dy()}
-        which = list(dict.fromkeys(i for part in parts for i in part.inputs))
-        before = list(dict.fromkeys(pair for part in parts for pair in part.taken if pair[0] not in numbers))
-        adds = any(i in gradients for part in parts for i in part.outputs)
-        inputs = [known[self._traced.slots[i]] for i in which]
-        taken = [self._handed[source][position] for source, position in before]
-        sums = dict(self._sums) if adds else {}
-        loss = self._stretch.last
-
-        def body(inputs: list[Any], taken: list[Any], sums: dict[str, Any]) -> tuple[Any, ...]:
-            given = dict(zip(which, inputs, strict=True))
-            there = {pair: value[0] for pair, value in zip(before, taken, strict=True)}
-            tops: list[Any] = []
-            handed: list[Any] = []
-            for number, part in zip(numbers, parts, strict=True):
-                out, handed = part([given[i] for i in part.inputs], [there[pair] for pair in part.taken])
-                there |= {(number, position): value for position, value in enumerate(handed)}
-                values = dict(zip(part.outputs, out, strict=True))
-                added = {gradients[i]: value[None] for i, value in values.items() if i in gradients}
-                sums = sums | {name: sums[name] + value.astype(sums[name].dtype) for name, value in added.items()}
-                tops += [values[i][None] if i == 0 and loss else values[i] for i in part.outputs if i not in gradients]
-            # The last result tells that the program has run: unlike the sums it is never donated.
-            return tops, [value[None] for value in handed], sums, jnp.zeros((), jnp.int32)
-
-        done = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
-        arguments = (inputs, taken, sums)
-        which_heads = [i for part in parts for i in part.outputs if i not in gradients]
-        heads = [self._head(i) for i in which_heads]
-        outputs = (heads, self._handed[numbers[-1]], sums, done)
-        specs = jax.tree.map(lambda s: s.sharding.spec, (arguments, outputs))
-        run = manual(body, mesh, specs[0], specs[1])
-        shardings = jax.tree.map(lambda s: s.sharding, outputs)
-        compiled = jax.jit(run, donate_argnums=2, out_shardings=shardings).lower(*arguments).compile()
-        later = {pair for after in self._parts[numbers[-1] + 1 :] for pair in after.taken}
-        return _Program(compiled, which, before, later, adds, which_heads)
-
-    def _dy(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return {} if self._needs.y is None else {DY: self._needs.y}
-
-    def _head(self, position: int) -> jax.ShapeDtypeStruct:
-        if position == 0 and self._stretch.last:
-            return crossing(self._traced.closed.jaxpr.outvars[0].aval, self._stretch.mesh)
-        struct = self._needs.y if position == 0 else self._stretch.x
-        assert struct is not None
-        return struct
-
-
-class Stage:
-    """One virtual stage: its stretch of the model, what it needs, and its programs, compiled when it is made.
+class Programs:
+    """The compiled programs of a stretch of layers; compiling is the slow part of making them.
 
     `backwards` says as which programs the backward pass is there: in one, "B", as two, "I" for the gradient of the
-    input and "W" for those of the weights, or both ways. Where the last stage `joins` forwards and backwards
+    input and "W" for those of the weights, or both ways. Where the last stretch `joins` forwards and backwards
     (`schedule.policies.joins`), "FB" and "FI" take the place of "F", "B" and "I": what the two share is then never
-    written out. Compiling is the slow part of making one.
+    written out.
     """
 
     def __init__(self, stretch: Stretch, needs: Needs, *, backwards: Backwards, joins: bool):
-        self.stretch, self.names, self.y = stretch, needs.names, needs.y
-        self.parts, self.mesh, self.work = stretch.parts, stretch.mesh, stretch.work
-        self.first, self.last, self.keyed = stretch.first, stretch.last, stretch.keyed
-        traced = trace_whole(stretch, needs.y)
+        self.stretch = stretch
+        traced = trace_whole(stretch, needs)
         out = traced.closed.jaxpr.outvars
         skip = 1 if stretch.first else 2
-        gradients = {skip + i: name for i, name in enumerate(stretch.parts.params) if name in set(needs.names)}
-        self.sums = {
-            name: _as(crossing(out[i].aval, stretch.mesh, stretch.parts.specs[name]), stretch.work.sums)
-            for i, name in gradients.items()
-        }
+        gradients = {skip + i: name for i, name in enumerate(needs.names)}
+        specs, dtype = stretch.parts.specs, stretch.work.sums
+        self.sums = {n: _as(crossing(out[i].aval, stretch.mesh, specs[n]), dtype) for i, n in gradients.items()}
         """Its gradients while they add up, unreduced over `data`."""
         self.losses = crossing(out[0].aval, stretch.mesh) if stretch.last else None
-        """Form of the last stage's forward result: sums over each device's own targets."""
-        dx, own = ([] if stretch.first else [1]), list(gradients)
+        """Form of the last stretch's forward result: sums over each device's own targets."""
         self.joins = stretch.last and joins
         """Whether a forward and its backward are one program."""
-        goals, joined = _goals(backwards, dx, own, joins=self.joins)
-        self._chain = Chain(stretch, needs, traced, goals, gradients, self.sums, joined)
+        goals, joined = _goals(backwards, [] if stretch.first else [1], list(gradients), joins=self.joins)
+        self.chain = Chain(stretch, needs, traced, goals, gradients, self.sums, joined)
         plain = replace(stretch, keyed=False)
         if stretch.keyed:
-            traced = trace_whole(plain, needs.y)
-        self._evaluation = Chain(plain, needs, traced, {"F": [0]}, {}, {})
-        shardings = {name: s.sharding for name, s in self.sums.items()}
+            traced = trace_whole(plain, needs)
+        self.evaluation = Chain(plain, needs, traced, {"F": [0]}, {}, {})
 
-        def zeros() -> dict[str, jax.Array]:
-            return {name: jnp.zeros(s.shape, s.dtype) for name, s in self.sums.items()}
 
-        self._zeros = jax.jit(zeros, out_shardings=shardings).lower().compile()
+@dataclass
+class Kept:
+    """What a microbatch leaves with a group of layers between its tasks."""
+
+    arrived: dict[str, jax.Array] = field(default_factory=dict)
+    """Activations and their gradient."""
+    handed: list[list[Any]] = field(default_factory=list)
+    """What each program has handed over."""
+
+
+class Stage:
+    """One virtual stage, whose groups run in turn; the programs of equal groups are made once, in `compiled`."""
+
+    def __init__(
+        self, groups: Sequence[Group], *, backwards: Backwards, joins: bool, compiled: dict[int, Programs] | None = None
+    ):
+        made = {} if compiled is None else compiled
+        for group in groups:
+            if id(group.stretch) not in made:
+                made[id(group.stretch)] = Programs(group.stretch, group.needs, backwards=backwards, joins=joins)
+        self._members = [_Member(group, made[id(group.stretch)]) for group in groups]
+        first, last = groups[0].stretch, self._members[-1].programs
+        self.parts, self.mesh, self.work = first.parts, first.mesh, first.work
+        self.first, self.last, self.keyed = first.first, last.stretch.last, first.keyed
+        self.model = first.model
+        """The model, with abstract parameters."""
+        self.x, self.y = first.x, groups[-1].needs.y
+        """What arrives (None for the first), and what goes on (None for the last)."""
+        self.joins, self.losses = last.joins, last.losses
+        self.sums = {name: form for member in self._members for name, form in member.sums().items()}
+        """Its gradients while they add up, unreduced over `data`."""
 
     @property
-    def programs(self) -> dict[str, jax.stages.Compiled]:
-        """The compiled programs of a microbatch, by name."""
-        return self._chain.programs
+    def programs(self) -> list[dict[str, jax.stages.Compiled]]:
+        """The compiled programs of a microbatch by name, of each of its groups."""
+        return [member.programs.chain.programs for member in self._members]
 
-    @property
-    def x(self) -> NamedSharding:
-        """The layout of what arrives, at any stage but the first."""
-        assert self.stretch.x is not None
-        return self.stretch.x.sharding  # type: ignore[return-value]
+    def kept(self) -> list[Kept]:
+        """What a microbatch has left here before its first task."""
+        return [Kept() for _ in self._members]
 
-    def zero(self) -> dict[str, jax.Array]:
-        """Makes the sums a step starts with."""
-        return self._zeros()  # type: ignore[no-any-return]
+    def run(
+        self, name: str, given: Mapping[str, jax.Array], arrived: jax.Array | None, kept: list[Kept], sums: Params
+    ) -> Ran:
+        """Starts the programs of a task, or of two in a row that are joined.
 
-    def run(self, name: str, given: Mapping[str, jax.Array], kept: list[list[Any]], sums: dict[str, jax.Array]) -> Ran:
-        """Starts the program of a task, or of two in a row; see `Chain.run`."""
-        return self._chain.run(name, given, kept, sums)
+        `given` holds parameters and the microbatch's other inputs by name, `arrived` is what the task waited for.
+        `kept` and `sums`, of which the arrays are donated, are brought up to date.
+        """
+        loss = None
+        for number, program in self._order(name):
+            ran = self._members[number].run(program, given, arrived, kept[number], sums)
+            arrived = ran.value
+            loss = ran.loss if loss is None else loss
+        return ran._replace(loss=loss)
 
-    def evaluate(self, given: Mapping[str, jax.Array]) -> Ran:
+    def evaluate(self, given: Mapping[str, jax.Array], arrived: jax.Array | None) -> Ran:
         """Starts a forward without dropout that keeps nothing."""
-        return self._evaluation.run("F", given, [], {})
+        for member in self._members:
+            ran = member.evaluate(given, arrived)
+            arrived = ran.value
+        return ran
 
     def bytes_kept(self) -> int:
-        """Bytes that wait for a microbatch's backward after its forward, over all devices of the stage."""
-        return self._chain.bytes_kept()
+        """Bytes that wait for a microbatch's backward after its forward, beside `x`, over all devices of the stage."""
+        between = [member.programs.stretch.x for member in self._members[1:]]
+        passed = sum(x.size * x.dtype.itemsize for x in between if x is not None)
+        return passed + sum(member.programs.chain.bytes_kept() for member in self._members)
+
+    def _order(self, name: str) -> list[tuple[int, str]]:
+        """Groups in the order in which they run a task, each with its program."""
+        count = len(self._members)
+        if name == "F":
+            return [(number, name) for number in range(count)]
+        if name in ("FB", "FI"):
+            ahead = range(count - 1)
+            return [*((n, "F") for n in ahead), (count - 1, name), *((n, name[1]) for n in reversed(ahead))]
+        return [(number, name) for number in reversed(range(count))]
+
+
+class _Member:
+    """A group with its programs, which know parameters by the names of the stretch that they were made of."""
+
+    def __init__(self, group: Group, programs: Programs):
+        self.programs = programs
+        self._names = dict(zip(group.needs.names, group.names, strict=True))
+        stretch = programs.stretch
+        self._offloads = stretch.work.activations == "offload"
+        self._fixed = (
+            {LATER: replicated(np.uint32(group.later), NamedSharding(stretch.mesh, P()))} if stretch.keyed else {}
+        )
+
+    def sums(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The form of its gradients' sums."""
+        return {own: self.programs.sums[name] for name, own in self._names.items()}
+
+    def run(
+        self, name: str, given: Mapping[str, jax.Array], arrived: jax.Array | None, kept: Kept, sums: Params
+    ) -> Ran:
+        """Starts one program; see `Stage.run`."""
+        if name.startswith("F") and arrived is not None:
+            kept.arrived[X] = arrived
+        elif name in ("B", "I"):
+            if arrived is not None:
+                kept.arrived[DY] = arrived
+            if self._offloads:
+                kept.arrived |= self._moved(kept, lambda on_device: on_device)
+        own = {their: sums[name] for their, name in self._names.items()}
+        ran = self.programs.chain.run(name, self._inputs(given, kept.arrived), kept.handed, own)
+        sums.update((self._names[their], value) for their, value in ran.sums.items())
+        if name == "F" and self._offloads:
+            kept.arrived |= self._moved(kept, on_host)
+        return ran
+
+    def evaluate(self, given: Mapping[str, jax.Array], arrived: jax.Array | None) -> Ran:
+        """Starts a forward without dropout that keeps nothing."""
+        inputs = self._inputs(given, {} if arrived is None else {X: arrived})
+        return self.programs.evaluation.run("F", inputs, [], {})
+
+    def _moved(self, kept: Kept, to: Callable[[NamedSharding], NamedSharding]) -> dict[str, jax.Array]:
+        x = self.programs.stretch.x
+        return {} if x is None else {X: jax.device_put(kept.arrived[X], to(x.sharding))}  # type: ignore[arg-type]
+
+    def _inputs(self, given: Mapping[str, jax.Array], arrived: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {**given, **{their: given[own] for their, own in self._names.items()}, **arrived, **self._fixed}
 
 
 def _goals(
@@ -252,5 +194,6 @@ def _as(struct: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(struct.shape, dtype, sharding=struct.sharding)
 
 
-def _is_key(struct: jax.ShapeDtypeStruct) -> bool:
-    return bool(jnp.issubdtype(struct.dtype, jax.dtypes.prng_key))
+def replicated(value: np.generic, sharding: NamedSharding) -> jax.Array:
+    """A host number on every device of a mesh, also where other processes hold some of the devices."""
+    return jax.make_array_from_callback((), sharding, lambda _: np.asarray(value))

@@ -1,6 +1,6 @@
 """Traces a stretch of a model on local shards: what it needs, what it hands on, its forward and backward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ from axonn_jax.tensor.params import Parts
 from axonn_jax.tensor.region import live_axes, manual
 from axonn_jax.tensor.sequence import token_axes
 
-X, TOKENS, KEY, MICROBATCH, DY, SCALE = " x", " tokens", " key", " microbatch", " dy", " scale"
+X, TOKENS, KEY, MICROBATCH, LATER, DY, SCALE = " x", " tokens", " key", " microbatch", " later", " dy", " scale"
 """Inputs of a stage beside its parameters; the space keeps them apart from parameters' names."""
 
 
@@ -44,8 +44,12 @@ class Sequenced(Protocol):
         *,
         dtype: jnp.dtype,
         key: jax.Array | None,
+        later: jax.Array | int,
     ) -> jax.Array:
-        """Runs pieces `first` to `last - 1`; the last piece gives the loss of every target."""
+        """Runs pieces `first` to `last - 1`; the last piece gives the loss of every target.
+
+        Layers fold their number and `later` into the dropout key.
+        """
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Stretch:
     """Pieces of the whole model."""
     work: Work
     keyed: bool
-    """Whether it drops out: it then takes a key and the microbatch's number."""
+    """Whether it drops out: it then takes a key, the microbatch's number, and that of layers it is run in place of."""
     x: jax.ShapeDtypeStruct | None
     """What arrives (None for the first)."""
 
@@ -105,13 +109,13 @@ class Stretch:
         model: Any = self.parts.rebuild(self.parts.params)
         return model  # type: ignore[no-any-return]
 
-    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every input by name, as a global array with its layout; of the parameters all of the model's."""
+    def inputs(self, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every input by name, as a global array with its layout; of the parameters those in `names`."""
 
         def struct(like: Any, spec: P) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(self.mesh, spec))
 
-        given = {name: struct(p, self.parts.specs[name]) for name, p in self.parts.params.items()}
+        given = {name: struct(self.parts.params[name], self.parts.specs[name]) for name in names}
         if self.x is not None:
             given[X] = self.x
         if self.first or self.last:
@@ -119,6 +123,7 @@ class Stretch:
         if self.keyed:
             given[KEY] = struct(jax.eval_shape(lambda: jax.random.key(0)), P())
             given[MICROBATCH] = struct(jax.ShapeDtypeStruct((), jnp.uint32), P())
+            given[LATER] = struct(jax.ShapeDtypeStruct((), jnp.uint32), P())
         if self.last and self.work.scaled:
             given[SCALE] = struct(jax.ShapeDtypeStruct((), jnp.float32), P())
         return given
@@ -126,18 +131,18 @@ class Stretch:
     def forward(self, params: Mapping[str, jax.Array], given: Mapping[str, jax.Array]) -> jax.Array:
         """On local shards: what goes on to the next stage, or the sum of the losses of the local targets."""
         key = jax.random.fold_in(given[KEY], given[MICROBATCH]) if self.keyed else None
-        model: Any = self.parts.rebuild(params)
+        model: Any = self.parts.rebuild({**self.parts.params, **params})
         run = (self.pieces.start, self.pieces.stop, given.get(X), given.get(TOKENS))
-        out = model.stretch(*run, dtype=self.work.dtype, key=key)
+        out = model.stretch(*run, dtype=self.work.dtype, key=key, later=given[LATER] if self.keyed else 0)
         return jnp.sum(out) if self.last else out
 
     def own(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The parameters, varying over what splits tokens on purpose: gradients then stay unreduced over it."""
         axes = token_axes(self.model)
-        return {name: vary(given[name], axes) for name in self.parts.params}
+        return {name: vary(given[name], axes) for name in self.parts.params if name in given}
 
     def whole(self, given: Mapping[str, jax.Array], dy: jax.Array | None) -> list[jax.Array]:
-        """On local shards: result, gradient of `x` if there is one, gradients of all parameters."""
+        """On local shards: result, gradient of `x` if there is one, gradients of the parameters given."""
         rest = {name: value for name, value in given.items() if name != X}
         x = given.get(X)
 
@@ -149,7 +154,7 @@ class Stretch:
             seed = given.get(SCALE, jnp.float32(1.0)) / self.work.targets
             dy = vary(jnp.full(y.shape, seed, y.dtype), compat.varying_axes(y))
         dp, dx = pull(dy)
-        return [y, *([] if x is None else [dx]), *(dp[name] for name in self.parts.params)]
+        return [y, *([] if x is None else [dx]), *(dp[name] for name in given if name in dp)]
 
 
 class Traced(NamedTuple):
@@ -170,7 +175,8 @@ class Needs(NamedTuple):
 
 def survey(stretch: Stretch) -> Needs:
     """Finds what a stretch needs and gives, by tracing its forward pass; nothing is allocated."""
-    closed, slots = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)], None)
+    everything = stretch.inputs(stretch.parts.params)
+    closed, slots = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)], everything)
     (part,) = cut(closed, [[0]], [], [keep_all])
     names = tuple(slots[i] for i in part.inputs if slots[i] in stretch.parts.params)
     if stretch.last:
@@ -180,13 +186,13 @@ def survey(stretch: Stretch) -> Needs:
     return Needs(names, jax.ShapeDtypeStruct(shape, y.dtype, sharding=NamedSharding(stretch.mesh, spec)))
 
 
-def trace_whole(stretch: Stretch, y: jax.ShapeDtypeStruct | None) -> Traced:
-    """Traces forward and backward as one function: (inputs, `dy`) -> [result, `dx`, gradients of all parameters]."""
-    return _trace(stretch, lambda given: stretch.whole(given, given.get(DY)), y)
+def trace_whole(stretch: Stretch, needs: Needs) -> Traced:
+    """Traces forward and backward as one function: (inputs, `dy`) -> [result, `dx`, gradients of its parameters]."""
+    given = stretch.inputs(needs.names) | ({} if needs.y is None else {DY: needs.y})
+    return _trace(stretch, lambda given: stretch.whole(given, given.get(DY)), given)
 
 
-def _trace(stretch: Stretch, f: Any, dy: jax.ShapeDtypeStruct | None) -> Traced:
-    given = {**stretch.inputs(), **({} if dy is None else {DY: dy})}
+def _trace(stretch: Stretch, f: Any, given: Mapping[str, jax.ShapeDtypeStruct]) -> Traced:
     slots = list(given)
     found: list[ClosedJaxpr] = []
 
