@@ -92,6 +92,10 @@ class Channel(ABC):
         then wait for ever in MPI or in jax, so the process should leave with `os._exit`.
         """
 
+    @abstractmethod
+    def free(self) -> None:
+        """Gives back its communicators, after `close`; collective over the pipe's places."""
+
 
 class Pause:
     """How long to sleep before looking again: a share of the wait so far, so that it costs neither core nor time.

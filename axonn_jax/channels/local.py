@@ -44,6 +44,9 @@ class LocalChannel(Channel):
         self._closed = True
         return True
 
+    def free(self) -> None:  # noqa: D102
+        pass
+
 
 def move(value: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
     """Lays `value` out as `form`, another stage's mesh of the same shape, without waiting for it.

@@ -96,6 +96,10 @@ class Mpi4jaxChannel(Channel):
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def free(self) -> None:  # noqa: D102
+        for lane in self._lanes.values():
+            lane.free()
+
     def _stop(self) -> None:
         for lane in self._lanes.values():
             lane.close()
@@ -127,6 +131,11 @@ class _Lane:
         self._busy = active
         if not self._rung:
             self._bell.set()
+
+    def free(self) -> None:
+        """As `Channel.free`."""
+        self._headers.Free()
+        self._data.Free()
 
     def close(self) -> None:
         """Ends both threads, unless one is in mpi4jax."""

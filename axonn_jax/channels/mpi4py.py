@@ -127,6 +127,10 @@ class Mpi4pyChannel(Channel):
             atexit.unregister(self._exit)
         return not (self._thread.is_alive() or self._sending or self._arriving)
 
+    def free(self) -> None:  # noqa: D102
+        for comm in self._comms.values():
+            comm.Free()
+
     def _exit(self) -> None:
         """Keeps the thread out of MPI when the interpreter ends it: that would crash."""
         if not self.close(1.0) and self._thread is not None:

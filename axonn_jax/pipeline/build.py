@@ -118,8 +118,14 @@ class Pipe:
             form = groups[0].stretch.x or groups[-1].needs.y
             if layout.rank_of(stage) in grid.meshes and form is not None:
                 arriving[stage] = form
-        carrier = open_channel(channel, Ports(arriving, layout.stages), links.pipe, layout.rank_of)
-        self.executor = Executor(self.ranks, layout, carrier, links.status, links.recorder, links.orders)
+        self._ports, self._layout, self._links, self._channel = Ports(arriving, layout.stages), layout, links, channel
+        self.open()
+
+    def open(self) -> None:
+        """Connects it, anew after `close`: what was under way then is forgotten. Collective over the pipe's places."""
+        links = self._links
+        self._carrier = open_channel(self._channel, self._ports, links.pipe, self._layout.rank_of)
+        self.executor = Executor(self.ranks, self._layout, self._carrier, links.status, links.recorder, links.orders)
 
     def losses(self) -> dict[int, jax.Array]:
         """The mean loss of the step that has run, at the last place if it is here."""
@@ -132,3 +138,8 @@ class Pipe:
     def close(self) -> None:
         """Ends its threads and its channel."""
         self.executor.close()
+
+    def free(self) -> None:
+        """Closes it and gives back its communicators; collective over the pipe's places."""
+        self.close()
+        self._carrier.free()

@@ -34,6 +34,12 @@ class Links:
     orders: "StageOrders | None" = None
     recorder: Recorder = field(default_factory=Recorder)
 
+    def close(self) -> None:
+        """Ends their threads."""
+        if self.orders is not None:
+            self.orders.close()
+        self.watch.close()
+
 
 def connect(grid: Grid, layout: Layout, policy: Policy, stall_timeout: float) -> Links:
     """Makes the ties; collective over all processes of the run. Nothing is sent yet."""
@@ -56,47 +62,76 @@ class StageOrders:
     """The first process of a stage tells the others which task it has chosen; messages of 16 bytes, never waited for.
 
     What has arrived may differ between the processes of a stage, and their programs hold collectives: they must start
-    the same tasks in the same order.
+    the same tasks in the same order. Orders go down a binary tree, so that none sends more than two. A step's orders
+    wait here until the step is followed: it may be of a batch shape that is still being compiled.
     """
 
     def __init__(self, stage: "MPI.Comm"):
         self._comm = stage
-        self.leads = stage.Get_rank() == 0
+        rank, size = stage.Get_rank(), stage.Get_size()
+        self.leads = rank == 0
+        self._children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
+        self._lock = threading.Lock()
+        self._early: dict[int, list[Task]] = {}
+        self._followed: int | None = None
+        self._told: Callable[[Task], None] = lambda task: None
+        self._failed: Callable[[BaseException], None] = lambda error: None
+        self._error: BaseException | None = None
         self._stop = threading.Event()
-
-    def start(self, told: Callable[[Task, int], None], failed: Callable[[BaseException], None]) -> None:
-        """Begins to listen, on a thread of its own."""
+        self._thread = threading.Thread(target=self._listen, name="axonn-orders", daemon=True)
         if not self.leads:
-            self._stop = threading.Event()
-            thread = threading.Thread(target=self._listen, args=(told, failed, self._stop), name="axonn-orders")
-            thread.daemon = True
-            thread.start()
+            self._thread.start()
+
+    def follow(self, step: int, told: Callable[[Task], None], failed: Callable[[BaseException], None]) -> None:
+        """Hands on a step's tasks as they are told, from any thread; those told before at once."""
+        with self._lock:
+            self._followed, self._told, self._failed = step, told, failed
+            for task in self._early.pop(step, []):
+                told(task)
+            if self._error is not None:
+                failed(self._error)
+
+    def leave(self) -> None:
+        """Ends the step that is followed, once all its tasks have been told."""
+        with self._lock:
+            self._followed = None
 
     def tell(self, task: Task, step: int) -> None:
         """Tells the others, without waiting for them."""
-        order = np.array([_KINDS.index(task.kind), task.stage, task.microbatch, step], np.int32)
-        self._sent = [(request, buffer) for request, buffer in self._sent if not request.Test()]
-        self._sent += [(self._comm.Isend(order, other), order) for other in range(1, self._comm.Get_size())]
+        self._pass_on(np.array([_KINDS.index(task.kind), task.stage, task.microbatch, step], np.int32))
 
     def close(self) -> None:
         """Stops listening."""
         self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(1.0)
 
-    def _listen(
-        self, told: Callable[[Task, int], None], failed: Callable[[BaseException], None], stop: threading.Event
-    ) -> None:
-        order, pause = np.empty(4, np.int32), 50e-6
+    def _pass_on(self, order: np.ndarray) -> None:
+        self._sent = [(request, buffer) for request, buffer in self._sent if not request.Test()]
+        self._sent += [(self._comm.Isend(order, child), order) for child in self._children]
+
+    def _listen(self) -> None:
+        parent, pause = (self._comm.Get_rank() - 1) // 2, 50e-6
         try:
-            while not stop.is_set():
-                message = self._comm.Improbe(source=0)
+            while not self._stop.is_set():
+                message = self._comm.Improbe(source=parent)
                 if message is None:
                     time.sleep(pause)
                     pause = min(pause * 1.2, 1e-3)
                     continue
+                order = np.empty(4, np.int32)
                 message.Recv(order)
                 pause = 50e-6
+                self._pass_on(order)
                 kind, stage, microbatch, step = order.tolist()
-                told(Task(_KINDS[kind], stage, microbatch), step)
+                task = Task(_KINDS[kind], stage, microbatch)
+                with self._lock:
+                    if step == self._followed:
+                        self._told(task)
+                    else:
+                        self._early.setdefault(step, []).append(task)
         except BaseException as error:
-            failed(error)
+            with self._lock:
+                self._error = error
+                self._failed(error)

@@ -38,14 +38,14 @@ class Orders(Protocol):
     leads: bool
     """Whether this process chooses; the others follow."""
 
-    def start(self, told: Callable[[Task, int], None], failed: Callable[[BaseException], None]) -> None:
-        """Begins to listen for tasks and their steps; both may be called from any thread."""
+    def follow(self, step: int, told: Callable[[Task], None], failed: Callable[[BaseException], None]) -> None:
+        """Hands on a step's tasks as they are told, from any thread; those told before at once."""
+
+    def leave(self) -> None:
+        """Ends the step that is followed, once all its tasks have been told."""
 
     def tell(self, task: Task, step: int) -> None:
         """Tells the others what this process has chosen, without waiting."""
-
-    def close(self) -> None:
-        """Stops listening."""
 
 
 class _Arrived(NamedTuple):
@@ -61,7 +61,6 @@ class _Ran(NamedTuple):
 
 class _Told(NamedTuple):
     task: Task
-    step: int
 
 
 class _Broke(NamedTuple):
@@ -107,7 +106,7 @@ class Executor:
         self._on_host = jax.default_backend() == "cpu"
         self._depth = 1 if self._on_host else 2
         self._events: queue.SimpleQueue[_Arrived | _Ran | _Told | _Broke] = queue.SimpleQueue()
-        self._early: deque[_Arrived | _Told] = deque()  # of the next step, come before this one ended
+        self._early: deque[_Arrived] = deque()  # of the next step, come before this one ended
         self._probes: dict[int, queue.SimpleQueue[_Probe | None]] = {}
         self._threads: list[threading.Thread] = []
         for place in ranks:
@@ -118,15 +117,11 @@ class Executor:
         # Also where nobody closes: a thread left in jax when the interpreter ends would abort the process.
         self._end_threads = weakref.finalize(self, _end, list(self._probes.values()), self._threads)
         channel.start(lambda message, value: self._events.put(_Arrived(message, value)), self._broke)
-        if orders is not None:
-            orders.start(lambda task, step: self._events.put(_Told(task, step)), self._broke)
 
     def close(self) -> None:
         """Ends the threads and the channel."""
         self._end_threads()
         self._channel.close()
-        if self._orders is not None:
-            self._orders.close()
 
     def then(self, place: int, done: jax.Array, name: str, kind: SpanKind, step: int, at: float) -> None:
         """Records a program that was started on a rank's device at time `at`, outside the tasks."""
@@ -146,16 +141,18 @@ class Executor:
         self._dispatchers = dispatchers
         running: dict[int, deque[_Started]] = {place: deque() for place in self._ranks}
         held: dict[int, Task] = {}  # by place, a forward to be started with its backward, once that is told
-        self._step = step
         early, self._early = self._early, deque()
         for kept in early:
             self._take(kept)
+        orders = self._orders if train else None
+        if orders is not None and not orders.leads:
+            orders.follow(step, lambda task: self._events.put(_Told(task)), self._broke)
         while True:
             active = fresh = False
             for place, rank in self._ranks.items():
                 while len(running[place]) < self._depth and (task := dispatchers[place].next()) is not None:
-                    if train and self._orders is not None and self._orders.leads:
-                        self._orders.tell(task, step)
+                    if orders is not None and orders.leads:
+                        orders.tell(task, step)
                     if train and rank.joins(task):
                         held[place] = task
                         continue
@@ -167,6 +164,8 @@ class Executor:
                     fresh = True
                 active = active or bool(running[place])
             if not active and all(dispatcher.done for dispatcher in dispatchers.values()):
+                if orders is not None:
+                    orders.leave()
                 return
             if fresh or not active:
                 self._channel.busy(active and self._on_host)
@@ -190,17 +189,16 @@ class Executor:
             self._status.finished = str(started)
 
     def _take(self, event: _Arrived | _Told) -> None:
-        """Gives an arrival or an order to its dispatcher, or keeps it for the next step."""
-        stage = event.message.stage if isinstance(event, _Arrived) else event.task.stage
-        place = self._layout.rank_of(stage)
-        early = self._dispatchers[place].done if isinstance(event, _Arrived) else event.step != self._step
-        if early:
+        """Gives an arrival or an order to its dispatcher; an arrival that is early is kept for the next step."""
+        if isinstance(event, _Told):
+            self._dispatchers[self._layout.rank_of(event.task.stage)].tell(event.task)
+            return
+        place = self._layout.rank_of(event.message.stage)
+        if self._dispatchers[place].done:
             self._early.append(event)
-        elif isinstance(event, _Arrived):
+        else:
             self._ranks[place].arrived(event.message, event.value)
             self._dispatchers[place].arrived(event.message)
-        else:
-            self._dispatchers[place].tell(event.task)
 
     def _note(self, running: Mapping[int, Sequence[_Started]]) -> None:
         tasks = [str(queued[0]) for queued in running.values() if queued]

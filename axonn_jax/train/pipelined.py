@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isfinite, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -104,7 +104,8 @@ class PipelineTrainer(Trainer):
         self._seed = seed
         self._keyed = getattr(shape, "dropout", 0.0) > 0.0
         self._rows: dict[int, list[int]] = {}
-        self._pipes: dict[tuple[int, int], Pipe] = {}
+        self._pipes: dict[tuple[int, int], Pipe] = {}  # by batch shape, the one used last at the end
+        self._at: Literal["", "tasks", "update"] = ""  # in a step, what an exception would leave half done
         self._channel = choose(pipeline.channel, grid.size, jax.default_backend())
         self._links = connect(grid, self.layout, pipeline.policy, pipeline.stall_timeout)
         self._links.watch.start()
@@ -140,7 +141,7 @@ class PipelineTrainer(Trainer):
         for pipe in self._pipes.values():
             pipe.close()
         self._pipes.clear()
-        self._links.watch.close()
+        self._links.close()
 
     def rows(self, global_batch: int) -> list[int]:
         """Rows of a global batch that this process must load (all of them in a run of one process)."""
@@ -167,6 +168,10 @@ class PipelineTrainer(Trainer):
         Collectives within a stage are those of `Trainer`.
         """
         pipe, microbatches = self._prepare(batch)
+        with self._started():
+            return self._run(pipe, microbatches)
+
+    def _run(self, pipe: Pipe, microbatches: list[np.ndarray]) -> StepMetrics:
         status, together, step = self._links.status, self._links.together, self.steps_done + 1
         scale = None if self._scale is None else self._scale.factor
         for place, rank in pipe.ranks.items():
@@ -191,10 +196,10 @@ class PipelineTrainer(Trainer):
             self._scale.tell(isfinite(norm))
         if self._scale is None or isfinite(norm):
             factor = float(clip_factor(norm, self._clip)) / (scale or 1.0)
+            self._at = "update"
             for place, holding in self.holdings.items():
                 pipe.executor.then(place, holding.apply(grads[place], factor), "update", "optimizer", step, at)
         self.steps_done += 1
-        status.now("between steps")
         metrics: StepMetrics = {"loss": np.float32(loss), "grad_norm": np.float32(norm)}
         if self._scale is not None and scale is not None:
             metrics |= {"loss_scale": np.float32(scale), "skipped": np.int32(self._scale.skipped)}
@@ -211,20 +216,21 @@ class PipelineTrainer(Trainer):
         results = []
         for batch in batches:
             pipe, microbatches = self._prepare(batch)
-            for place, rank in pipe.ranks.items():
-                rank.begin(self.holdings[place].weights, microbatches, None, train=False)
-            orders = {place: ForwardOnly(self.layout, place) for place in pipe.ranks}
-            pipe.executor.run(orders, self.steps_done, train=False)
-            losses = {
-                place: mean(rank.losses) for place, rank in pipe.ranks.items() if (mean := pipe.reductions[place].mean)
-            }
-            self._links.status.now(running="the agreement on the loss")
-            own = {place: (float(losses.get(place, 0.0)),) for place in pipe.ranks}
-            results.append(self._links.together.sums(own)[0])
-            self._links.status.now("between steps")
+            with self._started():
+                results.append(self._mean_loss(pipe, microbatches))
         if not results:
             raise UserError("evaluate", "no batches", "at least one batch")
         return float(np.mean(results))
+
+    def _mean_loss(self, pipe: Pipe, microbatches: list[np.ndarray]) -> float:
+        for place, rank in pipe.ranks.items():
+            rank.begin(self.holdings[place].weights, microbatches, None, train=False)
+        orders = {place: ForwardOnly(self.layout, place) for place in pipe.ranks}
+        pipe.executor.run(orders, self.steps_done, train=False)
+        losses = pipe.losses()
+        self._links.status.now(running="the agreement on the loss")
+        own = {place: (float(losses.get(place, 0.0)),) for place in pipe.ranks}
+        return self._links.together.sums(own)[0]
 
     def state(self) -> dict[int, State]:  # noqa: D102
         return self._places.state()
@@ -269,9 +275,14 @@ class PipelineTrainer(Trainer):
         if batch.ndim != 2 or len(batch) == 0 or len(batch) % share:
             raise UserError("batch", batch.shape, f"[rows, seq_len + 1] token ids, rows in a multiple of {share}")
         rows, width = len(batch) // share * self.grid.shape.batch_shards, batch.shape[1]
-        if (rows, width) not in self._pipes:
+        if self._at:
+            self._recover()
+        pipe = self._pipes.pop((rows, width), None)
+        if pipe is None:
+            while len(self._pipes) >= _SHAPES:
+                self._pipes.pop(next(iter(self._pipes))).free()
             self._links.status.now("compiling")
-            self._pipes[rows, width] = Pipe(
+            pipe = Pipe(
                 self._plan(rows, width),
                 self.grid,
                 self.layout,
@@ -283,7 +294,34 @@ class PipelineTrainer(Trainer):
                 bucket=self._bucket,
             )
             self._links.status.now("between steps")
-        return self._pipes[rows, width], list(batch.reshape(self.microbatches, -1, width))
+        self._pipes[rows, width] = pipe
+        return pipe, list(batch.reshape(self.microbatches, -1, width))
+
+    @contextlib.contextmanager
+    def _started(self) -> Iterator[None]:
+        """Around what an exception, Ctrl-C say, would leave half done."""
+        self._at = "tasks"
+        try:
+            yield
+            self._at = ""
+        finally:
+            self._links.status.now("between steps")
+
+    def _recover(self) -> None:
+        """Makes good for a step that an exception ended, Ctrl-C say: it is as if that step had not begun.
+
+        Raises ``RuntimeError`` where that cannot be.
+        """
+        if self._at == "update" or self.grid.size > 1:
+            half = "some weights are of the step and some are not" if self._at == "update" else "the others went on"
+            raise RuntimeError(
+                f"step {self.steps_done + 1} was broken off in process {self.grid.rank}, and {half}: make the trainer "
+                "again (in every process) and load a checkpoint"
+            )
+        for pipe in self._pipes.values():
+            pipe.close()
+            pipe.open()
+        self._at = ""
 
     def _plan(self, rows: int, width: int) -> Plan:
         work = Work(
@@ -302,6 +340,10 @@ class PipelineTrainer(Trainer):
         if orders is not None and not orders.leads:
             return Follower(self.layout, place)
         return Dispatcher(self.layout, place, self.pipeline.policy, self.pipeline.in_flight, self._split)
+
+
+_SHAPES = 4
+"""Batch shapes whose programs and channels are kept."""
 
 
 @jax.jit

@@ -1,0 +1,126 @@
+"""Steps that an exception breaks off, as Ctrl-C does in a notebook: the trainer goes on, or says that it cannot."""
+
+import os
+import signal
+import threading
+
+import grids
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import axonn_jax as ax
+from axonn_jax.grid import GridShape
+from axonn_jax.train.config import PipelineConfig
+from axonn_jax.train.trainer import Trainer
+
+STEPS = 3
+
+
+def made(axes, **pipeline):
+    return Trainer(
+        lambda: ax.models.Transformer(grids.LLAMA, rngs=nnx.Rngs(0)),
+        optax.adam(1e-3),
+        grids.lay(GridShape(**axes)),
+        microbatches=4,
+        pipeline=PipelineConfig(**pipeline),
+    )
+
+
+def batch(step):
+    return np.random.default_rng(step).integers(0, grids.LLAMA.vocab, (8, 9))
+
+
+def losses(trainer):
+    return [float(trainer.step(batch(step))["loss"]) for step in range(STEPS)]
+
+
+class Broken(Exception):
+    pass
+
+
+def break_at(rank, task):
+    """Lets the `task`th start of a rank's program raise, once."""
+    start, count = rank.start, iter(range(task + 1))
+
+    def started(*tasks, train=True):
+        if next(count, None) == task:
+            raise Broken
+        return start(*tasks, train=train)
+
+    rank.start = started
+
+
+@pytest.mark.parametrize("policy", ["message", "1f1b"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_step_that_was_broken_off_has_not_been(policy, place):
+    whole, broken = made({"pipe": 2}, policy=policy), made({"pipe": 2}, policy=policy)
+    want = losses(whole)
+    held_out = whole.evaluate([batch(9)])
+    got = []
+    for step in range(STEPS):
+        for task in (0, 1, 3):
+            (pipe,) = broken._pipes.values() if broken._pipes else [broken._prepare(batch(step))[0]]
+            break_at(pipe.ranks[place], task)
+            with pytest.raises(Broken):
+                broken.step(batch(step))
+            del pipe.ranks[place].start
+        break_at(pipe.ranks[place], 2)
+        with pytest.raises(Broken):
+            broken.evaluate([batch(9)])
+        del pipe.ranks[place].start
+        got.append(float(broken.step(batch(step))["loss"]))
+    np.testing.assert_allclose(got, want, rtol=1e-6)  # what arrives first may change the order of sums
+    assert broken.evaluate([batch(9)]) == pytest.approx(held_out, rel=1e-6)
+    assert broken._links.status.phase == "between steps"
+    whole.close()
+    broken.close()
+
+
+def test_a_step_broken_off_in_its_update_says_that_the_trainer_must_be_made_again():
+    trainer = made({"pipe": 2})
+    trainer.step(batch(0))
+
+    def stopped(grads, factor):
+        raise Broken
+
+    trainer.holdings[1].apply = stopped
+    with pytest.raises(Broken):
+        trainer.step(batch(1))
+    with pytest.raises(RuntimeError, match=r"step 2 was broken off .* make the trainer again .* load a checkpoint"):
+        trainer.step(batch(1))
+    trainer.close()
+
+
+def forever(trainer):
+    while True:
+        trainer.step(batch(trainer.steps_done))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{}, {"pipe": 2}])
+def test_twenty_interrupts_at_random_moments(axes):
+    random = np.random.default_rng(0)
+    trainer, lost, told = made(axes), 0, ""
+    trainer.step(batch(0))
+    for _ in range(20):
+        timer = threading.Timer(random.uniform(0, 0.3), os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            forever(trainer)
+        timer.join()
+        try:
+            trainer.step(batch(trainer.steps_done))
+        except RuntimeError as error:
+            told = str(error)
+            trainer, lost = made(axes), lost + 1
+    same = made(axes)
+    while same.steps_done < trainer.steps_done:
+        same.step(batch(same.steps_done))
+    for name, value in trainer.params.items():
+        np.testing.assert_allclose(value, same.params[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    assert lost < 10
+    assert lost == 0 or "make the trainer again" in told
+    trainer.close()
+    same.close()
