@@ -25,7 +25,8 @@ NORM_TOLERANCE = 1e-5
 
 GPT = dataclasses.replace(grids.GPT, layers=4, seq_len=8, dropout=0.1)  # tied embeddings: both ends hold the table
 LLAMA = dataclasses.replace(grids.LLAMA, layers=3, seq_len=8)
-SHAPES = {"gpt": GPT, "llama": LLAMA}
+DEEP = dataclasses.replace(GPT, layers=12)  # stages of several groups of layers
+SHAPES = {"gpt": GPT, "llama": LLAMA, "deep": DEEP}
 
 CASES = {
     "message": ("gpt", {"pipe": 2}, {}),
@@ -37,6 +38,14 @@ CASES = {
     "interleaved": ("gpt", {"pipe": 2}, {"policy": "interleaved", "virtual_stages": 2}),
     "zero-bubble": ("llama", {"pipe": 4}, {"policy": "zero-bubble"}),
     "uneven": ("gpt", {"pipe": 2}, {"split": "3,7"}),
+    "deep": ("deep", {"pipe": 2}, {}),
+    "deep zero-bubble": ("deep", {"pipe": 2}, {"policy": "zero-bubble"}),
+    "deep offload": ("deep", {"pipe": 2}, {"activations": "offload"}),
+    "deep virtual, 4D full": (
+        "deep",
+        {"pipe": 2, "z": 2, "x": 2},
+        {"activations": "full", "split": "13,4,4,5", "virtual_stages": 2},
+    ),
     "4D": ("llama", {"pipe": 2, "z": 2, "x": 2}, {}),
     "4D full": ("gpt", {"pipe": 2, "y": 2, "z": 2}, {"activations": "full"}),
     "4D save_collectives": ("llama", {"pipe": 2, "y": 2, "x": 2}, {"activations": "save_collectives"}),
@@ -44,7 +53,17 @@ CASES = {
 }
 
 # Compiling takes 10 to 20 s each; what these add to the others is small.
-SLOW = ("message 4", "message fused", "uneven", "4D full", "4D dots", "gpipe")
+SLOW = (
+    "deep zero-bubble",
+    "deep offload",
+    "deep virtual, 4D full",
+    "message 4",
+    "message fused",
+    "uneven",
+    "4D full",
+    "4D dots",
+    "gpipe",
+)
 
 
 def trainer(model, axes, *, activations="none", lazy=True, clip=0.5, precision="fp32", optimizer=None, **pipeline):

@@ -1,0 +1,92 @@
+"""Groups of equal layers in a stage: which there are, and that compiling a stage does not take longer with depth."""
+
+import dataclasses
+from itertools import pairwise
+
+import grids
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import axonn_jax as ax
+from axonn_jax.grid import GridShape
+from axonn_jax.models.pieces import Piece, transformer_pieces
+from axonn_jax.pipeline.build import plan
+from axonn_jax.pipeline.groups import SIZES, group_ranges
+from axonn_jax.pipeline.trace import Work
+from axonn_jax.schedule.tasks import Layout
+from axonn_jax.tensor.params import shapes_of, take_apart
+
+
+def planned(blocks, *, virtual_stages=1, activations="none"):
+    """A pipeline of two ranks of a model whose stages have so many blocks; ends are stages' ends."""
+    stages = 2 * virtual_stages
+    shape = dataclasses.replace(grids.GPT, layers=blocks * stages, dropout=0.1)
+    model = nnx.eval_shape(lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0)))
+    parts = shapes_of(take_apart(model), jnp.dtype("float32"))
+    cuts = [0, *(1 + 2 * blocks * stage for stage in range(1, stages)), 2 + 2 * blocks * stages]
+    ranges = [range(first, last) for first, last in pairwise(cuts)]
+    work = Work(2, shape.seq_len + 1, 4, jnp.dtype("float32"), activations, jnp.dtype("float32"), False)
+    grid = grids.lay(GridShape(pipe=2))
+    return plan(parts, grid, Layout(2, 4, virtual_stages), ranges, work, keyed=True), parts, ranges
+
+
+def compiled(stage):
+    """Pieces that are compiled for a stage: those of its different stretches."""
+    return sum(len(stretch.pieces) for stretch in {id(group.stretch): group.stretch for group in stage}.values())
+
+
+def test_sixteen_blocks_compile_like_four():
+    few, _, _ = planned(4)
+    many, _, _ = planned(16)
+    for stage in (0, 1):
+        assert compiled(many[stage]) <= compiled(few[stage])
+        assert len(many[stage]) > len(few[stage]) == 1
+
+
+def test_virtual_stages_of_a_rank_share_programs():
+    stages, _, _ = planned(2, virtual_stages=4)
+    inner = [stages[place].pop() for place in (2, 4, 6)]  # of rank 0, without its first
+    assert len({id(group.stretch) for group in inner}) == 1
+    assert [group.later for group in inner] == [0, 4, 8]
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 5, 6, 7, 9, 11, 16])
+def test_every_stage_runs_on_all_its_parameters_once(blocks):
+    stages, parts, ranges = planned(blocks)
+    pieces = transformer_pieces(dataclasses.replace(grids.GPT, layers=2 * blocks))
+    for stage, whole in zip(stages, ranges, strict=True):
+        names = [name for group in stage for name in group.names]
+        assert len(names) == len(set(names))
+        prefixes = {pieces[i].layer for i in whole if pieces[i].layer}
+        expected = {n for n in parts.params if any(n.startswith(f"{prefix}.") for prefix in prefixes)}
+        assert {name for name in names if name.startswith("blocks.")} == expected
+        for group in stage:
+            for name, own in zip(group.needs.names, group.names, strict=True):
+                assert (parts.params[name].shape, parts.specs[name]) == (parts.params[own].shape, parts.specs[own])
+                assert name.split(".")[2:] == own.split(".")[2:]
+
+
+def test_layers_have_their_own_activation_policy_only_in_a_stage_that_is_whole():
+    stages, _, ranges = planned(8, activations="full:0-7,none")
+    assert [[group.stretch.pieces for group in stage] for stage in stages] == [[r] for r in ranges]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sizes"),
+    [
+        ("e" + "am" * 4 + "h", [10]),
+        ("e" + "am" * 16 + "h", [1, 8, 8, 8, 8, 1]),
+        ("am" * 6, [6, 6]),
+        ("m" + "am" * 7, [6, 6, 2, 1]),
+        ("l" * 10, [3, 3, 3, 1]),
+        ("abcdefgh", [8]),
+        ("l" * 8 + "e" + "k" * 6, [4, 4, 1, 3, 3]),
+    ],
+)
+def test_groups_of_a_stage(kinds, sizes):
+    pieces = [Piece(str(i), 0, 0, f"layers.{i}", "" if kind in "eh" else kind) for i, kind in enumerate(kinds)]
+    found = group_ranges(pieces, range(len(pieces)))
+    assert [len(group) for group in found] == sizes
+    assert [i for group in found for i in group] == list(range(len(pieces)))
+    assert max(SIZES) == 4
