@@ -167,20 +167,20 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     say("messages")
     figures |= {
         "collectives": collectives,
-        "messages": _messages(everywhere, processes, device.platform, rounds),
+        "messages": _messages(everywhere, processes, rounds),
         "versions": {"axonn_jax": __version__, "jax": jax.__version__},
     }
     return figures, _machine(figures, jax.local_devices()[0])
 
 
-def _messages(devices: list[Any], processes: int, platform_name: str, rounds: int) -> dict[str, dict[str, float]]:
+def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict[str, float]]:
     """By channel, of the one that runs choose here; none where there is one device."""
     from axonn_jax.calibration import links
     from axonn_jax.channels.choose import choose
 
     if len(devices) < 2 or (processes > 1 and find_spec("mpi4py") is None):
         return {}
-    name = choose("auto", processes, platform_name)
+    name = choose("auto", processes)
     if name == "local":
         return {name: asdict(links.local_messages(devices, _MESSAGES, rounds))}
     return {name: asdict(links.mpi_messages(name, _MESSAGES, rounds))}

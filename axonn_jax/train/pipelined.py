@@ -105,7 +105,7 @@ class PipelineTrainer(Trainer):
         self._keyed = getattr(shape, "dropout", 0.0) > 0.0
         self._rows: dict[int, list[int]] = {}
         self._pipes: dict[tuple[int, int], Pipe] = {}
-        self._channel = choose(pipeline.channel, grid.size, jax.default_backend())
+        self._channel = choose(pipeline.channel, grid.size)
         self._links = connect(grid, self.layout, pipeline.policy, pipeline.stall_timeout)
         self._links.watch.start()
         # Which stage holds which parameters does not depend on the batch, so any small one will do.

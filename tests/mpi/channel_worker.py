@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-SCENARIO, CHANNEL, DEVICES = sys.argv[1].removesuffix("-unrung"), sys.argv[2], int(sys.argv[3])
-RUNG = not sys.argv[1].endswith("-unrung")  # whether ranks ring each other's bells
+SCENARIO, _, VARIANT = sys.argv[1].partition("-")  # unrung: as between hosts; device: as MPI that takes device memory
+CHANNEL, DEVICES = sys.argv[2], int(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", DEVICES)
 
 from mpi4py import MPI  # noqa: E402
 
 from axonn_jax.channels import ChannelClosed, Ports, open_channel  # noqa: E402
+from axonn_jax.channels.buffers import DeviceBuffers  # noqa: E402
 from axonn_jax.schedule.tasks import Message  # noqa: E402
 
 WORLD = MPI.COMM_WORLD
@@ -64,13 +65,22 @@ class Inbox:
         return got
 
 
+class LateBuffers(DeviceBuffers):
+    """In memory that programs still use now and then."""
+
+    def writable(self, buffer):
+        return random.random() < 0.5 and super().writable(buffer)
+
+
 def opened(forms=FORMS):
     here = {stage: form for stage, form in forms.items() if stage % WORLD.Get_size() == RANK}
     channel = open_channel(CHANNEL, Ports(here, len(forms)), WORLD)
     for end in channel._lanes.values() if CHANNEL == "mpi4jax" else [channel]:
         assert end._rung
-        if not RUNG:  # as between hosts
+        if VARIANT == "unrung":
             end._peers, end._rung = {}, False
+    if VARIANT == "device":
+        channel._buffers = LateBuffers(list(here.values()), list(MESH.devices.flat))
     return channel, Inbox(channel)
 
 

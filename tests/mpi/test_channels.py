@@ -78,6 +78,13 @@ def test_messages_in_many_pieces(scenario):
     assert done.stdout.count("done") == 2
 
 
+@pytest.mark.parametrize(("scenario", "devices"), [("traffic-device", 4), ("burst-device", 2), ("steps-device", 1)])
+def test_messages_between_buffers_of_the_devices(scenario, devices):
+    done = ranks(scenario, "mpi4py", devices)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("done") == 2
+
+
 @pytest.mark.skipif(find_spec("mpi4jax") is None, reason="no mpi4jax")
 def test_mpi4jax_is_refused_where_it_could_not_receive_while_it_sends(monkeypatch):
     monkeypatch.setenv("NPROC", "1")
