@@ -22,7 +22,9 @@ from axonn_jax.doctor_probes import (
     satisfies,
     setup_command,
 )
+from axonn_jax.errors import UserError
 from axonn_jax.launch import SLURM_STEP
+from axonn_jax.memory.pinned import GIB, LIMIT, XLAS_OWN, host_memory, limit
 
 _FAILS = {
     "jax": "everything that computes",
@@ -55,7 +57,6 @@ for name in sys.argv[2:]:
 import jax
 print(sys.argv[1] + json.dumps({"devices": [[d.platform, d.device_kind] for d in jax.devices()]}), flush=True)
 """
-_GIB = 1 << 30
 
 
 def packages(timeout: float) -> Iterator[Row]:
@@ -73,6 +74,8 @@ def packages(timeout: float) -> Iterator[Row]:
     for name in order:
         yield _package(name, wanted[name], seen.answers.get(named[name], seen.trouble(timeout)))
     yield devices(seen, timeout)
+    if any(backend == "gpu" for backend, _ in seen.answers.get("devices", ())):
+        yield pinned(os.environ)
 
 
 def _package(name: str, range_: str, trouble: str) -> Row:
@@ -109,6 +112,22 @@ def devices(seen: Probe, timeout: float) -> Row:
     return Row("devices", "ok", found, fails, "", True)
 
 
+def pinned(environ: Mapping[str, str]) -> Row:
+    """How much of the host's memory a process may pin for its GPUs."""
+    fails = "[memory] offload = optimizer, where a process keeps more on the host"
+    have = f"the host has {host_memory() / GIB:.0f} GiB"
+    if LIMIT not in environ:
+        raised = f"{LIMIT} is not set: runs raise it from {XLAS_OWN} to their share of the host's memory; {have}"
+        return Row("pinned memory", "ok", raised, fails)
+    try:
+        allowed = limit(environ)
+    except UserError as error:
+        return Row("pinned memory", "warning", str(error), fails, f"unset {LIMIT}")
+    found = f"{LIMIT} = {allowed // GIB}; {have}"
+    small = allowed < min(XLAS_OWN * GIB, host_memory())
+    return Row("pinned memory", "warning" if small else "ok", found, fails, f"unset {LIMIT}" if small else "")
+
+
 def extras() -> Iterator[Row]:
     """Packages that only some commands want."""
     supported = ranges("axonn_jax")
@@ -135,8 +154,7 @@ def host() -> Iterator[Row]:
     yield Row("platform", "ok" if linux else "warning", platform.platform(), "not tested anywhere but on Linux", where)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Row("cores", "ok", f"{usable} usable of {os.cpu_count()}", "speed on the CPU")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
-    yield _amount("memory", memory, 4, "GiB", "training on the CPU, building mpi4jax", "free -h")
+    yield _amount("memory", host_memory() / GIB, 4, "GiB", "training on the CPU, building mpi4jax", "free -h")
 
 
 def _amount(check: str, have: float, least: float, unit: str, fails: str, look: str) -> Row:
@@ -159,10 +177,10 @@ def places() -> Iterator[Row]:
     trouble = loopback()
     fix = "sudo ip link set lo up" if trouble else ""
     yield Row("loopback", "warning" if trouble else "ok", trouble or "127.0.0.1 works", joins, fix)
-    free = shutil.disk_usage(Path.cwd()).free / _GIB
+    free = shutil.disk_usage(Path.cwd()).free / GIB
     yield _amount("disk", free, 2, "GiB free here", "checkpoints, prepared data", f"df -h {Path.cwd()}")
     if Path("/dev/shm").is_dir():
-        shared = shutil.disk_usage("/dev/shm").free / _GIB
+        shared = shutil.disk_usage("/dev/shm").free / GIB
         grow = "sudo mount -o remount,size=1G /dev/shm"
         yield _amount("/dev/shm", shared, 0.25, "GiB free", "MPI between ranks of one machine, data workers", grow)
 

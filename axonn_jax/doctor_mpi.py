@@ -11,13 +11,14 @@ from axonn_jax.doctor_probes import Row, installed, pip_command, probe, python, 
 
 _RUNS = "runs under mpirun (one process needs no MPI)"
 _LIBRARY = """
-import json, sys, mpi4py
+import ctypes, json, sys, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 text = " ".join(MPI.Get_library_version().strip("\\0 \\n").split(",")[0].split())
 print(sys.argv[1] + json.dumps({"library": text[:100]}), flush=True)
 level = MPI.Init_thread(MPI.THREAD_MULTIPLE)
-print(sys.argv[1] + json.dumps({"multiple": level == MPI.THREAD_MULTIPLE}), flush=True)
+cuda = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", int)()
+print(sys.argv[1] + json.dumps({"multiple": level == MPI.THREAD_MULTIPLE, "cuda": bool(cuda)}), flush=True)
 MPI.Finalize()
 """
 _MPI4JAX = """
@@ -68,7 +69,8 @@ def mpi(timeout: float) -> Iterator[Row]:
         how = fix if library.ok else "mpirun -n 1 axonn-jax doctor"
         yield Row("mpi4py", "warning", f"{version}, {text}: {level}", "pipelines over MPI, which use threads", how)
     else:
-        yield Row("mpi4py", "ok", f"{version}, {text}, MPI_THREAD_MULTIPLE", _RUNS)
+        cuda = ", takes the memory of CUDA devices" if library.answers.get("cuda") else ""
+        yield Row("mpi4py", "ok", f"{version}, {text}, MPI_THREAD_MULTIPLE{cuda}", _RUNS)
     yield mpi4jax(timeout)
     yield ping(launcher, told, timeout, fix)
 

@@ -64,10 +64,13 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
 
     from axonn_jax import compat
     from axonn_jax.memory.host import keep_freed_memory
+    from axonn_jax.memory.pinned import raise_limit
 
     if not compat.accelerator_expected():
         keep_freed_memory()  # before MPI starts threads
     world = detect(os.environ, _ask_mpi, explicit)
+    if compat.accelerator_expected() and not compat.backends_started():
+        raise_limit(-(-world.size // world.hosts))
     if world.source == "MPI":
         check_same(f"grid = {shape}\n{settings}")
     if world.size > 1 and shape.pipe > 1:

@@ -1,8 +1,7 @@
 """Which channel a run uses, and opening it."""
 
 import importlib
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -22,18 +21,15 @@ _FIELD = "pipeline.channel"
 def choose(
     name: str,
     processes: int,
-    platform: str = "cpu",
-    environ: Mapping[str, str] = os.environ,
     say: Callable[[str], None] = lambda line: None,
 ) -> str:
     """Returns the channel to use, `local`, `mpi4py` or `mpi4jax`, and gives `say` one line that tells why.
 
     `auto` is `local` in one process, and in several `mpi4py`: from and into host memory it takes a third (small
     messages) to five sixths (large ones) of mpi4jax's time while cores are free, and 0.6 to 1.1 of it where they
-    are not (scripts/bench/channels), and it needs one thread and no free core. Only where the devices are GPUs,
-    mpi4jax was built with CUDA, and `MPI4JAX_USE_CUDA_MPI` says that this MPI takes device memory is it `mpi4jax`
-    (reasoned, not measured): there messages then need not pass through the host. `processes` counts those of the
-    run, `platform` is that of its devices. Raises ``UserError`` for a name that is not known or not possible here.
+    are not (scripts/bench/channels), and it needs one thread and no free core. On GPUs mpi4jax waits for the stream
+    that computes, and so each message for the tasks in it (read from its sources, not measured). `processes` counts
+    those of the run. Raises ``UserError`` for a name that is not known or not possible here.
     """
     if name not in get_args(Name):
         accepted = ", ".join(get_args(Name))
@@ -51,9 +47,8 @@ def choose(
     if name != "auto":
         say(f"channel {name}: as asked for")
         return name
-    chosen, why = _faster(platform, environ)
-    say(f"channel {chosen}: {why}")
-    return chosen
+    say("channel mpi4py: of several processes")
+    return "mpi4py"
 
 
 def open_channel(
@@ -95,17 +90,3 @@ def _check_threads(name: str, mpi: ModuleType) -> None:
             f"an MPI of thread level MPI_THREAD_MULTIPLE; this one gave MPI_THREAD_{known.get(level, level)} "
             f"({mpi.Get_library_version().split(',')[0].strip()}); `axonn-jax doctor` shows it",
         )  # fmt: skip
-
-
-def _faster(platform: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    if platform == "cpu":
-        return "mpi4py", "messages of CPU devices leave from host memory, where it is the faster one"
-    if environ.get("MPI4JAX_USE_CUDA_MPI", "").lower() not in ("1", "true", "on"):
-        return "mpi4py", "MPI4JAX_USE_CUDA_MPI does not say that this MPI takes device memory"
-    try:
-        cuda = importlib.import_module("mpi4jax").has_cuda_support()
-    except ImportError as error:
-        return "mpi4py", f"mpi4jax does not import ({error})"
-    if not cuda:
-        return "mpi4py", "mpi4jax was built without CUDA"
-    return "mpi4jax", f"{platform} devices, mpi4jax with CUDA, and MPI4JAX_USE_CUDA_MPI is set"

@@ -1,28 +1,19 @@
-"""Between processes through mpi4py: nonblocking, from and into host memory."""
+"""Between processes through mpi4py: nonblocking, from and into host memory, or the devices' own."""
 
 import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
-import numpy as np
 
 from axonn_jax.channels.base import Channel, Deliver, Failed, Pause, Ports
 from axonn_jax.channels.bell import EARLY_S, Bell, exchange, from_all_neighbours
+from axonn_jax.channels.buffers import choose_buffers
 from axonn_jax.channels.outbox import Outbox
-from axonn_jax.channels.shards import (
-    Tags,
-    empty_bytes,
-    from_bytes,
-    host_bytes,
-    local_devices,
-    local_shards,
-    rebuild,
-    shard_bytes,
-)
+from axonn_jax.channels.shards import Tags, local_devices, local_shards, rebuild, shard_bytes
 from axonn_jax.schedule.tasks import Direction, Message
 
 if TYPE_CHECKING:
@@ -39,7 +30,7 @@ class _Sending:
     number: int
     message: Message
     shards: list[jax.Array]
-    buffers: list[np.ndarray] = field(default_factory=list)
+    buffers: list[Any] = field(default_factory=list)
     requests: "list[MPI.Request]" = field(default_factory=list)
 
 
@@ -49,7 +40,8 @@ class _Arriving:
 
     message: Message
     form: jax.ShapeDtypeStruct
-    buffers: dict[int, np.ndarray] = field(default_factory=dict)
+    buffers: dict[int, Any] = field(default_factory=dict)
+    matched: "dict[int, MPI.Message]" = field(default_factory=dict)  # until their buffers are free to be written
     requests: "dict[int, MPI.Request]" = field(default_factory=dict)
     arrays: dict[int, jax.Array] = field(default_factory=dict)
 
@@ -73,9 +65,10 @@ class Mpi4pyChannel(Channel):
         size = comm.Get_size()
         self._rank_of = rank_of_stage or (lambda stage: stage % size)
         self._comms = {direction: comm.Dup() for direction in _DIRECTIONS}
-        shards = len(next(iter(self._devices.values())))
+        devices = next(iter(self._devices.values()))
+        self._buffers = choose_buffers(list(ports.arriving.values()), devices, MPI.__file__)
         largest = comm.Get_attr(MPI.TAG_UB)
-        self._tags = Tags(ports.stages, shards, 32767 if largest is None else int(largest))
+        self._tags = Tags(ports.stages, len(devices), 32767 if largest is None else int(largest))
         self._outbox = Outbox(self.name)
         self._posted: deque[_Sending] = deque()  # by send, for the thread
         self._waiting: list[_Sending] = []  # for their values
@@ -100,7 +93,7 @@ class Mpi4pyChannel(Channel):
         self._tags.of(message)
         shards = local_shards(value)
         for shard in shards:
-            shard.copy_to_host_async()  # nothing to do on CPU devices
+            self._buffers.prepare(shard)
         self._posted.append(_Sending(self._outbox.add(message), message, shards))
         self._bell.set()
 
@@ -140,6 +133,7 @@ class Mpi4pyChannel(Channel):
 
     def _run(self, deliver: Deliver, failed: Failed) -> None:
         try:
+            self._buffers.enter()
             self._progress(deliver)
         except BaseException as error:
             self._outbox.fail(error)
@@ -182,7 +176,7 @@ class Mpi4pyChannel(Channel):
             comm = self._comms[sending.message.direction]
             peer = self._rank_of(sending.message.stage)
             for place, shard in enumerate(sending.shards):
-                sent = host_bytes(shard)
+                sent = self._buffers.outgoing(shard)
                 sending.buffers.append(sent)
                 tag = self._tags.of(sending.message, place)
                 sending.requests.append(comm.Isend([sent, self._mpi.BYTE], peer, tag))
@@ -214,11 +208,18 @@ class Mpi4pyChannel(Channel):
                 if got != expected:
                     raise ValueError(f"{message}: a shard of {got} bytes came, {expected} are expected")
                 arriving = self._open(message, form, place)
-                arriving.buffers[place] = empty_bytes(got)
-                arriving.requests[place] = matched.Irecv([arriving.buffers[place], self._mpi.BYTE])
-                if not arriving.requests[place].Test():  # its sender may have to go on with it
-                    self._ring(status.Get_source())
+                arriving.buffers[place] = self._buffers.incoming(form, self._devices[stage][place])
+                arriving.matched[place] = matched
+                self._receive(arriving)
+                if place in arriving.matched or not arriving.requests[place].Test():
+                    self._ring(status.Get_source())  # who may have to go on with it
         return found
+
+    def _receive(self, arriving: _Arriving) -> None:
+        """Starts the receives whose buffers are free."""
+        for place in [place for place in arriving.matched if self._buffers.writable(arriving.buffers[place])]:
+            matched = arriving.matched.pop(place)
+            arriving.requests[place] = matched.Irecv([arriving.buffers[place], self._mpi.BYTE])
 
     def _ring(self, peer: int) -> None:
         if peer in self._peers:
@@ -242,9 +243,10 @@ class Mpi4pyChannel(Channel):
         held: set[Message] = set()  # messages of which an older one of the same name is not complete
         for arriving in list(self._arriving):
             devices = self._devices[arriving.message.stage]
+            self._receive(arriving)
             for place in [place for place, request in arriving.requests.items() if request.Test()]:
                 del arriving.requests[place]
-                arriving.arrays[place] = from_bytes(arriving.buffers[place], arriving.form, devices[place])
+                arriving.arrays[place] = self._buffers.array(arriving.buffers[place], arriving.form, devices[place])
             if len(arriving.arrays) < len(devices) or arriving.message in held:
                 held.add(arriving.message)
                 continue

@@ -15,6 +15,7 @@ from tyro.conf import arg
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.memory.pinned import host_memory
 from axonn_jax.planner.machine import Device, Host, Machine, Matmul, Network, Node
 from axonn_jax.planner.machine_file import dumps_machine, loads_machine
 from axonn_jax.planner.measured import Collective, MatmulShare, Messages
@@ -167,20 +168,20 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     say("messages")
     figures |= {
         "collectives": collectives,
-        "messages": _messages(everywhere, processes, device.platform, rounds),
+        "messages": _messages(everywhere, processes, rounds),
         "versions": {"axonn_jax": __version__, "jax": jax.__version__},
     }
     return figures, _machine(figures, jax.local_devices()[0])
 
 
-def _messages(devices: list[Any], processes: int, platform_name: str, rounds: int) -> dict[str, dict[str, float]]:
+def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict[str, float]]:
     """By channel, of the one that runs choose here; none where there is one device."""
     from axonn_jax.calibration import links
     from axonn_jax.channels.choose import choose
 
     if len(devices) < 2 or (processes > 1 and find_spec("mpi4py") is None):
         return {}
-    name = choose("auto", processes, platform_name)
+    name = choose("auto", processes)
     if name == "local":
         return {name: asdict(links.local_messages(devices, _MESSAGES, rounds))}
     return {name: asdict(links.mpi_messages(name, _MESSAGES, rounds))}
@@ -202,7 +203,6 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
     if pairs:  # of two, whose all-reduce sends its bytes once
         rate, latency = pairs[-1].bytes / pairs[-1].seconds, pairs[0].seconds
     stats = device.memory_stats() or {}
-    memory = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return Machine(
         name="calibrated",
         title=f"{count} x {figures['device']}, measured",
@@ -213,7 +213,7 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
         ),
         device=Device(
             kind=str(figures["device"]),
-            memory_bytes=float(stats.get("bytes_limit", memory / count)),
+            memory_bytes=float(stats.get("bytes_limit", host_memory() / count)),
             memory_bytes_per_s=figures["memory_bytes_per_s"] * slower,
             peak_fp32=slower * peaks["fp32"],
             peak_bf16=slower * peaks.get("bf16", 0.0),
@@ -227,7 +227,7 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
         matmul=Matmul(large=1.0),
         node=Node(count, rate, latency, count / slower),
         network=Network(rate, latency),
-        host=Host(memory, figures["host_bytes_per_s"]),
+        host=Host(float(host_memory()), figures["host_bytes_per_s"]),
         messages=tuple(Messages(name, one["per_s"], one["latency_s"]) for name, one in figures["messages"].items()),
         matmuls=tuple(MatmulShare(size, share) for size, share in shares.items()),
         collectives=collectives,

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from axonn_jax.cli import planning
+from axonn_jax.memory.pinned import GIB, LIMIT, XLAS_OWN
 from axonn_jax.planner.explain import explain
 from axonn_jax.planner.job import Estimate, Job
 from axonn_jax.planner.search import TIE, Plan
@@ -37,7 +38,9 @@ def text(model: str, machine: str, seq: int | None, job: Job, found: Plan, limit
         "Memory of the first, GB a device: " + ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
     )
     if best.memory.host:
-        lines.append(f"  and {best.memory.host / 1e9:.1f} GB a device on the host")
+        lines.append(f"  and {best.memory.host / 1e9:.1f} GB on the host for each device, one a process")
+    if best.memory.host > XLAS_OWN * GIB:
+        lines.append(f"  more than the {XLAS_OWN} GiB that XLA lets a process pin: the run raises {LIMIT}")
     if len(found.pareto) > 1:
         lines += ["", "Slower but smaller (time and memory of what nothing beats in both):"]
         lines += [

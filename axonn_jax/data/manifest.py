@@ -63,6 +63,8 @@ class Manifest:
     """What was asked for: include, exclude, holdout, seed."""
     tools: Mapping[str, str]
     """Versions of what wrote it."""
+    tokenizer_sha256: str | None
+    """None in a directory of an early version: its tokenizer is taken as it is."""
     version: int = VERSION
 
     @property
@@ -79,6 +81,7 @@ class Manifest:
             "dtype": self.dtype,
             "byte_order": "little",
             "eot_id": self.eot_id,
+            "tokenizer_sha256": self.tokenizer_sha256,
             "unigram_entropy": self.unigram_entropy,
             "splits": {name: asdict(split) for name, split in self.splits.items()},
             "skipped": dict(self.skipped),
@@ -129,6 +132,7 @@ class Manifest:
                 skipped=MappingProxyType(dict(raw["skipped"])),
                 options=MappingProxyType(dict(raw["options"])),
                 tools=MappingProxyType(dict(raw["tools"])),
+                tokenizer_sha256=raw.get("tokenizer_sha256"),
             )
             if manifest.dtype not in _DTYPES:
                 raise ValueError(f"dtype {manifest.dtype!r}")
@@ -150,21 +154,22 @@ class Manifest:
                 raise _bad(self.path, f"shard {shard.name} has {size} bytes, expected {expected}; {AGAIN}")
 
     def verify(self, splits: Iterable[str] = SPLITS) -> None:
-        """Reads every shard of the given splits and compares its SHA-256 with the manifest's.
+        """Reads the tokenizer and every shard of the given splits and compares their SHA-256 with the manifest's.
 
         Raises:
-            UserError: a shard is corrupt or not readable.
+            UserError: one of them is corrupt or not readable.
         """
+        self._check(TOKENIZER, TOKENIZER, self.tokenizer_sha256)
         for shard in self._shards(splits):
-            try:
-                found = _checksum(self.path / shard.name)
-            except OSError as error:
-                raise _bad(self.path, f"shard {shard.name} is not readable: {error.strerror}") from None
-            if found != shard.sha256:
-                raise _bad(
-                    self.path,
-                    f"shard {shard.name} is corrupt: checksum {found}, expected {shard.sha256}; {AGAIN}",
-                )
+            self._check(f"shard {shard.name}", shard.name, shard.sha256)
+
+    def _check(self, what: str, name: str, expected: str | None) -> None:
+        try:
+            found = checksum(self.path / name)
+        except OSError as error:
+            raise _bad(self.path, f"{what} is not readable: {error.strerror}") from None
+        if expected is not None and found != expected:
+            raise _bad(self.path, f"{what} is corrupt: checksum {found}, expected {expected}; {AGAIN}")
 
     def _shards(self, splits: Iterable[str]) -> list[Shard]:
         return [shard for name in splits for shard in self.splits[name].shards]
@@ -242,7 +247,8 @@ def _plain(name: str) -> str:
     return name
 
 
-def _checksum(path: Path) -> str:
+def checksum(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

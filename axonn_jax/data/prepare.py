@@ -21,7 +21,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from axonn_jax.data import tokenize
-from axonn_jax.data.manifest import MANIFEST, TOKENIZER, Manifest, ShardWriter, Split
+from axonn_jax.data.manifest import MANIFEST, TOKENIZER, Manifest, ShardWriter, Split, checksum
 from axonn_jax.errors import UserError
 from axonn_jax.version import __version__
 
@@ -107,6 +107,7 @@ def prepare(
                     "python": platform.python_version(),
                 }
             ),
+            tokenizer_sha256=checksum(partial / TOKENIZER),
         )
         text = json.dumps(manifest.as_json(), indent=1) + "\n"
         with (partial / MANIFEST).open("w", encoding="utf-8") as file:

@@ -23,6 +23,7 @@ from axonn_jax.memory.account import Shapes, StateBytes, state_bytes
 from axonn_jax.memory.flat import Bucket, Span, last_uses, plan_flat
 from axonn_jax.memory.gradients import Gradients, Reduced, Unreduced
 from axonn_jax.memory.joined import flattened, joined
+from axonn_jax.memory.pinned import check_room
 from axonn_jax.memory.placement import on_host
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.memory.rows import cut, cut_row, row
@@ -98,6 +99,8 @@ class Offload:
 
     def start(self, params: Params, *, owned: bool = True) -> ModelState:
         """Float32 parameters -> the first state; each that is `owned` is freed when nothing more is made of it."""
+        if isinstance(self._store, HostStore):
+            check_room(self.bytes().host, self.mesh.local_devices)
         params = dict(params)
         weights: Params = {}
         flats: list[Any] = []

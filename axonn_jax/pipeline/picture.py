@@ -15,6 +15,7 @@ _TASKS = (-0.42, 0.66)
 _STRIP = (0.28, 0.13)
 _MIDDLE = _TASKS[0] + _TASKS[1] / 2
 _DPI = 150
+_LEGEND_ROW = 0.19  # inches
 
 
 def _color(kind: Kind) -> str:
@@ -186,6 +187,16 @@ def _legend(figure: Any, kinds: Sequence[Kind]) -> None:
 
     entries = [Patch(facecolor=_color(kind), label=kind.replace("_", " ")) for kind in kinds]
     entries.append(Patch(facecolor=_IDLE, label="idle"))
-    figure.legend(
-        handles=entries, loc="outside lower center", ncols=len(entries), fontsize=9, frameon=False, labelcolor=_INK
-    )
+    for rows in range(1, len(entries) + 1):
+        legend = figure.legend(
+            handles=entries,
+            loc="outside lower center",
+            ncols=-(-len(entries) // rows),
+            fontsize=9,
+            frameon=False,
+            labelcolor=_INK,
+        )
+        if legend.get_window_extent(figure.canvas.get_renderer()).width <= figure.bbox.width:
+            break
+        legend.remove()
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * (rows - 1))

@@ -106,7 +106,7 @@ class PipelineTrainer(Trainer):
         self._rows: dict[int, list[int]] = {}
         self._pipes: dict[tuple[int, int], Pipe] = {}  # by batch shape, the one used last at the end
         self._at: Literal["", "tasks", "update"] = ""  # in a step, what an exception would leave half done
-        self._channel = choose(pipeline.channel, grid.size, jax.default_backend())
+        self._channel = choose(pipeline.channel, grid.size)
         self._links = connect(grid, self.layout, pipeline.policy, pipeline.stall_timeout)
         self._links.watch.start()
         # Which stage holds which parameters does not depend on the batch, so any small one will do.

@@ -1,5 +1,6 @@
 """Data that is not whole, or a run directory that cannot be written, is found before anything starts."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from axonn_jax.cli.main import main
+from axonn_jax.data.manifest import Manifest
 
 
 @pytest.fixture
@@ -23,6 +25,14 @@ def corrupt(data):
     shard.write_bytes(content)
 
 
+def corrupt_tokenizer(data):
+    file = data / "tokenizer.json"
+    content = bytearray(file.read_bytes())
+    at = content.index(b'"vocab"') + 40
+    content[at : at + 4] = content[at : at + 4][::-1]
+    file.write_bytes(content)
+
+
 def truncate(data):
     shard = data / "valid-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
@@ -32,6 +42,8 @@ BAD_DATA = {
     "shard corrupt": (corrupt, "shard train-00000.bin is corrupt"),
     "shard cut off": (truncate, "shard valid-00000.bin has "),
     "shard missing": (lambda data: (data / "train-00000.bin").unlink(), "shard train-00000.bin is missing"),
+    "tokenizer corrupt": (corrupt_tokenizer, "tokenizer.json is corrupt: checksum "),
+    "tokenizer missing": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer.json is not readable: No such"),
     "manifest missing": (lambda data: (data / "manifest.json").unlink(), "no manifest.json"),
     "manifest not JSON": (lambda data: (data / "manifest.json").write_text("{"), "not valid JSON"),
     "manifest of another": (lambda data: (data / "manifest.json").write_text("{}"), "not written by"),
@@ -49,6 +61,14 @@ def test_data_that_is_not_to_be_verified_is_not(data, capsys):
     corrupt(data)
     assert main(["train", "run.toml", "--data.verify", "false"]) == 1
     assert "training was started" in capsys.readouterr().err
+
+
+def test_a_directory_without_a_checksum_of_its_tokenizer_is_taken_as_it_is(data):
+    manifest = json.loads((data / "manifest.json").read_text())
+    del manifest["tokenizer_sha256"]
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    corrupt_tokenizer(data)
+    Manifest.load(data).verify()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unwritable for root")

@@ -85,4 +85,4 @@ def test_processes_measure_together(tmp_path, ranks):
     for kind in MEASURED_KINDS:
         curve = machine.curve(kind, 1, ranks)
         assert len(curve) == 5
-        assert all(1e-6 < seconds < 1 for _, seconds in curve)
+        assert all(seconds > 0 for _, seconds in curve)

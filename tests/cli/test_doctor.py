@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from axonn_jax.cli.doctor import Doctor, _show, run
-from axonn_jax.doctor_checks import loopback, slurm
+from axonn_jax.doctor_checks import loopback, pinned, slurm
 from axonn_jax.doctor_mpi import same_mpi
 from axonn_jax.doctor_probes import Row, environment, probe, ranges, satisfies, which
 from axonn_jax.errors import UserError
@@ -209,3 +209,19 @@ def test_same_mpi() -> None:
 
 def test_loopback_works_here() -> None:
     assert loopback() == ""
+
+
+@pytest.mark.parametrize(
+    ("environ", "status", "found"),
+    [
+        ({}, "ok", "is not set: runs raise it from 64"),
+        ({"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "512"}, "ok", "LIMIT_GB = 512; the host has "),
+        ({"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1"}, "warning", "LIMIT_GB = 1; the host has "),
+        ({"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "all"}, "warning", "LIMIT_GB = 'all': a whole number of GiB"),
+    ],
+)
+def test_the_limit_on_pinned_memory_stands_beside_the_hosts_memory(environ, status, found) -> None:
+    row = pinned(environ)
+    assert row.status == status
+    assert found in row.found
+    assert bool(row.fix) == (status != "ok")

@@ -43,6 +43,14 @@ def test_plan_as_text_says_what_to_run_and_what_does_not_fit(capsys):
     assert "mpirun -n 16 axonn-jax train CONFIG.toml" in out
 
 
+@pytest.mark.parametrize(("model", "raised"), [("gpt-10b", False), ("gpt-13b", True)])
+def test_plan_says_what_a_process_keeps_on_the_host_and_that_xlas_limit_is_raised(capsys, model, raised):
+    asked = ["plan", "--model", model, "--machine", "dgx-h100", "--devices", "2", "--batch-tokens", "131072"]
+    out = output(capsys, [*asked, "--offload", "optimizer"])
+    assert "GB on the host for each device, one a process" in out
+    assert ("the run raises XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB" in out) is raised
+
+
 @pytest.mark.parametrize(
     "chosen",
     [

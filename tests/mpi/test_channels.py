@@ -78,6 +78,13 @@ def test_messages_in_many_pieces(scenario):
     assert done.stdout.count("done") == 2
 
 
+@pytest.mark.parametrize(("scenario", "devices"), [("traffic-device", 4), ("burst-device", 2), ("steps-device", 1)])
+def test_messages_between_buffers_of_the_devices(scenario, devices):
+    done = ranks(scenario, "mpi4py", devices)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("done") == 2
+
+
 @pytest.mark.skipif(find_spec("mpi4jax") is None, reason="no mpi4jax")
 def test_mpi4jax_is_refused_where_it_could_not_receive_while_it_sends(monkeypatch):
     monkeypatch.setenv("NPROC", "1")
@@ -101,11 +108,16 @@ def test_a_dead_peer_ends_flush_and_close_in_time(scenario, channel):
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_waiting_leaves_the_processor_alone(channel):
-    done = ranks("cpu", channel)
+@pytest.mark.parametrize(
+    ("scenario", "most"), [("looks", {"idle": 50, "busy": 50}), ("looks-unrung", {"idle": 1000, "busy": 250})]
+)
+def test_waiting_is_a_look_now_and_then(channel, scenario, most):
+    """Every 20 ms where peers ring, else every 1 and every 4 ms at most; scripts/bench/channels has what it costs."""
+    done = ranks(scenario, channel)
     assert done.returncode == 0, done.stderr[-3000:]
-    shares = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(shares) == 2
-    for share in shares:  # a waiting MPI call would take 1.0; measured 0.05 and 0.025
-        assert share["idle"] < 0.25
-        assert share["busy"] < 0.15
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == 2
+    threads = {"mpi4py": 1, "mpi4jax": 2}[channel]
+    for rates in found:
+        for state, rate in rates.items():
+            assert 0 < rate <= 1.05 * most[state] * threads, (state, rates)

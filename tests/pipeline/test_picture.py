@@ -1,10 +1,22 @@
 """The picture of a timeline."""
 
 import pytest
+from matplotlib.figure import Figure
 from spans import gpipe, task
 
 from axonn_jax.pipeline.picture import draw
-from axonn_jax.pipeline.timeline import shift
+from axonn_jax.pipeline.timeline import KINDS, shift
+
+
+def figure_of(monkeypatch, spans, path):
+    """The figure as it was written."""
+    written = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *given, **how: written.append(save(self, *given, **how) or self)
+    )
+    draw(spans, path)
+    return written[0]
 
 
 def texts_of(monkeypatch, spans, path, **options):
@@ -50,3 +62,19 @@ def test_tasks_without_a_microbatch_or_length_are_drawn(tmp_path, monkeypatch):
 def test_nothing_to_draw(tmp_path, spans):
     with pytest.raises(ValueError, match="no tasks in step"):
         draw(spans, tmp_path / "timeline.png")
+
+
+@pytest.mark.parametrize("count", range(1, len(KINDS) + 1))
+def test_the_legend_lies_within_the_picture_however_many_kinds_there_are(monkeypatch, tmp_path, count):
+    kinds = [kind for kind in KINDS if kind != "communication"][:count]
+    spans = [task(0, at, at + 1, kind) for at, kind in enumerate(kinds)]
+    if count == len(KINDS):
+        spans.append(task(0, 0.5, 0.7, "communication"))
+    found = figure_of(monkeypatch, spans, tmp_path / "timeline.png")
+    (legend,) = found.legends
+    named = [text.get_text().replace(" ", "_") for text in legend.get_texts()]
+    assert sorted(named) == sorted({span.kind for span in spans} | {"idle"})
+    box, whole = legend.get_window_extent(), found.bbox
+    assert whole.x0 <= box.x0 < box.x1 <= whole.x1
+    assert whole.y0 <= box.y0
+    assert box.y1 <= found.axes[0].get_tightbbox().y0  # below the time

@@ -103,10 +103,6 @@ def test_nonsense_is_refused(by, field):
 
 
 @pytest.mark.slow
-def test_512_stages_and_1024_microbatches_take_less_than_a_minute():
-    import time
-
-    started = time.process_time()
+def test_512_stages_and_1024_microbatches():
     found = run(even(Layout(512, 1024)), "message", True, Disturbance())
     assert found.finished
-    assert time.process_time() - started < 60

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -148,31 +147,20 @@ def test_baselines_are_what_they_say():
 
 
 @pytest.mark.parametrize(
-    ("model", "machine", "devices", "limit_s"),
-    [("gpt-80b", "perlmutter", 1024, 2.0), ("gpt-320b", "frontier", 32768, 10.0)],
+    ("model", "machine", "devices"), [("gpt-80b", "perlmutter", 1024), ("gpt-320b", "frontier", 32768)]
 )
-def test_plans_are_quick_and_without_jax(model, machine, devices, limit_s):
-    """The promised limits are an idle machine's processor time; imports of jax would show in the first word."""
+def test_plans_for_thousands_of_devices_import_no_jax(model, machine, devices):
     code = (
-        "import sys, time; from axonn_jax.cli.main import main; "
+        "import sys; from axonn_jax.cli.main import main; "
         f"status = main(['plan', '--model', '{model}', '--machine', '{machine}', '--devices', '{devices}', "
         "'--batch-tokens', '16.8M', '--json']); "
-        "print('jax' in sys.modules, status, time.process_time(), file=sys.stderr)"
+        "print('jax' in sys.modules, status, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    jax, status, seconds = done.stderr.split()
-    assert (jax, status) == ("False", "0")
-    # Twice the promise: other work on the machine slows the processor's caches down too.
-    assert float(seconds) < 2 * limit_s
+    assert done.stderr.split() == ["False", "0"]
 
 
 def test_simulations_and_pictures_import_no_jax():
     code = "import sys, axonn_jax.cli.simulate, axonn_jax.planner.picture; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
-
-
-def test_a_plan_takes_a_second_or_so():
-    started = time.process_time()
-    search(Job(preset("gpt-20b"), A100, 8192, "bf16"), 256, Space(), LIMIT)
-    assert time.process_time() - started < 4.0

@@ -1,17 +1,19 @@
-"""scripts/bench/schedules: small sizes, both outputs, bad input."""
+"""scripts/bench/schedules and planning: small sizes, both outputs, bad input."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "bench" / "schedules"
 
 
-def run(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+def run(*arguments: str, cwd: Path, script: Path = SCRIPT) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, cwd=cwd, timeout=120
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, cwd=cwd, timeout=120
     )
 
 
@@ -40,3 +42,13 @@ def test_a_size_that_is_none_is_refused(tmp_path):
     done = run("--sizes", "3x0x1", cwd=tmp_path)
     assert done.returncode == 2
     assert "'3x0x1' is not PIPExMICROBATCHESxVIRTUAL" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_time_that_planning_takes(tmp_path):
+    done = run("--rounds", "1", "--json", cwd=tmp_path, script=SCRIPT.with_name("planning"))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert {name.partition(",")[0] for name in result["seconds"]} == {"partition", "simulate", "plan"}
+    assert min(result["seconds"].values()) > 0
+    assert result["ratios"].keys() == {f"{name} / starting Python" for name in result["seconds"]}

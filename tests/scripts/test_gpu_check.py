@@ -77,6 +77,7 @@ def test_rehearsal_measures_what_the_real_run_measures(rehearsal):
     assert {"gpt fp32, cpu / cpu", "llama bf16, cpu / cpu fp32", "activations dots bf16"} <= set(parity)
     assert 0 < parity["llama fp32, cpu / cpu"]["figures"]["errors"]["worst"] < 5e-5
     assert parity["Trainer, 5 steps, donation"]["figures"]["kept"] == 0
+    assert parity["messages in device memory"]["figures"]["same"]
 
     training = rows(found, "training")
     assert list(training) == [

@@ -143,6 +143,7 @@ def run(spec: dict[str, Any], emit: Emit) -> None:
         attempt(emit, "parity", f"activations {policy} bf16", functools.partial(_policy, gpt, policy, "bfloat16", bf16))
     attempt(emit, "parity", "repeated step", functools.partial(_repeat, gpt))
     attempt(emit, "parity", "Trainer, 5 steps, donation", functools.partial(promises.trainer, gpt.shape))
+    attempt(emit, "parity", "messages in device memory", promises.messages)
 
 
 def _against_cpu(model: Subject, dtype: str, name: str, limits: dict[str, float]) -> Row:

@@ -1,0 +1,167 @@
+"""Memory that MPI sends from and receives into: the host's, or the devices' own where MPI takes that."""
+
+import ctypes
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axonn_jax.channels.shards import empty_bytes, from_bytes, host_bytes, shard_bytes
+
+_USERS_WORD = "MPI4JAX_USE_CUDA_MPI"  # mpi4jax's variable, which says the same for it
+_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL of the CUDA driver
+
+
+class Buffers(Protocol):
+    """What a channel needs of such memory; a buffer is whatever mpi4py takes as one."""
+
+    def enter(self) -> None:
+        """Prepares the calling thread, which makes all MPI calls."""
+
+    def prepare(self, shard: jax.Array) -> None:
+        """Learns that a shard, still in computation, will be sent."""
+
+    def outgoing(self, shard: jax.Array) -> Any:
+        """Returns the buffer of a shard that is ready; the shard has to live until it has left."""
+
+    def incoming(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> Any:
+        """Returns a fresh buffer for a shard of `form`; not to be written before it is `writable`."""
+
+    def writable(self, buffer: Any) -> bool:
+        """Whether nothing uses the buffer's memory any more."""
+
+    def array(self, buffer: Any, form: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
+        """Returns the shard that was received; the buffer becomes part of it."""
+
+
+class HostBuffers:
+    """Host memory: CPU devices' own, else copies."""
+
+    def enter(self) -> None:  # noqa: D102
+        pass
+
+    def prepare(self, shard: jax.Array) -> None:  # noqa: D102
+        shard.copy_to_host_async()  # nothing to do on CPU devices
+
+    def outgoing(self, shard: jax.Array) -> np.ndarray:  # noqa: D102
+        return host_bytes(shard)
+
+    def incoming(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> np.ndarray:  # noqa: D102
+        return empty_bytes(shard_bytes(form))
+
+    def writable(self, buffer: np.ndarray) -> bool:  # noqa: D102
+        return True
+
+    def array(self, buffer: np.ndarray, form: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:  # noqa: D102
+        return from_bytes(buffer, form, device)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceBytes:
+    """A one-device array's own memory as bytes, which every dtype is: the interface knows no bf16."""
+
+    held: jax.Array
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Address and size, by the protocol that mpi4py reads; writable, unlike the array's own."""
+        address = self.held.unsafe_buffer_pointer()  # type: ignore[attr-defined]
+        return {"version": 3, "shape": (self.held.nbytes,), "typestr": "|u1", "data": (address, False)}
+
+
+class DeviceBuffers:
+    """Device memory, without a copy on either side.
+
+    Memory that XLA hands out may be in use by programs that were started before, so a buffer made when its message
+    comes would wait for them; each device keeps two of a form in store instead, one for either direction.
+    """
+
+    STORED = 2
+
+    def __init__(self, forms: Sequence[jax.ShapeDtypeStruct], devices: Sequence[jax.Device]):
+        self._make: dict[tuple[Any, ...], Callable[[], jax.Array]] = {}
+        self._store: dict[tuple[Any, ...], deque[jax.Array]] = defaultdict(deque)
+        self._device = devices[0]
+        for form in forms:
+            for device in devices:
+                self._fill(form, device)
+
+    def enter(self) -> None:
+        """Makes the device's CUDA context the thread's, without which MPI would take its memory for the host's."""
+        if self._device.platform != "cpu":
+            somewhere = next(iter(self._store.values()))[0]
+            enter_context(somewhere.unsafe_buffer_pointer())  # type: ignore[attr-defined]
+
+    def prepare(self, shard: jax.Array) -> None:  # noqa: D102
+        pass
+
+    def outgoing(self, shard: jax.Array) -> DeviceBytes:  # noqa: D102
+        return DeviceBytes(shard)
+
+    def incoming(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> DeviceBytes:  # noqa: D102
+        taken = self._store[self._key(form, device)].popleft()
+        self._fill(form, device)
+        return DeviceBytes(taken)
+
+    def writable(self, buffer: DeviceBytes) -> bool:  # noqa: D102
+        return bool(buffer.held.is_ready())  # type: ignore[attr-defined]
+
+    def array(self, buffer: DeviceBytes, form: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:  # noqa: D102
+        return buffer.held
+
+    def _key(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> tuple[Any, ...]:
+        return form.sharding.shard_shape(form.shape), np.dtype(form.dtype), device
+
+    def _fill(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> None:
+        """Orders what the store lacks, from a program: its result is an allocation that nothing else refers to."""
+        key = shape, dtype, _ = self._key(form, device)
+        if key not in self._make:
+            here = jax.sharding.SingleDeviceSharding(device)
+            self._make[key] = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=here)
+        while len(self._store[key]) < self.STORED:
+            self._store[key].append(self._make[key]())
+
+
+def choose_buffers(forms: Sequence[jax.ShapeDtypeStruct], devices: Sequence[jax.Device], library: str) -> Buffers:
+    """Returns the memory to use for messages of these forms on this process's devices, with the MPI of `library`."""
+    return DeviceBuffers(forms, devices) if takes_device_memory(devices, library) else HostBuffers()
+
+
+def takes_device_memory(devices: Sequence[jax.Device], library: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether MPI can be given these devices' own memory, by the user's word (`MPI4JAX_USE_CUDA_MPI`) or by its own.
+
+    MPI is asked in processes of one GPU only: of several, not every MPI can tell whose memory it is given. `library`
+    is a file whose symbols include MPI's.
+    """
+    if not devices or devices[0].platform == "cpu":
+        return False
+    said = environ.get(_USERS_WORD, "").lower()
+    return said in ("1", "true", "on") if said else len(devices) == 1 and cuda_aware(library)
+
+
+def cuda_aware(library: str) -> bool:
+    """Returns what MPI says of itself: whether it sends from and receives into the memory of CUDA devices."""
+    query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)  # an extension, which not every MPI has
+    return query is not None and bool(query())
+
+
+def enter_context(address: int) -> None:
+    """Makes the CUDA context that owns a device address the calling thread's, as XLA does in threads of its own."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # another vendor's device
+        return
+    ordinal, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    failed = (
+        cuda.cuPointerGetAttribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(address))
+        or cuda.cuDeviceGet(ctypes.byref(device), ordinal)
+        or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        or cuda.cuCtxSetCurrent(context)
+    )
+    if failed:
+        raise RuntimeError(f"CUDA error {failed} while a channel's thread took the device's context")

@@ -1,0 +1,82 @@
+"""XLA's limit on pinned host memory: what `init` makes of it, and state that it has no room for."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import grids
+import jax
+import optax
+import pytest
+from flax import nnx
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.memory import offload, pinned
+from axonn_jax.memory.pinned import GIB, LIMIT, check_room, raise_limit
+from axonn_jax.models import Transformer
+from axonn_jax.train.trainer import Trainer
+
+GPU = SimpleNamespace(platform="gpu")
+START = """
+import os, sys
+import axonn_jax as ax
+from axonn_jax.memory import pinned
+pinned.host_memory = lambda: int(sys.argv[1]) << 30
+try:
+    ax.init(x=2)
+except Exception:  # there is no GPU here
+    pass
+print(os.environ.get(pinned.LIMIT))
+"""
+
+
+@pytest.mark.parametrize(
+    ("platforms", "gib", "set_by_user", "prepared"),
+    [("cuda", 512, None, "512"), ("cuda", 512, "80", "80"), ("cuda", 32, None, "None"), ("cpu", 512, None, "None")],
+)
+def test_init_raises_the_limit_before_the_backend_starts(platforms, gib, set_by_user, prepared):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_")) and k != LIMIT}
+    env |= {"JAX_PLATFORMS": platforms} | ({LIMIT: set_by_user} if set_by_user else {})
+    command = [sys.executable, "-c", START, str(gib)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == prepared, done.stderr
+
+
+def test_processes_of_a_host_share_its_memory(monkeypatch):
+    monkeypatch.setattr(pinned, "host_memory", lambda: 1000 * GIB)
+    environ = {}
+    raise_limit(8, environ)
+    assert environ == {LIMIT: "125"}
+
+
+def test_state_that_may_not_be_pinned_is_refused_in_one_line():
+    check_room(8 * GIB, [GPU] * 8, {})  # 64
+    check_room(80 * GIB, [SimpleNamespace(platform="cpu")], {})
+    check_room(80 * GIB, [GPU], {LIMIT: "80"})
+    with pytest.raises(UserError, match=rf"{LIMIT} = 'not set, which is 64': at least 65 before .* keeps 64.1 GiB"):
+        check_room(8 * GIB + GIB // 64, [GPU] * 8, {})
+    with pytest.raises(UserError, match=rf"{LIMIT} = '80': at least 81 "):
+        check_room(80 * GIB + 1, [GPU], {LIMIT: "80"})
+    with pytest.raises(UserError, match=rf"{LIMIT} = '80GB': a whole number of GiB"):
+        check_room(GIB, [GPU], {LIMIT: "80GB"})
+
+
+def test_offload_asks_before_it_makes_the_state(monkeypatch):
+    """On CPU devices nothing is refused, so what is asked for is looked at: 12 bytes a parameter of each device."""
+    asked = []
+
+    def refuse(each, devices):
+        asked.append((each, len(devices)))
+        raise UserError(LIMIT, "64", "more")
+
+    monkeypatch.setattr(offload, "check_room", refuse)
+    model = Transformer(grids.GPT, rngs=nnx.Rngs(0))
+    grid = grids.lay(GridShape(x=2))
+    with pytest.raises(UserError, match=LIMIT):
+        Trainer(model, optax.adam(1e-3), grid, precision="bf16", offload="optimizer")
+    ((each, devices),) = asked
+    assert devices == 2
+    sharded = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) / 2
+    assert 12 * sharded <= each <= 12 * 1.2 * sharded  # a few vectors are on both
