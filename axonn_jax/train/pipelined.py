@@ -66,7 +66,6 @@ class PipelineTrainer(Trainer):
         precision: Precision = "auto",
         accumulate: Accumulate = "fp32",
         offload: Where = "none",
-        offload_to: Path | None = None,
         zero: int = 0,
         activations: str = "none",
         gather: Gather = "layer",
@@ -114,7 +113,7 @@ class PipelineTrainer(Trainer):
         self._shared = shared(names)
         for place in grid.meshes:
             check_separable(optimizer, self.parts.params, names[place])
-        keeping = Keeping(optimizer, self.precisions, bucket, offload != "none", split, offload_to)
+        keeping = Keeping(optimizer, self.precisions, bucket, offload != "none", split, self._at)
         self._places = Places(self.parts, names, grid.meshes, keeping, model, self._scale)
         self.holdings = self._places.holdings
         self._links.status.now("between steps")
@@ -262,6 +261,9 @@ class PipelineTrainer(Trainer):
         picture = directory / "timeline.png"
         draw(spans, picture)
         return [picture]
+
+    def _at(self, what: str) -> None:
+        self._links.status.now(running=what)
 
     def _prepare(self, batch: np.ndarray) -> tuple[Pipe, list[np.ndarray]]:
         """The pipeline for batches of this shape, and the batch as [microbatches, rows, seq + 1]."""
