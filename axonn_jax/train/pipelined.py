@@ -238,9 +238,9 @@ class PipelineTrainer(Trainer):
         self._places.put(states)
 
     @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:  # noqa: D102
+    def saving(self) -> Iterator[Callable[[str], None]]:  # noqa: D102
         self._links.status.now("saving")
-        yield
+        yield self._at
         self._links.status.now("between steps")
 
     def lost(self) -> bool:

@@ -271,9 +271,9 @@ class Trainer:
         """
         return load_now(self, path, weights_only=weights_only)
 
-    def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Around what may take long between steps, so that nobody takes this process for stuck."""
-        return contextlib.nullcontext()
+    def saving(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        """Around what may take long between steps, so that nobody takes this process for stuck; gives whom to tell."""
+        return contextlib.nullcontext(lambda what: None)
 
     def lost(self) -> bool:
         """Whether another process of the run is known to have gone, so that no step will end any more."""
