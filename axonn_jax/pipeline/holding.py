@@ -67,7 +67,7 @@ class Holding:
             )
         else:
             self._update = DeviceUpdate(optimizer, mesh, sizes, self.specs, self.state_specs, dtypes, bucket)
-        self.state = self._update.start(self._made(model), owned=not isinstance(model, nnx.Module))
+        self.state = self._update.start(self._made(model, shared), owned=not isinstance(model, nnx.Module))
         self._apply = self._update.program(self.state)
 
     @property
@@ -100,14 +100,19 @@ class Holding:
         self.state, done = self._apply(self.state, grads, number)
         return done
 
-    def _made(self, model: Any) -> Params:
+    def _made(self, model: Any, shared: Collection[str]) -> Params:
         shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.specs.items()}
         if isinstance(model, nnx.Module):
             params = take_apart(model).params
             return jax.device_put({name: params[name] for name in shardings}, shardings)
 
-        def make() -> Params:
-            made = take_apart(model()).params
-            return {name: made[name] for name in shardings}  # XLA drops what is not returned
+        def make(layouts: dict[str, NamedSharding]) -> Params:
+            def chosen() -> Params:
+                made = take_apart(model()).params
+                return {name: made[name] for name in layouts}  # XLA drops what is not returned
 
-        return jax.jit(make, out_shardings=shardings)()
+            return jax.jit(chosen, out_shardings=layouts)()  # type: ignore[no-any-return]
+
+        made = make({name: layout for name, layout in shardings.items() if name not in shared})
+        made |= make({name: shardings[name] for name in sorted(shared)}) if shared else {}
+        return {name: made[name] for name in shardings}
