@@ -1,8 +1,9 @@
-"""Finds out whether an optimizer is elementwise, which one that sees parts of parameters must be."""
+"""Finds out what an optimizer does with parameters: with each element by itself, and with which of them the same."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,6 +30,37 @@ def check_elementwise(optimizer: optax.GradientTransformation, where: str) -> No
         "lion, sgd, chains of such), which sees parts of parameters; for clipping by the global norm use `clip` "
         "(train.clip)",
     )  # fmt: skip
+
+
+def treatments(optimizer: optax.GradientTransformation, params: Mapping[str, Any]) -> dict[str, int]:
+    """Numbers by parameter, the same where the optimizer does the same with them whatever their names."""
+    known: list[tuple[str, list[Any]]] = []
+    numbers = {}
+    for name, p in params.items():
+        traced = traced_update(optimizer, {name: p})
+        number = next((at for at, other in enumerate(known) if same_update(traced, other)), len(known))
+        if number == len(known):
+            known.append(traced)
+        numbers[name] = number
+    return numbers
+
+
+def traced_update(optimizer: optax.GradientTransformation, params: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """What an optimizer computes for such parameters at a step, as text and constants."""
+    shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in params.items()}
+
+    def step(params: Any, grads: Any) -> Any:
+        return optimizer.update(grads, optimizer.init(params), params)
+
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
+        closed = jax.make_jaxpr(step)(shapes, shapes)
+    return str(closed.jaxpr), closed.consts
+
+
+def same_update(one: tuple[str, list[Any]], other: tuple[str, list[Any]]) -> bool:
+    """Whether two traces are of the same computation."""
+    same = one[0] == other[0] and len(one[1]) == len(other[1])
+    return same and all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
 
 
 def _is_elementwise(optimizer: optax.GradientTransformation) -> bool:

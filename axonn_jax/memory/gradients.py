@@ -1,18 +1,18 @@
 """Where a streamed update has its gradients from: reduced before it, or bucket by bucket while it runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.memory.flat import Bucket, last_uses
 from axonn_jax.memory.reduce import reduced_axes
-from axonn_jax.memory.rows import cut, cut_row, row
+from axonn_jax.memory.update_buckets import Bucket, last_uses
 from axonn_jax.tensor.clip import spec_axes
 from axonn_jax.tensor.collectives import reduce_sum
 from axonn_jax.tensor.params import Params, Specs
@@ -23,16 +23,16 @@ Arrays = list[jax.Array]
 class Gradients(Protocol):
     """A step's gradients as the update of one bucket after another takes them."""
 
-    kind: str
-    """Programs of updates with gradients of another kind are others."""
+    def program(self, number: int) -> Hashable:
+        """Updates of buckets alike for which this is the same too are one program."""
 
     def given(self, number: int) -> tuple[Arrays, list[P]]:
         """What the update of a bucket takes, and the layouts."""
 
-    def inside(self, number: int, given: Arrays, dims: Sequence[int]) -> tuple[Arrays, Arrays]:
-        """In the program of an update, on local shards: the bucket's gradients, a span each, and what `ran` is told.
+    def inside(self, number: int, given: Arrays, start: jax.Array) -> tuple[Arrays, Arrays]:
+        """In the program of an update, on local shards: the bucket's gradients, and what `ran` is told.
 
-        `dims` are the numbers of dims of the parameters.
+        `start` is where the bucket begins in a parameter that is cut.
         """
 
     def results(self, number: int) -> list[P]:
@@ -45,19 +45,19 @@ class Gradients(Protocol):
 class Reduced:
     """Gradients that were reduced before the update."""
 
-    kind = "reduced"
-
     def __init__(self, grads: Params, buckets: Sequence[Bucket], specs: Specs):
         self._grads, self._buckets, self._specs = dict(grads), buckets, specs
         self._last = last_uses(buckets)
+
+    def program(self, number: int) -> Hashable:  # noqa: D102
+        return "reduced"
 
     def given(self, number: int) -> tuple[Arrays, list[P]]:  # noqa: D102
         names = self._buckets[number].names
         return [self._grads[name] for name in names], [self._specs[name] for name in names]
 
-    def inside(self, number: int, given: Arrays, dims: Sequence[int]) -> tuple[Arrays, Arrays]:  # noqa: D102
-        spans = self._buckets[number].spans
-        return [cut(g, span) for g, span in zip(given, spans, strict=True)], []
+    def inside(self, number: int, given: Arrays, start: jax.Array) -> tuple[Arrays, Arrays]:  # noqa: D102
+        return [self._buckets[number].take(g, start) for g in given], []
 
     def results(self, number: int) -> list[P]:  # noqa: D102
         return []
@@ -78,38 +78,49 @@ class Unreduced:
     One program does both, and neither waits for the other in it. `sums` are laid out by `unreduced_spec`.
     """
 
-    kind = "unreduced"
-
     def __init__(self, sums: Params, buckets: Sequence[Bucket], specs: Specs, mesh: Mesh, run: Run):
         self._sums, self._buckets, self._specs, self._mesh = dict(sums), buckets, specs, mesh
         self._last = last_uses(buckets)
         self._each = P(mesh.axis_names)  # a row, or a number, for every device
-        first = buckets[0].names
-        given, specs_in = [sums[name] for name in first], [unreduced_spec(specs[name], mesh) for name in first]
-        outs = ([self._each, self._each], P())
-        (self._row, self._squares), _ = run(("reduce", 0), self._first, (specs_in,), outs, (), given)
+        first = buckets[0]
+        given = [sums[name] for name in first.names]
+        specs_in = [unreduced_spec(specs[name], mesh) for name in first.names]
+        outs, start = ([self._each, self._each], P()), np.int32(first.start)
+        key = ("reduce", first.program)
+        (self._row, self._squares), _ = run(key, self._first, (specs_in, P()), outs, (), given, start)
+
+    def program(self, number: int) -> Hashable:  # noqa: D102
+        following = self._following(number)
+        return "unreduced", following and following.program
 
     def given(self, number: int) -> tuple[Arrays, list[P]]:  # noqa: D102
-        names = self._following(number)
-        sums, specs = [self._sums[name] for name in names], [unreduced_spec(self._specs[n], self._mesh) for n in names]
-        return [self._row, self._squares, *sums], [self._each, self._each, *specs]
+        following = self._following(number)
+        first, layouts = [self._row, self._squares], [self._each, self._each]
+        if following is None:
+            return first, layouts
+        start: Any = np.int32(following.start)
+        specs = [unreduced_spec(self._specs[name], self._mesh) for name in following.names]
+        return [*first, start, *(self._sums[name] for name in following.names)], [*layouts, P(), *specs]
 
-    def inside(self, number: int, given: Arrays, dims: Sequence[int]) -> tuple[Arrays, Arrays]:
+    def inside(self, number: int, given: Arrays, start: jax.Array) -> tuple[Arrays, Arrays]:
         """As `Gradients.inside`; collectives: all-reduces of the next bucket's row, as in `reduce_gradients`."""
-        reduced, squares, *sums = given
-        grads = [cut_row(reduced, span, n) for span, n in zip(self._buckets[number].spans, dims, strict=True)]
-        if not sums:
+        reduced, squares, *next_start_and_sums = given
+        bucket = self._buckets[number]
+        grads = [row.reshape(bucket.shape) for row in jnp.split(reduced, len(bucket.names))]
+        if not next_start_and_sums:
             return grads, [squares]
-        following, more = self._reduced(number + 1, sums)
+        next_start, *sums = next_start_and_sums
+        following, more = self._reduced(number + 1, sums, next_start)
         return grads, [following, squares + more]
 
     def results(self, number: int) -> list[P]:  # noqa: D102
         return [self._each] * (2 if self._following(number) else 1)
 
     def ran(self, number: int, results: Arrays) -> None:  # noqa: D102
-        *following, self._squares = results
-        self._row = following[0] if following else None
-        for name in self._following(number):
+        *rows, self._squares = results
+        self._row = rows[0] if rows else None
+        following = self._following(number)
+        for name in following.names if following else ():
             if self._last[name] == number + 1:
                 del self._sums[name]
 
@@ -117,30 +128,20 @@ class Unreduced:
         """The global norm, once all updates have been started; an all-reduce of a number over all devices."""
         return _root(self._squares)
 
-    def _following(self, number: int) -> list[str]:
-        return self._buckets[number + 1].names if number + 1 < len(self._buckets) else []
+    def _following(self, number: int) -> Bucket | None:
+        return self._buckets[number + 1] if number + 1 < len(self._buckets) else None
 
-    def _first(self, sums: Arrays) -> tuple[Arrays, Arrays]:
-        return list(self._reduced(0, sums)), []
+    def _first(self, sums: Arrays, start: jax.Array) -> tuple[Arrays, Arrays]:
+        return list(self._reduced(0, sums, start)), []
 
-    def _reduced(self, number: int, sums: Arrays) -> tuple[jax.Array, jax.Array]:
+    def _reduced(self, number: int, sums: Arrays, start: jax.Array) -> tuple[jax.Array, jax.Array]:
         """A bucket's reduced row, and the sum of its squares over what a device has of it, each counted once."""
         bucket = self._buckets[number]
-        pieces = {s.name: cut(g[0], s).reshape(-1) for s, g in zip(bucket.spans, sums, strict=True)}
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for name in bucket.names:
-            groups.setdefault(reduced_axes(self._specs[name]), []).append(name)
-        for axes, names in groups.items():
-            flat, start = reduce_sum(jnp.concatenate([pieces[name] for name in names]), axes), 0
-            for name in names:
-                size = pieces[name].size
-                pieces[name] = flat[start : start + size]
-                start += size
-        squares = jnp.zeros((), jnp.float32)
-        for name, piece in pieces.items():
-            copies = prod(size for axis, size in self._mesh.shape.items() if axis not in spec_axes(self._specs[name]))
-            squares += jnp.sum(jnp.square(piece.astype(jnp.float32))) / copies
-        return row(bucket, pieces), squares[None]
+        spec = bucket.form.spec
+        row = jnp.concatenate([bucket.take(g[0], start).reshape(-1) for g in sums])
+        row = reduce_sum(row, reduced_axes(spec))
+        copies = prod(size for axis, size in self._mesh.shape.items() if axis not in spec_axes(spec))
+        return row, (jnp.sum(jnp.square(row.astype(jnp.float32))) / copies)[None]
 
 
 @jax.jit

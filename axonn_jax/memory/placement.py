@@ -1,6 +1,5 @@
 """Where arrays live: a device's own memory, or its host's."""
 
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -22,8 +21,3 @@ def has_host_memory(mesh: Mesh) -> bool:
 def on_host(sharding: NamedSharding) -> NamedSharding:
     """The same layout in host memory; as it is where the backend has one memory only (`has_host_memory`)."""
     return sharding.with_memory_kind(HOST) if has_host_memory(sharding.mesh) else sharding  # type: ignore[arg-type]
-
-
-def own_folder(directory: Path | None, place: int) -> Path | None:
-    """Where one process keeps what it puts on disk for a place of the pipe."""
-    return None if directory is None else Path(directory) / f"place_{place:03d}" / f"process_{jax.process_index():05d}"

@@ -85,7 +85,7 @@ class DeviceUpdate:
 
         return jax.jit(apply, donate_argnums=0, out_shardings=(shardings, done))
 
-    def restored(self, masters: Params, optimizer: Any) -> ModelState:
+    def restored(self, masters: Params, optimizer: Any, *, owned: bool = False) -> ModelState:
         """The state that has these float32 weights, laid out as `masters` gives them, and this optimizer state."""
         if not self._apart:
             return ModelState(masters, {}, optimizer)

@@ -1,8 +1,7 @@
 """What one place along the pipe holds of the model: its parameters, their optimizer state, and how they change."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.memory.account import StateBytes
 from axonn_jax.memory.offload import Offload
-from axonn_jax.memory.placement import own_folder
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.memory.update import DeviceUpdate
 from axonn_jax.memory.zero import split_over_data
@@ -34,18 +32,21 @@ class Keeping:
     """Whether optimizer state is in host memory."""
     split: bool
     """Whether masters and optimizer state are split over `data`."""
-    disk: Path | None = None
-    """A directory below which offloaded state is on disk."""
+    progress: Callable[[str], None] = lambda what: None
+    """Told what an update that takes long is at."""
 
 
 class Holding:
     """The parameters of one place and their optimizer state.
 
-    `parts` is the whole model with abstract parameters, `names` what the place has of it. `model` is the model, or a
-    function that makes it, of which then nothing but these parameters is made.
+    `parts` is the whole model with abstract parameters, `names` what the place has of it, and `shared` what others have
+    too: it is made and updated by programs of its own, the same at all of them, so that copies stay equal to the bit.
+    `model` is the model, or a function that makes it, of which then nothing but these parameters is made.
     """
 
-    def __init__(self, parts: Parts, names: Sequence[str], mesh: Mesh, keeping: Keeping, model: Any, *, place: int = 0):
+    def __init__(
+        self, parts: Parts, names: Sequence[str], shared: Collection[str], mesh: Mesh, keeping: Keeping, model: Any
+    ):
         self.mesh = mesh
         self.specs = {name: parts.specs[name] for name in names}
         sizes = {name: parts.params[name].shape for name in names}
@@ -53,12 +54,20 @@ class Holding:
         optimizer, dtypes, bucket = keeping.optimizer, keeping.precisions, keeping.bucket
         self._update: DeviceUpdate | Offload
         if keeping.offload:
-            layouts = (self.specs, self.state_specs)
-            disk = own_folder(keeping.disk, place)
-            self._update = Offload(optimizer, sizes, *layouts, mesh, precisions=dtypes, bucket=bucket, disk=disk)
+            self._update = Offload(
+                optimizer,
+                sizes,
+                self.specs,
+                self.state_specs,
+                mesh,
+                precisions=dtypes,
+                bucket=bucket,
+                alone=shared,
+                progress=keeping.progress,
+            )
         else:
             self._update = DeviceUpdate(optimizer, mesh, sizes, self.specs, self.state_specs, dtypes, bucket)
-        self.state = self._update.start(self._made(model), owned=not isinstance(model, nnx.Module))
+        self.state = self._update.start(self._made(model, shared), owned=not isinstance(model, nnx.Module))
         self._apply = self._update.program(self.state)
 
     @property
@@ -68,7 +77,7 @@ class Holding:
 
     @property
     def masters(self) -> Params:
-        """The float32 weights by name; with offload in host memory."""
+        """The float32 weights by name; with offload in host memory, `Held` where they are in parts."""
         return self._update.masters(self.state)
 
     @property
@@ -78,12 +87,12 @@ class Holding:
 
     @property
     def opt_state(self) -> Any:
-        """The optax state, with offload its arrays in host memory."""
+        """The optax state, with offload its arrays in host memory, `Held` where they are in parts."""
         return self._update.opt_state(self.state)
 
     def restore(self, masters: Params, optimizer: Any) -> None:
-        """Puts other weights and optimizer state in place, as `masters` and `opt_state` give them."""
-        self.state = self._update.restored(masters, optimizer)
+        """Puts other weights and optimizer state in place, as `masters` and `opt_state` give them; uses them up."""
+        self.state = self._update.restored(masters, optimizer, owned=True)
 
     def apply(self, grads: Params, factor: float) -> jax.Array:
         """Starts an update with `factor` times the gradients; returns an array that is ready when it has run."""
@@ -91,14 +100,19 @@ class Holding:
         self.state, done = self._apply(self.state, grads, number)
         return done
 
-    def _made(self, model: Any) -> Params:
+    def _made(self, model: Any, shared: Collection[str]) -> Params:
         shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.specs.items()}
         if isinstance(model, nnx.Module):
             params = take_apart(model).params
             return jax.device_put({name: params[name] for name in shardings}, shardings)
 
-        def make() -> Params:
-            made = take_apart(model()).params
-            return {name: made[name] for name in shardings}  # XLA drops what is not returned
+        def make(layouts: dict[str, NamedSharding]) -> Params:
+            def chosen() -> Params:
+                made = take_apart(model()).params
+                return {name: made[name] for name in layouts}  # XLA drops what is not returned
 
-        return jax.jit(make, out_shardings=shardings)()
+            return jax.jit(chosen, out_shardings=layouts)()  # type: ignore[no-any-return]
+
+        made = make({name: layout for name, layout in shardings.items() if name not in shared})
+        made |= make({name: shardings[name] for name in sorted(shared)}) if shared else {}
+        return {name: made[name] for name in shardings}

@@ -5,7 +5,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import orbax.checkpoint as ocp
 
 from axonn_jax import compat
 from axonn_jax.memory.growth import Growth
+from axonn_jax.memory.held import whole
+from axonn_jax.memory.placement import HOST
 from axonn_jax.state.manifest import Stored, describe_files, write_whole
 from axonn_jax.state.names import State
 from axonn_jax.state.pace import SHARE, Lots, Pace
@@ -32,13 +34,16 @@ _GROWTH = 0.05
 _WIDEST = 4
 """Bytes of an element, however it was stored."""
 MARKER = ".json"
+_LOTS = 24
+"""A lot of state in host memory is about this part of it: 0.5 bytes a parameter of 12."""
 
 
 class PartWriter:
     """Writes parts, one at a time; every process of a jax world makes the same calls.
 
     `start` returns once the arrays are copied to the host, so they may be donated to the next step; `finish` waits
-    for the files, on any thread. Where one process fails, the others of its world learn of it instead of waiting.
+    for the files, on any thread. State that lives in host memory is not copied there: `start` writes it in lots, one
+    after another, each in a folder of its own, and returns when Orbax has written all. Where one process fails, the others of its world learn of it instead of waiting.
     Where training computes on the host's cores (the CPU backend) and the world is one process, it writes at a pace that
     leaves them to it, until somebody waits (`hurry`). While it writes, freed memory is not kept beyond a little.
     """
@@ -63,22 +68,31 @@ class PartWriter:
         self._growth: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._stray = StrayReports()
 
-    def start(self, folder: Path, state: State) -> None:
+    def start(self, folder: Path, state: State, progress: Callable[[str], None] = lambda what: None) -> None:
         """Copies the arrays to the host and begins to write them below `folder`; raises what stops the copying.
 
-        `state` is used up, so that arrays that nobody else needs are freed one by one.
+        `state` is used up, so that arrays that nobody else needs are freed one by one. `progress` is told of every lot.
         """
         if self._barrier is not None:
             self._barrier.begin(next(self._numbers))
+        waits = any(map(_in_host_memory, state.values()))
+        lots = _lots(state) if waits else [list(state)]
+        parts = [self.name, *(f"{self.name}/lot_{number:03d}" for number in range(1, len(lots)))]
         self._described = {
-            name: asdict(Stored(self.name, tuple(value.shape), str(value.dtype))) for name, value in state.items()
+            name: asdict(Stored(part, tuple(state[name].shape), str(state[name].dtype)))
+            for part, lot in zip(parts, lots, strict=True)
+            for name in lot
         }
         alone = jax.process_count() == 1  # with several a write that fails among lots left the others waiting
-        self._pace.begin(SHARE if alone and any(map(on_the_hosts_cores, state.values())) else 1.0)
+        self._pace.begin(SHARE if alone and not waits and any(map(on_the_hosts_cores, state.values())) else 1.0)
         with self._failing_together(), _quiet():
-            copied = snapshot(state)
-            self._checkpointer.save(folder / self.name, args=ocp.args.PyTreeSave(dict(state)))
-            state.clear()
+            copied = 0 if waits else snapshot(state)
+            for number, (part, lot) in enumerate(zip(parts, lots, strict=True)):
+                progress(f"the checkpoint, lot {number + 1} of {len(lots)}")
+                arrays = {name: whole(state.pop(name)) for name in lot}
+                self._checkpointer.save(folder / part, args=ocp.args.PyTreeSave(arrays))
+                if waits:
+                    self._checkpointer.wait_until_finished()
         watched = copied >= WORTH_IT
         self._growth = contextlib.closing(Growth(int(copied * _GROWTH))) if watched else contextlib.nullcontext()
 
@@ -111,6 +125,24 @@ class PartWriter:
             if self._barrier is not None:
                 self._barrier.fail(str(error))
             raise
+
+
+def _in_host_memory(value: Any) -> bool:
+    return bool(value.sharding.memory_kind == HOST)
+
+
+def _lots(state: State) -> list[list[str]]:
+    """Names whose arrays are together at most a small part of all, or one array."""
+    most = sum(value.nbytes for value in state.values()) // _LOTS
+    lots: list[list[str]] = []
+    room = 0
+    for name, value in state.items():
+        if not lots or value.nbytes > room:
+            lots.append([])
+            room = most
+        lots[-1].append(name)
+        room -= value.nbytes
+    return lots
 
 
 class _PacedArrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]

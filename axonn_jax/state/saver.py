@@ -95,10 +95,13 @@ class Saver:
         """Tells of the complete checkpoint that the run goes on from."""
         self.last = (step, time.monotonic())
 
-    def save(self, step: int, state: State, run: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, state: State, run: Mapping[str, Any], progress: Callable[[str], None] = lambda what: None
+    ) -> None:
         """Begins a save; returns once the state is on the host. Waits first for the save before, if it still runs.
 
-        The mapping `state` is used up; its arrays may be donated once this has returned.
+        The mapping `state` is used up; its arrays may be donated once this has returned. State that lives on the host
+        is not copied: it is then written before this returns, and `progress` is told of its lots.
         """
         self.settle()
         job = _Job(step, self.directory / (_UNFINISHED + name_of(step)), time.monotonic())
@@ -109,7 +112,7 @@ class Saver:
             return self._failed(step, told[0])
         self._job = job
         try:
-            self._writer.start(job.folder, state)
+            self._writer.start(job.folder, state, progress)
         except Exception as error:
             job.error = reason(error)
         job.thread = threading.Thread(target=self._finish, args=(job, dict(run)), name="axonn-save")

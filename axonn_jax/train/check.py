@@ -118,8 +118,6 @@ def check(config: Config) -> Config:
         check_gather(config.memory.gather)
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_pieces(shape))
         policies.check_pipelined()
-    if config.memory.offload_to and config.memory.offload == "none":
-        raise UserError("memory.offload_to", config.memory.offload_to, "left out where memory.offload is none")
     policies.check(shape.layers)
     check_scan(config.train.scan_layers, config.memory.offload, policies)
     check_streams(config)

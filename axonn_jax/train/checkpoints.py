@@ -33,8 +33,8 @@ def own_state(trainer: "Trainer") -> State:
 def save_now(trainer: "Trainer", directory: Path, step: int) -> Path:
     """Saves all of a trainer's state and waits; raises ``OSError`` with the reason where it cannot."""
     saver = Saver(directory, trainer.grid, agreement(trainer.grid), keep=2**31)
-    with trainer.saving():
-        saver.save(step, own_state(trainer), {})
+    with trainer.saving() as progress:
+        saver.save(step, own_state(trainer), {}, progress)
         error = saver.settle()
         saver.close()
     if error:
@@ -113,8 +113,8 @@ class Checkpoints:
 
     def save(self, step: int, position: int) -> None:
         """Begins to save the state after a step; waits for the save before, if it still runs."""
-        with self._trainer.saving():
-            self.saver.save(step, own_state(self._trainer), self._facts(position))
+        with self._trainer.saving() as progress:
+            self.saver.save(step, own_state(self._trainer), self._facts(position), progress)
         self.saved_step = step
 
     def settle(self) -> str:

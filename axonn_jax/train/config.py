@@ -200,8 +200,6 @@ class MemoryConfig:
     """What lives in host memory and is streamed through the device: nothing, or the optimizer's state with the fp32
     weights, which leaves 4 bytes a parameter on the device (6 where gradients add up in fp32). The optimizer must be
     elementwise, as all that train.optimizer names are."""
-    offload_to: str = ""
-    """A directory on a fast disk (NVMe) where offloaded state lives, in memory-mapped files. Left out: host memory."""
     zero: Zero = 0
     """1: fp32 weights and optimizer state are split over grid.data (ZeRO-1)."""
     activations: str = "none"

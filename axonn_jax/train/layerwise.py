@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import optax
 from jax.tree_util import DictKey, tree_map_with_path
 
 from axonn_jax.errors import UserError
+from axonn_jax.memory.elementwise import same_update, traced_update
 from axonn_jax.models.stacked import Stack
 from axonn_jax.train.separable import check_separable
 
@@ -71,15 +71,15 @@ def check_layerwise(optimizer: optax.GradientTransformation, stack: Stack, param
     some = {name: p for name, p in params.items() if name not in own or name in (*layers[0], *layers[1])}
     try:
         check_separable(optimizer, some, layers[0])
-        first, *others = (_traced(optimizer, {name: params[name] for name in names}) for names in layers)
+        first, *others = (traced_update(optimizer, {name: params[name] for name in names}) for names in layers)
         shapes = {name: stack.parts.params[name] for name in stack.own}
-        _traced(layerwise(optimizer, stack), {**{n: p for n, p in params.items() if n not in own}, **shapes})
+        traced_update(layerwise(optimizer, stack), {**{n: p for n, p in params.items() if n not in own}, **shapes})
     except UserError as error:
         raise UserError("optimizer", "a transformation that looks at all parameters together", _ACCEPTED) from error
     except (KeyError, TypeError, ValueError) as error:  # as from a mask that has all parameters' names
         raise UserError("optimizer", "a transformation that does not take layers one by one", _ACCEPTED) from error
     for index, other in enumerate(others, start=1):
-        if not _same(first, other):
+        if not same_update(first, other):
             raise UserError("optimizer", f"a transformation that treats layers 0 and {index} differently", _ACCEPTED)
 
 
@@ -104,20 +104,3 @@ def _renamed(tree: Any, names: Mapping[str, str]) -> Any:
         return {names.get(key, key): _renamed(value, names) for key, value in node.items()}
 
     return jax.tree.map(rename, tree, is_leaf=lambda node: isinstance(node, dict))
-
-
-def _traced(optimizer: optax.GradientTransformation, params: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """What an optimizer computes for such parameters at a step, as text and constants."""
-    shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in params.items()}
-
-    def step(params: Any, grads: Any) -> Any:
-        return optimizer.update(grads, optimizer.init(params), params)
-
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
-        closed = jax.make_jaxpr(step)(shapes, shapes)
-    return str(closed.jaxpr), closed.consts
-
-
-def _same(one: tuple[str, list[Any]], other: tuple[str, list[Any]]) -> bool:
-    same = one[0] == other[0] and len(one[1]) == len(other[1])
-    return same and all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))

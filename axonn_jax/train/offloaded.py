@@ -1,7 +1,6 @@
 """A step whose optimizer state is in host memory: one program for the gradients, one a bucket for the update."""
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -33,13 +32,13 @@ class OffloadedStep:
     optimizer is not elementwise.
     """
 
-    def __init__(self, step: Step, program: StageProgram, disk: Path | None = None):
+    def __init__(self, step: Step, program: StageProgram):
         check_elementwise(step.optimizer, "memory.offload = optimizer")
         self.step, self.program = step, program
         shapes = {name: p.shape for name, p in program.parts.params.items()}
         layouts = (program.parts.specs, program.grad_specs)
         mesh, precisions, bucket = program.grid.mesh, step.precisions, step.bucket
-        self.update = Offload(step.optimizer, shapes, *layouts, mesh, precisions=precisions, bucket=bucket, disk=disk)
+        self.update = Offload(step.optimizer, shapes, *layouts, mesh, precisions=precisions, bucket=bucket)
         plain = step.clip == 0.0 and not precisions.scaled and not program.zero and program.token_axes == BATCH_AXES
         self.interleaved = plain and program.grid.shape.data > 1
 

@@ -66,7 +66,6 @@ class PipelineTrainer(Trainer):
         precision: Precision = "auto",
         accumulate: Accumulate = "fp32",
         offload: Where = "none",
-        offload_to: Path | None = None,
         zero: int = 0,
         activations: str = "none",
         gather: Gather = "layer",
@@ -105,7 +104,7 @@ class PipelineTrainer(Trainer):
         self._keyed = getattr(shape, "dropout", 0.0) > 0.0
         self._rows: dict[int, list[int]] = {}
         self._pipes: dict[tuple[int, int], Pipe] = {}  # by batch shape, the one used last at the end
-        self._at: Literal["", "tasks", "update"] = ""  # in a step, what an exception would leave half done
+        self._half_done: Literal["", "tasks", "update"] = ""  # in a step, what an exception would leave half done
         self._channel = choose(pipeline.channel, grid.size)
         self._links = connect(grid, self.layout, pipeline.policy, pipeline.stall_timeout)
         self._links.watch.start()
@@ -115,7 +114,7 @@ class PipelineTrainer(Trainer):
         self._shared = shared(names)
         for place in grid.meshes:
             check_separable(optimizer, self.parts.params, names[place])
-        keeping = Keeping(optimizer, self.precisions, bucket, offload != "none", split, offload_to)
+        keeping = Keeping(optimizer, self.precisions, bucket, offload != "none", split, self._at)
         self._places = Places(self.parts, names, grid.meshes, keeping, model, self._scale)
         self.holdings = self._places.holdings
         self._links.status.now("between steps")
@@ -196,7 +195,7 @@ class PipelineTrainer(Trainer):
             self._scale.tell(isfinite(norm))
         if self._scale is None or isfinite(norm):
             factor = float(clip_factor(norm, self._clip)) / (scale or 1.0)
-            self._at = "update"
+            self._half_done = "update"
             for place, holding in self.holdings.items():
                 pipe.executor.then(place, holding.apply(grads[place], factor), "update", "optimizer", step, at)
         self.steps_done += 1
@@ -245,9 +244,9 @@ class PipelineTrainer(Trainer):
         self._places.put(states)
 
     @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:  # noqa: D102
+    def saving(self) -> Iterator[Callable[[str], None]]:  # noqa: D102
         self._links.status.now("saving")
-        yield
+        yield self._at
         self._links.status.now("between steps")
 
     def lost(self) -> bool:
@@ -269,13 +268,16 @@ class PipelineTrainer(Trainer):
         draw(spans, picture)
         return [picture]
 
+    def _at(self, what: str) -> None:
+        self._links.status.now(running=what)
+
     def _prepare(self, batch: np.ndarray) -> tuple[Pipe, list[np.ndarray]]:
         """The pipeline for batches of this shape, and the batch as [microbatches, rows, seq + 1]."""
         share = len(self.rows(self.grid.shape.batch_shards * self.microbatches))
         if batch.ndim != 2 or len(batch) == 0 or len(batch) % share:
             raise UserError("batch", batch.shape, f"[rows, seq_len + 1] token ids, rows in a multiple of {share}")
         rows, width = len(batch) // share * self.grid.shape.batch_shards, batch.shape[1]
-        if self._at:
+        if self._half_done:
             self._recover()
         pipe = self._pipes.pop((rows, width), None)
         if pipe is None:
@@ -300,10 +302,10 @@ class PipelineTrainer(Trainer):
     @contextlib.contextmanager
     def _started(self) -> Iterator[None]:
         """Around what an exception, Ctrl-C say, would leave half done."""
-        self._at = "tasks"
+        self._half_done = "tasks"
         try:
             yield
-            self._at = ""
+            self._half_done = ""
         finally:
             self._links.status.now("between steps")
 
@@ -312,8 +314,10 @@ class PipelineTrainer(Trainer):
 
         Raises ``RuntimeError`` where that cannot be.
         """
-        if self._at == "update" or self.grid.size > 1:
-            half = "some weights are of the step and some are not" if self._at == "update" else "the others went on"
+        if self._half_done == "update" or self.grid.size > 1:
+            half = (
+                "some weights are of the step and some are not" if self._half_done == "update" else "the others went on"
+            )
             raise RuntimeError(
                 f"step {self.steps_done + 1} was broken off in process {self.grid.rank}, and {half}: make the trainer "
                 "again (in every process) and load a checkpoint"
@@ -321,7 +325,7 @@ class PipelineTrainer(Trainer):
         for pipe in self._pipes.values():
             pipe.close()
             pipe.open()
-        self._at = ""
+        self._half_done = ""
 
     def _plan(self, rows: int, width: int) -> Plan:
         work = Work(

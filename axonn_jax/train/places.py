@@ -1,5 +1,6 @@
 """What this process holds of a pipelined model, place by place, and as state that checkpoints know by name."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from axonn_jax.memory.account import StateBytes, counted, report
+from axonn_jax.memory.held import whole
 from axonn_jax.memory.scale import HostScale
 from axonn_jax.pipeline.holding import Holding, Keeping
 from axonn_jax.state.names import State, flatten, unflatten, unflatten_scale
@@ -27,22 +29,25 @@ class Places:
         scale: HostScale | None,
     ):
         self._parts, self._names, self._optimizer, self._scale = parts, names, keeping.optimizer, scale
+        holders = Counter(name for held in names for name in held)
+        shared = {name for name, count in holders.items() if count > 1}
         self.holdings = {
-            place: Holding(parts, names[place], mesh, keeping, model, place=place) for place, mesh in meshes.items()
+            place: Holding(parts, names[place], shared & set(names[place]), mesh, keeping, model)
+            for place, mesh in meshes.items()
         }
 
     @property
     def params(self) -> dict[int, Params]:
         """The float32 weights by place and name."""
-        return {place: holding.masters for place, holding in self.holdings.items()}
+        return {place: whole(holding.masters) for place, holding in self.holdings.items()}
 
     @property
     def opt_state(self) -> dict[int, Any]:
         """The optimizer state by place."""
-        return {place: holding.opt_state for place, holding in self.holdings.items()}
+        return {place: whole(holding.opt_state) for place, holding in self.holdings.items()}
 
     def state(self) -> dict[int, State]:
-        """All that training changes, by place and name."""
+        """All that training changes, by place and name; offloaded arrays that are in parts are `Held`."""
         return {
             place: flatten(holding.masters, holding.opt_state, self._scale and self._scale.on(holding.mesh))
             for place, holding in self.holdings.items()

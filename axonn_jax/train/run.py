@@ -59,7 +59,6 @@ def train(config: Config) -> int:
             precision=config.memory.precision,
             accumulate=config.memory.accumulate,
             offload=config.memory.offload,
-            offload_to=Path(config.memory.offload_to) if config.memory.offload_to else None,
             zero=config.memory.zero,
             activations=config.memory.activations,
             gather=config.memory.gather,

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.account import StateBytes, counted, report
 from axonn_jax.memory.activations import checked_policies
-from axonn_jax.memory.placement import Where, own_folder
+from axonn_jax.memory.held import whole
+from axonn_jax.memory.placement import Where
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
 from axonn_jax.memory.temporaries import Temporaries
 from axonn_jax.state.names import State, flatten, shapes, unflatten, unflatten_scale
@@ -41,8 +43,8 @@ class Trainer:
     global batch, whatever the grid. With `clip` the gradients are scaled down to that global norm. Under bf16 and fp16,
     layers compute in that precision, while master weights and optimizer state stay float32; gradient sums are float32
     unless `accumulate` says otherwise. fp16 scales the loss (`memory.scale`). `zero` 1 splits masters and optimizer
-    state over `data`; `offload` keeps them in host memory, or on disk below `offload_to`, for which the optimizer must
-    be elementwise (``UserError``). `activations` says what the backward pass computes again, of all layers or by ranges
+    state over `data`; `offload` keeps them in host memory, for which the optimizer must be elementwise
+    (``UserError``). `activations` says what the backward pass computes again, of all layers or by ranges
     of them (`memory.policies`); `gather` says how long weights gathered over `z` live (docs/memory.md). `scan_layers`
     says whether layers are one compiled body in a loop; names, shapes and results are the same.
 
@@ -68,7 +70,6 @@ class Trainer:
         precision: Precision = "auto",
         accumulate: Accumulate = "fp32",
         offload: Where = "none",
-        offload_to: Path | None = None,
         zero: int = 0,
         activations: str = "none",
         gather: Gather = "layer",
@@ -101,7 +102,7 @@ class Trainer:
         self._key = jax.random.key(seed) if getattr(shape, "dropout", 0.0) > 0.0 else None
         params = self._stack.place(model, grid.mesh, used_up=owned)
         step = Step(self.program, layerwise(optimizer, self._stack), clip, dtypes, bucket)
-        self._offloaded = OffloadedStep(step, self.program, own_folder(offload_to, 0)) if offload != "none" else None
+        self._offloaded = OffloadedStep(step, self.program) if offload != "none" else None
         self._step, self.precisions = step, dtypes
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
         self._update = self._offloaded.update if self._offloaded else step.update
@@ -110,23 +111,37 @@ class Trainer:
         self._last: StepMetrics | None = None
         self._loss = jax.jit(self.program.loss)
         self.steps_done = 0
+        self._in_step = False
         self._rows: dict[int, list[int]] = {}
 
     @property
     def params(self) -> Params:
         """The float32 weights by name, however layers are run; of scanned ones copies, with offload in host memory."""
-        return self._stack.split(self._update.masters(self.train_state.model))
+        return whole(self._masters)  # type: ignore[no-any-return]
 
     @property
     def opt_state(self) -> Any:
         """The optimizer's state for `params`; of scanned layers, copies."""
+        return whole(self._opt_state)
+
+    @property
+    def _masters(self) -> Params:
+        """As `params`; what is offloaded in parts is `Held`."""
+        return self._stack.split(self._update.masters(self.train_state.model))
+
+    @property
+    def _opt_state(self) -> Any:
+        """As `opt_state`; what is offloaded in parts is `Held`."""
         return own_state(self.optimizer, self._stack, self._update.opt_state(self.train_state.model))
 
     def restore(self, params: Params, opt_state: Any) -> None:
         """Puts other weights and optimizer state in place, as `params` and `opt_state` give them."""
+        self._restore(params, opt_state, owned=False)
+
+    def _restore(self, params: Params, opt_state: Any, *, owned: bool) -> None:
         masters = self._stack.join(params, self.grid.mesh)
         optimizer = stacked_state(self._stack, opt_state, self.train_state.model.optimizer)
-        self.train_state = self.train_state._replace(model=self._update.restored(masters, optimizer))
+        self.train_state = self.train_state._replace(model=self._update.restored(masters, optimizer, owned=owned))
 
     def rows(self, global_batch: int) -> list[int]:
         """Rows of a global batch that this process must load (all of them in a run of one process)."""
@@ -151,16 +166,32 @@ class Trainer:
         host memory (`memory.offload`), or the CPU backend has large temporaries to free first (`memory.temporaries`).
         Collectives are those of `StageProgram.gradients`.
         """
+        if self._in_step:
+            self._check_whole()
         tokens, key = self.place(batch), self._step_key(self.steps_done)
         program = self._compile(tokens, key)
         if self._offloaded is None:
             self._temporaries[tokens.shape].wait(self._last)
-            self.train_state, metrics = program(self.train_state, tokens, key)
+        run: Callable[..., Any] = program if self._offloaded is None else partial(self._offloaded.run, program)
+        self._in_step = True
+        # One statement: Ctrl-C comes before all of it or after.
+        (self.train_state, metrics), self.steps_done = run(self.train_state, tokens, key), self.steps_done + 1
+        self._in_step = False
+        if self._offloaded is None:
             self._last = metrics
-        else:
-            self.train_state, metrics = self._offloaded.run(program, self.train_state, tokens, key)
-        self.steps_done += 1
         return metrics  # type: ignore[no-any-return]
+
+    def _check_whole(self) -> None:
+        """Goes on behind a step that an exception broke off, Ctrl-C say, as if it had not begun.
+
+        Raises ``RuntimeError`` where that step had used the state up.
+        """
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self.train_state)):
+            raise RuntimeError(
+                f"step {self.steps_done + 1} was broken off while it changed the weights: make the trainer again and "
+                "load a checkpoint"
+            )
+        self._in_step = False
 
     def compiled_step(self, batch: np.ndarray) -> jax.stages.Compiled:
         """The step's compiled program for batches of this shape: its HLO, memory and cost can be read.
@@ -207,9 +238,9 @@ class Trainer:
     def state(self) -> dict[int, State]:
         """All that training changes, by place of the pipe (0 without one): arrays by names without the grid.
 
-        The arrays are those in use, which the next step takes over.
+        The arrays are those in use, which the next step takes over; what is offloaded in parts is `memory.held.Held`.
         """
-        return {0: flatten(self.params, self.opt_state, self.train_state.scale)}
+        return {0: flatten(self._masters, self._opt_state, self.train_state.scale)}
 
     def state_elsewhere(self) -> frozenset[str]:
         """Names of arrays here that another process's place saves: none without a pipeline."""
@@ -217,7 +248,9 @@ class Trainer:
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes of the whole model's state, of all places of the pipe."""
-        return {name: value.shape for name, value in self.state()[0].items()}
+        like = self._stack.shapes()
+        state = flatten(like, jax.eval_shape(self.optimizer.init, like), self.train_state.scale)
+        return {name: value.shape for name, value in state.items()}
 
     def load_state(
         self, read: Callable[[State], State], *, steps_done: int = 0, wanted: Callable[[str], bool] = lambda _: True
@@ -237,7 +270,7 @@ class Trainer:
 
     def _put_state(self, states: Mapping[int, State]) -> None:
         like = jax.eval_shape(self.optimizer.init, self._stack.shapes())
-        self.restore(*unflatten(states[0], self._stack.shapes(), like))
+        self._restore(*unflatten(states[0], self._stack.shapes(), like), owned=True)
         scale = unflatten_scale(states[0], self.train_state.scale)
         self.train_state = self.train_state._replace(scale=scale)
 
@@ -256,9 +289,9 @@ class Trainer:
         """
         return load_now(self, path, weights_only=weights_only)
 
-    def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Around what may take long between steps, so that nobody takes this process for stuck."""
-        return contextlib.nullcontext()
+    def saving(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        """Around what may take long between steps, so that nobody takes this process for stuck; gives whom to tell."""
+        return contextlib.nullcontext(lambda what: None)
 
     def lost(self) -> bool:
         """Whether another process of the run is known to have gone, so that no step will end any more."""

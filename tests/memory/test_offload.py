@@ -1,0 +1,169 @@
+"""Offloaded state: bytes on the host in every situation, programs that buckets share, copies that stay equal."""
+
+import dataclasses
+import functools
+import gc
+
+import grids
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.grid import GridShape
+from axonn_jax.memory.held import whole
+from axonn_jax.memory.offload import Offload
+from axonn_jax.memory.precision import precisions
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.train.trainer import Trainer
+
+SHAPE = dataclasses.replace(grids.LLAMA, layers=2, hidden=64, ffn=128, vocab=256, seq_len=16, tied=True)
+SMALL = dataclasses.replace(grids.GPT, layers=2)  # its table is tied
+BUCKET = 4000  # elements: fewer than any matrix has, so that all of them are cut
+
+
+def made(grid, *, shape=SHAPE, optimizer=None, **options):
+    model = functools.partial(Transformer, shape)
+    options = {"precision": "bf16", "offload": "optimizer", "bucket": BUCKET} | options
+    optimizer = optimizer or optax.adamw(1e-3)
+    return Trainer(lambda: model(rngs=nnx.Rngs(0)), optimizer, grids.lay(grid), microbatches=2, clip=1.0, **options)
+
+
+def batch(shape=SHAPE, seed=0):
+    return np.random.default_rng(seed).integers(0, shape.vocab, (4, shape.seq_len + 1)).astype(np.int32)
+
+
+def updates(trainer):
+    return [h._update for h in trainer.holdings.values()] if hasattr(trainer, "holdings") else [trainer._update]
+
+
+class HostBytes:
+    """Bytes in host memory of arrays that were not there before, each memory once: now, and the most that was seen."""
+
+    def __init__(self, monkeypatch):
+        gc.collect()
+        self._before = jax.live_arrays()  # held, so that no later array has the id of one of these
+        self._ids = {id(array) for array in self._before}
+        self.most = 0
+        for name in ("device_put", "make_array_from_single_device_arrays"):  # each move between host and device
+            monkeypatch.setattr(jax, name, functools.partial(self._see, getattr(jax, name)))
+
+    def now(self):
+        arrays = [a for a in jax.live_arrays() if id(a) not in self._ids and a.sharding.memory_kind == "pinned_host"]
+        shards = [shard.data for array in arrays for shard in array.addressable_shards]
+        return sum({data.unsafe_buffer_pointer(): data.nbytes for data in shards}.values())
+
+    def during(self, act):
+        gc.collect()
+        self.most = self.now()
+        act()
+        return self.most
+
+    def _see(self, make, *args, **options):
+        result = make(*args, **options)
+        self.most = max(self.most, self.now())
+        return result
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_the_host_has_one_copy_of_the_state_whatever_happens(pipe, monkeypatch, tmp_path):
+    count = HostBytes(monkeypatch)
+    trainer = made(GridShape(pipe=pipe))
+    held = sum(int(np.prod(shape)) for place in updates(trainer) for shape in place._shapes.values())
+    trainer.step(batch())
+    found = {
+        "at rest": count.during(lambda: None),
+        "in a step": count.during(lambda: trainer.step(batch())),
+        "state_shapes": count.during(trainer.state_shapes),
+        "saving": count.during(lambda: trainer.save(tmp_path, 2)),
+        "loading": count.during(lambda: trainer.load(tmp_path / "step_00000002")),
+        "at rest again": count.during(lambda: trainer.step(batch()) and None),
+    }
+    each = {what: size / held for what, size in found.items()}
+    buckets = 3 * 12 * BUCKET / held
+    assert 12.0 <= each["at rest"] <= 12.1
+    assert each["in a step"] <= 12.5 + buckets
+    assert each["state_shapes"] <= 12.1
+    assert each["saving"] <= 13 + buckets
+    assert each["loading"] <= 13 + buckets
+    trainer.close()
+
+
+def programs(layers):
+    """Compiled for the update of a model of so many layers, and what was told of it."""
+    own = {"up": (64, 96), "down": (96, 64), "bias": (96,)}
+    shapes = {f"{layer}.{name}": shape for layer in range(layers) for name, shape in own.items()} | {"table": (256, 64)}
+    mesh, told = grids.lay(GridShape()).mesh, []
+    layouts = {name: P() for name in shapes}
+    update = Offload(optax.adamw(1e-3), shapes, layouts, layouts, mesh, precisions=precisions("bf16"), bucket=7000)
+    update._progress = told.append
+    model = update.start({name: jnp.ones(shape) for name, shape in shapes.items()})
+    told.clear()
+    update.after(model, {name: jnp.ones(shape) for name, shape in shapes.items()}, np.float32(1), np.bool_(True))
+    assert len(update.buckets) > 2 * layers
+    assert told == [f"the update, bucket {n + 1} of {len(update.buckets)}" for n in range(len(update.buckets))]
+    return len(update._programs)
+
+
+def test_layers_share_the_programs_of_their_update():
+    assert programs(12) == programs(4) == 10  # first state and update of up, down, bias, and the table's two cuts
+
+
+def test_parameters_that_an_optimizer_treats_apart_share_no_program():
+    decayed = optax.adamw(1e-2, weight_decay=0.5, mask=lambda tree: {name: "attention" in name for name in tree})
+    ways = {"bucket": 16_000_000}, {"offload": "none"}
+    trainers = [made(GridShape(), shape=SMALL, optimizer=decayed, precision="fp32", **how) for how in ways]
+    for trainer in trainers:
+        trainer.step(batch(SMALL))
+    mine, theirs = (trainer.params for trainer in trainers)
+    for name, value in theirs.items():
+        np.testing.assert_allclose(mine[name], value, atol=1e-6, err_msg=name)
+
+
+WAYS = {
+    "fp32": {"offload": "none", "precision": "fp32"},
+    "bf16": {"offload": "none"},
+    "fp16": {"offload": "none", "precision": "fp16"},
+    "zero": {"offload": "none", "precision": "fp32", "zero": 1},
+    "offload": {"precision": "fp32", "bucket": 16_000_000},
+    "offload, cut": {"precision": "fp32", "bucket": 1000},
+    "offload bf16": {"accumulate": "compute"},
+    "offload fp16": {"precision": "fp16"},
+    "offload zero": {"zero": 1, "bucket": 1000},
+}
+
+
+@functools.cache
+def trained(way):
+    """A tied pipeline after 60 steps."""
+    replicas = 1 + WAYS[way].get("zero", 0)
+    trainer = made(GridShape(pipe=2, data=replicas), shape=SMALL, optimizer=optax.adamw(3e-3), **WAYS[way])
+    for step in range(60):
+        trainer.step(np.concatenate([batch(SMALL, step)] * replicas))
+    return trainer
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way == "offload" else pytest.mark.slow) for way in WAYS])
+def test_a_table_at_both_ends_stays_one(way):
+    trainer = trained(way)
+    tables = [place.weights["embedding.table"] for place in trainer.holdings.values()]
+    assert np.asarray(tables[0]).tobytes() == np.asarray(tables[1]).tobytes()
+    for name, value in trainer.state()[0].items():
+        if "embedding" in name:
+            both = [np.asarray(whole(v)).tobytes() for v in (value, trainer.state()[1][name])]
+            assert both[0] == both[1], name
+
+
+def test_the_status_of_a_pipeline_moves_with_every_bucket():
+    trainer, moved = trained("offload"), []
+    status = trainer._links.status
+    now = status.now
+    status.now = lambda *args, **kw: (moved.append(kw.get("running", "")), now(*args, **kw))
+    trainer.step(batch(SMALL))
+    buckets = [
+        f"the update, bucket {n + 1} of {len(p.buckets)}" for p in updates(trainer) for n in range(len(p.buckets))
+    ]
+    assert [what for what in moved if what.startswith("the update, bucket")] == buckets
