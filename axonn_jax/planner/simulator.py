@@ -122,4 +122,4 @@ def _state(rank: Follower) -> str:
         return f"{state}, done"
     waiting = rank.waiting_for()
     first = f"waits for {waiting[0]}" if waiting else f"blocked at {rank.blocked}" if rank.blocked else "told no more"
-    return f"{state}, {first}" + (f" or {len(waiting) - 1} others" if len(waiting) > 1 else "")
+    return f"{state}, {first}" + (" or another" if len(waiting) > 1 else "")

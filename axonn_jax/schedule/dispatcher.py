@@ -2,10 +2,14 @@
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 from axonn_jax.schedule.message_driven import MessageDriven
 from axonn_jax.schedule.policies import Policy, check_policy, fixed_order
 from axonn_jax.schedule.tasks import Kind, Layout, Message, Task, needs, predecessor, sends
+
+_FEW = 8
+"""Missing messages that a dispatcher names."""
 
 
 class Follower:
@@ -158,10 +162,10 @@ class Dispatcher(Follower):
     def waiting_for(self) -> list[Message]:
         """Returns the messages whose absence stops this rank now, most urgent first.
 
-        In a fixed order this is the next task's message; under the message-driven policy, every message that would let
-        a task start.
+        In a fixed order this is the next task's message; under the message-driven policy, the first few of those that
+        would let a task start: a rank asks whenever it has nothing to do, and shows one.
         """
-        return super().waiting_for() if self._rule is None else list(self._rule.missing(self._arrived))
+        return super().waiting_for() if self._rule is None else list(islice(self._rule.missing(), _FEW))
 
 
 def check_feasible(orders: Sequence[Sequence[Task]], layout: Layout) -> None:

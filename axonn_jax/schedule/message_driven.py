@@ -1,6 +1,7 @@
 """The message-driven rule: which of the ready tasks a rank starts (AxoNN, IPDPS 22, with split backwards)."""
 
 import heapq
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 
@@ -32,9 +33,9 @@ class MessageDriven:
     but the oldest microbatch (the first with forwards left to run here) leaves room for all V activations of that one:
     those in flight of younger ones never exceed `live_bound - V`.
 
-    Known weakness: with V = 1 and messages that all take the same noticeable time, ZB-H1 is up to 6 % shorter, since
-    its order keeps weight gradients back where a backward is about to come, and a rank that goes by what has arrived
-    cannot know. A quarter more microbatches in flight make up for most of it.
+    Known weakness: with V = 1, `in_flight = P` and messages that all take the same noticeable time, ZB-H1 is up to 6 %
+    shorter, since its order keeps weight gradients back where a backward is about to come, and a rank that goes by what
+    has arrived cannot know. Half as many again in flight, the default, make up for it.
 
     It cannot deadlock. A backward is held back by nothing, a weight gradient neither.
 
@@ -59,6 +60,13 @@ class MessageDriven:
         self._forwards: list[tuple[int, int, int, int]] = []
         self._backwards: list[tuple[int, int, int, int]] = []
         self._weights: deque[tuple[int, int]] = deque()
+        # The same of tasks whose input has not come: all forwards, and the backwards of those that have started.
+        self._forwards_due = sorted(
+            (microbatch // layout.pipe, stage, microbatch, stage)
+            for stage in layout.stages_of(rank)
+            for microbatch in range(layout.microbatches if stage else 0)
+        )
+        self._backwards_due: list[tuple[int, int, int, int]] = []
         self._forward_was_last = False
         self._held = 0  # activations alive on the device once everything started has run
         self._entered = self._left = 0  # microbatches that started their first forward here, and their last backward
@@ -72,11 +80,22 @@ class MessageDriven:
 
     def forward_ready(self, stage: int, microbatch: int) -> None:
         """Takes note that a forward has its input."""
-        heapq.heappush(self._forwards, (microbatch // self._layout.pipe, stage, microbatch, stage))
+        entry = (microbatch // self._layout.pipe, stage, microbatch, stage)
+        heapq.heappush(self._forwards, entry)
+        if stage != 0:
+            del self._forwards_due[bisect_left(self._forwards_due, entry)]
 
     def backward_ready(self, stage: int, microbatch: int) -> None:
-        """Takes note that a backward has its input."""
-        heapq.heappush(self._backwards, (microbatch // self._layout.pipe, -stage, microbatch, stage))
+        """Takes note that a backward has its input. Raises ``ValueError`` before its forward has started."""
+        entry = (microbatch // self._layout.pipe, -stage, microbatch, stage)
+        if stage != self._layout.last:
+            place = bisect_left(self._backwards_due, entry)
+            if self._backwards_due[place : place + 1] != [entry]:
+                raise ValueError(
+                    f"a gradient for stage {stage}, microbatch {microbatch}, whose forward has not started"
+                )
+            del self._backwards_due[place]
+        heapq.heappush(self._backwards, entry)
 
     def choose(self) -> Task | None:
         """Returns the task to start now, and counts it as started; None if there is none to start.
@@ -94,28 +113,32 @@ class MessageDriven:
             return self._start_backward()
         return self._start_weight() if self._weights else None
 
-    def missing(self, arrived: set[Message]) -> Iterator[Message]:
-        """Yields the messages any of which would let this rank start a task, most urgent first."""
-        if self._backwards or self._weights or (self._held < self._bound and self._next_forward() is not None):
-            return
-        backwards, forwards = [], []
+    def missing(self) -> Iterator[Message]:
+        """Yields the messages any of which would let this rank start a task, most urgent first, found one by one."""
         room = self._held < self._bound
-        for stage in self._layout.stages_of(self._rank):
-            chunk = stage // self._layout.pipe
-            for microbatch, started in enumerate(self._forwards_started):
-                group = microbatch // self._layout.pipe
-                if started > chunk and stage != self._layout.last:
-                    backwards.append((group, -stage, Message("backward", stage, microbatch)))
-                elif started <= chunk and stage != 0 and room and self._may_start(stage, microbatch):
-                    forwards.append((group, stage, Message("forward", stage, microbatch)))
-        yield from (message for *_, message in sorted(backwards) + sorted(forwards) if message not in arrived)
+        if self._backwards or self._weights or (room and self._next_forward() is not None):
+            return
+        yield from (Message("backward", stage, microbatch) for _, _, microbatch, stage in self._backwards_due)
+        if not room or (self._layout.virtual_stages == 1 and not self._may_start(self._rank, self._oldest)):
+            return
+        due = self._forwards_due
+        if not self._allows_young():  # the oldest one's come first, but for those of others in its group
+            group = self._oldest // self._layout.pipe
+            due = due[bisect_left(due, (group,)) : bisect_left(due, (group + 1,))]
+        for _, _, microbatch, stage in due:
+            if self._may_start(stage, microbatch):
+                yield Message("forward", stage, microbatch)
 
     def _may_start(self, stage: int, microbatch: int) -> bool:
         """Whether a forward is within the limits, given memory for one more activation."""
         if stage < self._layout.pipe and self._entered - self._left >= self._limit:
             return False
-        several = self._layout.virtual_stages > 1
-        return not several or microbatch == self._oldest or self._younger + self._layout.virtual_stages < self._bound
+        return microbatch == self._oldest or self._allows_young()
+
+    def _allows_young(self) -> bool:
+        """Whether forwards of other than the oldest microbatch leave room for that one."""
+        chunks = self._layout.virtual_stages
+        return chunks == 1 or self._younger + chunks < self._bound
 
     def _next_forward(self) -> int | None:
         """The place in the heap of the first ready forward that may start, given memory for it."""
@@ -146,6 +169,8 @@ class MessageDriven:
             self.forward_ready(0, microbatch + 1)
         if stage == self._layout.last:
             self.backward_ready(stage, microbatch)
+        else:
+            insort(self._backwards_due, (microbatch // self._layout.pipe, -stage, microbatch, stage))
         return Task(Kind.FORWARD, stage, microbatch)
 
     def _start_backward(self) -> Task:

@@ -1,11 +1,14 @@
 """The dispatcher of one rank, followers, and the check of fixed orders."""
 
+import random
+import sys
+
 import pytest
 
 from axonn_jax.errors import UserError
 from axonn_jax.schedule.dispatcher import Dispatcher, Follower, check_feasible
 from axonn_jax.schedule.policies import fixed_order
-from axonn_jax.schedule.tasks import Kind, Layout, Message, Task
+from axonn_jax.schedule.tasks import Kind, Layout, Message, Task, sends
 
 
 def task(name):
@@ -114,6 +117,50 @@ def test_waiting_for_under_the_message_policy():
     assert rank.waiting_for() == [backward(1, 1), forward(1, 0), forward(3, 0), forward(3, 1)]
 
 
+def lines_run(function):
+    """How many lines of Python a call runs."""
+    count = 0
+
+    def trace(frame, event, arg):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("in_flight", [0, 64])
+def test_to_know_what_it_waits_for_a_rank_does_not_go_through_all_microbatches(chunks, in_flight):
+    """At every event of an idle rank, wherever in the step: what is looked at does not grow with the microbatches."""
+    layout, rng, most = Layout(4, 512, chunks), random.Random(chunks), 0
+    ranks = [Dispatcher(layout, rank, "message", in_flight) for rank in range(4)]
+    running, under_way, events = [None] * 4, [], 0
+    while not all(rank.done for rank in ranks):
+        for rank in ranks:
+            running[rank.rank] = running[rank.rank] or rank.next()
+            if running[rank.rank] is None and not rank.done and rng.random() < 0.1:
+                assert 1 <= len(rank.waiting_for()) <= 8
+                most, events = max(most, lines_run(rank.waiting_for)), events + 1
+        place = rng.choice([r for r in range(4) if running[r]] + [None] * bool(under_way))
+        if place is None:
+            message = under_way.pop(rng.randrange(len(under_way)))
+            ranks[layout.rank_of(message.stage)].arrived(message)
+            continue
+        message = sends(running[place], layout)
+        under_way += [message] if message else []
+        ranks[place].finished(running[place])
+        running[place] = None
+    assert events > 20
+    assert most < 200
+
+
 def test_done_and_live():
     rank = Dispatcher(Layout(1, 2), 0, "message", in_flight=2)
     running = []
@@ -145,6 +192,8 @@ def test_bugs_of_the_caller():
         rank.arrived(forward(1, 0))
     with pytest.raises(ValueError, match=r"F1\.0 finished but is not running"):
         rank.finished(task("F1.0"))
+    with pytest.raises(ValueError, match=r"stage 0, microbatch 1, whose forward has not run"):
+        Dispatcher(Layout(2, 3), 0, "message").arrived(backward(0, 1))
     with pytest.raises(ValueError, match="nobody sends"):
         Dispatcher(Layout(2, 3), 0, "message").arrived(forward(0, 0))
     with pytest.raises(ValueError, match="rank 2 of a pipeline of 2"):
