@@ -115,8 +115,6 @@ class Rank:
             ran = stage.run("".join(kinds), given, kept, self.sums[number] if adds else {})
         else:
             ran = stage.evaluate(given)
-        if kinds == [Kind.FORWARD] and train and X in waiting and self._offloads:
-            waiting[X] = jax.device_put(waiting[X], on_host(stage.x))
         if ran.loss is not None:
             self.losses.append(ran.loss)
         if adds:
@@ -124,6 +122,12 @@ class Rank:
         if adds or not train:
             self._kept.pop(own, None)
             del self._waiting[own]
+        else:
+            reads = stage.keeps("".join(kinds))
+            waiting = {name: value for name, value in waiting.items() if name in reads}
+            if kinds == [Kind.FORWARD] and X in waiting and self._offloads:
+                waiting[X] = jax.device_put(waiting[X], on_host(stage.x))
+            self._waiting[own] = waiting
         return ran
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.memory.policies import Policy, read_policies
 from axonn_jax.models.pieces import layer_of
 from axonn_jax.pipeline.split import Keep, cut, keep_all, keep_matmuls, keep_none, keep_reductions, keep_ungathered
-from axonn_jax.pipeline.trace import DY, Needs, Stretch, Traced, crossing, trace_whole
+from axonn_jax.pipeline.trace import DY, Needs, Stretch, Traced, X, crossing, trace_whole
 from axonn_jax.schedule.policies import Backwards
 from axonn_jax.tensor.region import manual
 
@@ -57,8 +58,12 @@ class _Program(NamedTuple):
     """Which inputs of the whole function it takes."""
     taken: list[tuple[int, int]]
     """What it takes over from programs before it, as (part, position among what that hands over)."""
+    last: int
+    """The last part that it runs."""
     later: set[tuple[int, int]]
     """What programs behind it take over."""
+    reads: frozenset[str]
+    """Which inputs programs behind it take."""
     adds: bool
     """Whether it computes gradients of parameters."""
     heads: list[int]
@@ -91,6 +96,12 @@ class Chain:
     def bytes_kept(self) -> int:
         """Bytes that the first program hands to those behind it, over all devices of the stage."""
         return sum(s.size * s.dtype.itemsize for s in self._handed[0] if not _is_key(s))
+
+    def waits(self, name: str) -> tuple[int, frozenset[str]]:
+        """Bytes of a device that are handed over and wait once a program has run, and the inputs that wait too."""
+        program = self._programs[name]
+        left = [self._handed[source][position] for source, position in program.later if source <= program.last]
+        return sum(local_bytes(struct) for struct in left), program.reads
 
     @property
     def programs(self) -> dict[str, jax.stages.Compiled]:
@@ -151,8 +162,10 @@ class Chain:
         run = manual(body, mesh, specs[0], specs[1])
         shardings = jax.tree.map(lambda s: s.sharding, outputs)
         compiled = jax.jit(run, donate_argnums=2, out_shardings=shardings).lower(*arguments).compile()
-        later = {pair for after in self._parts[numbers[-1] + 1 :] for pair in after.taken}
-        return _Program(compiled, which, before, later, adds, which_heads)
+        behind = self._parts[numbers[-1] + 1 :]
+        later = {pair for after in behind for pair in after.taken}
+        reads = frozenset(self._traced.slots[i] for after in behind for i in after.inputs)
+        return _Program(compiled, which, before, numbers[-1], later, reads, adds, which_heads)
 
     def _dy(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {} if self._needs.y is None else {DY: self._needs.y}
@@ -228,6 +241,18 @@ class Stage:
         """Starts a forward without dropout that keeps nothing."""
         return self._evaluation.run("F", given, [], {})
 
+    def keeps(self, name: str) -> frozenset[str]:
+        """Inputs that programs behind one read."""
+        return self._chain.waits(name)[1]
+
+    def held(self, name: str) -> int:
+        """Bytes of a device that a microbatch keeps once a task has run: what it was handed and what has arrived."""
+        handed, inputs = self._chain.waits(name)
+        arrived = {X: self.stretch.x, DY: None if name == "F" else self.y}
+        if name == "F" and self.work.activations == "offload":
+            del arrived[X]  # on the host
+        return handed + sum(local_bytes(struct) for slot, struct in arrived.items() if struct and slot in inputs)
+
     def bytes_kept(self) -> int:
         """Bytes that wait for a microbatch's backward after its forward, over all devices of the stage."""
         return self._chain.bytes_kept()
@@ -250,6 +275,11 @@ def _goals(
 
 def _as(struct: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(struct.shape, dtype, sharding=struct.sharding)
+
+
+def local_bytes(struct: jax.ShapeDtypeStruct) -> int:
+    """Bytes of a device's part of an array; none of a random key, which is a number or two."""
+    return 0 if _is_key(struct) else prod(struct.sharding.shard_shape(struct.shape)) * int(struct.dtype.itemsize)
 
 
 def _is_key(struct: jax.ShapeDtypeStruct) -> bool:
