@@ -40,19 +40,21 @@ def most_held(
 def most_arrived(policy: Policy, layout: Layout, rank: int, in_flight: int = 0, split: bool = True) -> int:
     """Returns how many messages may have come for forwards that have not started, while the rank holds its most.
 
-    A microbatch that has come is in flight on the rank before. With several virtual stages each has one message at
-    most, and two groups of `pipe` are under way.
+    What has come here is in flight on the rank before, as is all that is in flight here. Rank 0 has messages of one
+    chunk and one group of `pipe` microbatches at a time. Under `message` every microbatch in flight may have one.
     """
-    several = layout.virtual_stages > 1
-    if several or rank == 0:
-        return min(layout.microbatches, in_flight_limit(layout, 0, in_flight)) if several else 0
-    before = layout.microbatches
-    if policy != "gpipe":
-        before = min(before, in_flight_limit(layout, rank - 1, in_flight if policy == "message" else 0))
-    live = live_bound(policy, layout, rank, in_flight, split)
+    live, several = live_bound(policy, layout, rank, in_flight, split), layout.virtual_stages > 1
+    if rank == 0 and not several:
+        return 0
+    started = live - waiting_bound(policy, layout, rank, in_flight, split)
+    if policy == "message":
+        before = min(layout.microbatches, in_flight_limit(layout, max(0, rank - 1), in_flight))
+        return before if several or rank == layout.pipe - 1 else max(0, before - started)
+    if rank == 0:
+        return layout.microbatches if policy == "gpipe" else min(layout.microbatches, layout.pipe)
     joined = rank == layout.pipe - 1 and joins(policy, layout)
-    started = 0 if joined else live - waiting_bound(policy, layout, rank, in_flight, split)
-    return max(0, before - started)
+    before = live_bound("gpipe" if policy == "gpipe" else "interleaved", layout, rank - 1)
+    return max(0, before - (0 if joined else started))
 
 
 def _most_in_order(policy: Policy, layout: Layout, rank: int, pairs: Sequence[Pair]) -> float:
