@@ -1,6 +1,7 @@
 """Programs that run one after the other on a microbatch, compiled from the parts of one trace."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -55,8 +56,12 @@ class _Program(NamedTuple):
     """Which inputs of the whole function it takes."""
     taken: list[tuple[int, int]]
     """What it takes over from programs before it, as (part, position among what that hands over)."""
+    last: int
+    """The last part that it runs."""
     later: set[tuple[int, int]]
     """What programs behind it take over."""
+    reads: frozenset[str]
+    """Which inputs programs behind it take."""
     adds: bool
     """Whether it computes gradients of parameters."""
     heads: list[int]
@@ -89,6 +94,16 @@ class Chain:
     def bytes_kept(self) -> int:
         """Bytes that the first program hands to those behind it, over all devices of the stage."""
         return sum(s.size * s.dtype.itemsize for s in self._handed[0] if not _is_key(s))
+
+    def waits(self, name: str) -> int:
+        """Bytes of a device that have been handed over and wait once a program has run."""
+        program = self._programs[name]
+        left = [self._handed[source][position] for source, position in program.later if source <= program.last]
+        return sum(local_bytes(struct) for struct in left)
+
+    def reads(self, name: str) -> frozenset[str]:
+        """Inputs that programs behind one read."""
+        return self._programs[name].reads
 
     @property
     def programs(self) -> dict[str, jax.stages.Compiled]:
@@ -149,8 +164,10 @@ class Chain:
         run = manual(body, mesh, specs[0], specs[1])
         shardings = jax.tree.map(lambda s: s.sharding, outputs)
         compiled = jax.jit(run, donate_argnums=2, out_shardings=shardings).lower(*arguments).compile()
-        later = {pair for after in self._parts[numbers[-1] + 1 :] for pair in after.taken}
-        return _Program(compiled, which, before, later, adds, which_heads)
+        behind = self._parts[numbers[-1] + 1 :]
+        later = {pair for after in behind for pair in after.taken}
+        reads = frozenset(self._traced.slots[i] for after in behind for i in after.inputs)
+        return _Program(compiled, which, before, numbers[-1], later, reads, adds, which_heads)
 
     def _dy(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {} if self._needs.y is None else {DY: self._needs.y}
@@ -161,6 +178,11 @@ class Chain:
         struct = self._needs.y if position == 0 else self._stretch.x
         assert struct is not None
         return struct
+
+
+def local_bytes(struct: jax.ShapeDtypeStruct) -> int:
+    """Bytes of a device's part of an array; none of a random key, which is a number or two."""
+    return 0 if _is_key(struct) else prod(struct.sharding.shard_shape(struct.shape)) * int(struct.dtype.itemsize)
 
 
 def _is_key(struct: jax.ShapeDtypeStruct) -> bool:

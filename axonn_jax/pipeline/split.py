@@ -108,9 +108,11 @@ def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int]
 
 
 def _only_shows(eqn: JaxprEqn) -> bool:
-    """Whether an equation shows its operand, or a good part of it, in another form."""
+    """Whether an equation shows its operand, or a good part of it, in another form or a wider type."""
     if eqn.primitive.name in _LAYOUT:
         return True
+    if eqn.primitive.name == "convert_element_type":
+        return _width(eqn.invars[0]) < _width(eqn.outvars[0])
     parts = eqn.primitive.name in ("slice", "split", "squeeze")
     return parts and 4 * _size(eqn.outvars[0]) >= _size(eqn.invars[0])
 
@@ -211,3 +213,7 @@ def keep_reductions(eqn: JaxprEqn) -> bool:
 
 def _size(atom: Any) -> int:
     return int(atom.aval.size)
+
+
+def _width(atom: Any) -> int:
+    return int(atom.aval.dtype.itemsize)

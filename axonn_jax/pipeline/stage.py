@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.memory.placement import on_host
-from axonn_jax.pipeline.chain import Chain, Ran
+from axonn_jax.pipeline.chain import Chain, Ran, local_bytes
 from axonn_jax.pipeline.groups import Group
-from axonn_jax.pipeline.trace import DY, LATER, Needs, Stretch, X, crossing, trace_whole
+from axonn_jax.pipeline.trace import DY, LATER, TOKENS, Needs, Stretch, X, crossing, trace_whole
 from axonn_jax.schedule.policies import Backwards
 from axonn_jax.tensor.params import Params
 
@@ -76,6 +76,9 @@ class Stage:
         """The model, with abstract parameters."""
         self.x, self.y = first.x, groups[-1].needs.y
         """What arrives (None for the first), and what goes on (None for the last)."""
+        read = next((group.stretch for group in groups if group.stretch.first or group.stretch.last), None)
+        self.tokens = None if read is None else read.inputs(())[TOKENS]
+        """A microbatch's tokens, where it reads them."""
         self.joins, self.losses = last.joins, last.losses
         self.sums = {name: form for member in self._members for name, form in member.sums().items()}
         """Its gradients while they add up, unreduced over `data`."""
@@ -111,6 +114,10 @@ class Stage:
             arrived = ran.value
         return ran
 
+    def held(self, name: str) -> int:
+        """Bytes of a device that a microbatch keeps once a task has run: what was handed over and what has arrived."""
+        return sum(self._members[number].held(program) for number, program in dict(self._order(name)).items())
+
     def bytes_kept(self) -> int:
         """Bytes that wait for a microbatch's backward after its forward, beside `x`, over all devices of the stage."""
         between = [member.programs.stretch.x for member in self._members[1:]]
@@ -135,6 +142,7 @@ class _Member:
         self.programs = programs
         self._names = dict(zip(group.needs.names, group.names, strict=True))
         stretch = programs.stretch
+        self._y = group.needs.y
         self._offloads = stretch.work.activations == "offload"
         self._fixed = (
             {LATER: replicated(np.uint32(group.later), NamedSharding(stretch.mesh, P()))} if stretch.keyed else {}
@@ -158,9 +166,19 @@ class _Member:
         own = {their: sums[name] for their, name in self._names.items()}
         ran = self.programs.chain.run(name, self._inputs(given, kept.arrived), kept.handed, own)
         sums.update((self._names[their], value) for their, value in ran.sums.items())
+        reads = self.programs.chain.reads(name)
+        kept.arrived = {slot: value for slot, value in kept.arrived.items() if slot in reads}
         if name == "F" and self._offloads:
             kept.arrived |= self._moved(kept, on_host)
         return ran
+
+    def held(self, name: str) -> int:
+        """Bytes of a device that a microbatch keeps once a program has run; see `Stage.held`."""
+        chain, inputs = self.programs.chain, self.programs.chain.reads(name)
+        arrived = {X: self.programs.stretch.x, DY: None if name == "F" else self._y}
+        if name == "F" and self._offloads:
+            del arrived[X]  # on the host
+        return chain.waits(name) + sum(local_bytes(form) for slot, form in arrived.items() if form and slot in inputs)
 
     def evaluate(self, given: Mapping[str, jax.Array], arrived: jax.Array | None) -> Ran:
         """Starts a forward without dropout that keeps nothing."""
@@ -168,8 +186,8 @@ class _Member:
         return self.programs.evaluation.run("F", inputs, [], {})
 
     def _moved(self, kept: Kept, to: Callable[[NamedSharding], NamedSharding]) -> dict[str, jax.Array]:
-        x = self.programs.stretch.x
-        return {} if x is None else {X: jax.device_put(kept.arrived[X], to(x.sharding))}  # type: ignore[arg-type]
+        layout: Any = self.programs.stretch.x and self.programs.stretch.x.sharding
+        return {slot: jax.device_put(x, to(layout)) for slot, x in kept.arrived.items() if slot == X}
 
     def _inputs(self, given: Mapping[str, jax.Array], arrived: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         return {**given, **{their: given[own] for their, own in self._names.items()}, **arrived, **self._fixed}

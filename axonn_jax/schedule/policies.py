@@ -114,6 +114,18 @@ def default_in_flight(layout: Layout) -> int:
     return layout.pipe + layout.pipe // 2 if layout.virtual_stages == 1 else 2 * layout.pipe
 
 
+def waiting_bound(policy: Policy, layout: Layout, rank: int, in_flight: int = 0, split: bool = True) -> int:
+    """Returns how many of `live_bound`'s activations may wait for their weight gradient alone at once.
+
+    ZB-H1 holds back what memory rank r has to spare beside rank 0, and has one more when the next of them starts. Under
+    `message` all of them may wait: gradients may come in one after the other.
+    """
+    if backwards(policy, layout, split) == "whole":
+        return 0
+    live = live_bound(policy, layout, rank, in_flight, split)
+    return live if policy == "message" else min(live, _peak(layout, 0) - _peak(layout, rank) + 1)
+
+
 def in_flight_limit(layout: Layout, rank: int, in_flight: int = 0) -> int:
     """Returns how many microbatches may be between their first forward and their last backward on a rank.
 

@@ -183,8 +183,8 @@ class PipelineTrainer(Trainer):
         for name, places in self._shared.items():
             status.now(running=f"the exchange of the gradients of {name} between places {places} of the pipe")
             theirs = together.swap({place: grads[place][name] for place in places if place in grads}, *places)
-            for place, value in theirs.items():
-                grads[place][name] = _add(grads[place][name], value)
+            for place in list(theirs):  # each is free again once it is added
+                grads[place][name] = _add(grads[place][name], theirs.pop(place))
         squares = {place: pipe.reductions[place].squares(grads[place]) for place in grads}
         losses = pipe.losses()
         own = {place: (float(squares[place]), float(losses.get(place, 0.0))) for place in grads}

@@ -38,16 +38,17 @@ def measure_pipeline(
     found = []
     for place in sorted({0, 1, sizes.pipe - 1}):
         stage = Stage(
-            *stages[place],
+            stages[place],
             backwards=backwards(config.policy, layout, config.split_backward),
             joins=joins(config.policy, layout),
         )
         sums = sum(_bytes(one) for one in stage.sums.values())
-        arrived = 0 if stage.first else _bytes(stage.stretch.x)
+        arrived = 0 if stage.first else _bytes(stage.x)
         kept = stage.bytes_kept() // sizes.stage_devices
         live = live_bound(config.policy, layout, place, config.in_flight, config.split_backward)
         # While the first program of a microbatch runs, one less is kept; what it hands over takes its place.
-        tasks = max(_beside(one) - (kept if name.startswith("F") else 0) for name, one in stage.programs.items())
+        own = kept // len(stage.programs)  # of the group that runs; others' of this microbatch are kept
+        tasks = max(_beside(one) - (own if name[0] == "F" else 0) for g in stage.programs for name, one in g.items())
         reduction = Reduction([stage], stage.parts.specs, bucket=bucket, borrowed=frozenset())
         found.append((2 * sums + sums, sums + max(live * (kept + arrived) + tasks, _beside(reduction.reduce))))
     return max(found, key=sum)

@@ -93,7 +93,8 @@ def test_a_step_broken_off_in_its_update_says_that_the_trainer_must_be_made_agai
     trainer.close()
 
 
-def forever(trainer):
+def forever(trainer, timer):
+    timer.start()
     while True:
         trainer.step(batch(trainer.steps_done))
 
@@ -106,9 +107,8 @@ def test_twenty_interrupts_at_random_moments(axes):
     trainer.step(batch(0))
     for _ in range(20):
         timer = threading.Timer(random.uniform(0, 0.3), os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
-            forever(trainer)
+            forever(trainer, timer)
         timer.join()
         try:
             trainer.step(batch(trainer.steps_done))
