@@ -194,6 +194,8 @@ def join(world: World) -> None:
     if not compat.accelerator_expected():
         # One device a process: several, with many dispatches in flight, deadlock in gloo.
         jax.config.update("jax_num_cpu_devices", 1)
+    # Its service for preemptions would take SIGTERM away from the script's own handler.
+    jax.config.update("jax_enable_preemption_service", False)
     assert world.coordinator is not None
     port = world.coordinator.rsplit(":", 1)[1]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
