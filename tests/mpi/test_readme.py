@@ -12,7 +12,7 @@ from launched import MPIRUN, UNDER_MPIRUN, environment, errors
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = re.findall(r"^(mpirun .*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), re.M)
-SHORT = "--train.steps 1 --train.warmup 0 --train.eval_every 0 --train.eval_batches 1 --model.layers 2 --model.hidden 32 --model.seq_len 32"
+SHORT = "--train.steps 1 --train.warmup 0 --train.eval_batches 1 --model.layers 2 --model.hidden 32 --model.seq_len 32"
 NOTICE = "`mpirun --bind-to none`"
 
 pytestmark = UNDER_MPIRUN

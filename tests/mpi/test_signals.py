@@ -12,7 +12,7 @@ from launched import MPIRUN, UNDER_MPIRUN, Launched, errors
 
 pytestmark = UNDER_MPIRUN
 SCRIPT = Path(__file__).with_name("signals_script.py")
-ENDED_S = 30
+ENDED_S = 60
 
 
 def start(folder, when, seconds):
