@@ -2,7 +2,8 @@
 
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from axonn_jax.errors import UserError
@@ -17,6 +18,8 @@ SLURM_STEP = (
 )
 """What srun sets for a task; a batch shell or an ssh session has only some of them."""
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_ENOUGH_CORES = 4
+"""Of a process whose devices are accelerators: its threads wait most of the time."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class World:
     """What told: explicit arguments, MPI, Slurm, or nothing (one process)."""
     why: str
     """The reason, for people."""
+    notice: str = ""
+    """What the launcher did that costs speed, in one line for people."""
 
     def __str__(self) -> str:
         processes = "1 process" if self.size == 1 else f"{self.size} processes on {self.hosts} host(s)"
@@ -53,6 +58,7 @@ class MpiFacts:
     hosts: int
     coordinator: str
     library: str
+    notice: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,22 @@ def _from_mpi(environ: Mapping[str, str], announced: str, facts: MpiFacts) -> Wo
     why = f"{announced}={size} and mpi4py ({facts.library}) agree"
     if "SLURM_PROCID" in environ and environ.get("SLURM_PROCID") != str(facts.rank):
         why += "; Slurm variables describe the shell mpirun was started from and are left aside"
-    return World(facts.rank, size, facts.local_rank, facts.hosts, facts.coordinator, "MPI", why)
+    return World(facts.rank, size, facts.local_rank, facts.hosts, facts.coordinator, "MPI", why, facts.notice)
+
+
+def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int], *, on_cpus: bool) -> str:
+    """One line where mpirun leaves cores idle: those `bound` of a host's processes, and those `offered` to it.
+
+    Open MPI binds one or two processes to a core each, and more to a socket or memory domain each.
+    """
+    used: AbstractSet[int] = frozenset[int]().union(*bound)
+    idle = len(used) < len(offered)
+    if not idle or not (on_cpus or min(map(len, bound)) < _ENOUGH_CORES):
+        return ""
+    return (
+        f"warning: mpirun bound the {len(bound)} processes of this host to {len(used)} of its {len(offered)} cores; "
+        "`mpirun --bind-to none` lets them use all"
+    )
 
 
 def _from_slurm(environ: Mapping[str, str]) -> World:

@@ -1,5 +1,6 @@
 """Starts jax for a run: devices, `jax.distributed`, the grid's mesh, the first collectives."""
 
+import contextlib
 import os
 import socket
 import sys
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid
-from axonn_jax.launch import Explicit, MpiFacts, World, detect
+from axonn_jax.launch import Explicit, MpiFacts, World, binding_notice, detect
 
 if TYPE_CHECKING:
     import jax
+    from mpi4py import MPI
 
 _HEARTBEAT_S = 30
 _WARM_UP_FLOATS = 65_536
@@ -55,7 +57,7 @@ def describe(world: World, grid: Grid) -> str:
 
 
 def start(shape: GridShape, explicit: Explicit | None = None, settings: str = "") -> tuple[World, Grid]:
-    """As `init`, silently; without a pipeline the grid becomes the mesh that `jax.set_mesh` set.
+    """As `init`, without its line; without a pipeline the grid becomes the mesh that `jax.set_mesh` set.
 
     `settings` (the run's configuration as text) must be the same on every process of an MPI run, as the grid must:
     ``UserError`` names the first line that differs, before anything waits for a process that does something else.
@@ -73,6 +75,8 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
         raise_limit(-(-world.size // world.hosts))
     if world.source == "MPI":
         check_same(f"grid = {shape}\n{settings}")
+    if world.notice and world.rank == 0:
+        print(f"axonn_jax: {world.notice}", file=sys.stderr, flush=True)
     if world.size > 1 and shape.pipe > 1:
         from axonn_jax.start_stage import start_stage
 
@@ -138,7 +142,20 @@ def _ask_mpi() -> MpiFacts:
     hosts = world.allreduce(int(on_host.Get_rank() == 0))
     offered = f"{own_address(hosts)}:{free_port()}" if world.Get_rank() == 0 else None
     library = MPI.Get_library_version().split(",")[0].strip("\x00\n ")
-    return MpiFacts(world.Get_rank(), world.Get_size(), on_host.Get_rank(), hosts, world.bcast(offered), library)
+    here, notice = on_host.Get_rank(), _ask_cores(on_host)
+    return MpiFacts(world.Get_rank(), world.Get_size(), here, hosts, world.bcast(offered), library, notice)
+
+
+def _ask_cores(on_host: "MPI.Comm") -> str:
+    """The notice on cores that stay idle (`binding_notice`), where Open MPI's mpirun started this host's processes."""
+    from axonn_jax import compat
+
+    if not hasattr(os, "sched_getaffinity") or "OMPI_UNIVERSE_SIZE" not in os.environ:
+        return ""
+    own, offered = os.sched_getaffinity(0), set[int]()
+    with contextlib.suppress(OSError):
+        offered = os.sched_getaffinity(os.getppid())  # the launcher's: a job's share of the host
+    return binding_notice(on_host.allgather(own), offered, on_cpus=not compat.accelerator_expected())
 
 
 def check_same(settings: str) -> None:
@@ -197,6 +214,8 @@ def join(world: World) -> None:
     if not compat.accelerator_expected():
         # One device a process: several, with many dispatches in flight, deadlock in gloo.
         jax.config.update("jax_num_cpu_devices", 1)
+    # Its service for preemptions would take SIGTERM away from the script's own handler.
+    jax.config.update("jax_enable_preemption_service", False)
     assert world.coordinator is not None
     port = world.coordinator.rsplit(":", 1)[1]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -18,7 +18,7 @@ def main(run: Path) -> int:
         return 1
     print("demo: next, the same on two processes:")
     print(
-        "  .venv/bin/mpirun -n 2 .venv/bin/axonn-jax train examples/demo.toml "
+        "  .venv/bin/mpirun --bind-to none -n 2 .venv/bin/axonn-jax train examples/demo.toml "
         "--grid.pipe 2 --grid.x 1 --log.dir runs/two"
     )
     return 0

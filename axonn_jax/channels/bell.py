@@ -6,12 +6,13 @@ core that computes, and looks every few milliseconds add up to 2 % of it. Who ha
 
 import contextlib
 import os
+import select
 import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from axonn_jax.channels.base import Ports
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 EARLY_S = 0.02
 """A ring may come so much before its message can be seen."""
 _GRAIN_S = 1e-3
-_OWN, _PEER = b"o", b"p"
 
 
 class Bell:
@@ -29,44 +29,60 @@ class Bell:
 
     def __init__(self) -> None:
         self.address: bytes | None = None
-        """Where other processes of this host ring; None where they cannot (anywhere but on Linux)."""
-        self._ear, self._hand = self._kept(*socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM))
+        """Where other processes of this host ring; None where they cannot (no Linux, or a sandbox without sockets)."""
+        self._own, self._hand = os.pipe()
+        self._ear: socket.socket | None = None
+        self._sleep = select.poll()
+        for end in (self._own, self._hand):
+            os.set_blocking(end, False)
+            self._kept(os.close, end)
+        self._sleep.register(self._own, select.POLLIN)
         if sys.platform == "linux":
             # A name without a file: it is gone with the process, and means nothing in another network namespace.
-            ear, hand = self._kept(*(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)))
             address = b"\0axonn_jax-" + os.urandom(16).hex().encode()
-            with contextlib.suppress(OSError):  # not every sandbox has such names
+            with contextlib.suppress(OSError):  # not every sandbox has such names, or such sockets
+                ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                self._kept(socket.socket.close, ear)
+                ear.setblocking(False)
                 ear.bind(address)
-                self._ear, self._hand, self.address = ear, hand, address
+                self._sleep.register(ear, select.POLLIN)
+                self._ear, self.address = ear, address
 
-    def _kept(self, *ends: socket.socket) -> Sequence[socket.socket]:
-        for end in ends:
-            end.setblocking(False)
-            # When the interpreter ends a thread may still listen.
-            weakref.finalize(self, end.close).atexit = False
-        return ends
+    def _kept(self, close: Callable[[Any], None], end: object) -> None:
+        # When the interpreter ends a thread may still listen.
+        weakref.finalize(self, close, end).atexit = False
 
     def set(self) -> None:
         """Ends the sleep, or the next one if nobody sleeps."""
-        _send(self._hand, _OWN, self.address)
+        with contextlib.suppress(BlockingIOError):  # full of rings that it has not heard yet: it will look
+            os.write(self._hand, b"o")
 
     def ring(self, address: bytes) -> bool:
         """Rings another bell, which says that a peer did; returns whether there is one."""
-        return _send(self._hand, _PEER, address)
+        if self._ear is None:
+            return False
+        try:
+            self._ear.sendto(b"p", address)
+        except BlockingIOError:  # rings that it has not heard yet fill its queue: it will look
+            return True
+        except OSError:  # nobody has this name, here or any more
+            return False
+        return True
 
     def wait(self, seconds: float) -> Literal["own", "peer"] | None:
         """Sleeps; returns who rang, None if nobody did."""
-        if seconds < _GRAIN_S:  # of a socket's time limit
+        if seconds < _GRAIN_S:  # of a time limit
             time.sleep(seconds)
             seconds = 0.0
-        self._ear.settimeout(seconds)
-        found = set()
-        try:
+        rang = {file for file, _ in self._sleep.poll(seconds * 1e3)}
+        if self._own in rang:
+            os.read(self._own, 65_536)
+        if self._ear is None or rang <= {self._own}:
+            return "own" if rang else None
+        with contextlib.suppress(BlockingIOError):
             while True:
-                found.add(self._ear.recv(1))
-                self._ear.settimeout(0.0)
-        except (TimeoutError, BlockingIOError):
-            return "peer" if _PEER in found else "own" if found else None
+                self._ear.recv(1)
+        return "peer"
 
 
 def exchange(comm: "MPI.Comm", bell: Bell) -> Mapping[int, bytes]:
@@ -81,13 +97,3 @@ def from_all_neighbours(addresses: Mapping[int, bytes], ports: Ports, rank_of: C
     """Whether every rank that sends to this process's stages can ring, so that nobody need look."""
     beside = (stage + way for stage in ports.arriving for way in (-1, 1))
     return {rank_of(stage) for stage in beside if 0 <= stage < ports.stages} <= addresses.keys()
-
-
-def _send(hand: socket.socket, what: bytes, address: bytes | None) -> bool:
-    try:
-        hand.send(what) if address is None else hand.sendto(what, address)
-    except BlockingIOError:  # rings that it has not heard yet fill its queue: it will look
-        return True
-    except OSError:  # nobody has this name, here or any more
-        return False
-    return True

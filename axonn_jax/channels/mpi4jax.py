@@ -210,7 +210,11 @@ def _check_pool(ports: Ports) -> None:
     told = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
     cores = int(told) if told else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if max(cores or 1, jax.local_device_count()) < 2:
-        raise UserError("pipeline.channel", "mpi4jax", "mpi4py in processes of one CPU core (or set NPROC=2)")
+        raise UserError(
+            "pipeline.channel",
+            "mpi4jax",
+            "mpi4py in processes of one CPU core (`mpirun --bind-to none` gives them all, NPROC=2 a second thread)",
+        )
 
 
 def _carrier(dtype: np.dtype) -> np.dtype:

@@ -15,7 +15,7 @@ Train in several processes under mpirun, and start again from the last complete 
 
   -n PROCESSES       processes of the job
   --restarts N       how often a failed job is started again (default 3); waits 1, 2, 4, ... 60 s in between
-  --mpirun "WORDS"   the launcher and its options (default "mpirun --oversubscribe"); -n PROCESSES is added
+  --mpirun "WORDS"   the launcher and its options (default "mpirun --oversubscribe --bind-to none"), without -n
 
 What follows is the command line of `axonn-jax train`. Why a job was started again is told on standard error and kept
 in the run directory's restarts.log. SIGTERM or SIGINT: all processes save and end, and nothing is started again."""
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     """
     words = list(argv)
     processes: int | None = None
-    restarts, launcher = 3, "mpirun --oversubscribe"
+    restarts, launcher = 3, "mpirun --oversubscribe --bind-to none"
     while words and words[0].startswith("-"):
         flag, equals, value = words.pop(0).partition("=")
         if flag in ("-h", "--help"):

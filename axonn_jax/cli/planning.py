@@ -142,7 +142,8 @@ def job_of(
 def command(model: str, job: Job, choice: Choice, seq: int | None) -> str:
     """The command that trains so, CONFIG.toml with the data aside."""
     grid = choice.grid
-    words = [f"mpirun -n {grid.devices}" if grid.devices > 1 else "", "axonn-jax train CONFIG.toml"]
+    free = "--bind-to none " if grid.devices == 2 else ""  # two processes are bound to a core each
+    words = [f"mpirun {free}-n {grid.devices}" if grid.devices > 1 else "", "axonn-jax train CONFIG.toml"]
     words.append(f"--model.preset {model}" + (f" --model.seq_len {seq}" if seq else ""))
     words += [
         f"--grid.{axis} {getattr(grid, axis)}" for axis in ("pipe", "data", "z", "y", "x") if getattr(grid, axis) > 1

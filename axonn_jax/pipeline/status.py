@@ -3,14 +3,15 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from axonn_jax.schedule.tasks import Layout, Message
 
 Phase = Literal["compiling", "between steps", "in a step", "saving"]
 
+PHASES: tuple[Phase, ...] = get_args(Phase)
 PATIENT: frozenset[Phase] = frozenset({"compiling", "saving"})
-"""Phases that may take longer than the stall timeout: nobody is accused while a living process is in one."""
+"""Phases that may take longer than the stall timeout, though not for ever (`watch.PATIENCE`)."""
 
 
 @dataclass

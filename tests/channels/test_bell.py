@@ -1,5 +1,6 @@
 """A bell ends a thread's sleep, from this process and from others of its host."""
 
+import socket
 import subprocess
 import sys
 import threading
@@ -33,6 +34,32 @@ def test_where_other_processes_cannot_ring(monkeypatch):
     assert bell.address is None
     threading.Timer(0.05, bell.set).start()
     assert bell.wait(60) == "own"
+    assert bell.wait(0.0) is None
+
+
+def forbidden(*_, **__):
+    raise PermissionError(1, "Operation not permitted")
+
+
+@pytest.mark.parametrize("what", ["socket", "socketpair", "both"])
+def test_in_a_sandbox_without_sockets_threads_still_ring(what, monkeypatch):
+    for name in ("socket", "socketpair") if what == "both" else (what,):
+        monkeypatch.setattr(socket, name, forbidden)
+    bell = Bell()
+    threading.Timer(0.05, bell.set).start()
+    assert bell.wait(60) == "own"
+    assert bell.wait(0.0) is None
+    if what != "socketpair":
+        assert bell.address is None
+        assert not bell.ring(b"\0axonn_jax-of-another-process")
+
+
+def test_so_many_rings_that_the_queue_is_full_do_not_wait():
+    bell = Bell()
+    for _ in range(100_000):
+        bell.set()
+    while bell.wait(0.0) == "own":
+        pass
     assert bell.wait(0.0) is None
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from axonn_jax.errors import UserError
-from axonn_jax.launch import Explicit, MpiFacts, detect, first_slurm_host
+from axonn_jax.launch import Explicit, MpiFacts, binding_notice, detect, first_slurm_host
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
 SLURM = {
@@ -19,8 +19,8 @@ SLURM = {
 BATCH_SHELL = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 
 
-def facts(size=4, rank=1):
-    return lambda: MpiFacts(rank, size, rank, 1, "127.0.0.1:5000", "Open MPI v5.0.11")
+def facts(size=4, rank=1, notice=""):
+    return lambda: MpiFacts(rank, size, rank, 1, "127.0.0.1:5000", "Open MPI v5.0.11", notice)
 
 
 def not_asked():
@@ -114,3 +114,28 @@ def test_bad_explicit_arguments(told, field):
 )
 def test_first_host_of_a_node_list(nodelist, host):
     assert first_slurm_host(nodelist) == host
+
+
+@pytest.mark.parametrize(
+    ("bound", "offered", "on_cpus", "idle"),
+    [
+        ([{0}, {1}], range(8), True, "2 processes of this host to 2 of its 8 cores"),  # Open MPI's default for two
+        ([{0}, {0}], range(2), True, "2 processes of this host to 1 of its 2 cores"),
+        ([{0}, {1}], range(2), True, None),
+        ([set(range(8))] * 2, range(8), True, None),
+        ([{2, 3}, {4, 5}], range(2, 6), True, None),  # a job's share of a host
+        ([set(range(16)), set(range(64, 80))], range(128), True, "to 32 of its 128 cores"),
+        ([set(range(16)), set(range(64, 80))], range(128), False, None),  # GPUs: enough for their threads
+        ([{0}, {1}], range(128), False, "to 2 of its 128 cores"),
+        ([{0}, {1}], (), True, None),  # nobody knows
+    ],
+)
+def test_cores_left_idle_are_one_line_with_the_flag_to_add(bound, offered, on_cpus, idle):
+    notice = binding_notice(bound, set(offered), on_cpus=on_cpus)
+    if idle is None:
+        assert notice == ""
+    else:
+        assert idle in notice
+        assert "mpirun --bind-to none" in notice
+        assert "\n" not in notice
+        assert detect(OPEN_MPI, facts(notice=notice)).notice == notice

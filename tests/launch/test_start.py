@@ -11,6 +11,7 @@ import pytest
 
 REPORT = """
 import json, sys
+{before}
 import axonn_jax as ax
 from axonn_jax.errors import UserError
 try:
@@ -28,8 +29,8 @@ def clean_environment(**changes):
     return {**kept, "JAX_PLATFORMS": "cpu", **changes}
 
 
-def launch(arguments, after="", **environment):
-    code = REPORT.format(arguments=arguments, after=after)
+def launch(arguments, before="", after="", **environment):
+    code = REPORT.format(arguments=arguments, before=before, after=after)
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
@@ -105,6 +106,30 @@ def test_two_explicit_processes_work_together_and_listen_on_loopback_only():
         assert set(second["listening"]) <= LOOPBACK, second
     assert results[0][1].count("axonn_jax:") == 1  # rank 0 says what was chosen
     assert results[1][1].count("axonn_jax:") == 0
+
+
+HANDLER = """
+import os, signal, time
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.2)
+"""
+
+
+def test_joining_processes_leaves_a_script_its_handler_of_sigterm():
+    """jax.distributed's service for preemptions would take it."""
+    port = free_port()
+    pair = [
+        launch(
+            f"data=2, coordinator='127.0.0.1:{port}', num_processes=2, process_id={rank}",
+            before="import signal; signal.signal(signal.SIGTERM, lambda *_: print('handled', flush=True))",
+            after=HANDLER,
+        )
+        for rank in range(2)
+    ]
+    for process in pair:
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+        assert "handled" in out.splitlines(), out
 
 
 def test_two_slurm_tasks_find_each_other():

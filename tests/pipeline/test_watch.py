@@ -1,0 +1,206 @@
+"""The watch in virtual time: who is waited for, how long, and what every rank is told of the others."""
+
+from collections import defaultdict, deque
+
+import pytest
+
+from axonn_jax.grid import Grid, GridShape
+from axonn_jax.pipeline import status as status_module
+from axonn_jax.pipeline import watch as watch_module
+from axonn_jax.pipeline.status import Status
+from axonn_jax.pipeline.watch import Watch, WatchOverMpi
+from axonn_jax.schedule.tasks import Layout, Message
+
+TIMEOUT = 10.0
+BEAT = 0.5
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Mail:
+    """A message, and the request that it was sent by."""
+
+    def __init__(self, record):
+        self.record = bytes(record)
+
+    def Recv(self, into):
+        into[:] = self.record
+
+    def Test(self):
+        return True
+
+
+class Comm:
+    """One rank's end of messages that arrive at once."""
+
+    def __init__(self, rank, size, boxes):
+        self.rank, self.size, self.boxes, self.sent = rank, size, boxes, []
+
+    def allgather(self, _):
+        return [(f"host{rank}", 1) for rank in range(self.size)]
+
+    def Isend(self, record, to):
+        self.sent.append(len(record))
+        self.boxes[to].append(Mail(record))
+        return Mail(record)
+
+    def Improbe(self):
+        return self.boxes[self.rank].popleft() if self.boxes[self.rank] else None
+
+
+class Ended(Exception):
+    pass
+
+
+class Run:
+    """Watches of several ranks that beat in turn."""
+
+    def __init__(self, clock, pipe, per_stage=1):
+        self.clock, size, boxes = clock, pipe * per_stage, defaultdict(deque)
+        self.statuses = [Status(since=clock.now) for _ in range(size)]
+        self.comms = [Comm(rank, size, boxes) for rank in range(size)]
+        self.watches = [
+            WatchOverMpi(status, Layout(pipe, 8), TIMEOUT, comm, Grid(GridShape(pipe, per_stage), None, {}, rank, size))
+            for rank, (status, comm) in enumerate(zip(self.statuses, self.comms, strict=True))
+        ]
+        self.stopped = set()
+        self.ended = {}
+        """Rank: when, and the line it left."""
+
+    def passes(self, seconds, moving=()):
+        """Lets time pass, in which the ranks named move at every beat."""
+        until = self.clock.now + seconds
+        while self.clock.now < until:
+            self.clock.now += BEAT
+            for rank, watch in enumerate(self.watches):
+                if rank in self.stopped or rank in self.ended:
+                    continue
+                if rank in moving:
+                    self.statuses[rank].now(running="the update of bucket 3")
+                try:
+                    watch._beat()
+                    watch._check()
+                except Ended as end:
+                    self.ended[rank] = (self.clock.now, str(end))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    def end(line, status):
+        assert status == 1
+        raise Ended(line)
+
+    made = Clock()
+    monkeypatch.setattr(watch_module, "time", made)
+    monkeypatch.setattr(status_module, "time", made)
+    monkeypatch.setattr(watch_module, "_end", end)
+    return made
+
+
+def waits(status):
+    status.now("in a step", waiting=[Message("backward", 0, 2)])
+
+
+@pytest.mark.parametrize("phase", ["compiling", "saving"])
+def test_a_peer_at_something_long_is_waited_for_but_not_for_ever(phase, clock):
+    run = Run(clock, pipe=2)
+    waits(run.statuses[0])
+    run.statuses[1].now(phase)
+    began = clock.now
+    run.passes(9 * TIMEOUT)
+    assert not run.ended
+    run.passes(3 * TIMEOUT)
+    at, line = run.ended[1]
+    assert at - began == pytest.approx(10 * TIMEOUT, abs=2 * BEAT)
+    assert f"is {phase}" in line
+    assert "10 x pipeline.stall_timeout = 100" in line
+    assert "waits for the gradient of microbatch 2 from stage 1" in run.ended[0][1]
+
+
+def test_who_has_waited_for_a_compilation_waits_as_long_as_ever_for_what_follows(clock):
+    run = Run(clock, pipe=2)
+    waits(run.statuses[0])
+    run.passes(5 * TIMEOUT)
+    run.statuses[1].now("in a step", running="F1.0")
+    began = clock.now
+    run.passes(0.8 * TIMEOUT)
+    assert not run.ended
+    run.passes(TIMEOUT)
+    assert run.ended[0][0] - began == pytest.approx(TIMEOUT, abs=3 * BEAT)
+
+
+@pytest.mark.parametrize("per_stage", [1, 4])
+def test_who_moves_is_waited_for(per_stage, clock):
+    """As one that compiles programs of its update, bucket by bucket, while the others wait for its activations."""
+    run = Run(clock, pipe=4, per_stage=per_stage)
+    for status in run.statuses:
+        waits(status)
+    run.passes(4 * TIMEOUT, moving=[len(run.watches) - 1])
+    assert not run.ended
+    run.passes(2 * TIMEOUT)
+    assert len(run.ended) == len(run.watches)
+
+
+def test_one_process_alone_may_compile_long_but_not_for_ever(clock):
+    status = Status(since=clock.now)
+    watch = Watch(status, Layout(2, 4), TIMEOUT)
+    clock.now += 9.9 * TIMEOUT
+    watch._check()
+    status.now()
+    clock.now += 9.9 * TIMEOUT
+    watch._check()
+    clock.now += TIMEOUT
+    with pytest.raises(Ended, match=r"is compiling.*10 x pipeline.stall_timeout"):
+        watch._check()
+
+
+def test_every_rank_is_told_of_one_that_stopped(clock):
+    run = Run(clock, pipe=32, per_stage=8)
+    for status in run.statuses:
+        waits(status)
+    run.passes(4 * BEAT, moving=range(256))
+    began = clock.now
+    run.stopped.add(201)
+    run.passes(0.8 * TIMEOUT)
+    assert all(watch.lost() for rank, watch in enumerate(run.watches) if rank != 201)
+    run.passes(TIMEOUT)
+    assert run.ended.keys() == set(range(256)) - {201}
+    for at, line in run.ended.values():
+        assert at - began < TIMEOUT + 4.0
+        assert "nothing heard of rank 201 (place 25 of the pipe, host host201) for " in line
+    for beside in (193, 209):  # those that exchange activations with it know what it did
+        assert "it had finished nothing yet in step 0 and is at the update of bucket 3" in run.ended[beside][1]
+
+
+def test_one_that_goes_on_is_no_longer_accused(clock):
+    run = Run(clock, pipe=16)
+    for status in run.statuses:
+        waits(status)
+    run.passes(2 * BEAT)
+    run.stopped.add(9)
+    run.passes(0.8 * TIMEOUT, moving=range(16))
+    assert any(watch.lost() for watch in run.watches)
+    run.stopped.clear()
+    run.passes(TIMEOUT, moving=range(16))
+    assert not any(watch.lost() for watch in run.watches)
+
+
+def test_what_a_rank_sends_does_not_grow_with_their_number(clock):
+    sent = []
+    for pipe, per_stage in ((4, 4), (16, 64)):
+        run = Run(clock, pipe, per_stage)
+        run.passes(BEAT)
+        assert max(len(comm.sent) for comm in run.comms) <= 11
+        sent.append({size for comm in run.comms for size in comm.sent})
+    assert sent[0] == sent[1]
+    assert len(sent[0]) == 1
