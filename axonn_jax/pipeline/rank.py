@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
+from axonn_jax.memory.held import moved
 from axonn_jax.memory.placement import on_host
 from axonn_jax.pipeline.stage import Ran, Stage
 from axonn_jax.pipeline.trace import DY, KEY, MICROBATCH, SCALE, TOKENS, X
@@ -107,7 +108,7 @@ class Rank:
             if not stage.last:
                 waiting[DY] = self._inbox.pop(Message("backward", *own))
             if X in waiting and self._offloads:
-                waiting[X] = jax.device_put(waiting[X], stage.x)
+                [waiting[X]] = moved([waiting[X]], [stage.x])
         given = {**self._params, **self._given[microbatch], **waiting}
         adds = kinds[-1] in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         if train:
@@ -116,7 +117,7 @@ class Rank:
         else:
             ran = stage.evaluate(given)
         if kinds == [Kind.FORWARD] and train and X in waiting and self._offloads:
-            waiting[X] = jax.device_put(waiting[X], on_host(stage.x))
+            [waiting[X]] = moved([waiting[X]], [on_host(stage.x)])
         if ran.loss is not None:
             self.losses.append(ran.loss)
         if adds:
