@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 @dataclass(frozen=True)
 class Held:
-    """An array that is kept in parts, cut along `dim` of every device's shard; no copy is made until it is asked for."""
+    """An array that is kept in parts, cut along `dim` of every device's shard, and put together when asked for."""
 
     parts: Sequence[jax.Array]
     dim: int

@@ -5,14 +5,13 @@ would have on the devices. While bucket k is updated, k+1 is on its way to the d
 most three are on the device. A bucket's old state is freed when the new one takes its place.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,14 +24,11 @@ from axonn_jax.memory.placement import on_host
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.memory.slots import Slots, put_slots, slot_dtypes, take_slots
 from axonn_jax.memory.update import Apply, ModelState
-from axonn_jax.memory.update_buckets import Bucket, Form, last_uses, plan_updates
-from axonn_jax.tensor.clip import split_dim
-from axonn_jax.tensor.collectives import axis_index
+from axonn_jax.memory.update_buckets import Bucket, Form, own_piece, plan_updates, write_pieces
 from axonn_jax.tensor.params import Params, Specs
 from axonn_jax.tensor.region import manual
 
 MASTER = "master"
-_WHAT = "the update, bucket {} of {}"
 
 Arrays = dict[str, list[jax.Array]]
 """A bucket's state: by slot, an array for each of its parameters."""
@@ -83,7 +79,7 @@ class Offload:
             for name, shape in self._shapes.items()
         }
         self.buckets = plan_updates(forms, bucket, alone)
-        self._last = last_uses(self.buckets)
+        self._buckets_of = {name: [bucket for bucket in self.buckets if name in bucket.names] for name in shapes}
         self._programs: dict[Hashable, Any] = {}
 
     @property
@@ -112,7 +108,7 @@ class Offload:
                 for name, array in zip(bucket.names, arrays, strict=True):
                     parts[slot][name].append(array)
             for name in bucket.names:
-                if self._last[name] == number:
+                if self._buckets_of[name][-1] is bucket:
                     value = params.pop(name)
                     weights[name] = value if not self.has_masters else value.astype(self.weights)
                     if self.has_masters and owned:
@@ -145,7 +141,7 @@ class Offload:
         weights, scalars = dict(model.weights), state.scalars
         arriving = self._to_device(state, self.buckets[0])
         for number, bucket in enumerate(self.buckets):
-            self._progress(_WHAT.format(number + 1, len(self.buckets)))
+            self._progress(f"the update, bucket {number + 1} of {len(self.buckets)}")
             here = arriving
             if number >= 2:  # its place on the device is free: room for the next
                 jax.block_until_ready(self._kept(state, self.buckets[number - 2]))
@@ -180,13 +176,8 @@ class Offload:
             master = value.whole() if isinstance(value, Held) else value
             weights[name] = jax.device_put(master, shardings[name]).astype(self.weights)
         arrays = ({MASTER: masters} if self.has_masters else {}) | slots.arrays
-        cuts: dict[str, list[Bucket]] = {name: [] for name in self._shapes}
-        for bucket in self.buckets:
-            for name in bucket.names:
-                cuts[name].append(bucket)
         parts = {
-            slot: {name: self._cut(arrays[slot][name], name, cuts[name], owned) for name in self._shapes}
-            for slot in self.slots
+            slot: {name: self._cut(arrays[slot][name], name, owned) for name in self._shapes} for slot in self.slots
         }
         return ModelState(weights, {}, OffloadState(parts, slots.scalars))
 
@@ -202,14 +193,14 @@ class Offload:
         return self._held(model.optimizer, MASTER) if self.has_masters else model.weights
 
     def _held(self, state: OffloadState, slot: str) -> Params:
-        dims = {bucket.names[0]: bucket.dim for bucket in self.buckets if bucket.rows is not None}
         found: dict[str, Any] = {}
         for name, parts in state.parts[slot].items():
-            layout = self._shapes[name], self._placed[name]
-            found[name] = Held(tuple(parts), dims[name], *layout) if name in dims else parts[0]
+            bucket, layout = self._buckets_of[name][0], (self._shapes[name], self._placed[name])
+            found[name] = parts[0] if bucket.rows is None else Held(tuple(parts), bucket.dim, *layout)
         return found
 
-    def _cut(self, array: Any, name: str, buckets: Sequence[Bucket], owned: bool) -> list[jax.Array]:
+    def _cut(self, array: Any, name: str, owned: bool) -> list[jax.Array]:
+        buckets = self._buckets_of[name]
         if isinstance(array, Held):
             return list(array.parts)
         if array.sharding != self._placed[name]:
@@ -240,7 +231,7 @@ class Offload:
 
     def _first(self, bucket: Bucket, params: list[jax.Array]) -> tuple[Arrays, list[jax.Array]]:
         def local(params: list[jax.Array], start: jax.Array) -> tuple[Arrays, list[jax.Array]]:
-            pieces = {n: self._piece(p, bucket, start) for n, p in zip(bucket.names, params, strict=True)}
+            pieces = {n: own_piece(p, bucket, start) for n, p in zip(bucket.names, params, strict=True)}
             slots = take_slots(self.optimizer.init(pieces), pieces)
             arrays = ({MASTER: pieces} if self.has_masters else {}) | slots.arrays
             return {slot: [arrays[slot][name] for name in bucket.names] for slot in self.slots}, slots.scalars
@@ -267,7 +258,7 @@ class Offload:
             grads, results = source.inside(number, given, start)
             grad = {name: g.astype(jnp.float32) * factor for name, g in zip(names, grads, strict=True)}
             slots = {slot: dict(zip(names, found, strict=True)) for slot, found in arrays.items()}
-            pieces = {n: self._piece(w, bucket, start) for n, w in zip(names, weights, strict=True)}
+            pieces = {n: own_piece(w, bucket, start) for n, w in zip(names, weights, strict=True)}
             masters = slots.pop(MASTER, pieces)
             like = jax.eval_shape(self.optimizer.init, masters)
             with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
@@ -280,7 +271,8 @@ class Offload:
                 slot: [jnp.where(finite, made[slot][n], old) for n, old in zip(names, found, strict=True)]
                 for slot, found in arrays.items()
             }
-            new = self._spread(bucket, weights, [masters[name] for name in names], start, finite)
+            cast = [masters[name].astype(self.weights) for name in names]
+            new = write_pieces(weights, cast, bucket, start, finite)
             numbers = [jnp.where(finite, n, o) for n, o in zip(after.scalars, scalars, strict=True)]
             return new, kept, results, [*numbers, jnp.zeros((), jnp.int32)]  # the last tells that this has run
 
@@ -290,37 +282,6 @@ class Offload:
         outs = (specs, state, source.results(number), P())
         key, start = (source.program(number), bucket.program), np.int32(bucket.start)
         return self._run(key, local, ins, outs, (0, 1), weights, arrays, grads, start, *rest)  # type: ignore[no-any-return]
-
-    def _spread(
-        self,
-        bucket: Bucket,
-        weights: list[jax.Array],
-        masters: list[jax.Array],
-        start: jax.Array,
-        finite: jax.Array,
-    ) -> list[jax.Array]:
-        """Writes a bucket's new weights into their arrays, gathered over `data` where they are split over it."""
-        pieces = [master.astype(self.weights) for master in masters]
-        dim, at = split_dim(bucket.form.state_spec, "data"), bucket.dim
-        if dim is not None:  # a dim for the replicas goes before the one that they split
-            pieces = list(lax.all_gather(jnp.stack(pieces), "data", axis=dim + 1))
-            at += at >= dim
-        out = []
-        for weight, piece in zip(weights, pieces, strict=True):
-            shape = bucket.form.shape
-            view = weight if dim is None else weight.reshape(*shape[:dim], -1, *shape[dim:])
-            starts = [start if d == at else jnp.int32(0) for d in range(view.ndim)]
-            piece = jnp.where(finite, piece, lax.dynamic_slice(view, starts, piece.shape))
-            out.append(lax.dynamic_update_slice(view, piece, starts).reshape(weight.shape))
-        return out
-
-    def _piece(self, weight: jax.Array, bucket: Bucket, start: jax.Array) -> jax.Array:
-        """The float32 elements of a weight's local shard that a device keeps the state of, in a bucket."""
-        dim = split_dim(bucket.form.state_spec, "data")
-        if dim is not None:
-            size = bucket.form.shape[dim]
-            weight = lax.dynamic_slice_in_dim(weight, axis_index("data") * size, size, dim)
-        return bucket.take(weight, start).astype(jnp.float32)
 
     def _state_specs(self, bucket: Bucket) -> dict[str, list[P]]:
         return {slot: [bucket.form.state_spec] * len(bucket.names) for slot in self.slots}

@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-import jax
 from jax.sharding import Mesh, NamedSharding
 
 Where = Literal["none", "optimizer"]

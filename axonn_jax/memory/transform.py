@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from axonn_jax.errors import UserError
 from axonn_jax.memory.buckets import Leaf, plan_buckets
 from axonn_jax.memory.elementwise import check_elementwise
+from axonn_jax.memory.held import moved
 from axonn_jax.memory.placement import HOST
 
 Group = tuple[str, ...]
@@ -111,4 +112,4 @@ def _moved(leaf: jax.Array, kind: str) -> jax.Array:
     device: Any = next(iter(sharding.device_set))
     kinds = {memory.kind for memory in device.addressable_memories()}
     to = sharding.with_memory_kind(kind) if kind in kinds else sharding
-    return jax.device_put(leaf, to, may_alias=False)
+    return moved([leaf], [to])[0]

@@ -5,8 +5,12 @@ from dataclasses import dataclass
 from math import prod
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+
+from axonn_jax.tensor.clip import split_dim
+from axonn_jax.tensor.collectives import axis_index
 
 _MOST = 16
 """Parameters updated by one program: more of them only take longer to compile."""
@@ -84,6 +88,36 @@ def plan_updates(forms: Mapping[str, Form], capacity: int, alone: Collection[str
 def last_uses(buckets: Sequence[Bucket]) -> dict[str, int]:
     """The number of the last bucket that each parameter lies in."""
     return {name: number for number, bucket in enumerate(buckets) for name in bucket.names}
+
+
+def own_piece(weight: jax.Array, bucket: Bucket, start: jax.Array) -> jax.Array:
+    """The float32 elements of a weight's local shard that a device keeps the state of, in a bucket."""
+    dim = split_dim(bucket.form.state_spec, "data")
+    if dim is not None:
+        size = bucket.form.shape[dim]
+        weight = lax.dynamic_slice_in_dim(weight, axis_index("data") * size, size, dim)
+    return bucket.take(weight, start).astype(jnp.float32)
+
+
+def write_pieces(
+    weights: list[jax.Array], pieces: list[jax.Array], bucket: Bucket, start: jax.Array, finite: jax.Array
+) -> list[jax.Array]:
+    """Writes a bucket's new values into local shards of weights where they are `finite`.
+
+    Collectives: an all-gather over `data` of those that are split over it.
+    """
+    shape, at = bucket.form.shape, bucket.dim
+    dim = split_dim(bucket.form.state_spec, "data")
+    if dim is not None:  # a dim for the replicas goes before the one that they split
+        pieces = list(lax.all_gather(jnp.stack(pieces), "data", axis=dim + 1))
+        at += at >= dim
+    out = []
+    for weight, piece in zip(weights, pieces, strict=True):
+        view = weight if dim is None else weight.reshape(*shape[:dim], -1, *shape[dim:])
+        starts = [start if d == at else jnp.int32(0) for d in range(view.ndim)]
+        piece = jnp.where(finite, piece, lax.dynamic_slice(view, starts, piece.shape))
+        out.append(lax.dynamic_update_slice(view, piece, starts).reshape(weight.shape))
+    return out
 
 
 def _cut(shape: tuple[int, ...], count: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.memory.held import moved
 from axonn_jax.memory.placement import on_host
 from axonn_jax.pipeline.chain import Chain, Ran, local_bytes
 from axonn_jax.pipeline.groups import Group
@@ -187,7 +188,7 @@ class _Member:
 
     def _moved(self, kept: Kept, to: Callable[[NamedSharding], NamedSharding]) -> dict[str, jax.Array]:
         layout: Any = self.programs.stretch.x and self.programs.stretch.x.sharding
-        return {slot: jax.device_put(x, to(layout)) for slot, x in kept.arrived.items() if slot == X}
+        return {slot: moved([x], [to(layout)])[0] for slot, x in kept.arrived.items() if slot == X}
 
     def _inputs(self, given: Mapping[str, jax.Array], arrived: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         return {**given, **{their: given[own] for their, own in self._names.items()}, **arrived, **self._fixed}

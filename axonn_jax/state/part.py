@@ -43,9 +43,10 @@ class PartWriter:
 
     `start` returns once the arrays are copied to the host, so they may be donated to the next step; `finish` waits
     for the files, on any thread. State that lives in host memory is not copied there: `start` writes it in lots, one
-    after another, each in a folder of its own, and returns when Orbax has written all. Where one process fails, the others of its world learn of it instead of waiting.
-    Where training computes on the host's cores (the CPU backend) and the world is one process, it writes at a pace that
-    leaves them to it, until somebody waits (`hurry`). While it writes, freed memory is not kept beyond a little.
+    after another, each in a folder of its own, and returns when Orbax has written all. Where one process fails, the
+    others of its world learn of it instead of waiting. Where training computes on the host's cores (the CPU backend)
+    and the world is one process, it writes at a pace that leaves them to it, until somebody waits (`hurry`). While it
+    writes, freed memory is not kept beyond a little.
     """
 
     def __init__(self, name: str):

@@ -176,6 +176,7 @@ FILES = {
     "key outside tables": ("steps = 5", "not inside a table; the tables are " + TABLES + "; did you mean train.steps?"),
     "table as value": ("train = 5", "train = 5: a table"),
     "list of tables": ("[[train]]\nsteps = 5", "a table, [train]"),
+    "a key that is gone": ('[memory]\noffload_to = "/nvme"', "memory.offload_to = '/nvme': not a known key"),
     "unknown empty table": ("[tarin]", "not a known table; did you mean 'train'?"),
     "table below a key": ("[train.steps]\nx = 1", "train.steps = {'x': 1}: an integer"),
     "list for a number": ("[train]\nlr = [1e-3]", "train.lr = [0.001]: a number"),

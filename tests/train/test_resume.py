@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import axonn_jax as ax
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.memory.held import whole
 from axonn_jax.state.checkpoint import Found, latest, load, load_weights
 from axonn_jax.state.manifest import read
 from axonn_jax.train.config import PipelineConfig
@@ -116,7 +117,7 @@ def test_any_grid_goes_on_from_any_other(source, target, saved):
     assert resumed.load(path) == BEFORE == resumed.steps_done
     for name, value in resumed.params.items():
         np.testing.assert_array_equal(np.asarray(value), before[name], err_msg=name)
-    state = {name: value for part in resumed.state().values() for name, value in part.items()}
+    state = {name: value for part in whole(resumed.state()).values() for name, value in part.items()}
     (count,) = {int(value) for name, value in state.items() if name.endswith("count")}
     assert count == BEFORE
     found = Found(path, read(path))
