@@ -14,7 +14,6 @@ import numpy as np
 from axonn_jax.channels.shards import empty_bytes, from_bytes, host_bytes, shard_bytes
 
 _USERS_WORD = "MPI4JAX_USE_CUDA_MPI"  # mpi4jax's variable, which says the same for it
-_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL of the CUDA driver
 
 
 class Buffers(Protocol):
@@ -94,8 +93,7 @@ class DeviceBuffers:
     def enter(self) -> None:
         """Makes the device's CUDA context the thread's, without which MPI would take its memory for the host's."""
         if self._device.platform != "cpu":
-            somewhere = next(iter(self._store.values()))[0]
-            enter_context(somewhere.unsafe_buffer_pointer())  # type: ignore[attr-defined]
+            enter_context(self._device.local_hardware_id)
 
     def prepare(self, shard: jax.Array) -> None:  # noqa: D102
         pass
@@ -150,18 +148,17 @@ def cuda_aware(library: str) -> bool:
     return query is not None and bool(query())
 
 
-def enter_context(address: int) -> None:
-    """Makes the CUDA context that owns a device address the calling thread's, as XLA does in threads of its own."""
+def enter_context(ordinal: int) -> None:
+    """Makes a CUDA device's own context the calling thread's, as XLA does in threads of its own."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:  # another vendor's device
         return
-    ordinal, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    device, context = ctypes.c_int(), ctypes.c_void_p()
     failed = (
-        cuda.cuPointerGetAttribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(address))
-        or cuda.cuDeviceGet(ctypes.byref(device), ordinal)
+        cuda.cuDeviceGet(ctypes.byref(device), ordinal)
         or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
         or cuda.cuCtxSetCurrent(context)
     )
     if failed:
-        raise RuntimeError(f"CUDA error {failed} while a channel's thread took the device's context")
+        raise RuntimeError(f"CUDA error {failed} while a channel's thread took the context of device {ordinal}")

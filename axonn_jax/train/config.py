@@ -172,7 +172,7 @@ class PipelineConfig:
     policy: Policy = "message"
     """Who decides which task a stage runs next: what has arrived (message), or a fixed order."""
     channel: ChannelName = "auto"
-    """What carries activations between stages: local (one process), mpi4py, mpi4jax, or auto: the fastest here."""
+    """What carries activations between stages: local (one process), mpi4py, mpi4jax, or auto: local or mpi4py."""
     virtual_stages: int = 1
     """Stages each place of the pipe holds; more make the bubble smaller and the messages more."""
     in_flight: int = 0

@@ -1,8 +1,10 @@
 """Buffers in device memory, which the CPU devices' own stands in for, and who decides that MPI is given them."""
 
 import ctypes
+import os
 import shutil
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -83,9 +85,37 @@ def test_the_users_word(devices, environ, takes):
 def test_mpis_word(tmp_path, answer, devices, takes):
     library = tmp_path / "libmpi.so"
     source = f"int MPIX_Query_cuda_support(void) {{ return {answer}; }}\n"
-    subprocess.run(["cc", "-shared", "-o", library, "-x", "c", "-"], input=source, text=True, check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, "-x", "c", "-"], input=source, text=True, check=True)
     assert takes_device_memory(devices, str(library), {}) is takes
     assert takes_device_memory(devices, str(library), {"MPI4JAX_USE_CUDA_MPI": "0"}) is False
+
+
+DRIVER = """
+int current = 0;
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal + 100; return ordinal > 7 ? 101 : 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(0x100000000L + device); return 0; }
+int cuCtxSetCurrent(void *context) { current = context == (void *)(0x100000000L + 103); return 0; }
+"""
+ENTER = """
+import ctypes
+from axonn_jax.channels.buffers import enter_context
+enter_context(3)
+assert ctypes.c_int.in_dll(ctypes.CDLL("libcuda.so.1"), "current").value
+try:
+    enter_context(8)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_devices_context_becomes_the_threads(tmp_path):
+    compile_ = ["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", "-x", "c", "-"]
+    subprocess.run(compile_, input=DRIVER, text=True, check=True)
+    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", ENTER], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "CUDA error 101 while a channel's thread took the context of device 8\n"
 
 
 def test_cpu_devices_are_sent_from_as_before():
