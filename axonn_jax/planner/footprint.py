@@ -9,7 +9,7 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models.inner import Inner
 from axonn_jax.planner import memory as formulas
 from axonn_jax.planner.job import Choice, Job, Memory, Place
-from axonn_jax.schedule.policies import live_bound
+from axonn_jax.schedule.policies import live_bound, waiting_bound
 from axonn_jax.schedule.tasks import Layout
 
 _FP32 = 4
@@ -53,7 +53,7 @@ class Footprint:
         self._loads: dict[int, tuple[Load, ...]] = {}
         self._states: dict[GridShape, dict[tuple[int, Place], State]] = {}
         self._blocks: dict[tuple[int, int, str, Inner], tuple[formulas.Block, float]] = {}
-        self._bounds: dict[tuple[int, int, int, int, bool], float] = {}
+        self._bounds: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
 
     def loads(self, pipe: int) -> tuple[Load, ...]:
         """The ranks that matter: the first, one between, and the last; the fullest and the busiest are among them."""
@@ -206,22 +206,33 @@ class Footprint:
 
         What a policy computes again is one block's where one program loops over layers. In a pipeline it is all that a
         virtual stage holds, from its input on: its forward pass is run again as a whole. Under `none` a stage keeps
-        what no elementwise operation gives, and of the head one array of logits.
+        what no elementwise operation gives, and of the head one array of logits. Where a weight gradient waits, a stage
+        keeps what its products read in place of that, but the first one, which has no input gradient to be ahead of.
         """
         block, head = self._tokens(choice.grid, choice.activations)
         tokens = choice.sequences(self.job.batch) * self.job.shape.seq_len
         if choice.grid.pipe == 1:
             kept = load.blocks * block.kept
             return tokens * kept, tokens * block.working, tokens * head, tokens * load.blocks * block.host
-        live, stages = self._live(choice, load.rank), choice.virtual_stages
+        (live, late), stages = self._live(choice, load.rank), choice.virtual_stages
+        logits = self.job.shape.vocab / choice.grid.y if load.last else 0.0
+        entering = 0.0 if load.first and stages == 1 else stages * block.entry
+        host, working = (live * entering if block.host else 0.0), block.working
         if choice.activations == "none":
-            kept, working = live * load.blocks * (block.kept - block.shown), block.working + block.shown
-            kept += (live - 1.0) * self.job.shape.vocab / choice.grid.y * _FP32 if load.last else 0.0  # exponentials
-            return tokens * kept, tokens * working, tokens * head, 0.0
-        inputs = 0.0 if load.first and stages == 1 else live * stages * block.entry
-        host = inputs if block.host else 0.0
-        kept = live * load.blocks * max(0.0, block.kept - block.entry) + inputs - host
-        working = block.working + (load.blocks / stages - 1.0) * block.again
+            one = load.blocks * (block.kept - block.shown)
+            kept = live * one + (live - 1.0) * logits * (self._item if late and stages == 1 else _FP32)
+            working += block.shown
+            working += load.blocks / stages * block.released if late and entering else 0.0
+        else:
+            one = load.blocks * max(0.0, block.kept - block.entry) + entering - host / live
+            kept = live * one
+            working += (load.blocks / stages - 1.0) * block.again
+        if late:
+            behind = (stages - 1.0) / stages if load.first else 1.0
+            kept += late * behind * max(0.0, load.blocks * block.waiting - one)
+            if choice.activations != "none":
+                kept += (late - 1.0) * logits * self._item
+            working += logits * self._item
         return tokens * kept, tokens * working, tokens * head, tokens * host
 
     def _tokens(self, grid: GridShape, activations: formulas.Policy) -> tuple[formulas.Block, float]:
@@ -238,15 +249,14 @@ class Footprint:
             self._blocks[key] = block, formulas.head_activations(job.shape, *where)
         return self._blocks[key]
 
-    def _live(self, choice: Choice, rank: int) -> float:
-        """Microbatches whose activations a rank keeps at once."""
-        if choice.grid.pipe == 1:
-            return 1.0
+    def _live(self, choice: Choice, rank: int) -> tuple[float, float]:
+        """Microbatches whose activations a rank keeps at once, and how many of them may wait for weight gradients."""
         split = self.job.splits(choice.activations)
         key = (choice.grid.pipe, choice.microbatches, choice.virtual_stages, rank, split)
         if key not in self._bounds:
-            bound = live_bound(self.job.policy, Layout(*key[:3]), rank, 0, split)
-            self._bounds[key] = bound / choice.virtual_stages
+            bounds = (bound(self.job.policy, Layout(*key[:3]), rank, 0, split) for bound in (live_bound, waiting_bound))
+            live, late = (bound / choice.virtual_stages for bound in bounds)
+            self._bounds[key] = live, late
         return self._bounds[key]
 
 
