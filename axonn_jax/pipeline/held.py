@@ -1,7 +1,6 @@
 """Bytes that a place along the pipe holds between its tasks, beside its model's state: what its programs hand over."""
 
-from collections.abc import Mapping
-
+from axonn_jax.pipeline.rank import Rank
 from axonn_jax.pipeline.stage import Stage, local_bytes
 from axonn_jax.pipeline.trace import TOKENS
 from axonn_jax.schedule.held import Pair, most_arrived, most_held
@@ -19,19 +18,17 @@ def held_pair(stage: Stage) -> Pair:
     return Pair(0 if stage.joins else stage.held("F") + dy, stage.held(split) if split else 0)
 
 
-def most_between_tasks(
-    place: int, stages: Mapping[int, Stage], layout: Layout, policy: Policy, in_flight: int = 0, split: bool = True
-) -> int:
+def most_between_tasks(rank: Rank, layout: Layout, policy: Policy, in_flight: int = 0, split: bool = True) -> int:
     """Returns the most bytes on each device of a place when a task starts, beside weights, their sums and optimizer.
 
     Those are what microbatches in flight keep (`most_held`), messages that have come, one that goes, and the step's
     tokens; `split` and `in_flight` are what the dispatcher was told.
     """
-    own = [stages[number] for number in sorted(stages)]
-    arriving = [local_bytes(stage.stretch.x) for stage in own if stage.stretch.x is not None]
-    going = arriving + [local_bytes(stage.y) for stage in own if stage.y is not None]
-    reading = next((stage.stretch for stage in own if stage.first or stage.last), None)
+    stages = [rank.stages[number] for number in sorted(rank.stages)]
+    pairs = [held_pair(stage) for stage in stages]
+    arriving = max(0 if stage.stretch.x is None else local_bytes(stage.stretch.x) for stage in stages)
+    going = max(max(0 if s is None else local_bytes(s) for s in (stage.y, stage.stretch.x)) for stage in stages)
+    reading = next((stage.stretch for stage in stages if stage.first or stage.last), None)
     tokens = 0 if reading is None else reading.work.microbatches * local_bytes(reading.inputs()[TOKENS])
-    held = most_held(policy, layout, place, [held_pair(stage) for stage in own], in_flight, split)
-    come = most_arrived(policy, layout, place, in_flight, split) * max(arriving, default=0)
-    return int(held) + come + max(going) + tokens
+    held = most_held(policy, layout, rank.place, pairs, in_flight, split)
+    return int(held) + most_arrived(policy, layout, rank.place, in_flight, split) * arriving + going + tokens

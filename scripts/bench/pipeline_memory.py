@@ -12,6 +12,7 @@ from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.pipeline.build import plan
 from axonn_jax.pipeline.held import held_pair, most_between_tasks
+from axonn_jax.pipeline.rank import Rank
 from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import Stage
 from axonn_jax.pipeline.trace import Work
@@ -44,7 +45,8 @@ def measure_pipeline(
             joins=joins(config.policy, layout),
         )
         sums = sum(_bytes(one) for one in stage.sums.values())
-        held = most_between_tasks(place, {place: stage}, layout, config.policy, config.in_flight, config.split_backward)
+        rank = Rank(place, {place: stage})
+        held = most_between_tasks(rank, layout, config.policy, config.in_flight, config.split_backward)
         pair, kept = held_pair(stage), stage.bytes_kept() // sizes.stage_devices
         # What a program hands over takes the place of what is counted of its microbatch already.
         counted = {"F": kept, "FI": kept, "I": max(0, pair.waiting - pair.forward)}

@@ -71,7 +71,7 @@ def test_live_arrays_at_task_starts_are_what_the_pipeline_states(pipe, policy, c
         live.run_with_a_slow_place(trainer, parts, rows, slow)
     trainer.close()
     for place, rank in parts.ranks.items():
-        stated = most_between_tasks(place, rank.stages, trainer.layout, policy, split=trainer._split)
+        stated = most_between_tasks(rank, trainer.layout, policy, split=trainer._split)
         assert peaks.most[place] <= stated, place
         if any(max(held_pair(stage)) > 2**16 for stage in rank.stages.values()):
             assert peaks.most[place] >= (CHUNKED if policy == "message" and chunks > 1 else TIGHT) * stated, place
