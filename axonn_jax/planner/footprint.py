@@ -53,7 +53,7 @@ class Footprint:
         self._loads: dict[int, tuple[Load, ...]] = {}
         self._states: dict[GridShape, dict[tuple[int, Place], State]] = {}
         self._blocks: dict[tuple[int, int, str, Inner], tuple[formulas.Block, float]] = {}
-        self._bounds: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
+        self._bounds: dict[tuple[int, int, int, int, bool], float] = {}
 
     def loads(self, pipe: int) -> tuple[Load, ...]:
         """The ranks that matter: the first, one between, and the last; the fullest and the busiest are among them."""
@@ -214,7 +214,8 @@ class Footprint:
         if choice.grid.pipe == 1:
             kept = load.blocks * block.kept
             return tokens * kept, tokens * block.working, tokens * head, tokens * load.blocks * block.host
-        (live, late), stages = self._live(choice, load.rank), choice.virtual_stages
+        live, stages = self._live(choice, load.rank), choice.virtual_stages
+        late = self._late(choice, load.rank) / stages
         logits = self.job.shape.vocab / choice.grid.y if load.last else 0.0
         entering = 0.0 if load.first and stages == 1 else stages * block.entry
         host, working = (live * entering if block.host else 0.0), block.working
@@ -249,15 +250,21 @@ class Footprint:
             self._blocks[key] = block, formulas.head_activations(job.shape, *where)
         return self._blocks[key]
 
-    def _live(self, choice: Choice, rank: int) -> tuple[float, float]:
-        """Microbatches whose activations a rank keeps at once, and how many of them may wait for weight gradients."""
+    def _live(self, choice: Choice, rank: int) -> float:
+        """Microbatches whose activations a rank keeps at once."""
+        if choice.grid.pipe == 1:
+            return 1.0
         split = self.job.splits(choice.activations)
         key = (choice.grid.pipe, choice.microbatches, choice.virtual_stages, rank, split)
         if key not in self._bounds:
-            bounds = (bound(self.job.policy, Layout(*key[:3]), rank, 0, split) for bound in (live_bound, waiting_bound))
-            live, late = (bound / choice.virtual_stages for bound in bounds)
-            self._bounds[key] = live, late
+            bound = live_bound(self.job.policy, Layout(*key[:3]), rank, 0, split)
+            self._bounds[key] = bound / choice.virtual_stages
         return self._bounds[key]
+
+    def _late(self, choice: Choice, rank: int) -> int:
+        """Pairs of stage and microbatch that may wait on a rank for their weight gradient alone."""
+        layout = Layout(choice.grid.pipe, choice.microbatches, choice.virtual_stages)
+        return waiting_bound(self.job.policy, layout, rank, 0, self.job.splits(choice.activations))
 
 
 def balanced_blocks(layers: int, head: float, pipe: int) -> tuple[float, float]:
