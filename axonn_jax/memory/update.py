@@ -83,7 +83,8 @@ class DeviceUpdate:
         def apply(state: ModelState, grads: Params, factor: jax.Array) -> tuple[ModelState, jax.Array]:
             return self.after(state, grads, factor), jnp.zeros((), jnp.int32)
 
-        return jax.jit(apply, donate_argnums=0, out_shardings=(shardings, done))
+        # Weights that lie apart from their masters are not read, but leave their place to the new ones.
+        return jax.jit(apply, donate_argnums=0, out_shardings=(shardings, done), keep_unused=True)
 
     def restored(self, masters: Params, optimizer: Any, *, owned: bool = False) -> ModelState:
         """The state that has these float32 weights, laid out as `masters` gives them, and this optimizer state."""

@@ -14,11 +14,12 @@ from axonn_jax.memory.policies import read_policies
 from axonn_jax.models.pieces import Piece
 from axonn_jax.pipeline.connect import Links
 from axonn_jax.pipeline.executor import Executor
-from axonn_jax.pipeline.groups import Group, group_ranges, like
+from axonn_jax.pipeline.groups import Group, like
 from axonn_jax.pipeline.rank import Rank
 from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import Programs, Stage
 from axonn_jax.pipeline.trace import Stretch, Work, survey
+from axonn_jax.schedule.groups import group_ranges
 from axonn_jax.schedule.policies import Backwards
 from axonn_jax.schedule.tasks import Layout
 from axonn_jax.tensor.params import Parts, Specs
@@ -33,6 +34,7 @@ def plan(parts: Parts, grid: Grid, layout: Layout, ranges: Sequence[range], work
     A stage of another process is traced on this one's mesh.
     """
     pieces: Sequence[Piece] = parts.rebuild(parts.params).pieces  # type: ignore[attr-defined]
+    kinds = [piece.alike for piece in pieces]
     uniform = read_policies(work.activations).uniform is not None
     seen: dict[Any, Group] = {}
     stages: Plan = []
@@ -40,12 +42,11 @@ def plan(parts: Parts, grid: Grid, layout: Layout, ranges: Sequence[range], work
     for stage, whole in enumerate(ranges):
         mesh = grid.meshes.get(layout.rank_of(stage), grid.mesh)
         stages.append([])
-        for own in group_ranges(pieces, whole) if uniform else [whole]:
+        for own in group_ranges(kinds, whole) if uniform else [whole]:
             if x is not None:
                 x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))
-            kinds = tuple(pieces[i].alike for i in own)
-            form = (kinds, mesh, x and (x.shape, x.dtype, x.sharding.spec))
-            if uniform and all(kinds) and form in seen:
+            form = (*kinds[own.start : own.stop], mesh, x and (x.shape, x.dtype, x.sharding.spec))
+            if uniform and all(form[: len(own)]) and form in seen:
                 group = like(seen[form], pieces, own)
             else:
                 stretch = Stretch(parts, mesh, own, ranges[-1].stop, work, keyed, x)

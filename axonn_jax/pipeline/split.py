@@ -26,6 +26,7 @@ _ELEMENTWISE = frozenset(
 """Equations that cost less to run again than their result costs to write, keep and read."""
 
 _LONGEST = 16  # elementwise equations run again for one value
+_SMALL = 8  # a sum has so many times fewer elements than what it adds up
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,22 @@ def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int]
             chain = _elementwise_from(var, known, producer)
             sources = {v for v in _reads(chain) if v in there and v != var} if chain else set()
             if sources and chain:
+                alone = sum(_size(v) * _width(v) for v in sources if v not in takes)
+                if number > 1 and 2 * alone > 3 * _size(var) * _width(var) and sources <= set(wanted[number - 1]):
+                    # Its sources would wait for it alone, and are more: the part before computes it and hands it over.
+                    runs[number - 1] += [*chain, *_cheap_ones(chain, cheap, producer)]
+                    home[var] = takes[var] = there[var] = number - 1
+                    continue
                 del takes[var]
                 there = {v: source for v, source in there.items() if v != var}
                 takes.update((v, there[v]) for v in sources)
                 chosen.update((id(eqn), eqn) for eqn in [*chain, *_cheap_ones(chain, cheap, producer)])
         eqns = sorted(chosen.values(), key=lambda eqn: order[id(eqn)])
+        if number:
+            here = {v for v, part in home.items() if part == number - 1} | set(wanted[-1]) | set(position) | cheap
+            for group, left in _sums_ahead(eqns, {whole.outvars[i] for i in outputs}, takes, here, producer):
+                runs[number - 1] += [*group, *_cheap_ones(group, cheap, producer)]
+                takes[group[-1].outvars[0]], eqns = number - 1, left
         for eqn in eqns:
             home.update((var, number) for var in eqn.outvars)
         runs.append(eqns)
@@ -101,9 +113,10 @@ def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int]
         tuple(dict.fromkeys(var for takes in wanted for var, source in takes.items() if source == part))
         for part in range(len(runs))
     ]
+    ordered = [sorted({id(eqn): eqn for eqn in eqns}.values(), key=lambda eqn: order[id(eqn)]) for eqns in runs]
     return [
         _part(closed, tuple(outputs), eqns, wanted[i], handed, i, position)
-        for i, (outputs, eqns) in enumerate(zip(goals, runs, strict=True))
+        for i, (outputs, eqns) in enumerate(zip(goals, ordered, strict=True))
     ]
 
 
@@ -117,6 +130,38 @@ def _only_shows(eqn: JaxprEqn) -> bool:
     return parts and 4 * _size(eqn.outvars[0]) >= _size(eqn.invars[0])
 
 
+def _elementwise(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name == "jit":  # as jax.nn.silu is
+        return all(map(_elementwise, eqn.params["jaxpr"].eqns))
+    return eqn.primitive.name in _ELEMENTWISE or _only_shows(eqn)
+
+
+def _sums_ahead(
+    eqns: list[JaxprEqn], ends: set[Any], takes: dict[Var, int], here: set[Var], producer: Mapping[Var, JaxprEqn]
+) -> Iterator[tuple[list[JaxprEqn], list[JaxprEqn]]]:
+    """Finds sums that the part before, which has `here`, had better do: those of values that wait for nothing else.
+
+    Gives the equations of each, the sum last, and the part's own without them, and corrects `takes`. The gradient of a
+    norm's scale is a vector; what it adds up is not.
+    """
+    for eqn in [eqn for eqn in eqns if eqn.primitive.name == "reduce_sum"]:
+        operand: Any = eqn.invars[0]
+        chain = [] if operand in here else _elementwise_from(operand, here, producer)
+        if chain is None or _SMALL * _size(eqn.outvars[0]) > _size(operand):
+            continue
+        read, left = set(ends), []
+        for one in reversed(eqns):
+            if one is not eqn and any(v in read for v in one.outvars):
+                left.append(one)
+                read |= {v for v in one.invars if isinstance(v, Var)}
+        freed = [v for v in takes if v not in read]
+        if freed:
+            eqns = left[::-1]
+            for var in freed:
+                del takes[var]
+            yield [*chain, eqn], eqns
+
+
 def _elementwise_from(var: Var, known: set[Var], producer: Mapping[Var, JaxprEqn]) -> list[JaxprEqn] | None:
     """The few elementwise equations that give `var` from `known` values, or None if there are none such."""
     chain: dict[int, JaxprEqn] = {}
@@ -125,7 +170,7 @@ def _elementwise_from(var: Var, known: set[Var], producer: Mapping[Var, JaxprEqn
         eqn = producer[todo.pop()]
         if id(eqn) in chain:
             continue
-        if len(chain) == _LONGEST or not (eqn.primitive.name in _ELEMENTWISE or _only_shows(eqn)):
+        if len(chain) == _LONGEST or not _elementwise(eqn):
             return None
         chain[id(eqn)] = eqn
         for v in eqn.invars:

@@ -122,8 +122,11 @@ class Stage:
     def bytes_kept(self) -> int:
         """Bytes that wait for a microbatch's backward after its forward, beside `x`, over all devices of the stage."""
         between = [member.programs.stretch.x for member in self._members[1:]]
-        passed = sum(x.size * x.dtype.itemsize for x in between if x is not None)
-        return passed + sum(member.programs.chain.bytes_kept() for member in self._members)
+        return sum(self.kept_by_group()) + sum(x.size * x.dtype.itemsize for x in between if x is not None)
+
+    def kept_by_group(self) -> list[int]:
+        """Bytes that each group hands over in a forward, over all devices of the stage."""
+        return [member.programs.chain.bytes_kept() for member in self._members]
 
     def _order(self, name: str) -> list[tuple[int, str]]:
         """Groups in the order in which they run a task, each with its program."""

@@ -9,7 +9,8 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models.inner import Inner
 from axonn_jax.planner import memory as formulas
 from axonn_jax.planner.job import Choice, Job, Memory, Place
-from axonn_jax.schedule.policies import live_bound
+from axonn_jax.schedule.groups import group_count, group_size
+from axonn_jax.schedule.policies import live_bound, waiting_bound
 from axonn_jax.schedule.tasks import Layout
 
 _FP32 = 4
@@ -205,8 +206,10 @@ class Footprint:
         """Bytes that microbatches in flight keep, that a backward pass adds at work, that the head adds, on the host.
 
         What a policy computes again is one block's where one program loops over layers. In a pipeline it is all that a
-        virtual stage holds, from its input on: its forward pass is run again as a whole. Under `none` a stage keeps
-        what no elementwise operation gives, and of the head one array of logits.
+        group of layers holds (`schedule.groups`), from its input on: its forward pass is run again as a whole. Under
+        `none` a stage keeps what no elementwise operation gives, and of the head one array of logits. Where a weight
+        gradient waits, a stage keeps what its products read in place of that, but the first one, which has no input
+        gradient to be ahead of.
         """
         block, head = self._tokens(choice.grid, choice.activations)
         tokens = choice.sequences(self.job.batch) * self.job.shape.seq_len
@@ -214,14 +217,29 @@ class Footprint:
             kept = load.blocks * block.kept
             return tokens * kept, tokens * block.working, tokens * head, tokens * load.blocks * block.host
         live, stages = self.live(choice, load.rank), choice.virtual_stages
+        late = self._late(choice, load.rank) / stages
+        logits = self.job.shape.vocab / choice.grid.y if load.last else 0.0
+        layers = load.blocks / stages
+        groups = group_count(layers)
+        together = layers if groups == 1 else group_size(int(layers))
+        inputs = stages * groups - (load.first and stages * groups == 1) + (load.last and groups > 1)
+        entering = inputs * block.entry
+        host, working = (live * entering if block.host else 0.0), block.working
         if choice.activations == "none":
-            kept, working = live * load.blocks * (block.kept - block.shown), block.working + block.shown
-            kept += (live - 1.0) * self.job.shape.vocab / choice.grid.y * _FP32 if load.last else 0.0  # exponentials
-            return tokens * kept, tokens * working, tokens * head, 0.0
-        inputs = 0.0 if load.first and stages == 1 else live * stages * block.entry
-        host = inputs if block.host else 0.0
-        kept = live * load.blocks * max(0.0, block.kept - block.entry) + inputs - host
-        working = block.working + (load.blocks / stages - 1.0) * block.again
+            one = load.blocks * (block.kept - block.shown)
+            kept = live * one + (live - 1.0) * logits * (self._item if late and stages == 1 else _FP32)
+            working += block.shown
+            working += together * block.released if late and entering else 0.0
+        else:
+            one = load.blocks * max(0.0, block.kept - block.entry) + entering - host / live
+            kept = live * one
+            working += (together - 1.0) * block.again
+        if late:
+            behind = (stages - 1.0) / stages if load.first else 1.0
+            kept += late * behind * max(0.0, load.blocks * block.waiting - one)
+            if choice.activations != "none":
+                kept += (late - 1.0) * logits * self._item
+            working += logits * self._item
         return tokens * kept, tokens * working, tokens * head, tokens * host
 
     def _tokens(self, grid: GridShape, activations: formulas.Policy) -> tuple[formulas.Block, float]:
@@ -248,6 +266,11 @@ class Footprint:
             bound = live_bound(self.job.policy, Layout(*key[:3]), rank, choice.in_flight, split)
             self._bounds[key] = bound / choice.virtual_stages
         return self._bounds[key]
+
+    def _late(self, choice: Choice, rank: int) -> int:
+        """Pairs of stage and microbatch that may wait on a rank for their weight gradient alone."""
+        layout = Layout(choice.grid.pipe, choice.microbatches, choice.virtual_stages)
+        return waiting_bound(self.job.policy, layout, rank, choice.in_flight, self.job.splits(choice.activations))
 
 
 def balanced_blocks(layers: int, head: float, pipe: int) -> tuple[float, float]:

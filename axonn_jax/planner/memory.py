@@ -161,6 +161,10 @@ class Block:
     """From forward to backward, on the host."""
     shown: float = 0.0
     """Of what is kept, what elementwise operations give from the rest: a pipeline's stage computes it again."""
+    waiting: float = 0.0
+    """From input gradient to weight gradient, where a pipeline computes them apart: both operands of every product."""
+    released: float = 0.0
+    """Of what a pipeline's stage keeps under `none`, what only the input gradient reads."""
 
 
 def block_activations(
@@ -203,25 +207,33 @@ def block_activations(
     whole = everything * item + statistics
     entry = part * item
     # Of the residual stream and of a branch; of the widest operation, on both of its sides.
-    ends = (shape.hidden if one else stream for one in spread)
+    ends = [shape.hidden if one else stream for one in spread]
     gradients = (part + max(end + 2 * middle for end, middle in zip(ends, wide, strict=True))) * item
     if sequence_parallel and policy == "none":
         gradients += stream * item  # gathered again
+    # Inputs of the norms; gradients of what both halves add to the stream, before and after they are gathered again.
+    split = 2 * part if sequence_parallel and shape.bias else 0.0
+    products = (
+        2 * part + sum(ends) + split + shape.qkv_width / attention + width + (1 + gates) * shape.ffn / mlp
+    ) * item
+    # Queries and keys with positions are handed over beside what they were made of.
+    rotated = (shape.heads + shape.kv_heads) * shape.head_dim / attention if shape.positions == "rope" else 0.0
     if policy == "none":
         shown = (4 if shape.norm == "rmsnorm" else 2) * part - 2 * part + read * (2 - sum(spread))
-        shown += shape.ffn / mlp if shape.mlp == "gelu" else 0.0
-        return Block(entry, whole, gradients, shown=shown * item)
+        shown += shape.ffn / mlp - rotated
+        released = (shape.qkv_width / attention + rotated) * item + statistics
+        return Block(entry, whole, gradients, shown=shown * item, waiting=products, released=released)
     if policy == "full":
-        return Block(entry, entry, whole + gradients, whole)
-    if policy == "offload":
-        return Block(entry, 0.0, whole + gradients + 2 * entry, whole, entry)  # two inputs are under way
+        return Block(entry, entry, whole + gradients, whole, waiting=products)
+    if policy == "offload":  # two inputs are under way
+        return Block(entry, 0.0, whole + gradients + 2 * entry, whole, entry, waiting=products)
     if policy == "dots":
         matmuls = sum(wide) + (shape.hidden if inner.attention else stream)  # the latter before it is reduced
     else:
         kept = (shape.hidden if one else middle for one, middle in zip(spread, wide, strict=True))
         matmuls = (sum(kept) if x > 1 else 0.0) + (part if y > 1 or inner.attention else 0.0)
     again = whole - matmuls * item
-    return Block(entry, entry + matmuls * item, again + gradients, again)
+    return Block(entry, entry + matmuls * item, again + gradients, again, waiting=products)
 
 
 def head_activations(shape: ModelShape, x: int, y: int, item: int) -> float:

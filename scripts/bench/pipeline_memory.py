@@ -11,10 +11,12 @@ from axonn_jax.memory.precision import precisions
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.pipeline.build import plan
+from axonn_jax.pipeline.held import held_pair, most_between_tasks
+from axonn_jax.pipeline.rank import Rank
 from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import Stage
 from axonn_jax.pipeline.trace import Work
-from axonn_jax.schedule.policies import backwards, joins, live_bound, may_split
+from axonn_jax.schedule.policies import backwards, joins, may_split
 from axonn_jax.tensor.params import take_apart
 from axonn_jax.train.check import check_pipeline
 from axonn_jax.train.config import PipelineConfig
@@ -25,7 +27,7 @@ def measure_pipeline(
 ) -> tuple[int, int]:
     """Bytes of weights and moments, and of all else at its most, at the place of the pipe that needs the most.
 
-    All else are sums of gradients and, while tasks run, what microbatches in flight keep and the largest program's
+    All else are sums of gradients and, while tasks run, what the place holds between them and the largest program's
     temporaries and results; behind the last task, the reduction's.
     """
     grid, dtypes = build_grid(sizes, jax.devices()[: sizes.devices]), precisions("fp32")
@@ -43,14 +45,17 @@ def measure_pipeline(
             joins=joins(config.policy, layout),
         )
         sums = sum(_bytes(one) for one in stage.sums.values())
-        arrived = 0 if stage.first else _bytes(stage.x)
-        kept = stage.bytes_kept() // sizes.stage_devices
-        live = live_bound(config.policy, layout, place, config.in_flight, config.split_backward)
-        # While the first program of a microbatch runs, one less is kept; what it hands over takes its place.
-        own = kept // len(stage.programs)  # of the group that runs; others' of this microbatch are kept
-        tasks = max(_beside(one) - (own if name[0] == "F" else 0) for g in stage.programs for name, one in g.items())
+        rank = Rank(place, {place: stage})
+        held = most_between_tasks(rank, layout, config.policy, config.in_flight, config.split_backward)
+        pair, groups = held_pair(stage), stage.programs
+        # What a program hands over takes the place of what is counted of its microbatch already.
+        tasks = 0
+        for programs, kept in zip(groups, stage.kept_by_group(), strict=True):
+            own = kept // sizes.stage_devices
+            counted = {"F": own, "FI": own, "I": max(0, pair.waiting - pair.forward) // len(groups)}
+            tasks = max(tasks, *(_beside(one) - counted.get(name, 0) for name, one in programs.items()))
         reduction = Reduction([stage], stage.parts.specs, bucket=bucket, borrowed=frozenset())
-        found.append((2 * sums + sums, sums + max(live * (kept + arrived) + tasks, _beside(reduction.reduce))))
+        found.append((2 * sums + sums, sums + max(held + int(tasks), _beside(reduction.reduce))))
     return max(found, key=sum)
 
 

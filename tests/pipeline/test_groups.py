@@ -10,10 +10,10 @@ from flax import nnx
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
-from axonn_jax.models.pieces import Piece, transformer_pieces
+from axonn_jax.models.pieces import transformer_pieces
 from axonn_jax.pipeline.build import plan
-from axonn_jax.pipeline.groups import SIZES, group_ranges
 from axonn_jax.pipeline.trace import Work
+from axonn_jax.schedule.groups import group_count, group_ranges, group_size
 from axonn_jax.schedule.tasks import Layout
 from axonn_jax.tensor.params import shapes_of, take_apart
 
@@ -85,8 +85,13 @@ def test_layers_have_their_own_activation_policy_only_in_a_stage_that_is_whole()
     ],
 )
 def test_groups_of_a_stage(kinds, sizes):
-    pieces = [Piece(str(i), 0, 0, f"layers.{i}", "" if kind in "eh" else kind) for i, kind in enumerate(kinds)]
-    found = group_ranges(pieces, range(len(pieces)))
+    found = group_ranges(["" if kind in "eh" else kind for kind in kinds], range(len(kinds)))
     assert [len(group) for group in found] == sizes
-    assert [i for group in found for i in group] == list(range(len(pieces)))
-    assert max(SIZES) == 4
+    assert [i for group in found for i in group] == list(range(len(kinds)))
+
+
+@pytest.mark.parametrize("halves", range(2, 40))
+def test_counts_are_those_of_the_groups(halves):
+    groups = group_ranges(list("am" * 20), range(halves))
+    assert group_count(halves / 2) == len(groups)
+    assert max(map(len, groups)) == (halves if halves < 10 else 2 * group_size(halves // 2))

@@ -191,11 +191,28 @@ def test_a_pipeline_computes_a_virtual_stage_again_as_a_whole():
 def test_a_pipeline_keeps_what_no_elementwise_operation_gives():
     """Of a block two inputs of norms, QKV (3), attention's result and the MLP's width (4); not what GELU gives."""
     shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
-    footprint = Footprint(replace(JOB, batch=128))
+    footprint = Footprint(replace(JOB, batch=128, policy="1f1b"))
     one = footprint.memory(Choice(GridShape(pipe=4), 64))
     block, blocks = block_activations(shape, 1, 1, 2, "none"), footprint.loads(4)[0].blocks
     kept = 4 * blocks * (10 * 2 * shape.hidden + 4 * shape.heads)
     assert one.activations == pytest.approx(tokens * (kept + 6 * 2 * shape.hidden + block.working))
+
+
+@pytest.mark.parametrize(("policy", "live", "late"), [("message", 4, 4), ("zero-bubble", 4, 2), ("1f1b", 3, 0)])
+def test_a_weight_gradient_that_waits_keeps_both_operands_of_its_products(policy, live, late):
+    """Of a block at the second of four places 16 streams for 10, beside what 1F1B keeps; at the first nothing more."""
+    shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
+    choice, footprint = Choice(GridShape(pipe=4), 64), Footprint(replace(JOB, batch=128, policy=policy))
+    block = block_activations(shape, 1, 1, 2, "none")
+    assert block.waiting == 16 * 2 * shape.hidden
+    first, second = footprint.loads(4)[:2]
+    assert (footprint._live(choice, 1), footprint._late(choice, 1)) == (live, late)
+    one = second.blocks * (10 * 2 * shape.hidden + 4 * shape.heads)
+    kept = live * one + late * (second.blocks * block.waiting - one)
+    working = block.working + 6 * 2 * shape.hidden + (second.blocks * block.released if late else 0)
+    assert footprint._memory(choice, second).activations == pytest.approx(tokens * (kept + working))
+    whole = 4 * first.blocks * (10 * 2 * shape.hidden + 4 * shape.heads) + 6 * 2 * shape.hidden + block.working
+    assert footprint._memory(choice, first).activations == pytest.approx(tokens * whole)
 
 
 def test_a_stage_gathers_again_whatever_it_keeps():
