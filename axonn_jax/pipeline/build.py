@@ -10,6 +10,7 @@ from axonn_jax.channels.base import Ports
 from axonn_jax.channels.choose import open_channel
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
+from axonn_jax.memory.account import unused
 from axonn_jax.memory.policies import read_policies
 from axonn_jax.models.pieces import Piece
 from axonn_jax.pipeline.connect import Links
@@ -120,6 +121,8 @@ class Pipe:
             if layout.rank_of(stage) in grid.meshes and form is not None:
                 arriving[stage] = form
         self._ports, self._layout, self._links, self._channel = Ports(arriving, layout.stages), layout, links, channel
+        self.room: dict[int, int] = {}
+        """By place, microbatches for which there is memory beside those of 1F1B; known once a step has run."""
         self.open()
 
     def open(self) -> None:
@@ -131,6 +134,14 @@ class Pipe:
     def losses(self) -> dict[int, jax.Array]:
         """The mean loss of the step that has run, at the last place if it is here."""
         return {place: mean(rank.losses) for place, rank in self.ranks.items() if (mean := self.reductions[place].mean)}
+
+    def find_room(self, processes: int) -> None:
+        """Fills `room`, the first time: half of what a device of each place has never used is for more microbatches."""
+        for place, rank in self.ranks.items() if not self.room else ():
+            kept = sum(stage.bytes_kept() for stage in rank.stages.values())
+            inputs = [stage.x for stage in rank.stages.values()]
+            kept += sum(x.size * x.dtype.itemsize for x in inputs if x is not None)
+            self.room[place] = unused(rank.mesh, processes) * rank.mesh.size // (2 * max(1, kept))
 
     def bytes_kept(self) -> int:
         """Bytes of activations that one microbatch keeps between forward and backward, of the stages here."""

@@ -237,8 +237,9 @@ def test_where_a_pipeline_computes_again_its_backwards_are_whole():
     assert not JOB.splits("full")
     assert replace(JOB, policy="zero-bubble").splits("full")
     assert not replace(JOB, split=False).splits("none")
-    live = [Footprint(JOB)._live(Choice(GridShape(pipe=4), 16, policy), 3) for policy in ("none", "full")]
-    assert live == [4, 1]
+    for in_flight, bounds in ((4, [4, 1]), (0, [6, 3])):
+        choices = [Choice(GridShape(pipe=4), 16, policy, in_flight=in_flight) for policy in ("none", "full")]
+        assert [Footprint(JOB).live(choice, 3) for choice in choices] == bounds
 
 
 def test_stages_hold_the_whole_model():
