@@ -176,16 +176,19 @@ def test_a_long_pipeline_is_told_from_two_shorter_ones():
     assert refine(model, model.estimate(choice)).step_s == pytest.approx(whole, rel=0.01)
 
 
-def test_a_pipeline_computes_a_virtual_stage_again_as_a_whole():
-    """The backward program has all of a stage's activations at once; a microbatch in flight keeps the input alone."""
+def test_a_pipeline_computes_a_group_of_layers_again_as_a_whole():
+    """The backward program has all of a group's activations at once; a microbatch in flight keeps groups' inputs alone.
+
+    Six and a half blocks of a stage are groups of three, three and a half behind the embedding; half of them are one.
+    """
     shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
     whole = block_activations(shape, 1, 1, 2, "none")
     footprint = Footprint(replace(JOB, batch=128))
-    for stages, pairs in ((1, 4), (2, 11)):  # (stage, microbatch) pairs alive at once
+    assert footprint.loads(4)[0].blocks == 6.5
+    for stages, blocks, inputs in ((1, 3, 6 * 3), (2, 3.25, 11)):  # (stage, microbatch) pairs alive at once, groups each
         one = footprint.memory(Choice(GridShape(pipe=4), 64, "full", stages))
-        blocks = footprint.loads(4)[0].blocks / stages
-        inputs = 0 if stages == 1 else pairs * whole.entry  # the first stage has tokens alone
-        assert one.activations == pytest.approx(tokens * (blocks * whole.kept + whole.working + inputs))
+        again = blocks * whole.kept + whole.working
+        assert one.activations == pytest.approx(tokens * (again + inputs * whole.entry))
 
 
 def test_a_pipeline_keeps_what_no_elementwise_operation_gives():
@@ -202,14 +205,14 @@ def test_a_pipeline_keeps_what_no_elementwise_operation_gives():
 def test_a_weight_gradient_that_waits_keeps_both_operands_of_its_products(policy, live, late):
     """Of a block at the second of four places 16 streams for 10, beside what 1F1B keeps; at the first nothing more."""
     shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
-    choice, footprint = Choice(GridShape(pipe=4), 64), Footprint(replace(JOB, batch=128, policy=policy))
+    choice, footprint = Choice(GridShape(pipe=4), 64, in_flight=4), Footprint(replace(JOB, batch=128, policy=policy))
     block = block_activations(shape, 1, 1, 2, "none")
     assert block.waiting == 16 * 2 * shape.hidden
     first, second = footprint.loads(4)[:2]
-    assert (footprint._live(choice, 1), footprint._late(choice, 1)) == (live, late)
+    assert (footprint.live(choice, 1), footprint._late(choice, 1)) == (live, late)
     one = second.blocks * (10 * 2 * shape.hidden + 4 * shape.heads)
     kept = live * one + late * (second.blocks * block.waiting - one)
-    working = block.working + 6 * 2 * shape.hidden + (second.blocks * block.released if late else 0)
+    working = block.working + 6 * 2 * shape.hidden + (3 * block.released if late else 0)  # of a group of layers
     assert footprint._memory(choice, second).activations == pytest.approx(tokens * (kept + working))
     whole = 4 * first.blocks * (10 * 2 * shape.hidden + 4 * shape.heads) + 6 * 2 * shape.hidden + block.working
     assert footprint._memory(choice, first).activations == pytest.approx(tokens * whole)
