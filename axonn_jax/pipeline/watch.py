@@ -22,11 +22,10 @@ from axonn_jax.schedule.tasks import Layout
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-PATIENCE = 10
-"""Times `stall_timeout` that a process may compile, save or handle a signal without anything moving.
+PATIENCE_S, PATIENCE = 1200.0, 10
+"""Seconds, or times `stall_timeout` if that is more, that compiling or saving may take without a sign.
 
-The longest of these without a sign is one program's compilation or one checkpoint's writing; minutes are usual for
-large stages and slow disks, and more than the default's twenty is a hang.
+One stage's programs or one checkpoint take minutes where stages are large and disks slow; after twenty it is a hang.
 """
 _BEAT_S = 0.5
 _ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
@@ -83,15 +82,16 @@ class Watch:
 
     def _check(self) -> None:
         """Ends a process that has waited too long: in a step since anything moved anywhere, else since it moved."""
-        patient, now = self._patient(), time.monotonic()
-        if patient:
-            quiet, allowed = now - max(self._status.since, self._signalled), PATIENCE * self._timeout
+        now = time.monotonic()
+        if self._patient():
+            quiet = now - max(self._status.since, self._signalled)
+            allowed, setting = max(PATIENCE_S, PATIENCE * self._timeout), "the longest time without a sign"
         elif self._status.phase == "in a step":
-            quiet, allowed = now - self._moved_anywhere(), self._timeout
+            quiet = now - self._moved_anywhere()
+            allowed, setting = self._timeout, "pipeline.stall_timeout"
         else:
             return
         if quiet > allowed:
-            setting = f"{PATIENCE} x pipeline.stall_timeout" if patient else "pipeline.stall_timeout"
             _end(f"error: pipeline stalled: {self._story(now - self._status.since)} ({setting} = {allowed:g})", 1)
 
     def _patient(self) -> bool:

@@ -3,6 +3,7 @@
 The handler is set before `ax.init` or after the trainer is made (WHEN), and saves for so many seconds.
 """
 
+import faulthandler
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ rank = 0
 
 
 def save_and_end(number, _):
+    faulthandler.dump_traceback_later(40)  # where it hangs, should it not end
     print(f"handler of rank {rank} begins", file=sys.stderr, flush=True)
     with open(folder / f"saved-{rank}", "w") as file:
         for _ in range(20):
