@@ -202,13 +202,13 @@ def test_a_pipeline_keeps_what_no_elementwise_operation_gives():
 
 @pytest.mark.parametrize(("policy", "waits"), [("message", None), ("zero-bubble", 2), ("1f1b", 0)])
 def test_a_weight_gradient_that_waits_keeps_both_operands_of_its_products(policy, waits):
-    """Of a block at the second of four places 16 streams for 10, beside what 1F1B keeps; at the first nothing more."""
+    """Of a block at the second of eight places 16 streams for 10, beside what 1F1B keeps; at the first nothing more."""
     shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
-    choice, footprint = Choice(GridShape(pipe=4), 64), Footprint(replace(JOB, batch=128, policy=policy))
+    choice, footprint = Choice(GridShape(pipe=8), 64), Footprint(replace(JOB, batch=128, policy=policy))
     block = block_activations(shape, 1, 1, 2, "none")
     assert block.waiting == 16 * 2 * shape.hidden
-    first, second = footprint.loads(4)[:2]
-    before, live = (live_bound(policy, Layout(4, 64), place) for place in (0, 1))
+    first, second = footprint.loads(8)[:2]
+    before, live = (live_bound(policy, Layout(8, 64), place) for place in (0, 1))
     late = live if waits is None else waits
     one = second.blocks * (10 * 2 * shape.hidden + 4 * shape.heads)
     kept = live * one + late * (second.blocks * block.waiting - one)
