@@ -159,6 +159,7 @@ def _config(job: Job, one: Estimate) -> dict[str, Any]:
         "microbatch": choice.sequences(job.batch),
         "microbatches": choice.microbatches,
         "virtual_stages": choice.virtual_stages,
+        "in_flight": planning.in_flight(job, choice),
         "activations": choice.activations,
         "gather": choice.gather,
         "offload": "optimizer" if choice.offload else "none",

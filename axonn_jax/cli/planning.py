@@ -16,7 +16,8 @@ from axonn_jax.planner.job import Choice, Job
 from axonn_jax.planner.machine import Machine
 from axonn_jax.planner.memory import Precision
 from axonn_jax.planner.tasks import Switches
-from axonn_jax.schedule.policies import Policy
+from axonn_jax.schedule.policies import Policy, default_in_flight
+from axonn_jax.schedule.tasks import Layout
 
 _TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20}
 _BYTES = {"": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10**12}
@@ -156,7 +157,14 @@ def command(model: str, job: Job, choice: Choice, seq: int | None) -> str:
     if grid.pipe > 1:
         words.append(f"--pipeline.policy {job.policy}")
         words += [f"--pipeline.virtual_stages {choice.virtual_stages}"] if choice.virtual_stages > 1 else []
+        words += [f"--pipeline.in_flight {choice.in_flight}"] if choice.in_flight else []
     return " ".join(word for word in words if word)
+
+
+def in_flight(job: Job, choice: Choice) -> int:
+    """Microbatches that the message-driven policy has in flight; 0 under another."""
+    layout = Layout(choice.grid.pipe, choice.microbatches, choice.virtual_stages)
+    return (choice.in_flight or default_in_flight(layout)) if job.policy == "message" and layout.pipe > 1 else 0
 
 
 def positive(flag: str, value: int | None) -> None:

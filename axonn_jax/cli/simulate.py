@@ -124,7 +124,7 @@ def run(args: Simulate) -> int:
     )
     split = job.splits(estimate.choice.activations)
     count = min(args.replicas, grid.data) if args.jitter else 1
-    outcomes = [disturbed(times, job.policy, split, by, replica) for replica in range(count)]
+    outcomes = [disturbed(times, job.policy, split, by, replica, estimate.choice.in_flight) for replica in range(count)]
     slowest = max(outcomes, key=lambda one: (not one.finished, one.simulation.makespan))
     if args.png is not None:
         from axonn_jax.planner.picture import draw_timeline
@@ -191,6 +191,7 @@ def _figures(
         "microbatch": choice.sequences(job.batch),
         "virtual_stages": choice.virtual_stages,
         "activations": choice.activations,
+        "in_flight": planning.in_flight(job, choice),
         "policy": job.policy,
         "finished": slowest.finished,
         "step_s": step,

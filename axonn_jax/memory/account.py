@@ -1,8 +1,10 @@
 """Where the bytes of a model's state lie: by formula, and counted among arrays."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -79,6 +81,22 @@ def counted(arrays: Iterable[Any], device: jax.Device) -> dict[str, int]:
         where = "host" if array.sharding.memory_kind == HOST else "device"
         found[where] += sum(shard.data.nbytes for shard in array.addressable_shards if shard.device == device)
     return found
+
+
+def unused(mesh: Mesh, processes: int) -> int:
+    """Bytes that a device of this process has never had in use; 0 where that is not known.
+
+    Where a device has no memory of its own, its share of what the host has available: that of each of the run's
+    processes, as if all were on this host.
+    """
+    stats = mesh.local_devices[0].memory_stats() or {}
+    if "bytes_limit" in stats and "peak_bytes_in_use" in stats:
+        return max(0, stats["bytes_limit"] - stats["peak_bytes_in_use"])
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        found = None
+    return 0 if found is None else int(found[1]) * 1024 // (processes * jax.local_device_count())
 
 
 def report(planned: StateBytes, found: Mapping[str, int], mesh: Mesh, program: Any = None) -> dict[str, Any]:

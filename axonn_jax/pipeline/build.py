@@ -8,6 +8,7 @@ from axonn_jax.channels.base import Ports
 from axonn_jax.channels.choose import open_channel
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
+from axonn_jax.memory.account import unused
 from axonn_jax.pipeline.connect import Links
 from axonn_jax.pipeline.executor import Executor
 from axonn_jax.pipeline.rank import Rank
@@ -97,10 +98,20 @@ class Pipe:
                 arriving[stage] = form
         carrier = open_channel(channel, Ports(arriving, layout.stages), links.pipe, layout.rank_of)
         self.executor = Executor(self.ranks, layout, carrier, links.status, links.recorder, links.orders)
+        self.room: dict[int, int] = {}
+        """By place, microbatches for which there is memory beside those of 1F1B; known once a step has run."""
 
     def losses(self) -> dict[int, jax.Array]:
         """The mean loss of the step that has run, at the last place if it is here."""
         return {place: mean(rank.losses) for place, rank in self.ranks.items() if (mean := self.reductions[place].mean)}
+
+    def find_room(self, processes: int) -> None:
+        """Fills `room`, the first time: half of what a device of each place has never used is for more microbatches."""
+        for place, rank in self.ranks.items() if not self.room else ():
+            kept = sum(stage.bytes_kept() for stage in rank.stages.values())
+            inputs = [stage.stretch.x for stage in rank.stages.values()]
+            kept += sum(x.size * x.dtype.itemsize for x in inputs if x is not None)
+            self.room[place] = unused(rank.mesh, processes) * rank.mesh.size // (2 * max(1, kept))
 
     def bytes_kept(self) -> int:
         """Bytes of activations that one microbatch keeps between forward and backward, of the stages here."""

@@ -20,6 +20,9 @@ Parts = list[tuple[Part, float, Times]]
 Stages = tuple[tuple[Piece, ...], list[range]]
 """Pieces of a model, and the range of them that each virtual stage holds."""
 
+_POWER = 8
+"""How sharply a pipeline's period turns from work to messages."""
+
 
 class CostModel:
     """Predicts steps of one job; what choices have in common is worked out once."""
@@ -88,9 +91,9 @@ class CostModel:
         reduced = zero * sum(line.fixed for part, line in traffic.updates(grid) if part == "block")
         return layers * (max(compute, *carried.values()) + reduced)
 
-    def pipeline_s(self, choice: Choice) -> float:
-        """Seconds from the first microbatch to the last, offload and ZeRO aside."""
-        parts = self._busiest(choice)
+    def pipeline_s(self, choice: Choice, parts: Parts | None = None) -> float:
+        """Seconds from the first microbatch to the last, offload and ZeRO aside; `parts` are of the busiest rank."""
+        parts = parts or self.busiest(choice)
         busy = choice.microbatches * (sum(count * times.total for _, count, times in parts) + self._programs(choice))
         wait, messages = self._waits(choice, parts)
         return busy + wait + messages + sum(seconds for _, seconds in self._once_for_all(choice, parts))
@@ -111,7 +114,7 @@ class CostModel:
         the optimizer. The bubble is `(pipe - 1)` times a virtual stage's `F + I - W` where weight gradients are
         tasks of their own, else its `F + B`; a message there and back for every stage comes on top.
         """
-        parts, load, place = self._busiest(choice), self._largest(choice.grid), choice.place
+        parts, load, place = self.busiest(choice), self._largest(choice.grid), choice.place
         exposed, hidden = dict[str, float](), dict[str, float]()
 
         def add(sums: dict[str, float], axis: str, seconds: float) -> None:
@@ -150,7 +153,8 @@ class CostModel:
         tasks = 3 if self.job.splits(choice.activations) else 2
         return choice.virtual_stages * tasks * self.job.machine.device.program_s if choice.grid.pipe > 1 else 0.0
 
-    def _busiest(self, choice: Choice) -> Parts:
+    def busiest(self, choice: Choice) -> Parts:
+        """The parts of the busiest rank, whatever is in flight."""
         return max(self._ranks(choice), key=lambda parts: sum(count * times.total for _, count, times in parts))
 
     def _ranks(self, choice: Choice) -> list[Parts]:
@@ -177,16 +181,42 @@ class CostModel:
         return max(self.footprint.loads(grid.pipe), key=lambda load: self.footprint.params(grid, load))
 
     def _waits(self, choice: Choice, parts: Parts) -> tuple[float, float]:
-        """Seconds of the bubble, and of the messages that fill and drain the pipeline."""
-        pipe = choice.grid.pipe
+        """Seconds of the bubble, and of waits for messages.
+
+        These are the messages that fill and drain the pipeline (weight gradients run while it drains), and what every
+        microbatch takes longer where those in flight are back too late for a rank to be always at work.
+        """
+        pipe, stages = choice.grid.pipe, choice.virtual_stages
         if pipe == 1:
             return 0.0, 0.0
         forward = sum(count * times.forward for _, count, times in parts)
         inputs = sum(count * times.inputs for _, count, times in parts)
         weights = sum(count * times.weights for _, count, times in parts)
-        split = self.job.splits(choice.activations)
-        unit = forward + max(0.0, inputs - weights) if split else forward + inputs + weights
-        return (pipe - 1) * unit / choice.virtual_stages, 2 * (pipe - 1) * self.message(choice)
+        split, message = self.job.splits(choice.activations), self.message(choice)
+        work = forward + inputs + weights
+        unit = forward + max(0.0, inputs - weights) if split else work
+        way = forward + inputs if split else work
+        kept = pipe * way + 2 * (pipe * stages - 1) * message + (weights / stages if split else 0.0)
+        late = self._period(choice, work, kept) - work
+        messages = (pipe - 1) * (1 if split else 2) * message
+        return (pipe - 1) * unit / stages, messages + choice.microbatches * late
+
+    def _period(self, choice: Choice, work: float, kept: float) -> float:
+        """Seconds from one microbatch to the next where each takes a rank `work` and is kept for `kept`.
+
+        No less than either `work` or `kept` over the microbatches in flight; where both are about as long it is more,
+        since a rank is often in the middle of a task when a message comes. The power is fitted to simulations.
+        """
+        pipe, stages = choice.grid.pipe, choice.virtual_stages
+        # Of a rank's stages the deepest is left first: on average a microbatch keeps (V + 1) / 2 activations.
+        room = self.footprint.live(choice, 0) * 2 * stages / (stages + 1)
+        if self.job.policy == "message" and stages > 1:
+            room = min(room, choice.in_flight or 2 * pipe)
+        if choice.microbatches <= room:
+            return work
+        if room <= pipe and stages == 1 and not self.job.splits(choice.activations):
+            return max(work, kept / room)  # as regular as 1F1B
+        return float((work**_POWER + (kept / room) ** _POWER) ** (1 / _POWER))
 
     def _once_for_all(self, choice: Choice, parts: Parts) -> Iterator[tuple[str, float]]:
         """Seconds by axis of what all microbatches share over `z`.

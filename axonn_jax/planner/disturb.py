@@ -72,7 +72,9 @@ class Outcome:
     """When the last task ended."""
 
 
-def run(times: StageTimes, policy: Policy, split: bool, by: Disturbance, replica: int = 0) -> Outcome:
+def run(
+    times: StageTimes, policy: Policy, split: bool, by: Disturbance, replica: int = 0, in_flight: int = 0
+) -> Outcome:
     """One pipeline's step under a disturbance; replicas differ in their jitter."""
     by.check(times.layout.pipe)
     layout = times.layout
@@ -91,7 +93,7 @@ def run(times: StageTimes, policy: Policy, split: bool, by: Disturbance, replica
             seconds *= factor(by.jitter, by.members, by.seed, replica, way, message.stage, message.microbatch)
         return seconds
 
-    healthy = simulate(layout, policy, task_time=task_time, message_time=message_time, split=split)
+    healthy = simulate(layout, policy, task_time=task_time, message_time=message_time, in_flight=in_flight, split=split)
     if not by.failed:
         return Outcome(healthy, True, healthy.makespan)
     # Until it fails a rank does what it would have done anyway: the task that it does not finish is known.
@@ -103,6 +105,7 @@ def run(times: StageTimes, policy: Policy, split: bool, by: Disturbance, replica
         policy,
         task_time=lambda task: inf if task in lost else task_time(task),
         message_time=message_time,
+        in_flight=in_flight,
         split=split,
     )
     ended = [span for span in broken.spans if span.end < inf]

@@ -18,6 +18,10 @@ def explain(job: Job, plan: Plan, one: Estimate) -> list[str]:
             f"{choice.microbatches} microbatches keep the bubble of {grid.pipe} stages at {one.bubble:.1%}"
             + (f" with {choice.virtual_stages} virtual stages each." if choice.virtual_stages > 1 else ".")
         )
+    if choice.in_flight > grid.pipe:
+        said.append(f"{choice.in_flight} microbatches in flight cover the time of messages.")
+    elif choice.in_flight:
+        said.append(f"There is memory for {choice.in_flight} microbatches in flight, fewer than by default.")
     if choice.activations != "none":
         said.append(_recomputed(choice.activations))
     if choice.gather != "layer":

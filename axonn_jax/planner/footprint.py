@@ -53,7 +53,7 @@ class Footprint:
         self._loads: dict[int, tuple[Load, ...]] = {}
         self._states: dict[GridShape, dict[tuple[int, Place], State]] = {}
         self._blocks: dict[tuple[int, int, str, Inner], tuple[formulas.Block, float]] = {}
-        self._bounds: dict[tuple[int, int, int, int, bool], float] = {}
+        self._bounds: dict[tuple[int, int, int, int, int, bool], float] = {}
 
     def loads(self, pipe: int) -> tuple[Load, ...]:
         """The ranks that matter: the first, one between, and the last; the fullest and the busiest are among them."""
@@ -213,7 +213,7 @@ class Footprint:
         if choice.grid.pipe == 1:
             kept = load.blocks * block.kept
             return tokens * kept, tokens * block.working, tokens * head, tokens * load.blocks * block.host
-        live, stages = self._live(choice, load.rank), choice.virtual_stages
+        live, stages = self.live(choice, load.rank), choice.virtual_stages
         if choice.activations == "none":
             kept, working = live * load.blocks * (block.kept - block.shown), block.working + block.shown
             kept += (live - 1.0) * self.job.shape.vocab / choice.grid.y * _FP32 if load.last else 0.0  # exponentials
@@ -238,14 +238,14 @@ class Footprint:
             self._blocks[key] = block, formulas.head_activations(job.shape, *where)
         return self._blocks[key]
 
-    def _live(self, choice: Choice, rank: int) -> float:
+    def live(self, choice: Choice, rank: int) -> float:
         """Microbatches whose activations a rank keeps at once."""
         if choice.grid.pipe == 1:
             return 1.0
         split = self.job.splits(choice.activations)
-        key = (choice.grid.pipe, choice.microbatches, choice.virtual_stages, rank, split)
+        key = (choice.grid.pipe, choice.microbatches, choice.virtual_stages, rank, choice.in_flight, split)
         if key not in self._bounds:
-            bound = live_bound(self.job.policy, Layout(*key[:3]), rank, 0, split)
+            bound = live_bound(self.job.policy, Layout(*key[:3]), rank, choice.in_flight, split)
             self._bounds[key] = bound / choice.virtual_stages
         return self._bounds[key]
 

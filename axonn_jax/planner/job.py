@@ -72,6 +72,8 @@ class Choice:
     zero: int = 0
     gather: Gather = "layer"
     """How long gathered weights live."""
+    in_flight: int = 0
+    """Microbatches in a pipeline at once (policy message), 0 for the default."""
 
     @property
     def once(self) -> bool:

@@ -69,6 +69,7 @@ def run(model: CostModel, times: StageTimes, choice: Choice) -> Simulation:
         model.job.policy,
         task_time=times.task,
         message_time=times.carried,
+        in_flight=choice.in_flight,
         split=model.job.splits(choice.activations),
     )
 

@@ -16,8 +16,10 @@ from axonn_jax.planner.space import Space, legal_grids, microbatch_sizes, pieces
 
 TIE = 0.01
 """Times closer than this are a tie."""
-_SIMULATED_TASKS = 30_000
+_SIMULATED_TASKS = 50_000
 """Tasks of pipelines that are simulated in a search: a few tenths of a second."""
+_GAIN = 0.998
+"""More microbatches in flight must make the closed form shorter by this factor to be worth their memory."""
 _HORIZON = 1.1
 """Grids that cannot come closer to the best than this are left out once there are enough others."""
 _ENOUGH = 25
@@ -108,33 +110,74 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
     if not fits:
         raise _nothing(devices, rejected)
     fits.sort(key=lambda one: one.order)
-    best_of = _refined(model, fits)
+    best_of = _refined(model, fits, limit)
     by_grid: dict[GridShape, Estimate] = {}
     for estimate in best_of:
         by_grid.setdefault(estimate.choice.grid, estimate)
     return Plan(list(by_grid.values()), _pareto(model, fits, best_of), rejected, examined)
 
 
-def _refined(model: CostModel, fits: Sequence[_Priced]) -> list[Estimate]:
-    """The best of each grid and number of virtual stages, pipelines simulated by their dispatchers, fastest first.
+def _refined(model: CostModel, fits: Sequence[_Priced], limit: float) -> list[Estimate]:
+    """The best of each grid and number of virtual stages, fastest first.
 
-    The closed form takes virtual stages for equally long, which they are not where a model's pieces do not divide
-    evenly: several of them count only once simulated.
+    Pipelines that may be among the best are simulated by their dispatchers. The closed form takes virtual stages for
+    equally long, which they are not where a model's pieces do not divide evenly: several of them count only once
+    simulated.
     """
     kept: dict[tuple[GridShape, int], Choice] = {}
     for one in fits:
         key = (one.base.grid, one.base.virtual_stages)
         if key not in kept:
             kept[key] = one.choice
-    found, left = [], _SIMULATED_TASKS
+    found, left, best = list[Estimate](), _SIMULATED_TASKS, float("inf")
     for choice in list(kept.values())[: 2 * _ENOUGH]:
-        estimate, tasks = model.estimate(choice), tasks_to_refine(choice)
-        if 0 < tasks <= left:
-            left -= tasks
-            estimate = refine(model, estimate)
+        estimate = model.estimate(choice)
+        near = choice.grid.pipe > 1 and estimate.step_s <= _HORIZON * best
+        if near and (tasks_to_refine(choice) <= left or not found):
+            estimate, spent = _deepened(model, estimate, limit, left)
+            left -= spent
         if estimate.simulated or choice.virtual_stages == 1:
             found.append(estimate)
+            best = min(best, estimate.step_s)
     return sorted(found, key=lambda one: one.step_s)
+
+
+def _deepened(model: CostModel, one: Estimate, limit: float, left: int) -> tuple[Estimate, int]:
+    """A pipeline simulated, and the tasks that took.
+
+    The default is in flight, fewer only where memory asks for it, and more where there is memory for them and the step
+    becomes shorter by more than a tie.
+    """
+    fitting = [choice for choice in _depths(model.job, one.choice) if _fits(model, choice, limit)]
+    if len(fitting) > 1 and fitting[0].in_flight:
+        del fitting[0]
+    found, spent = one, 0
+    for choice in fitting:
+        if found.simulated and spent + tasks_to_refine(choice) > left:
+            break
+        estimate = refine(model, model.estimate(choice))
+        spent += tasks_to_refine(choice)
+        if found.simulated and estimate.step_s > found.step_s * (1 - TIE):
+            break
+        found = estimate
+        if found.bubble + found.exposed["pipe"] / found.step_s < 2 * TIE:
+            break
+    return found, spent
+
+
+def _depths(job: Job, base: Choice) -> Iterator[Choice]:
+    """A choice with as many microbatches in flight as may be worth it, fewest first: 1F1B's with one stage a rank."""
+    pipe = base.grid.pipe
+    if pipe == 1 or job.policy != "message":
+        yield base
+        return
+    for in_flight in (pipe, 0, 2 * pipe, 3 * pipe)[base.virtual_stages > 1 :]:
+        yield replace(base, in_flight=in_flight)
+
+
+def _fits(model: CostModel, choice: Choice, limit: float) -> bool:
+    (device, host), *_ = model.footprint.totals(choice, [choice.place])
+    return device <= limit and _host_fits(model.job, host, choice.grid)
 
 
 def _pareto(model: CostModel, fits: Sequence[_Priced], refined: Sequence[Estimate]) -> list[Estimate]:
@@ -160,12 +203,24 @@ def _price(
         kind = (base.virtual_stages, base.activations, base.gather)
         if kind in too_large and (grid.pipe > 1 or base.microbatches > 1):
             continue
-        seconds = None
-        for place, (device, host) in zip(places, model.footprint.totals(base, places), strict=True):
-            if device <= limit and _host_fits(model.job, host, grid):
-                seconds = model.pipeline_s(base) if seconds is None else seconds
-                yield _Priced(seconds + model.once_s(grid, place), device, base, place)
-        if seconds is None:
+        fastest, parts = None, None
+        for choice in _depths(model.job, base):
+            seconds = None
+            if parts is not None and fastest is not None:
+                seconds = model.pipeline_s(choice, parts)
+                if seconds > _GAIN * fastest:  # nor would still more be worth their memory
+                    break
+            fits = False
+            for place, (device, host) in zip(places, model.footprint.totals(choice, places), strict=True):
+                if device <= limit and _host_fits(model.job, host, grid):
+                    parts = parts or model.busiest(choice)
+                    seconds = model.pipeline_s(choice, parts) if seconds is None else seconds
+                    fits = True
+                    yield _Priced(seconds + model.once_s(grid, place), device, choice, place)
+            if not fits:
+                break
+            fastest = seconds
+        if fastest is None:
             too_large.add(kind)
 
 
@@ -191,7 +246,7 @@ def _leanest(model: CostModel, grid: GridShape, space: Space) -> tuple[Memory, C
     for size in {*sizes[:1], *sizes[-1:]}:
         for activations in sorted(space.activations, key=order.index)[:2]:
             base = Choice(grid, each // size, activations, virtual)
-            base = replace(base, gather=space.gathers(base)[0])
+            base = next(_depths(model.job, replace(base, gather=space.gathers(base)[0])))
             for place, (device, host) in zip(places, model.footprint.totals(base, places), strict=True):
                 found.append((not _host_fits(model.job, host, grid), device, len(found), base, place))
     if not found:

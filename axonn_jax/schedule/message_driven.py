@@ -33,9 +33,9 @@ class MessageDriven:
     but the oldest microbatch (the first with forwards left to run here) leaves room for all V activations of that one:
     those in flight of younger ones never exceed `live_bound - V`.
 
-    Known weakness: with V = 1 and messages that all take the same noticeable time, ZB-H1 is up to 6 % shorter, since
-    its order keeps weight gradients back where a backward is about to come, and a rank that goes by what has arrived
-    cannot know. A quarter more microbatches in flight make up for most of it.
+    Known weakness: with V = 1, `in_flight = P` and messages that all take the same noticeable time, ZB-H1 is up to 6 %
+    shorter, since its order keeps weight gradients back where a backward is about to come, and a rank that goes by what
+    has arrived cannot know. Half as many again in flight, the default, make up for it.
 
     It cannot deadlock. A backward is held back by nothing, a weight gradient neither.
 

@@ -34,7 +34,7 @@ from axonn_jax.pipeline.timeline import TIMELINE, Recorder, write_trace
 from axonn_jax.pipeline.trace import Work
 from axonn_jax.schedule.dispatcher import Dispatcher, Follower
 from axonn_jax.schedule.forward_only import ForwardOnly
-from axonn_jax.schedule.policies import backwards, joins, may_split
+from axonn_jax.schedule.policies import backwards, default_in_flight, joins, may_split
 from axonn_jax.state.names import State
 from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, shapes_of, take_apart
@@ -172,7 +172,7 @@ class PipelineTrainer(Trainer):
         for place, rank in pipe.ranks.items():
             key = rank.key(self._seed, self.steps_done) if self._keyed else None
             rank.begin(self.holdings[place].weights, microbatches, key, train=True, scale=scale)
-        pipe.executor.run({place: self._dispatcher(place) for place in pipe.ranks}, step)
+        pipe.executor.run({place: self._dispatcher(place, pipe) for place in pipe.ranks}, step)
         at = time.monotonic()
         status.now(running="the reduction of the gradients")
         grads = {place: pipe.reductions[place].reduce(rank.take_sums()) for place, rank in pipe.ranks.items()}
@@ -193,6 +193,7 @@ class PipelineTrainer(Trainer):
             factor = float(clip_factor(norm, self._clip)) / (scale or 1.0)
             for place, holding in self.holdings.items():
                 pipe.executor.then(place, holding.apply(grads[place], factor), "update", "optimizer", step, at)
+        pipe.find_room(self.grid.size)
         self.steps_done += 1
         status.now("between steps")
         metrics: StepMetrics = {"loss": np.float32(loss), "grad_norm": np.float32(norm)}
@@ -297,11 +298,14 @@ class PipelineTrainer(Trainer):
         )
         return plan(self.parts, self.grid, self.layout, self.ranges, work, keyed=self._keyed)
 
-    def _dispatcher(self, place: int) -> Follower:
+    def _dispatcher(self, place: int, pipe: Pipe) -> Follower:
         orders = self._links.orders
         if orders is not None and not orders.leads:
             return Follower(self.layout, place)
-        return Dispatcher(self.layout, place, self.pipeline.policy, self.pipeline.in_flight, self._split)
+        in_flight = self.pipeline.in_flight
+        if in_flight == 0 and self.layout.virtual_stages == 1:  # the first step tells how much memory there is for more
+            in_flight = min(default_in_flight(self.layout), self.layout.pipe + pipe.room.get(place, 0))
+        return Dispatcher(self.layout, place, self.pipeline.policy, in_flight, self._split)
 
 
 @jax.jit

@@ -192,7 +192,7 @@ def test_a_pipeline_keeps_what_no_elementwise_operation_gives():
     """Of a block two inputs of norms, QKV (3), attention's result and the MLP's width (4); not what GELU gives."""
     shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
     footprint = Footprint(replace(JOB, batch=128))
-    one = footprint.memory(Choice(GridShape(pipe=4), 64))
+    one = footprint.memory(Choice(GridShape(pipe=4), 64, in_flight=4))
     block, blocks = block_activations(shape, 1, 1, 2, "none"), footprint.loads(4)[0].blocks
     kept = 4 * blocks * (10 * 2 * shape.hidden + 4 * shape.heads)
     assert one.activations == pytest.approx(tokens * (kept + 6 * 2 * shape.hidden + block.working))
@@ -220,8 +220,9 @@ def test_where_a_pipeline_computes_again_its_backwards_are_whole():
     assert not JOB.splits("full")
     assert replace(JOB, policy="zero-bubble").splits("full")
     assert not replace(JOB, split=False).splits("none")
-    live = [Footprint(JOB)._live(Choice(GridShape(pipe=4), 16, policy), 3) for policy in ("none", "full")]
-    assert live == [4, 1]
+    for in_flight, bounds in ((4, [4, 1]), (0, [6, 3])):
+        choices = [Choice(GridShape(pipe=4), 16, policy, in_flight=in_flight) for policy in ("none", "full")]
+        assert [Footprint(JOB).live(choice, 3) for choice in choices] == bounds
 
 
 def test_stages_hold_the_whole_model():

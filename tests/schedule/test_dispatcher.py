@@ -33,7 +33,7 @@ def backward(stage, microbatch):
 
 
 def test_the_first_stage_injects_up_to_the_limit_and_once_after_each_backward():
-    rank = Dispatcher(Layout(3, 8), 0, "message")
+    rank = Dispatcher(Layout(3, 8), 0, "message", in_flight=3)
     assert start_all(rank) == ["F0.0", "F0.1", "F0.2"]
     assert rank.live == 3
     assert rank.waiting_for() == [backward(0, 0), backward(0, 1), backward(0, 2)]
@@ -43,21 +43,21 @@ def test_the_first_stage_injects_up_to_the_limit_and_once_after_each_backward():
 
 
 def test_the_last_backwards_are_split_and_their_weight_gradients_go_before_a_forward_that_needs_their_memory():
-    rank = Dispatcher(Layout(3, 5), 0, "message")
+    rank = Dispatcher(Layout(3, 5), 0, "message", in_flight=3)
     assert start_all(rank) == ["F0.0", "F0.1", "F0.2"]
     rank.arrived(backward(0, 2))
     assert start_all(rank) == ["I0.2", "W0.2", "F0.3"]
 
 
 def test_fused_backward():
-    rank = Dispatcher(Layout(2, 4), 0, "message", split=False)
+    rank = Dispatcher(Layout(2, 4), 0, "message", in_flight=2, split=False)
     assert start_all(rank) == ["F0.0", "F0.1"]
     rank.arrived(backward(0, 0))
     assert start_all(rank) == ["B0.0", "F0.2"]
 
 
 def test_the_last_stage_runs_a_backward_right_after_its_forward():
-    rank = Dispatcher(Layout(3, 8), 2, "message")
+    rank = Dispatcher(Layout(3, 8), 2, "message", in_flight=3)
     assert start_all(rank) == []
     for microbatch in (4, 0, 1):  # what arrives decides, in whatever order
         rank.arrived(forward(2, microbatch))
@@ -192,7 +192,7 @@ def test_bugs_of_the_caller():
         rank.arrived(forward(1, 0))
     with pytest.raises(ValueError, match=r"F1\.0 finished but is not running"):
         rank.finished(task("F1.0"))
-    with pytest.raises(ValueError, match=r"stage 0, microbatch 1, whose forward has not run"):
+    with pytest.raises(ValueError, match=r"stage 0, microbatch 1, whose forward has not started"):
         Dispatcher(Layout(2, 3), 0, "message").arrived(backward(0, 1))
     with pytest.raises(ValueError, match="nobody sends"):
         Dispatcher(Layout(2, 3), 0, "message").arrived(forward(0, 0))
@@ -200,6 +200,14 @@ def test_bugs_of_the_caller():
         Dispatcher(Layout(2, 3), 2, "message")
     with pytest.raises(ValueError, match="chooses by itself"):
         rank.tell(task("F1.1"))
+
+
+def test_by_default_half_as_many_again_as_1f1b_are_in_flight():
+    for place, forwards in ((0, 6), (1, 5), (2, 4)):
+        rank = Dispatcher(Layout(4, 16), place, "message", split=False)
+        for microbatch in range(16 if place else 0):
+            rank.arrived(forward(place, microbatch))
+        assert start_all(rank) == [f"F{place}.{microbatch}" for microbatch in range(forwards)]
 
 
 def test_a_negative_limit_is_refused():

@@ -113,9 +113,10 @@ def test_live_bounds():
     assert [live_bound("interleaved", chunks, r) for r in range(4)] == [11, 9, 7, 5]
     assert [live_bound("zero-bubble", chunks, r) for r in range(4)] == [11] * 4
     assert live_bound("gpipe", chunks, 0) == 16
-    assert [live_bound("message", layout, 0, n) for n in (0, 1, 6, 99)] == [4, 1, 6, 8]
+    assert [live_bound("message", layout, 0, n) for n in (0, 1, 4, 6, 99)] == [6, 1, 4, 6, 8]
     assert [live_bound("message", chunks, 0, n) for n in (0, 1, 6, 99)] == [11, 2, 12, 16]
-    assert [live_bound("message", layout, r, 0, split=False) for r in range(4)] == [4, 3, 2, 1]
+    assert [live_bound("message", layout, r, 0, split=False) for r in range(4)] == [6, 5, 4, 3]
+    assert [live_bound("message", layout, r, 4, split=False) for r in range(4)] == [4, 3, 2, 1]
     assert [live_bound("message", layout, r, 2, split=False) for r in range(4)] == [2, 2, 2, 1]
     assert [live_bound("message", layout, r, 5, split=False) for r in range(4)] == [5, 4, 3, 2]
     assert [live_bound("message", chunks, r, 6, split=False) for r in range(4)] == [12] * 4
@@ -123,7 +124,10 @@ def test_live_bounds():
 
 def test_in_flight_limits():
     layout = Layout(4, 8)
-    assert [in_flight_limit(layout, r) for r in range(4)] == [4, 3, 2, 1]
+    assert [in_flight_limit(layout, r) for r in range(4)] == [6, 5, 4, 3]
+    assert [in_flight_limit(layout, r, 4) for r in range(4)] == [4, 3, 2, 1]
+    assert [in_flight_limit(Layout(2, 8), r) for r in range(2)] == [3, 2]
+    assert in_flight_limit(Layout(1, 8), 0) == 1
     assert [in_flight_limit(layout, r, 6) for r in range(4)] == [6, 5, 4, 3]
     assert [in_flight_limit(layout, r, 2) for r in range(4)] == [2, 2, 2, 1]
     assert [in_flight_limit(Layout(4, 8, 2), r) for r in range(4)] == [8] * 4

@@ -14,7 +14,10 @@ from flax import nnx
 import axonn_jax as ax
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.memory.account import unused
+from axonn_jax.pipeline import build
 from axonn_jax.pipeline.timeline import last_whole_step
+from axonn_jax.train import pipelined
 from axonn_jax.train.config import PipelineConfig
 from axonn_jax.train.trainer import Trainer
 
@@ -167,6 +170,23 @@ def test_with_recomputation_only_zero_bubble_lets_weight_gradients_wait(policy, 
             ran = {span.name.removesuffix(end) for span in spans if span.rank == place and span.name.endswith(end)}
             assert ran == programs
     assert (kept[1] == 0) is (policy == "message")
+
+
+@pytest.mark.parametrize(("free", "later"), [(0, [2, 2]), (2**40, [3, 3])], ids=["full", "roomy"])
+def test_after_the_first_step_more_microbatches_are_in_flight_where_there_is_memory_for_them(monkeypatch, free, later):
+    asked, dispatcher = [], pipelined.Dispatcher
+    monkeypatch.setattr(build, "unused", lambda mesh, processes: free)
+    monkeypatch.setattr(pipelined, "Dispatcher", lambda *given: asked.append(given[3]) or dispatcher(*given))
+    made = trainer("llama", {"pipe": 2})
+    for batch in batches(LLAMA.vocab, LLAMA.seq_len + 1)[:2]:
+        made.step(batch)
+    made.close()
+    assert asked == [2, 2, *later]
+
+
+def test_what_a_device_has_never_used_is_known_here():
+    mesh = grids.lay(GridShape(pipe=2)).mesh
+    assert 0 < unused(mesh, 4) == pytest.approx(unused(mesh, 1) / 4, rel=0.5)
 
 
 def test_the_same_order_gives_the_same_bits():
