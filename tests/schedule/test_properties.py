@@ -1,4 +1,4 @@
-"""Ten thousand random steps in virtual time: none deadlocks, every task once and after its inputs, memory bounded."""
+"""Random steps of all sizes in virtual time: none deadlocks, every task once and after its inputs, memory bounded."""
 
 import random
 import subprocess
@@ -7,27 +7,28 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 import axonn_jax
 from axonn_jax.planner.simulator import drive, simulate
 from axonn_jax.schedule.dispatcher import Dispatcher, Follower, check_feasible
 from axonn_jax.schedule.policies import POLICIES, backwards, joins, live_bound
 from axonn_jax.schedule.tasks import Kind, Layout, needs, predecessor, sends
 
-CASES = 10_000
+PARTS, CASES = 20, 500
+"""Ten thousand cases, of which each run of the suite takes the first two thousand."""
+PIPES, MICROBATCHES = range(2, 17), range(1, 65)
+slow = pytest.mark.slow
 RELEASES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 
 def random_case(rng):
-    """A layout (mostly small, up to 16 x 64 x 4), a policy and its options."""
-    small = rng.random() < 0.98
-    pipe = rng.randint(2, 5 if small else 16)
-    chunks = rng.choice((1, 1, 1, 2, 2, 3, 4))
-    microbatches = rng.randint(1, 8 if small else min(64, 2000 // (pipe * chunks)))
-    layout = Layout(pipe, microbatches, chunks)
+    """A layout of any size, each as likely as any other, a policy and its options."""
+    layout = Layout(rng.choice(PIPES), rng.choice(MICROBATCHES), rng.choice((1, 1, 1, 2, 2, 3, 4)))
     policy = rng.choice(("message", *POLICIES))
     if policy == "1f1b" and layout.virtual_stages > 1:
         policy = "message"
-    in_flight = rng.choice((0, 0, 1, 2, rng.randint(1, 2 * pipe)))
+    in_flight = rng.choice((0, 0, 1, 2, rng.randint(1, 2 * layout.pipe)))
     return layout, policy, {"in_flight": in_flight, "split": rng.random() < 0.7}
 
 
@@ -85,11 +86,27 @@ def check_joins(order, layout, policy):
                 assert following.microbatch == task.microbatch
 
 
-def test_ten_thousand_random_steps():
-    rng = random.Random(20240229)
-    seen = Counter()
-    for number in range(CASES):
-        layout, policy, options = random_case(rng)
+def cases(part):
+    """The cases of a part, and a source of their times."""
+    rng = random.Random(20240229 + part)
+    return [random_case(rng) for _ in range(CASES)], rng
+
+
+def test_every_size_is_drawn_as_often_as_any_other():
+    drawn = [case for part in range(4) for case in cases(part)[0]]
+    layouts, policies = [layout for layout, *_ in drawn], Counter(policy for _, policy, _ in drawn)
+    assert {layout.pipe for layout in layouts} == set(PIPES)
+    assert {layout.microbatches for layout in layouts} == set(MICROBATCHES)
+    quarters = Counter(((layout.pipe - 2) * 4 // 15, (layout.microbatches - 1) * 4 // 64) for layout in layouts)
+    assert len(quarters) == 16
+    assert max(quarters.values()) < 2 * min(quarters.values()), quarters
+    assert min(policies[policy] for policy in POLICIES) > len(drawn) // 20, policies
+
+
+@pytest.mark.parametrize("part", [pytest.param(part, marks=slow if part > 3 else ()) for part in range(PARTS)])
+def test_random_steps(part):
+    drawn, rng = cases(part)
+    for number, (layout, policy, options) in enumerate(drawn):
         task_times, message_times, delays = random_times(rng), random_times(rng), {}
 
         def message_time(message, delays=delays, draw=message_times):
@@ -103,9 +120,6 @@ def test_ten_thousand_random_steps():
             check(result, layout, policy, options, delays)
         except Exception as error:
             raise AssertionError(f"case {number}: {layout}, {policy}, {options}") from error
-        seen[policy] += 1
-    assert sum(seen.values()) == CASES
-    assert min(seen[policy] for policy in POLICIES) > CASES // 20, seen
 
 
 def random_run(rng, ranks, layout):
@@ -153,8 +167,8 @@ def test_starting_ahead_never_deadlocks_and_keeps_the_bound():
     rng = random.Random(7)
     for _ in range(300):
         layout, policy, options = random_case(rng)
-        if layout.stages * layout.microbatches > 300:
-            continue
+        while layout.stages * layout.microbatches > 300:
+            layout, policy, options = random_case(rng)
         ranks = [Dispatcher(layout, rank, policy, **options) for rank in range(layout.pipe)]
         orders = random_run(rng, ranks, layout)
         assert all(rank.done for rank in ranks), (layout, policy, options)
