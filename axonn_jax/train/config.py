@@ -176,7 +176,8 @@ class PipelineConfig:
     virtual_stages: int = 1
     """Stages each place of the pipe holds; more make the bubble smaller and the messages more."""
     in_flight: int = 0
-    """Microbatches between their first forward and their last backward (policy message). 0: as interleaved 1F1B."""
+    """Microbatches between their first forward and their last backward (policy message). 0: with one stage a place half
+    as many again as 1F1B's, once a step has shown that memory has room for them; with more, 2 * grid.pipe."""
     split_backward: bool = True
     """Policy message: gradients of weights may be tasks of their own, which fill idle time. Only where
     memory.activations is none: else those that wait would keep all that is computed again."""

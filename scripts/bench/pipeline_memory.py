@@ -29,7 +29,7 @@ def measure_pipeline(
     temporaries and results; behind the last task, the reduction's.
     """
     grid, dtypes = build_grid(sizes, jax.devices()[: sizes.devices]), precisions("fp32")
-    config = PipelineConfig(split_backward=may_split(True, activations))
+    config = PipelineConfig(in_flight=sizes.pipe, split_backward=may_split(True, activations))
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
     layout, ranges = check_pipeline(sizes.pipe, microbatches, config, list(model.pieces))
     size = (rows * sizes.batch_shards, shape.seq_len + 1, microbatches)

@@ -22,8 +22,9 @@ def test_json_and_picture(tmp_path):
     assert result["ratios"]["2x4x1, even: message"] <= result["ratios"]["2x4x1, even: zero-bubble"]
     assert result["ratios"]["2x4x1, even: 1f1b"] == 1.25
     assert min(result["ratios"].values()) >= 1.0
-    assert len(result["ratios"]) == len(result["rows"]) == 2 * 6 * 6
+    assert len(result["ratios"]) == len(result["rows"]) == 2 * 6 * 7
     assert len(result["verdicts"]) == 6
+    assert set(result["waiting_us"]) == {"8x512x1", "8x512x2"}
     assert {"versions", "device", "seeds"} <= set(result)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
