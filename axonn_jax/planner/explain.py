@@ -19,7 +19,7 @@ def explain(job: Job, plan: Plan, one: Estimate) -> list[str]:
             + (f" with {choice.virtual_stages} virtual stages each." if choice.virtual_stages > 1 else ".")
         )
     if choice.in_flight > grid.pipe:
-        said.append(f"{choice.in_flight} microbatches in flight cover the time of messages.")
+        said.append(f"{choice.in_flight} microbatches in flight, more than by default, shorten waits.")
     elif choice.in_flight:
         said.append(f"There is memory for {choice.in_flight} microbatches in flight, fewer than by default.")
     if choice.activations != "none":

@@ -23,6 +23,8 @@ _GAIN = 0.998
 _HORIZON = 1.1
 """Grids that cannot come closer to the best than this are left out once there are enough others."""
 _ENOUGH = 25
+_SHOWN = 10
+"""The pipelines among so many of the best in closed form are simulated in any case, as far as there are tasks left."""
 _POLICIES, _GATHERS = ("none", "save_collectives", "dots", "full", "offload"), ("layer", "pass", "step")
 
 
@@ -132,7 +134,7 @@ def _refined(model: CostModel, fits: Sequence[_Priced], limit: float) -> list[Es
     found, left, best = list[Estimate](), _SIMULATED_TASKS, float("inf")
     for choice in list(kept.values())[: 2 * _ENOUGH]:
         estimate = model.estimate(choice)
-        near = choice.grid.pipe > 1 and estimate.step_s <= _HORIZON * best
+        near = choice.grid.pipe > 1 and (estimate.step_s <= _HORIZON * best or len(found) < _SHOWN)
         if near and (tasks_to_refine(choice) <= left or not found):
             estimate, spent = _deepened(model, estimate, limit, left)
             left -= spent
