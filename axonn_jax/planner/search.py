@@ -12,7 +12,7 @@ from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.job import Choice, Estimate, Job, Memory, Place
 from axonn_jax.planner.memory import Policy as Activations
 from axonn_jax.planner.refine import refine, tasks_to_refine
-from axonn_jax.planner.space import Space, legal_grids, microbatch_sizes, pieces
+from axonn_jax.planner.space import Space, depths, legal_grids, microbatch_sizes, pieces
 
 TIE = 0.01
 """Times closer than this are a tie."""
@@ -150,7 +150,7 @@ def _deepened(model: CostModel, one: Estimate, limit: float, left: int) -> tuple
     The default is in flight, fewer only where memory asks for it, and more where there is memory for them and the step
     becomes shorter by more than a tie.
     """
-    fitting = [choice for choice in _depths(model.job, one.choice) if _fits(model, choice, limit)]
+    fitting = [choice for choice in depths(model.job, one.choice) if _fits(model, choice, limit)]
     if len(fitting) > 1 and fitting[0].in_flight:
         del fitting[0]
     found, spent = one, 0
@@ -165,16 +165,6 @@ def _deepened(model: CostModel, one: Estimate, limit: float, left: int) -> tuple
         if found.bubble + found.exposed["pipe"] / found.step_s < 2 * TIE:
             break
     return found, spent
-
-
-def _depths(job: Job, base: Choice) -> Iterator[Choice]:
-    """A choice with as many microbatches in flight as may be worth it, fewest first: 1F1B's with one stage a rank."""
-    pipe = base.grid.pipe
-    if pipe == 1 or job.policy != "message":
-        yield base
-        return
-    for in_flight in (pipe, 0, 2 * pipe, 3 * pipe)[base.virtual_stages > 1 :]:
-        yield replace(base, in_flight=in_flight)
 
 
 def _fits(model: CostModel, choice: Choice, limit: float) -> bool:
@@ -206,7 +196,7 @@ def _price(
         if kind in too_large and (grid.pipe > 1 or base.microbatches > 1):
             continue
         fastest, parts = None, None
-        for choice in _depths(model.job, base):
+        for choice in depths(model.job, base):
             seconds = None
             if parts is not None and fastest is not None:
                 seconds = model.pipeline_s(choice, parts)
@@ -248,7 +238,7 @@ def _leanest(model: CostModel, grid: GridShape, space: Space) -> tuple[Memory, C
     for size in {*sizes[:1], *sizes[-1:]}:
         for activations in sorted(space.activations, key=order.index)[:2]:
             base = Choice(grid, each // size, activations, virtual)
-            base = next(_depths(model.job, replace(base, gather=space.gathers(base)[0])))
+            base = next(depths(model.job, replace(base, gather=space.gathers(base)[0])))
             for place, (device, host) in zip(places, model.footprint.totals(base, places), strict=True):
                 found.append((not _host_fits(model.job, host, grid), device, len(found), base, place))
     if not found:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
@@ -109,3 +109,13 @@ def microbatch_sizes(job: Job, grid: GridShape, space: Space) -> list[int]:
         sizes = [size for size in divisors(each) if (size & (size - 1) == 0 and size <= most) or size == each]
     # A pipeline with fewer microbatches than stages is more bubble than work.
     return [size for size in sizes if grid.pipe == 1 or each // size >= grid.pipe]
+
+
+def depths(job: Job, base: Choice) -> Iterator[Choice]:
+    """A choice with as many microbatches in flight as may be worth it, fewest first: 1F1B's with one stage a rank."""
+    pipe = base.grid.pipe
+    if pipe == 1 or job.policy != "message":
+        yield base
+        return
+    for in_flight in (pipe, 0, 2 * pipe, 3 * pipe)[base.virtual_stages > 1 :]:
+        yield replace(base, in_flight=in_flight)
