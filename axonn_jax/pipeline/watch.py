@@ -41,23 +41,32 @@ class Watch:
 
     def __init__(self, status: Status, layout: Layout, stall_timeout: float):
         self._status, self._layout, self._timeout = status, layout, stall_timeout
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
+        self._wake_read = self._wake_write = -1
+        self._before: int | None = None
+        """The wake-up descriptor of signals that was there before; None where none was taken."""
         self._signalled = 0.0
         """When a signal came that a handler of the script may still be busy with."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="axonn-watch", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread; over MPI, from the main thread, it also takes note of signals."""
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._take_signals()
         self._thread.start()
 
     def close(self) -> None:
         """Ends the thread and the attention to signals."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._wake(0)
-            self._thread.join(5)
+        if self._wake_read < 0 or self._closed.is_set():
+            return
+        self._leave_signals()
+        self._closed.set()
+        self._wake(0)
+        self._thread.join(5)
+        if self._before is None and not self._thread.is_alive():
+            os.close(self._wake_read)
+            os.close(self._wake_write)
 
     def lost(self) -> bool:
         """Whether a peer is known to have gone or is silent; then this process ends, saying which."""
@@ -67,9 +76,17 @@ class Watch:
         with contextlib.suppress(OSError):
             os.write(self._wake_write, bytes([what]))
 
+    def _take_signals(self) -> None:
+        pass
+
+    def _leave_signals(self) -> None:
+        pass
+
     def _run(self) -> None:
+        wake = select.poll()
+        wake.register(self._wake_read, select.POLLIN)
         while not self._closed.is_set():
-            ready, _, _ = select.select([self._wake_read], [], [], _BEAT_S)
+            ready = wake.poll(_BEAT_S * 1e3)
             if self._closed.is_set():
                 return
             signals = os.read(self._wake_read, 64) if ready else b""
@@ -127,20 +144,16 @@ class WatchOverMpi(Watch):
         self._gossip = Gossip(self._rank, grid.size, self._per_stage, time.monotonic(), _BEAT_S)
         self._sending: dict[int, Any] = {}
         self._record = bytearray(SIZE)
-        self._before: int | None = None
-        """The wake-up descriptor of signals that was there before; None where none was taken."""
 
-    def start(self) -> None:
-        """Starts the thread; from the main thread it also takes note of signals."""
+    def _take_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
             # A handler runs only when the main thread is in Python; the wake-up descriptor is written at once.
             self._before = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._terminate)
-        super().start()
 
-    def close(self) -> None:
-        """Ends the thread and the attention to signals, which others may have taken over meanwhile."""
+    def _leave_signals(self) -> None:
+        """Gives back what nobody else has taken over meanwhile."""
         if self._before is not None and threading.current_thread() is threading.main_thread():
             found = signal.set_wakeup_fd(self._before)
             if found != self._wake_write:
@@ -148,7 +161,6 @@ class WatchOverMpi(Watch):
             if signal.getsignal(signal.SIGTERM) == self._terminate:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._before = None
-        super().close()
 
     def lost(self) -> bool:  # noqa: D102
         gone = self._gossip.lost(time.monotonic()) or bool(self._gone())

@@ -1,5 +1,8 @@
 """The watch in virtual time: who is waited for, how long, and what every rank is told of the others."""
 
+import os
+import signal
+import time
 from collections import defaultdict, deque
 
 import pytest
@@ -47,7 +50,7 @@ class Comm:
         self.rank, self.size, self.boxes, self.sent = rank, size, boxes, []
 
     def allgather(self, _):
-        return [(f"host{rank}", 1) for rank in range(self.size)]
+        return [(f"host{rank}", os.getpid()) for rank in range(self.size)]
 
     def Isend(self, record, to):
         self.sent.append(len(record))
@@ -205,3 +208,67 @@ def test_what_a_rank_sends_does_not_grow_with_their_number(clock):
         sent.append({size for comm in run.comms for size in comm.sent})
     assert sent[0] == sent[1]
     assert len(sent[0]) == 1
+
+
+def until(true):
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def handler():
+    """A script's handler of SIGTERM, and its own wake-up descriptor; both must be there again at the end."""
+    called, (read, write) = [], os.pipe()
+    os.set_blocking(write, False)
+
+    def note(number, _):
+        called.append(number)
+
+    before, fd_before = signal.signal(signal.SIGTERM, note), signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    yield called, read
+    assert signal.set_wakeup_fd(fd_before) == write
+    assert signal.signal(signal.SIGTERM, before) is note
+    os.close(read)
+    os.close(write)
+
+
+def test_a_script_keeps_its_handler_and_its_wake_up_descriptor(handler, monkeypatch):
+    called, read = handler
+    monkeypatch.setattr(watch_module, "_end", lambda *said: called.append(said))
+    comm = Comm(0, 2, defaultdict(deque))
+    watch = WatchOverMpi(Status(), Layout(2, 8), TIMEOUT, comm, Grid(GridShape(2), None, {}, 0, 2))
+    watch.start()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert os.read(read, 1) == bytes([signal.SIGTERM])
+    sent = len(comm.sent)
+    until(lambda: len(comm.sent) > sent + 1)  # two beats later it is still there
+    watch.close()
+    assert called == [signal.SIGTERM]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts files in /proc")
+def test_a_watch_leaves_no_files_open():
+    watch = Watch(Status(), Layout(2, 8), TIMEOUT)
+    before = set(os.listdir("/proc/self/fd"))
+    watch.start()
+    watch.close()
+    watch.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_sigterm_without_a_handler_ends_the_process_once_it_has_said_so(monkeypatch, capfd):
+    said = []
+    monkeypatch.setattr(watch_module, "_end", lambda *end: said.append(end))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    watch = WatchOverMpi(
+        Status(), Layout(2, 8), TIMEOUT, Comm(0, 2, defaultdict(deque)), Grid(GridShape(2), None, {}, 0, 2)
+    )
+    watch.start()
+    os.kill(os.getpid(), signal.SIGTERM)
+    until(lambda: said)
+    watch.close()
+    assert said[0] == ("", 128 + signal.SIGTERM)
+    assert "told to end (SIGTERM); step 0: rank 0 (place 0 of the pipe)" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
