@@ -1,6 +1,6 @@
 """Puts a pipeline together for one batch shape: stages compiled, ranks, channel, executor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,9 @@ from axonn_jax.schedule.groups import group_ranges
 from axonn_jax.schedule.policies import Backwards
 from axonn_jax.schedule.tasks import Layout
 from axonn_jax.tensor.params import Parts, Specs
+
+_SHAPES = 4
+"""Batch shapes whose programs, threads and communicators are kept."""
 
 Plan = list[list[Group]]
 """The groups of every virtual stage of the model: their stretches, and what these need and hand on."""
@@ -155,3 +158,42 @@ class Pipe:
         """Closes it and gives back its communicators; collective over the pipe's places."""
         self.close()
         self._carrier.free()
+
+
+class Pipes:
+    """A trainer's pipes by batch shape; those of the shapes used last are kept."""
+
+    def __init__(self) -> None:
+        self._pipes: dict[tuple[int, int], Pipe] = {}  # the one used last at the end
+
+    def __len__(self) -> int:
+        return len(self._pipes)
+
+    def values(self) -> list[Pipe]:
+        """All that are kept."""
+        return list(self._pipes.values())
+
+    def get(self, shape: tuple[int, int], make: Callable[[], Pipe]) -> Pipe:
+        """The pipe for batches of a shape, made if there is none.
+
+        Collective over the pipe's places where one is made: it may take the place of the one that was not used longest.
+        """
+        pipe = self._pipes.pop(shape, None)
+        if pipe is None:
+            while len(self._pipes) >= _SHAPES:
+                self._pipes.pop(next(iter(self._pipes))).free()
+            pipe = make()
+        self._pipes[shape] = pipe
+        return pipe
+
+    def reopen(self) -> None:
+        """Makes all of them forget what was under way."""
+        for pipe in self.values():
+            pipe.close()
+            pipe.open()
+
+    def close(self) -> None:
+        """Ends them all."""
+        for pipe in self.values():
+            pipe.close()
+        self._pipes.clear()

@@ -24,7 +24,7 @@ from axonn_jax.memory.placement import Where
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
 from axonn_jax.memory.scale import HostScale
 from axonn_jax.memory.update import clip_factor
-from axonn_jax.pipeline.build import Pipe, Plan, names_by_place, plan, shared
+from axonn_jax.pipeline.build import Pipe, Pipes, Plan, names_by_place, plan, shared
 from axonn_jax.pipeline.collect import collect
 from axonn_jax.pipeline.connect import connect
 from axonn_jax.pipeline.described import described
@@ -103,7 +103,7 @@ class PipelineTrainer(Trainer):
         self._seed = seed
         self._keyed = getattr(shape, "dropout", 0.0) > 0.0
         self._rows: dict[int, list[int]] = {}
-        self._pipes: dict[tuple[int, int], Pipe] = {}  # by batch shape, the one used last at the end
+        self._pipes = Pipes()
         self._half_done: Literal["", "tasks", "update"] = ""  # in a step, what an exception would leave half done
         self._channel = choose(pipeline.channel, grid.size)
         self._links = connect(grid, self.layout, pipeline.policy, pipeline.stall_timeout)
@@ -137,9 +137,7 @@ class PipelineTrainer(Trainer):
 
     def close(self) -> None:
         """Ends threads and channels; call it before the process ends (the last step's results stay readable)."""
-        for pipe in self._pipes.values():
-            pipe.close()
-        self._pipes.clear()
+        self._pipes.close()
         self._links.close()
 
     def rows(self, global_batch: int) -> list[int]:
@@ -280,12 +278,13 @@ class PipelineTrainer(Trainer):
         rows, width = len(batch) // share * self.grid.shape.batch_shards, batch.shape[1]
         if self._half_done:
             self._recover()
-        pipe = self._pipes.pop((rows, width), None)
-        if pipe is None:
-            while len(self._pipes) >= _SHAPES:
-                self._pipes.pop(next(iter(self._pipes))).free()
-            self._links.status.now("compiling")
-            pipe = Pipe(
+        pipe = self._pipes.get((rows, width), lambda: self._make_pipe(rows, width))
+        return pipe, list(batch.reshape(self.microbatches, -1, width))
+
+    def _make_pipe(self, rows: int, width: int) -> Pipe:
+        self._links.status.now("compiling")
+        try:
+            return Pipe(
                 self._plan(rows, width),
                 self.grid,
                 self.layout,
@@ -296,9 +295,8 @@ class PipelineTrainer(Trainer):
                 joins=joins(self.pipeline.policy, self.layout),
                 bucket=self._bucket,
             )
+        finally:
             self._links.status.now("between steps")
-        self._pipes[rows, width] = pipe
-        return pipe, list(batch.reshape(self.microbatches, -1, width))
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[None]:
@@ -316,16 +314,12 @@ class PipelineTrainer(Trainer):
         Raises ``RuntimeError`` where that cannot be.
         """
         if self._half_done == "update" or self.grid.size > 1:
-            half = (
-                "some weights are of the step and some are not" if self._half_done == "update" else "the others went on"
-            )
+            half = "the others went on" if self._half_done == "tasks" else "some weights are of it and some are not"
             raise RuntimeError(
                 f"step {self.steps_done + 1} was broken off in process {self.grid.rank}, and {half}: make the trainer "
                 "again (in every process) and load a checkpoint"
             )
-        for pipe in self._pipes.values():
-            pipe.close()
-            pipe.open()
+        self._pipes.reopen()
         self._half_done = ""
 
     def _plan(self, rows: int, width: int) -> Plan:
@@ -348,10 +342,6 @@ class PipelineTrainer(Trainer):
         if in_flight == 0 and self.layout.virtual_stages == 1:  # the first step tells how much memory there is for more
             in_flight = min(default_in_flight(self.layout), self.layout.pipe + pipe.room.get(place, 0))
         return Dispatcher(self.layout, place, self.pipeline.policy, in_flight, self._split)
-
-
-_SHAPES = 4
-"""Batch shapes whose programs and channels are kept."""
 
 
 @jax.jit
