@@ -43,7 +43,7 @@ class Peaks:
 
 def run_with_a_slow_place(trainer: Any, pipe: Any, rows: Any, slow: int) -> None:
     """Runs the tasks of a step in an order in which every other place does all that it can before `slow` starts one."""
-    choosers = {place: trainer._dispatcher(place) for place in pipe.ranks}
+    choosers = {place: trainer._dispatcher(place, pipe) for place in pipe.ranks}
     for place, rank in pipe.ranks.items():
         rank.begin(trainer.holdings[place].weights, rows, None, train=True)
     order = sorted(pipe.ranks, key=lambda place: place == slow)

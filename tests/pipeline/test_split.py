@@ -31,8 +31,9 @@ def handed(shape, precision):
     work = Work(2, shape.seq_len + 1, 4, dtypes.compute, "none", dtypes.sums, dtypes.scaled)
     ranges = [range(3), range(3, 5), range(5, len(model.pieces))]
     stages = plan(take_apart(model), grid, Layout(2, 4, 1), ranges, work, keyed=False)
-    stretch, needs = stages[1]
-    traced = trace_whole(stretch, needs.y)
+    (group,) = stages[1]
+    stretch = group.stretch
+    traced = trace_whole(stretch, group.needs)
     free = [i for i, name in enumerate(traced.slots) if name in stretch.parts.params]
     gradients = range(2, len(traced.closed.jaxpr.outvars))
     parts = cut(traced.closed, [[0], [1], gradients], free, [keep_ungathered, keep_all, keep_all])
