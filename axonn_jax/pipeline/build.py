@@ -110,10 +110,10 @@ class Pipe:
         self.reductions: dict[int, Reduction] = {}
         for place in grid.meshes:
             compiled: dict[int, Programs] = {}
-            own = {
-                stage: Stage(stages[stage], backwards=backwards, joins=joins, compiled=compiled)
-                for stage in layout.stages_of(place)
-            }
+            own = {}
+            for stage in layout.stages_of(place):
+                links.status.now()  # each may take minutes to compile
+                own[stage] = Stage(stages[stage], backwards=backwards, joins=joins, compiled=compiled)
             self.ranks[place] = Rank(place, own)
             self.reductions[place] = Reduction(
                 list(own.values()), grad_specs[place], bucket=bucket, borrowed=borrowed[place]
