@@ -14,9 +14,9 @@ from axonn_jax.train.metrics import read_metrics
 
 save = Saver.save
 
-def saving(self, step, state, run):
+def saving(self, step, *state):
     print(step, read_metrics(self.directory.parent)[-1]["step"])
-    save(self, step, state, run)
+    save(self, step, *state)
 
 Saver.save = saving
 sys.exit(main(["train", *sys.argv[1:]]))
