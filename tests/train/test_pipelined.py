@@ -4,12 +4,12 @@ import dataclasses
 import functools
 
 import grids
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from shared_layers import Block
 
 import axonn_jax as ax
 from axonn_jax.errors import UserError
@@ -213,19 +213,9 @@ def test_the_same_order_gives_the_same_bits():
     np.testing.assert_array_equal(runs[0], runs[1])
 
 
-class Wide(nnx.Module):
-    def __init__(self, rngs):
-        self.norm = nnx.LayerNorm(16, rngs=rngs)
-        self.up = nnx.Linear(16, 32, rngs=rngs)
-        self.down = nnx.Linear(32, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(jax.nn.relu(self.up(self.norm(x))))
-
-
 def flax_layers():
     rngs = nnx.Rngs(0)
-    layers = [nnx.Embed(32, 16, rngs=rngs), *(Wide(rngs) for _ in range(3)), nnx.Linear(16, 32, rngs=rngs)]
+    layers = [nnx.Embed(32, 16, rngs=rngs), *(Block(rngs) for _ in range(3)), nnx.Linear(16, 32, rngs=rngs)]
     return ax.models.SequenceModel(layers, optax.softmax_cross_entropy_with_integer_labels)
 
 
