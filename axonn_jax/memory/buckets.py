@@ -41,13 +41,19 @@ def plan_buckets(leaves: Sequence[Leaf], capacity: int) -> list[list[str]]:
 
 
 def reduce_in_buckets(
-    grads: dict[str, jax.Array], axes_of: Callable[[str], tuple[str, ...]], capacity: int, *, by_parts: bool = True
+    grads: dict[str, jax.Array],
+    axes_of: Callable[[str], tuple[str, ...]],
+    capacity: int,
+    *,
+    by_parts: bool = True,
+    in_turn: bool = True,
 ) -> dict[str, jax.Array]:
     """Sums each gradient over the mesh axes `axes_of(name)`; inside a manual region.
 
     Gradients of at most `capacity` elements are reduced together, one all-reduce a bucket; a larger one where it is, by
     one all-reduce, or `by_parts` by one for each. So about two buckets are needed beside the gradients. Bytes a device
-    on a ring: `2 (G-1)/G * itemsize * elements` of all gradients, G the product of the axes' sizes.
+    on a ring: `2 (G-1)/G * itemsize * elements` of all gradients, G the product of the axes' sizes. A bucket is put
+    together `in_turn`, when the one before the last has been reduced, or as soon as its gradients are there.
     """
     reduced = {name: g for name, g in grads.items() if not live(axes_of(name))}
     large = {name: g for name, g in grads.items() if name not in reduced and g.size > capacity}
@@ -63,7 +69,7 @@ def reduce_in_buckets(
     for bucket in plan_buckets(leaves, capacity):
         axes = axes_of(bucket[0])
         first, *others = (grads[name].reshape(-1) for name in bucket)
-        flat = reduce_sum(jnp.concatenate([turns.wait(first), *others]), axes)
+        flat = reduce_sum(jnp.concatenate([turns.wait(first) if in_turn else first, *others]), axes)
         turns.done(flat)
         start = 0
         for name in bucket:

@@ -51,11 +51,13 @@ def _axes(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def scatter_in_buckets(grads: dict[str, jax.Array], dims: Mapping[str, int], capacity: int) -> dict[str, jax.Array]:
+def scatter_in_buckets(
+    grads: dict[str, jax.Array], dims: Mapping[str, int], capacity: int, *, in_turn: bool = True
+) -> dict[str, jax.Array]:
     """Sums gradients over `data`, of which each device keeps its part along `dims`; inside a manual region.
 
     Collectives: a reduce-scatter a bucket, and one of every gradient of more than `capacity` elements, which is not
-    copied; bytes a device on a ring `(G-1)/G * itemsize * elements` in all.
+    copied; bytes a device on a ring `(G-1)/G * itemsize * elements` in all. `in_turn` as for `reduce_gradients`.
     """
     size = axis_size("data")
     if size == 1:
@@ -70,7 +72,7 @@ def scatter_in_buckets(grads: dict[str, jax.Array], dims: Mapping[str, int], cap
     turns = Turns()
     for bucket in plan_buckets(leaves, capacity):
         first, *others = (in_parts(grads[name], dims[name], size) for name in bucket)
-        flat = jnp.concatenate([turns.wait(first), *others], axis=1)
+        flat = jnp.concatenate([turns.wait(first) if in_turn else first, *others], axis=1)
         part = lax.psum_scatter(flat, "data", scatter_dimension=0)
         turns.done(part)
         start = 0

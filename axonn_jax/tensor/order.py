@@ -28,12 +28,21 @@ _tie = Primitive("tie")
 _tie.def_abstract_eval(lambda x, other: x)
 
 
-def _lowered(x: jax.Array, other: jax.Array) -> jax.Array:
-    """A zero computed from `other` is added: XLA removes an `optimization_barrier` before it schedules."""
-    return x + jnp.minimum(jnp.abs(other.ravel()[0]), 0).astype(x.dtype)
+def _barrier(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Nothing is computed or copied: XLA's GPU backend drops a barrier when it has scheduled, and not before.
+
+    `jax.experimental.control_deps` does not compile there (no GPU pipeline of jax 0.10.2 to 0.12 rewrites them).
+    """
+    return jax.lax.optimization_barrier((x, other))[0]
 
 
-mlir.register_lowering(_tie, mlir.lower_fun(_lowered, multiple_results=False))
+def _added_zero(x: jax.Array, other: jax.Array) -> jax.Array:
+    """The CPU backend drops barriers before it schedules; `fmin` leaves a NaN of `other` where it is."""
+    return x + jnp.fmin(jnp.abs(other.ravel()[0]), 0).astype(x.dtype)
+
+
+mlir.register_lowering(_tie, mlir.lower_fun(_barrier, multiple_results=False))
+mlir.register_lowering(_tie, mlir.lower_fun(_added_zero, multiple_results=False), platform="cpu")
 
 
 def after(x: jax.Array, other: jax.Array) -> jax.Array:

@@ -9,7 +9,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from axonn_jax.tensor.rates import LATENCY_S, Link, Rates, axes_of, flops, is_collective
 
-_ON_THE_WAY = frozenset({"reshape", "transpose", "convert_element_type", "squeeze", "add_any", "pvary", "pcast"})
+_ON_THE_WAY = frozenset(
+    {"reshape", "transpose", "convert_element_type", "squeeze", "add_any", "add", "concatenate", "pvary", "pcast"}
+)
 _PATIENCE = 6  # matmuls: a weight gradient waits no longer, or its operands would fill the memory
 _SLACK = 3.0  # times its seconds: a reduce-scatter shares the links with gathers, and only memory waits for it
 

@@ -20,7 +20,7 @@ from axonn_jax.memory.zero import split_over_data
 from axonn_jax.tensor.clip import global_norm
 from axonn_jax.tensor.collectives import reduce_sum, vary
 from axonn_jax.tensor.gather import Gather, Held, as_gathered, gather_once, gather_params, scatter_grads
-from axonn_jax.tensor.order import in_order
+from axonn_jax.tensor.order import after, in_order
 from axonn_jax.tensor.params import Params, Parts, Specs
 from axonn_jax.tensor.region import manual
 from axonn_jax.tensor.sequence import token_axes
@@ -180,44 +180,74 @@ class StageProgram(OnMesh):
     def _local_gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
     ) -> tuple[Params, jax.Array, jax.Array]:
-        sums, loss = self._local_sums(params, tokens, key, scale)
         layouts = (self.parts.specs, self.grad_specs)
-        grads = reduce_gradients(sums, *layouts, self.bucket, self.grid.mesh, self.token_axes)
+
+        def reduced(sums: Params) -> Params:
+            in_turn = not self.ordered  # the order found has them one after the other as gradients come
+            return reduce_gradients(sums, *layouts, self.bucket, self.grid.mesh, self.token_axes, in_turn=in_turn)
+
+        grads, loss = self._local_sums(params, tokens, key, scale, reduced)
         norm = global_norm(grads, self.grad_specs)
         return grads, loss, norm if scale is None else norm / scale
 
     def _local_sums(
-        self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
+        self,
+        params: Params,
+        tokens: jax.Array,
+        key: jax.Array | None,
+        scale: jax.Array | None,
+        finish: Callable[[Params], Params] = dict,
     ) -> tuple[Params, jax.Array]:
+        """What `finish` makes of each device's sums of gradients over microbatches, and the mean loss.
+
+        Where the order is found here and replicas add up, the last microbatch is apart from the loop over the others,
+        so that what `finish` reduces runs beside its backward pass.
+        """
         # Varying over what splits tokens on purpose: autodiff then leaves gradients unreduced over it (a z-sharded
         # kernel is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
         shards = {name: vary(p, self.token_axes) for name, p in params.items()}
-        once = self.gather == "step" and tokens.shape[0] > 1
+        count = tokens.shape[0]
+        once = self.gather == "step" and count > 1
         own: Held = gather_params(shards, self.parts.specs, self.dtype) if once else {**shards}
         # XLA moves these gathers out of the loop by itself on CPUs, not on GPUs.
-        several = tokens.shape[0] > 1 and not once
+        several = count > 1 and not once
         wholes = gather_once(shards, self.parts.specs, self.dtype, self._repeated) if several else {}
         targets = self._targets(tokens)
+
+        def backward(p: Held, index: jax.Array | int, batch: jax.Array) -> tuple[jax.Array, Held]:
+            key_here = None if key is None else jax.random.fold_in(key, index)
+
+            def scaled(p: Held) -> tuple[jax.Array, jax.Array]:
+                loss = self._loss_sum(as_gathered(p, wholes, self.parts.specs), batch, key_here) / targets
+                return (loss if scale is None else loss * scale), loss
+
+            (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(p)
+            return loss, grads
+
+        def plus(sums: Held, grads: Held) -> Held:
+            return jax.tree.map(lambda a, grad: a + grad.astype(self.sums), sums, grads)
 
         def add(
             carry: tuple[jax.Array, Held], microbatch: tuple[jax.Array, jax.Array]
         ) -> tuple[tuple[jax.Array, Held], None]:
             total, sums = carry
-            index, batch = microbatch
-            key_here = None if key is None else jax.random.fold_in(key, index)
+            loss, grads = (in_order(backward) if self.ordered else backward)(own, *microbatch)
+            return (total + loss, plus(sums, grads)), None
 
-            def scaled(p: Held, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
-                loss = self._loss_sum(as_gathered(p, wholes, self.parts.specs), batch, key_here) / targets
-                return (loss if scale is None else loss * scale), loss
-
-            def backward(p: Held, batch: jax.Array) -> tuple[jax.Array, Held]:
-                (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(p, batch)
-                return loss, grads
-
-            loss, grads = (in_order(backward) if self.ordered else backward)(own, batch)
-            return (total + loss, jax.tree.map(lambda a, grad: a + grad.astype(self.sums), sums, grads)), None
+        def last(own: Held, sums: Held, batch: jax.Array) -> tuple[jax.Array, Params]:
+            loss, grads = backward(own, count - 1, batch)
+            return loss, finish(scatter_grads(plus(sums, grads), self.parts.specs))
 
         zeros = jax.tree.map(lambda p: vary(jnp.zeros_like(p, self.sums), compat.varying_axes(p)), own)
         start = (vary(jnp.zeros((), jnp.float32), BATCH_AXES), zeros)
-        (total, sums), _ = lax.scan(add, start, (jnp.arange(tokens.shape[0]), tokens))
-        return scatter_grads(sums, self.parts.specs), reduce_sum(total, BATCH_AXES)
+        apart = self.ordered and self.grid.shape.data > 1
+        looped = count - 1 if apart else count
+        total, sums = start
+        if looped:
+            (total, sums), _ = lax.scan(add, start, (jnp.arange(looped), tokens[:looped]))
+        if looped and apart:  # XLA takes a loop of one apart, and would run both microbatches at once
+            own = jax.tree.map(after, own, sums)
+        if not apart:
+            return finish(scatter_grads(sums, self.parts.specs)), reduce_sum(total, BATCH_AXES)
+        loss, grads = in_order(last)(own, sums, tokens[-1])
+        return grads, reduce_sum(total + loss, BATCH_AXES)
