@@ -16,6 +16,7 @@ from axonn_jax.models.pieces import Piece
 from axonn_jax.pipeline.split import cut, keep_all
 from axonn_jax.tensor.clip import spec_axes
 from axonn_jax.tensor.collectives import vary
+from axonn_jax.tensor.gather import travelling_in
 from axonn_jax.tensor.params import Parts
 from axonn_jax.tensor.region import live_axes, manual
 from axonn_jax.tensor.sequence import token_axes
@@ -149,7 +150,7 @@ class Stretch:
         def forward(params: Mapping[str, jax.Array], x: jax.Array | None) -> jax.Array:
             return self.forward(params, rest if x is None else {**rest, X: x})
 
-        y, pull = jax.vjp(forward, self.own(given), x)
+        y, pull = jax.vjp(forward, travelling_in(self.work.sums, self.own(given), self.parts.specs), x)
         if dy is None:  # the loss is the mean over all targets of the step
             seed = given.get(SCALE, jnp.float32(1.0)) / self.work.targets
             dy = vary(jnp.full(y.shape, seed, y.dtype), compat.varying_axes(y))

@@ -45,7 +45,7 @@ class Work:
     microbatches: int = 1
     """Parts the step runs in, one after the other."""
     itemsize: int = _FLOAT32
-    """Bytes of an element of activations and gathered weights (2: bf16); norms, loss and gradient sums have 4."""
+    """Bytes of an element of activations and gathered weights (2: bf16); norms and loss have 4."""
     activations: Recompute = "none"
     """What the backward pass computes again; `full`, `dots` and `offload` communicate the same, `save_collectives`
     only gathers again."""
@@ -53,11 +53,13 @@ class Work:
     """Whether layers are a loop's body (`train.scan_layers`): their weights are then gathered for every microbatch."""
     gather: Gather = "layer"
     """How long gathered weights live: `layer` gathers again in recomputation, `pass` does not, and with several
-    microbatches `step` gathers, and reduce-scatters float32 sums of gradients, once a step."""
+    microbatches `step` gathers, and reduce-scatters sums of gradients, once a step."""
     sequence_parallel: bool = False
     """Whether the sequence of the residual stream is split over `y` (`memory.sequence_parallel`)."""
     inner: Inner = PAPERS
     """Which inner features are split over `y` and `x` (`train.inner_features`)."""
+    accumulate: int = _FLOAT32
+    """Bytes of an element of gradients on their way over `z` (`memory.accumulate`)."""
 
     @property
     def rows(self) -> int:
@@ -259,9 +261,8 @@ def _spread(work: Work, layer: _Matmul, count: int, again: bool, last: bool) -> 
 
 def _scatter(work: Work, name: str, weight: int, count: int) -> Predicted:
     """The reduce-scatter of gradients of `count` weights of so many bytes: of every microbatch, or of their sums."""
-    if work.once:
-        return _one(work, name, "backward", "reduce-scatter", (_Z,), weight // work.itemsize * _FLOAT32, count)
-    return _one(work, name, "backward", "reduce-scatter", (_Z,), weight, count * work.microbatches)
+    times = count if work.once else count * work.microbatches
+    return _one(work, name, "backward", "reduce-scatter", (_Z,), weight // work.itemsize * work.accumulate, times)
 
 
 def _norm(work: Work, name: str, count: int, again: bool) -> Iterator[Predicted]:

@@ -234,7 +234,7 @@ class CostModel:
             for line in traffic.lines(grid, part, "gather"):
                 beside = forward if part == "block" and self.job.switches.gathers and not choice.once else 0.0
                 yield line.axis, count * (line.fixed - min(speed * line.fixed, beside))
-            for line in traffic.lines(grid, part, "sums") if choice.once else ():
+            for line in traffic.lines(grid, part, "scatter") if choice.once else ():
                 yield line.axis, count * line.fixed
 
     def _reduced(self, grid: GridShape, load: Load, zero: int) -> Iterator[tuple[str, float]]:

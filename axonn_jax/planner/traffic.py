@@ -1,7 +1,7 @@
 """The collectives of a step as times: the exact accounting's entries, priced on a machine, as lines in the batch."""
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.inner import PAPERS, Inner
@@ -14,7 +14,7 @@ from axonn_jax.planner.network import Links
 Part = Literal["block", "first", "last", "step"]
 """Where a collective belongs: in each block, before the first, behind the last, or to the step as a whole."""
 
-Role = Literal["gather", "reduce", "regather", "rereduce", "reread", "input", "scatter", "sums", "update"]
+Role = Literal["gather", "reduce", "regather", "rereduce", "reread", "input", "scatter", "update"]
 """Weights gathered, outputs reduced, both again in recomputation; dX reduced, dW scattered, or its sums over
 microbatches instead; the update's.
 
@@ -116,12 +116,12 @@ class Traffic:
     def _work(self, mesh: GridShape) -> Work:
         """A microbatch of one sequence a device."""
         size = (mesh.batch_shards, 1, self._item)
-        split, inner = self._sequence_parallel, self._inner
-        return Work(self._shape, mesh, *size, "full", sequence_parallel=split, inner=inner)
+        how: Any = {"sequence_parallel": self._sequence_parallel, "inner": self._inner, "accumulate": self._accumulate}
+        return Work(self._shape, mesh, *size, "full", **how)
 
     def _priced(self, mesh: GridShape, collectives: Iterable[Predicted]) -> Lines:
         """The lines that these collectives add up to."""
-        links, wider = Links(mesh, self._machine), self._accumulate / self._item  # sums of gradients over gradients
+        links = Links(mesh, self._machine)
         sums: _Sums = {}
         costs: dict[tuple[str, ...], tuple[float, bool]] = {}
         buckets: dict[tuple[str, ...], Line] = {}
@@ -134,13 +134,11 @@ class Traffic:
             # A microbatch of more sequences has larger activations; weights and their gradients stay as they are.
             grows = one.phase != "update" and (one.kind == "all-reduce" or _of_stream(one))
             where, curve = (one.axes[0], near), links.curve(one.kind, one.axes)
-            sent = Line(*where, 0.0, 0.0)  # the sums
             if not curve:
                 latency = links.latency(one.kind, one.axes) * count
                 ring = (2 if one.kind == "all-reduce" else 1) * (one.group - 1) / one.group
                 seconds = count * ring * one.whole / rate
                 line = Line(*where, latency, seconds) if grows else Line(*where, latency + seconds, 0.0)
-                sent = Line(*where, latency + seconds * wider, 0.0)
             elif grows:
                 line = Line(*where, 0.0, 0.0, ((count, curve, one.whole),))
             elif role == "update" and part != "step":  # gradients travel together, in buckets
@@ -148,10 +146,7 @@ class Traffic:
                 buckets[one.axes] = Line(*where, max(0.0, curve[-1][1] - slope(curve) * curve[-1][0]), 0.0)
             else:
                 line = Line(*where, count * between(curve, one.whole), 0.0)
-                sent = Line(*where, count * between(curve, one.whole * wider), 0.0)
             _add(sums.setdefault((part, role), {}), line)
-            if role == "scatter":
-                _add(sums.setdefault((part, "sums"), {}), sent)
         for line in buckets.values():
             _add(sums.setdefault(("step", "update"), {}), line)
         return {key: tuple(found.values()) for key, found in sums.items()}

@@ -42,6 +42,19 @@ def gather_weights(module: Module, dtype: jnp.dtype) -> Module:
     return nnx.merge(graphdef, nnx.from_flat_state(pairs), rest)  # type: ignore[no-any-return]
 
 
+def travelling_in(dtype: jnp.dtype, params: Held | Params, specs: Specs) -> Held:
+    """The parameters with shards over `z` in the dtype in which their gradients are to be reduce-scattered.
+
+    `gather_weight` scatters in the dtype it is given; the cast folds with the one to the dtype it gathers in.
+    """
+    if axis_size("z") == 1:
+        return dict(params)
+    return {
+        name: value.astype(dtype) if isinstance(value, jax.Array) and split_dim(specs[name], "z") is not None else value
+        for name, value in params.items()
+    }
+
+
 def gather_params(params: Params, specs: Specs, dtype: jnp.dtype) -> Held:
     """Every parameter that is split over `z` gathered in `dtype`, inside a manual region; the others as they are.
 
@@ -94,7 +107,7 @@ def _forward(shard: jax.Array, whole: jax.Array, dim: int) -> tuple[jax.Array, j
 
 
 def _backward(dim: int, shard: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return scatter_sum(grad, dim=dim).astype(shard.dtype), jnp.zeros_like(grad)
+    return scatter_sum(grad.astype(shard.dtype), dim=dim), jnp.zeros_like(grad)
 
 
 _as_gathered.defvjp(_forward, _backward)

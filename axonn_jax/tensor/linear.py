@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax import compat
 from axonn_jax.tensor.collectives import Gathered, axis_size, gather_weight, reduce_sum, vary
 from axonn_jax.tensor.features import gather_features, scatter_features
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
@@ -96,7 +98,29 @@ class Linear(nnx.Module):
         """As a call, on an input that has been gathered, with a kernel in place of the layer's own."""
         scattered = self.sequence_parallel and self.in_axis == "y"
         y = matmul_4d(x, kernel, self.in_axis, self.layouts, scattered=scattered, spread=self.spread)
-        return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
+        return y if self.bias is None else add_bias(y, self.bias.get_value())
+
+
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """[..., n] + [n] in the first's dtype; the bias's gradient, a sum over all tokens, adds up in float32."""
+    return _plus(vary(y, compat.varying_axes(bias)), vary(bias, compat.varying_axes(y)))
+
+
+@jax.custom_vjp
+def _plus(y: jax.Array, bias: jax.Array) -> jax.Array:
+    return y + bias.astype(y.dtype)
+
+
+def _plus_forward(y: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _plus(y, bias), bias
+
+
+def _plus_backward(bias: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    db = jnp.sum(dy, tuple(range(dy.ndim - 1)), dtype=jnp.float32)
+    return dy, db.astype(bias.dtype)
+
+
+_plus.defvjp(_plus_forward, _plus_backward)
 
 
 def read_stream(

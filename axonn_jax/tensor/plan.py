@@ -1,7 +1,6 @@
 """An order of computation found in virtual time: one compute unit, a network, and what is ready on each."""
 
 import heapq
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,10 +8,10 @@ from jax.extend.core import JaxprEqn, Var
 
 from axonn_jax.tensor.rates import LATENCY_S, Link, Rates, axes_of, flops, is_collective
 
-_ON_THE_WAY = frozenset(
-    {"reshape", "transpose", "convert_element_type", "squeeze", "add_any", "add", "concatenate", "pvary", "pcast"}
-)
-_PATIENCE = 6  # matmuls: a weight gradient waits no longer, or its operands would fill the memory
+_ON_THE_WAY = frozenset({"reshape", "transpose", "convert_element_type", "squeeze", "add_any", "pvary", "pcast"})
+_SUMMED = _ON_THE_WAY | {"add", "concatenate"}
+"""And what is between a gradient and its reduction over replicas: the sum over microbatches, a bucket."""
+_PATIENCE = 6  # matmuls: a weight gradient and what leads to it wait no longer, or its operands would fill the memory
 _SLACK = 3.0  # times its seconds: a reduce-scatter shares the links with gathers, and only memory waits for it
 
 
@@ -51,10 +50,17 @@ class Plan:
         for i in reversed(range(len(eqns))):
             self.rank[i] = self.seconds[i] + max((self.rank[j] for j in self.after[i]), default=0.0)
         self.matmul = _matmuls(eqns)
+        self.ahead = [0] * len(eqns)  # matmuls of the longest chain behind it: of what leads to a weight gradient one
+        for i in reversed(range(len(eqns))):
+            self.ahead[i] = max((self.ahead[j] + (j in self.matmul) for j in self.after[i]), default=0)
         self.hurry = [False] * len(eqns)  # stands between a matmul and its collective: the network waits for it
+        reduced = [False] * len(eqns)  # stands between a gradient and its reduction over replicas
         for i in reversed(range(len(eqns))):
             if eqns[i].primitive.name in _ON_THE_WAY:
                 self.hurry[i] = any(is_collective(eqns[j]) or self.hurry[j] for j in self.after[i])
+            if eqns[i].primitive.name in _SUMMED:
+                reduced[i] = any(_over_replicas(eqns[j]) or reduced[j] for j in self.after[i])
+                self.hurry[i] = self.hurry[i] or reduced[i]
 
     def run(self) -> "Order":
         """The order in which everything has run at the end of virtual time."""
@@ -63,9 +69,10 @@ class Plan:
         matmuls_run = 0
         lanes: dict[Link | None, float] = {}  # when links are free
         ready: list[tuple[bool, float, int]] = []
-        waiting: deque[tuple[int, int]] = deque()  # matmuls that are ready, with how many had run by then
+        waiting: list[tuple[int, int]] = []  # what is ready, by how many matmuls had run when its last matmul had
         started: set[int] = set()
         under_way: list[tuple[float, Window]] = []
+        sinces: dict[int, int] = {}
         windows: list[Window] = []
         over_last: list[Window] = []  # those that no matmul has followed yet
         sequence: list[int] = []
@@ -73,11 +80,12 @@ class Plan:
         yields: dict[int, list[int]] = {}
         yielding: dict[int, list[int]] = {}  # collectives that start after a small one
 
-        def arrive(i: int) -> None:
+        def arrive(i: int, since: int) -> None:
             if not is_collective(self.eqns[i]):
                 heapq.heappush(ready, (not self.hurry[i], -self.rank[i], i))
-                if i in self.matmul:
-                    waiting.append((matmuls_run, i))
+                sinces[i] = since
+                if i in self.matmul or self.ahead[i] <= 1:
+                    heapq.heappush(waiting, (since, i))
                 return
             if self.polite and i not in yields and not self.small(i) and (first := self._next_small(over_last, done)):
                 yields[i] = first
@@ -93,27 +101,27 @@ class Plan:
             slack = _SLACK if self.eqns[i].primitive.name == "reduce_scatter" else 1.0
             under_way.append((begin + slack * self.seconds[i], windows[-1]))
 
-        def release(i: int) -> None:
+        def release(i: int, since: int) -> None:
             done.add(i)
             for j in (*self.after[i], *yielding.get(i, ())):
                 missing[j] -= 1
                 if missing[j] == 0:
-                    arrive(j)
+                    arrive(j, since)
 
         def finish(window: Window) -> None:
             under_way[:] = [(end, other) for end, other in under_way if other is not window]
             over_last.append(window)
-            release(window.collective)
+            release(window.collective, matmuls_run)
 
         for i in [i for i, count in enumerate(missing) if count == 0]:
-            arrive(i)
+            arrive(i, 0)
         while ready or under_way:
             ended = [window for end, window in under_way if end <= now]
             over = [window for window in ended if window.beside is not None or self.small(window.collective)]
             for window in over:
                 finish(window)
             while waiting and waiting[0][1] in started:
-                waiting.popleft()
+                heapq.heappop(waiting)
             while ready and ready[0][2] in started:
                 heapq.heappop(ready)
             if not ready:
@@ -124,7 +132,8 @@ class Plan:
                     finish(ended[0])
                 continue
             patient = not waiting or matmuls_run - waiting[0][0] < _PATIENCE
-            i = heapq.heappop(ready)[2] if patient or ready[0][0] is False else waiting.popleft()[1]
+            i = heapq.heappop(ready)[2] if patient or ready[0][0] is False else heapq.heappop(waiting)[1]
+            since = sinces.pop(i)
             started.add(i)
             if i in self.matmul:
                 matmuls_run += 1
@@ -135,7 +144,7 @@ class Plan:
                     window.beside = i
             now += self.seconds[i]
             sequence.append(i)
-            release(i)
+            release(i, matmuls_run if i in self.matmul else since)
         return Order(sequence, windows, self, yields)
 
     def _next_small(self, over: Iterable[Window], done: set[int]) -> list[int]:
@@ -184,6 +193,10 @@ class Order:
     plan: Plan
     yields: dict[int, list[int]]
     """Small collectives that large ones start after."""
+
+
+def _over_replicas(eqn: JaxprEqn) -> bool:
+    return is_collective(eqn) and "data" in axes_of(eqn)
 
 
 def _matmuls(eqns: Iterable[JaxprEqn]) -> Mapping[int, float]:

@@ -19,7 +19,7 @@ from axonn_jax.memory.reduce import reduce_gradients
 from axonn_jax.memory.zero import split_over_data
 from axonn_jax.tensor.clip import global_norm
 from axonn_jax.tensor.collectives import reduce_sum, vary
-from axonn_jax.tensor.gather import Gather, Held, as_gathered, gather_once, gather_params, scatter_grads
+from axonn_jax.tensor.gather import Gather, Held, as_gathered, gather_once, gather_params, scatter_grads, travelling_in
 from axonn_jax.tensor.order import after, in_order
 from axonn_jax.tensor.params import Params, Parts, Specs
 from axonn_jax.tensor.region import manual
@@ -79,7 +79,7 @@ class StageProgram(OnMesh):
     ordered: bool = False
     """Whether the order of a microbatch's computation is found here (`tensor.order`) and not left to XLA."""
     sums: jnp.dtype = _FLOAT32
-    """What gradients add up and are reduced in."""
+    """What gradients add up in, and are reduced in over `z` and `data`."""
     zero: bool = False
     """Whether gradients are scattered over `data` (ZeRO-1), each device then having a part of most."""
     gather: Gather = "layer"
@@ -221,6 +221,7 @@ class StageProgram(OnMesh):
                 loss = self._loss_sum(as_gathered(p, wholes, self.parts.specs), batch, key_here) / targets
                 return (loss if scale is None else loss * scale), loss
 
+            p = travelling_in(self.sums, p, self.parts.specs)
             (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(p)
             return loss, grads
 
