@@ -66,9 +66,14 @@ def in_order(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def order(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A traced function with its equations in the order found, and the dependencies that keep XLA to it."""
+    """A traced function with its equations in the order found, and the dependencies that keep XLA to it.
+
+    One that communicates nothing is left as it is.
+    """
     rates = Rates({axis: axis_size(axis) for axis in MESH_AXES})
     eqns, outvars = _flat(closed.jaxpr, rates)
+    if not any(map(is_collective, eqns)):
+        return closed
     return _with_ties(closed, eqns, outvars, Plan(eqns, rates, _recomputes(closed.jaxpr)).run())
 
 
@@ -149,7 +154,7 @@ def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[
     A matmul comes after the one before it, and what uses a collective's result comes after the last matmul that ran
     beside the collective.
     """
-    plan = found.plan
+    plan, tie = found.plan, _ties()
     ancestors: dict[int, int] = {}  # bit sets
     out: list[JaxprEqn] = []
     names: dict[Var, Any] = {}
@@ -170,18 +175,18 @@ def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[
             seen |= ancestors[source] | (1 << source)
         invars = [v if isinstance(v, Literal) else names.get(v, v) for v in eqn.invars]
         for small in first:
-            out.append(_tie_eqn(invars[0], eqns[small].outvars[0]))
+            out.append(tie(invars[0], eqns[small].outvars[0]))
             invars[0] = out[-1].outvars[0]
         if i in plan.matmul:
             if last is not None and not seen >> last & 1:
                 side = _carrier(eqn)
-                tied = _tie_eqn(invars[side], eqns[last].outvars[0])
+                tied = tie(invars[side], eqns[last].outvars[0])
                 out.append(tied)
                 invars[side] = tied.outvars[0]
                 seen |= ancestors[last] | (1 << last)
             for collective in awaited.get(i, ()):
                 side = _carrier(eqn)
-                tied = _tie_eqn(invars[side], eqns[collective].outvars[0])
+                tied = tie(invars[side], eqns[collective].outvars[0])
                 out.append(tied)
                 invars[side] = tied.outvars[0]
             last = i
@@ -189,7 +194,7 @@ def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[
         out.append(eqn.replace(invars=invars))
         for collective in delayed.get(i, ()):
             result = eqns[collective].outvars[0]
-            tied = _tie_eqn(result, eqn.outvars[0])
+            tied = tie(result, eqn.outvars[0])
             out.append(tied)
             names[result] = tied.outvars[0]
     results = [v if isinstance(v, Literal) else names.get(v, v) for v in outvars]
@@ -202,6 +207,7 @@ def _carrier(eqn: JaxprEqn) -> int:
     return int(sizes[1] < sizes[0])
 
 
-def _tie_eqn(x: Any, other: Any) -> JaxprEqn:
-    (eqn,) = jax.make_jaxpr(_tie.bind)(jnp.zeros(()), jnp.zeros(())).jaxpr.eqns
-    return eqn.replace(invars=[x, other], outvars=[_like(x)])
+def _ties() -> Callable[[Any, Any], JaxprEqn]:
+    """Makes ties of two variables; an equation belongs to the mesh that it was traced on."""
+    (some,) = jax.make_jaxpr(_tie.bind)(jnp.zeros(()), jnp.zeros(())).jaxpr.eqns
+    return lambda x, other: some.replace(invars=[x, other], outvars=[_like(x)])

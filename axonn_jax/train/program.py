@@ -214,7 +214,7 @@ class StageProgram(OnMesh):
         wholes = gather_once(shards, self.parts.specs, self.dtype, self._repeated) if several else {}
         targets = self._targets(tokens)
 
-        def backward(p: Held, index: jax.Array | int, batch: jax.Array) -> tuple[jax.Array, Held]:
+        def backward(p: Held, index: jax.Array, batch: jax.Array) -> tuple[jax.Array, Held]:
             key_here = None if key is None else jax.random.fold_in(key, index)
 
             def scaled(p: Held) -> tuple[jax.Array, jax.Array]:
@@ -224,6 +224,9 @@ class StageProgram(OnMesh):
             p = travelling_in(self.sums, p, self.parts.specs)
             (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(p)
             return loss, grads
+
+        if self.ordered:  # traced once for the loop and the last
+            backward = jax.jit(backward)
 
         def plus(sums: Held, grads: Held) -> Held:
             return jax.tree.map(lambda a, grad: a + grad.astype(self.sums), sums, grads)
@@ -236,7 +239,7 @@ class StageProgram(OnMesh):
             return (total + loss, plus(sums, grads)), None
 
         def last(own: Held, sums: Held, batch: jax.Array) -> tuple[jax.Array, Params]:
-            loss, grads = backward(own, count - 1, batch)
+            loss, grads = backward(own, jnp.int32(count - 1), batch)
             return loss, finish(scatter_grads(plus(sums, grads), self.parts.specs))
 
         zeros = jax.tree.map(lambda p: vary(jnp.zeros_like(p, self.sums), compat.varying_axes(p)), own)

@@ -1,5 +1,7 @@
 """The order found for a program is one of its orders, and leaves collectives something to run beside."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jax.extend.core import Var
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.tensor.order import in_order, order
+from axonn_jax.tensor.order import after, in_order, order
 from axonn_jax.tensor.region import manual
 
 STEPS = 4
@@ -102,12 +104,26 @@ def test_values_are_those_of_the_plain_program():
 def test_what_is_recomputed_on_purpose_stays_recomputed():
     """Inlined calls of `jax.checkpoint` keep a barrier: without it XLA would take the first computation's results."""
     _, weights = arguments()
+    seen = []
 
     def f(w, x):
-        return jax.grad(lambda w: jnp.sum(jax.checkpoint(lambda w: jnp.tanh(x @ w[0]))(w)))(w)
+        return jax.grad(lambda w: jnp.sum(jax.lax.psum(jax.checkpoint(lambda w: jnp.tanh(x @ w[0]))(w), "x")))(w)
 
-    closed = order(jax.make_jaxpr(f)(weights[0], jnp.ones((8, 64))))
-    assert "optimization_barrier" in kinds(closed)
+    def spy(w, x):
+        seen.append(order(jax.make_jaxpr(f)(w, x)))
+        return f(w, x)
+
+    jax.eval_shape(manual(spy, mesh(), (P("x"), P()), P("x")), weights[0], jnp.ones((8, 64)))
+    assert "optimization_barrier" in kinds(seen[0])
+
+
+def test_what_comes_after_a_value_does_not_depend_on_it():
+    """Not on its NaN either; and for a GPU nothing is computed."""
+    x, bad = jnp.arange(3.0), jnp.full((2, 2), jnp.nan)
+    np.testing.assert_array_equal(jax.jit(after)(x, bad), x)
+    text = jax.jit(after).trace(x, bad).lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"stablehlo\.(\w+)", text)
+    assert found == ["optimization_barrier"]
 
 
 def test_a_loop_over_layers_gets_an_order_inside():

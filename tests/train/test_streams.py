@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from axonn_jax.models.presets import preset
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import take_apart
+from axonn_jax.tensor.rates import axes_of, is_collective
 from axonn_jax.train.program import StageProgram
 
 GRIDS = [grids.GridShape(1, 1, 1, 1, 1), grids.GridShape(1, 1, 2, 2, 2), grids.GridShape(1, 2, 2, 1, 2)]
@@ -47,6 +49,19 @@ def cases():
 def test_two_streams_in_order_give_the_gradients_of_one_device(model, axes, activations):
     got = results(model, axes, streams=2, ordered=True, activations=activations)
     grids.check_gradients(got, reference(model, 0.0))
+
+
+def test_replicas_add_up_beside_the_last_microbatchs_backward_pass():
+    """Of a step as large as people run: bytes of reductions over `data` that a matmul still follows."""
+    shape, grid = preset("gpt-1.3b", layers=4, vocab=8192), grids.lay(grids.GridShape(1, 2, 2, 2, 1))
+    parts = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
+    program = StageProgram(parts, grid, jnp.dtype("bfloat16"), bucket=4_000_000, streams=2, ordered=True)
+    tokens = jax.ShapeDtypeStruct((2, 16, shape.seq_len + 1), jnp.int32)
+    (region,) = jax.make_jaxpr(program.gradients)(parts.params, tokens, None).jaxpr.eqns
+    eqns = region.params["jaxpr"].eqns
+    last = max(i for i, eqn in enumerate(eqns) if eqn.primitive.name == "dot_general")
+    sums = [(i, eqn.invars[0].aval.size) for i, eqn in enumerate(eqns) if is_collective(eqn) and "data" in axes_of(eqn)]
+    assert sum(size for i, size in sums if i < last) >= 0.6 * sum(size for _, size in sums)
 
 
 @pytest.mark.parametrize("options", [{"streams": 2}, {"ordered": True}, {"streams": 2, "ordered": True}], ids=str)
