@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from launched import MPIRUN, UNDER_MPIRUN, environment
+from launched import MPIRUN, UNDER_MPIRUN, gpu_environment
 
 from axonn_jax.errors import UserError
 from axonn_jax.gpus import Gpu, idle, parse, shares, visible
@@ -148,13 +148,7 @@ except (RuntimeError, AssertionError):  # there is no GPU: jax was asked for its
 
 @pytest.fixture
 def four_gpus(tmp_path):
-    """Variables of a machine whose nvidia-smi lists four GPUs."""
-    smi = tmp_path / "nvidia-smi"
-    lines = "".join(f"echo 'GPU {number}: A100 (UUID: {uuid})'\n" for number, uuid in enumerate(U[:4]))
-    smi.write_text(f"#!/bin/sh\n{lines}")
-    smi.chmod(0o755)
-    variables = environment()
-    return {**variables, "PATH": f"{tmp_path}:{variables['PATH']}", "JAX_PLATFORMS": "cuda"}
+    return gpu_environment(tmp_path, U[:4])
 
 
 def told(text):
@@ -168,7 +162,11 @@ def told(text):
     [
         ({"x": 4}, None, [[0], [1], [2], [3]]),
         ({"pipe": 4}, ",".join(U[:4]), [[0], [1], [2], [3]]),
-        ({"pipe": 2, "x": 2}, "0,1", ["GPUs seen by ranks 0, 1, 2, 3 = 2: at least 4, 1 for each of 4 process(es)"] * 4),
+        (
+            {"pipe": 2, "x": 2},
+            "0,1",
+            ["GPUs seen by ranks 0, 1, 2, 3 = 2: at least 4, 1 for each of 4 process(es)"] * 4,
+        ),
     ],
 )
 def test_jax_is_told_by_index_under_mpirun(grid, value, expected, four_gpus):
