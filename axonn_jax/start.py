@@ -163,8 +163,7 @@ def _ask_mpi() -> MpiFacts:
     hosts = world.allreduce(int(on_host.Get_rank() == 0))
     offered = f"{own_address(hosts)}:{free_port()}" if world.Get_rank() == 0 else None
     library = MPI.Get_library_version().split(",")[0].strip("\x00\n ")
-    here, notice = on_host.Get_rank(), _ask_cores(on_host)
-    return MpiFacts(world.Get_rank(), world.Get_size(), here, hosts, world.bcast(offered), library, notice)
+    return MpiFacts(world.Get_rank(), world.Get_size(), hosts, world.bcast(offered), library, _ask_cores(on_host))
 
 
 def _ask_cores(on_host: "MPI.Comm") -> str:

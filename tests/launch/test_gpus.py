@@ -7,6 +7,7 @@ import sys
 import pytest
 from launched import MPIRUN, UNDER_MPIRUN, gpu_environment
 
+from axonn_jax import gpus
 from axonn_jax.errors import UserError
 from axonn_jax.gpus import Gpu, idle, parse, shares, visible
 from axonn_jax.start import free_port
@@ -128,6 +129,37 @@ GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-bbbbbbbb-0000)
   MIG 7g.40gb     Device  0: (UUID: MIG-3333)
 """
     assert parse(told) == MIG
+
+
+def test_gpus_are_found_without_nvidia_smi(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(gpus, "_DEV", tmp_path)
+    for name in ("nvidia10", "nvidia2", "nvidiactl"):
+        (tmp_path / name).touch()
+    (tmp_path / "nvidia1").mkdir()  # does not open, as one that a control group forbids
+    assert [gpu.name.rpartition(":")[2] for gpu in gpus.nvidia_gpus()] == ["nvidia2", "nvidia10"]
+    assert gpus.look({CUDA: "1"})[0].endswith(":nvidia10")
+
+
+def test_amd_gpus_are_those_of_the_kernels_topology(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpus, "_KFD", tmp_path)
+    nodes = {"0": (0, ""), "2": (11, "simd_count 4\nunique_id 255\n"), "10": (12, "unique_id 0\n"), "3": (13, None)}
+    for name, (number, properties) in nodes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "gpu_id").write_text(f"{number}\n")
+        if properties is not None:  # the kernel does not let a forbidden one be read
+            (tmp_path / name / "properties").write_text(properties)
+    first, second = gpus.look({"JAX_PLATFORMS": "rocm"})
+    assert first == "GPU-00000000000000ff"
+    assert second.endswith(":kfd10")
+
+
+def test_who_tells_jax_its_devices_is_left_alone(monkeypatch):
+    monkeypatch.setattr("axonn_jax.compat.accelerator_expected", lambda: True)
+    monkeypatch.setattr(gpus, "look", lambda environ: ("GPU-a",))
+    assert gpus.own_view() == ("GPU-a",)
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")
+    assert gpus.own_view() is None
 
 
 RUN = """
