@@ -1,6 +1,7 @@
 """The only place for version-dependent JAX names (jax 0.10.2 up)."""
 
 import importlib.util
+import json
 import pkgutil
 import time
 from collections import Counter
@@ -9,6 +10,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import jax
+
+_GATHER_MS = 120_000
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -104,6 +107,20 @@ def accelerator_expected() -> bool:
     except ImportError:
         return False
     return any(pkgutil.iter_modules(jax_plugins.__path__)) or bool(entry_points(group="jax_plugins"))
+
+
+def gather(value: Any) -> list[Any]:
+    """Everybody's value, anything that JSON keeps, by rank; once in a `jax.distributed` world, before jax's devices.
+
+    Raises ``RuntimeError`` where a process does not come.
+    """
+    from jax._src import distributed
+
+    state, folder = distributed.global_state, "axonn_jax/gathered/"
+    client: Any = state.client
+    client.key_value_set(f"{folder}{state.process_id:08d}", json.dumps(value))
+    client.wait_at_barrier("axonn_jax/gathered", timeout_in_ms=_GATHER_MS)
+    return [json.loads(text) for _, text in sorted(client.key_value_dir_get(folder))]
 
 
 def array_metadata_store() -> Any:

@@ -23,6 +23,7 @@ from axonn_jax.doctor_probes import (
     setup_command,
 )
 from axonn_jax.errors import UserError
+from axonn_jax.gpus import idle, shares
 from axonn_jax.launch import SLURM_STEP
 from axonn_jax.memory.pinned import GIB, LIMIT, XLAS_OWN, host_memory, limit
 
@@ -56,6 +57,12 @@ for name in sys.argv[2:]:
     print(sys.argv[1] + json.dumps({"import": name, "note": note}), flush=True)
 import jax
 print(sys.argv[1] + json.dumps({"devices": [[d.platform, d.device_kind] for d in jax.devices()]}), flush=True)
+"""
+_RANKS_SHOWN = 16
+_GPUS = """
+import json, sys
+from axonn_jax.start import gpu_views
+print(sys.argv[1] + json.dumps({"gpus": gpu_views()}), flush=True)
 """
 
 
@@ -110,6 +117,32 @@ def devices(seen: Probe, timeout: float) -> Row:
         why = f"{found}, though nvidia-smi shows {len(names)} x {names[0]}"
         return Row("devices", "warning", why, "nothing, but it runs on the CPU", fix, True)
     return Row("devices", "ok", found, fails, "", True)
+
+
+def gpu_shares(timeout: float) -> Row:
+    """Which GPUs each process of this launch would take."""
+    fails = "runs of several processes on GPUs"
+    fix = "axonn-jax doctor under the same mpirun or srun, with as many processes a host as it has GPUs"
+    seen = probe(python(_GPUS), timeout, launched=True)
+    views = seen.answers.get("gpus")
+    if views is None:
+        return Row("gpus", "warning", f"which ones a process sees: {seen.trouble(timeout)}", fails, fix)
+    try:
+        taken = shares(views)
+    except UserError as error:
+        return Row("gpus", "warning", str(error), fails, fix)
+    told = [
+        f"rank {rank} takes {','.join(map(str, own))} of {len(view)} ({', '.join(view[index] for index in own)})"
+        for rank, (view, own) in enumerate(zip(views, taken, strict=True))
+        if view
+    ]
+    unused = idle(views, taken)
+    return Row(
+        "gpus",
+        "ok",
+        "; ".join([*told[:_RANKS_SHOWN], *([unused] if unused else [])]) or "none that jax would look for",
+        fails,
+    )
 
 
 def pinned(environ: Mapping[str, str]) -> Row:

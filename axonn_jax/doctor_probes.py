@@ -68,8 +68,11 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**clean, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
-def probe(command: list[str], timeout: float) -> Probe:
-    """Runs a command and collects the JSON objects it printed behind the mark; its children end with it."""
+def probe(command: list[str], timeout: float, *, launched: bool = False) -> Probe:
+    """Runs a command and collects the JSON objects it printed behind the mark; its children end with it.
+
+    `launched` keeps the launcher's variables, so that the command takes this process's rank.
+    """
     # Files, not pipes: a grandchild that holds a pipe open would keep us waiting after the time is up.
     with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
         timed_out = False
@@ -79,7 +82,7 @@ def probe(command: list[str], timeout: float) -> Probe:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=environment(os.environ),
+                env=dict(os.environ) if launched else environment(os.environ),
                 start_new_session=True,
             )
         except OSError as error:

@@ -135,14 +135,38 @@ class Grid(NamedTuple):
 def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:
     """Lays the meshes over all devices of a run of one process (or of a run without pipeline), `x` fastest.
 
-    Neighbours along `x` are then the closest devices, and each stage has a contiguous slice.
+    Neighbours along `x` are then the closest devices (`arranged`), and each stage has a contiguous slice.
     Raises ``UserError`` when the number of devices is not the grid's product.
     """
     if len(devices) != shape.devices:
         raise UserError("grid", shape, f"a product of {len(devices)}, the number of devices; this is {shape.devices}")
     each = shape.stage_devices
-    meshes = {place: build_mesh(shape, devices[place * each : (place + 1) * each]) for place in range(shape.pipe)}
+    stages = (arranged(shape, devices[place * each : (place + 1) * each]) for place in range(shape.pipe))
+    meshes = {place: build_mesh(shape, stage) for place, stage in enumerate(stages)}
     return Grid(shape, meshes[0], meshes)
+
+
+def arranged(shape: GridShape, devices: "Sequence[jax.Device]") -> "Sequence[jax.Device]":
+    """A stage's devices in the order of its mesh: as given, or on TPUs so that axes follow the links between chips.
+
+    Slices of TPUs, which the data center's network joins, are parts of `data`. Where they do not divide it, or are not
+    whole boxes of chips, the order stays. Elsewhere it does in any case: neighbours in a host are neighbours along `x`.
+    """
+    if not all(device.platform == "tpu" and hasattr(device, "coords") for device in devices):
+        return devices
+    from jax.experimental import mesh_utils
+
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", 0) or 0, []).append(device)
+    if shape.data % len(slices):
+        return devices
+    sizes = (shape.data // len(slices), shape.z, shape.y, shape.x)
+    try:
+        meshes = [mesh_utils.create_device_mesh(sizes, one, allow_split_physical_axes=True) for one in slices.values()]
+    except (AssertionError, NotImplementedError, ValueError):
+        return devices
+    return [device for mesh in meshes for device in mesh.flat]
 
 
 def build_mesh(shape: GridShape, devices: "Sequence[jax.Device]") -> "jax.sharding.Mesh":

@@ -30,8 +30,6 @@ class World:
     """This process's place among all."""
     size: int
     """Number of processes."""
-    local_rank: int
-    """This process's place among those of its host."""
     hosts: int
     """Number of hosts."""
     coordinator: str | None
@@ -54,7 +52,6 @@ class MpiFacts:
 
     rank: int
     size: int
-    local_rank: int
     hosts: int
     coordinator: str
     library: str
@@ -86,7 +83,7 @@ def detect(environ: Mapping[str, str], mpi: Callable[[], MpiFacts], explicit: Ex
     why = "no MPI launcher, no complete set of Slurm variables"
     if missing and len(missing) < len(SLURM_STEP):
         why = f"Slurm variables are incomplete (no {', '.join(missing)}), so this is not an srun task"
-    return World(0, 1, 0, 1, None, "one process", why)
+    return World(0, 1, 1, None, "one process", why)
 
 
 def _from_explicit(told: Explicit) -> World:
@@ -100,7 +97,6 @@ def _from_explicit(told: Explicit) -> World:
     return World(
         told.process_id,
         told.num_processes,
-        0 if not local else told.process_id,
         1 if local else told.num_processes,
         told.coordinator,
         "explicit arguments",
@@ -120,7 +116,7 @@ def _from_mpi(environ: Mapping[str, str], announced: str, facts: MpiFacts) -> Wo
     why = f"{announced}={size} and mpi4py ({facts.library}) agree"
     if "SLURM_PROCID" in environ and environ.get("SLURM_PROCID") != str(facts.rank):
         why += "; Slurm variables describe the shell mpirun was started from and are left aside"
-    return World(facts.rank, size, facts.local_rank, facts.hosts, facts.coordinator, "MPI", why, facts.notice)
+    return World(facts.rank, size, facts.hosts, facts.coordinator, "MPI", why, facts.notice)
 
 
 def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int], *, on_cpus: bool) -> str:
@@ -156,7 +152,6 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
     return World(
         rank,
         size,
-        int(environ["SLURM_LOCALID"]),
         hosts,
         f"{host}:{port}",
         "Slurm",

@@ -10,8 +10,16 @@ _BF16_FLOPS = {
     "B200": 2250e12,
     "MI250X": 191.5e12,  # one GCD
     "MI300X": 1307e12,
+    # TPUs as jax names them, a chip, which from v4 on is a device (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e)
+    "TPU v4": 275e12,
+    "TPU v4 lite": 138e12,  # v4i (Jouppi et al., ISCA 2021)
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,  # v5p
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
 }
-"""FLOP/s by a part of the device's name, from the vendors' data sheets (without sparsity)."""
+"""FLOP/s by a part of the device's name, from the vendors' data sheets (without sparsity); the longest name counts."""
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
+from axonn_jax import gpus
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid
 from axonn_jax.launch import Explicit, MpiFacts, World, binding_notice, detect
@@ -45,8 +46,7 @@ def init(
     elif any(value is not None for value in given):
         raise UserError("init", given, "coordinator, num_processes and process_id together, or none of them")
     world, grid = start(GridShape(pipe, data, z, y, x), explicit)
-    if world.rank == 0:
-        print(f"axonn_jax: {describe(world, grid)}", file=sys.stderr, flush=True)
+    say(world, describe(world, grid))
     return grid
 
 
@@ -75,8 +75,7 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
         raise_limit(-(-world.size // world.hosts))
     if world.source == "MPI":
         check_same(f"grid = {shape}\n{settings}")
-    if world.notice and world.rank == 0:
-        print(f"axonn_jax: {world.notice}", file=sys.stderr, flush=True)
+    say(world, world.notice)
     if world.size > 1 and shape.pipe > 1:
         from axonn_jax.start_stage import start_stage
 
@@ -87,12 +86,34 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
         if shape.devices % world.size:
             raise UserError("grid", shape, f"a product that {world.size} processes divide, not {shape.devices}")
         join(world)
+        say(world, gpus.take(world.rank, shape.devices // world.size, compat.gather))
     grid = build_grid(shape, _devices(shape, world))._replace(rank=world.rank, size=world.size)
     if shape.pipe == 1:
         jax.set_mesh(grid.mesh)
     if world.size > 1 and jax.default_backend() == "cpu":
         warm_up(grid.mesh)
     return world, grid
+
+
+def gpu_views() -> "list[gpus.View]":
+    """What every process of this launch sees of GPUs, by rank; for `axonn-jax doctor`."""
+    from axonn_jax import compat
+
+    world = detect(os.environ, _ask_mpi)
+    if world.size == 1:
+        return [gpus.own_view()]
+    if world.source == "MPI":
+        from mpi4py import MPI
+
+        return MPI.COMM_WORLD.allgather(gpus.own_view())
+    join(world)
+    return compat.gather(gpus.own_view())
+
+
+def say(world: World, notice: str) -> None:
+    """Prints a line for people, where there is one, on the first process."""
+    if notice and world.rank == 0:
+        print(f"axonn_jax: {notice}", file=sys.stderr, flush=True)
 
 
 def _make_cpu_devices(count: int) -> None:
@@ -142,8 +163,7 @@ def _ask_mpi() -> MpiFacts:
     hosts = world.allreduce(int(on_host.Get_rank() == 0))
     offered = f"{own_address(hosts)}:{free_port()}" if world.Get_rank() == 0 else None
     library = MPI.Get_library_version().split(",")[0].strip("\x00\n ")
-    here, notice = on_host.Get_rank(), _ask_cores(on_host)
-    return MpiFacts(world.Get_rank(), world.Get_size(), here, hosts, world.bcast(offered), library, notice)
+    return MpiFacts(world.Get_rank(), world.Get_size(), hosts, world.bcast(offered), library, _ask_cores(on_host))
 
 
 def _ask_cores(on_host: "MPI.Comm") -> str:
@@ -218,13 +238,10 @@ def join(world: World) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     assert world.coordinator is not None
     port = world.coordinator.rsplit(":", 1)[1]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     jax.distributed.initialize(
         world.coordinator,
         world.size,
         world.rank,
-        # Where the launcher did not narrow the view already, each process takes the GPU of its local rank.
-        local_device_ids=[world.local_rank] if compat.accelerator_expected() and "," in visible else None,
         cluster_detection_method="deactivate",
         coordinator_bind_address=f"127.0.0.1:{port}" if world.hosts == 1 else f"[::]:{port}",
         heartbeat_timeout_seconds=_HEARTBEAT_S,

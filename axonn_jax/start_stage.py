@@ -3,10 +3,11 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from axonn_jax import gpus
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid, GridShape, build_mesh
 from axonn_jax.launch import World
-from axonn_jax.start import free_port, join, own_address, warm_up
+from axonn_jax.start import free_port, join, own_address, say, warm_up
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,10 +38,9 @@ def start_stage(shape: GridShape, world: World) -> Grid:
     devices = shape.stage_devices // per_stage
     if compat.backends_started():
         raise UserError("init", "called after jax started", "a call before any other use of jax devices")
+    say(world, gpus.take(world.rank, devices, comm.allgather))
     if per_stage == 1:
-        if compat.accelerator_expected():
-            _take_own_accelerators(world, devices)
-        else:
+        if not compat.accelerator_expected():
             jax.config.update("jax_num_cpu_devices", devices)
     else:
         stage = comm.Split(place, world.rank)
@@ -85,15 +85,3 @@ def _shared() -> int:
     from mpi4py import MPI
 
     return MPI.COMM_TYPE_SHARED
-
-
-def _take_own_accelerators(world: World, devices: int) -> None:
-    """Where the launcher shows every process all of a host's devices, each takes its share by local rank."""
-    import os
-
-    import jax
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if len(visible) > devices:
-        first = world.local_rank * devices
-        jax.config.update("jax_cuda_visible_devices", ",".join(visible[first : first + devices]))

@@ -48,6 +48,16 @@ def environment():
     return {**kept, **root, "JAX_PLATFORMS": "cpu"}
 
 
+def gpu_environment(folder, uuids):
+    """As `environment`, of a machine whose nvidia-smi, in `folder`, lists these GPUs."""
+    smi = folder / "nvidia-smi"
+    listed = "".join(f"echo 'GPU {number}: A100 (UUID: {uuid})'\n" for number, uuid in enumerate(uuids))
+    smi.write_text(f"#!/bin/sh\n{listed}")
+    smi.chmod(0o755)
+    kept = {key: value for key, value in environment().items() if key != "CUDA_VISIBLE_DEVICES"}
+    return {**kept, "PATH": f"{folder}:{kept['PATH']}", "JAX_PLATFORMS": "cuda"}
+
+
 def flags(options):
     """Keyword arguments as flags: `grid_pipe=2` is `--grid.pipe 2`."""
     return [word for key, value in options.items() for word in (f"--{key.replace('_', '.', 1)}", str(value))]

@@ -63,6 +63,7 @@ def examine(timeout: float) -> list["Row"]:
     parts: list[Callable[[], Iterable[Row]]] = [
         checks.host,
         lambda: checks.packages(timeout),
+        lambda: [checks.gpu_shares(timeout)],
         lambda: mpi(timeout),
         checks.places,
         lambda: [checks.slurm(os.environ)],

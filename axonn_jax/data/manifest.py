@@ -153,14 +153,18 @@ class Manifest:
             if size != expected:
                 raise _bad(self.path, f"shard {shard.name} has {size} bytes, expected {expected}; {AGAIN}")
 
-    def verify(self, splits: Iterable[str] = SPLITS) -> None:
+    def verify(self, splits: Iterable[str] = SPLITS, *, share: tuple[int, int] = (0, 1)) -> None:
         """Reads the tokenizer and every shard of the given splits and compares their SHA-256 with the manifest's.
+
+        `share` = (rank, size) reads only this process's share of them.
 
         Raises:
             UserError: one of them is corrupt or not readable.
         """
-        self._check(TOKENIZER, TOKENIZER, self.tokenizer_sha256)
-        for shard in self._shards(splits):
+        rank, size = share
+        if rank == size - 1:  # which may have a shard less
+            self._check(TOKENIZER, TOKENIZER, self.tokenizer_sha256)
+        for shard in self._shards(splits)[rank::size]:
             self._check(f"shard {shard.name}", shard.name, shard.sha256)
 
     def _check(self, what: str, name: str, expected: str | None) -> None:

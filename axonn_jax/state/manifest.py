@@ -103,7 +103,8 @@ def verify(path: Path, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> l
     """
     rank, size = share
     wrong = []
-    for name, file in sorted(manifest.files.items())[rank::size]:
+    largest_first = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
+    for name, file in largest_first[rank::size]:
         try:
             found = (path / name).stat().st_size
             if found != file.bytes:
@@ -132,16 +133,15 @@ def listed(wrong: list[str]) -> str:
 
 
 def describe_files(
-    root: Path, folder: Path, *, durable: bool = False, rest: Callable[[float], None] = lambda worked: None
+    root: Path, paths: Iterable[Path], rest: Callable[[float], None] = lambda worked: None
 ) -> dict[str, File]:
-    """Sizes and checksums of all files below `folder`, named from `root`; `durable` also flushes them to the disk.
+    """Sizes and checksums of files, named from `root`, once they are on the disk.
 
     `rest` is called now and then with the seconds of work since it was called last.
     """
     found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        if durable:
-            flush(path)
+    for path in sorted(paths):
+        flush(path)
         found[path.relative_to(root).as_posix()] = File(path.stat().st_size, checksum(path, rest))
     return found
 

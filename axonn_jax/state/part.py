@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +34,8 @@ _GROWTH = 0.05
 """Of the copies: by so much more the process may grow while they are written."""
 _WIDEST = 4
 """Bytes of an element, however it was stored."""
-MARKER = ".json"
+_OF_A_PROCESS = "ocdbt.process_"
+"""What the names of folders that Orbax lets one process write begin with; its number follows."""
 _LOTS = 24
 """A lot of state in host memory is about this part of it: 0.5 bytes a parameter of 12."""
 
@@ -98,14 +100,15 @@ class PartWriter:
         self._growth = contextlib.closing(Growth(int(copied * _GROWTH))) if watched else contextlib.nullcontext()
 
     def finish(self, folder: Path) -> None:
-        """Waits until the part is written; the world's first process then leaves the part's checksums beside it."""
+        """Waits until the part is written; each process then leaves the checksums of what it wrote beside it."""
         with self._growth, self._failing_together():
             with _quiet():
                 self._checkpointer.wait_until_finished()
-            if jax.process_index() == 0:
-                files = describe_files(folder, folder / self.name, durable=True, rest=self._pace.rest)
-                marker = {"arrays": self._described, "files": {name: asdict(file) for name, file in files.items()}}
-                write_whole(folder / (self.name + MARKER), json.dumps(marker))
+            number = jax.process_index()
+            files = describe_files(folder, written(folder / self.name, number), self._pace.rest)
+            arrays = self._described if number == 0 else {}
+            told = {"arrays": arrays, "files": {name: asdict(file) for name, file in files.items()}}
+            write_whole(folder / marker(self.name, number), json.dumps(told))
 
     def hurry(self) -> None:
         """Ends the part under way without rests: somebody waits for it."""
@@ -164,9 +167,24 @@ class _PacedArrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
         return await super().serialize(values, infos, args)
 
 
+def marker(part: str, process: int) -> str:
+    """The file in which a process leaves the checksums of what it wrote of a part."""
+    return f"{part}.{process}.json"
+
+
+def written(part: Path, process: int) -> list[Path]:
+    """What a process wrote of a part: its own folders, and for the first process also all that is in nobody's."""
+    own, found = f"{_OF_A_PROCESS}{process}", []
+    for place, folders, files in os.walk(part):
+        folders[:] = [name for name in folders if name == own or not name.startswith(_OF_A_PROCESS)]
+        if process == 0 or own in Path(place).relative_to(part).parts:
+            found += [Path(place, name) for name in files]
+    return found
+
+
 def wait_for_markers(folder: Path, names: list[str], cancelled: Any) -> bool:
-    """Waits until all parts have left their checksums below `folder`; False if cancelled before."""
-    while not all((folder / (name + MARKER)).exists() for name in names):
+    """Waits until all processes have left their checksums below `folder`; False if cancelled before."""
+    while not all((folder / name).exists() for name in names):
         if cancelled.wait(_POLL_S):
             return False
     return True

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import threading
 import time
@@ -21,13 +22,14 @@ from axonn_jax.state.manifest import (
     Stored,
     all_steps,
     contents,
+    describe_files,
     flush,
     name_of,
     step_of,
     write_whole,
 )
 from axonn_jax.state.names import State
-from axonn_jax.state.part import MARKER, PartWriter, reason, wait_for_markers
+from axonn_jax.state.part import PartWriter, marker, reason, wait_for_markers
 
 _UNFINISHED, _REMOVED = "unfinished_", "removed_"
 _PACKAGES = ("axonn_jax", "jax", "jaxlib", "orbax-checkpoint")
@@ -68,9 +70,11 @@ class Saver:
         self.directory, self._grid, self._agreement = directory.absolute(), grid, agreement
         self._keep, self._keep_every, self._warn = keep, keep_every, warn
         worlds = grid.shape.pipe if grid.size > 1 else 1
-        self._parts = [f"part_{number:03d}" for number in range(worlds)]
+        parts = [f"part_{number:03d}" for number in range(worlds)]
+        # Of an array that two parts hold, the first one's copy counts: it comes last.
+        self._markers = [marker(part, number) for part in reversed(parts) for number in range(grid.stage_processes)]
         own = grid.rank // grid.stage_processes if grid.size > 1 and worlds > 1 else 0
-        self._writer = PartWriter(self._parts[own])
+        self._writer = PartWriter(parts[own])
         self._first = agreement.rank == 0
         self._job: _Job | None = None
         self._refused = ""
@@ -174,7 +178,7 @@ class Saver:
         if not self._first or job.error:
             return
         try:
-            if wait_for_markers(job.folder, self._parts, job.cancelled):
+            if wait_for_markers(job.folder, self._markers, job.cancelled):
                 self._commit(job, run)
                 self.last, self.took_s = (job.step, time.monotonic()), time.monotonic() - job.began
                 self._retire(job.step)
@@ -184,12 +188,15 @@ class Saver:
     def _commit(self, job: _Job, run: dict[str, Any]) -> None:
         arrays: dict[str, Stored] = {}
         files: dict[str, File] = {}
-        for name in reversed(self._parts):  # of an array that two parts hold, the first one's copy counts
-            marker = job.folder / (name + MARKER)
-            found = contents(json.loads(marker.read_text(encoding="utf-8")))
+        for name in self._markers:
+            left = job.folder / name
+            found = contents(json.loads(left.read_text(encoding="utf-8")))
             arrays |= found[0]
             files |= found[1]
-            marker.unlink()
+            left.unlink()
+        seen = (Path(place, name) for place, _, names in os.walk(job.folder) for name in names)
+        missed = [path for path in seen if path.relative_to(job.folder).as_posix() not in files]
+        files |= describe_files(job.folder, missed)  # none, unless a file system showed its writer an old listing
         manifest = Manifest(
             job.step,
             str(self._grid.shape),

@@ -121,8 +121,6 @@ def check(config: Config) -> Config:
     policies.check(shape.layers)
     check_scan(config.train.scan_layers, config.memory.offload, policies)
     check_streams(config)
-    if config.data.verify:
-        manifest.verify()
     model = ModelConfig(preset=config.model.preset, **asdict(shape))
     return replace(config, model=model, log=log)
 

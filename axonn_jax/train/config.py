@@ -112,7 +112,7 @@ class DataConfig:
     seed: int = 0
     """Seed of the order in which training sequences are drawn."""
     verify: bool = True
-    """Compare the checksums of shards and tokenizer at the start, which reads all of the data once."""
+    """Compare the checksums of shards and tokenizer at the start, which reads all of the data once, in shares."""
 
 
 @dataclass(frozen=True)

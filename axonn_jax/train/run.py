@@ -35,6 +35,7 @@ from axonn_jax.train.progress import Progress, duration
 from axonn_jax.train.step import StepMetrics
 from axonn_jax.train.stop import Stop
 from axonn_jax.train.trainer import Trainer
+from axonn_jax.train.verify import verify_data
 
 
 def train(config: Config) -> int:
@@ -43,6 +44,8 @@ def train(config: Config) -> int:
     with _all_or_nothing(world):
         shape, split = config.model.shape(), config.memory.sequence_parallel
         inner, agreed = inner_of(config, shape), agreement(grid)
+        if config.data.verify:
+            verify_data(config.data.path, agreed)
         layouts, told = choose_layouts(config, shape, grid, agreed)
         told += [str(inner)] if config.train.inner_features != "y" else []
 
@@ -287,7 +290,7 @@ class Run:
             global_batch=self.config.train.global_batch,
             rows=self.rows,
             seed=self.config.data.seed,
-            verify=False,  # the config's check has done it
+            verify=False,  # `train` has done it
             **options,
         )
 

@@ -1,8 +1,9 @@
-"""Data that is not whole, or a run directory that cannot be written, is found before anything starts."""
+"""Data that is not whole, or a run directory that cannot be written, is found before anything is trained."""
 
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,8 @@ def truncate(data):
 
 
 BAD_DATA = {
-    "shard corrupt": (corrupt, "shard train-00000.bin is corrupt"),
     "shard cut off": (truncate, "shard valid-00000.bin has "),
     "shard missing": (lambda data: (data / "train-00000.bin").unlink(), "shard train-00000.bin is missing"),
-    "tokenizer corrupt": (corrupt_tokenizer, "tokenizer.json is corrupt: checksum "),
-    "tokenizer missing": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer.json is not readable: No such"),
     "manifest missing": (lambda data: (data / "manifest.json").unlink(), "no manifest.json"),
     "manifest not JSON": (lambda data: (data / "manifest.json").write_text("{"), "not valid JSON"),
     "manifest of another": (lambda data: (data / "manifest.json").write_text("{}"), "not written by"),
@@ -53,6 +51,21 @@ BAD_DATA = {
 @pytest.mark.parametrize("case", BAD_DATA)
 def test_bad_data(data, refused, case):
     damage, says = BAD_DATA[case]
+    damage(data)
+    refused(["train", "run.toml"], "data.path = 'data': ", says)
+
+
+CORRUPT_DATA = {
+    "shard corrupt": (corrupt, "shard train-00000.bin is corrupt"),
+    "tokenizer corrupt": (corrupt_tokenizer, "tokenizer.json is corrupt: checksum "),
+    "tokenizer missing": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer.json is not readable: No such"),
+}
+
+
+@pytest.mark.parametrize("case", CORRUPT_DATA)
+def test_data_that_is_corrupt_ends_the_run_that_reads_it(data, refused, case, monkeypatch):
+    monkeypatch.delitem(sys.modules, "axonn_jax.train.run")  # the real one
+    damage, says = CORRUPT_DATA[case]
     damage(data)
     refused(["train", "run.toml"], "data.path = 'data': ", says)
 

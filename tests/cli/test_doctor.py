@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import gpu_environment
 
 from axonn_jax.cli.doctor import Doctor, _show, run
 from axonn_jax.doctor_checks import loopback, pinned, slurm
@@ -18,7 +19,7 @@ from axonn_jax.errors import UserError
 COMMAND = "import sys; from axonn_jax.cli.main import main; sys.exit(main(['doctor', '--json', *sys.argv[1:]]))"
 ROWS = {
     "python", "platform", "cores", "memory", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain",
-    "tokenizers", "tyro", "devices", "mpicc", "mpirun", "mpi4py", "mpi4jax", "mpi ping", "hostname", "loopback",
+    "tokenizers", "tyro", "devices", "gpus", "mpicc", "mpirun", "mpi4py", "mpi4jax", "mpi ping", "hostname", "loopback",
     "disk", "slurm", "tensorboardX", "safetensors", "transformers", "torch",
 }  # fmt: skip
 TASK = {
@@ -102,6 +103,32 @@ def test_hanging_devices_do_not_hang_doctor(tmp_path: Path) -> None:
 def test_doctor_started_by_mpirun_still_finds_mpi() -> None:
     _, rows = doctor(launcher=(str(which("mpirun")[0]), "-n", "1"))
     assert rows["mpi ping"]["status"] == "ok", rows["mpi ping"]
+
+
+GPUS = "import json; from axonn_jax.doctor_checks import gpu_shares; print(json.dumps(vars(gpu_shares(60))))"
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(which("mpirun")[0] is None, reason="there is no mpirun")
+@pytest.mark.parametrize(
+    ("ranks", "visible", "status", "found"),
+    [
+        (1, "0,1", "ok", "rank 0 takes 0,1 of 2 (GPU-a, GPU-b)"),
+        (2, "3,2,1,0", "ok", "rank 0 takes 0,1 of 4 (GPU-d, GPU-c); rank 1 takes 2,3 of 4 (GPU-b, GPU-a)"),
+        (3, "1,2", "warning", "GPUs seen by ranks 0, 1, 2 = 2: at least 3, 1 for each of 3 process(es)"),
+    ],
+)
+def test_each_rank_says_which_gpus_all_would_take(
+    ranks: int, visible: str, status: str, found: str, tmp_path: Path
+) -> None:
+    variables = {**gpu_environment(tmp_path, ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]), "CUDA_VISIBLE_DEVICES": visible}
+    words = [str(which("mpirun")[0]), "--oversubscribe", "-n", str(ranks), sys.executable, "-c", GPUS]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=150)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(rows) == ranks, done.stderr
+    for row in rows:
+        assert row["status"] == status
+        assert row["found"].startswith(found)
 
 
 def test_timeout_must_be_of_use() -> None:

@@ -20,7 +20,7 @@ BATCH_SHELL = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "
 
 
 def facts(size=4, rank=1, notice=""):
-    return lambda: MpiFacts(rank, size, rank, 1, "127.0.0.1:5000", "Open MPI v5.0.11", notice)
+    return lambda: MpiFacts(rank, size, 1, "127.0.0.1:5000", "Open MPI v5.0.11", notice)
 
 
 def not_asked():
@@ -56,7 +56,7 @@ def test_mpirun_inside_a_batch_shell_wins_over_its_slurm_variables():
 
 def test_srun():
     world = detect(SLURM, not_asked)
-    assert (world.source, world.rank, world.size, world.local_rank, world.hosts) == ("Slurm", 3, 4, 1, 2)
+    assert (world.source, world.rank, world.size, world.hosts) == ("Slurm", 3, 4, 2)
     host, port = world.coordinator.rsplit(":", 1)
     assert host == "gpu007"
     assert 49152 <= int(port) < 65536

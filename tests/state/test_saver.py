@@ -17,6 +17,7 @@ from saved import GRID, names, saver, state
 from axonn_jax.cli.main import main
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.state import part
 from axonn_jax.state.agree import Alone
 from axonn_jax.state.checkpoint import Found, at, faults, fits, load, newest
 from axonn_jax.state.manifest import check
@@ -54,6 +55,17 @@ def test_a_save_holds_the_state_of_its_step_though_the_next_step_takes_the_array
             now = advance(now)
     loaded = load(newest(tmp_path, Alone(), pytest.fail), wanted())
     np.testing.assert_array_equal(loaded["params.kernel"], state(3)["params.kernel"])
+
+
+def test_a_file_that_its_writer_did_not_see_is_in_the_manifest_all_the_same(tmp_path, monkeypatch):
+    """As a file system's old listing on another host would have it."""
+    monkeypatch.setattr(part, "written", lambda folder, process: [])
+    with saver(tmp_path) as made:
+        made.save(1, state(1), {})
+        assert made.settle() == ""
+    path = tmp_path / "step_00000001"
+    there = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+    assert set(check(path).files) == there - {"manifest.json"}
 
 
 def test_the_newest_and_every_so_many_are_kept(tmp_path):

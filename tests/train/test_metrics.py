@@ -81,7 +81,18 @@ def test_tensorboard_without_its_package_is_one_line(monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "peak"),
-    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-40GB", 312e12), ("cpu", None)],
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("TPU v4", 275e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5p", 459e12),
+        ("TPU v5", 459e12),
+        ("TPU v6 lite", 918e12),
+        ("TPU v3", None),
+        ("cpu", None),
+    ],
 )
 def test_peaks(kind, peak):
     assert peak_flops(kind) == peak

@@ -1,0 +1,33 @@
+"""Two ranks save an array that is split over both; each writes down the files it reads to describe the checkpoint."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import axonn_jax as ax
+from axonn_jax.state import manifest
+from axonn_jax.state.agree import agreement
+from axonn_jax.state.saver import Saver
+
+folder = Path(sys.argv[1])
+grid = ax.init(x=2)
+read, checksum = [], manifest.checksum
+
+
+def recording(path, *rest):
+    read.append([path.as_posix(), path.stat().st_size])
+    return checksum(path, *rest)
+
+
+manifest.checksum = recording
+values = np.arange(60_000, dtype=np.float32)
+split = NamedSharding(grid.mesh, PartitionSpec("x"))
+saver = Saver(folder / "checkpoints", grid, agreement(grid))
+saver.save(1, {"params.w": jax.make_array_from_callback(values.shape, split, lambda index: values[index])}, {})
+assert saver.settle() == ""
+saver.close()
+(folder / str(grid.rank)).write_text(json.dumps(read))
