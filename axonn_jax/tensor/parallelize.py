@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import Grid
 from axonn_jax.tensor.wrap.choose import Chooser
+from axonn_jax.tensor.wrap.convolution import by_rows
 from axonn_jax.tensor.wrap.flow import plans_by_flow
 from axonn_jax.tensor.wrap.layers import SHARDED
 from axonn_jax.tensor.wrap.order import plans_by_order
@@ -55,6 +56,7 @@ def parallelize(
     known: dict[str, LayerPlan] = {}
     if call is not None:
         probe = nnx.clone(model)
+        by_rows(modules(probe).values(), grid.mesh)
         known = plans_by_flow(chooser, probe, _same(probe, layers), chosen, call)
     plans = plans_by_order(chooser, layers.items(), chosen, known)
     for path, module in found.items():
@@ -107,6 +109,7 @@ def _same(model: nnx.Module, paths: Mapping[str, Any]) -> dict[str, nnx.Module]:
 def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
     """A copy with the plans carried out: layers of a sharded type, every variable on the mesh."""
     copy = nnx.clone(model)
+    by_rows(modules(copy).values(), mesh)
     for path, module in _same(copy, plans).items():
         setattr(module, PLAN, plans[path])
         if plans[path].sharded:
@@ -116,7 +119,10 @@ def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
         *owner, name = map(str, keys)
         plan = plans.get(".".join(owner))
         sharding = NamedSharding(mesh, P() if plan is None else plan.spec(name))
-        placed.append((keys, variable.replace(_put(variable.get_value(), sharding))))
+        if isinstance(variable, nnx.Variable):
+            placed.append((keys, variable.replace(_put(variable.get_value(), sharding))))
+        else:  # an array that is an attribute, such as a convolution's mask
+            placed.append((keys, _put(variable, sharding)))
     state: nnx.State[Any, Any] = nnx.from_flat_state(placed)
     nnx.update(copy, state)
     return copy
