@@ -127,6 +127,23 @@ class Mamba(nnx.Module):
         return self.embed.attend(x)
 
 
+class Einsums(nnx.Module):
+    """Attention of nnx.Einsum layers, with a fused kernel for keys and values, and a tied head."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, 32, rngs=rngs)
+        self.query = nnx.Einsum("btd,dhk->bthk", (32, 4, 8), (4, 8), rngs=rngs)
+        self.both = nnx.Einsum("btd,cdhk->cbthk", (2, 32, 4, 8), rngs=rngs)
+        self.out = nnx.Einsum("...hk,hkd->...d", (4, 8, 32), (32,), rngs=rngs)
+        self.norm = nnx.LayerNorm(32, use_bias=False, rngs=rngs)
+
+    def __call__(self, ids):
+        x = self.embed(ids)
+        key, value = self.both(x)
+        x = x + self.out(nnx.dot_product_attention(self.query(x), key, value))
+        return self.embed.attend(self.norm(x))
+
+
 class Scanned(nnx.Module):
     """Depthwise layers stacked by `nnx.vmap` and run by `nnx.scan`."""
 
@@ -147,21 +164,21 @@ class Scanned(nnx.Module):
         return run(self.layers, self.stem(x)).mean(1)
 
 
-MODELS = {"convolutions": Convolutions, "norms": Norms, "mamba": Mamba, "scanned": Scanned}
+MODELS = {"convolutions": Convolutions, "norms": Norms, "mamba": Mamba, "einsums": Einsums, "scanned": Scanned}
 
 
 def script(kind: str) -> SimpleNamespace:
     """A model's `make`, its `loss(model, batch)` and one batch of 16 rows."""
     make = MODELS[kind]
     draw = np.random.default_rng(0)
-    if kind == "mamba":
+    if kind in ("mamba", "einsums"):
         batch = {"x": draw.integers(0, 32, (16, 8), dtype=np.int32)}
     else:
         batch = {"x": draw.standard_normal((16, 8, 3)).astype(np.float32)}
 
     def loss(model, batch):
         y = model(batch["x"])
-        if kind == "mamba":
+        if kind in ("mamba", "einsums"):
             logp = jax.nn.log_softmax(y[:, :-1])
             return -jnp.mean(jnp.take_along_axis(logp, batch["x"][:, 1:, None], -1))
         return jnp.mean(jnp.square(y - jnp.arange(y.shape[-1], dtype=y.dtype)))

@@ -34,9 +34,10 @@ def parallelize(
     """Returns a copy of a Flax NNX model whose layers run 4D-sharded over the grid, its parameters placed on it.
 
     Type, attributes, parameter names and results stay; so do `nnx.jit`, `nnx.value_and_grad`, `nnx.Optimizer`,
-    `nnx.split` and train/eval modes. Linear, LinearGeneral, Einsum, Conv, Embed, LayerNorm and RMSNorm (alone or
-    inside MultiHeadAttention and modules of your own) are split as DESIGN section 4 says, with explicit
-    collectives; other modules stay, their parameters replicated. `sharding_report` lists both, with reasons and bytes.
+    `nnx.split` and train/eval modes. Linear, LinearGeneral, Einsum, Conv, ConvTranspose, Embed, LayerNorm and
+    RMSNorm (alone or inside MultiHeadAttention and modules of your own) are split as DESIGN section 4 says, with
+    explicit collectives; other modules stay, their parameters replicated. `sharding_report` lists both, with reasons
+    and bytes.
 
     `call` is how the model is called, such as ``lambda m: m(tokens)``; it is traced, not run, and tells which layer
     feeds which. Without it, roles of `x` and `y` alternate in the order in which layers were defined. `overrides`
@@ -44,7 +45,8 @@ def parallelize(
     embedding or a norm: the axis of its features); the last pattern that matches counts.
 
     Nothing is communicated here but parameters on their way to their devices. A grid of one device returns `model`
-    itself. Raises ``UserError`` for what is no NNX module, a grid with a pipeline, an override that matches nothing.
+    itself. Raises ``UserError`` for what is no NNX module, a grid with a pipeline, an override that matches nothing,
+    a grouped `jax.lax` convolution between layers where XLA would make wrong gradients of it (seen with `call` alone).
     """
     _check(model, grid)
     if grid.shape.devices == 1:

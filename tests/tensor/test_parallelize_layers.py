@@ -23,6 +23,7 @@ FAST = {
     "convolutions": [(1, 2, 2, 2)],
     "norms": [(1, 2, 2, 2)],
     "mamba": [(2, 2, 1, 2)],
+    "einsums": [],  # test_parallelize has them on one grid
     "scanned": [(2, 1, 2, 2)],
 }
 EVERY = [(grid.data, grid.z, grid.y, grid.x) for grid in grids.all_grids(8)]
