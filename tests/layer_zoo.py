@@ -27,13 +27,15 @@ class Convolutions(nnx.Module):
 
         mask = jnp.asarray(np.random.default_rng(0).integers(0, 2, (3, 4, FEATURES)), jnp.float32)
         self.stem = nnx.Conv(3, FEATURES, (3,), kernel_dilation=2, rngs=rngs)
-        self.whole = nnx.List([
-            conv(feature_group_count=FEATURES, kernel_dilation=2),
-            conv(feature_group_count=4),
-            conv(feature_group_count=4, mask=mask),
-            Causal(FEATURES, rngs),
-            nnx.ConvTranspose(FEATURES, FEATURES, (3,), kernel_dilation=2, rngs=rngs),
-        ])
+        self.whole = nnx.List(
+            [
+                conv(feature_group_count=FEATURES, kernel_dilation=2),
+                conv(feature_group_count=4),
+                conv(feature_group_count=4, mask=mask),
+                Causal(FEATURES, rngs),
+                nnx.ConvTranspose(FEATURES, FEATURES, (3,), kernel_dilation=2, rngs=rngs),
+            ]
+        )
         self.mix = nnx.Conv(FEATURES, FEATURES, (1,), rngs=rngs)
         halved = {"feature_group_count": 8, "input_dilation": 2, "padding": ((1, 2),)}
         self.wide = conv(2 * FEATURES, feature_group_count=FEATURES, strides=2)

@@ -52,5 +52,5 @@ def test_without_the_weights_of_other_processes_there_is_no_module(monkeypatch):
     here = dict(list(trainer.params.items())[1:])
     monkeypatch.setattr(Trainer, "params", here)
     count = len(here)
-    with pytest.raises(UserError, match=rf"trainer.model = '{count} of {count + 1} parameters here': a pipeline of one"):
+    with pytest.raises(UserError, match=f"'{count} of {count + 1} parameters here': a pipeline of one"):
         _ = trainer.model

@@ -64,9 +64,7 @@ class ShardedConv(nnx.Conv):
             return contract(self, plan, inputs, nnx.Conv.__call__)
         parts = plan.size(plan.in_axis)
         groups, features = self.feature_group_count // parts, self.in_features // parts
-        return contract(
-            self, plan, inputs, nnx.Conv.__call__, feature_group_count=groups, in_features=features
-        )
+        return contract(self, plan, inputs, nnx.Conv.__call__, feature_group_count=groups, in_features=features)
 
 
 class ShardedConvTranspose(nnx.ConvTranspose):
