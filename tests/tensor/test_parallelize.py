@@ -1,6 +1,7 @@
 """A parallelized model trains as the plain one: loss curves, gradients, statistics, train and eval mode."""
 
 import functools
+import re
 
 import flax_models
 import grids
@@ -145,6 +146,11 @@ def test_bfloat16_layers_keep_their_dtypes():
         return jnp.mean(jnp.square(y.astype(jnp.float32))), y
 
     step = nnx.jit(nnx.grad(loss, has_aux=True))
+    # Gradients are summed over `data` in float32, on a grid where nothing else is.
+    lowered = step.lower(parallelize(plain, _grid(4, 2, 1, 1)), x).as_text()
+    sums = re.findall(r"stablehlo.all_reduce.*?\) -> tensor<([^>]*)>", lowered, re.DOTALL)
+    assert {"8x32xf32", "32xf32"} <= set(sums)
+    assert not any("bf16" in each for each in sums)
     grads, y = step(parallelize(plain, grid), grid.shard_batch(x))
     for a, b in zip(jax.tree.leaves(step(plain, x)[0]), jax.tree.leaves(grads), strict=True):
         assert b.dtype == jnp.float32

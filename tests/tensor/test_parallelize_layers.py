@@ -3,12 +3,15 @@
 import functools
 
 import grids
+import hlo
 import jax
+import jax.numpy as jnp
 import layer_zoo
 import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import axonn_jax as ax
@@ -77,7 +80,7 @@ def check(script, plain, axes, *, with_call):
 
 
 def test_groups_are_split_where_they_arrive():
-    """A depthwise kernel lies over the axis of its features, and its region communicates its gradient alone."""
+    """A depthwise kernel lies over the axis of its features."""
     script = layer_zoo.script("mamba")
     model = ax.parallelize(script.make(), grids.lay(GridShape(1, 2, 1, 2, 2)), call=lambda m: m(script.batch["x"]))
     (conv,) = [entry for entry in ax.sharding_report(model).entries if entry.path == "blocks.0.conv"]
@@ -86,6 +89,19 @@ def test_groups_are_split_where_they_arrive():
     assert [(t.kind, t.axes) for t in conv.transfers] == [("all-reduce", ("data",))] * 2
     assert model.blocks[0].conv.kernel.get_value().sharding.spec == P(None, None, "y")
     assert model.blocks[0].conv.bias.get_value().sharding.spec == P("y")
+
+
+def test_groups_communicate_their_gradients_alone():
+    grid = grids.lay(GridShape(1, 1, 2, 2, 2))
+    layer = nnx.Conv(16, 16, (3,), feature_group_count=16, rngs=nnx.Rngs(0))
+    model = ax.parallelize(layer, grid, overrides={"": "y"})
+    x = jax.device_put(np.ones((8, 4, 16), np.float32), NamedSharding(grid.mesh, P(("data", "z"), None, "y")))
+    step = nnx.jit(nnx.grad(lambda m, x: jnp.sum(jnp.square(m(x)))))
+    found = hlo.collectives(step.lower(model, x).compile().as_text())
+    (entry,) = ax.sharding_report(model).entries
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert not any(c.crosses(grid.mesh, axis) for c in found for axis in ("y", "x"))
+    assert sum(c.bytes for c in found) == sum(t.buffer for t in entry.transfers) == (3 + 1) * 8 * 4
 
 
 class Own(nnx.Module):

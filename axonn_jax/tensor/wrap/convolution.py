@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
+from axonn_jax.tensor.collectives import vary
 from axonn_jax.tensor.region import manual
 from axonn_jax.tensor.wrap.kinds import describe
 
@@ -31,10 +33,12 @@ class ByRows:
 
     def __call__(self, x: jax.Array, kernel: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         """As `jax.lax.conv_general_dilated`, rows first."""
-        parts = self.mesh.shape["data"] * self.mesh.shape["z"]
-        rows = P() if x.shape[0] % parts else P(BATCH_AXES)
+        split = x.shape[0] % (self.mesh.shape["data"] * self.mesh.shape["z"]) == 0
+        rows = P(BATCH_AXES) if split else P()
 
         def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            if split:  # gradients are summed over devices in float32
+                kernel = vary(kernel.astype(jnp.float32), BATCH_AXES).astype(kernel.dtype)
             return self.convolve(x, kernel, *args, **kwargs)
 
         return manual(local, self.mesh, (rows, P()), rows, among_others=True)(x, kernel)  # type: ignore[no-any-return]

@@ -87,7 +87,11 @@ def contract(
     dims = plan.dims
 
     def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
-        x, kernel, bias = layer.promote_dtype((x, params["kernel"], params["bias"]), dtype=layer.dtype)
+        kernel, bias = params["kernel"], params["bias"]
+        if split:  # before they are cast, so that gradients are summed over devices in the parameters' own dtype
+            kernel = vary(kernel, BATCH_AXES if plan.z_dim is None else ("data",))
+            bias = None if bias is None else vary(bias, BATCH_AXES)
+        x, kernel, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
         kernel = whole_weight(plan, kernel, split)
         if plan.out_axis is not None:
             x = vary(x, (plan.out_axis,))
