@@ -19,3 +19,4 @@ for step in range(1, int(steps) + 1):
     metrics = trainer.step(next(loader))
     if step % 5 == 0:
         print(f"step {step}  loss {metrics['loss']:.4f}  gradient norm {metrics['grad_norm']:.3f}")
+trained = trainer.model  # the module again; the one given is used up

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import Grid
 from axonn_jax.tensor.wrap.choose import Chooser
+from axonn_jax.tensor.wrap.convolution import by_rows
 from axonn_jax.tensor.wrap.flow import plans_by_flow
 from axonn_jax.tensor.wrap.layers import SHARDED
 from axonn_jax.tensor.wrap.order import plans_by_order
@@ -33,9 +34,10 @@ def parallelize(
     """Returns a copy of a Flax NNX model whose layers run 4D-sharded over the grid, its parameters placed on it.
 
     Type, attributes, parameter names and results stay; so do `nnx.jit`, `nnx.value_and_grad`, `nnx.Optimizer`,
-    `nnx.split` and train/eval modes. Linear, LinearGeneral, Einsum, Conv, Embed, LayerNorm and RMSNorm (alone or
-    inside MultiHeadAttention and modules of your own) are split as DESIGN section 4 says, with explicit
-    collectives; other modules stay, their parameters replicated. `sharding_report` lists both, with reasons and bytes.
+    `nnx.split` and train/eval modes. Linear, LinearGeneral, Einsum, Conv, ConvTranspose, Embed, LayerNorm and
+    RMSNorm (alone or inside MultiHeadAttention and modules of your own) are split as DESIGN section 4 says, with
+    explicit collectives; other modules stay, their parameters replicated. `sharding_report` lists both, with reasons
+    and bytes.
 
     `call` is how the model is called, such as ``lambda m: m(tokens)``; it is traced, not run, and tells which layer
     feeds which. Without it, roles of `x` and `y` alternate in the order in which layers were defined. `overrides`
@@ -43,7 +45,8 @@ def parallelize(
     embedding or a norm: the axis of its features); the last pattern that matches counts.
 
     Nothing is communicated here but parameters on their way to their devices. A grid of one device returns `model`
-    itself. Raises ``UserError`` for what is no NNX module, a grid with a pipeline, an override that matches nothing.
+    itself. Raises ``UserError`` for what is no NNX module, a grid with a pipeline, an override that matches nothing,
+    a grouped `jax.lax` convolution between layers where XLA would make wrong gradients of it (seen with `call` alone).
     """
     _check(model, grid)
     if grid.shape.devices == 1:
@@ -55,6 +58,7 @@ def parallelize(
     known: dict[str, LayerPlan] = {}
     if call is not None:
         probe = nnx.clone(model)
+        by_rows(modules(probe).values(), grid.mesh)
         known = plans_by_flow(chooser, probe, _same(probe, layers), chosen, call)
     plans = plans_by_order(chooser, layers.items(), chosen, known)
     for path, module in found.items():
@@ -107,6 +111,7 @@ def _same(model: nnx.Module, paths: Mapping[str, Any]) -> dict[str, nnx.Module]:
 def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
     """A copy with the plans carried out: layers of a sharded type, every variable on the mesh."""
     copy = nnx.clone(model)
+    by_rows(modules(copy).values(), mesh)
     for path, module in _same(copy, plans).items():
         setattr(module, PLAN, plans[path])
         if plans[path].sharded:
@@ -116,7 +121,10 @@ def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
         *owner, name = map(str, keys)
         plan = plans.get(".".join(owner))
         sharding = NamedSharding(mesh, P() if plan is None else plan.spec(name))
-        placed.append((keys, variable.replace(_put(variable.get_value(), sharding))))
+        if isinstance(variable, nnx.Variable):
+            placed.append((keys, variable.replace(_put(variable.get_value(), sharding))))
+        else:  # an array that is an attribute, such as a convolution's mask
+            placed.append((keys, _put(variable, sharding)))
     state: nnx.State[Any, Any] = nnx.from_flat_state(placed)
     nnx.update(copy, state)
     return copy

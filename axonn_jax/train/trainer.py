@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
@@ -22,7 +23,7 @@ from axonn_jax.memory.precision import Accumulate, Precision, precisions
 from axonn_jax.memory.temporaries import Temporaries
 from axonn_jax.state.names import State, flatten, shapes, unflatten, unflatten_scale
 from axonn_jax.tensor.gather import Gather
-from axonn_jax.tensor.params import Params, shapes_of
+from axonn_jax.tensor.params import Params, shapes_of, take_apart
 from axonn_jax.train.batch import local_rows, place
 from axonn_jax.train.check import check_fits, check_scan
 from axonn_jax.train.checkpoints import load_now, save_now
@@ -38,7 +39,9 @@ from axonn_jax.train.step import Step, StepMetrics, TrainState
 class Trainer:
     """Trains a model on a grid: one compiled program a step, parameters and optimizer state donated to it.
 
-    `model` is a module or a function that makes one. `optimizer` is any optax transformation; it sees global arrays,
+    `model` is a module or a function that makes one. A module's arrays are the trainer's from then on: a step uses them
+    up, so that they lie in memory once, and the module given can be called no more; `trainer.model` is the trained one.
+    `optimizer` is any optax transformation; it sees global arrays,
     so transformations that are not elementwise are right too. The loss is the mean over all target tokens of the
     global batch, whatever the grid. With `clip` the gradients are scaled down to that global norm. Under bf16 and fp16,
     layers compute in that precision, while master weights and optimizer state stay float32; gradient sums are float32
@@ -95,6 +98,7 @@ class Trainer:
         wanted = check_scan(scan_layers, offload, policies)
         stack = choose_stack(model, optimizer, wanted, activations=activations, ordered=ordered)
         parts = shapes_of(stack.parts)
+        self.parts = shapes_of(take_apart(model)) if stack.own else parts
         self._stack = replace(stack, parts=parts)
         self.program = StageProgram(
             parts, grid, dtypes.compute, activations, bucket, overlap.streams, ordered, dtypes.sums, split, gather
@@ -113,6 +117,23 @@ class Trainer:
         self.steps_done = 0
         self._in_step = False
         self._rows: dict[int, list[int]] = {}
+
+    @property
+    def model(self) -> nnx.Module:
+        """The trained module, of the type given: copies of `params` on the devices, which later steps leave alone.
+
+        In a pipeline every layer's are on the devices of its stage. Raises ``UserError`` where some are in other
+        processes.
+        """
+        params = self.params
+        if len(params) < len(self.parts.params):
+            here = f"{len(params)} of {len(self.parts.params)} parameters here"
+            accepted = "a pipeline of one process; in others trainer.params has what is here, trainer.save writes all"
+            raise UserError("trainer.model", here, accepted)
+        return self.parts.rebuild({name: self._copied(name, value) for name, value in params.items()})
+
+    def _copied(self, name: str, value: Any) -> jax.Array:
+        return jax.device_put(value, NamedSharding(value.sharding.mesh, self.parts.specs[name]), may_alias=False)
 
     @property
     def params(self) -> Params:

@@ -1,11 +1,13 @@
 """A parallelized model trains as the plain one: loss curves, gradients, statistics, train and eval mode."""
 
 import functools
+import re
 
 import flax_models
 import grids
 import jax
 import jax.numpy as jnp
+import layer_zoo
 import numpy as np
 import pytest
 from flax import nnx
@@ -91,21 +93,18 @@ def test_gradients_of_one_step(name, with_call):
         exact, here = (np.asarray(g.get_value()) for g in (grad, got[path]))
         scale = max(np.max(np.abs(exact)), 1e-2 * largest)  # a bias before a softmax or batch norm has rounding only
         assert np.max(np.abs(here - exact)) <= GRADIENT_TOLERANCE * scale, path
+    if name == "cnn":
+        check_statistics(plain, model, batch)
 
 
-def test_batch_statistics_are_the_global_batchs():
-    script, grid = flax_models.script("cnn"), _grid(2, 2, 1, 2)
-    batch = next(script.batches(1))
-    plain = script.make()
-    model = parallelize(plain, grid)
-    nnx.jit(lambda m, b: m(b["image"]))(plain, batch)
-    nnx.jit(lambda m, b: m(b["image"]))(model, grid.shard_batch(batch))
+def check_statistics(plain, model, batch):
+    """Batch statistics are those of the global batch, and used in eval mode."""
     want = dict(nnx.to_flat_state(nnx.state(plain, nnx.BatchStat)))
     for path, stat in nnx.to_flat_state(nnx.state(model, nnx.BatchStat)):
         np.testing.assert_allclose(stat.get_value(), want[path].get_value(), rtol=64 * EPS, atol=64 * EPS)
     plain.eval()
     model.eval()
-    evaluated = [nnx.jit(lambda m, b: m(b["image"]))(m, b) for m, b in ((plain, batch), (model, batch))]
+    evaluated = [nnx.jit(lambda m, b: m(b["image"]))(m, batch) for m in (plain, model)]
     np.testing.assert_allclose(*evaluated, atol=64 * EPS * float(jnp.abs(evaluated[0]).max()))
 
 
@@ -114,27 +113,10 @@ def test_a_grid_of_one_device_is_the_identity():
     assert parallelize(model, _grid(1, 1, 1, 1)) is model
 
 
-class Einsums(nnx.Module):
-    """Attention of nnx.Einsum layers, with a fused kernel for keys and values, and a tied head."""
-
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(64, 32, rngs=rngs)
-        self.query = nnx.Einsum("btd,dhk->bthk", (32, 4, 8), (4, 8), rngs=rngs)
-        self.both = nnx.Einsum("btd,cdhk->cbthk", (2, 32, 4, 8), rngs=rngs)
-        self.out = nnx.Einsum("...hk,hkd->...d", (4, 8, 32), (32,), rngs=rngs)
-        self.norm = nnx.LayerNorm(32, use_bias=False, rngs=rngs)
-
-    def __call__(self, ids):
-        x = self.embed(ids)
-        key, value = self.both(x)
-        x = x + self.out(nnx.dot_product_attention(self.query(x), key, value))
-        return self.embed.attend(self.norm(x))
-
-
 @pytest.mark.parametrize("with_call", [True, False], ids=["flow", "order"])
 def test_einsum_attention_and_a_tied_table(with_call):
     grid = _grid(1, 2, 2, 2)
-    plain = Einsums(nnx.Rngs(1))
+    plain = layer_zoo.Einsums(nnx.Rngs(1))
     ids = np.random.default_rng(0).integers(-64, 64, (8, 6), dtype=np.int32)
     model = parallelize(plain, grid, call=(lambda m: m(ids)) if with_call else None)
     specs = {name: getattr(model, name).kernel.get_value().sharding.spec for name in ("query", "both", "out")}
@@ -158,7 +140,21 @@ def test_bfloat16_layers_keep_their_dtypes():
     grid = _grid(1, 2, 2, 2)
     plain = nnx.Linear(16, 32, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     x = jnp.ones((8, 16), jnp.bfloat16)
-    y = nnx.jit(lambda m, x: m(x))(parallelize(plain, grid), grid.shard_batch(x))
+
+    def loss(m, x):
+        y = m(x)
+        return jnp.mean(jnp.square(y.astype(jnp.float32))), y
+
+    step = nnx.jit(nnx.grad(loss, has_aux=True))
+    # Gradients are summed over `data` in float32, on a grid where nothing else is.
+    lowered = step.lower(parallelize(plain, _grid(4, 2, 1, 1)), x).as_text()
+    sums = re.findall(r"stablehlo.all_reduce.*?\) -> tensor<([^>]*)>", lowered, re.DOTALL)
+    assert {"8x32xf32", "32xf32"} <= set(sums)
+    assert not any("bf16" in each for each in sums)
+    grads, y = step(parallelize(plain, grid), grid.shard_batch(x))
+    for a, b in zip(jax.tree.leaves(step(plain, x)[0]), jax.tree.leaves(grads), strict=True):
+        assert b.dtype == jnp.float32
+        np.testing.assert_allclose(b, a, atol=2**-7 * float(jnp.abs(a).max()))
     assert y.dtype == jnp.bfloat16
     assert y.sharding.is_equivalent_to(NamedSharding(grid.mesh, P(("data", "z"), "y")), 2)
     np.testing.assert_allclose(

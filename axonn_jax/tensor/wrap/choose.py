@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.tensor.linear import TensorAxis, other
 from axonn_jax.tensor.wrap.kinds import Kernel, Norm, Side, describe
-from axonn_jax.tensor.wrap.plan import LayerPlan, Stream
+from axonn_jax.tensor.wrap.plan import LayerPlan, Stream, place
 
 
 class Chooser:
@@ -29,13 +29,15 @@ class Chooser:
         if isinstance(described, str):
             return LayerPlan(kind, self.mesh, False, note=described)
         if override == "replicated":
-            return LayerPlan(kind, self.mesh, False, note="by an override")
+            return self._by_rows(kind, described, "by an override")
         # Ids are not split over x or y: an embedding starts a residual stream, over x, wherever it stands.
         axis: TensorAxis = "x" if arrives is None or isinstance(layer, nnx.Embed) else arrives.axis
         if override is not None:
             axis = "y" if override == "y" else "x"
         if isinstance(described, Norm):
             return self._norm(kind, described, arrives, axis, forced=override is not None)
+        if described.groups > 1:
+            return self._grouped(kind, described, arrives, axis, forced=override is not None)
         if isinstance(layer, nnx.Embed):
             return self._kernel(kind, described, other(axis), axis)
         plan = self._kernel(kind, described, axis, other(axis))
@@ -64,6 +66,29 @@ class Chooser:
         specs = tuple((name, P(axis)) for name in norm.names)
         return LayerPlan(kind, self.mesh, True, axis, axis, specs, sizes=(norm.features, norm.features))
 
+    def _grouped(
+        self, kind: str, kernel: Kernel, arrives: Stream | None, axis: TensorAxis, *, forced: bool
+    ) -> LayerPlan:
+        """Groups of features stay where they arrive: each device has the kernels of its own."""
+        (side_in,), (side_out,) = kernel.ins, kernel.outs
+        if not forced and (arrives is None or not arrives.last or arrives.size != side_in.size):
+            return self._by_rows(kind, kernel, "the features of its groups are not split where it stands")
+        if kernel.groups % self.mesh.shape[axis]:
+            return self._by_rows(kind, kernel, _uneven("groups", kernel.groups, axis, self.mesh.shape[axis]))
+        specs = ((kernel.name, place(len(kernel.shape), (side_out.kernel, axis))), ("bias", P(axis)))
+        dims = kernel.dims(side_in, side_out)
+        return LayerPlan(kind, self.mesh, True, axis, axis, specs, dims, sizes=kernel.features)
+
+    def _by_rows(self, kind: str, layer: Kernel | Norm, note: str) -> LayerPlan:
+        """Whole parameters on every device; a kernel's layer has its rows split by hand all the same.
+
+        XLA's partitioner gets the kernel gradient of a grouped convolution wrong (jaxlib 0.10.2: rows split over some
+        devices, and the same on others).
+        """
+        if isinstance(layer, Norm):
+            return LayerPlan(kind, self.mesh, False, note=note)
+        return LayerPlan(kind, self.mesh, True, dims=layer.dims(None, None), note=note, sizes=layer.features)
+
     def _kernel(self, kind: str, kernel: Kernel, in_axis: TensorAxis, out_axis: TensorAxis) -> LayerPlan:
         ends = ("vocabulary", "features") if kernel.name == "embedding" else ("input", "output")
         side_in, note_in = self._side(kernel.ins, in_axis, ends[0])
@@ -86,7 +111,7 @@ class Chooser:
         note_z = "" if z_dim is not None else f"no dim of its weight {kernel.shape} divides by z = {z}"
         notes = "; ".join(filter(None, (note_in, note_out, note_z)))
         if side_in is None and side_out is None:
-            return LayerPlan(kind, self.mesh, False, note=notes)
+            return self._by_rows(kind, kernel, notes)
         spec = P(*(split.get(dim) for dim in range(len(kernel.shape))))
         specs: tuple[tuple[str, P], ...] = ((kernel.name, spec),)
         if kernel.bias is not None:

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from axonn_jax.tensor.wrap.choose import Chooser
+from axonn_jax.tensor.wrap.convolution import check_grouped
 from axonn_jax.tensor.wrap.plan import LayerPlan, Stream
 
 _MARK = "axonn_layer"
@@ -34,6 +35,7 @@ def plans_by_flow(
         layer.__class__ = _probe(type(layer))
     graphdef, state = nnx.split(model)
     jaxpr = jax.make_jaxpr(lambda state: jax.tree.leaves(call(nnx.merge(graphdef, state))))(state).jaxpr
+    check_grouped(jaxpr, chooser.mesh, _MARK)
     originals = list(layers.values())
     plans: dict[str, LayerPlan] = {}
 

@@ -34,6 +34,8 @@ class Kernel:
     rows: tuple[int, int] | None = (0, 0)
     rank: int = 0
     """How many more dims the output has than the input."""
+    groups: int = 1
+    """Groups of features, in order, that do not mix: a shard of whole groups needs no other's."""
 
     def dims(self, side_in: Side | None, side_out: Side | None) -> Dims:
         """The dims of activations for the sides chosen."""
@@ -62,7 +64,7 @@ def describe(layer: Any) -> Kernel | Norm | str:
         return _linear_general(layer)
     if kind is nnx.Einsum:
         return _einsum(layer)
-    if kind is nnx.Conv:
+    if kind in (nnx.Conv, nnx.ConvTranspose):
         return _conv(layer)
     if kind is nnx.Embed:
         return _embed(layer)
@@ -136,16 +138,17 @@ def _position(labels: str, label: str) -> int:
 
 
 def _conv(layer: Any) -> Kernel | str:
-    if layer.feature_group_count != 1:
-        return f"a grouped convolution ({layer.feature_group_count} groups)"
     if layer.mask is not None:
         return "a masked convolution"
     shape = layer.kernel.shape
-    if shape != (*layer.kernel_size, layer.in_features, layer.out_features):
+    if shape != layer.kernel_shape:
         return _stacked(shape)
-    space = len(layer.kernel_size)
-    ins, outs = Side(space, -1, layer.in_features), Side(space + 1, -1, layer.out_features)
-    return Kernel("kernel", shape, (ins,), (outs,), shape[-2:], (-1,))
+    at_in, at_out = len(shape) - 2, len(shape) - 1
+    if getattr(layer, "transpose_kernel", False):
+        at_in, at_out = at_out, at_in
+    ins, outs = Side(at_in, -1, layer.in_features), Side(at_out, -1, layer.out_features)
+    groups = getattr(layer, "feature_group_count", 1)
+    return Kernel("kernel", shape, (ins,), (outs,), (layer.in_features, layer.out_features), (-1,), groups=groups)
 
 
 def _embed(layer: Any) -> Kernel | str:

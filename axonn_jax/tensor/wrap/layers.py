@@ -51,15 +51,32 @@ class ShardedEinsum(nnx.Einsum):
 
 
 class ShardedConv(nnx.Conv):
-    """`nnx.Conv` with channels split as features are, space whole; collectives as in `run.contract`."""
+    """`nnx.Conv` with channels split as features are, or whole groups of them, space whole; as in `run.contract`."""
 
     axonn_plan: LayerPlan
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """As the Flax layer; the layout is the plan's, `out_sharding` is not looked at."""
+        plan = self.axonn_plan
         if inputs.ndim < len(self.kernel_size) + 2:  # one example without a batch dim
-            return super().__call__(inputs)
-        return contract(self, self.axonn_plan, inputs, nnx.Conv.__call__)
+            return self(inputs[None])[0]
+        if self.feature_group_count == 1:
+            return contract(self, plan, inputs, nnx.Conv.__call__)
+        parts = plan.size(plan.in_axis)
+        groups, features = self.feature_group_count // parts, self.in_features // parts
+        return contract(self, plan, inputs, nnx.Conv.__call__, feature_group_count=groups, in_features=features)
+
+
+class ShardedConvTranspose(nnx.ConvTranspose):
+    """`nnx.ConvTranspose` with channels split as features are, space whole; collectives as in `run.contract`."""
+
+    axonn_plan: LayerPlan
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """As the Flax layer."""
+        if inputs.ndim < len(self.kernel_size) + 2:  # one example without a batch dim
+            return self(inputs[None])[0]
+        return contract(self, self.axonn_plan, inputs, nnx.ConvTranspose.__call__)
 
 
 class ShardedEmbed(nnx.Embed):
@@ -158,6 +175,7 @@ SHARDED: dict[type[nnx.Module], type[nnx.Module]] = {
     nnx.LinearGeneral: ShardedLinearGeneral,
     nnx.Einsum: ShardedEinsum,
     nnx.Conv: ShardedConv,
+    nnx.ConvTranspose: ShardedConvTranspose,
     nnx.Embed: ShardedEmbed,
     nnx.LayerNorm: ShardedLayerNorm,
     nnx.RMSNorm: ShardedRMSNorm,

@@ -40,7 +40,11 @@ class Dims:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer's place on the mesh; `sharded` is False for a layer that stays as it was, parameters replicated."""
+    """One layer's place on the mesh.
+
+    `sharded` is False for a layer that stays as it was, its parameters replicated. A sharded layer of which nothing
+    but the rows is split (no axes, no specs) has replicated parameters too.
+    """
 
     kind: str
     mesh: Mesh

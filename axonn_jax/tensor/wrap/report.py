@@ -29,9 +29,9 @@ class Entry:
     @property
     def roles(self) -> str:
         """The axes of input and output, such as ``x -> y``; a dot where one is not split."""
-        if not self.plan.sharded:
-            return "replicated"
         axes = (self.plan.in_axis, self.plan.out_axis)
+        if axes == (None, None):
+            return "replicated"
         shown = axes if self.plan.kind not in ("LayerNorm", "RMSNorm") else axes[:1]
         return " -> ".join(axis or "." for axis in shown)
 

@@ -73,23 +73,30 @@ def whole_weight(plan: LayerPlan, kernel: jax.Array, split: bool) -> jax.Array:
     return gather_weight(vary(kernel, ("data",)), kernel.dtype, dim=plan.z_dim)
 
 
-def contract(layer: Any, plan: LayerPlan, x: jax.Array, flax_call: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
+def contract(
+    layer: Any, plan: LayerPlan, x: jax.Array, flax_call: Callable[[Any, jax.Array], jax.Array], **replaced: Any
+) -> jax.Array:
     """A layer `Y = X W + b` (matmul, einsum or convolution) by the 4D algorithm, on global arrays.
 
-    `flax_call(stand_in, x)` is the layer's own Flax code; it runs on local shards, with all its options. Collectives
-    as in `tensor.linear.matmul_4d`: forward all-gather of W over `z`, all-reduce of Y over `in_axis`; backward
+    `flax_call(stand_in, x)` is the layer's own Flax code; it runs on local shards, with all its options but those that
+    are `replaced`. Where one axis splits both sides, each shard is a layer by itself. Collectives else as in
+    `tensor.linear.matmul_4d`: forward all-gather of W over `z`, all-reduce of Y over `in_axis`; backward
     all-gather of W over `z` again, all-reduce of dX over `out_axis`, reduce-scatter of dW over `z`, all-reduce of
     what is left over `data` (bytes: DESIGN section 4).
     """
     dims = plan.dims
 
     def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
-        x, kernel, bias = layer.promote_dtype((x, params["kernel"], params["bias"]), dtype=layer.dtype)
+        kernel, bias = params["kernel"], params["bias"]
+        if split:  # before they are cast, so that gradients are summed over devices in the parameters' own dtype
+            kernel = vary(kernel, BATCH_AXES if plan.z_dim is None else ("data",))
+            bias = None if bias is None else vary(bias, BATCH_AXES)
+        x, kernel, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
         kernel = whole_weight(plan, kernel, split)
         if plan.out_axis is not None:
             x = vary(x, (plan.out_axis,))
-        y = flax_call(LocalLayer(layer, kernel=kernel, bias=None, use_bias=False), x)
-        y = y if plan.in_axis is None else reduce_sum(y, plan.in_axis)
+        y = flax_call(LocalLayer(layer, kernel=kernel, bias=None, use_bias=False, **replaced), x)
+        y = y if plan.in_axis in (None, plan.out_axis) else reduce_sum(y, plan.in_axis)
         if bias is None:
             return y
         shape = [1] * y.ndim

@@ -44,9 +44,10 @@ def _contraction(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: 
             yield _transfer(plan, "all-gather", ("z",), True, weight * itemsize)
         if plan.rows_split:
             yield _transfer(plan, "reduce-scatter", ("z",), True, weight * itemsize)
-    if plan.in_axis is not None:
+    alone = plan.in_axis == plan.out_axis  # groups of features that do not mix, or none split
+    if plan.in_axis is not None and not alone:
         yield _transfer(plan, "all-reduce", (plan.in_axis,), False, y_size // plan.size(plan.out_axis) * itemsize)
-    if plan.out_axis is not None and not embed:
+    if plan.out_axis is not None and not alone and not embed:
         yield _transfer(plan, "all-reduce", (plan.out_axis,), True, x_size // plan.size(plan.in_axis) * itemsize)
     if not plan.rows_split:  # every device of data and z has the whole gradient
         return
