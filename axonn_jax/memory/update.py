@@ -61,6 +61,8 @@ class DeviceUpdate:
     def after(self, state: ModelState, grads: Params, factor: jax.Array, finite: jax.Array | None = None) -> ModelState:
         """The state after an update with `factor` times the gradients, in float32; as before where not `finite`.
 
+        None: the host has seen to that.
+
         To be traced. Collectives: where masters are split over `data`, an all-gather of the weights over it, in
         buckets, `(G-1)/G * itemsize * elements` bytes a device.
         """

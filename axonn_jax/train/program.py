@@ -17,7 +17,7 @@ from axonn_jax.memory.activations import block_runner
 from axonn_jax.memory.gradients import unreduced_spec
 from axonn_jax.memory.reduce import reduce_gradients
 from axonn_jax.memory.zero import split_over_data
-from axonn_jax.tensor.clip import global_norm
+from axonn_jax.tensor.clip import global_norm, square_sum
 from axonn_jax.tensor.collectives import reduce_sum, vary
 from axonn_jax.tensor.gather import Gather, Held, as_gathered, gather_once, gather_params, scatter_grads
 from axonn_jax.tensor.order import in_order
@@ -114,18 +114,22 @@ class StageProgram(OnMesh):
         region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P(), P()), out_specs)
         return region(params, tokens, key, scale)
 
-    def unreduced(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array]:
-        """As `gradients`, each device's own sums over microbatches, and the mean loss.
+    def unreduced(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array, jax.Array]:
+        """As `gradients`, each device's own sums over microbatches, the mean loss, and the sum of all their squares.
 
-        Sums are laid out by `memory.gradients.unreduced_spec`; nothing but the loss is reduced over `data`.
+        Sums are laid out by `memory.gradients.unreduced_spec`; nothing but two numbers is reduced over `data`. Where
+        the sum of squares, over all devices, is finite, so are the gradients that the sums add up to.
         """
+        each = P((*BATCH_AXES, "y", "x"))  # every device's count, copies too
 
-        def local(params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array]:
+        def local(params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array, jax.Array]:
             sums, loss = self._local_sums(params, tokens, key, None)
-            return {name: value[None] for name, value in sums.items()}, loss
+            squares = square_sum(sums, dict.fromkeys(sums, each))
+            return {name: value[None] for name, value in sums.items()}, loss, squares
 
         sums = {name: unreduced_spec(spec, self.grid.mesh) for name, spec in self.parts.specs.items()}
-        return self._manual(local, (self.parts.specs, BATCH_SPEC, P()), (sums, P()))(params, tokens, key)  # type: ignore[no-any-return]
+        region = self._manual(local, (self.parts.specs, BATCH_SPEC, P()), (sums, P(), P()))
+        return region(params, tokens, key)  # type: ignore[no-any-return]
 
     def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Mean loss of [microbatches, sequences, seq + 1] tokens, without dropout."""

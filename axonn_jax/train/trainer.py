@@ -16,6 +16,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.account import StateBytes, counted, report
 from axonn_jax.memory.activations import checked_policies
+from axonn_jax.memory.finite import all_finite
 from axonn_jax.memory.held import whole
 from axonn_jax.memory.placement import Where
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
@@ -162,6 +163,9 @@ class Trainer:
     def step(self, batch: np.ndarray) -> StepMetrics:
         """One optimizer step on this process's rows [rows, seq + 1] of a global batch of token ids.
 
+        A step whose loss or gradients are not finite leaves weights and optimizer state as they were, on every device,
+        and is counted in the metrics' `skipped`.
+
         Dispatches and returns: the metrics are device values, and nothing is waited for, unless optimizer state is in
         host memory (`memory.offload`), or the CPU backend has large temporaries to free first (`memory.temporaries`).
         Collectives are those of `StageProgram.gradients`.
@@ -235,6 +239,13 @@ class Trainer:
             raise UserError("evaluate", "no batches", "at least one batch")
         return float(np.mean([float(loss) for loss in losses]))
 
+    def finite(self) -> bool:
+        """Whether weights and optimizer state are finite numbers, as far as this process sees; waits for them.
+
+        Every process of the run must call it.
+        """
+        return all_finite(self.train_state.model)
+
     def state(self) -> dict[int, State]:
         """All that training changes, by place of the pipe (0 without one): arrays by names without the grid.
 
@@ -277,7 +288,7 @@ class Trainer:
     def save(self, directory: Path, step: int) -> Path:
         """Writes all state to `directory/step_N` and waits for it; every process of the run must call it.
 
-        Raises ``OSError`` with the reason where it cannot be written.
+        Raises ``OSError`` with the reason where it cannot be written, or is not made of finite numbers.
         """
         return save_now(self, directory, step)
 

@@ -4,8 +4,6 @@ import sys
 
 from launched import AXONN, CONFIG, command, finished
 
-from axonn_jax.data.prepare import prepare
-
 LOGGED_BEFORE_SAVING = """
 import sys
 from axonn_jax.cli.main import main
@@ -23,14 +21,10 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
 
 
-def test_a_step_is_written_down_before_it_is_saved(tmp_path):
+def test_a_step_is_written_down_before_it_is_saved(tmp_path, prepared):
     """A run killed right after a save goes on after that step, and would never write it down."""
-    for part in range(4):
-        lines = [f"def f{n}(x):\n    return x + {n * n % 97}\n" for n in range(part, 2000, 4)]
-        (tmp_path / f"{part}.py").write_text("\n".join(lines))
-    prepare(tmp_path, tmp_path / "data", vocab=300, include=["*.py"], holdout=0.3)
     config = tmp_path / "c.toml"
-    config.write_text(CONFIG.format(data=tmp_path / "data", layers=2) + "\n[checkpoint]\nevery = 2\n")
+    config.write_text(CONFIG.format(data=prepared, layers=2) + "\n[checkpoint]\nevery = 2\n")
     words = command(config, tmp_path / "run", train_steps=5)
     done = finished([sys.executable, "-c", LOGGED_BEFORE_SAVING, *words[len(AXONN) + 1 :]])
     assert done.returncode == 0, done.stderr[-3000:]
