@@ -157,11 +157,19 @@ class Manifest:
         """Reads the tokenizer and every shard of the given splits and compares their SHA-256 with the manifest's.
 
         Raises:
-            UserError: one of them is corrupt or not readable.
+            UserError: one of them is corrupt or not readable, or has a token that is not in the vocabulary.
         """
         self._check(TOKENIZER, TOKENIZER, self.tokenizer_sha256)
         for shard in self._shards(splits):
             self._check(f"shard {shard.name}", shard.name, shard.sha256)
+            self.check_ids(np.memmap(self.path / shard.name, dtype=self.storage, mode="r"), shard)
+
+    def check_ids(self, ids: NDArray[Any], shard: Shard) -> None:
+        """Raises ``UserError`` where ids read from a shard are not all in the vocabulary."""
+        if len(ids) and (largest := int(ids.max())) >= self.vocab:
+            raise _bad(
+                self.path, f"shard {shard.name} has token {largest}, beyond its vocabulary of {self.vocab}; {AGAIN}"
+            )
 
     def _check(self, what: str, name: str, expected: str | None) -> None:
         try:

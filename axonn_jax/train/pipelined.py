@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any, Literal
@@ -159,7 +159,8 @@ class PipelineTrainer(Trainer):
     def step(self, batch: np.ndarray) -> StepMetrics:
         """One optimizer step on this process's rows [rows, seq + 1] of a global batch of token ids.
 
-        One that is not finite is skipped at all places. Waits for the gradients, since clipping needs all stages' norms; the update itself is still under way on return.
+        Waits for the gradients, since clipping needs all stages' norms, and all places skip a step that is not finite;
+        the update itself is still under way on return.
         Messages: activations between neighbouring stages, [rows, seq, hidden] in the compute dtype each way a
         microbatch; once a step 16 bytes a place, and the gradient of a tied table between its two holders.
         Collectives within a stage are those of `Trainer`.
@@ -210,18 +211,12 @@ class PipelineTrainer(Trainer):
     def memory(self) -> dict[int, dict[str, Any]]:  # noqa: D102
         return self._places.memory()
 
-    def evaluate(self, batches: Iterable[np.ndarray]) -> float:
-        """Mean loss over batches (this process's rows of each), without dropout; waits for the result."""
-        results = []
-        for batch in batches:
-            pipe, microbatches = self._prepare(batch)
-            with self._started():
-                results.append(self._mean_loss(pipe, microbatches))
-        if not results:
-            raise UserError("evaluate", "no batches", "at least one batch")
-        return float(np.mean(results))
+    def _mean_loss(self, batch: np.ndarray) -> float:
+        pipe, microbatches = self._prepare(batch)
+        with self._started():
+            return self._forward(pipe, microbatches)
 
-    def _mean_loss(self, pipe: Pipe, microbatches: list[np.ndarray]) -> float:
+    def _forward(self, pipe: Pipe, microbatches: list[np.ndarray]) -> float:
         for place, rank in pipe.ranks.items():
             rank.begin(self.holdings[place].weights, microbatches, None, train=False)
         orders = {place: ForwardOnly(self.layout, place) for place in pipe.ranks}

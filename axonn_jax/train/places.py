@@ -49,7 +49,7 @@ class Places:
 
     def finite(self) -> bool:
         """Whether weights and optimizer state of the places here are finite numbers."""
-        return all([all_finite(holding.state) for holding in self.holdings.values()])
+        return all(all_finite(holding.state) for holding in self.holdings.values())
 
     def state(self) -> dict[int, State]:
         """All that training changes, by place and name; offloaded arrays that are in parts are `Held`."""

@@ -19,6 +19,7 @@ from axonn_jax.memory.reduce import reduce_gradients
 from axonn_jax.memory.zero import split_over_data
 from axonn_jax.tensor.clip import global_norm, square_sum
 from axonn_jax.tensor.collectives import reduce_sum, vary
+from axonn_jax.tensor.counted import counted_sum, vocabulary
 from axonn_jax.tensor.gather import Gather, Held, as_gathered, gather_once, gather_params, scatter_grads
 from axonn_jax.tensor.order import in_order
 from axonn_jax.tensor.params import Params, Parts, Specs
@@ -114,7 +115,9 @@ class StageProgram(OnMesh):
         region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P(), P()), out_specs)
         return region(params, tokens, key, scale)
 
-    def unreduced(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array, jax.Array]:
+    def unreduced(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None
+    ) -> tuple[Params, jax.Array, jax.Array]:
         """As `gradients`, each device's own sums over microbatches, the mean loss, and the sum of all their squares.
 
         Sums are laid out by `memory.gradients.unreduced_spec`; nothing but two numbers is reduced over `data`. Where
@@ -171,7 +174,8 @@ class StageProgram(OnMesh):
 
     def _loss_sum(self, params: Held | Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
         run_block = block_runner(self.activations, self.gather)
-        losses = self._model(params).loss(
+        model = self._model(params)
+        losses = model.loss(
             batch[:, :-1],
             batch[:, 1:],
             dtype=self.dtype,
@@ -179,7 +183,7 @@ class StageProgram(OnMesh):
             run_block=run_block,
             streams=streams_of(self.streams, self.grid.shape, batch.shape[0]),
         )
-        return jnp.sum(losses)
+        return counted_sum(losses, batch, vocabulary(model))
 
     def _local_gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None

@@ -26,6 +26,7 @@ from axonn_jax.start import describe, start
 from axonn_jax.state.agree import Agreement, agreement
 from axonn_jax.state.manifest import name_of
 from axonn_jax.tensor.matmul import with_layouts
+from axonn_jax.train.batch import held_out
 from axonn_jax.train.check import inner_of
 from axonn_jax.train.checkpoints import Checkpoints
 from axonn_jax.train.config import Config, to_toml
@@ -36,7 +37,6 @@ from axonn_jax.train.progress import Progress, duration
 from axonn_jax.train.step import StepMetrics
 from axonn_jax.train.stop import Stop
 from axonn_jax.train.trainer import Trainer
-
 
 MOST_SKIPPED = 20
 """Steps in a row that are not finite after which a run ends: fp16's scale falls from its largest to its least in 14."""
@@ -121,7 +121,9 @@ class Run:
         self.say(describe(world, trainer.grid))
         self.checkpoints = Checkpoints(config, trainer, agreed, self.say)
         self.train_data = self._loader("train", position=self.checkpoints.resume())
-        self.held_out = self._held_out()
+        self.held_out, self.samples = held_out(
+            self._loader("valid", shuffle=False), config.train.eval_batches, config.train.global_batch
+        )
         self.tokens = config.train.global_batch * shape.seq_len
         self.rate = learning_rate(config.train)
         self.start = trainer.steps_done
@@ -227,7 +229,7 @@ class Run:
         self.checkpoints.settle()
         self._close_log()
         sound, last = self.checkpoints.finite(), self.checkpoints.saver.last
-        state = "the weights are finite still: look at the data and at train.lr" if sound else "the weights are not either"
+        state = "the weights still are: look at the data and train.lr" if sound else "the weights are not, either"
         before = f"the last checkpoint is that of step {last[0]}" if last else "there is no checkpoint"
         self.say(
             f"error: ended after step {step}: loss or gradients of the last {MOST_SKIPPED} steps were not finite; "
@@ -298,7 +300,7 @@ class Run:
                 self.say(line)
 
     def _evaluate(self, step: int) -> None:
-        loss = self.trainer.evaluate(self.held_out)
+        loss = self.trainer.evaluate(self.held_out, samples=self.samples)
         if self.log is not None:
             self.log.write({"step": step, "eval_loss": loss, "unigram_entropy": self._entropy})
         self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {self._entropy:.4f})")
@@ -314,11 +316,3 @@ class Run:
             verify=False,  # the config's check has done it
             **options,
         )
-
-    def _held_out(self) -> list[np.ndarray]:
-        """The evaluation's batches: the first of the held-out split, read once, the same at every evaluation."""
-        loader = self._loader("valid", shuffle=False)
-        enough = -(-loader.num_samples // self.config.train.global_batch)
-        batches = [next(loader) for _ in range(min(self.config.train.eval_batches, enough))]
-        loader.close()
-        return batches

@@ -22,6 +22,7 @@ from axonn_jax.memory.placement import Where
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
 from axonn_jax.memory.temporaries import Temporaries
 from axonn_jax.state.names import State, flatten, shapes, unflatten, unflatten_scale
+from axonn_jax.tensor.counted import filled_up, samples_in
 from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, shapes_of
 from axonn_jax.train.batch import local_rows, place
@@ -163,7 +164,8 @@ class Trainer:
     def step(self, batch: np.ndarray) -> StepMetrics:
         """One optimizer step on this process's rows [rows, seq + 1] of a global batch of token ids.
 
-        A step whose loss or gradients are not finite leaves weights and optimizer state as they were, on every device,
+        An id that is not in a transformer's vocabulary makes the loss NaN. A step whose loss or gradients are not
+        finite leaves weights and optimizer state as they were, on every device,
         and is counted in the metrics' `skipped`.
 
         Dispatches and returns: the metrics are device values, and nothing is waited for, unless optimizer state is in
@@ -232,12 +234,29 @@ class Trainer:
         program = next(iter(self._compiled.values()), None)
         return {0: report(self.planned_memory()[0], found, self.grid.mesh, program)}
 
-    def evaluate(self, batches: Iterable[np.ndarray]) -> float:
-        """Mean loss over batches (this process's rows of each), without dropout; waits for the result."""
-        losses = [self._loss(self.train_state.model.weights, self.place(batch)) for batch in batches]
-        if not losses:
-            raise UserError("evaluate", "no batches", "at least one batch")
-        return float(np.mean([float(loss) for loss in losses]))
+    def evaluate(self, batches: Iterable[np.ndarray], *, samples: int | None = None) -> float:
+        """Mean loss over the targets of batches (this process's rows of each), without dropout; waits for the result.
+
+        Where this process has all rows a batch may have any number of them. Rows without targets, all of these being
+        -1, fill a batch up and do not count; where processes have rows of their own `samples` says how many do, over
+        all batches and processes.
+        """
+        every = self.grid.shape.batch_shards * self.microbatches
+        share = len(self.rows(every))
+        found, rows, width = [], 0, 0
+        for batch in batches:
+            rows = max(rows, -(-len(batch) // share) * share)  # what is left at the end runs in the same program
+            filled, width = filled_up(batch, rows), batch.shape[1] - 1
+            targets = every / share * width  # of all processes, for a row here
+            found.append((self._mean_loss(filled), targets * len(filled), targets * samples_in(filled)))
+        counted = sum(count for _, _, count in found) if samples is None else samples * width
+        if not counted:
+            raise UserError("evaluate", "no samples", "at least one sample")
+        return sum(float(mean) * targets for mean, targets, _ in found) / counted
+
+    def _mean_loss(self, batch: np.ndarray) -> Any:
+        """The loss of a batch, a mean over all of its rows, those that do not count included."""
+        return self._loss(self.train_state.model.weights, self.place(batch))
 
     def finite(self) -> bool:
         """Whether weights and optimizer state are finite numbers, as far as this process sees; waits for them.

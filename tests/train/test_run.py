@@ -2,7 +2,11 @@
 
 import sys
 
+import pytest
 from launched import AXONN, CONFIG, command, finished
+
+from axonn_jax.data.loader import Loader, TokenSamples
+from axonn_jax.train.batch import held_out
 
 LOGGED_BEFORE_SAVING = """
 import sys
@@ -19,6 +23,21 @@ def saving(self, step, *state):
 Saver.save = saving
 sys.exit(main(["train", *sys.argv[1:]]))
 """
+
+
+@pytest.mark.parametrize("most", [2, 99])
+def test_held_out_samples_are_read_once(prepared, most):
+    """Two processes, with every second row each, of the whole split or of the first 64 samples."""
+    rows, counted = [range(0, 32, 2), range(1, 32, 2)], []
+    for own in rows:
+        loader = Loader(prepared, split="valid", seq_len=32, global_batch=32, rows=own, shuffle=False)
+        batches, samples = held_out(loader, most, 32)
+        counted += [tuple(row) for batch in batches for row in batch.tolist() if max(row[1:]) >= 0]
+    every = TokenSamples(prepared, "valid", 32)
+    assert 64 < len(every) < 99 * 32
+    assert len(every) % 32
+    assert samples == min(len(every), most * 32)
+    assert sorted(counted) == sorted(tuple(every[i].tolist()) for i in range(samples))
 
 
 def test_a_step_is_written_down_before_it_is_saved(tmp_path, prepared):
