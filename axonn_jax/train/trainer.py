@@ -31,7 +31,7 @@ from axonn_jax.train.checkpoints import load_now, save_now
 from axonn_jax.train.config import OverlapConfig, PipelineConfig, ScanLayers
 from axonn_jax.train.layerwise import layerwise
 from axonn_jax.train.offloaded import OffloadedStep
-from axonn_jax.train.own_state import own_state, stacked_state
+from axonn_jax.train.own_state import own_params, own_state, stacked_state
 from axonn_jax.train.program import StageProgram
 from axonn_jax.train.scan import choose_stack
 from axonn_jax.train.step import Step, StepMetrics, TrainState
@@ -128,12 +128,12 @@ class Trainer:
 
     @property
     def _masters(self) -> Params:
-        """As `params`; what is offloaded in parts is `Held`."""
-        return self._stack.split(self._update.masters(self.train_state.model))
+        """As `params`; what is offloaded in parts is `Held`, of scanned layers a `LayerSlice`."""
+        return own_params(self._stack, self._update.masters(self.train_state.model))
 
     @property
     def _opt_state(self) -> Any:
-        """As `opt_state`; what is offloaded in parts is `Held`."""
+        """As `opt_state`, in the forms of `_masters`."""
         return own_state(self.optimizer, self._stack, self._update.opt_state(self.train_state.model))
 
     def restore(self, params: Params, opt_state: Any) -> None:
@@ -141,8 +141,8 @@ class Trainer:
         self._restore(params, opt_state, owned=False)
 
     def _restore(self, params: Params, opt_state: Any, *, owned: bool) -> None:
-        masters = self._stack.join(params, self.grid.mesh)
-        optimizer = stacked_state(self._stack, opt_state, self.train_state.model.optimizer)
+        masters = self._stack.join(params, self.grid.mesh, used_up=owned)
+        optimizer = stacked_state(self._stack, opt_state, self.train_state.model.optimizer, used_up=owned)
         self.train_state = self.train_state._replace(model=self._update.restored(masters, optimizer, owned=owned))
 
     def rows(self, global_batch: int) -> list[int]:
@@ -268,7 +268,8 @@ class Trainer:
     def state(self) -> dict[int, State]:
         """All that training changes, by place of the pipe (0 without one): arrays by names without the grid.
 
-        The arrays are those in use, which the next step takes over; what is offloaded in parts is `memory.held.Held`.
+        The arrays are those in use, which the next step takes over; what is offloaded in parts is `memory.held.Held`,
+        and a scanned layer's `memory.held.LayerSlice`.
         """
         return {0: flatten(self._masters, self._opt_state, self.train_state.scale)}
 
