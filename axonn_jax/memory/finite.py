@@ -1,12 +1,30 @@
-"""Whether a state is made of finite numbers: asked before it is saved."""
+"""Finite numbers: updates that are left out where gradients are not, and states that are looked at before a save."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from axonn_jax.memory.placement import HOST
+
+
+def update_if(
+    finite: jax.Array | None, update: Callable[[Any, Any], Any], state: Any, grads: Any, *, on_cores: bool
+) -> Any:
+    """The state after an update, to be traced; the state as it was where not `finite` (None: always updated).
+
+    Accelerators choose number by number, in the fused kernel that has both at hand: a branch would make the host wait
+    for the gradients. XLA's CPU backend (`on_cores`) fuses each result by itself, would copy moments that another
+    still reads, and takes a branch for nothing.
+    """
+    if finite is None:
+        return update(state, grads)
+    if on_cores:
+        return lax.cond(finite, update, lambda state, grads: state, state, grads)
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(state, grads), state)
 
 
 def all_finite(state: Any) -> bool:
