@@ -12,10 +12,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from axonn_jax.grid import Grid, GridShape, build_grid
+from axonn_jax.memory.held import whole
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.stacked import Stack, stack_layers
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import take_apart
+from axonn_jax.train.own_state import own_params
 from axonn_jax.train.program import StageProgram
 
 EPS = float(np.finfo(np.float32).eps)
@@ -93,7 +95,11 @@ def gradients(shape: ModelShape, axes: GridShape, *, dtype="float32", scanned=Fa
     for name, grad in grads.items():
         assert grad.dtype == jnp.float32
         assert grad.sharding.is_equivalent_to(NamedSharding(grid.mesh, program.grad_specs[name]), grad.ndim), name
-    return {name: np.asarray(g, np.float64) for name, g in stack.split(grads).items()}, float(loss), float(norm)
+    return (
+        {name: np.asarray(g, np.float64) for name, g in whole(own_params(stack, grads)).items()},
+        float(loss),
+        float(norm),
+    )
 
 
 @functools.cache

@@ -21,7 +21,8 @@ class TokenSamples:
     Neighbouring samples share one token: the last target of one is the first input of the next.
 
     Raises:
-        UserError: the directory is not a whole prepared one, or has no such split, or too short a one.
+        UserError: the directory is not a whole prepared one, or has no such split, or too short a one; a sample
+            that is read has a token that is not in the vocabulary.
     """
 
     def __init__(self, path: str | Path, split: str, seq_len: int, *, verify: bool = False):
@@ -60,6 +61,7 @@ class TokenSamples:
         while filled < len(sample):
             offset = position + filled - int(self._starts[shard])
             part = self._map(self._shards[shard])[offset : offset + len(sample) - filled]
+            self.manifest.check_ids(part, self._shards[shard])
             sample[filled : filled + len(part)] = part
             filled += len(part)
             shard += 1

@@ -159,13 +159,21 @@ class Manifest:
         `share` = (rank, size) reads only this process's share of them.
 
         Raises:
-            UserError: one of them is corrupt or not readable.
+            UserError: one of them is corrupt or not readable, or has a token that is not in the vocabulary.
         """
         rank, size = share
         if rank == size - 1:  # which may have a shard less
             self._check(TOKENIZER, TOKENIZER, self.tokenizer_sha256)
         for shard in self._shards(splits)[rank::size]:
             self._check(f"shard {shard.name}", shard.name, shard.sha256)
+            self.check_ids(np.memmap(self.path / shard.name, dtype=self.storage, mode="r"), shard)
+
+    def check_ids(self, ids: NDArray[Any], shard: Shard) -> None:
+        """Raises ``UserError`` where ids read from a shard are not all in the vocabulary."""
+        if len(ids) and (largest := int(ids.max())) >= self.vocab:
+            raise _bad(
+                self.path, f"shard {shard.name} has token {largest}, beyond its vocabulary of {self.vocab}; {AGAIN}"
+            )
 
     def _check(self, what: str, name: str, expected: str | None) -> None:
         try:

@@ -124,9 +124,12 @@ class Unreduced:
             if self._last[name] == number + 1:
                 del self._sums[name]
 
-    def norm(self) -> jax.Array:
-        """The global norm, once all updates have been started; an all-reduce of a number over all devices."""
-        return _root(self._squares)
+    def norm(self, finite: jax.Array) -> jax.Array:
+        """The global norm, once all updates have been started; an all-reduce of a number over all devices.
+
+        Infinite where not `finite`.
+        """
+        return _root(self._squares, finite)
 
     def _following(self, number: int) -> Bucket | None:
         return self._buckets[number + 1] if number + 1 < len(self._buckets) else None
@@ -145,8 +148,8 @@ class Unreduced:
 
 
 @jax.jit
-def _root(squares: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(squares))
+def _root(squares: jax.Array, finite: jax.Array) -> jax.Array:
+    return jnp.where(finite, jnp.sqrt(jnp.sum(squares)), jnp.inf)
 
 
 def unreduced_spec(spec: P, mesh: Mesh) -> P:

@@ -1,12 +1,17 @@
-"""Arrays in host memory in parts, and moves between host and devices that need no program."""
+"""Arrays that exist in other forms, in parts or as part of a larger one, and moves between host and devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.memory.placement import on_host
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,76 @@ class Held:
             part.delete()
 
 
+@dataclass(frozen=True)
+class HostShard:
+    """A device's part of an array, in memory of the host that is that of the array itself."""
+
+    index: tuple[slice, ...]
+    device: jax.Device
+    data: np.ndarray
+
+
+@dataclass(frozen=True)
+class LayerSlice:
+    """A layer's part of the array that has those of all layers, of which it is cut out when asked for."""
+
+    stacked: jax.Array
+    """[layers, ...], of which the layers' dim is not sharded."""
+    layer: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the layer's part."""
+        return self.stacked.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of the stacked array."""
+        return self.stacked.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's part."""
+        return self.stacked.nbytes // len(self.stacked)
+
+    @property
+    def sharding(self) -> Any:
+        """The layout that it has as an array."""
+        sharding: Any = self.stacked.sharding
+        if not isinstance(sharding, NamedSharding):
+            return sharding
+        return NamedSharding(sharding.mesh, P(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
+
+    @property
+    def addressable_shards(self) -> list[HostShard]:
+        """Its parts in this process: on the CPU backend views, elsewhere copies on the host of all layers."""
+        shards = self.stacked.addressable_shards
+        return [HostShard(shard.index[1:], shard.device, np.asarray(shard.data)[self.layer]) for shard in shards]
+
+    def whole(self) -> jax.Array:
+        """One array, a copy."""
+        return _cut_out(self.stacked, np.int32(self.layer), self.sharding)
+
+    def on_host(self) -> jax.Array:
+        """One array, a copy in host memory: what it takes on the devices is free again on return."""
+        copy = self.whole()
+        (there,) = jax.block_until_ready(moved([copy], [on_host(self.sharding)]))
+        copy.delete()
+        return there
+
+    def delete(self) -> None:
+        """Frees the stacked array, the parts of all layers."""
+        self.stacked.delete()
+
+
+@partial(jax.jit, static_argnames="sharding")
+def _cut_out(stacked: jax.Array, layer: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return lax.with_sharding_constraint(lax.dynamic_index_in_dim(stacked, layer, keepdims=False), sharding)
+
+
 def whole(tree: Any) -> Any:
-    """A tree with arrays in the place of those that are held in parts."""
-    return jax.tree.map(lambda leaf: leaf.whole() if isinstance(leaf, Held) else leaf, tree)
+    """A tree with arrays in the place of what exists in another form."""
+    return jax.tree.map(lambda leaf: leaf.whole() if isinstance(leaf, (Held, LayerSlice)) else leaf, tree)
 
 
 def take_part(array: jax.Array, dim: int, start: int, rows: int) -> jax.Array:

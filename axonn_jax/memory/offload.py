@@ -126,15 +126,15 @@ class Offload:
     def _after(self, model: ModelState, grads: Params, factor: Any, finite: Any) -> tuple[ModelState, jax.Array]:
         return self._streamed(model, Reduced(grads, self.buckets, self.state_specs), factor, finite)
 
-    def reducing(self, model: ModelState, sums: Params) -> tuple[ModelState, jax.Array]:
+    def reducing(self, model: ModelState, sums: Params, finite: jax.Array) -> tuple[ModelState, jax.Array]:
         """As `after` for sums of gradients that are not reduced yet: the state, and the gradients' global norm.
 
         `sums` are laid out by `gradients.unreduced_spec`; state is not split over `data`. Collectives: those of
         `reduce_gradients`, a bucket's beside the update of the one before.
         """
         grads = Unreduced(sums, self.buckets, self.specs, self.mesh, self._run)
-        model, _ = self._streamed(model, grads, np.float32(1.0), np.bool_(True))
-        return model, grads.norm()
+        model, _ = self._streamed(model, grads, np.float32(1.0), finite)
+        return model, grads.norm(finite)
 
     def _streamed(self, model: ModelState, grads: Gradients, factor: Any, finite: Any) -> tuple[ModelState, jax.Array]:
         state: OffloadState = model.optimizer

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.memory.account import Shapes, StateBytes, state_bytes
+from axonn_jax.memory.finite import update_if
 from axonn_jax.memory.layout import state_layout
 from axonn_jax.memory.precision import FULL, Precisions
 from axonn_jax.memory.zero import whole_weights
@@ -61,18 +62,22 @@ class DeviceUpdate:
     def after(self, state: ModelState, grads: Params, factor: jax.Array, finite: jax.Array | None = None) -> ModelState:
         """The state after an update with `factor` times the gradients, in float32; as before where not `finite`.
 
+        None: the host has seen to that.
+
         To be traced. Collectives: where masters are split over `data`, an all-gather of the weights over it, in
         buckets, `(G-1)/G * itemsize * elements` bytes a device.
         """
         before = (state.masters or self._as_masters(state.weights), state.optimizer)
-        grads = {name: grad.astype(jnp.float32) * factor for name, grad in grads.items()}
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
-            updates, optimizer = self.optimizer.update(grads, before[1], before[0])
-        masters: Any = optax.apply_updates(before[0], updates)
-        if finite is not None:
-            masters, optimizer = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), (masters, optimizer), before
-            )
+
+        def updated(before: Any, grads: Params) -> Any:
+            masters, optimizer = before
+            grads = {name: grad.astype(jnp.float32) * factor for name, grad in grads.items()}
+            with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
+                updates, optimizer = self.optimizer.update(grads, optimizer, masters)
+            return optax.apply_updates(masters, updates), optimizer
+
+        on_cores = self.mesh.devices.flat[0].platform == "cpu"
+        masters, optimizer = update_if(finite, updated, before, grads, on_cores=on_cores)
         return self._from_masters(masters, optimizer)
 
     def program(self, state: ModelState) -> Apply:

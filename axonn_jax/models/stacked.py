@@ -67,10 +67,7 @@ class Stack:
                 joined[name] = params[name]
                 continue
             layers = [params[layer] for layer in self.own[name]]
-            joined[name] = _joined(layers, NamedSharding(mesh, spec))
-            if used_up:
-                for layer in layers:
-                    layer.delete()
+            joined[name] = join_layers(layers, NamedSharding(mesh, spec), used_up=used_up)
         return joined
 
     def place(self, model: nnx.Module, mesh: Mesh, *, used_up: bool = False) -> Params:
@@ -86,13 +83,6 @@ class Stack:
             names, dims = (self.own[name], p.shape[1:]) if name in self.own else ((name,), p.shape)
             shapes.update((own, jax.ShapeDtypeStruct(dims, p.dtype)) for own in names)
         return shapes
-
-    def split(self, params: Mapping[str, jax.Array]) -> Params:
-        """Stacked parameters -> copies under the layers' own names; what is not stacked is given as it is."""
-        own: Params = {}
-        for name, value in params.items():
-            own.update(zip(self.own[name], rows(value), strict=True) if name in self.own else [(name, value)])
-        return own
 
 
 def stack_layers(model: nnx.Module) -> Stack:
@@ -144,18 +134,14 @@ def _kinds(layers: Sequence[nnx.Module], parts: Parts, where: str) -> list[str]:
     return [kind for kind, *_ in first[2]]
 
 
+def join_layers(layers: Sequence[jax.Array], sharding: NamedSharding, *, used_up: bool) -> jax.Array:
+    """The layers' arrays of one kind as a stacked one; they are deleted where they are `used_up`."""
+    joined = _joined(layers, sharding)
+    for layer in layers if used_up else ():
+        layer.delete()
+    return joined
+
+
 @partial(jax.jit, static_argnames="sharding")
 def _joined(layers: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
     return lax.with_sharding_constraint(jnp.stack(layers), sharding)
-
-
-def rows(value: jax.Array) -> list[jax.Array]:
-    """The layers' arrays of a stacked one, as copies with its layout."""
-    own: NamedSharding | Any = value.sharding
-    spec = P(*own.spec[1:]) if isinstance(own, NamedSharding) else None
-    return _rows(value, NamedSharding(own.mesh, spec) if spec is not None else own)
-
-
-@partial(jax.jit, static_argnames="sharding")
-def _rows(value: jax.Array, sharding: NamedSharding) -> list[jax.Array]:
-    return [lax.with_sharding_constraint(row, sharding) for row in value]

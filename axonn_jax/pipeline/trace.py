@@ -16,6 +16,7 @@ from axonn_jax.models.pieces import Piece
 from axonn_jax.pipeline.split import cut, keep_all
 from axonn_jax.tensor.clip import spec_axes
 from axonn_jax.tensor.collectives import vary
+from axonn_jax.tensor.counted import counted_sum, vocabulary
 from axonn_jax.tensor.gather import travelling_in
 from axonn_jax.tensor.params import Parts
 from axonn_jax.tensor.region import live_axes, manual
@@ -135,7 +136,7 @@ class Stretch:
         model: Any = self.parts.rebuild({**self.parts.params, **params})
         run = (self.pieces.start, self.pieces.stop, given.get(X), given.get(TOKENS))
         out = model.stretch(*run, dtype=self.work.dtype, key=key, later=given[LATER] if self.keyed else 0)
-        return jnp.sum(out) if self.last else out
+        return counted_sum(out, given[TOKENS], vocabulary(model)) if self.last else out
 
     def own(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The parameters, varying over what splits tokens on purpose: gradients then stay unreduced over it."""

@@ -9,7 +9,8 @@ State = dict[str, Any]
 """Arrays, or their shapes, by name: `params.<parameter>`, `optimizer.<path in the optax state>`."""
 
 PARAMS, OPTIMIZER, SCALE = "params.", "optimizer.", "scale."
-"""What names begin with. A loss scale (fp16) is optional: a run without one does not mind it, one with begins anew."""
+"""What names begin with. A count of skipped steps and a loss scale (fp16) are optional: a run without one does not mind
+it, one with begins anew."""
 
 
 def flatten(params: Mapping[str, Any], optimizer: Any, scale: Any = None) -> State:
@@ -32,8 +33,8 @@ def unflatten(state: Mapping[str, Any], params: Mapping[str, Any], optimizer: An
 
 
 def unflatten_scale(state: Mapping[str, Any], scale: Any) -> Any:
-    """Returns a loss scale with the mapping's values; None where there is none."""
-    return None if scale is None else type(scale)(**{field: state[SCALE + field] for field in scale._fields})
+    """Returns a loss scale, or a count, with the mapping's values."""
+    return type(scale)(**{field: state[SCALE + field] for field in scale._fields})
 
 
 def shapes(state: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 
 from axonn_jax import compat
 from axonn_jax.memory.growth import Growth
-from axonn_jax.memory.held import whole
+from axonn_jax.memory.held import LayerSlice, whole
 from axonn_jax.memory.placement import HOST
 from axonn_jax.state.manifest import Stored, describe_files, write_whole
 from axonn_jax.state.names import State
@@ -89,6 +89,9 @@ class PartWriter:
         alone = jax.process_count() == 1  # with several a write that fails among lots left the others waiting
         self._pace.begin(SHARE if alone and not waits and any(map(on_the_hosts_cores, state.values())) else 1.0)
         with self._failing_together(), _quiet():
+            for name, value in state.items():
+                if isinstance(value, LayerSlice) and not on_the_hosts_cores(value):
+                    state[name] = value.on_host()
             copied = 0 if waits else snapshot(state)
             for number, (part, lot) in enumerate(zip(parts, lots, strict=True)):
                 progress(f"the checkpoint, lot {number + 1} of {len(lots)}")

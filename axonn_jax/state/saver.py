@@ -112,8 +112,7 @@ class Saver:
         needed = sum(value.nbytes for value in state.values())
         told = self._agreement.gather(self._prepare(job.folder, needed) if self._first else "")
         if told[0]:
-            self._refused = told[0]
-            return self._failed(step, told[0])
+            return self.refuse(step, told[0])
         self._job = job
         try:
             self._writer.start(job.folder, state, progress)
@@ -122,6 +121,12 @@ class Saver:
         job.thread = threading.Thread(target=self._finish, args=(job, dict(run)), name="axonn-save")
         job.thread.start()
         return None
+
+    def refuse(self, step: int, why: str) -> None:
+        """Takes note of a save that is not to be, as one that failed; waits first for the save before."""
+        self.settle()
+        self._refused = why
+        self._failed(step, why)
 
     def settle(self) -> str:
         """Waits for the last save and agrees on how it went: an empty text, or why it failed (told once).

@@ -46,7 +46,7 @@ def on_the_hosts_cores(value: Any) -> bool:
     return all(device.platform == "cpu" for device in value.sharding.device_set)
 
 
-def _distinct(value: jax.Array) -> dict[Any, jax.Array]:
+def _distinct(value: Any) -> dict[Any, Any]:
     """The parts of an array that are here, each once however many devices have it."""
     return {_key(shard.index): shard.data for shard in value.addressable_shards}
 

@@ -1,10 +1,12 @@
-"""Which rows of a global batch a process needs, and how they become one sharded array."""
+"""Rows of a global batch: which a process needs, how they become one sharded array, and an evaluation's batches."""
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from axonn_jax.data.loader import Loader
 from axonn_jax.errors import UserError
+from axonn_jax.tensor.counted import without_targets
 
 
 def local_rows(sharding: NamedSharding, global_batch: int, microbatches: int) -> list[int]:
@@ -40,3 +42,17 @@ def place(
         return batch[np.asarray(chosen)].astype(np.int32)
 
     return jax.make_array_from_callback((microbatches, per_microbatch, width), sharding, shard)
+
+
+def held_out(loader: Loader, most: int, global_batch: int) -> tuple[list[np.ndarray], int]:
+    """The evaluation's batches, the first of the held-out split and at most so many, and their samples.
+
+    Each sample is there once; behind the last of the split a batch is filled up. They are read once, and `loader`
+    closed.
+    """
+    batches = [next(loader) for _ in range(min(most, -(-loader.num_samples // global_batch)))]
+    loader.close()
+    for number, batch in enumerate(batches):
+        behind = np.array(loader.samples(number), dtype=int) >= loader.num_samples
+        batches[number] = without_targets(batch, behind)
+    return batches, min(most * global_batch, loader.num_samples)

@@ -32,14 +32,29 @@ def own_state(trainer: "Trainer") -> State:
 
 def save_now(trainer: "Trainer", directory: Path, step: int) -> Path:
     """Saves all of a trainer's state and waits; raises ``OSError`` with the reason where it cannot."""
-    saver = Saver(directory, trainer.grid, agreement(trainer.grid), keep=2**31)
-    with trainer.saving() as progress:
-        saver.save(step, own_state(trainer), {}, progress)
+    agreed = agreement(trainer.grid)
+    saver = Saver(directory, trainer.grid, agreed, keep=2**31)
+    begin_save(saver, trainer, agreed, step, {})
+    with trainer.saving():
         error = saver.settle()
         saver.close()
     if error:
         raise OSError(f"the checkpoint of step {step} was not saved in {directory}: {error}")
     return directory / f"step_{step:08d}"
+
+
+def begin_save(saver: Saver, trainer: "Trainer", agreed: Agreement, step: int, facts: Mapping[str, Any]) -> None:
+    """Begins to save all of a trainer's state, or refuses where that is not finite anywhere in the run."""
+    with trainer.saving() as progress:
+        if finite(trainer, agreed):
+            saver.save(step, own_state(trainer), facts, progress)
+        else:
+            saver.refuse(step, "weights or optimizer state are not finite numbers")
+
+
+def finite(trainer: "Trainer", agreed: Agreement) -> bool:
+    """Whether a trainer's state is finite in all processes of the run, which all must ask."""
+    return not any(agreed.gather("" if trainer.finite() else "not finite"))
 
 
 def load_now(trainer: "Trainer", path: Path, *, weights_only: bool) -> int:
@@ -113,9 +128,13 @@ class Checkpoints:
 
     def save(self, step: int, position: int) -> None:
         """Begins to save the state after a step; waits for the save before, if it still runs."""
-        with self._trainer.saving() as progress:
-            self.saver.save(step, own_state(self._trainer), self._facts(position), progress)
+        begin_save(self.saver, self._trainer, self._agreed, step, self._facts(position))
         self.saved_step = step
+
+    def finite(self) -> bool:
+        """Whether the state is finite, in all processes of the run."""
+        with self._trainer.saving():
+            return finite(self._trainer, self._agreed)
 
     def settle(self) -> str:
         """Waits for the save under way; returns why it failed, on all processes, or an empty text."""

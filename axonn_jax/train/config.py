@@ -160,7 +160,7 @@ class TrainConfig:
     eval_every: int = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
     eval_batches: int = 8
-    """Global batches an evaluation averages over."""
+    """Global batches that an evaluation reads at most; each held-out sample counts once."""
     seed: int = 0
     """Seed of the initial weights and of dropout."""
 

@@ -4,13 +4,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.memory.elementwise import check_elementwise
 from axonn_jax.memory.gradients import unreduced_shardings
 from axonn_jax.memory.offload import Offload
-from axonn_jax.memory.scale import LossScale
+from axonn_jax.memory.scale import Scale, next_scale
 from axonn_jax.tensor.params import Params
 from axonn_jax.train.program import StageProgram
 from axonn_jax.train.step import Measured, Step, StepMetrics, TrainState
@@ -22,6 +23,10 @@ class Summed(NamedTuple):
     grads: Params
     """Each device's own sums."""
     loss: jax.Array
+    finite: jax.Array
+    """Whether the loss and what the sums add up to are finite."""
+    scale: Scale
+    """The next step's."""
 
 
 class OffloadedStep:
@@ -52,8 +57,9 @@ class OffloadedStep:
         """
         if self.interleaved:
             summed: Summed = measured(state.model.weights, state.scale, tokens, key)
-            model, norm = self.update.reducing(state.model, summed.grads)
-            return TrainState(model, None), {"loss": summed.loss, "grad_norm": norm}
+            model, norm = self.update.reducing(state.model, summed.grads, summed.finite)
+            metrics: StepMetrics = {"loss": summed.loss, "grad_norm": norm, "skipped": summed.scale.skipped}
+            return TrainState(model, summed.scale), metrics
         found: Measured = measured(state.model.weights, state.scale, tokens, key)
         model = self.update.after(state.model, found.grads, found.factor, found.finite)
         return TrainState(model, found.scale), found.metrics
@@ -64,13 +70,15 @@ class OffloadedStep:
         program, scalar = self.program, self.step.scalar
         shardings: Any
         if self.interleaved:
-            shardings = Summed(unreduced_shardings(program.parts.specs, program.grid.mesh), scalar)  # type: ignore[arg-type]
+            sums: Any = unreduced_shardings(program.parts.specs, program.grid.mesh)
+            shardings = Summed(sums, scalar, scalar, scalar)  # type: ignore[arg-type]
         else:
             grads = {name: NamedSharding(program.grid.mesh, spec) for name, spec in program.grad_specs.items()}
             shardings = Measured(grads, scalar, scalar, scalar, scalar)  # type: ignore[arg-type]
         before = self._summed if self.interleaved else self.step.measured
         return jax.jit(before, out_shardings=shardings, compiler_options=self.step.compiler_options())
 
-    def _summed(self, weights: Params, scale: LossScale | None, tokens: jax.Array, key: jax.Array | None) -> Summed:
-        assert scale is None
-        return Summed(*self.program.unreduced(weights, tokens, key))
+    def _summed(self, weights: Params, scale: Scale, tokens: jax.Array, key: jax.Array | None) -> Summed:
+        sums, loss, squares = self.program.unreduced(weights, tokens, key)
+        finite = jnp.isfinite(squares) & jnp.isfinite(loss)
+        return Summed(sums, loss, finite, next_scale(scale, finite))

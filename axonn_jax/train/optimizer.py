@@ -1,29 +1,40 @@
-"""The optimizers and learning-rate schedules that a config can name, from optax."""
+"""The optimizers that a config can name, from optax, and its learning-rate schedules."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from axonn_jax.train.config import TrainConfig
 
 
-def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Learning rate by step: linear warm-up from 0, then cosine, linear or constant to the last step."""
-    rest = config.steps - config.warmup
+def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
+    """Learning rate by step, an optax schedule: linear warm-up, then cosine, linear or constant to the last step.
+
+    Of a step that is a number of the host it is computed on the host, and waits for nothing that a device does.
+    """
+    warmup, rest = config.warmup, max(config.steps - config.warmup, 1)
     end = config.lr * config.min_lr_ratio
-    after: optax.Schedule
-    if config.schedule == "cosine":
-        after = optax.cosine_decay_schedule(config.lr, max(rest, 1), config.min_lr_ratio)
-    elif config.schedule == "linear":
-        after = optax.linear_schedule(config.lr, end, max(rest, 1))
-    else:
-        after = optax.constant_schedule(config.lr)
-    if config.warmup == 0:
-        return after
-    # Step 0 of a warm-up would have rate 0 and change nothing, so the ramp starts one notch up.
-    ramp = optax.linear_schedule(config.lr / config.warmup, config.lr, max(config.warmup - 1, 1))
-    return optax.join_schedules([ramp, after], [config.warmup])
+
+    def rate(step: Any) -> Any:
+        numbers: Any = jnp if isinstance(step, jax.Array) else np
+        at = numbers.asarray(step, numbers.float32)
+        left = 1 - numbers.clip((at - warmup) / rest, 0, 1)
+        if config.schedule == "cosine":
+            after = end + (config.lr - end) * (1 - numbers.cos(numbers.pi * left)) / 2
+        elif config.schedule == "linear":
+            after = end + (config.lr - end) * left
+        else:
+            after = numbers.full_like(at, config.lr)
+        if warmup == 0:
+            return after
+        # Step 0 of a warm-up would have rate 0 and change nothing, so the ramp starts one notch up.
+        return numbers.where(at < warmup, config.lr * (at + 1) / warmup, after)
+
+    return rate
 
 
 def decayed(params: Mapping[str, jax.Array]) -> dict[str, bool]:

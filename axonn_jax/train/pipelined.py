@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any, Literal
@@ -97,7 +97,7 @@ class PipelineTrainer(Trainer):
             check_elementwise(optimizer, "memory.offload = optimizer")
         self.precisions = precisions(precision, accumulate, apart=split or offload != "none")
         self.parts = shapes_of(take_apart(abstract), self.precisions.weights)
-        self._scale = HostScale() if self.precisions.scaled else None
+        self._scale = HostScale(scaled=self.precisions.scaled)
         self.steps_done = 0
         self._clip, self._bucket, self._activations = clip, bucket, activations
         self._seed = seed
@@ -159,7 +159,8 @@ class PipelineTrainer(Trainer):
     def step(self, batch: np.ndarray) -> StepMetrics:
         """One optimizer step on this process's rows [rows, seq + 1] of a global batch of token ids.
 
-        Waits for the gradients, since clipping needs all stages' norms; the update itself is still under way on return.
+        Waits for the gradients, since clipping needs all stages' norms, and all places skip a step that is not finite;
+        the update itself is still under way on return.
         Messages: activations between neighbouring stages, [rows, seq, hidden] in the compute dtype each way a
         microbatch; once a step 16 bytes a place, and the gradient of a tied table between its two holders.
         Collectives within a stage are those of `Trainer`.
@@ -170,7 +171,7 @@ class PipelineTrainer(Trainer):
 
     def _run(self, pipe: Pipe, microbatches: list[np.ndarray]) -> StepMetrics:
         status, together, step = self._links.status, self._links.together, self.steps_done + 1
-        scale = None if self._scale is None else self._scale.factor
+        scale = self._scale.factor
         for place, rank in pipe.ranks.items():
             key = rank.key(self._seed, self.steps_done) if self._keyed else None
             rank.begin(self.holdings[place].weights, microbatches, key, train=True, scale=scale)
@@ -189,18 +190,19 @@ class PipelineTrainer(Trainer):
         status.now(running="the agreement on loss and norm")
         square, loss = together.sums(own)
         norm = sqrt(square) / (scale or 1.0)
-        if self._scale is not None:
-            self._scale.tell(isfinite(norm))
-        if self._scale is None or isfinite(norm):
+        finite = isfinite(norm) and isfinite(loss)
+        self._scale.tell(finite=finite)
+        if finite:
             factor = float(clip_factor(norm, self._clip)) / (scale or 1.0)
             self._half_done = "update"
             for place, holding in self.holdings.items():
                 pipe.executor.then(place, holding.apply(grads[place], factor), "update", "optimizer", step, at)
         pipe.find_room(self.grid.size)
         self.steps_done += 1
-        metrics: StepMetrics = {"loss": np.float32(loss), "grad_norm": np.float32(norm)}
-        if self._scale is not None and scale is not None:
-            metrics |= {"loss_scale": np.float32(scale), "skipped": np.int32(self._scale.skipped)}
+        skipped = np.int32(self._scale.skipped)
+        metrics: StepMetrics = {"loss": np.float32(loss), "grad_norm": np.float32(norm), "skipped": skipped}
+        if scale is not None:
+            metrics["loss_scale"] = np.float32(scale)
         return metrics
 
     def planned_memory(self) -> dict[int, StateBytes]:  # noqa: D102
@@ -209,18 +211,12 @@ class PipelineTrainer(Trainer):
     def memory(self) -> dict[int, dict[str, Any]]:  # noqa: D102
         return self._places.memory()
 
-    def evaluate(self, batches: Iterable[np.ndarray]) -> float:
-        """Mean loss over batches (this process's rows of each), without dropout; waits for the result."""
-        results = []
-        for batch in batches:
-            pipe, microbatches = self._prepare(batch)
-            with self._started():
-                results.append(self._mean_loss(pipe, microbatches))
-        if not results:
-            raise UserError("evaluate", "no batches", "at least one batch")
-        return float(np.mean(results))
+    def _mean_loss(self, batch: np.ndarray) -> float:
+        pipe, microbatches = self._prepare(batch)
+        with self._started():
+            return self._forward(pipe, microbatches)
 
-    def _mean_loss(self, pipe: Pipe, microbatches: list[np.ndarray]) -> float:
+    def _forward(self, pipe: Pipe, microbatches: list[np.ndarray]) -> float:
         for place, rank in pipe.ranks.items():
             rank.begin(self.holdings[place].weights, microbatches, None, train=False)
         orders = {place: ForwardOnly(self.layout, place) for place in pipe.ranks}
@@ -229,6 +225,9 @@ class PipelineTrainer(Trainer):
         self._links.status.now(running="the agreement on the loss")
         own = {place: (float(losses.get(place, 0.0)),) for place in pipe.ranks}
         return self._links.together.sums(own)[0]
+
+    def finite(self) -> bool:  # noqa: D102
+        return self._places.finite()
 
     def state(self) -> dict[int, State]:  # noqa: D102
         return self._places.state()

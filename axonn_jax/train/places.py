@@ -9,8 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from axonn_jax.memory.account import StateBytes, counted, report
+from axonn_jax.memory.finite import all_finite
 from axonn_jax.memory.held import whole
-from axonn_jax.memory.scale import HostScale
+from axonn_jax.memory.scale import HostScale, on_mesh
 from axonn_jax.pipeline.holding import Holding, Keeping
 from axonn_jax.state.names import State, flatten, unflatten, unflatten_scale
 from axonn_jax.tensor.params import Params, Parts
@@ -26,7 +27,7 @@ class Places:
         meshes: Mapping[int, Mesh],
         keeping: Keeping,
         model: Any,
-        scale: HostScale | None,
+        scale: HostScale,
     ):
         self._parts, self._names, self._optimizer, self._scale = parts, names, keeping.optimizer, scale
         holders = Counter(name for held in names for name in held)
@@ -46,10 +47,14 @@ class Places:
         """The optimizer state by place."""
         return {place: whole(holding.opt_state) for place, holding in self.holdings.items()}
 
+    def finite(self) -> bool:
+        """Whether weights and optimizer state of the places here are finite numbers."""
+        return all(all_finite(holding.state) for holding in self.holdings.values())
+
     def state(self) -> dict[int, State]:
         """All that training changes, by place and name; offloaded arrays that are in parts are `Held`."""
         return {
-            place: flatten(holding.masters, holding.opt_state, self._scale and self._scale.on(holding.mesh))
+            place: flatten(holding.masters, holding.opt_state, on_mesh(self._scale.state, holding.mesh))
             for place, holding in self.holdings.items()
         }
 
@@ -67,8 +72,7 @@ class Places:
         for place, state in states.items():
             params = self._params(place)
             self.holdings[place].restore(*unflatten(state, params, jax.eval_shape(self._optimizer.init, params)))
-            if self._scale is not None:
-                self._scale.state = unflatten_scale(state, self._scale.state)
+            self._scale.restore(unflatten_scale(state, self._scale.state))
 
     def planned_memory(self) -> dict[int, StateBytes]:
         """The bytes of model state of one device by formula, by place."""
@@ -84,8 +88,7 @@ class Places:
 
     def _abstract(self, place: int) -> State:
         params = self._params(place)
-        scale = None if self._scale is None else self._scale.state
-        return flatten(params, jax.eval_shape(self._optimizer.init, params), scale)
+        return flatten(params, jax.eval_shape(self._optimizer.init, params), self._scale.state)
 
     def _params(self, place: int) -> Any:
         sizes = {name: self._parts.params[name].shape for name in self._names[place]}

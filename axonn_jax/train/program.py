@@ -17,8 +17,9 @@ from axonn_jax.memory.activations import block_runner
 from axonn_jax.memory.gradients import unreduced_spec
 from axonn_jax.memory.reduce import reduce_gradients
 from axonn_jax.memory.zero import split_over_data
-from axonn_jax.tensor.clip import global_norm
+from axonn_jax.tensor.clip import global_norm, square_sum
 from axonn_jax.tensor.collectives import reduce_sum, vary
+from axonn_jax.tensor.counted import counted_sum, vocabulary
 from axonn_jax.tensor.gather import Gather, Held, as_gathered, gather_once, gather_params, scatter_grads, travelling_in
 from axonn_jax.tensor.order import after, in_order
 from axonn_jax.tensor.params import Params, Parts, Specs
@@ -114,18 +115,24 @@ class StageProgram(OnMesh):
         region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P(), P()), out_specs)
         return region(params, tokens, key, scale)
 
-    def unreduced(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array]:
-        """As `gradients`, each device's own sums over microbatches, and the mean loss.
+    def unreduced(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None
+    ) -> tuple[Params, jax.Array, jax.Array]:
+        """As `gradients`, each device's own sums over microbatches, the mean loss, and the sum of all their squares.
 
-        Sums are laid out by `memory.gradients.unreduced_spec`; nothing but the loss is reduced over `data`.
+        Sums are laid out by `memory.gradients.unreduced_spec`; nothing but two numbers is reduced over `data`. Where
+        the sum of squares, over all devices, is finite, so are the gradients that the sums add up to.
         """
+        each = P((*BATCH_AXES, "y", "x"))  # every device's count, copies too
 
-        def local(params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array]:
+        def local(params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array, jax.Array]:
             sums, loss = self._local_sums(params, tokens, key, None)
-            return {name: value[None] for name, value in sums.items()}, loss
+            squares = square_sum(sums, dict.fromkeys(sums, each))
+            return {name: value[None] for name, value in sums.items()}, loss, squares
 
         sums = {name: unreduced_spec(spec, self.grid.mesh) for name, spec in self.parts.specs.items()}
-        return self._manual(local, (self.parts.specs, BATCH_SPEC, P()), (sums, P()))(params, tokens, key)  # type: ignore[no-any-return]
+        region = self._manual(local, (self.parts.specs, BATCH_SPEC, P()), (sums, P(), P()))
+        return region(params, tokens, key)  # type: ignore[no-any-return]
 
     def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Mean loss of [microbatches, sequences, seq + 1] tokens, without dropout."""
@@ -167,7 +174,8 @@ class StageProgram(OnMesh):
 
     def _loss_sum(self, params: Held | Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
         run_block = block_runner(self.activations, self.gather)
-        losses = self._model(params).loss(
+        model = self._model(params)
+        losses = model.loss(
             batch[:, :-1],
             batch[:, 1:],
             dtype=self.dtype,
@@ -175,7 +183,7 @@ class StageProgram(OnMesh):
             run_block=run_block,
             streams=streams_of(self.streams, self.grid.shape, batch.shape[0]),
         )
-        return jnp.sum(losses)
+        return counted_sum(losses, batch, vocabulary(model))
 
     def _local_gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
@@ -196,12 +204,12 @@ class StageProgram(OnMesh):
         tokens: jax.Array,
         key: jax.Array | None,
         scale: jax.Array | None,
-        finish: Callable[[Params], Params] = dict,
+        finish: Callable[[Params], Params] | None = None,
     ) -> tuple[Params, jax.Array]:
         """What `finish` makes of each device's sums of gradients over microbatches, and the mean loss.
 
-        Where the order is found here and replicas add up, the last microbatch is apart from the loop over the others,
-        so that what `finish` reduces runs beside its backward pass.
+        Where the order is found here and replicas add up in `finish`, the last microbatch is apart from the loop over
+        the others, so that they do beside its backward pass.
         """
         # Varying over what splits tokens on purpose: autodiff then leaves gradients unreduced over it (a z-sharded
         # kernel is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
@@ -238,13 +246,17 @@ class StageProgram(OnMesh):
             loss, grads = (in_order(backward) if self.ordered else backward)(own, *microbatch)
             return (total + loss, plus(sums, grads)), None
 
+        def finished(sums: Held) -> Params:
+            shards = scatter_grads(sums, self.parts.specs)
+            return shards if finish is None else finish(shards)
+
         def last(own: Held, sums: Held, batch: jax.Array) -> tuple[jax.Array, Params]:
             loss, grads = backward(own, jnp.int32(count - 1), batch)
-            return loss, finish(scatter_grads(plus(sums, grads), self.parts.specs))
+            return loss, finished(plus(sums, grads))
 
         zeros = jax.tree.map(lambda p: vary(jnp.zeros_like(p, self.sums), compat.varying_axes(p)), own)
         start = (vary(jnp.zeros((), jnp.float32), BATCH_AXES), zeros)
-        apart = self.ordered and self.grid.shape.data > 1
+        apart = finish is not None and self.ordered and self.grid.shape.data > 1
         looped = count - 1 if apart else count
         total, sums = start
         if looped:
@@ -252,6 +264,6 @@ class StageProgram(OnMesh):
         if looped and apart:  # XLA takes a loop of one apart, and would run both microbatches at once
             own = jax.tree.map(after, own, sums)
         if not apart:
-            return finish(scatter_grads(sums, self.parts.specs)), reduce_sum(total, BATCH_AXES)
+            return finished(sums), reduce_sum(total, BATCH_AXES)
         loss, grads = in_order(last)(own, sums, tokens[-1])
         return grads, reduce_sum(total + loss, BATCH_AXES)

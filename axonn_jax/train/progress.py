@@ -68,7 +68,7 @@ class Progress:
     ) -> None:
         """Shows a finished step, and the age of the last checkpoint: `saved` is its step and when it was complete.
 
-        `skipped` is how many steps so far an overflow has skipped.
+        `skipped` is how many steps so far changed nothing, since they were not finite.
         """
         left = duration((self._steps - step) * step_s)
         text = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {left} left"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ from axonn_jax.start import describe, start
 from axonn_jax.state.agree import Agreement, agreement
 from axonn_jax.state.manifest import name_of
 from axonn_jax.tensor.matmul import with_layouts
+from axonn_jax.train.batch import held_out
 from axonn_jax.train.check import inner_of
 from axonn_jax.train.checkpoints import Checkpoints
 from axonn_jax.train.config import Config, to_toml
@@ -36,6 +38,9 @@ from axonn_jax.train.step import StepMetrics
 from axonn_jax.train.stop import Stop
 from axonn_jax.train.trainer import Trainer
 from axonn_jax.train.verify import verify_data
+
+MOST_SKIPPED = 20
+"""Steps in a row that are not finite after which a run ends: fp16's scale falls from its largest to its least in 14."""
 
 
 def train(config: Config) -> int:
@@ -119,11 +124,14 @@ class Run:
         self.say(describe(world, trainer.grid))
         self.checkpoints = Checkpoints(config, trainer, agreed, self.say)
         self.train_data = self._loader("train", position=self.checkpoints.resume())
-        self.held_out = self._held_out()
+        self.held_out, self.samples = held_out(
+            self._loader("valid", shuffle=False), config.train.eval_batches, config.train.global_batch
+        )
         self.tokens = config.train.global_batch * shape.seq_len
         self.rate = learning_rate(config.train)
         self.start = trainer.steps_done
         self.first_position = self.train_data.position
+        self.skipped_in_row = 0
         self.log: MetricsLog | None = None
         if self.first:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -163,6 +171,8 @@ class Run:
                 if isinstance(metrics["loss"], np.generic):  # a pipeline's step ends on the host: nothing to wait for
                     mark = self._report(step, waiting, mark)
                     waiting = None
+                if self.skipped_in_row >= MOST_SKIPPED:
+                    return self._given_up(step)
                 told = stop.told() and step < steps
                 evaluates = step == steps or (every > 0 and step % every == 0 and not told)
                 saves = step == steps or told or (save_every > 0 and step % save_every == 0)
@@ -217,19 +227,35 @@ class Run:
         self.say(f"ended by {name} after step {step}; checkpoint {self._checkpoint(step)}")
         return 128 + number
 
+    def _given_up(self, step: int) -> int:
+        """Ends a run whose steps change nothing any more, without a checkpoint of it."""
+        self.checkpoints.settle()
+        self._close_log()
+        sound, last = self.checkpoints.finite(), self.checkpoints.saver.last
+        state = "the weights still are: look at the data and train.lr" if sound else "the weights are not, either"
+        before = f"the last checkpoint is that of step {last[0]}" if last else "there is no checkpoint"
+        self.say(
+            f"error: ended after step {step}: loss or gradients of the last {MOST_SKIPPED} steps were not finite; "
+            f"{state}; {before}"
+        )
+        return 1
+
     @property
     def _entropy(self) -> float:
         return self.train_data.manifest.unigram_entropy
 
     def _report(self, step: int, metrics: StepMetrics, mark: float) -> float:
         """Waits for a step, the run's one sync a step, and writes it down; returns when it was done."""
-        if not self.first:
-            jax.block_until_ready(metrics["loss"])
-            return time.monotonic()
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         now = time.monotonic()
-        step_s = now - mark
-        if step % self.config.log.every == 0 or step == self.config.train.steps:
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        self.skipped_in_row = 0 if finite else self.skipped_in_row + 1
+        if not self.first:
+            return now
+        step_s, skipped = now - mark, int(metrics["skipped"])
+        if not finite:
+            self.say(f"step {step} changed nothing: its loss ({loss:.4g}) or gradients ({norm:.4g}) are not finite")
+        if step % self.config.log.every == 0 or step == self.config.train.steps or not finite:
             record: dict[str, Any] = {
                 "step": step,
                 "loss": loss,
@@ -238,14 +264,14 @@ class Run:
                 "step_s": step_s,
                 "grad_norm": norm,
                 "lr": float(self.rate(step - 1)),
-                **{key: float(metrics[key]) for key in ("loss_scale", "skipped") if key in metrics},  # type: ignore[literal-required]
+                "skipped": skipped,
+                **({"loss_scale": float(metrics["loss_scale"])} if "loss_scale" in metrics else {}),
                 **self._usage(step_s),
             }
             assert self.log is not None
             self.log.write(record)
         if step == 1:
             self._remember()
-        skipped = int(metrics.get("skipped", 0))
         self.progress.update(step, loss, self.tokens / step_s, step_s, self.checkpoints.saver.last, skipped)
         return now
 
@@ -277,7 +303,7 @@ class Run:
                 self.say(line)
 
     def _evaluate(self, step: int) -> None:
-        loss = self.trainer.evaluate(self.held_out)
+        loss = self.trainer.evaluate(self.held_out, samples=self.samples)
         if self.log is not None:
             self.log.write({"step": step, "eval_loss": loss, "unigram_entropy": self._entropy})
         self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {self._entropy:.4f})")
@@ -293,11 +319,3 @@ class Run:
             verify=False,  # `train` has done it
             **options,
         )
-
-    def _held_out(self) -> list[np.ndarray]:
-        """The evaluation's batches: the first of the held-out split, read once, the same at every evaluation."""
-        loader = self._loader("valid", shuffle=False)
-        enough = -(-loader.num_samples // self.config.train.global_batch)
-        batches = [next(loader) for _ in range(min(self.config.train.eval_batches, enough))]
-        loader.close()
-        return batches

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax import compat
 from axonn_jax.grid import Grid
 from axonn_jax.memory.precision import FULL, Accumulate, Precision, Precisions, precisions
-from axonn_jax.memory.scale import LossScale, first_scale, next_scale
+from axonn_jax.memory.scale import LossScale, Scale, first_scale, next_scale, on_mesh
 from axonn_jax.memory.update import DeviceUpdate, ModelState, clip_factor
 from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.shape import ModelShape
@@ -32,10 +32,10 @@ class StepMetrics(TypedDict):
 
     loss: Any
     grad_norm: Any
+    skipped: Any
+    """Steps of the run so far that changed nothing, since their loss or gradients were not finite."""
     loss_scale: NotRequired[Any]
     """Under fp16: what the loss was multiplied by."""
-    skipped: NotRequired[Any]
-    """Under fp16: steps of the run so far that an overflow has skipped."""
 
 
 class GradientProgram(Protocol):
@@ -73,8 +73,8 @@ class TrainState(NamedTuple):
     """All that a step changes."""
 
     model: ModelState
-    scale: LossScale | None
-    """Under fp16."""
+    scale: Scale
+    """Of which the factor is there under fp16."""
 
 
 @dataclass(frozen=True)
@@ -90,25 +90,24 @@ class Step:
     """Elements gathered together over `data`, where masters are split over it."""
 
     def __call__(self, state: TrainState, tokens: jax.Array, key: jax.Array | None) -> tuple[TrainState, StepMetrics]:
-        """The state after a step, and the step's loss and gradient norm; collectives: gradients' and update's."""
+        """The state after a step, and the step's loss and gradient norm; collectives: gradients' and update's.
+
+        Where loss or norm are not finite, which all devices know alike, weights and optimizer state stay as they were.
+        """
         measured = self.measured(state.model.weights, state.scale, tokens, key)
-        finite = measured.finite if self.precisions.scaled else None
-        model = self.update.after(state.model, measured.grads, measured.factor, finite)
+        model = self.update.after(state.model, measured.grads, measured.factor, measured.finite)
         return TrainState(model, measured.scale), measured.metrics
 
-    def measured(
-        self, weights: Params, scale: LossScale | None, tokens: jax.Array, key: jax.Array | None
-    ) -> "Measured":
+    def measured(self, weights: Params, scale: Scale, tokens: jax.Array, key: jax.Array | None) -> "Measured":
         """What a step does before its update."""
-        if scale is None:
-            grads, loss, norm = self.program.gradients(weights, tokens, key)
-            metrics: StepMetrics = {"loss": loss, "grad_norm": norm}
-            return Measured(grads, metrics, clip_factor(norm, self.clip), jnp.bool_(True), None)
-        grads, loss, norm = self.program.gradients(weights, tokens, key, scale.factor)
-        finite = jnp.isfinite(norm)
-        after = next_scale(scale, finite)
-        metrics = {"loss": loss, "grad_norm": norm, "loss_scale": scale.factor, "skipped": after.skipped}
-        return Measured(grads, metrics, clip_factor(norm, self.clip) / scale.factor, finite, after)
+        scaled = (scale.factor,) if isinstance(scale, LossScale) else ()
+        grads, loss, norm = self.program.gradients(weights, tokens, key, *scaled)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        after, factor = next_scale(scale, finite), clip_factor(norm, self.clip)
+        metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": after.skipped}
+        if isinstance(scale, LossScale):
+            metrics["loss_scale"], factor = scale.factor, factor / scale.factor
+        return Measured(grads, metrics, factor, finite, after)
 
     @property
     def update(self) -> DeviceUpdate:
@@ -118,13 +117,13 @@ class Step:
         layouts = (program.parts.specs, program.grad_specs)
         return DeviceUpdate(self.optimizer, program.grid.mesh, shapes, *layouts, self.precisions, self.bucket)
 
-    def first_scale(self) -> LossScale | None:
-        """The loss scale a run starts with."""
-        return jax.device_put(first_scale(), self.scalar) if self.precisions.scaled else None
+    def first_scale(self) -> Scale:
+        """The count of skipped steps that a run starts with, and the loss scale."""
+        return on_mesh(first_scale(scaled=self.precisions.scaled), self.program.grid.mesh)
 
     def jitted(self) -> Any:
         """The step under `jax.jit`; the state is donated to it and keeps its layout."""
-        names = ("loss", "grad_norm", *(("loss_scale", "skipped") if self.precisions.scaled else ()))
+        names = ("loss", "grad_norm", "skipped", *(("loss_scale",) if self.precisions.scaled else ()))
         state = self.abstract()
         shardings = (jax.tree.map(lambda s: s.sharding, state), dict.fromkeys(names, self.scalar))
         options = self.compiler_options()
@@ -147,7 +146,7 @@ class Step:
 
     def abstract(self) -> TrainState:
         """Shapes and layouts of the state."""
-        scale = jax.eval_shape(first_scale) if self.precisions.scaled else None
+        scale = first_scale(scaled=self.precisions.scaled)
         scale = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.scalar), scale)
         return TrainState(self.update.abstract(), scale)
 
@@ -166,8 +165,8 @@ class Measured(NamedTuple):
     factor: jax.Array
     """What the update multiplies the gradients by: clipping, and one over the loss scale."""
     finite: jax.Array
-    """Whether no gradient overflowed; told only where the loss is scaled."""
-    scale: LossScale | None
+    """Whether the loss and all gradients are finite."""
+    scale: Scale
     """The next step's."""
 
 

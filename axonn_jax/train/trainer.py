@@ -17,11 +17,13 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.account import StateBytes, counted, report
 from axonn_jax.memory.activations import checked_policies
+from axonn_jax.memory.finite import all_finite
 from axonn_jax.memory.held import whole
 from axonn_jax.memory.placement import Where
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
 from axonn_jax.memory.temporaries import Temporaries
 from axonn_jax.state.names import State, flatten, shapes, unflatten, unflatten_scale
+from axonn_jax.tensor.counted import filled_up, samples_in
 from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, shapes_of, take_apart
 from axonn_jax.train.batch import local_rows, place
@@ -30,7 +32,7 @@ from axonn_jax.train.checkpoints import load_now, save_now
 from axonn_jax.train.config import OverlapConfig, PipelineConfig, ScanLayers
 from axonn_jax.train.layerwise import layerwise
 from axonn_jax.train.offloaded import OffloadedStep
-from axonn_jax.train.own_state import own_state, stacked_state
+from axonn_jax.train.own_state import own_params, own_state, stacked_state
 from axonn_jax.train.program import StageProgram
 from axonn_jax.train.scan import choose_stack
 from axonn_jax.train.step import Step, StepMetrics, TrainState
@@ -147,12 +149,12 @@ class Trainer:
 
     @property
     def _masters(self) -> Params:
-        """As `params`; what is offloaded in parts is `Held`."""
-        return self._stack.split(self._update.masters(self.train_state.model))
+        """As `params`; what is offloaded in parts is `Held`, of scanned layers a `LayerSlice`."""
+        return own_params(self._stack, self._update.masters(self.train_state.model))
 
     @property
     def _opt_state(self) -> Any:
-        """As `opt_state`; what is offloaded in parts is `Held`."""
+        """As `opt_state`, in the forms of `_masters`."""
         return own_state(self.optimizer, self._stack, self._update.opt_state(self.train_state.model))
 
     def restore(self, params: Params, opt_state: Any) -> None:
@@ -160,8 +162,8 @@ class Trainer:
         self._restore(params, opt_state, owned=False)
 
     def _restore(self, params: Params, opt_state: Any, *, owned: bool) -> None:
-        masters = self._stack.join(params, self.grid.mesh)
-        optimizer = stacked_state(self._stack, opt_state, self.train_state.model.optimizer)
+        masters = self._stack.join(params, self.grid.mesh, used_up=owned)
+        optimizer = stacked_state(self._stack, opt_state, self.train_state.model.optimizer, used_up=owned)
         self.train_state = self.train_state._replace(model=self._update.restored(masters, optimizer, owned=owned))
 
     def rows(self, global_batch: int) -> list[int]:
@@ -182,6 +184,10 @@ class Trainer:
 
     def step(self, batch: np.ndarray) -> StepMetrics:
         """One optimizer step on this process's rows [rows, seq + 1] of a global batch of token ids.
+
+        An id that is not in a transformer's vocabulary makes the loss NaN. A step whose loss or gradients are not
+        finite leaves weights and optimizer state as they were, on every device,
+        and is counted in the metrics' `skipped`.
 
         Dispatches and returns: the metrics are device values, and nothing is waited for, unless optimizer state is in
         host memory (`memory.offload`), or the CPU backend has large temporaries to free first (`memory.temporaries`).
@@ -249,17 +255,42 @@ class Trainer:
         program = next(iter(self._compiled.values()), None)
         return {0: report(self.planned_memory()[0], found, self.grid.mesh, program)}
 
-    def evaluate(self, batches: Iterable[np.ndarray]) -> float:
-        """Mean loss over batches (this process's rows of each), without dropout; waits for the result."""
-        losses = [self._loss(self.train_state.model.weights, self.place(batch)) for batch in batches]
-        if not losses:
-            raise UserError("evaluate", "no batches", "at least one batch")
-        return float(np.mean([float(loss) for loss in losses]))
+    def evaluate(self, batches: Iterable[np.ndarray], *, samples: int | None = None) -> float:
+        """Mean loss over the targets of batches (this process's rows of each), without dropout; waits for the result.
+
+        Where this process has all rows a batch may have any number of them. Rows without targets, all of these being
+        -1, fill a batch up and do not count; where processes have rows of their own `samples` says how many do, over
+        all batches and processes.
+        """
+        every = self.grid.shape.batch_shards * self.microbatches
+        share = len(self.rows(every))
+        found, rows, width = [], 0, 0
+        for batch in batches:
+            rows = max(rows, -(-len(batch) // share) * share)  # what is left at the end runs in the same program
+            filled, width = filled_up(batch, rows), batch.shape[1] - 1
+            targets = every / share * width  # of all processes, for a row here
+            found.append((self._mean_loss(filled), targets * len(filled), targets * samples_in(filled)))
+        counted = sum(count for _, _, count in found) if samples is None else samples * width
+        if not counted:
+            raise UserError("evaluate", "no samples", "at least one sample")
+        return sum(float(mean) * targets for mean, targets, _ in found) / counted
+
+    def _mean_loss(self, batch: np.ndarray) -> Any:
+        """The loss of a batch, a mean over all of its rows, those that do not count included."""
+        return self._loss(self.train_state.model.weights, self.place(batch))
+
+    def finite(self) -> bool:
+        """Whether weights and optimizer state are finite numbers, as far as this process sees; waits for them.
+
+        Every process of the run must call it.
+        """
+        return all_finite(self.train_state.model)
 
     def state(self) -> dict[int, State]:
         """All that training changes, by place of the pipe (0 without one): arrays by names without the grid.
 
-        The arrays are those in use, which the next step takes over; what is offloaded in parts is `memory.held.Held`.
+        The arrays are those in use, which the next step takes over; what is offloaded in parts is `memory.held.Held`,
+        and a scanned layer's `memory.held.LayerSlice`.
         """
         return {0: flatten(self._masters, self._opt_state, self.train_state.scale)}
 
@@ -298,7 +329,7 @@ class Trainer:
     def save(self, directory: Path, step: int) -> Path:
         """Writes all state to `directory/step_N` and waits for it; every process of the run must call it.
 
-        Raises ``OSError`` with the reason where it cannot be written.
+        Raises ``OSError`` with the reason where it cannot be written, or is not made of finite numbers.
         """
         return save_now(self, directory, step)
 

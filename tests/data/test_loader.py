@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import shutil
@@ -224,6 +225,20 @@ def damage_json(change):
         (path / "manifest.json").write_text(json.dumps(raw))
 
     return damage
+
+
+@pytest.mark.parametrize(("verify", "prefetch"), [(True, 0), (False, 0), (False, 2)])
+def test_a_token_beyond_the_vocabulary_is_found_when_data_is_opened_or_else_when_it_is_read(copy, verify, prefetch):
+    shard = copy / "train-00001.bin"
+    tokens = np.fromfile(shard, "<u2")
+    tokens[5] = 280
+    tokens.tofile(shard)
+    digest = hashlib.sha256(shard.read_bytes()).hexdigest()
+    damage_json(lambda raw: raw["splits"]["train"]["shards"][1].update(sha256=digest))(copy)
+    options = {"seq_len": SEQ, "global_batch": 4, "prefetch": prefetch, "verify": verify, "shuffle": False}
+    with pytest.raises(UserError, match=r"train-00001\.bin has token 280, beyond its vocabulary of 280"):
+        take(Loader(copy, **options), 2)
+    take(Loader(copy, **options | {"verify": False}), 0)
 
 
 @pytest.mark.parametrize(

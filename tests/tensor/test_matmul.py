@@ -32,6 +32,7 @@ from axonn_jax.tensor.matmul import (
 )
 from axonn_jax.tensor.params import take_apart
 from axonn_jax.tensor.region import manual
+from axonn_jax.train.own_state import own_params
 from axonn_jax.train.program import StageProgram
 from axonn_jax.train.trainer import Trainer
 
@@ -161,7 +162,7 @@ def results(model, axes, layouts_for, *, scanned=False, **options):
     params = stack.join(whole.params, grid.mesh) if stack else whole.params
     batch = jax.device_put(grids.tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
     grads, loss, norm = jax.jit(program.gradients)(params, batch, None)
-    grads = stack.split(grads) if stack else grads
+    grads = whole(own_params(stack, grads)) if stack else grads
     return {name: np.asarray(g, np.float64) for name, g in grads.items()}, float(loss), float(norm)
 
 

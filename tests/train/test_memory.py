@@ -115,7 +115,7 @@ def test_reduction_beside_the_update_changes_no_bit(grid, options):
     np.testing.assert_allclose(norms, want_norms, rtol=1e-6)  # squares add up in another order
     for name, value in want_weights.items():
         np.testing.assert_array_equal(weights[name], value, err_msg=name)
-    assert reduced == 4  # the loss
+    assert reduced == 8  # the loss, and whether all that adds up is finite
     assert want_reduced > 1000
 
 
@@ -301,10 +301,51 @@ def poke(trainer, name, value):
         weights = next(h.weights for h in trainer.holdings.values() if name in h.weights)
     else:
         weights = trainer.train_state.model.weights
+    if name not in weights:
+        name = name.replace(".1.", ".every.")
     array = weights[name]
-    was = float(array[0, 0])
-    weights[name] = jax.device_put(array.at[0, 0].set(value), array.sharding)
+    first = (0,) * array.ndim
+    was = float(array[first])
+    weights[name] = jax.device_put(array.at[first].set(value), array.sharding)
     return was
+
+
+def one_bad_step(grid, value, **options):
+    """Metrics of a clean step, of one with a bad weight on one device, which must change nothing, and of one after."""
+    trainer = made(grid, **options)
+    first, name = batches(1)[0], "blocks.1.mlp.up.kernel"
+    clean = trainer.step(first)
+    before = jax.tree.map(np.asarray, (trainer.params, trainer.opt_state))
+    good = poke(trainer, name, value)
+    skipped = trainer.step(first)
+    poke(trainer, name, good)
+    after = jax.tree.map(np.asarray, (trainer.params, trainer.opt_state))
+    assert not np.isfinite(float(skipped["grad_norm"]))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    resumed = trainer.step(first)
+    assert [int(m["skipped"]) for m in (clean, skipped, resumed)] == [0, 1, 1]
+    assert float(resumed["loss"]) < float(clean["loss"])
+    trainer.close()
+    return clean, skipped, resumed
+
+
+@pytest.mark.parametrize(
+    ("grid", "options"),
+    [
+        pytest.param(grid, options, marks=marks)
+        for grid, options, marks in [
+            (GridShape(data=2, x=2), {"precision": "bf16"}, ()),
+            (GridShape(data=2, x=2), {"precision": "fp32", "scan_layers": "yes", "clip": 0.0}, slow),
+            (GridShape(data=2, x=2), {"precision": "fp32", "clip": 0.0} | WAYS["offload"], ()),  # reduced in the update
+            (GridShape(data=2), {"precision": "bf16"} | WAYS["both"], slow),
+            (GridShape(pipe=2, x=2), {"precision": "bf16"}, ()),
+            (GridShape(pipe=2, data=2), {"precision": "fp32"} | WAYS["zero"], slow),
+        ]
+    ],
+    ids=str,
+)
+def test_a_step_that_is_not_finite_changes_nothing_in_any_precision(grid, options):
+    one_bad_step(grid, np.inf, **options)
 
 
 class TestLossScale:
@@ -327,25 +368,9 @@ class TestLossScale:
     @pytest.mark.parametrize("options", [{}, {"offload": "optimizer", "bucket": BUCKET}], ids=["device", "host"])
     @pytest.mark.parametrize("grid", [GridShape(data=2, x=2), GridShape(pipe=2, x=2)], ids=str)
     def test_an_overflow_on_one_device_skips_the_step_everywhere(self, grid, options):
-        trainer = made(grid, precision="fp16", **options)
-        first = batches(1)[0]
-        clean = trainer.step(first)
-        before = {name: np.asarray(value) for name, value in trainer.params.items()}
         # One weight of the last block so large that what the first device multiplies with it is no float16 number.
-        name = "blocks.1.mlp.up.kernel"
-        good = poke(trainer, name, 1e30)
-        skipped = trainer.step(first)
-        poke(trainer, name, good)
-        after = {name: np.asarray(value) for name, value in trainer.params.items()}
-        assert not np.isfinite(float(skipped["grad_norm"]))
-        assert (float(clean["loss_scale"]), float(skipped["loss_scale"])) == (FIRST, FIRST)
-        assert int(skipped["skipped"]) == 1
-        for name, value in before.items():
-            np.testing.assert_array_equal(after[name], value, err_msg=name)
-        resumed = trainer.step(first)
-        assert float(resumed["loss_scale"]) == FIRST / 2
-        assert float(resumed["loss"]) < float(clean["loss"])
-        trainer.close()
+        metrics = one_bad_step(grid, 1e30, precision="fp16", **options)
+        assert [float(m["loss_scale"]) for m in metrics] == [FIRST, FIRST, FIRST / 2]
 
     @pytest.mark.slow
     def test_200_steps_track_fp32_and_the_scale_recovers(self):

@@ -4,6 +4,10 @@ import io
 import json
 import math
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 from axonn_jax.errors import UserError
@@ -12,6 +16,8 @@ from axonn_jax.train.config import Config, DataConfig, LogConfig, TrainConfig
 from axonn_jax.train.metrics import MetricsLog, plot_loss, read_metrics
 from axonn_jax.train.optimizer import learning_rate
 from axonn_jax.train.progress import Progress, duration
+
+EPS = float(np.finfo(np.float32).eps)
 
 
 def test_each_record_is_a_line_at_once_and_json(tmp_path):
@@ -105,3 +111,26 @@ def test_schedules(schedule):
     assert float(rate(100)) == pytest.approx(1.0 if schedule == "constant" else 0.1)
     middle = {"cosine": 0.55, "linear": 0.55, "constant": 1.0}[schedule]
     assert float(rate(55)) == pytest.approx(middle, abs=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+def test_the_rate_that_a_run_reports_is_that_of_the_step_and_computed_without_a_device(schedule, warmup):
+    rate = learning_rate(TrainConfig(steps=100, warmup=warmup, lr=3e-3, min_lr_ratio=0.1, schedule=schedule))
+    steps = range(0, 101, 5)
+    reported = [rate(step) for step in steps]
+    assert not any(isinstance(value, jax.Array) for value in reported)
+    # A few roundings of the largest rate.
+    np.testing.assert_allclose(jax.vmap(rate)(jnp.arange(0, 101, 5)), reported, rtol=0, atol=4 * EPS * 3e-3)
+    np.testing.assert_allclose(reported, [by_optax(schedule, warmup)(step) for step in steps], atol=4 * EPS * 3e-3)
+
+
+def by_optax(schedule, warmup):
+    rest = 100 - warmup
+    after = {
+        "cosine": optax.cosine_decay_schedule(3e-3, rest, 0.1),
+        "linear": optax.linear_schedule(3e-3, 3e-4, rest),
+        "constant": optax.constant_schedule(3e-3),
+    }[schedule]
+    ramp = optax.linear_schedule(3e-3 / max(warmup, 1), 3e-3, max(warmup - 1, 1))
+    return optax.join_schedules([ramp, after], [warmup])

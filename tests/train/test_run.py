@@ -2,9 +2,11 @@
 
 import sys
 
+import pytest
 from launched import AXONN, CONFIG, command, finished
 
-from axonn_jax.data.prepare import prepare
+from axonn_jax.data.loader import Loader, TokenSamples
+from axonn_jax.train.batch import held_out
 
 LOGGED_BEFORE_SAVING = """
 import sys
@@ -23,14 +25,25 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
 
 
-def test_a_step_is_written_down_before_it_is_saved(tmp_path):
+@pytest.mark.parametrize("most", [2, 99])
+def test_held_out_samples_are_read_once(prepared, most):
+    """Two processes, with every second row each, of the whole split or of the first 64 samples."""
+    rows, counted = [range(0, 32, 2), range(1, 32, 2)], []
+    for own in rows:
+        loader = Loader(prepared, split="valid", seq_len=32, global_batch=32, rows=own, shuffle=False)
+        batches, samples = held_out(loader, most, 32)
+        counted += [tuple(row) for batch in batches for row in batch.tolist() if max(row[1:]) >= 0]
+    every = TokenSamples(prepared, "valid", 32)
+    assert 64 < len(every) < 99 * 32
+    assert len(every) % 32
+    assert samples == min(len(every), most * 32)
+    assert sorted(counted) == sorted(tuple(every[i].tolist()) for i in range(samples))
+
+
+def test_a_step_is_written_down_before_it_is_saved(tmp_path, prepared):
     """A run killed right after a save goes on after that step, and would never write it down."""
-    for part in range(4):
-        lines = [f"def f{n}(x):\n    return x + {n * n % 97}\n" for n in range(part, 2000, 4)]
-        (tmp_path / f"{part}.py").write_text("\n".join(lines))
-    prepare(tmp_path, tmp_path / "data", vocab=300, include=["*.py"], holdout=0.3)
     config = tmp_path / "c.toml"
-    config.write_text(CONFIG.format(data=tmp_path / "data", layers=2) + "\n[checkpoint]\nevery = 2\n")
+    config.write_text(CONFIG.format(data=prepared, layers=2) + "\n[checkpoint]\nevery = 2\n")
     words = command(config, tmp_path / "run", train_steps=5)
     done = finished([sys.executable, "-c", LOGGED_BEFORE_SAVING, *words[len(AXONN) + 1 :]])
     assert done.returncode == 0, done.stderr[-3000:]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import grids
 import jax
 import jax.numpy as jnp
+import live
 import numpy as np
 import optax
 import pytest
@@ -13,11 +14,15 @@ from flax import nnx
 
 from axonn_jax.compiling import Setting, compile_cost
 from axonn_jax.errors import UserError
+from axonn_jax.models import stacked
 from axonn_jax.models.sequence import SequenceModel
 from axonn_jax.models.stacked import stack_layers
 from axonn_jax.models.transformer import Transformer
+from axonn_jax.state import part
 from axonn_jax.state.checkpoint import latest, load_weights
+from axonn_jax.state.snapshot import snapshot
 from axonn_jax.tensor.params import take_apart
+from axonn_jax.train import checkpoints
 from axonn_jax.train.scan import LAYERS, choose_stack
 from axonn_jax.train.trainer import Trainer
 
@@ -115,6 +120,43 @@ def test_weights_and_state_go_from_scanned_to_unrolled_layers_and_back(tmp_path)
     losses = [[float(trainer.step(batch)["loss"]) for _ in range(3)] for trainer in (scanned, plain, other)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=CURVE_TOLERANCE)
     assert losses[2] == losses[0]
+
+
+@pytest.mark.parametrize("in_memory", ["of the host", "of their own"])
+def test_saves_and_loads_take_one_state_on_the_devices(tmp_path, monkeypatch, in_memory):
+    """Beside it a load takes both forms of one kind of parameter for a moment, here 11 % of all, and a save nothing.
+
+    Sampled in a save is what there is when all layers of devices with memory of their own are on the host; those that
+    compute in the host's memory have their copies made after that.
+    """
+    if in_memory == "of their own":
+        monkeypatch.setattr(part, "on_the_hosts_cores", lambda value: False)
+    before, most = jax.live_arrays(), {"save": 0, "read": 0, "join": 0}
+
+    def sampled(name, function):
+        def sample(*given):
+            result = function(*given)
+            most[name] = max(most[name], live.live_bytes(jax.devices()[0], before))
+            return result
+
+        return sample
+
+    make = functools.partial(Transformer, replace(SMALL, layers=8), rngs=nnx.Rngs(0))
+    trainer = Trainer(make, optax.adamw(1e-3), grids.lay(grids.GridShape()), scan_layers="yes")
+    trainer.step(np.zeros((2, 9), np.int32))
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.train_state.model))
+    monkeypatch.setattr(part, "snapshot", lambda state: sampled("save", len)(state) and snapshot(state))
+    monkeypatch.setattr(checkpoints, "load", sampled("read", checkpoints.load))
+    monkeypatch.setattr(stacked, "_joined", sampled("join", stacked._joined))
+    want = jax.tree.map(np.array, (trainer.params, trainer.opt_state))
+    trainer.save(tmp_path, 1)
+    trainer.load(tmp_path / "step_00000001")
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, (trainer.params, trainer.opt_state)), want)
+    assert {name: size / state for name, size in most.items()} == {
+        "save": pytest.approx(1.0, abs=0.01),
+        "read": pytest.approx(1.0, abs=0.01),
+        "join": pytest.approx(1.11, abs=0.01),
+    }
 
 
 OPTIMIZERS = {

@@ -147,12 +147,42 @@ def test_dropout_drops_the_same_entries_on_every_grid():
     assert abs(whole[0] - dense[0]) > 1e-3
 
 
-def test_evaluation_is_the_mean_without_dropout():
-    grid = grids.lay(grids.GridShape(1, 2, 2, 1, 2))
+@functools.cache
+def loss_of_50_samples():
+    """The loss of a training step on all of them, which is their mean."""
+    grid = grids.lay(grids.GridShape())
+    trainer = Trainer(grids.model_on(SMALL["gpt"], grid), optax.sgd(0.0), grid)
+    return float(trainer.step(samples(50))["loss"])
+
+
+def samples(count):
+    return np.random.default_rng(0).integers(0, 64, (count, 9))
+
+
+ONE, FOUR, PIPE = grids.GridShape(), grids.GridShape(1, 2, 2, 1, 2), grids.GridShape(2, 1, 1, 2)
+
+
+@pytest.mark.parametrize(("axes", "size"), [(ONE, 7), (ONE, 50), (FOUR, 7), (FOUR, 32), (PIPE, 7), (PIPE, 32)], ids=str)
+def test_an_evaluation_counts_every_sample_once_and_knows_the_vocabulary(axes, size):
+    """An id beyond the vocabulary that is read only, in the first column, spoils the loss as a target does."""
+    grid = grids.lay(axes)
     trainer = Trainer(grids.model_on(SMALL["gpt"], grid), optax.sgd(0.0), grid, microbatches=2)
-    batches = [np.random.default_rng(s).integers(0, 64, (8, 9)) for s in range(3)]
-    by_step = [float(trainer.step(batch)["loss"]) for batch in batches]
-    assert trainer.evaluate(batches) == pytest.approx(np.mean(by_step), rel=1e-6)
+    batches = [samples(50)[at : at + size] for at in range(0, 50, size)]
+    assert trainer.evaluate(batches) == pytest.approx(loss_of_50_samples(), rel=grids.SCALAR_TOLERANCE)
+    for row, column, token in ((0, 0, 64), (3, 8, 64), (6, 4, -1)):
+        bad = batches[0].copy()
+        bad[row, column] = token
+        assert np.isnan(trainer.evaluate([bad])), (row, column, token)
+    trainer.close()
+
+
+def test_a_step_on_a_token_beyond_the_vocabulary_is_skipped():
+    trainer, _ = train("gpt", grids.GridShape(1, 1, 2, 2, 2), steps=1)
+    bad = np.zeros((8, 9), np.int32)
+    bad[5, 0] = 64
+    metrics = trainer.step(bad)
+    assert np.isnan(float(metrics["loss"]))
+    assert int(metrics["skipped"]) == 1
 
 
 @pytest.mark.parametrize(("rows", "width"), [(6, 9), (0, 9)])

@@ -1,0 +1,54 @@
+"""Runs whose weights are broken: a bad step is skipped and named, a broken state is not saved, and the run ends."""
+
+import sys
+
+from launched import AXONN, CONFIG, command, errors, finished
+
+from axonn_jax.train.metrics import read_metrics
+from axonn_jax.train.run import MOST_SKIPPED
+
+BROKEN = """
+import sys
+import jax
+import jax.numpy as jnp
+from axonn_jax.cli.main import main
+from axonn_jax.train.trainer import Trainer
+
+step = Trainer.step
+
+def broken(self, batch):
+    number, name = self.steps_done + 1, "norm.scale"
+    weights = self.train_state.model.weights
+    good = jnp.copy(weights[name])
+    if number in (3, 6):
+        weights[name] = jax.device_put(good.at[0].set(jnp.inf), good.sharding)
+    metrics = step(self, batch)
+    if number == 3:
+        self.train_state.model.weights[name] = good
+    return metrics
+
+Trainer.step = broken
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def test_a_bad_step_is_named_and_a_broken_run_ends_with_its_last_good_checkpoints(tmp_path, prepared):
+    """Step 3 is bad and made good again; from step 6 on the weights stay broken."""
+    config = tmp_path / "c.toml"
+    config.write_text(CONFIG.format(data=prepared, layers=1) + "\n[checkpoint]\nevery = 2\nkeep = 2\n")
+    words = command(config, tmp_path / "run", train_steps=100, train_eval_every=0, log_every=50)
+    done = finished([sys.executable, "-c", BROKEN, *words[len(AXONN) + 1 :]])
+    assert done.returncode == 1, done.stderr[-3000:]
+    (line,) = errors(done.stderr)
+    assert f"of the last {MOST_SKIPPED} steps were not finite" in line
+    assert "weights are not, either" in line
+    assert "that of step 4" in line
+    assert "step 3 changed nothing" in done.stderr
+    assert "step 6 was not saved" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "step_00000002",
+        "step_00000004",
+    ]
+    last = 5 + MOST_SKIPPED
+    named = {record["step"]: record["skipped"] for record in read_metrics(tmp_path / "run")}
+    assert named == {3: 1} | {step: step - 4 for step in range(6, last + 1)}
