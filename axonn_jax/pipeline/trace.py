@@ -45,8 +45,9 @@ class Sequenced(Protocol):
         dtype: jnp.dtype,
         key: jax.Array | None,
         later: jax.Array | int,
+        weights: jax.Array | None = None,
     ) -> jax.Array:
-        """Runs pieces `first` to `last - 1`; the last piece gives the loss of every target.
+        """Runs pieces `first` to `last - 1`; the last gives the sum of all targets' losses, times `weights` if given.
 
         Layers fold their number and `later` into the dropout key.
         """
@@ -133,8 +134,8 @@ class Stretch:
         key = jax.random.fold_in(given[KEY], given[MICROBATCH]) if self.keyed else None
         model: Any = self.parts.rebuild({**self.parts.params, **params})
         run = (self.pieces.start, self.pieces.stop, given.get(X), given.get(TOKENS))
-        out = model.stretch(*run, dtype=self.work.dtype, key=key, later=given[LATER] if self.keyed else 0)
-        return jnp.sum(out) if self.last else out
+        later = given[LATER] if self.keyed else 0
+        return model.stretch(*run, dtype=self.work.dtype, key=key, later=later)  # type: ignore[no-any-return]
 
     def own(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The parameters, varying over what splits tokens on purpose: gradients then stay unreduced over it."""
