@@ -17,7 +17,8 @@ from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.pieces import Piece, layer_scope, transformer_pieces
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.stacked import Stacked
-from axonn_jax.tensor.attention import Attention, AttentionKernel
+from axonn_jax.tensor.attention import Attention
+from axonn_jax.tensor.attention_forms import AttentionKernel, Tiles
 from axonn_jax.tensor.collectives import axis_size, gather_weight
 from axonn_jax.tensor.dropout import WHOLE, Part, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
@@ -76,7 +77,13 @@ class Block(nnx.Module):
     """Pre-norm transformer block: attention, then feed-forward, each added to the residual stream."""
 
     def __init__(
-        self, shape: ModelShape, *, attention: AttentionKernel, key: jax.Array, sequence_parallel: bool, inner: Inner
+        self,
+        shape: ModelShape,
+        *,
+        attention: AttentionKernel | Tiles,
+        key: jax.Array,
+        sequence_parallel: bool,
+        inner: Inner,
     ):
         key_attention, key_mlp = jax.random.split(key)
         out_std = shape.init_std / (2 * shape.layers) ** 0.5
@@ -152,7 +159,7 @@ class Transformer(nnx.Module):
         shape: ModelShape,
         *,
         rngs: nnx.Rngs,
-        attention: AttentionKernel = "auto",
+        attention: AttentionKernel | Tiles = "auto",
         sequence_parallel: bool = False,
         inner: Inner = PAPERS,
     ):

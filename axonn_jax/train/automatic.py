@@ -22,7 +22,7 @@ from axonn_jax.memory.activations import block_runner
 from axonn_jax.memory.precision import Precision, precisions
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.transformer import Block, Streams, Transformer
-from axonn_jax.tensor.attention import AttentionKernel
+from axonn_jax.tensor.attention_forms import AttentionKernel, Tiles
 from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.linear import Linear, other
 from axonn_jax.tensor.loss import cross_entropy
@@ -146,7 +146,7 @@ def compile_automatic(
     clip: float = 1.0,
     precision: Precision = "fp32",
     activations: str = "none",
-    attention: AttentionKernel = "auto",
+    attention: AttentionKernel | Tiles = "auto",
 ) -> jax.stages.Compiled:
     """As `step.compile_abstract`, by automatic partitioning.
 

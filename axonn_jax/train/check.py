@@ -123,7 +123,7 @@ def check(config: Config) -> Config:
     check_streams(config)
     if config.data.verify:
         manifest.verify()
-    model = ModelConfig(preset=config.model.preset, **asdict(shape))
+    model = ModelConfig(preset=config.model.preset, attention=config.model.attention, **asdict(shape))
     return replace(config, model=model, log=log)
 
 
