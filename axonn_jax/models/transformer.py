@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax import compat
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.inner import PAPERS, Inner
@@ -24,7 +25,7 @@ from axonn_jax.tensor.dropout import WHOLE, Part, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
 from axonn_jax.tensor.gather import gather_weights
 from axonn_jax.tensor.linear import Linear, read_stream
-from axonn_jax.tensor.loss import Projection, total_loss
+from axonn_jax.tensor.loss import VOCAB_AXIS, Projection, masked, total_loss
 from axonn_jax.tensor.norm import LayerNorm, RMSNorm
 from axonn_jax.tensor.sequence import SEQUENCE_AXIS, gather_sequence
 
@@ -171,7 +172,9 @@ class Transformer(nnx.Module):
             return jax.random.fold_in(root, place)
 
         last = shape.layers
-        self.embedding = Embedding(shape.vocab, hidden, std=std, key=key(last), sequence_parallel=split)
+        mesh = compat.context_mesh()  # on which parameters are born; where there is none `models.vocabulary` pads later
+        rows = shape.padded_vocab(1 if mesh is None else mesh.shape.get("y", 1) * mesh.shape.get("z", 1))
+        self.embedding = Embedding(shape.vocab, hidden, std=std, key=key(last), sequence_parallel=split, rows=rows)
         self.positions = (
             PositionEmbedding(shape.seq_len, hidden, std=std, key=key(last + 1), sequence_parallel=split)
             if shape.positions == "learned"
@@ -185,7 +188,14 @@ class Transformer(nnx.Module):
             None
             if shape.tied
             else Linear(
-                hidden, shape.vocab, in_axis="x", bias=False, std=std, key=key(last + 2), sequence_parallel=split
+                hidden,
+                shape.vocab,
+                in_axis="x",
+                bias=False,
+                std=std,
+                key=key(last + 2),
+                sequence_parallel=split,
+                columns=rows,
             )
         )
 
@@ -206,15 +216,20 @@ class Transformer(nnx.Module):
         return tuple(xs)
 
     def _logits(self, embedding: Embedding, x: jax.Array) -> jax.Array:
-        """Residual stream -> scores of the local vocabulary shard [batch, seq, vocab/Gy]."""
-        return embedding.attend(self.norm(x)) if self.head is None else self.head(self.norm(x))
+        """Residual stream -> scores of the local vocabulary shard [batch, seq, vocab/Gy]; minus infinity beyond it."""
+        found = embedding.attend(self.norm(x)) if self.head is None else self.head(self.norm(x))
+        return masked(found, self._used(found.shape[-1]))
+
+    def _used(self, columns: int) -> int | None:
+        """The vocabulary, where its `columns` on all devices are more."""
+        return self.shape.vocab if columns * axis_size(VOCAB_AXIS) > self.shape.vocab else None
 
     def _total(self, embedding: Embedding, xs: Streams, targets: jax.Array, weights: jax.Array | None) -> jax.Array:
         """The loss of residual streams, whose weight of the head is gathered once for all."""
         layer, weight = (embedding, embedding.table) if self.head is None else (self.head, self.head.kernel)
-        projection = Projection(
-            gather_weight(weight.get_value(), xs[0].dtype), turned=self.head is None, layouts=layer.layouts
-        )
+        whole = gather_weight(weight.get_value(), xs[0].dtype)
+        turned = self.head is None
+        projection = Projection(whole, turned, layer.layouts, self._used(whole.shape[0 if turned else 1]))
 
         def split(rows: jax.Array | None) -> Sequence[jax.Array | None]:
             return [None] * len(xs) if rows is None else jnp.split(rows, len(xs))

@@ -32,7 +32,7 @@ def own_state(trainer: "Trainer") -> State:
 
 def save_now(trainer: "Trainer", directory: Path, step: int) -> Path:
     """Saves all of a trainer's state and waits; raises ``OSError`` with the reason where it cannot."""
-    saver = Saver(directory, trainer.grid, agreement(trainer.grid), keep=2**31)
+    saver = Saver(directory, trainer.grid, agreement(trainer.grid), keep=2**31, sizes=trainer.state_shapes())
     with trainer.saving() as progress:
         saver.save(step, own_state(trainer), {}, progress)
         error = saver.settle()
@@ -80,7 +80,8 @@ class Checkpoints:
         self._config, self._trainer, self._agreed, self._say = config, trainer, agreed, say
         self.directory = Path(config.log.dir) / FOLDER
         keep = config.checkpoint
-        self.saver = Saver(self.directory, trainer.grid, agreed, keep=keep.keep, keep_every=keep.keep_every, warn=say)
+        often = {"keep": keep.keep, "keep_every": keep.keep_every}
+        self.saver = Saver(self.directory, trainer.grid, agreed, warn=say, sizes=trainer.state_shapes(), **often)
         self.saved_step = 0
         """The step whose state is the newest that has been given to the saver, or that was resumed."""
 
