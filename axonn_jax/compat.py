@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from axonn_jax.tensor.attention_forms import AttentionDevice
+
 _GATHER_MS = 120_000
 
 
@@ -32,6 +34,23 @@ def without_varying(aval: Any, axes: Iterable[str]) -> Any:
         kind = aval.manual_axis_type
         return aval.update(manual_axis_type=kind.update(varying=kind.varying - frozenset(axes)))
     return aval.update(vma=aval.vma - frozenset(axes))
+
+
+def attention_device(device: Any, *, alone: bool) -> AttentionDevice:
+    """What decides which forms of attention a jax device has; `alone`: the program runs on it and no other."""
+    tokamax = importlib.util.find_spec("tokamax") is not None
+    if device.platform not in ("gpu", "cuda", "rocm"):
+        return AttentionDevice(device.platform, tokamax=tokamax, alone=alone)
+    if "cuda" not in device.client.platform_version:
+        return AttentionDevice("rocm")
+    from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
+
+    try:
+        cudnn = int(check_cudnn_version())
+    except RuntimeError:  # jax found none
+        cudnn = 0
+    major, minor = map(int, device.compute_capability.split("."))
+    return AttentionDevice("cuda", (major, minor), cudnn)
 
 
 def overlap_options(platform: str) -> dict[str, Any]:

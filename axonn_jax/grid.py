@@ -72,7 +72,6 @@ class GridShape:
         divides("model.heads", shape.heads, y, "y", axis="grid.y", legal_axis=True)
         divides("heads * head_dim (model.hidden)", shape.heads * shape.head_dim, y * z, "y*z")
         divides("model.ffn", shape.ffn, y * z, "y*z")
-        divides("model.vocab", shape.vocab, y * z, "y*z")
         if shape.positions == "learned":
             divides("model.seq_len", shape.seq_len, z, "z")
         if sequence_parallel:

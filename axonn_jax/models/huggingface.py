@@ -73,7 +73,10 @@ def to_huggingface(params: Mapping[str, Array], shape: ModelShape) -> dict[str, 
     for entry in entries:
         if entry.ours not in params:
             raise UserError(f"parameter {entry.ours}", None, f"an array of shape {entry.size}")
-        state |= zip(entry.theirs, entry.split(_sized(entry.ours, params[entry.ours], entry.size)), strict=True)
+        own = params[entry.ours]
+        if entry.ours in ("embedding.table", "head.kernel"):  # without what a grid has beyond the vocabulary
+            own = own[: entry.size[0], : entry.size[1]]
+        state |= zip(entry.theirs, entry.split(_sized(entry.ours, own, entry.size)), strict=True)
     return state
 
 

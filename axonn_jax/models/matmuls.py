@@ -23,7 +23,7 @@ def local_products(
         (products(tokens, width, read, dtype), shape.layers),
         (products(tokens, hidden, ffn, dtype), shape.layers * into_ffn),
         (products(tokens, ffn, hidden, dtype), shape.layers),
-        (products(tokens, stream, shape.vocab // grid.y, dtype, turned=shape.tied), 1),
+        (products(tokens, stream, shape.padded_vocab(grid.y * grid.z) // grid.y, dtype, turned=shape.tied), 1),
     ]
     found: dict[Product, int] = {}
     for three, times in layers:

@@ -84,8 +84,12 @@ class SequenceModel(nnx.Module):
         dtype: jnp.dtype,
         key: jax.Array | None = None,
         later: jax.Array | int = 0,
+        weights: jax.Array | None = None,
     ) -> jax.Array:
-        """Runs layers `first` to `last - 1`; `tokens` is [batch, seq + 1]. Layers choose their own dtype."""
+        """Runs layers `first` to `last - 1`; `tokens` is [batch, seq + 1]. Layers choose their own dtype.
+
+        The last gives the sum that `loss` does.
+        """
         if first == 0:
             assert tokens is not None
             x = tokens[:, :-1]
@@ -96,7 +100,7 @@ class SequenceModel(nnx.Module):
         if last < len(self.layers):
             return x
         assert tokens is not None
-        return self._loss(x, tokens[:, 1:])
+        return _summed(self._loss(x, tokens[:, 1:]), weights)
 
     def loss(
         self,
@@ -107,12 +111,18 @@ class SequenceModel(nnx.Module):
         key: jax.Array | None = None,
         run_block: Callable[[Any, tuple[jax.Array, ...], jax.Array | None, int], tuple[jax.Array, ...]],
         streams: int = 1,
+        weights: jax.Array | None = None,
     ) -> jax.Array:
-        """Loss of every target, [batch, seq] float32; what a grid without pipeline trains on."""
+        """Sum of the losses of every target, times `weights` where given; what a grid without pipeline trains on."""
         xs = tuple(jnp.split(tokens, streams))
         for index, layer in enumerate(self.layers):
             xs = run_block(_Keyless(layer), xs, None, index)
-        return jnp.concatenate([self._loss(x, t) for x, t in zip(xs, jnp.split(targets, streams), strict=True)])
+        losses = [self._loss(x, t) for x, t in zip(xs, jnp.split(targets, streams), strict=True)]
+        return _summed(jnp.concatenate(losses), weights)
+
+
+def _summed(losses: jax.Array, weights: jax.Array | None) -> jax.Array:
+    return jnp.sum(losses if weights is None else losses * weights)
 
 
 class _Keyless(nnx.Module):

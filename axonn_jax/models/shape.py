@@ -83,6 +83,10 @@ class ModelShape:
         """Columns of the fused query, key and value projection."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
+    def padded_vocab(self, multiple: int) -> int:
+        """Rows of a table that divides into so many parts: the vocabulary, and zeros up to the next multiple."""
+        return -(-self.vocab // multiple) * multiple
+
     def layer_matmul_params(self) -> int:
         """Entries of one block's weight matrices, biases and norms left out."""
         mlp_matrices = 3 if self.mlp == "swiglu" else 2

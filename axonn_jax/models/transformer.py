@@ -4,28 +4,30 @@ Call it inside one manual region (`jax.shard_map`). Local shapes: tokens [batch/
 [batch/(Gdata Gz), seq, hidden/Gx], with sequence parallelism seq/Gy, logits [batch/(Gdata Gz), seq, vocab/Gy].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax import compat
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.pieces import Piece, layer_scope, transformer_pieces
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.stacked import Stacked
-from axonn_jax.tensor.attention import Attention, AttentionKernel
-from axonn_jax.tensor.collectives import axis_size
+from axonn_jax.tensor.attention import Attention
+from axonn_jax.tensor.attention_forms import AttentionKernel, Tiles
+from axonn_jax.tensor.collectives import axis_size, gather_weight
 from axonn_jax.tensor.dropout import WHOLE, Part, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
 from axonn_jax.tensor.gather import gather_weights
 from axonn_jax.tensor.linear import Linear, read_stream
-from axonn_jax.tensor.loss import cross_entropy
+from axonn_jax.tensor.loss import VOCAB_AXIS, Projection, masked, total_loss
 from axonn_jax.tensor.norm import LayerNorm, RMSNorm
-from axonn_jax.tensor.sequence import SEQUENCE_AXIS
+from axonn_jax.tensor.sequence import SEQUENCE_AXIS, gather_sequence
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -76,7 +78,13 @@ class Block(nnx.Module):
     """Pre-norm transformer block: attention, then feed-forward, each added to the residual stream."""
 
     def __init__(
-        self, shape: ModelShape, *, attention: AttentionKernel, key: jax.Array, sequence_parallel: bool, inner: Inner
+        self,
+        shape: ModelShape,
+        *,
+        attention: AttentionKernel | Tiles,
+        key: jax.Array,
+        sequence_parallel: bool,
+        inner: Inner,
     ):
         key_attention, key_mlp = jax.random.split(key)
         out_std = shape.init_std / (2 * shape.layers) ** 0.5
@@ -152,7 +160,7 @@ class Transformer(nnx.Module):
         shape: ModelShape,
         *,
         rngs: nnx.Rngs,
-        attention: AttentionKernel = "auto",
+        attention: AttentionKernel | Tiles = "auto",
         sequence_parallel: bool = False,
         inner: Inner = PAPERS,
     ):
@@ -164,7 +172,9 @@ class Transformer(nnx.Module):
             return jax.random.fold_in(root, place)
 
         last = shape.layers
-        self.embedding = Embedding(shape.vocab, hidden, std=std, key=key(last), sequence_parallel=split)
+        mesh = compat.context_mesh()  # on which parameters are born; where there is none `models.vocabulary` pads later
+        rows = shape.padded_vocab(1 if mesh is None else mesh.shape.get("y", 1) * mesh.shape.get("z", 1))
+        self.embedding = Embedding(shape.vocab, hidden, std=std, key=key(last), sequence_parallel=split, rows=rows)
         self.positions = (
             PositionEmbedding(shape.seq_len, hidden, std=std, key=key(last + 1), sequence_parallel=split)
             if shape.positions == "learned"
@@ -178,7 +188,14 @@ class Transformer(nnx.Module):
             None
             if shape.tied
             else Linear(
-                hidden, shape.vocab, in_axis="x", bias=False, std=std, key=key(last + 2), sequence_parallel=split
+                hidden,
+                shape.vocab,
+                in_axis="x",
+                bias=False,
+                std=std,
+                key=key(last + 2),
+                sequence_parallel=split,
+                columns=rows,
             )
         )
 
@@ -198,15 +215,32 @@ class Transformer(nnx.Module):
             xs = [dropout(x, rate, key, (i, len(xs)), sequence_parallel=split) for i, x in enumerate(xs)]
         return tuple(xs)
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Residual stream -> scores of the local vocabulary shard [batch, seq, vocab/Gy]."""
-        return self._logits(self.embedding, (x,))[0]
+    def _logits(self, embedding: Embedding, x: jax.Array) -> jax.Array:
+        """Residual stream -> scores of the local vocabulary shard [batch, seq, vocab/Gy]; minus infinity beyond it."""
+        found = embedding.attend(self.norm(x)) if self.head is None else self.head(self.norm(x))
+        return masked(found, self._used(found.shape[-1]))
 
-    def _logits(self, embedding: Embedding, xs: Streams) -> Streams:
-        if self.head is None:
-            return tuple(embedding.attend(self.norm(x)) for x in xs)
-        head = gather_weights(self.head, xs[0].dtype) if len(xs) > 1 else self.head
-        return tuple(head(self.norm(x)) for x in xs)
+    def _used(self, columns: int) -> int | None:
+        """The vocabulary, where its `columns` on all devices are more."""
+        return self.shape.vocab if columns * axis_size(VOCAB_AXIS) > self.shape.vocab else None
+
+    def _total(self, embedding: Embedding, xs: Streams, targets: jax.Array, weights: jax.Array | None) -> jax.Array:
+        """The loss of residual streams, whose weight of the head is gathered once for all."""
+        layer, weight = (embedding, embedding.table) if self.head is None else (self.head, self.head.kernel)
+        whole = gather_weight(weight.get_value(), xs[0].dtype)
+        turned = self.head is None
+        projection = Projection(whole, turned, layer.layouts, self._used(whole.shape[0 if turned else 1]))
+
+        def split(rows: jax.Array | None) -> Sequence[jax.Array | None]:
+            return [None] * len(xs) if rows is None else jnp.split(rows, len(xs))
+
+        def loss(x: jax.Array, targets: jax.Array | None, weights: jax.Array | None) -> jax.Array:
+            assert targets is not None
+            h = self.norm(x)
+            return total_loss(gather_sequence(h) if self.sequence_parallel else h, projection, targets, weights)
+
+        first, *others = map(loss, xs, split(targets), split(weights))
+        return sum(others, first)
 
     def _check_length(self, tokens: jax.Array) -> None:
         if tokens.shape[1] > self.shape.seq_len:
@@ -235,11 +269,12 @@ class Transformer(nnx.Module):
         dtype: jnp.dtype = FLOAT32,
         key: jax.Array | None = None,
         later: jax.Array | int = 0,
+        weights: jax.Array | None = None,
     ) -> jax.Array:
         """Runs pieces `first` to `last - 1`; `tokens` [batch, seq + 1] is read by the first and the last piece.
 
-        Takes and gives the residual stream, except that piece 0 takes none, and the last piece gives the
-        cross-entropy of every target [batch, seq] float32. Blocks drop out what those `later` by so many would.
+        Takes and gives the residual stream, except that piece 0 takes none, and the last piece gives the sum that
+        `loss` does. Blocks drop out what those `later` by so many would.
         """
         end = len(self.blocks) * 2 + 1
         if first == 0:
@@ -255,7 +290,7 @@ class Transformer(nnx.Module):
         if last <= end:
             return x
         assert tokens is not None
-        return cross_entropy(self.logits(x), tokens[:, 1:])
+        return self._total(self.embedding, (x,), tokens[:, 1:], weights)
 
     def __call__(
         self,
@@ -267,9 +302,13 @@ class Transformer(nnx.Module):
     ) -> jax.Array:
         """Token ids [batch, seq] -> logits [batch, seq, vocab/Gy]; dropout where `key` is given."""
         self._check_length(tokens)
-        return self._scores((tokens,), dtype, key, run_block)[0]
+        embedding, (x,) = self._run((tokens,), dtype, key, run_block)
+        return self._logits(embedding, x)
 
-    def _scores(self, tokens: Streams, dtype: jnp.dtype, key: jax.Array | None, run_block: BlockFn) -> Streams:
+    def _run(
+        self, tokens: Streams, dtype: jnp.dtype, key: jax.Array | None, run_block: BlockFn
+    ) -> tuple[Embedding, Streams]:
+        """All but the head: the embedding as the head uses it, and residual streams."""
         # Gathered once for all of its uses, whose gradients are then added before they are reduce-scattered.
         shared = len(tokens) > 1 or self.head is None
         embedding = gather_weights(self.embedding, dtype) if shared else self.embedding
@@ -284,7 +323,7 @@ class Transformer(nnx.Module):
         else:
             for index, block in enumerate(blocks):
                 xs = run(block, xs, index)
-        return self._logits(embedding, xs)
+        return embedding, xs
 
     def loss(
         self,
@@ -295,14 +334,14 @@ class Transformer(nnx.Module):
         key: jax.Array | None = None,
         run_block: BlockFn = run_streams,
         streams: int = 1,
+        weights: jax.Array | None = None,
     ) -> jax.Array:
-        """Cross-entropy in nats of every target, [batch, seq] float32; collectives of the layers and the loss.
+        """Sum of the cross-entropy in nats of every target, a float32 scalar; collectives of layers and loss.
 
-        With `streams` above 1 (a divisor of the local batch) the rows go through the model in as many independent
-        parts, so that one part's all-reduces can run beside another's matmuls; bytes are the same, since the parts
-        share gathered weights.
+        `weights` [batch, seq] say what each target counts (left out: one); to them there is no gradient. With `streams`
+        above 1 (a divisor of the local batch) the rows go through the model in as many independent parts, so that one
+        part's all-reduces can run beside another's matmuls; bytes are the same, since the parts share gathered weights.
         """
         self._check_length(tokens)
-        scores = self._scores(tuple(jnp.split(tokens, streams)), dtype, key, run_block)
-        losses = [cross_entropy(s, part) for s, part in zip(scores, jnp.split(targets, streams), strict=True)]
-        return jnp.concatenate(losses) if streams > 1 else losses[0]
+        embedding, xs = self._run(tuple(jnp.split(tokens, streams)), dtype, key, run_block)
+        return self._total(embedding, xs, targets, weights)

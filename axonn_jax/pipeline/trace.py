@@ -16,7 +16,7 @@ from axonn_jax.models.pieces import Piece
 from axonn_jax.pipeline.split import cut, keep_all
 from axonn_jax.tensor.clip import spec_axes
 from axonn_jax.tensor.collectives import vary
-from axonn_jax.tensor.counted import counted_sum, vocabulary
+from axonn_jax.tensor.counted import target_weights, vocabulary
 from axonn_jax.tensor.gather import travelling_in
 from axonn_jax.tensor.params import Parts
 from axonn_jax.tensor.region import live_axes, manual
@@ -47,8 +47,9 @@ class Sequenced(Protocol):
         dtype: jnp.dtype,
         key: jax.Array | None,
         later: jax.Array | int,
+        weights: jax.Array | None = None,
     ) -> jax.Array:
-        """Runs pieces `first` to `last - 1`; the last piece gives the loss of every target.
+        """Runs pieces `first` to `last - 1`; the last gives the sum of all targets' losses, times `weights` if given.
 
         Layers fold their number and `later` into the dropout key.
         """
@@ -135,8 +136,9 @@ class Stretch:
         key = jax.random.fold_in(given[KEY], given[MICROBATCH]) if self.keyed else None
         model: Any = self.parts.rebuild({**self.parts.params, **params})
         run = (self.pieces.start, self.pieces.stop, given.get(X), given.get(TOKENS))
-        out = model.stretch(*run, dtype=self.work.dtype, key=key, later=given[LATER] if self.keyed else 0)
-        return counted_sum(out, given[TOKENS], vocabulary(model)) if self.last else out
+        later = given[LATER] if self.keyed else 0
+        weights = target_weights(given[TOKENS], vocabulary(model)) if self.last else None
+        return model.stretch(*run, dtype=self.work.dtype, key=key, later=later, weights=weights)  # type: ignore[no-any-return]
 
     def own(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The parameters, varying over what splits tokens on purpose: gradients then stay unreduced over it."""

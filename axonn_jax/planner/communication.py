@@ -67,6 +67,11 @@ class Work:
         return self.sequences // (self.microbatches * self.grid.batch_shards) * self.shape.seq_len
 
     @property
+    def vocab(self) -> int:
+        """Rows of the table, padded to divide over `y` and `z`."""
+        return self.shape.padded_vocab(self.grid.y * self.grid.z)
+
+    @property
     def once(self) -> bool:
         """Whether gradients are reduce-scattered over `z` once a step, and so weights gathered once."""
         return self.gather == "step" and self.microbatches > 1
@@ -154,7 +159,7 @@ def predict_update(work: Work) -> tuple[Predicted, ...]:
 
 def _microbatch(work: Work) -> Iterator[Predicted]:
     shape, again = work.shape, work.activations != "none"
-    head = _Matmul("head", shape.hidden, shape.vocab, _X, tied=shape.tied)
+    head = _Matmul("head", shape.hidden, work.vocab, _X, tied=shape.tied)
     yield from _embedding(work)
     for matmul in block_matmuls(shape, work.inner):
         last = matmul.name == "blocks.mlp.down"
@@ -279,7 +284,7 @@ def _norm(work: Work, name: str, count: int, again: bool) -> Iterator[Predicted]
 def _embedding(work: Work) -> Iterator[Predicted]:
     """Table over (y, z) x x: gathered over z, rows of the y shards added; learned positions over z x x: gathered."""
     shape, item = work.shape, work.itemsize
-    table = shape.vocab * shape.hidden * item // _size(work, _X, _Y)
+    table = work.vocab * shape.hidden * item // _size(work, _X, _Y)
     stream = work.rows * shape.hidden * item // _size(work, _X)
     yield _one(work, "embedding", "forward", "all-gather", (_Z,), table, 1)
     if work.sequence_parallel:
@@ -310,7 +315,7 @@ def _update(work: Work) -> Iterator[Predicted]:
         axes = tuple(axis for axis in over if axis not in split)
         return _one(work, name, "update", "all-reduce", axes, elements * _FLOAT32 // _size(work, *split), count)
 
-    yield reduced("embedding", shape.vocab * shape.hidden, (_X, _Y, _Z), 1)
+    yield reduced("embedding", work.vocab * shape.hidden, (_X, _Y, _Z), 1)
     if shape.positions == "learned":
         yield reduced("positions", shape.seq_len * shape.hidden, (_X, _Z), 1)
     for layer in block_matmuls(shape, work.inner):
@@ -320,6 +325,6 @@ def _update(work: Work) -> Iterator[Predicted]:
     yield reduced("blocks.norms", shape.hidden, (_X,), 2 * norm * shape.layers)
     yield reduced("norm", shape.hidden, (_X,), norm)
     if not shape.tied:
-        yield reduced("head", shape.hidden * shape.vocab, (_X, _Y, _Z), 1)
+        yield reduced("head", shape.hidden * work.vocab, (_X, _Y, _Z), 1)
     yield _one(work, "mean loss", "update", "all-reduce", (_DATA, _Z), _FLOAT32, 1)
     yield _one(work, "global norm", "update", "all-reduce", (_Z, _Y, _X), _FLOAT32, 1)

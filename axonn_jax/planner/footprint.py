@@ -12,6 +12,7 @@ from axonn_jax.planner.job import Choice, Job, Memory, Place
 from axonn_jax.schedule.groups import group_count, group_size
 from axonn_jax.schedule.policies import live_bound, waiting_bound
 from axonn_jax.schedule.tasks import Layout
+from axonn_jax.tensor.chunks import loss_chunk
 
 _FP32 = 4
 
@@ -53,7 +54,7 @@ class Footprint:
         self._item, self._layer = formulas.itemsize(job.precision), job.shape.layer_params()
         self._loads: dict[int, tuple[Load, ...]] = {}
         self._states: dict[GridShape, dict[tuple[int, Place], State]] = {}
-        self._blocks: dict[tuple[int, int, str, Inner], tuple[formulas.Block, float]] = {}
+        self._blocks: dict[tuple[int, int, str, Inner], formulas.Block] = {}
         self._bounds: dict[tuple[int, int, int, int, int, bool], float] = {}
 
     def loads(self, pipe: int) -> tuple[Load, ...]:
@@ -144,8 +145,10 @@ class Footprint:
         head *= load.last
         if load.last:
             if not shape.tied and grid.z > 1:  # its weights beside all logits, or its gradient too beside the logits'
-                logits = choice.sequences(self.job.batch) * shape.seq_len * shape.vocab / grid.y * _FP32
-                head = table * item + max(head, head - 2 * logits + table * item)
+                tokens = choice.sequences(self.job.batch) * shape.seq_len
+                logits = tokens * shape.vocab / grid.y * _FP32
+                parts = self._in_parts(tokens, grid)
+                head = table * item + (head if parts else max(head, head - 2 * logits + table * item))
             head += kept
             head += gathered if choice.activations == "none" else 0.0
             head -= _FP32 * self.params(grid, load) if whole else 0.0
@@ -207,18 +210,21 @@ class Footprint:
 
         What a policy computes again is one block's where one program loops over layers. In a pipeline it is all that a
         group of layers holds (`schedule.groups`), from its input on: its forward pass is run again as a whole. Under
-        `none` a stage keeps what no elementwise operation gives, and of the head one array of logits. Where a weight
-        gradient waits, a stage keeps what its products read in place of that, but the first one, which has no input
-        gradient to be ahead of.
+        `none` a stage keeps what no elementwise operation gives, and of the head one array of logits, or the gradients
+        of a loss in parts. Where a weight gradient waits, a stage keeps what its products read in place of that, but
+        the first one, which has no input gradient to be ahead of.
         """
-        block, head = self._tokens(choice.grid, choice.activations)
-        tokens = choice.sequences(self.job.batch) * self.job.shape.seq_len
+        block, shape = self._block(choice.grid, choice.activations), self.job.shape
+        tokens = choice.sequences(self.job.batch) * shape.seq_len
+        head = formulas.head_activations(shape, choice.grid.x, choice.grid.y, self._item, tokens)
         if choice.grid.pipe == 1:
             kept = load.blocks * block.kept
-            return tokens * kept, tokens * block.working, tokens * head, tokens * load.blocks * block.host
+            return tokens * kept, tokens * block.working, head, tokens * load.blocks * block.host
         live, stages = self.live(choice, load.rank), choice.virtual_stages
         late = self._late(choice, load.rank) / stages
-        logits = self.job.shape.vocab / choice.grid.y if load.last else 0.0
+        logits = shape.vocab / choice.grid.y if load.last else 0.0
+        if self._in_parts(tokens, choice.grid):  # gradients are handed over in their place: the weight's, in float32
+            logits *= shape.hidden / choice.grid.x / tokens
         layers = load.blocks / stages
         groups = group_count(layers)
         together = layers if groups == 1 else group_size(int(layers))
@@ -240,10 +246,14 @@ class Footprint:
             if choice.activations != "none":
                 kept += (late - 1.0) * logits * self._item
             working += logits * self._item
-        return tokens * kept, tokens * working, tokens * head, tokens * host
+        return tokens * kept, tokens * working, head, tokens * host
 
-    def _tokens(self, grid: GridShape, activations: formulas.Policy) -> tuple[formulas.Block, float]:
-        """Bytes a token needs in a block and at the head."""
+    def _in_parts(self, tokens: int, grid: GridShape) -> bool:
+        """Whether the loss runs in parts of a device's tokens."""
+        return loss_chunk(tokens, ceil(self.job.shape.vocab / grid.y)) < tokens
+
+    def _block(self, grid: GridShape, activations: formulas.Policy) -> formulas.Block:
+        """Bytes a token needs in a block."""
         inner = self.job.inner(grid, activations)
         key = (grid.x, grid.y, activations, inner)
         if key not in self._blocks:
@@ -253,7 +263,7 @@ class Footprint:
             block = formulas.block_activations(
                 job.shape, *where, activations, fused_attention=fused, sequence_parallel=split, inner=inner
             )
-            self._blocks[key] = block, formulas.head_activations(job.shape, *where)
+            self._blocks[key] = block
         return self._blocks[key]
 
     def live(self, choice: Choice, rank: int) -> float:

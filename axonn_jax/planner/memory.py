@@ -6,10 +6,12 @@ TED's bound for experts (ICS 23).
 """
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.shape import ModelShape
+from axonn_jax.tensor.chunks import loss_chunk
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Policy = Literal["none", "full", "dots", "save_collectives", "offload"]
@@ -236,9 +238,18 @@ def block_activations(
     return Block(entry, entry + matmuls * item, again + gradients, again, waiting=products)
 
 
-def head_activations(shape: ModelShape, x: int, y: int, item: int) -> float:
-    """Bytes a token at the head: logits, exponentials and gradient in float32, and the normalised stream."""
-    return 3 * shape.vocab / y * _FP32 + 2 * shape.hidden / x * item
+def head_activations(shape: ModelShape, x: int, y: int, item: int, tokens: int) -> float:
+    """Bytes of a microbatch's `tokens` at the head: logits, exponentials and gradient in float32, and the stream.
+
+    Where the loss runs in parts of the tokens: a part's logits and their gradient, the float32 sum of the weight's
+    gradient (and the same scaled, where it is not added to a lookup's), and the stream's gradient besides.
+    """
+    stream, columns = shape.hidden / x * item, shape.vocab / y
+    part = loss_chunk(tokens, ceil(columns))
+    if part == tokens:
+        return tokens * (3 * columns * _FP32 + 2 * stream)
+    weight = shape.hidden / x * columns * _FP32 * (1 if shape.tied else 2)
+    return 2 * part * columns * _FP32 + weight + 3 * tokens * stream
 
 
 def gathered_weights(params: float, item: int) -> float:

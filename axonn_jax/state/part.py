@@ -48,11 +48,11 @@ class PartWriter:
     after another, each in a folder of its own, and returns when Orbax has written all. Where one process fails, the
     others of its world learn of it instead of waiting. Where training computes on the host's cores (the CPU backend)
     and the world is one process, it writes at a pace that leaves them to it, until somebody waits (`hurry`). While it
-    writes, freed memory is not kept beyond a little.
+    writes, freed memory is not kept beyond a little. `sizes` are true shapes, by name, of what is padded.
     """
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, sizes: Mapping[str, tuple[int, ...]]):
+        self.name, self._sizes = name, sizes
         self._numbers = itertools.count()
         self._barrier = compat.FailingBarrier() if jax.process_count() > 1 else None
         options = ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S, barrier_sync_fn=self._barrier)
@@ -82,7 +82,7 @@ class PartWriter:
         lots = _lots(state) if waits else [list(state)]
         parts = [self.name, *(f"{self.name}/lot_{number:03d}" for number in range(1, len(lots)))]
         self._described = {
-            name: asdict(Stored(part, tuple(state[name].shape), str(state[name].dtype)))
+            name: asdict(Stored(part, self._sizes.get(name, tuple(state[name].shape)), str(state[name].dtype)))
             for part, lot in zip(parts, lots, strict=True)
             for name in lot
         }
@@ -194,9 +194,12 @@ def wait_for_markers(folder: Path, names: list[str], cancelled: Any) -> bool:
 
 
 def read_part(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
-    """Reads some arrays of a part into the shapes, types and layouts asked for; every process of the world calls it."""
+    """Reads some arrays of a part into the shapes, types and layouts asked for; every process of the world calls it.
+
+    Arrays that are padded with zeros, here or in the part, are cut or padded: true shapes are in the manifest.
+    """
     arguments = {
-        name: ocp.ArrayRestoreArgs(sharding=want.sharding, global_shape=want.shape, dtype=want.dtype)
+        name: ocp.ArrayRestoreArgs(sharding=want.sharding, global_shape=want.shape, dtype=want.dtype, strict=False)
         for name, want in wanted.items()
     }
     everyone = set(range(jax.process_count()))

@@ -55,6 +55,7 @@ class Saver:
     A `step_N` appears by one rename, after every stage has left its part and the manifest names every file with its
     checksum: it is complete or it is not there. A save that fails is told in one warning, leaves the checkpoints
     before it as they were, and training goes on. `keep` newest ones stay, and those of steps that `keep_every` divides.
+    `sizes` are the shapes to write down of arrays that are padded.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Saver:
         keep: int = 2,
         keep_every: int = 0,
         warn: Callable[[str], None] = lambda text: None,
+        sizes: Mapping[str, tuple[int, ...]] | None = None,
     ):
         self.directory, self._grid, self._agreement = directory.absolute(), grid, agreement
         self._keep, self._keep_every, self._warn = keep, keep_every, warn
@@ -74,7 +76,7 @@ class Saver:
         # Of an array that two parts hold, the first one's copy counts: it comes last.
         self._markers = [marker(part, number) for part in reversed(parts) for number in range(grid.stage_processes)]
         own = grid.rank // grid.stage_processes if grid.size > 1 and worlds > 1 else 0
-        self._writer = PartWriter(parts[own])
+        self._writer = PartWriter(parts[own], sizes or {})
         self._first = agreement.rank == 0
         self._job: _Job | None = None
         self._refused = ""

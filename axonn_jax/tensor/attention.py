@@ -1,16 +1,16 @@
 """Causal self-attention with heads sharded over `y`."""
 
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from axonn_jax import compat
+from axonn_jax.tensor.attention_forms import AttentionKernel, Tiles, choose_form, tiles
 from axonn_jax.tensor.blocked_attention import blocked_attention
 from axonn_jax.tensor.linear import Linear, TensorAxis, read_stream
-
-AttentionKernel = Literal["auto", "cudnn", "xla", "blocked"]
 
 
 def rotary(x: jax.Array, theta: float) -> jax.Array:
@@ -26,7 +26,7 @@ def rotary(x: jax.Array, theta: float) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-def _blocked(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, sizes: Tiles) -> jax.Array:
     """`blocked_attention` on [batch, seq, heads, head_dim], each KV head repeated for its queries."""
     batch, seq, heads, head_dim = q.shape
     group = heads // k.shape[2]
@@ -35,23 +35,32 @@ def _blocked(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         a = jnp.repeat(a, repeat, axis=2) if repeat > 1 else a
         return a.transpose(0, 2, 1, 3).reshape(batch * heads, seq, head_dim)
 
-    out = blocked_attention(heads_first(q, 1), heads_first(k, group), heads_first(v, group))
+    out = blocked_attention(heads_first(q, 1), heads_first(k, group), heads_first(v, group), sizes)
     return out.reshape(batch, heads, seq, head_dim).transpose(0, 2, 1, 3)
 
 
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, kernel: AttentionKernel = "auto") -> jax.Array:
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, kernel: AttentionKernel | Tiles = "auto") -> jax.Array:
     """Softmax attention of each token over itself and the tokens before it, on local heads; no collectives.
 
-    Shapes: `q` [batch, seq, heads, head_dim], `k` and `v` [batch, seq, kv_heads, head_dim] -> like `q`.
-    `auto` is cuDNN's fused kernel on NVIDIA GPUs in half precision, cache-sized blocks on CPU, XLA's elsewhere.
+    Shapes: `q` [batch, seq, heads, head_dim], `k` and `v` [batch, seq, kv_heads, head_dim] -> like `q`. The form is
+    that of `attention_forms.choose_form` on the default backend's device; `Tiles` are the blocked one in such sizes.
     """
-    if kernel == "auto":
-        backend = jax.default_backend()
-        half = q.dtype in (jnp.bfloat16, jnp.float16)
-        kernel = "blocked" if backend == "cpu" else "cudnn" if backend == "gpu" and half else "xla"
-    if kernel == "blocked":
-        return _blocked(q, k, v)
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
+    if isinstance(kernel, Tiles):
+        return _blocked(q, k, v, kernel)
+    device = compat.attention_device(jax.local_devices()[0], alone=not compat.varying_axes(q))
+    form = choose_form(kernel, device, q.dtype.name, q.shape[-1], q.shape[1])
+    if form.kernel == "blocked":
+        return _blocked(q, k, v, tiles(device.platform, q.shape[1]))
+    if form.kernel == "splash":
+        return _splash(q, k, v)
+    implementation: Any = form.kernel
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+
+
+def _splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    import tokamax
+
+    return tokamax.dot_product_attention(q, k, v, is_causal=True, implementation="mosaic_tpu")  # type: ignore[no-any-return]
 
 
 class Attention(nnx.Module):
@@ -71,7 +80,7 @@ class Attention(nnx.Module):
         std: float,
         out_std: float,
         rope_theta: float | None,
-        kernel: AttentionKernel,
+        kernel: AttentionKernel | Tiles,
         key: jax.Array,
         sequence_parallel: bool = False,
         spread: bool = False,

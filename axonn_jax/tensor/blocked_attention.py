@@ -1,57 +1,55 @@
-"""Causal attention in blocks that stay in a CPU's cache, forward and backward.
+"""Causal attention in blocks, small enough for a CPU's cache or an accelerator's memory, forward and backward.
 
 The plain form writes and reads whole [heads, seq, seq] arrays about ten times a layer; two ranks on one socket then
-share the memory bus more than they share work. Here a chunk of heads and a block of queries are taken at a time, keys
-after the block's last query are left out, and the backward computes the scores again. Source: FlashAttention (Dao et
-al. 2022), algorithms 1 and 4, without their tiling over keys.
+share the memory bus more than they share work, and for long sequences an accelerator has no room. Here a chunk of heads
+and a block of queries are taken at a time, keys after the block's last query are left out, and the backward computes
+the scores again. Source: FlashAttention (Dao et al. 2022), algorithms 1 and 4, without their tiling over keys.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-_QUERIES = 128
-"""Queries of a block."""
-_SCORES = 128 * 1024
-"""Scores a chunk of heads may have at a time: half a megabyte of float32, within a core's level-2 cache."""
+from axonn_jax.tensor.attention_forms import Tiles
 
 Arrays = tuple[jax.Array, ...]
 
 
-@jax.custom_vjp
-def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles) -> jax.Array:
     """Causal softmax attention of [heads, seq, head_dim] arrays (batch and heads as one dim); no collectives."""
-    return _in_chunks(_forward, q, k, v)[0]
+    return _in_chunks(_forward, tiles, q, k, v)[0]
 
 
-def _forward_rule(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Arrays]:
-    out, log_sum = _in_chunks(_forward, q, k, v)
+def _forward_rule(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles) -> tuple[jax.Array, Arrays]:
+    out, log_sum = _in_chunks(_forward, tiles, q, k, v)
     return out, (q, k, v, out, log_sum)
 
 
-def _backward_rule(saved: Arrays, d_out: jax.Array) -> Arrays:
-    return _in_chunks(_backward, *saved, d_out)
+def _backward_rule(tiles: Tiles, saved: Arrays, d_out: jax.Array) -> Arrays:
+    return _in_chunks(_backward, tiles, *saved, d_out)
 
 
 blocked_attention.defvjp(_forward_rule, _backward_rule)
 
 
-def _in_chunks(f: Callable[..., Arrays], *arrays: jax.Array) -> Arrays:
-    """Runs `f` on chunks of the leading dim, one after the other, as many heads at a time as the cache takes."""
+def _in_chunks(f: Callable[..., Arrays], tiles: Tiles, *arrays: jax.Array) -> Arrays:
+    """Runs `f` on chunks of the leading dim, one after the other, as many heads at a time as the tiles allow."""
     heads, seq = arrays[0].shape[:2]
-    most = max(1, _SCORES // (min(seq, _QUERIES) * seq))
+    most = max(1, tiles.scores // (min(seq, tiles.queries) * seq))
     chunk = max(size for size in range(1, heads + 1) if heads % size == 0 and size <= most)
     if chunk == heads:
-        return f(*arrays)
+        return f(tiles.queries, *arrays)
     split = tuple(a.reshape(heads // chunk, chunk, *a.shape[1:]) for a in arrays)
-    joined = lax.map(lambda parts: f(*parts), split)
+    joined = lax.map(lambda parts: f(tiles.queries, *parts), split)
     return tuple(a.reshape(heads, *a.shape[2:]) for a in joined)
 
 
-def _blocks(seq: int) -> Iterator[slice]:
-    return (slice(start, min(start + _QUERIES, seq)) for start in range(0, seq, _QUERIES))
+def _blocks(seq: int, queries: int) -> Iterator[slice]:
+    return (slice(start, min(start + queries, seq)) for start in range(0, seq, queries))
 
 
 def _dot(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
@@ -66,9 +64,9 @@ def _scores(q: jax.Array, k: jax.Array, block: slice) -> jax.Array:
     return jnp.where(query >= lax.broadcasted_iota(jnp.int32, scores.shape, 2), scores, -jnp.inf)
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
+def _forward(queries: int, q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
     out, log_sum = [], []
-    for block in _blocks(q.shape[1]):
+    for block in _blocks(q.shape[1], queries):
         scores = _scores(q, k, block)
         top = jnp.max(scores, -1, keepdims=True)
         weights = jnp.exp(scores - top)
@@ -78,11 +76,15 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
     return jnp.concatenate(out, 1).astype(q.dtype), jnp.concatenate(log_sum, 1)
 
 
-def _backward(q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_sum: jax.Array, d_out: jax.Array) -> Arrays:
+def _backward(
+    queries: int, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_sum: jax.Array, d_out: jax.Array
+) -> Arrays:
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1, keepdims=True)
     d_q: list[jax.Array] = []
     d_k = d_v = None
-    for block in reversed(list(_blocks(q.shape[1]))):  # the last block reaches every key, so it starts the sums
+    for block in reversed(
+        list(_blocks(q.shape[1], queries))
+    ):  # the last block reaches every key, so it starts the sums
         weights = jnp.exp(_scores(q, k, block) - log_sum[:, block])
         d_here = d_out[:, block]
         d_scores = weights * (_dot(d_here, v[:, : block.stop], 2, 2) - delta[:, block]) * q.shape[-1] ** -0.5

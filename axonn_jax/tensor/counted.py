@@ -1,4 +1,4 @@
-"""Sums of losses over the rows of a batch that count, and rows that only fill a batch up."""
+"""Which rows of a batch count, and rows that only fill a batch up."""
 
 from typing import Any
 
@@ -10,17 +10,16 @@ NO_TARGET = -1
 """The targets of a row that fills a batch up."""
 
 
-def counted_sum(losses: jax.Array, batch: jax.Array, vocab: int | None) -> jax.Array:
-    """The sum of the losses [rows, ...] of those rows of a batch [rows, seq + 1] that have targets; no collectives.
+def target_weights(batch: jax.Array, vocab: int | None) -> jax.Array:
+    """What each target of a batch [rows, seq + 1] counts in a sum of losses, [rows, seq] float32; no collectives.
 
-    A row that has none, all of its targets being negative, adds nothing. In any other an id that is not in the
-    vocabulary (None: any is) makes the sum NaN, on every grid, whatever the layers make of such an id.
+    Nothing in a row that has no targets, all of them being negative. In any other an id that is not in the vocabulary
+    (None: any is) counts NaN, and so the sum is NaN on every grid, whatever the layers make of such an id.
     """
-    counted = jnp.any(batch[:, 1:] >= 0, axis=1)
-    if vocab is not None:
-        known = jnp.all((batch >= 0) & (batch < vocab), axis=1)
-        losses = jnp.where(_along(known, losses), losses, jnp.nan)
-    return jnp.sum(jnp.where(_along(counted, losses), losses, 0.0))
+    counts = jnp.any(batch[:, 1:] >= 0, axis=1)
+    known = jnp.bool_(True) if vocab is None else jnp.all((batch >= 0) & (batch < vocab), axis=1)
+    weights = jnp.where(counts, jnp.where(known, 1.0, jnp.nan), 0.0).astype(jnp.float32)
+    return jnp.broadcast_to(weights[:, None], batch[:, 1:].shape)
 
 
 def filled_up(batch: np.ndarray, rows: int) -> np.ndarray:
@@ -43,7 +42,3 @@ def samples_in(batch: np.ndarray) -> int:
 def vocabulary(model: Any) -> int | None:
     """The number of token ids that a model knows; None where it does not tell."""
     return getattr(getattr(model, "shape", None), "vocab", None)
-
-
-def _along(rows: jax.Array, losses: jax.Array) -> jax.Array:
-    return rows.reshape(-1, *(1,) * (losses.ndim - 1))

@@ -43,13 +43,25 @@ def scores(
 class Embedding(nnx.Module):
     """A table [vocab, hidden]: vocabulary over `y` and once more over `z`, features over `x`.
 
-    With `sequence_parallel` the stream that it gives and takes has its sequence split over `y`.
+    With `sequence_parallel` the stream that it gives and takes has its sequence split over `y`. The table has `rows`,
+    zeros beyond the vocabulary, where that does not divide.
     """
 
-    def __init__(self, vocab: int, hidden: int, *, std: float, key: jax.Array, sequence_parallel: bool = False):
+    def __init__(
+        self,
+        vocab: int,
+        hidden: int,
+        *,
+        std: float,
+        key: jax.Array,
+        sequence_parallel: bool = False,
+        rows: int | None = None,
+    ):
         self.sequence_parallel = sequence_parallel
         self.layouts = PLAIN
-        self.table = normal_param(key, (vocab, hidden), std, P(("y", "z"), "x"))
+        self.table = normal_param(
+            key, (vocab, hidden), std, P(("y", "z"), "x"), padded=(vocab if rows is None else rows, hidden)
+        )
 
     def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Looks up global token ids [...] -> [..., hidden/Gx] in `dtype`.

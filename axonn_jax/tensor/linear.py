@@ -64,7 +64,8 @@ class Linear(nnx.Module):
     """A linear layer whose input features are split over `in_axis` and output features over the other axis.
 
     With `sequence_parallel` its side towards the residual stream, whose features `x` splits, has the sequence split
-    over `y` (`tensor.sequence`). With `spread` the features of its other side are split over `y` and `x`.
+    over `y` (`tensor.sequence`). With `spread` the features of its other side are split over `y` and `x`. A layer
+    that has no bias may have more `columns` than output features, which are zero.
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class Linear(nnx.Module):
         key: jax.Array,
         sequence_parallel: bool = False,
         spread: bool = False,
+        columns: int | None = None,
     ):
         self.in_axis: TensorAxis = in_axis
         self.sequence_parallel, self.spread = sequence_parallel, spread
         self.layouts = PLAIN
         of_kernel, of_bias = _layouts(in_axis, spread)
-        self.kernel = normal_param(key, (in_features, out_features), std, of_kernel)
+        padded = (in_features, out_features if columns is None else columns)
+        self.kernel = normal_param(key, (in_features, out_features), std, of_kernel, padded=padded)
         self.bias = constant_param((out_features,), 0.0, of_bias) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -15,12 +15,19 @@ Params = dict[str, jax.Array]
 Specs = dict[str, PartitionSpec]
 
 
-def normal_param(key: jax.Array, shape: tuple[int, ...], std: float, spec: PartitionSpec) -> nnx.Param[jax.Array]:
-    """A float32 parameter drawn from N(0, std), of global `shape`, laid out by `spec`.
+def normal_param(
+    key: jax.Array,
+    shape: tuple[int, ...],
+    std: float,
+    spec: PartitionSpec,
+    *,
+    padded: tuple[int, ...] | None = None,
+) -> nnx.Param[jax.Array]:
+    """A float32 parameter drawn from N(0, std), of global `shape`, laid out by `spec`; zero up to a `padded` shape.
 
     Under `jax.set_mesh` each device makes its own shard and nothing else; the values do not depend on the mesh.
     """
-    return _param(_normal(shape, std), key, spec)
+    return _param(_normal(shape, std, padded or shape), key, spec)
 
 
 def constant_param(shape: tuple[int, ...], value: float, spec: PartitionSpec) -> nnx.Param[jax.Array]:
@@ -29,8 +36,12 @@ def constant_param(shape: tuple[int, ...], value: float, spec: PartitionSpec) ->
 
 
 @functools.cache  # one function object a kind, so that jit compiles each once
-def _normal(shape: tuple[int, ...], std: float) -> Callable[[jax.Array], jax.Array]:
-    return lambda key: jnp.float32(std) * jax.random.normal(key, shape, jnp.float32)
+def _normal(shape: tuple[int, ...], std: float, padded: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+    def draw(key: jax.Array) -> jax.Array:
+        drawn = jnp.float32(std) * jax.random.normal(key, shape, jnp.float32)
+        return drawn if padded == shape else jnp.pad(drawn, [(0, b - a) for a, b in zip(shape, padded, strict=True)])
+
+    return draw
 
 
 @functools.cache

@@ -22,9 +22,10 @@ from axonn_jax.memory.activations import block_runner
 from axonn_jax.memory.precision import Precision, precisions
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.transformer import Block, Streams, Transformer
-from axonn_jax.tensor.attention import AttentionKernel
+from axonn_jax.tensor.attention_forms import AttentionKernel, Tiles
 from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.linear import Linear, other
+from axonn_jax.tensor.loss import cross_entropy
 from axonn_jax.tensor.params import Params, take_apart
 from axonn_jax.train.program import OnMesh
 from axonn_jax.train.step import Step, abstract
@@ -85,7 +86,9 @@ class AutomaticProgram(OnMesh):
             run_block = self._run_block
         if self.constraints == "layers":
             self._constrain_layers(model)
-        return jnp.mean(model.loss(batch[:, :-1], batch[:, 1:], dtype=self.dtype, key=key, run_block=run_block))
+        # Of all logits: parts of the tokens are parts of a device's own tokens, and here there are only global arrays.
+        logits = model(batch[:, :-1], dtype=self.dtype, key=key, run_block=run_block)
+        return jnp.mean(cross_entropy(logits, batch[:, 1:]))
 
     def _run_block(self, block: Block, xs: Streams, key: jax.Array | None, layer: jax.Array | int) -> Streams:
         stream = self._rows("x")
@@ -143,7 +146,7 @@ def compile_automatic(
     clip: float = 1.0,
     precision: Precision = "fp32",
     activations: str = "none",
-    attention: AttentionKernel = "auto",
+    attention: AttentionKernel | Tiles = "auto",
 ) -> jax.stages.Compiled:
     """As `step.compile_abstract`, by automatic partitioning.
 

@@ -121,7 +121,7 @@ def check(config: Config) -> Config:
     policies.check(shape.layers)
     check_scan(config.train.scan_layers, config.memory.offload, policies)
     check_streams(config)
-    model = ModelConfig(preset=config.model.preset, **asdict(shape))
+    model = ModelConfig(preset=config.model.preset, attention=config.model.attention, **asdict(shape))
     return replace(config, model=model, log=log)
 
 

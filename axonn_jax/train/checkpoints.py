@@ -33,7 +33,7 @@ def own_state(trainer: "Trainer") -> State:
 def save_now(trainer: "Trainer", directory: Path, step: int) -> Path:
     """Saves all of a trainer's state and waits; raises ``OSError`` with the reason where it cannot."""
     agreed = agreement(trainer.grid)
-    saver = Saver(directory, trainer.grid, agreed, keep=2**31)
+    saver = Saver(directory, trainer.grid, agreed, keep=2**31, sizes=trainer.state_shapes())
     begin_save(saver, trainer, agreed, step, {})
     with trainer.saving():
         error = saver.settle()
@@ -95,7 +95,8 @@ class Checkpoints:
         self._config, self._trainer, self._agreed, self._say = config, trainer, agreed, say
         self.directory = Path(config.log.dir) / FOLDER
         keep = config.checkpoint
-        self.saver = Saver(self.directory, trainer.grid, agreed, keep=keep.keep, keep_every=keep.keep_every, warn=say)
+        often = {"keep": keep.keep, "keep_every": keep.keep_every}
+        self.saver = Saver(self.directory, trainer.grid, agreed, warn=say, sizes=trainer.state_shapes(), **often)
         self.saved_step = 0
         """The step whose state is the newest that has been given to the saver, or that was resumed."""
 

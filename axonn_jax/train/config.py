@@ -10,6 +10,7 @@ from axonn_jax.models.inner import InnerFeatures
 from axonn_jax.models.presets import preset, preset_names
 from axonn_jax.models.shape import Mlp, ModelShape, Norm, Positions
 from axonn_jax.schedule.policies import Policy
+from axonn_jax.tensor.attention_forms import AttentionKernel
 
 Optimizer = Literal["adamw", "adam", "sgd", "lion"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -62,6 +63,10 @@ class ModelConfig:
     """Base of the rotary frequencies. Left out: 10000, or the preset's."""
     init_std: float | None = None
     """Standard deviation of initial weights. Left out: 0.02."""
+    attention: AttentionKernel = "auto"
+    """The form of attention: cudnn (NVIDIA GPUs in half precision), splash (TPUs, needs `tokamax`), blocked (anywhere,
+    without whole arrays of scores), xla (with them), or auto: cudnn or splash where they can be had, else blocked; on
+    accelerators a run's first lines say which, and why."""
 
     def shape(self, default_vocab: int | None = None) -> ModelShape:
         """Returns the model's sizes; `default_vocab` is used where neither `vocab` nor a preset gives one.
@@ -72,7 +77,7 @@ class ModelConfig:
         given: dict[str, Any] = {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name != "preset" and getattr(self, f.name) is not None
+            if f.name not in ("preset", "attention") and getattr(self, f.name) is not None
         }
         if self.preset is not None:
             base = preset(self.preset)

@@ -24,6 +24,7 @@ from axonn_jax.memory.placement import Where
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
 from axonn_jax.memory.scale import HostScale
 from axonn_jax.memory.update import clip_factor
+from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pipeline.build import Pipe, Pipes, Plan, names_by_place, plan, shared
 from axonn_jax.pipeline.collect import collect
 from axonn_jax.pipeline.connect import connect
@@ -78,7 +79,16 @@ class PipelineTrainer(Trainer):
         check_not_scanned(scan_layers)
         check_gather(gather)
         pipeline = pipeline or PipelineConfig()
-        abstract = model if isinstance(model, nnx.Module) else nnx.eval_shape(model)
+        if isinstance(model, nnx.Module):
+            model = abstract = fit_vocabulary(model, grid.shape)
+        else:
+            make = model
+
+            def model() -> nnx.Module:
+                return fit_vocabulary(make(), grid.shape)
+
+            abstract = nnx.eval_shape(model)
+        self._padding = padding_of(abstract)
         shape = getattr(abstract, "shape", None)
         check_fits(abstract, grid.shape)
         policies = checked_policies(activations, abstract)
@@ -236,7 +246,7 @@ class PipelineTrainer(Trainer):
         return self._places.elsewhere()
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
-        return self._places.shapes()
+        return without_padding(self._places.shapes(), self._padding)
 
     def _put_state(self, states: Mapping[int, State]) -> None:
         self._places.put(states)

@@ -19,7 +19,7 @@ from axonn_jax.memory.reduce import reduce_gradients
 from axonn_jax.memory.zero import split_over_data
 from axonn_jax.tensor.clip import global_norm, square_sum
 from axonn_jax.tensor.collectives import reduce_sum, vary
-from axonn_jax.tensor.counted import counted_sum, vocabulary
+from axonn_jax.tensor.counted import target_weights, vocabulary
 from axonn_jax.tensor.gather import Gather, Held, as_gathered, gather_once, gather_params, scatter_grads, travelling_in
 from axonn_jax.tensor.order import after, in_order
 from axonn_jax.tensor.params import Params, Parts, Specs
@@ -175,15 +175,15 @@ class StageProgram(OnMesh):
     def _loss_sum(self, params: Held | Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
         run_block = block_runner(self.activations, self.gather)
         model = self._model(params)
-        losses = model.loss(
+        return model.loss(  # type: ignore[no-any-return]
             batch[:, :-1],
             batch[:, 1:],
             dtype=self.dtype,
             key=key,
             run_block=run_block,
             streams=streams_of(self.streams, self.grid.shape, batch.shape[0]),
+            weights=target_weights(batch, vocabulary(model)),
         )
-        return counted_sum(losses, batch, vocabulary(model))
 
     def _local_gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None

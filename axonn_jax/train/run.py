@@ -16,15 +16,19 @@ import jax
 import numpy as np
 from flax import nnx
 
+from axonn_jax import compat
 from axonn_jax.data.loader import Loader
+from axonn_jax.grid import Grid
 from axonn_jax.launch import World
 from axonn_jax.memory.account import lines as memory_lines
+from axonn_jax.memory.precision import precisions
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.peaks import peak_flops
 from axonn_jax.start import describe, start
 from axonn_jax.state.agree import Agreement, agreement
 from axonn_jax.state.manifest import name_of
+from axonn_jax.tensor.attention_forms import AttentionForm, choose_form
 from axonn_jax.tensor.matmul import with_layouts
 from axonn_jax.train.batch import held_out
 from axonn_jax.train.check import inner_of
@@ -53,9 +57,12 @@ def train(config: Config) -> int:
             verify_data(config.data.path, agreed)
         layouts, told = choose_layouts(config, shape, grid, agreed)
         told += [str(inner)] if config.train.inner_features != "y" else []
+        form, kernel = attention_form(config, shape, grid), config.model.attention
+        told += [str(form)] if kernel != "auto" or jax.default_backend() != "cpu" else []
 
         def model() -> Transformer:
-            made = Transformer(shape, rngs=nnx.Rngs(config.train.seed), sequence_parallel=split, inner=inner)
+            rngs = nnx.Rngs(config.train.seed)
+            made = Transformer(shape, rngs=rngs, attention=kernel, sequence_parallel=split, inner=inner)
             return with_layouts(made, layouts)
 
         trainer = Trainer(
@@ -87,6 +94,13 @@ def train(config: Config) -> int:
         if status and world.size > 1:
             _leave(status)
     return status
+
+
+def attention_form(config: Config, shape: ModelShape, grid: Grid) -> AttentionForm:
+    """The form of attention that the run's devices take; raises ``UserError`` where they cannot as the config says."""
+    device = compat.attention_device(grid.mesh.devices.flat[0], alone=grid.mesh.devices.size == 1)
+    dtype = precisions(config.memory.precision, config.memory.accumulate).compute.name
+    return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.stacked import Stack, stack_layers
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.tensor.attention import AttentionKernel
+from axonn_jax.models.vocabulary import fit_vocabulary
+from axonn_jax.tensor.attention_forms import AttentionKernel, Tiles
 from axonn_jax.tensor.gather import Gather
 from axonn_jax.tensor.params import Params, Parts, Specs, take_apart
 from axonn_jax.train.check import check_fits
@@ -177,7 +178,7 @@ def abstract(
 
     Raises ``UserError`` where the model or its `sequences` a step do not divide over the grid.
     """
-    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), **options))
+    model = nnx.eval_shape(lambda: fit_vocabulary(Transformer(shape, rngs=nnx.Rngs(0), **options), grid.shape))
     check_fits(model, grid.shape)
     grid.shape.check_batch(sequences, microbatches)
     key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
@@ -199,7 +200,7 @@ def compile_abstract(
     bucket: int = 16_000_000,
     streams: int = 1,
     ordered: bool = False,
-    attention: AttentionKernel = "auto",
+    attention: AttentionKernel | Tiles = "auto",
     scanned: bool = False,
     gather: Gather = "layer",
     sequence_parallel: bool = False,

@@ -22,6 +22,7 @@ from axonn_jax.memory.held import whole
 from axonn_jax.memory.placement import Where
 from axonn_jax.memory.precision import Accumulate, Precision, precisions
 from axonn_jax.memory.temporaries import Temporaries
+from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.state.names import State, flatten, shapes, unflatten, unflatten_scale
 from axonn_jax.tensor.counted import filled_up, samples_in
 from axonn_jax.tensor.gather import Gather
@@ -87,6 +88,8 @@ class Trainer:
         owned = not isinstance(model, nnx.Module)
         if not isinstance(model, nnx.Module):
             model = model()
+        model = fit_vocabulary(model, grid.shape)
+        self._padding = padding_of(model)
         policies = checked_policies(activations, model)
         shape = getattr(model, "shape", None)
         check_fits(model, grid.shape)
@@ -299,10 +302,10 @@ class Trainer:
         return frozenset()
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global shapes of the whole model's state, of all places of the pipe."""
+        """Global shapes of the whole model's state, of all places of the pipe, without padding of the vocabulary."""
         like = self._stack.shapes()
         state = flatten(like, jax.eval_shape(self.optimizer.init, like), self.train_state.scale)
-        return {name: value.shape for name, value in state.items()}
+        return without_padding({name: value.shape for name, value in state.items()}, self._padding)
 
     def load_state(
         self, read: Callable[[State], State], *, steps_done: int = 0, wanted: Callable[[str], bool] = lambda _: True

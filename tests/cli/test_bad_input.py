@@ -77,7 +77,6 @@ KEYS = [
     ("model.kv_heads", "3", "3", "a divisor of heads (4); the nearest is 2"),
     ("model.layers", "0", "0", "an integer of at least 1"),
     ("model.vocab", "256", "256", "at least the prepared data's vocabulary, which is 300"),
-    ("model.vocab", "301", None, "model.vocab = 301: a multiple of y*z = 2; nearest: 300 or 302"),
     ("model.seq_len", "1000000", "1000000", "at most"),
     ("model.dropout", "1", "1.0", "a probability"),
     ("model.init_std", "inf", "inf", "a finite number above 0"),
@@ -147,7 +146,6 @@ WITH = {
     **{(name, typed): PIPE_2 for name, typed, *_ in KEYS if name == "pipeline.split"},
     ("memory.gather", '"pass"'): PIPE_2,
     ("checkpoint.keep_every", "5"): {"checkpoint": ["every = 2"]},
-    ("model.vocab", "301"): {"grid": ["y = 2"]},
     ("model.preset", '"gpt2"'): {"model": ["vocab = 299", "heads = 4", "hidden = 32", "seq_len = 16"]},
 }
 

@@ -1,11 +1,19 @@
 """Attention kernels against softmax written out in float64."""
 
+import sys
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as jaxs
 
+from axonn_jax import compat
+from axonn_jax.errors import UserError
 from axonn_jax.tensor.attention import causal_attention, rotary
+from axonn_jax.tensor.attention_forms import AttentionDevice, Tiles, against_cudnn, choose_form, tiles
+from axonn_jax.tensor.blocked_attention import blocked_attention
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -74,3 +82,108 @@ def test_rotary_keeps_lengths_and_depends_on_distance_only():
     np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x), rtol=8 * EPS)
     dots = turned @ turned.T
     np.testing.assert_allclose(dots[0, 10], dots[37, 47], rtol=64 * EPS)
+
+
+H100 = AttentionDevice("cuda", (9, 0), cudnn=91000)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_cudnn_is_taken_where_the_checks_of_jax_take_it(monkeypatch, capability, dtype):
+    """The checks themselves, told that the GPU is another."""
+    monkeypatch.setattr(jaxs, "check_compute_capability", lambda least: capability >= version(least))
+    monkeypatch.setattr(jaxs, "is_cuda_compute_capability_equal", lambda one: capability == version(one))
+    for head_dim in (*range(4, 300, 4), 512):
+        for cudnn in (91000, 91100):
+            try:
+                layout = jaxs.AttentionLayout.BTNH
+                one = jax.ShapeDtypeStruct((1, 64, 2, head_dim), jnp.dtype(dtype))
+                jaxs.check_layout(one, one, one, None, None, None, None, None, None, None, layout)
+                jaxs.check_is_flash_attention(one, one, one, layout.value, cudnn, False, True)
+                accepted = True
+            except NotImplementedError:
+                accepted = False
+            assert (not against_cudnn(AttentionDevice("cuda", capability, cudnn), dtype, head_dim)) == accepted
+
+
+def version(text):
+    return tuple(map(int, text.split(".")))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "said"),
+    [
+        (H100, "bfloat16", 188, "not cudnn: it needs a head_dim that is a multiple of 8 and at most 256"),  # gpt-12b
+        (H100, "bfloat16", 156, "this is 156"),  # gpt-100b
+        (AttentionDevice("cuda", (8, 0), 91000), "bfloat16", 136, "at most 128 on compute capability 8.0"),  # gpt-50b
+        (AttentionDevice("cuda", (7, 0), 91000), "float16", 128, "needs compute capability 8.0, this is 7.0"),
+        (AttentionDevice("cuda", (9, 0)), "bfloat16", 128, "jax finds no cuDNN"),
+        (H100, "float32", 128, "it needs bf16 or fp16, this is float32"),
+        (AttentionDevice("rocm"), "bfloat16", 128, "it needs an NVIDIA GPU"),
+        (AttentionDevice("tpu"), "bfloat16", 128, "not splash: it needs tokamax, which is not installed"),
+        (AttentionDevice("tpu", tokamax=True, alone=False), "bfloat16", 128, "where a stage has one device"),
+    ],
+)
+def test_auto_falls_back_to_blocks_and_says_why(device, dtype, head_dim, said):
+    form = choose_form("auto", device, dtype, head_dim, 512)
+    assert form.kernel == "blocked"
+    assert said in str(form)
+
+
+def test_auto_takes_the_fused_form_where_it_can_be_had():
+    assert str(choose_form("auto", H100, "bfloat16", 128, 512)) == "attention: cudnn"
+    tpu = AttentionDevice("tpu", tokamax=True)
+    assert str(choose_form("auto", tpu, "bfloat16", 128, 512)) == "attention: splash"
+    assert choose_form("auto", tpu, "bfloat16", 128, 500).kernel == "blocked"
+
+
+def test_what_is_forced_and_cannot_be_had_is_one_line():
+    with pytest.raises(UserError, match=r"model.attention = 'cudnn': auto, blocked or xla: .* multiple of 8 .* is 188"):
+        choose_form("cudnn", H100, "bfloat16", 188, 512)
+    with pytest.raises(UserError, match=r"model.attention = 'splash': .* needs a TPU"):
+        causal_attention(*(jnp.zeros((1, 128, 2, 8)) for _ in "qkv"), "splash")
+
+
+def test_the_form_taken_is_the_one_that_runs(monkeypatch):
+    """A GPU in all that the choice asks for; then a TPU with a tokamax that is told what to compute."""
+    q, k, v, _ = (jnp.asarray(a, jnp.bfloat16) for a in inputs(1, 128, 2, 2, 188))
+    monkeypatch.setattr(compat, "attention_device", lambda device, *, alone: H100)
+    text = str(jax.make_jaxpr(causal_attention)(q, k, v))
+    assert "custom_vjp_call" in text  # the blocked form; jax's raises for this head_dim, or stands as its own primitive
+    assert "dot_product_attention" not in text
+    asked = []
+
+    def fake(q, k, v, **options):
+        asked.append(options)
+        return q
+
+    monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=fake))
+    tpu = AttentionDevice("tpu", tokamax=True)
+    monkeypatch.setattr(compat, "attention_device", lambda device, *, alone: tpu)
+    causal_attention(q, k, v)
+    assert asked == [{"is_causal": True, "implementation": "mosaic_tpu"}]
+
+
+def test_tiles_of_another_size_give_the_same():
+    *qkv, direction = (jnp.asarray(a, jnp.float32) for a in inputs(2, 300, 6, 2, 16))
+    want, pull_want = jax.vjp(lambda *qkv: causal_attention(*qkv, "blocked"), *qkv)
+    out, pull = jax.vjp(lambda *qkv: causal_attention(*qkv, Tiles(170, 170 * 300 * 4)), *qkv)
+    for got, exact in zip((out, *pull(direction)), (want, *pull_want(direction)), strict=True):
+        np.testing.assert_allclose(got, exact, atol=34 * EPS * float(jnp.abs(exact).max()))
+
+
+def test_no_blocked_array_of_a_long_sequence_has_all_its_scores():
+    """Forward and backward at 8,192 tokens: the plain form has 32 * 8192**2 scores, 32 times as many."""
+    one = jax.ShapeDtypeStruct((32, 8192, 128), jnp.bfloat16)
+    sizes = tiles("cuda", 8192)
+    closed = jax.make_jaxpr(jax.grad(lambda *qkv: blocked_attention(*qkv, sizes).astype(jnp.float32).sum(), (0, 1, 2)))
+    assert max(v.aval.size for v in variables(closed(one, one, one).jaxpr)) <= max(sizes.scores, 32 * 8192 * 128)
+
+
+def variables(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from eqn.outvars
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from variables(inner)

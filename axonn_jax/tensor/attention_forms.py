@@ -1,0 +1,117 @@
+"""Which form of attention a device computes: one rule for the model and for plans, without jax."""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from axonn_jax.errors import UserError
+
+AttentionKernel = Literal["auto", "cudnn", "splash", "blocked", "xla"]
+
+FIELD = "model.attention"
+_AMPERE, _HOPPER, _BLACKWELL_ULTRA = (8, 0), (9, 0), (10, 3)
+
+
+@dataclass(frozen=True)
+class AttentionDevice:
+    """What a choice depends on, of a device and the libraries there."""
+
+    platform: Literal["cpu", "cuda", "rocm", "tpu"] | str
+    capability: tuple[int, int] = (0, 0)
+    """Of an NVIDIA GPU."""
+    cudnn: int = 0
+    """Version of cuDNN, such as 91100; 0: there is none."""
+    tokamax: bool = False
+    """Whether it can be imported."""
+    alone: bool = True
+    """Whether the program runs on one device: jax takes tokamax's kernels in no manual region that checks axes."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes that blocked attention works in."""
+
+    queries: int
+    """Of a block."""
+    scores: int
+    """That a chunk of heads may have at a time."""
+
+
+def tiles(platform: str, seq: int) -> Tiles:
+    """On CPUs half a megabyte of float32 scores, within a core's level-2 cache; elsewhere a quarter of a gigabyte.
+
+    An accelerator takes at most 16 blocks, since each is compiled for itself and should fill the device.
+    """
+    if platform == "cpu":
+        return Tiles(128, 128 * 1024)
+    return Tiles(max(128, ceil(seq / 16)), 2**26)
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """The form taken."""
+
+    kernel: AttentionKernel
+    """Never auto."""
+    why: str = ""
+    """What stands against each form that would be faster."""
+
+    def __str__(self) -> str:
+        return f"attention: {self.kernel}" + (f" ({self.why})" if self.why else "")
+
+
+def choose_form(wanted: AttentionKernel, device: AttentionDevice, dtype: str, head_dim: int, seq: int) -> AttentionForm:
+    """The form of attention for operands of a dtype: the one wanted, or with auto the best that the device has.
+
+    Raises ``UserError`` where the one wanted cannot be had.
+    """
+    against = {"cudnn": against_cudnn(device, dtype, head_dim), "splash": against_splash(device, dtype, seq)}
+    if wanted == "auto":
+        best = next((kernel for kernel, fault in against.items() if not fault), None)
+        if best is not None:
+            return AttentionForm("cudnn" if best == "cudnn" else "splash")
+        faults = [f"not {kernel}: {fault}" for kernel, fault in against.items() if (kernel == "splash") == _tpu(device)]
+        return AttentionForm("blocked", "; ".join(faults))
+    if fault := against.get(wanted):
+        raise UserError(FIELD, wanted, f"auto, blocked or xla: {fault}")
+    return AttentionForm(wanted)
+
+
+def _tpu(device: AttentionDevice) -> bool:
+    return device.platform == "tpu"
+
+
+def against_cudnn(device: AttentionDevice, dtype: str, head_dim: int) -> str:
+    """Why cuDNN's fused attention cannot be had, by the checks of jax 0.10.2; empty where it can."""
+    if device.platform != "cuda":
+        return "it needs an NVIDIA GPU"
+    if device.capability < _AMPERE:
+        return f"it needs compute capability 8.0, this is {_version(device)}"
+    if dtype not in ("bfloat16", "float16"):
+        return f"it needs bf16 or fp16, this is {dtype}"
+    widest = 256 if device.capability >= _HOPPER else 128
+    if head_dim % 8 or head_dim > widest:
+        least = f"at most {widest} on compute capability {_version(device)}"
+        return f"it needs a head_dim that is a multiple of 8 and {least}, this is {head_dim}"
+    if not device.cudnn:
+        return "jax finds no cuDNN"
+    if device.capability == _BLACKWELL_ULTRA and device.cudnn < 91100:
+        return "it needs cuDNN 9.11 on compute capability 10.3"
+    return ""
+
+
+def _version(device: AttentionDevice) -> str:
+    return ".".join(map(str, device.capability))
+
+
+def against_splash(device: AttentionDevice, dtype: str, seq: int) -> str:
+    """Why tokamax's splash attention cannot be had, by the checks of tokamax 0.0.12; empty where it can."""
+    if device.platform != "tpu":
+        return "it needs a TPU"
+    if not device.tokamax:
+        return "it needs tokamax, which is not installed"
+    if not device.alone:
+        return "tokamax's kernels run where a stage has one device"
+    if dtype not in ("bfloat16", "float32"):
+        return f"it needs bf16 or fp32, this is {dtype}"
+    return f"it needs sequences of a multiple of 128 tokens, this is {seq}" if seq % 128 else ""
