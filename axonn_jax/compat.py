@@ -5,7 +5,7 @@ import json
 import pkgutil
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -68,6 +68,21 @@ def overlap_options(platform: str) -> dict[str, Any]:
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 32,
     }
+
+
+def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of XLA's compiler options that the installed jaxlib has, found by compiling nothing with each."""
+    return {name: value for name, value in options.items() if _knows(name, value)}
+
+
+def _knows(name: str, value: Any) -> bool:
+    try:
+        jax.jit(lambda: ()).lower().compile({name: value})
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return False
+    return True
 
 
 def keep_recomputation() -> dict[str, str]:

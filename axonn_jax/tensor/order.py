@@ -180,7 +180,7 @@ def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[
         if i in plan.matmul:
             if last is not None and not seen >> last & 1:
                 side = _carrier(eqn)
-                tied = tie(invars[side], eqns[last].outvars[0])
+                tied = tie(invars[side], _result(eqns[last]))
                 out.append(tied)
                 invars[side] = tied.outvars[0]
                 seen |= ancestors[last] | (1 << last)
@@ -194,7 +194,7 @@ def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[
         out.append(eqn.replace(invars=invars))
         for collective in delayed.get(i, ()):
             result = eqns[collective].outvars[0]
-            tied = tie(result, eqn.outvars[0])
+            tied = tie(result, _result(eqn))
             out.append(tied)
             names[result] = tied.outvars[0]
     results = [v if isinstance(v, Literal) else names.get(v, v) for v in outvars]
@@ -202,9 +202,14 @@ def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[
 
 
 def _carrier(eqn: JaxprEqn) -> int:
-    """Which operand of a matmul takes the dependency: the smaller, which costs less should it become a copy."""
-    sizes = [aval_of(v).size for v in eqn.invars]
-    return int(sizes[1] < sizes[0])
+    """Which operand of a matmul, or of a loop of them, takes the dependency: the smallest, should it become a copy."""
+    variables = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var)]
+    return min(variables, key=lambda i: aval_of(eqn.invars[i]).size)
+
+
+def _result(eqn: JaxprEqn) -> Var:
+    """What tells that an equation has been computed: a result that is not dropped."""
+    return next(v for v in eqn.outvars if type(v) is Var)
 
 
 def _ties() -> Callable[[Any, Any], JaxprEqn]:

@@ -201,6 +201,6 @@ def _over_replicas(eqn: JaxprEqn) -> bool:
 
 def _matmuls(eqns: Iterable[JaxprEqn]) -> Mapping[int, float]:
     """Matmuls worth hiding a collective behind, by position."""
-    found = {i: flops(eqn) for i, eqn in enumerate(eqns) if eqn.primitive.name == "dot_general"}
+    found = {i: found for i, eqn in enumerate(eqns) if (found := flops(eqn))}
     least = max(found.values(), default=0.0) / 100
     return {i: flops for i, flops in found.items() if flops >= least}

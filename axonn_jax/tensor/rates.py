@@ -30,8 +30,8 @@ class Rates:
         """Of a matmul or collective by its own figures, of anything else by what it writes."""
         if is_collective(eqn):
             return LATENCY_S + self._ring_bytes(eqn) / self._ring_rate(eqn)
-        if eqn.primitive.name == "dot_general":
-            return flops(eqn) / _FLOPS_PER_S
+        if found := flops(eqn):
+            return found / _FLOPS_PER_S
         return _bytes(eqn.outvars) / _BYTES_PER_S / 4  # most is fused with its neighbours
 
     def link(self, eqn: JaxprEqn) -> Link:
@@ -68,7 +68,11 @@ def is_collective(eqn: JaxprEqn) -> bool:
 
 
 def flops(eqn: JaxprEqn) -> float:
-    """Of a matmul."""
+    """Of a matmul, or of those in a loop; 0 of anything else."""
+    if eqn.primitive.name == "scan":
+        return float(eqn.params["length"]) * sum(map(flops, eqn.params["jaxpr"].jaxpr.eqns))
+    if eqn.primitive.name != "dot_general":
+        return 0.0
     (contract, _), _ = eqn.params["dimension_numbers"]
     shape = aval_of(eqn.invars[0]).shape
     return 2.0 * aval_of(eqn.outvars[0]).size * float(prod(shape[d] for d in contract))

@@ -200,8 +200,8 @@ class MemoryConfig:
     """Of compute and messages; master weights and moments stay fp32, and under fp16 the loss is scaled.
     auto: bf16 on accelerators, fp32 on CPU."""
     accumulate: Accumulate = "fp32"
-    """What gradients add up in over microbatches, and are reduced in over grid.data: fp32, or the compute precision,
-    which saves 2 bytes a parameter under bf16 and fp16."""
+    """What gradients add up in over microbatches, and travel in over grid.z and grid.data: fp32, or the compute
+    precision, which under bf16 and fp16 saves 2 bytes a parameter and half of what is sent, and rounds every sum."""
     offload: Offload = "none"
     """What lives in host memory and is streamed through the device: nothing, or the optimizer's state with the fp32
     weights, which leaves 4 bytes a parameter on the device (6 where gradients add up in fp32). The optimizer must be
@@ -234,7 +234,7 @@ class OverlapConfig:
     2 on accelerators where grid.x or grid.y is above 1 and the rows of a device are even, else 1."""
     order: Ordering = "auto"
     """Who orders a step's computation: package (found in virtual time), xla, or auto: package on accelerators
-    where grid.z, grid.y or grid.x is above 1."""
+    where grid.z, grid.y or grid.x is above 1, or grid.data with fewer than 32 layers."""
 
 
 @dataclass(frozen=True)

@@ -261,7 +261,7 @@ class PipelineTrainer(Trainer):
         """Whether another process is known to have gone; if so, the watch says which and ends this one."""
         return self._links.watch.lost()
 
-    def explain(self) -> list[str]:
+    def explain(self, sequences: int) -> list[str]:
         """Lines for people: the pieces and parameters of every stage, and what the schedule is like."""
         return described(self._pieces, self.ranges, self.layout, self.pipeline.policy, self._channel)
 

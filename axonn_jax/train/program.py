@@ -45,6 +45,14 @@ def streams_of(wanted: int, grid: GridShape, rows: int) -> int:
     return 2 if helps and rows % 2 == 0 else 1
 
 
+def exposed(streams: int, grid: GridShape, rows: int) -> list[str]:
+    """A line for people where a device's rows cannot be halved, so that nothing runs beside all-reduces."""
+    if streams or streams_of(0, grid, 2) == streams_of(0, grid, rows):
+        return []
+    told = f"overlap: {rows} sequence{'s' if rows > 1 else ''} of a microbatch on a device cannot be halved"
+    return [f"{told}: nothing is computed while all-reduces over grid.x and grid.y run; an even number would hide them"]
+
+
 @dataclass(frozen=True)
 class OnMesh:
     """A model that lives on one 4D mesh, and the layouts that follow."""

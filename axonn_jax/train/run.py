@@ -171,7 +171,7 @@ class Run:
         start = mark = time.monotonic()
         told = False
         with self.progress:
-            for line in self.trainer.explain():
+            for line in self.trainer.explain(self.config.train.global_batch):
                 self.say(line)
             self.say("compiling the step (the first time takes a while)")
             waiting: StepMetrics | None = None

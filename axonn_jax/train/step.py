@@ -131,9 +131,17 @@ class Step:
         return jax.jit(self.__call__, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
     def compiler_options(self) -> dict[str, Any] | None:
-        """What XLA needs to keep the program's order of computation."""
+        """What XLA needs to keep the program's order of computation, as far as it has such options."""
+        return compat.known_options(self._wanted_options) or None
+
+    def missing_options(self) -> list[str]:
+        """Those that XLA does not have."""
+        return sorted(self._wanted_options.keys() - (self.compiler_options() or {}).keys())
+
+    @property
+    def _wanted_options(self) -> dict[str, Any]:
         platform = self.program.grid.mesh.devices.flat[0].platform
-        return (compat.overlap_options(platform) if self.program.ordered else {}) or None
+        return compat.overlap_options(platform) if self.program.ordered else {}
 
     def compiled(
         self, tokens: tuple[int, int, int], key: Any = None, compiler_options: dict[str, str] | None = None

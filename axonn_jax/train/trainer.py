@@ -34,8 +34,8 @@ from axonn_jax.train.config import OverlapConfig, PipelineConfig, ScanLayers
 from axonn_jax.train.layerwise import layerwise
 from axonn_jax.train.offloaded import OffloadedStep
 from axonn_jax.train.own_state import own_params, own_state, stacked_state
-from axonn_jax.train.program import StageProgram
-from axonn_jax.train.scan import choose_stack
+from axonn_jax.train.program import StageProgram, exposed
+from axonn_jax.train.scan import LAYERS, choose_stack
 from axonn_jax.train.step import Step, StepMetrics, TrainState
 
 
@@ -95,7 +95,9 @@ class Trainer:
         check_fits(model, grid.shape)
         self.grid, self.microbatches, self.optimizer = grid, microbatches, optimizer
         overlap = overlap or OverlapConfig()
-        communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1
+        # Replicas add up beside layers that are unrolled, and to unroll many for that alone does not pay.
+        few = len(getattr(model, getattr(model, "repeats", ""), ())) < LAYERS
+        communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.data > 1 and few)
         auto = communicates and jax.default_backend() != "cpu"
         ordered = overlap.order == "package" or (overlap.order == "auto" and auto)
         split = zero > 0 and grid.shape.data > 1
@@ -352,9 +354,11 @@ class Trainer:
         """Whether another process of the run is known to have gone, so that no step will end any more."""
         return False
 
-    def explain(self) -> list[str]:
-        """Lines for people on how the model is spread, beyond the grid: none without a pipeline."""
-        return []
+    def explain(self, sequences: int) -> list[str]:
+        """Lines for people on how a step of so many sequences runs: the pipeline's stages, or what nothing hides."""
+        missing = [f"overlap: this XLA has no {name}, which is left out" for name in self._step.missing_options()]
+        rows = sequences // (self.microbatches * self.grid.shape.batch_shards)
+        return [*exposed(self.program.streams, self.grid.shape, rows), *missing]
 
     def leave_timeline(self, directory: Path) -> list[Path]:
         """Writes what was measured of the pipeline's last steps; every process of the run must call it.

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from axonn_jax import compat
 from axonn_jax.models.presets import preset
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import take_apart
 from axonn_jax.tensor.rates import axes_of, is_collective
-from axonn_jax.train.program import StageProgram
+from axonn_jax.train.program import StageProgram, exposed
 
 GRIDS = [grids.GridShape(1, 1, 1, 1, 1), grids.GridShape(1, 1, 2, 2, 2), grids.GridShape(1, 2, 2, 1, 2)]
 
@@ -62,6 +63,19 @@ def test_replicas_add_up_beside_the_last_microbatchs_backward_pass():
     last = max(i for i, eqn in enumerate(eqns) if eqn.primitive.name == "dot_general")
     sums = [(i, eqn.invars[0].aval.size) for i, eqn in enumerate(eqns) if is_collective(eqn) and "data" in axes_of(eqn)]
     assert sum(size for i, size in sums if i < last) >= 0.6 * sum(size for _, size in sums)
+
+
+def test_a_device_with_one_long_sequence_is_told_that_nothing_is_hidden(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    grid = grids.GridShape(x=2)
+    (line,) = exposed(0, grid, 1)
+    assert line.startswith("overlap: 1 sequence of a microbatch on a device cannot be halved: nothing is computed")
+    assert exposed(0, grid, 2) == exposed(1, grid, 1) == exposed(0, grids.GridShape(data=2, z=2), 1) == []
+
+
+def test_an_option_that_xla_does_not_have_is_left_out():
+    known = compat.overlap_options("cuda")
+    assert compat.known_options({**known, "xla_gpu_no_such_option": 1}) == known
 
 
 @pytest.mark.parametrize("options", [{"streams": 2}, {"ordered": True}, {"streams": 2, "ordered": True}], ids=str)

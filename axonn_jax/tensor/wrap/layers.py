@@ -96,8 +96,8 @@ class ShardedEmbed(nnx.Embed):
         plan, total = self.axonn_plan, self.num_embeddings
 
         def local(ids: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
-            (table,) = self.promote_dtype((params["embedding"],), dtype=self.dtype, inexact=False)
-            table = whole_weight(plan, table, split)
+            (cast,) = self.promote_dtype((params["embedding"],), dtype=self.dtype, inexact=False)
+            table = whole_weight(plan, params["embedding"], split, cast.dtype)
             ids = jnp.where(ids < 0, ids + total, ids)
             rows = lookup(table, ids, plan.in_axis or "")
             # As jnp.take: what is outside the table is NaN, not a neighbour's row.
@@ -117,8 +117,9 @@ class ShardedEmbed(nnx.Embed):
         plan = self.axonn_plan
 
         def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
-            x, table = self.promote_dtype((x, params["embedding"]), dtype=self.dtype)
-            return scores(whole_weight(plan, table, split), x, plan.in_axis or "", plan.out_axis or "")
+            x, cast = self.promote_dtype((x, params["embedding"]), dtype=self.dtype)
+            table = whole_weight(plan, params["embedding"], split, cast.dtype)
+            return scores(table, x, plan.in_axis or "", plan.out_axis or "")
 
         y_spec = place(query.ndim, (-1, plan.in_axis))
         params = {"embedding": self.embedding[...]}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
@@ -62,15 +63,15 @@ def in_region(
     return manual(run, plan.mesh, (x_spec, specs), y_spec, among_others=True)(x, held)  # type: ignore[no-any-return]
 
 
-def whole_weight(plan: LayerPlan, kernel: jax.Array, split: bool) -> jax.Array:
-    """The kernel gathered over `z`, in the dtype it has; one that `z` does not split is returned as it is.
+def whole_weight(plan: LayerPlan, kernel: jax.Array, split: bool, dtype: jnp.dtype) -> jax.Array:
+    """The kernel gathered over `z` in `dtype`; one that `z` does not split is cast to it.
 
     It is made to vary over `data` before it is gathered: autodiff then scatters its gradient over `z` first and
     reduces over `data` what is left, a `Gz`-th.
     """
     if not split or plan.z_dim is None:
-        return kernel
-    return gather_weight(vary(kernel, ("data",)), kernel.dtype, dim=plan.z_dim)
+        return kernel.astype(dtype)
+    return gather_weight(vary(kernel, ("data",)), dtype, dim=plan.z_dim)
 
 
 def contract(
@@ -91,8 +92,8 @@ def contract(
         if split:  # before they are cast, so that gradients are summed over devices in the parameters' own dtype
             kernel = vary(kernel, BATCH_AXES if plan.z_dim is None else ("data",))
             bias = None if bias is None else vary(bias, BATCH_AXES)
-        x, kernel, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
-        kernel = whole_weight(plan, kernel, split)
+        x, cast, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
+        kernel = whole_weight(plan, kernel, split, cast.dtype)
         if plan.out_axis is not None:
             x = vary(x, (plan.out_axis,))
         y = flax_call(LocalLayer(layer, kernel=kernel, bias=None, use_bias=False, **replaced), x)
