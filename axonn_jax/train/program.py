@@ -17,6 +17,7 @@ from axonn_jax.memory.activations import block_runner
 from axonn_jax.memory.gradients import unreduced_spec
 from axonn_jax.memory.reduce import reduce_gradients
 from axonn_jax.memory.zero import split_over_data
+from axonn_jax.models.stacked import Stacked
 from axonn_jax.tensor.clip import global_norm, square_sum
 from axonn_jax.tensor.collectives import reduce_sum, vary
 from axonn_jax.tensor.counted import target_weights, vocabulary
@@ -175,6 +176,12 @@ class StageProgram(OnMesh):
         where = getattr(self._model(self.parts.params), "repeats", None)
         return None if where is None else f"{where}."
 
+    @property
+    def _scanned(self) -> bool:
+        """Whether layers are a loop."""
+        model = self._model(self.parts.params)
+        return isinstance(getattr(model, getattr(model, "repeats", ""), None), Stacked)
+
     def _targets(self, tokens: jax.Array) -> int:
         """Number of target tokens in the global batch of which `tokens` is this device's part."""
         microbatches, rows, width = tokens.shape
@@ -217,7 +224,7 @@ class StageProgram(OnMesh):
         """What `finish` makes of each device's sums of gradients over microbatches, and the mean loss.
 
         Where the order is found here and replicas add up in `finish`, the last microbatch is apart from the loop over
-        the others, so that they do beside its backward pass.
+        the others, so that they do beside its backward pass; a loop over layers gives their gradients at its end alone.
         """
         # Varying over what splits tokens on purpose: autodiff then leaves gradients unreduced over it (a z-sharded
         # kernel is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
@@ -264,7 +271,7 @@ class StageProgram(OnMesh):
 
         zeros = jax.tree.map(lambda p: vary(jnp.zeros_like(p, self.sums), compat.varying_axes(p)), own)
         start = (vary(jnp.zeros((), jnp.float32), BATCH_AXES), zeros)
-        apart = finish is not None and self.ordered and self.grid.shape.data > 1
+        apart = finish is not None and self.ordered and self.grid.shape.data > 1 and not self._scanned
         looped = count - 1 if apart else count
         total, sums = start
         if looped:
