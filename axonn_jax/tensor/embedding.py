@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax import compat
 from axonn_jax.tensor.collectives import axis_size, gather_weight, reduce_sum, shard_offset, vary
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 from axonn_jax.tensor.params import normal_param
@@ -19,12 +20,37 @@ def lookup(table: jax.Array, ids: jax.Array, vocab_axis: str, *, scattered: bool
     zeros, or on one shard the nearest row.
     """
     if axis_size(vocab_axis) == 1:
-        return jnp.take(table, ids, axis=0, mode="clip")
+        return _rows(table, ids)
     local = ids - shard_offset(vocab_axis, table.shape[0])
     held = (local >= 0) & (local < table.shape[0])
-    rows = jnp.take(table, jnp.where(held, local, 0), axis=0, mode="clip")
+    rows = _rows(table, jnp.where(held, local, 0))
     rows = jnp.where(held[..., None], rows, jnp.zeros((), table.dtype))
     return scatter_sequence(rows) if scattered else reduce_sum(rows, vocab_axis)
+
+
+def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of a table on one device; a row's gradient, a sum over all tokens that read it, adds up in float32."""
+    if table.dtype == jnp.float32:
+        return jnp.take(table, ids, axis=0, mode="clip")
+    return _wide_sums(vary(table, compat.varying_axes(ids)), ids)
+
+
+@jax.custom_vjp
+def _wide_sums(table: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.take(table, ids, axis=0, mode="clip")
+
+
+def _forward(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _wide_sums(table, ids), (table, ids)
+
+
+def _backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, None]:
+    table, ids = kept
+    zeros = vary(jnp.zeros(table.shape, jnp.float32), compat.varying_axes(dy))
+    return zeros.at[ids].add(dy.astype(jnp.float32), mode="clip").astype(table.dtype), None
+
+
+_wide_sums.defvjp(_forward, _backward)
 
 
 def scores(

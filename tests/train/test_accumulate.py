@@ -11,6 +11,7 @@ from flax import nnx
 
 from axonn_jax.memory.precision import precisions
 from axonn_jax.models.transformer import Transformer
+from axonn_jax.tensor.embedding import lookup
 from axonn_jax.tensor.linear import Linear
 from axonn_jax.tensor.params import take_apart
 from axonn_jax.train.program import StageProgram
@@ -53,3 +54,16 @@ def test_a_bias_adds_up_its_gradient_in_float32():
     found = nnx.grad(product)(layer).bias.get_value()
     exact = np.sum(np.asarray(dy, np.float64), 0)
     np.testing.assert_allclose(found, exact, rtol=tokens * 2.0**-24)
+
+
+def test_a_row_that_many_tokens_read_adds_up_its_gradient_in_float32():
+    tokens, width = 16_384, 4
+    ids = jnp.zeros(tokens, jnp.int32)
+    dy = jnp.asarray(1.0 + np.random.default_rng(1).random((tokens, width)), jnp.bfloat16)
+
+    def product(table):
+        return jnp.sum((lookup(table, ids, "y") * dy).astype(jnp.float32))
+
+    found = jax.grad(product)(jnp.zeros((2, width), jnp.bfloat16))
+    exact = np.sum(np.asarray(dy, np.float64), 0)
+    np.testing.assert_allclose(np.asarray(found[0], np.float64), exact, rtol=2.0**-8)  # rounded once, at the end
