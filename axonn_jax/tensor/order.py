@@ -203,13 +203,18 @@ def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[
 
 def _carrier(eqn: JaxprEqn) -> int:
     """Which operand of a matmul, or of a loop of them, takes the dependency: the smallest, should it become a copy."""
-    variables = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var)]
+    variables = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and _is_number(v)]
     return min(variables, key=lambda i: aval_of(eqn.invars[i]).size)
 
 
 def _result(eqn: JaxprEqn) -> Var:
     """What tells that an equation has been computed: a result that is not dropped."""
-    return next(v for v in eqn.outvars if type(v) is Var)
+    return next(v for v in eqn.outvars if type(v) is Var and _is_number(v))
+
+
+def _is_number(v: Var) -> bool:
+    """Whether it is neither an index nor a key."""
+    return bool(jnp.issubdtype(aval_of(v).dtype, jnp.floating))
 
 
 def _ties() -> Callable[[Any, Any], JaxprEqn]:

@@ -94,10 +94,10 @@ def solve(value: Any, wanted: float) -> float:
 
 
 def fsdp(machine: Machine, row: tuple[Any, ...]) -> float:
-    """Tokens a second and GPU of an llm-foundry run."""
+    """Tokens a second and GPU of an llm-foundry run, whose gradients travel in bf16 (`mixed_precision: PURE`)."""
     name, gpus, sequences, microbatches, again, _ = row
     shape = mpt(*MPT[name])
-    job = Job(shape, machine, gpus * sequences * microbatches, "bf16", switches=BACKWARD)
+    job = Job(shape, machine, gpus * sequences * microbatches, "bf16", accumulate=2, switches=BACKWARD)
     one = CostModel(job).estimate(Choice(GridShape(z=gpus), microbatches, "full" if again else "none"))
     return job.batch * shape.seq_len / one.step_s / gpus
 

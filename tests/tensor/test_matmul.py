@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from axonn_jax.grid import BATCH_AXES
+from axonn_jax.memory.held import whole
 from axonn_jax.models.matmuls import local_products
 from axonn_jax.models.stacked import stack_layers
 from axonn_jax.models.transformer import Transformer
@@ -154,12 +155,12 @@ def results(model, axes, layouts_for, *, scanned=False, **options):
     shape, grid = grids.MODELS[model], grids.lay(axes)
     streams = options.get("streams", 1)
     wanted = local_products(shape, axes, 8 // axes.batch_shards // streams * shape.seq_len, "float32")
-    whole = take_apart(grids.model_on(shape, grid))
+    made = take_apart(grids.model_on(shape, grid))
     abstract = with_layouts(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))), layouts_for(wanted))
     parts = take_apart(abstract)
-    stack = stack_layers(parts.rebuild(whole.params)) if scanned else None
+    stack = stack_layers(parts.rebuild(made.params)) if scanned else None
     program = StageProgram(stack.parts if stack else parts, grid, jnp.dtype("float32"), **options)
-    params = stack.join(whole.params, grid.mesh) if stack else whole.params
+    params = stack.join(made.params, grid.mesh) if stack else made.params
     batch = jax.device_put(grids.tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
     grads, loss, norm = jax.jit(program.gradients)(params, batch, None)
     grads = whole(own_params(stack, grads)) if stack else grads
