@@ -1,5 +1,6 @@
 """The only place for version-dependent JAX names (jax 0.10.2 up)."""
 
+import functools
 import importlib.util
 import json
 import pkgutil
@@ -75,6 +76,7 @@ def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if _knows(name, value)}
 
 
+@functools.cache
 def _knows(name: str, value: Any) -> bool:
     try:
         jax.jit(lambda: ()).lower().compile({name: value})

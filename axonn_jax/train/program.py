@@ -177,10 +177,11 @@ class StageProgram(OnMesh):
         return None if where is None else f"{where}."
 
     @property
-    def _scanned(self) -> bool:
-        """Whether layers are a loop."""
+    def _last_apart(self) -> bool:
+        """Whether replicas add up beside a backward pass: in an order found here, but not behind a loop over layers."""
         model = self._model(self.parts.params)
-        return isinstance(getattr(model, getattr(model, "repeats", ""), None), Stacked)
+        scanned = isinstance(getattr(model, getattr(model, "repeats", ""), None), Stacked)
+        return self.ordered and self.grid.shape.data > 1 and not scanned
 
     def _targets(self, tokens: jax.Array) -> int:
         """Number of target tokens in the global batch of which `tokens` is this device's part."""
@@ -206,7 +207,8 @@ class StageProgram(OnMesh):
         layouts = (self.parts.specs, self.grad_specs)
 
         def reduced(sums: Params) -> Params:
-            in_turn = not self.ordered  # the order found has them one after the other as gradients come
+            # The order found has buckets one after the other as gradients come.
+            in_turn = not self._last_apart
             return reduce_gradients(sums, *layouts, self.bucket, self.grid.mesh, self.token_axes, in_turn=in_turn)
 
         grads, loss = self._local_sums(params, tokens, key, scale, reduced)
@@ -223,8 +225,8 @@ class StageProgram(OnMesh):
     ) -> tuple[Params, jax.Array]:
         """What `finish` makes of each device's sums of gradients over microbatches, and the mean loss.
 
-        Where the order is found here and replicas add up in `finish`, the last microbatch is apart from the loop over
-        the others, so that they do beside its backward pass; a loop over layers gives their gradients at its end alone.
+        With `_last_apart` the last microbatch is apart from the loop over the others, so that `finish` runs beside its
+        backward pass.
         """
         # Varying over what splits tokens on purpose: autodiff then leaves gradients unreduced over it (a z-sharded
         # kernel is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
@@ -271,7 +273,7 @@ class StageProgram(OnMesh):
 
         zeros = jax.tree.map(lambda p: vary(jnp.zeros_like(p, self.sums), compat.varying_axes(p)), own)
         start = (vary(jnp.zeros((), jnp.float32), BATCH_AXES), zeros)
-        apart = finish is not None and self.ordered and self.grid.shape.data > 1 and not self._scanned
+        apart = finish is not None and self._last_apart
         looped = count - 1 if apart else count
         total, sums = start
         if looped:
