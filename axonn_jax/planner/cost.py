@@ -107,6 +107,11 @@ class CostModel:
             of_grid[place] += self._update(grid, load, place)
         return of_grid[place]
 
+    def outside_s(self, choice: Choice) -> float:
+        """Seconds of a step outside the passes of its microbatches: what comes once, or is shared by all of them."""
+        shared = sum(seconds for _, seconds in self._once_for_all(choice, self.busiest(choice)))
+        return shared + self.once_s(choice.grid, choice.place)
+
     def estimate(self, choice: Choice) -> Estimate:
         """Step time, its parts, and memory of a choice.
 
@@ -199,7 +204,9 @@ class CostModel:
         kept = pipe * way + 2 * (pipe * stages - 1) * message + (weights / stages if split else 0.0)
         late = self._period(choice, work, kept) - work
         messages = (pipe - 1) * (1 if split else 2) * message
-        return (pipe - 1) * unit / stages, messages + choice.microbatches * late
+        # Several stages take microbatches by groups of `pipe`; the last ranks wait where the last group is not whole.
+        short = 0.0 if split else -choice.microbatches % pipe * (stages - 1) / stages * (inputs + weights)
+        return (pipe - 1) * unit / stages + short, messages + choice.microbatches * late
 
     def _period(self, choice: Choice, work: float, kept: float) -> float:
         """Seconds from one microbatch to the next where each takes a rank `work` and is kept for `kept`.

@@ -6,8 +6,8 @@ from math import exp, inf
 from statistics import NormalDist
 
 from axonn_jax.errors import UserError
-from axonn_jax.planner.refine import StageTimes
 from axonn_jax.planner.simulator import Simulation, simulate
+from axonn_jax.planner.steady import StageTimes
 from axonn_jax.schedule.policies import Policy
 from axonn_jax.schedule.tasks import Kind, Message, Task
 

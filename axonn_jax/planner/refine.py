@@ -1,123 +1,133 @@
-"""A choice's pipeline run by the real dispatchers, with task times from the cost model."""
+"""A choice's price: in closed form without a pipeline, else simulated by the real dispatchers."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 
 from axonn_jax.models.pieces import Piece
 from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.job import Choice, Estimate
-from axonn_jax.planner.simulator import Simulation, simulate
-from axonn_jax.schedule.tasks import Kind, Layout, Message, Task
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Seconds of the tasks of every virtual stage, and of a message."""
-
-    layout: Layout
-    tasks: dict[tuple[Kind, int], float]
-    message: float
-
-    def task(self, task: Task) -> float:
-        """Seconds of a task."""
-        return self.tasks[task.kind, task.stage]
-
-    def carried(self, message: Message) -> float:
-        """Seconds of a message."""
-        del message
-        return self.message
+from axonn_jax.planner.steady import Pipelined, StageTimes, pipelined
+from axonn_jax.planner.tasks import Times
+from axonn_jax.planner.traffic import Part
+from axonn_jax.schedule.tasks import Kind, Layout
 
 
 def stage_times(model: CostModel, choice: Choice) -> StageTimes:
-    """Cuts the model as a run does, and adds up what each virtual stage holds.
+    """Times of a choice's stages, cut as a run cuts them, and of its messages.
 
     Raises:
         UserError: the model has fewer pieces than there are virtual stages.
     """
-    shape, layout = model.job.shape, Layout(choice.grid.pipe, choice.microbatches, choice.virtual_stages)
-    pieces, ranges = model.stages(choice.grid.pipe, choice.virtual_stages)
-    tasks, sequences = model.tasks(choice), choice.sequences(model.job.batch)
+    layout = Layout(choice.grid.pipe, choice.microbatches, choice.virtual_stages)
+    return StageTimes(layout, _tasks(model, choice), model.message(choice))
+
+
+def _tasks(model: CostModel, choice: Choice) -> dict[tuple[Kind, int], float]:
+    """Seconds of the tasks of every virtual stage; without a pipeline of one that holds the whole model."""
     times: dict[tuple[Kind, int], float] = {}
-    block_flops, program = shape.layer_forward_flops(1), model.job.machine.device.program_s
-    for stage, held in enumerate(ranges):
+    pipe, virtual = choice.grid.pipe, choice.virtual_stages
+    least = model.job.machine.device.program_s if pipe > 1 else 0.0
+
+    def add(stage: int, parts: Iterable[tuple[float, Times]]) -> None:
         forward = inputs = weights = 0.0
-        for piece in pieces[held.start : held.stop]:
-            part, share = _part(piece, block_flops)
-            found = tasks.times(part, sequences, choice.activations, True)  # type: ignore[arg-type]
-            forward += share * found.forward
-            inputs += share * found.inputs
-            weights += share * found.weights
-        times[Kind.FORWARD, stage] = program + forward
-        times[Kind.BACKWARD_INPUT, stage] = program + inputs
-        times[Kind.BACKWARD_WEIGHT, stage] = program + weights
-        times[Kind.BACKWARD, stage] = program + inputs + weights
-    return StageTimes(layout, times, model.message(choice))
+        for count, one in parts:
+            forward += count * one.forward
+            inputs += count * one.inputs
+            weights += count * one.weights
+        times[Kind.FORWARD, stage] = least + forward
+        times[Kind.BACKWARD_INPUT, stage] = least + inputs
+        times[Kind.BACKWARD_WEIGHT, stage] = least + weights
+        times[Kind.BACKWARD, stage] = least + inputs + weights
+
+    if pipe == 1:
+        add(0, ((count, one) for _, count, one in model.busiest(choice)))
+        return times
+    tasks, sequences = model.tasks(choice), choice.sequences(model.job.batch)
+    block_flops = model.job.shape.layer_forward_flops(1)
+
+    def part(piece: Piece) -> tuple[float, Times]:
+        named: dict[str, Part] = {"embedding": "first", "head": "last"}
+        share = 1.0 if piece.name in named else piece.flops / block_flops
+        return share, tasks.times(named.get(piece.name, "block"), sequences, choice.activations, True)
+
+    pieces, ranges = model.stages(pipe, virtual)
+    for stage, held in enumerate(ranges):
+        add(stage, map(part, pieces[held.start : held.stop]))
+    return times
 
 
-def _part(piece: Piece, block_flops: int) -> tuple[str, float]:
-    """Which of the model's parts a piece belongs to, and its share of it by FLOPs."""
-    if piece.name == "embedding":
-        return "first", 1.0
-    if piece.name == "head":
-        return "last", 1.0
-    return "block", piece.flops / block_flops
+def run(
+    model: CostModel, choice: Choice, shown: Collection[int] | None = (), told: Callable[[int], None] | None = None
+) -> Pipelined:
+    """A choice's step without what comes once in it, as `price` has it; arguments as those of `pipelined`."""
+    return _run(model, stage_times(model, choice), choice, shown, told)
 
 
-def run(model: CostModel, times: StageTimes, choice: Choice) -> Simulation:
-    """The pipelined part of one step in virtual time."""
-    return simulate(
-        times.layout,
-        model.job.policy,
-        task_time=times.task,
-        message_time=times.carried,
-        in_flight=choice.in_flight,
-        split=model.job.splits(choice.activations),
-    )
+def _run(
+    model: CostModel,
+    times: StageTimes,
+    choice: Choice,
+    shown: Collection[int] | None = (),
+    told: Callable[[int], None] | None = None,
+) -> Pipelined:
+    split = model.job.splits(choice.activations)
+    return pipelined(times, model.job.policy, in_flight=choice.in_flight, split=split, shown=shown, told=told)
 
 
-def tasks_to_refine(choice: Choice) -> int:
-    """Tasks that `refine` simulates: twelve microbatches a stage at the most, in two runs."""
-    pipe = choice.grid.pipe
-    return 3 * pipe * choice.virtual_stages * sum(_counts(choice)) if pipe > 1 else 0
+class Prices:
+    """Prices of one job's choices: what `plan` compares and `simulate` shows; equal pipelines are simulated once."""
 
+    def __init__(self, model: CostModel):
+        self.model = model
+        self.tasks = 0
+        """Simulated so far."""
+        self._pipelines: dict[tuple[object, ...], Pipelined] = {}
+        self._tasks: dict[tuple[object, ...], dict[tuple[Kind, int], float]] = {}
 
-def _counts(choice: Choice) -> tuple[int, ...]:
-    few = 4 * choice.grid.pipe
-    return (few, 2 * few) if choice.microbatches > 2 * few else (choice.microbatches,)
+    def price(self, choice: Choice) -> Estimate:
+        """Returns the closed form, with the pipeline in it replaced by its simulation.
 
+        The real cut balances FLOPs, not times, and the closed form rounds blocks up: the busiest rank has less, or
+        more, and with it what it computes and communicates.
+        """
+        closed = self.model.estimate(choice)
+        if choice.grid.pipe == 1:
+            return closed
+        done = self._simulated(choice)
+        busy = max(done.busy)
+        step = done.makespan + self.model.outside_s(choice)
+        idle = done.makespan - busy
+        messages = min(closed.exposed.get("pipe", 0.0), idle)
+        inside = [seconds for axis, seconds in closed.exposed.items() if axis not in ("pipe", "data")]
+        scale = busy / (closed.compute_s + sum(inside))
+        exposed = {axis: seconds * (1.0 if axis == "data" else scale) for axis, seconds in closed.exposed.items()}
+        hidden = {axis: seconds * scale for axis, seconds in closed.hidden.items()}
+        return replace(
+            closed,
+            step_s=step,
+            compute_s=closed.compute_s * scale,
+            bubble=(idle - messages) / step,
+            exposed={**exposed, "pipe": messages},
+            hidden=hidden,
+            simulated=True,
+        )
 
-def refine(model: CostModel, one: Estimate) -> Estimate:
-    """Replaces the closed form of a pipeline by its simulation.
+    def _stage_times(self, choice: Choice) -> StageTimes:
+        layout = Layout(choice.grid.pipe, choice.microbatches, choice.virtual_stages)
+        key = self._key(choice)
+        if key not in self._tasks:
+            self._tasks[key] = _tasks(self.model, choice)
+        return StageTimes(layout, self._tasks[key], self.model.message(choice))
 
-    A pipeline with many microbatches is steady between its start and its end: two shorter runs tell how long each
-    further microbatch takes.
-    """
-    choice = one.choice
-    if choice.grid.pipe == 1:
-        return one
-    times, spans, busy = stage_times(model, choice), [], []
-    counts = _counts(choice)
-    for count in counts:
-        layout = replace(times.layout, microbatches=count)
-        done = run(model, replace(times, layout=layout), choice)
-        spans.append(done.makespan)
-        busy.append(max(done.busy) / count * choice.microbatches)
-    makespan = spans[-1]
-    if len(counts) == 2:
-        makespan += (choice.microbatches - counts[1]) * (spans[1] - spans[0]) / (counts[1] - counts[0])
-    step = makespan + model.once_s(choice.grid, choice.place)
-    idle = max(0.0, makespan - busy[-1]) / step
-    messages = min(one.exposed.get("pipe", 0.0), idle * step)
-    # The real cut balances FLOPs, not times; the closed form rounds blocks up: the busiest rank has less, or more.
-    inside = [seconds for axis, seconds in one.exposed.items() if axis not in ("pipe", "data")]
-    scale = busy[-1] / (one.compute_s + sum(inside))
-    exposed = {axis: seconds * (1.0 if axis == "data" else scale) for axis, seconds in one.exposed.items()}
-    hidden = {axis: seconds * scale for axis, seconds in one.hidden.items()}
-    return replace(
-        one,
-        step_s=step,
-        compute_s=one.compute_s * scale,
-        bubble=idle - messages / step,
-        exposed={**exposed, "pipe": messages},
-        hidden=hidden,
-        simulated=True,
-    )
+    def _key(self, choice: Choice) -> tuple[object, ...]:
+        """What decides how long tasks take."""
+        grid, sequences = choice.grid, choice.sequences(self.model.job.batch)
+        return grid.pipe, grid.z, grid.y, grid.x, choice.virtual_stages, sequences, choice.activations
+
+    def _simulated(self, choice: Choice) -> Pipelined:
+        times = self._stage_times(choice)
+        key = (*self._key(choice), choice.microbatches, choice.in_flight, times.message)
+        if key not in self._pipelines:
+            done = self._pipelines[key] = _run(self.model, times, choice)
+            self.tasks += 3 * done.simulation.layout.stages * done.simulation.layout.microbatches
+        return self._pipelines[key]

@@ -1,8 +1,11 @@
 """The search: every legal grid with every choice that goes with it; what fits, what does not and why."""
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from math import inf
 from typing import NamedTuple
 
 from axonn_jax.errors import UserError
@@ -11,20 +14,18 @@ from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.job import Choice, Estimate, Job, Memory, Place
 from axonn_jax.planner.memory import Policy as Activations
-from axonn_jax.planner.refine import refine, tasks_to_refine
+from axonn_jax.planner.refine import Prices
 from axonn_jax.planner.space import Space, depths, legal_grids, microbatch_sizes, pieces
 
 TIE = 0.01
 """Times closer than this are a tie."""
-_SIMULATED_TASKS = 50_000
-"""Tasks of pipelines that are simulated in a search: a few tenths of a second."""
+_SIMULATED_TASKS, _COMPARED_TASKS = 100_000, 50_000
+"""Tasks of pipelines that are simulated to find the best, a second or two, and to have others beside it."""
 _GAIN = 0.998
 """More microbatches in flight must make the closed form shorter by this factor to be worth their memory."""
 _HORIZON = 1.1
 """Grids that cannot come closer to the best than this are left out once there are enough others."""
 _ENOUGH = 25
-_SHOWN = 10
-"""The pipelines among so many of the best in closed form are simulated in any case, as far as there are tasks left."""
 _POLICIES, _GATHERS = ("none", "save_collectives", "dots", "full", "offload"), ("layer", "pass", "step")
 
 
@@ -62,11 +63,14 @@ class _Priced(NamedTuple):
         return replace(self.base, offload=self.place[0], zero=self.place[1])
 
     @property
-    def order(self) -> tuple[float, int, int, bool, int, int]:
+    def order(self) -> tuple[float, ...]:
         """By time, then by how little it asks for."""
-        base = self.base
-        asked = _POLICIES.index(base.activations), _GATHERS.index(base.gather)
-        return self.step_s, *asked, *self.place, base.virtual_stages
+        return _order(self.step_s, self.base, self.place)
+
+
+def _order(step_s: float, base: Choice, place: Place) -> tuple[float, ...]:
+    asked = _POLICIES.index(base.activations), _GATHERS.index(base.gather)
+    return step_s, *asked, *place, base.virtual_stages
 
 
 def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
@@ -91,7 +95,7 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
         else:
             grids.append((model.bound(grid), grid))
     fits: list[_Priced] = []
-    best, examined = float("inf"), 0
+    best, examined = inf, 0
     grids.sort(key=lambda one: one[0])
     for tried, (bound, grid) in enumerate(grids):
         if bound > _HORIZON * best and tried >= _ENOUGH:
@@ -112,59 +116,63 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
     if not fits:
         raise _nothing(devices, rejected)
     fits.sort(key=lambda one: one.order)
-    best_of = _refined(model, fits, limit)
+    found_best = _refined(Prices(model), fits, limit)
     by_grid: dict[GridShape, Estimate] = {}
-    for estimate in best_of:
+    for estimate in found_best:
         by_grid.setdefault(estimate.choice.grid, estimate)
-    return Plan(list(by_grid.values()), _pareto(model, fits, best_of), rejected, examined)
+    return Plan(list(by_grid.values()), _pareto(found_best), rejected, examined)
 
 
-def _refined(model: CostModel, fits: Sequence[_Priced], limit: float) -> list[Estimate]:
-    """The best of each grid and number of virtual stages, fastest first.
+def _refined(prices: Prices, fits: Sequence[_Priced], limit: float) -> list[Estimate]:
+    """Prices of what may be among the best or the smallest, fastest first.
 
-    Pipelines that may be among the best are simulated by their dispatchers. The closed form takes virtual stages for
-    equally long, which they are not where a model's pieces do not divide evenly: several of them count only once
-    simulated.
+    Of choices without a pipeline what nothing beats in both time and memory, and the best of each grid. Pipelines count
+    simulated only. The closed form says which are tried first, and what a grid's first one took says how far it is off
+    for those that come after: virtual stages, which it takes for equally long, are not where pieces do not divide.
     """
-    kept: dict[tuple[GridShape, int], Choice] = {}
+    groups: dict[tuple[GridShape, int], list[_Priced]] = {}
     for one in fits:
-        key = (one.base.grid, one.base.virtual_stages)
-        if key not in kept:
-            kept[key] = one.choice
-    found, left, best = list[Estimate](), _SIMULATED_TASKS, float("inf")
-    for choice in list(kept.values())[: 2 * _ENOUGH]:
-        estimate = model.estimate(choice)
-        near = choice.grid.pipe > 1 and (estimate.step_s <= _HORIZON * best or len(found) < _SHOWN)
-        if near and (tasks_to_refine(choice) <= left or not found):
-            estimate, spent = _deepened(model, estimate, limit, left)
-            left -= spent
-        if estimate.simulated or choice.virtual_stages == 1:
+        groups.setdefault((one.base.grid, one.base.virtual_stages), []).append(one)
+    plain = [group for (grid, _), group in groups.items() if grid.pipe == 1]
+    wanted = {one.choice for one in (*(group[0] for group in plain[:_ENOUGH]), *_front(list(chain(*plain))))}
+    found = [prices.price(choice) for choice in wanted]
+    best = min((one.step_s for one in found), default=inf)
+    queue = [(group[0].step_s, key, 0) for key, group in groups.items() if key[0].pipe > 1]
+    queue.sort(key=lambda one: one[0])
+    while queue:
+        expected, key, place = queue.pop(0)
+        compared = expected > best * (1 + TIE)
+        if found and (expected > _HORIZON * best or prices.tasks > (_COMPARED_TASKS if compared else _SIMULATED_TASKS)):
+            break
+        group = groups[key]
+        estimate = _deepened(prices, group[place].choice, limit)
+        if estimate is not None:
             found.append(estimate)
             best = min(best, estimate.step_s)
-    return sorted(found, key=lambda one: one.step_s)
+            if place + 1 < len(group):
+                expected = group[place + 1].step_s * estimate.step_s / group[place].step_s
+                insort(queue, (expected, key, place + 1), key=lambda one: one[0])
+    return sorted(found, key=lambda one: _order(one.step_s, one.choice, one.choice.place))
 
 
-def _deepened(model: CostModel, one: Estimate, limit: float, left: int) -> tuple[Estimate, int]:
-    """A pipeline simulated, and the tasks that took.
+def _deepened(prices: Prices, choice: Choice, limit: float) -> Estimate | None:
+    """A pipeline simulated, None where its memory is not there.
 
-    The default is in flight, fewer only where memory asks for it, and more where there is memory for them and the step
-    becomes shorter by more than a tie.
+    The default is in flight, fewer only where memory asks for it, and more where there is memory for them, ranks wait
+    for each other, and the step becomes shorter by more than a tie.
     """
-    fitting = [choice for choice in depths(model.job, one.choice) if _fits(model, choice, limit)]
+    fitting = [one for one in depths(prices.model.job, choice) if _fits(prices.model, one, limit)]
     if len(fitting) > 1 and fitting[0].in_flight:
         del fitting[0]
-    found, spent = one, 0
-    for choice in fitting:
-        if found.simulated and spent + tasks_to_refine(choice) > left:
+    found: Estimate | None = None
+    for deeper in fitting:
+        if found is not None and found.bubble + found.exposed["pipe"] / found.step_s < 2 * TIE:
             break
-        estimate = refine(model, model.estimate(choice))
-        spent += tasks_to_refine(choice)
-        if found.simulated and estimate.step_s > found.step_s * (1 - TIE):
+        estimate = prices.price(deeper)
+        if found is not None and estimate.step_s > found.step_s * (1 - TIE):
             break
         found = estimate
-        if found.bubble + found.exposed["pipe"] / found.step_s < 2 * TIE:
-            break
-    return found, spent
+    return found
 
 
 def _fits(model: CostModel, choice: Choice, limit: float) -> bool:
@@ -172,13 +180,10 @@ def _fits(model: CostModel, choice: Choice, limit: float) -> bool:
     return device <= limit and _host_fits(model.job, host, choice.grid)
 
 
-def _pareto(model: CostModel, fits: Sequence[_Priced], refined: Sequence[Estimate]) -> list[Estimate]:
-    """What nothing beats in both time and memory; virtual stages as simulated, the rest in closed form."""
-    simulated = {one.choice: one for one in refined}
-    front = [one.choice for one in _front([one for one in fits if one.base.virtual_stages == 1])]
-    estimates = [*refined, *(model.estimate(choice) for choice in front if choice not in simulated)]
+def _pareto(found: Sequence[Estimate]) -> list[Estimate]:
+    """What nothing beats in both time and memory, of estimates in the order of their times."""
     merged: list[Estimate] = []
-    for estimate in sorted(estimates, key=lambda one: (one.step_s, one.memory.total)):
+    for estimate in found:
         if not merged or estimate.memory.total < merged[-1].memory.total:
             merged.append(estimate)
     return merged

@@ -1,16 +1,19 @@
 """A pipelined step in virtual time, run by the dispatchers that run the real one."""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from axonn_jax.schedule.dispatcher import Dispatcher, Follower
 from axonn_jax.schedule.policies import Policy
-from axonn_jax.schedule.tasks import Layout, Message, Task, sends
+from axonn_jax.schedule.tasks import Kind, Layout, Message, Task, sends
+
+_NEWS = 1 << 14
+"""Tasks after which `told` is told."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One task on the time line of its rank; times in the unit of the task times."""
 
     task: Task
@@ -30,7 +33,7 @@ class Simulation:
     layout: Layout
     """What was simulated."""
     spans: list[Span] = field(repr=False)
-    """Every task, in the order of their ends."""
+    """The tasks of the ranks that were asked for, in the order of their ends."""
     makespan: float
     """From the first start to the last end."""
     busy: list[float]
@@ -57,42 +60,51 @@ def simulate(
     message_time: Callable[[Message], float],
     in_flight: int = 0,
     split: bool = True,
+    shown: Collection[int] | None = None,
+    told: Callable[[int], None] | None = None,
 ) -> Simulation:
     """Runs one step under a policy in virtual time; `task_time` and `message_time` are asked once for each.
 
     A rank runs one task at a time, and chooses it when the one before has ended; a message is on its way for its time
     and takes none of its sender's. What happens at one instant is told to all ranks before any of them chooses.
+    `shown` are the ranks whose spans are kept, all if left out; `told` is told now and then how many tasks have ended.
 
     Raises:
         UserError: the policy cannot run with this layout.
         RuntimeError: the ranks wait for each other; the message has the state of every rank.
     """
     ranks = [Dispatcher(layout, rank, policy, in_flight, split) for rank in range(layout.pipe)]
-    return drive(ranks, task_time=task_time, message_time=message_time)
+    return drive(ranks, task_time=task_time, message_time=message_time, shown=shown, told=told)
 
 
 def drive(
-    ranks: Sequence[Follower], *, task_time: Callable[[Task], float], message_time: Callable[[Message], float]
+    ranks: Sequence[Follower],
+    *,
+    task_time: Callable[[Task], float],
+    message_time: Callable[[Message], float],
+    shown: Collection[int] | None = None,
+    told: Callable[[int], None] | None = None,
 ) -> Simulation:
     """Runs one step of the given dispatchers or followers, one a rank, as `simulate` does."""
     layout = ranks[0].layout
-    spans: list[Span] = []
-    busy, peak, idle = [0.0] * layout.pipe, [0] * layout.pipe, [True] * layout.pipe
+    pipe, spans, keeps = layout.pipe, list[Span](), [shown is None or rank in shown for rank in range(layout.pipe)]
+    busy, peak, since = [0.0] * pipe, [0] * pipe, [-1.0] * pipe  # since when a rank runs its task, -1 if idle
     # (time, serial number, rank, what ended or arrived there); the number keeps ties in the order of their causes.
-    events: list[tuple[float, int, int, Span | Message]] = []
-    now, serial = 0.0, 0
-    concerned = set(range(layout.pipe))
+    events: list[tuple[float, int, int, Task | Message]] = []
+    now, serial, ended = 0.0, 0, 0
+    concerned = set(range(pipe))
     while True:
-        for rank in sorted(concerned):
-            task = ranks[rank].next() if idle[rank] else None
+        for rank in sorted(concerned) if len(concerned) > 1 else concerned:
+            task = ranks[rank].next() if since[rank] < 0 else None
             if task is None:
                 continue
-            idle[rank] = False
+            since[rank] = now
             duration = task_time(task)
             busy[rank] += duration
-            peak[rank] = max(peak[rank], ranks[rank].live)
+            if task.kind is Kind.FORWARD:
+                peak[rank] = max(peak[rank], ranks[rank].live)
             serial += 1
-            heapq.heappush(events, (now + duration, serial, rank, Span(task, rank, now, now + duration)))
+            heapq.heappush(events, (now + duration, serial, rank, task))
         if not events:
             break
         now = events[0][0]
@@ -103,13 +115,17 @@ def drive(
             if isinstance(event, Message):
                 ranks[rank].arrived(event)
                 continue
-            spans.append(event)
-            ranks[rank].finished(event.task)
-            idle[rank] = True
-            message = sends(event.task, layout)
+            if keeps[rank]:
+                spans.append(Span(event, rank, since[rank], now))
+            ranks[rank].finished(event)
+            since[rank] = -1.0
+            ended += 1
+            if told is not None and ended % _NEWS == 0:
+                told(ended)
+            message = sends(event, layout)
             if message is not None:
                 serial += 1
-                arrival = (now + message_time(message), serial, layout.rank_of(message.stage), message)
+                arrival = (now + message_time(message), serial, message.stage % pipe, message)
                 heapq.heappush(events, arrival)
     if not all(rank.done for rank in ranks):
         raise RuntimeError("the ranks wait for each other: " + "; ".join(map(_state, ranks)))

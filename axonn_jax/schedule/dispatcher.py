@@ -26,12 +26,13 @@ class Follower:
         if not 0 <= rank < layout.pipe:
             raise ValueError(f"rank {rank} of a pipeline of {layout.pipe}")
         self.layout, self.rank = layout, rank
+        self._pipe, self._stages = layout.pipe, layout.stages
         self._told: deque[Task] = deque()  # and not yet started
         self._known: set[Task] = set()  # ever told
         self._arrived: set[Message] = set()
-        self._started: set[Task] = set()
+        self._begun: set[Task] = set()
         self._running: set[Task] = set()
-        self._forwards = self._releases = 0
+        self._count = self._forwards = self._releases = 0
 
     def tell(self, task: Task) -> None:
         """Appends a task to the order.
@@ -49,18 +50,18 @@ class Follower:
 
         Raises ``ValueError`` for a message that came before or is for nobody here.
         """
-        self._check_place(message, message.stage, message.microbatch)
+        self._check_message(message)
         if message in self._arrived:
             raise ValueError(f"rank {self.rank}: {message} arrived twice")
-        if message.stage == (0 if message.direction == "forward" else self.layout.last):
-            raise ValueError(f"rank {self.rank}: nobody sends a {message}")
         self._arrived.add(message)
 
     def next(self) -> Task | None:
         """Returns the task to start now and counts it as started, or None if nothing can be started."""
         if not self._told or not self._ready(self._told[0]):
             return None
-        return self._start(self._told.popleft())
+        task = self._told.popleft()
+        self._begun.add(task)
+        return self._start(task)
 
     def finished(self, task: Task) -> None:
         """Takes note that a started task has run. Raises ``ValueError`` if it is not running."""
@@ -88,7 +89,7 @@ class Follower:
     @property
     def started(self) -> int:
         """Tasks started so far."""
-        return len(self._started)
+        return self._count
 
     @property
     def live(self) -> int:
@@ -99,21 +100,26 @@ class Follower:
         return self._forwards - self._releases
 
     def _start(self, task: Task) -> Task:
-        self._started.add(task)
         self._running.add(task)
+        self._count += 1
         self._forwards += task.kind is Kind.FORWARD
         return task
 
     def _ready(self, task: Task) -> bool:
         """Whether the inputs of a task are there."""
         before = predecessor(task)
-        if before is not None and Task(before, task.stage, task.microbatch) not in self._started:
+        if before is not None and Task(before, task.stage, task.microbatch) not in self._begun:
             return False
         message = needs(task, self.layout)
         return message is None or message in self._arrived
 
+    def _check_message(self, message: Message) -> None:
+        self._check_place(message, message.stage, message.microbatch)
+        if message.stage == (0 if message.direction == "forward" else self._stages - 1):
+            raise ValueError(f"rank {self.rank}: nobody sends a {message}")
+
     def _check_place(self, what: object, stage: int, microbatch: int) -> None:
-        here = 0 <= stage <= self.layout.last and self.layout.rank_of(stage) == self.rank
+        here = stage % self._pipe == self.rank and 0 <= stage < self._stages
         if not here or not 0 <= microbatch < self.layout.microbatches:
             raise ValueError(f"rank {self.rank} of {self.layout}: has no place for {what}")
 
@@ -145,12 +151,15 @@ class Dispatcher(Follower):
 
         Raises ``ValueError`` for a message that came before or is for nobody here.
         """
-        super().arrived(message)
-        if self._rule is not None:
-            if message.direction == "forward":
-                self._rule.forward_ready(message.stage, message.microbatch)
-            else:
-                self._rule.backward_ready(message.stage, message.microbatch)
+        if self._rule is None:
+            super().arrived(message)
+            return
+        self._check_message(message)
+        direction, stage, microbatch = message
+        if direction == "forward":
+            self._rule.forward_ready(stage, microbatch)
+        else:
+            self._rule.backward_ready(stage, microbatch)
 
     def next(self) -> Task | None:
         """Returns the task to start now and counts it as started, or None if nothing can be started."""

@@ -1,13 +1,16 @@
 """The message-driven rule: which of the ready tasks a rank starts (AxoNN, IPDPS 22, with split backwards)."""
 
 import heapq
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 
 from axonn_jax.errors import UserError
 from axonn_jax.schedule.policies import in_flight_limit, live_bound
 from axonn_jax.schedule.tasks import Kind, Layout, Message, Task
+
+_FORWARD, _WHOLE, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+
+_Ready = tuple[int, int, int]
 
 
 class MessageDriven:
@@ -53,23 +56,20 @@ class MessageDriven:
     def __init__(self, layout: Layout, rank: int, in_flight: int, split: bool):
         if in_flight < 0:
             raise UserError("pipeline.in_flight", in_flight, "at least 1, or 0 for the default")
-        self._layout, self._rank, self._split = layout, rank, split
+        self._rank, self._split, self._microbatches = rank, split, layout.microbatches
+        self._pipe, self._chunks, self._last = layout.pipe, layout.virtual_stages, layout.last
         self._bound = live_bound("message", layout, rank, in_flight, split)
         self._limit = in_flight_limit(layout, rank, in_flight)
-        # Ready tasks as (group, place of the chunk in it, microbatch, stage), the next one first.
-        self._forwards: list[tuple[int, int, int, int]] = []
-        self._backwards: list[tuple[int, int, int, int]] = []
+        # Ready tasks as (group, stage, microbatch), backwards with minus the stage, the next one first.
+        self._forwards: list[_Ready] = []
+        self._backwards: list[_Ready] = []
         self._weights: deque[tuple[int, int]] = deque()
-        # The same of tasks whose input has not come: all forwards, and the backwards of those that have started.
-        self._forwards_due = sorted(
-            (microbatch // layout.pipe, stage, microbatch, stage)
-            for stage in layout.stages_of(rank)
-            for microbatch in range(layout.microbatches if stage else 0)
-        )
-        self._backwards_due: list[tuple[int, int, int, int]] = []
+        # By chunk and microbatch: whether a forward has its input; backwards that wait for theirs.
+        self._received = [bytearray(layout.microbatches) for _ in layout.stages_of(rank)]
+        self._backwards_due: set[_Ready] = set()
         self._forward_was_last = False
         self._held = 0  # activations alive on the device once everything started has run
-        self._entered = self._left = 0  # microbatches that started their first forward here, and their last backward
+        self._inside = 0  # microbatches that started their first forward here, and not their last backward
         # By microbatch: forwards started here, and those of them whose backward has not started.
         self._forwards_started = [0] * layout.microbatches
         self._in_flight = [0] * layout.microbatches
@@ -79,22 +79,23 @@ class MessageDriven:
             self.forward_ready(0, 0)
 
     def forward_ready(self, stage: int, microbatch: int) -> None:
-        """Takes note that a forward has its input."""
-        entry = (microbatch // self._layout.pipe, stage, microbatch, stage)
-        heapq.heappush(self._forwards, entry)
-        if stage != 0:
-            del self._forwards_due[bisect_left(self._forwards_due, entry)]
+        """Takes note that a forward has its input. Raises ``ValueError`` if it had it before."""
+        received = self._received[stage // self._pipe]
+        if received[microbatch]:
+            raise ValueError(f"the input of stage {stage}, microbatch {microbatch}, arrived twice")
+        received[microbatch] = True
+        heapq.heappush(self._forwards, (microbatch // self._pipe, stage, microbatch))
 
     def backward_ready(self, stage: int, microbatch: int) -> None:
-        """Takes note that a backward has its input. Raises ``ValueError`` before its forward has started."""
-        entry = (microbatch // self._layout.pipe, -stage, microbatch, stage)
-        if stage != self._layout.last:
-            place = bisect_left(self._backwards_due, entry)
-            if self._backwards_due[place : place + 1] != [entry]:
+        """Takes note that a backward has its input. Raises ``ValueError`` before its forward has started, and twice."""
+        entry = (microbatch // self._pipe, -stage, microbatch)
+        if stage != self._last:
+            if entry not in self._backwards_due:
                 raise ValueError(
-                    f"a gradient for stage {stage}, microbatch {microbatch}, whose forward has not started"
+                    f"a gradient for stage {stage}, microbatch {microbatch}, whose forward has not started, "
+                    "or which came before"
                 )
-            del self._backwards_due[place]
+            self._backwards_due.remove(entry)
         heapq.heappush(self._backwards, entry)
 
     def choose(self) -> Task | None:
@@ -102,13 +103,13 @@ class MessageDriven:
 
         A forward on the last stage makes its backward ready at once.
         """
-        forward = self._next_forward()
-        if forward is not None and self._held >= self._bound:
-            if self._weights and not (self._backwards and self._forward_was_last):
+        if self._backwards and self._forward_was_last:
+            return self._start_backward()
+        if self._forwards and (forward := self._next_forward()) is not None:
+            if self._held < self._bound:
+                return self._start_forward(forward)
+            if self._weights:
                 return self._start_weight()
-            forward = None
-        if forward is not None and not (self._backwards and self._forward_was_last):
-            return self._start_forward(forward)
         if self._backwards:
             return self._start_backward()
         return self._start_weight() if self._weights else None
@@ -116,76 +117,92 @@ class MessageDriven:
     def missing(self) -> Iterator[Message]:
         """Yields the messages any of which would let this rank start a task, most urgent first, found one by one."""
         room = self._held < self._bound
-        if self._backwards or self._weights or (room and self._next_forward() is not None):
+        if self._backwards or self._weights or (room and self._forwards and self._next_forward() is not None):
             return
-        yield from (Message("backward", stage, microbatch) for _, _, microbatch, stage in self._backwards_due)
-        if not room or (self._layout.virtual_stages == 1 and not self._may_start(self._rank, self._oldest)):
+        yield from (Message("backward", -stage, microbatch) for _, stage, microbatch in sorted(self._backwards_due))
+        inside, young = self._inside < self._limit, self._allows_young()
+        if not room or (self._chunks == 1 and not inside):
             return
-        due = self._forwards_due
-        if not self._allows_young():  # the oldest one's come first, but for those of others in its group
-            group = self._oldest // self._layout.pipe
-            due = due[bisect_left(due, (group,)) : bisect_left(due, (group + 1,))]
-        for _, _, microbatch, stage in due:
-            if self._may_start(stage, microbatch):
-                yield Message("forward", stage, microbatch)
-
-    def _may_start(self, stage: int, microbatch: int) -> bool:
-        """Whether a forward is within the limits, given memory for one more activation."""
-        if stage < self._layout.pipe and self._entered - self._left >= self._limit:
-            return False
-        return microbatch == self._oldest or self._allows_young()
+        # Of all microbatches before the oldest every forward has started. With room for that one alone no other counts.
+        groups = range(self._oldest // self._pipe, -(-self._microbatches // self._pipe))
+        for group in groups if young else groups[:1]:
+            end = min((group + 1) * self._pipe, self._microbatches)
+            for chunk, received in enumerate(self._received):
+                stage = chunk * self._pipe + self._rank
+                if stage == 0 or (chunk == 0 and not inside):
+                    continue
+                microbatch = received.find(0, group * self._pipe, end)
+                while microbatch >= 0:
+                    if young or microbatch == self._oldest:
+                        yield Message("forward", stage, microbatch)
+                    microbatch = received.find(0, microbatch + 1, end)
 
     def _allows_young(self) -> bool:
         """Whether forwards of other than the oldest microbatch leave room for that one."""
-        chunks = self._layout.virtual_stages
-        return chunks == 1 or self._younger + chunks < self._bound
+        return self._chunks == 1 or self._younger + self._chunks < self._bound
 
     def _next_forward(self) -> int | None:
         """The place in the heap of the first ready forward that may start, given memory for it."""
-        if self._forwards and self._may_start(*self._forwards[0][:1:-1]):
+        inside, young = self._inside < self._limit, self._allows_young()
+        if inside and young:
             return 0
-        places = [place for place, entry in enumerate(self._forwards) if self._may_start(*entry[:1:-1])]
-        return min(places, key=self._forwards.__getitem__) if places else None
+        if self._chunks == 1:
+            return None
+        allowed = [
+            place
+            for place, (_, stage, microbatch) in enumerate(self._forwards)
+            if (inside or stage >= self._pipe) and (young or microbatch == self._oldest)
+        ]
+        return min(allowed, key=self._forwards.__getitem__) if allowed else None
 
     def _start_forward(self, place: int) -> Task:
-        _, _, microbatch, stage = self._forwards[place]
         if place == 0:
-            heapq.heappop(self._forwards)
+            group, stage, microbatch = heapq.heappop(self._forwards)
         else:
-            del self._forwards[place]
+            group, stage, microbatch = self._forwards.pop(place)
             heapq.heapify(self._forwards)
         self._forward_was_last = True
         self._held += 1
         self._in_flight[microbatch] += 1
         self._forwards_started[microbatch] += 1
-        self._younger += microbatch > self._oldest
-        while self._forwards_started[self._oldest] == self._layout.virtual_stages:
-            self._oldest += 1
-            if self._oldest == self._layout.microbatches:
-                break
-            self._younger -= self._in_flight[self._oldest]
-        self._entered += stage < self._layout.pipe
-        if stage == 0 and microbatch + 1 < self._layout.microbatches:
-            self.forward_ready(0, microbatch + 1)
-        if stage == self._layout.last:
+        if microbatch > self._oldest:
+            self._younger += 1
+        elif self._forwards_started[microbatch] == self._chunks:
+            self._next_oldest()
+        if stage < self._pipe:
+            self._inside += 1
+            if stage == 0 and microbatch + 1 < self._microbatches:
+                self.forward_ready(0, microbatch + 1)
+        if stage == self._last:
             self.backward_ready(stage, microbatch)
         else:
-            insort(self._backwards_due, (microbatch // self._layout.pipe, -stage, microbatch, stage))
-        return Task(Kind.FORWARD, stage, microbatch)
+            self._backwards_due.add((group, -stage, microbatch))
+        return Task(_FORWARD, stage, microbatch)
+
+    def _next_oldest(self) -> None:
+        """Goes on to the first microbatch with forwards left to run here."""
+        while self._forwards_started[self._oldest] == self._chunks:
+            self._oldest += 1
+            if self._oldest == self._microbatches:
+                break
+            self._younger -= self._in_flight[self._oldest]
 
     def _start_backward(self) -> Task:
-        _, _, microbatch, stage = heapq.heappop(self._backwards)
+        _, stage, microbatch = heapq.heappop(self._backwards)
+        stage = -stage
         self._forward_was_last = False
         self._in_flight[microbatch] -= 1
-        self._younger -= microbatch > self._oldest
-        self._left += stage < self._layout.pipe
-        late = microbatch >= self._layout.microbatches - self._layout.pipe
-        if self._split and (late or self._layout.virtual_stages > 1 or self._held < self._bound):
+        if microbatch > self._oldest:
+            self._younger -= 1
+        if stage < self._pipe:
+            self._inside -= 1
+        late = microbatch >= self._microbatches - self._pipe
+        if self._split and (late or self._chunks > 1 or self._held < self._bound):
             self._weights.append((stage, microbatch))
-            return Task(Kind.BACKWARD_INPUT, stage, microbatch)
+            return Task(_INPUT, stage, microbatch)
         self._held -= 1
-        return Task(Kind.BACKWARD, stage, microbatch)
+        return Task(_WHOLE, stage, microbatch)
 
     def _start_weight(self) -> Task:
         self._held -= 1
-        return Task(Kind.BACKWARD_WEIGHT, *self._weights.popleft())
+        return Task(_WEIGHT, *self._weights.popleft())

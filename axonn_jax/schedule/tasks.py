@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from axonn_jax.errors import UserError
 
@@ -23,9 +23,10 @@ class Kind(enum.StrEnum):
     BACKWARD_WEIGHT = "W"
     """Gradients of the weights only; nobody waits for them before the optimizer."""
 
+    __hash__ = str.__hash__  # an enum's own is Python code, and tasks are looked up by the million
 
-@dataclass(frozen=True, order=True, slots=True)
-class Task:
+
+class Task(NamedTuple):
     """One kind of work of one virtual stage for one microbatch."""
 
     kind: Kind
@@ -39,8 +40,7 @@ class Task:
         return f"{self.kind.value}{self.stage}.{self.microbatch}"
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """What one stage sends another: it makes exactly one task runnable at its destination."""
 
     direction: Direction
@@ -108,11 +108,12 @@ def sends(task: Task, layout: Layout) -> Message | None:
     A forward sends its activations to the next stage, a backward (fused or of the inputs) its gradients to the one
     before.
     """
-    if task.kind is Kind.FORWARD:
-        return Message("forward", task.stage + 1, task.microbatch) if task.stage < layout.last else None
-    if task.kind is Kind.BACKWARD_WEIGHT or task.stage == 0:
+    kind, stage, microbatch = task
+    if kind is Kind.FORWARD:
+        return Message("forward", stage + 1, microbatch) if stage < layout.last else None
+    if kind is Kind.BACKWARD_WEIGHT or stage == 0:
         return None
-    return Message("backward", task.stage - 1, task.microbatch)
+    return Message("backward", stage - 1, microbatch)
 
 
 def needs(task: Task, layout: Layout) -> Message | None:

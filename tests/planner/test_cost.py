@@ -15,7 +15,7 @@ from axonn_jax.planner.machine_file import load_machine
 from axonn_jax.planner.measured import Collective
 from axonn_jax.planner.memory import block_activations
 from axonn_jax.planner.network import Links
-from axonn_jax.planner.refine import refine, run, stage_times
+from axonn_jax.planner.refine import Prices, stage_times
 from axonn_jax.planner.tasks import Switches
 from axonn_jax.planner.traffic import Traffic
 from axonn_jax.schedule.policies import live_bound
@@ -168,14 +168,8 @@ def test_a_pipeline_in_closed_form_is_near_its_simulation():
         model = CostModel(replace(JOB, policy=policy, split=split))
         choice = Choice(GridShape(pipe=8, data=4), 16, "full")
         closed = model.estimate(choice)
-        assert refine(model, closed).step_s == pytest.approx(closed.step_s, rel=0.08)
-        assert refine(model, closed).simulated
-
-
-def test_a_long_pipeline_is_told_from_two_shorter_ones():
-    model, choice = CostModel(replace(JOB, batch=1024)), Choice(GridShape(pipe=4, data=4), 128, "full", 2)
-    whole = run(model, stage_times(model, choice), choice).makespan + model.once_s(choice.grid, choice.place)
-    assert refine(model, model.estimate(choice)).step_s == pytest.approx(whole, rel=0.01)
+        assert Prices(model).price(choice).step_s == pytest.approx(closed.step_s, rel=0.08)
+        assert Prices(model).price(choice).simulated
 
 
 def test_a_pipeline_computes_a_group_of_layers_again_as_a_whole():
@@ -324,7 +318,7 @@ def test_every_task_of_a_pipeline_is_a_program():
     choice, device = Choice(GridShape(pipe=4), 16), replace(A100.device, program_s=1e-3)
     plain, slow = CostModel(JOB), CostModel(replace(JOB, machine=replace(A100, device=device)))
     assert slow.estimate(choice).step_s - plain.estimate(choice).step_s == pytest.approx(16 * 3e-3)
-    longer = refine(slow, slow.estimate(choice)).step_s - refine(plain, plain.estimate(choice)).step_s
+    longer = Prices(slow).price(choice).step_s - Prices(plain).price(choice).step_s
     assert 16 * 2e-3 <= longer <= (16 + 2 * 3) * 3e-3  # a backward in one is a program less
     alone = Choice(GridShape(z=4), 16)
     assert slow.estimate(alone).step_s == plain.estimate(alone).step_s

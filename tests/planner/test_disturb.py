@@ -7,8 +7,8 @@ import pytest
 
 from axonn_jax.errors import UserError
 from axonn_jax.planner.disturb import Disturbance, factor, run, uniform
-from axonn_jax.planner.refine import StageTimes
 from axonn_jax.planner.simulator import simulate
+from axonn_jax.planner.steady import StageTimes
 from axonn_jax.schedule.tasks import Kind, Layout
 
 PARTS = {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0, Kind.BACKWARD: 2.0}

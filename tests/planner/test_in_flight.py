@@ -10,8 +10,9 @@ from axonn_jax.models.presets import preset
 from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.job import Choice, Job
 from axonn_jax.planner.machine_file import load_machine
-from axonn_jax.planner.refine import refine, run, stage_times
+from axonn_jax.planner.refine import Prices, stage_times
 from axonn_jax.planner.search import search
+from axonn_jax.planner.simulator import simulate
 from axonn_jax.planner.space import Space
 
 SHAPE = replace(preset("gpt-5b"), layers=64, vocab=512)
@@ -29,6 +30,12 @@ def job(latency, microbatches, pipe):
     return replace(made, machine=replace(plain, node=node, network=network))
 
 
+def simulated_whole(model, choice):
+    times, split = stage_times(model, choice), model.job.splits(choice.activations)
+    of = {"task_time": times.task, "message_time": times.carried, "in_flight": choice.in_flight, "split": split}
+    return simulate(times.layout, "message", **of).makespan
+
+
 def only(pipe, **fixed):
     return Space(axes={"pipe": pipe, "data": 1, "z": 1, "y": 1, "x": 1}, virtual_stages=(1,), **fixed)
 
@@ -40,9 +47,9 @@ def test_the_answer_is_the_whole_simulations_and_the_closed_form_near_it(pipe, m
     model = CostModel(job(latency, microbatches, pipe))
     for depth in (pipe, 0, 2 * pipe):
         choice = Choice(GridShape(pipe=pipe), microbatches, activations, in_flight=depth)
-        whole = run(model, stage_times(model, choice), choice).makespan
+        whole = simulated_whole(model, choice)
         once, closed = model.once_s(choice.grid, choice.place), model.estimate(choice)
-        assert refine(model, closed).step_s - once == pytest.approx(whole, rel=0.03)
+        assert Prices(model).price(choice).step_s - once == pytest.approx(whole, rel=0.005)
         assert closed.step_s - once == pytest.approx(whole, rel=0.1)
 
 
@@ -53,8 +60,8 @@ def test_a_long_message_takes_more_microbatches_in_flight():
     assert best.simulated
     assert best.choice.in_flight in (16, 24)
     model, usual = CostModel(asked), replace(best.choice, in_flight=0)
-    assert best.step_s < 0.95 * refine(model, model.estimate(usual)).step_s
-    assert best.step_s < 0.75 * refine(model, model.estimate(replace(usual, in_flight=8))).step_s
+    assert best.step_s < 0.95 * Prices(model).price(usual).step_s
+    assert best.step_s < 0.75 * Prices(model).price(replace(usual, in_flight=8)).step_s
     assert f"--pipeline.in_flight {best.choice.in_flight}" in command("gpt-5b", asked, best.choice, None)
 
 

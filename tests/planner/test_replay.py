@@ -4,8 +4,8 @@ import pytest
 
 from axonn_jax.errors import UserError
 from axonn_jax.planner.disturb import Disturbance, run
-from axonn_jax.planner.refine import StageTimes
 from axonn_jax.planner.replay import Measured, parse_task, replay
+from axonn_jax.planner.steady import StageTimes
 from axonn_jax.schedule.tasks import Kind, Layout, Task
 
 TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 1.2, Kind.BACKWARD_WEIGHT: 0.9, Kind.BACKWARD: 2.1}

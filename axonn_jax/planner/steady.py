@@ -1,0 +1,140 @@
+"""A pipelined step of any length: its beginning and end simulated, its steady stretch told from what was simulated."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from axonn_jax.planner.simulator import Simulation, simulate
+from axonn_jax.schedule.policies import Policy, in_flight_limit
+from axonn_jax.schedule.tasks import Kind, Layout, Message, Task
+
+_WHOLE = 6_000
+"""Tasks of a step that is simulated whole in any case."""
+_MOST = 4_000_000
+"""Tasks of a simulation that is not made longer to be sure of its period: some twenty seconds."""
+_SURE = 0.002
+"""Share of a step by which two of its periods may differ."""
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of the tasks of every virtual stage, and of a message."""
+
+    layout: Layout
+    tasks: dict[tuple[Kind, int], float]
+    message: float
+
+    def task(self, task: Task) -> float:
+        """Seconds of a task."""
+        return self.tasks[task.kind, task.stage]
+
+    def carried(self, message: Message) -> float:
+        """Seconds of a message."""
+        del message
+        return self.message
+
+    def work(self, rank: int, policy: Policy, split: bool) -> float:
+        """Seconds that a microbatch takes a rank at the least."""
+        total = 0.0
+        for stage in self.layout.stages_of(rank):
+            forward, *parts, whole = (self.tasks[kind, stage] for kind in _KINDS)
+            backward = {"message": min(sum(parts), whole) if split else whole, "zero-bubble": sum(parts)}
+            total += forward + backward.get(policy, whole)
+        return total
+
+    def way(self, split: bool) -> float:
+        """Seconds from a microbatch's first forward to the start of its last backward at the least."""
+        back = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
+        both = sum(self.tasks[Kind.FORWARD, stage] + self.tasks[back, stage] for stage in range(self.layout.stages))
+        return both - self.tasks[back, 0] + 2 * (self.layout.stages - 1) * self.message
+
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """A step without its update; times in seconds."""
+
+    simulation: Simulation
+    """Of all microbatches but those left out."""
+    left_out: int
+    """Microbatches of the steady stretch that were not simulated."""
+    period: float
+    """What each of these adds to the step."""
+    busy: list[float]
+    """By rank, how long it works in the whole step."""
+
+    @property
+    def makespan(self) -> float:
+        """Of the whole step."""
+        return self.simulation.makespan + self.left_out * self.period
+
+    @property
+    def idle(self) -> float:
+        """Share of all ranks' time in which they do not work."""
+        return 1.0 - sum(self.busy) / (self.makespan * len(self.busy))
+
+
+def pipelined(
+    times: StageTimes,
+    policy: Policy,
+    *,
+    in_flight: int = 0,
+    split: bool = True,
+    shown: Collection[int] | None = (),
+    told: Callable[[int], None] | None = None,
+) -> Pipelined:
+    """Simulates a step, a long one without most of its steady stretch, where every microbatch takes the same time.
+
+    The period is that of the busiest rank's forwards once the pipeline is full. It is no less than that rank's work,
+    nor than the way of a microbatch over those in flight. Where it is more, ranks wait for each other, and what they
+    settle on shows late: the simulation then grows until two periods agree. `tests/planner/test_steady.py` has its
+    errors against whole simulations.
+
+    Raises:
+        UserError: the policy cannot run with this layout.
+    """
+    layout, pipe = times.layout, times.layout.pipe
+    work = [times.work(rank, policy, split) for rank in range(pipe)]
+    busiest = max(range(pipe), key=work.__getitem__)
+
+    def run(microbatches: int) -> Simulation:
+        return simulate(
+            replace(layout, microbatches=microbatches),
+            policy,
+            task_time=times.task,
+            message_time=times.carried,
+            in_flight=in_flight,
+            split=split,
+            shown=None if shown is None else {*shown, busiest},
+            told=told,
+        )
+
+    full = in_flight_limit(layout, 0, in_flight) if policy == "message" else pipe
+    least = max(work[busiest], times.way(split) / full if policy == "message" else 0.0)
+    tasks, before = 3 * layout.stages, least
+    few = min(int(2.5 * full) + pipe + 32, max(full + pipe // 2, _MOST // tasks))
+    while policy != "gpipe" and 3 * few < layout.microbatches and tasks * layout.microbatches > _WHOLE:
+        # The same remainder by `pipe`: several virtual stages take microbatches in groups of so many.
+        left_out = (layout.microbatches - few) // pipe * pipe
+        done = run(layout.microbatches - left_out)
+        period = max(_period(done, busiest, full), least)
+        makespan = done.makespan + left_out * period
+        if left_out * abs(period - before) < _SURE * makespan or tasks * few >= _MOST:
+            busy = [seconds + left_out * more for seconds, more in zip(done.busy, work, strict=True)]
+            return Pipelined(done, left_out, period, busy)
+        few, before = 2 * few, period
+    done = run(layout.microbatches)
+    return Pipelined(done, 0, 0.0, done.busy)
+
+
+def _period(done: Simulation, rank: int, full: int) -> float:
+    """Seconds from one microbatch's first forward on a rank to the next's, late in a simulation."""
+    pipe, last = done.layout.pipe, done.layout.microbatches - 1
+    starts = [0.0] * (last + 1)
+    for span in done.spans:
+        if span.rank == rank and span.task.kind is Kind.FORWARD and span.task.stage < pipe:
+            starts[span.task.microbatch] = span.start
+    last -= pipe if done.layout.virtual_stages > 1 else 0
+    count = max(pipe, (last - full) // 2 // pipe * pipe)
+    return (starts[last] - starts[last - count]) / count
