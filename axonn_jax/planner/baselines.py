@@ -17,7 +17,7 @@ def megatron(job: Job, devices: int, limit: float, space: Space | None = None) -
         UserError: none fits.
     """
     chosen = space or Space()
-    only = replace(chosen, axes={**chosen.axes, "z": 1, "x": 1}, most={"y": job.machine.node.devices})
+    only = replace(chosen, axes={**chosen.axes, "z": 1, "x": 1}, near=("y",))
     static = replace(job, switches=NOTHING, policy="interleaved", split=False)
     return search(static, devices, only, limit).best[0]
 

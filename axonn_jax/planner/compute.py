@@ -114,16 +114,16 @@ class Compute:
         scores = float(self.seq**2 * sequences * shape.heads) / parts * self.item
         return flops / self.rate + self.stream(6 * scores), 2 * flops / self.rate + self.stream(8 * scores)
 
-    def head(self, x: int, y: int, sequences: int) -> Seconds:
-        """The final norm, the projection onto the vocabulary and the loss."""
-        key = (x, y, sequences)
+    def head(self, x: int, columns: int, sequences: int) -> Seconds:
+        """The final norm, the projection onto a device's columns of the padded vocabulary, and the loss."""
+        key = (x, columns, sequences)
         if key not in self._heads:
-            rows, hidden, vocab = sequences * self.seq, self.shape.hidden / x, self.shape.vocab / y
-            logits = self.light(rows * vocab * 4)
+            rows, hidden = sequences * self.seq, self.shape.hidden / x
+            logits = self.light(rows * columns * 4)
             self._heads[key] = Seconds(
-                self.matmul(rows, hidden, vocab) + 3 * logits,  # written, read for the maximum and for the sum
-                self.matmul(rows, vocab, hidden) + 2 * logits,  # read and overwritten by their gradient
-                self.matmul(hidden, rows, vocab),
+                self.matmul(rows, hidden, columns) + 3 * logits,  # written, read for the maximum and for the sum
+                self.matmul(rows, columns, hidden) + 2 * logits,  # read and overwritten by their gradient
+                self.matmul(hidden, rows, columns),
                 3 * logits,
             )
         return self._heads[key]

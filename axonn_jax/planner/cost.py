@@ -9,7 +9,7 @@ from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.compute import Compute
 from axonn_jax.planner.footprint import Footprint, Load
 from axonn_jax.planner.job import Choice, Estimate, Job, Place
-from axonn_jax.planner.network import Links
+from axonn_jax.planner.network import Links, copies
 from axonn_jax.planner.tasks import Tasks, Times
 from axonn_jax.planner.traffic import Part, Traffic
 from axonn_jax.schedule.partition import Cost, partition
@@ -32,7 +32,7 @@ class CostModel:
         self._models: dict[Inner, tuple[Compute, Traffic]] = {}
         self.compute, self.traffic = self.priced(PAPERS)
         self.footprint = Footprint(job)
-        self._tasks: dict[tuple[int, int, int, Inner], Tasks] = {}
+        self._tasks: dict[tuple[int, int, int, int, Inner], Tasks] = {}
         self._stages: dict[tuple[int, int], Stages] = {}
         self._once: dict[GridShape, dict[Place, float]] = {}
 
@@ -46,11 +46,12 @@ class CostModel:
         return self._models[inner]
 
     def tasks(self, choice: Choice) -> Tasks:
-        """The task times of a choice's stages, which depend on neither `pipe` nor `data`."""
+        """The task times of a choice's stages; of `pipe` and `data` counts alone where groups lie in nodes."""
         grid, inner = choice.grid, self.job.inner(choice.grid, choice.activations)
-        key = (grid.z, grid.y, grid.x, inner)
+        placed = copies(grid, self.job.machine.node.devices, grid.z * grid.y * grid.x)
+        key = (placed, grid.z, grid.y, grid.x, inner)
         if key not in self._tasks:
-            mesh = GridShape(1, 1, *key[:3])
+            mesh = GridShape(placed, 1, grid.z, grid.y, grid.x)
             self._tasks[key] = Tasks(mesh, self.job.machine, *self.priced(inner), self.job.switches)
         return self._tasks[key]
 

@@ -1,6 +1,9 @@
 """Why a choice is what it is: its alternatives on the same grid and the next grid, in sentences."""
 
+from axonn_jax.grid import GridShape
 from axonn_jax.planner.job import Estimate, Job
+from axonn_jax.planner.machine import Machine
+from axonn_jax.planner.network import Links
 from axonn_jax.planner.search import TIE, Plan
 
 
@@ -9,10 +12,8 @@ def explain(job: Job, plan: Plan, one: Estimate) -> list[str]:
     choice, memory = one.choice, one.memory
     said = [_time(one)]
     grid = choice.grid
-    if grid.y * grid.x > job.machine.node.devices:
-        said.append(f"x * y = {grid.x * grid.y} leaves the node of {job.machine.node.devices}, which costs bandwidth.")
-    elif grid.y * grid.x > 1:
-        said.append(f"x * y = {grid.x * grid.y} stays inside a node of {job.machine.node.devices}.")
+    if grid.y * grid.x > 1:
+        said.append(_node(grid, job.machine))
     if grid.pipe > 1:
         said.append(
             f"{choice.microbatches} microbatches keep the bubble of {grid.pipe} stages at {one.bubble:.1%}"
@@ -52,6 +53,15 @@ def _time(one: Estimate) -> str:
     hidden = sum(one.hidden.values())
     beside = f", with {hidden:.2f} s of communication beside it" if hidden > 0 else ""
     return f"{', '.join(shown)} of the step{beside}."
+
+
+def _node(grid: GridShape, machine: Machine) -> str:
+    both, node = f"x * y = {grid.x * grid.y}", machine.node.devices
+    if Links(grid, machine).near(("y", "x")):
+        return f"{both} stays inside a node of {node}."
+    if grid.x * grid.y > node:
+        return f"{both} leaves the node of {node}, which costs bandwidth."
+    return f"{both} does not divide a node of {node}: groups that lie in two nodes cost bandwidth."
 
 
 def _recomputed(activations: str) -> str:

@@ -28,8 +28,10 @@ class Load:
     """The embedding."""
     last: bool
     """The head."""
+    tables: int
+    """Of the vocabulary: a tied one is held at both ends of a pipeline."""
     params: float
-    """Parameters of the whole rank; a tied table is held at both ends of a pipeline."""
+    """Parameters of the whole rank."""
 
 
 class State(NamedTuple):
@@ -77,11 +79,17 @@ class Footprint:
         params += shape.embedding_params() if first else 0
         params += shape.head_params() if last else 0
         params += shape.hidden * shape.vocab if last and not first and shape.tied else 0
-        return Load(rank, blocks, first, last, params)
+        tables = first + (last and not (first and shape.tied))
+        return Load(rank, blocks, first, last, tables, params)
 
     def params(self, grid: GridShape, load: Load) -> float:
-        """Parameters of a rank on each of its devices."""
-        return load.params / (grid.x * grid.y * grid.z)
+        """Parameters of a rank on each of its devices, with the zeros that its tables are padded with."""
+        padding = load.tables * self.job.shape.hidden * (self._vocab(grid) - self.job.shape.vocab)
+        return (load.params + padding) / (grid.x * grid.y * grid.z)
+
+    def _vocab(self, grid: GridShape) -> int:
+        """Rows of a table, padded to divide over `y` and `z`."""
+        return self.job.shape.padded_vocab(grid.y * grid.z)
 
     def totals(self, base: Choice, places: Sequence[Place]) -> list[tuple[float, float]]:
         """Bytes of the fullest device and its share of the host's, for `base` with the optimizer's state elsewhere."""
@@ -137,7 +145,7 @@ class Footprint:
         shape, grid, item = self.job.shape, choice.grid, self._item
         kept, working, head, outside = self._activations(choice, load)
         split, whole = grid.x * grid.y, grid.pipe == 1
-        table = shape.hidden * shape.vocab / split
+        table = shape.hidden * self._vocab(grid) / split
         tied, tables = self._tables(choice, load, table * item)
         gathered = self._gathered(choice, load) + tied
         block = kept + working + gathered
@@ -146,7 +154,7 @@ class Footprint:
         if load.last:
             if not shape.tied and grid.z > 1:  # its weights beside all logits, or its gradient too beside the logits'
                 tokens = choice.sequences(self.job.batch) * shape.seq_len
-                logits = tokens * shape.vocab / grid.y * _FP32
+                logits = tokens * self._vocab(grid) / grid.y * _FP32
                 parts = self._in_parts(tokens, grid)
                 head = table * item + (head if parts else max(head, head - 2 * logits + table * item))
             head += kept
@@ -216,13 +224,14 @@ class Footprint:
         """
         block, shape = self._block(choice.grid, choice.activations), self.job.shape
         tokens = choice.sequences(self.job.batch) * shape.seq_len
-        head = formulas.head_activations(shape, choice.grid.x, choice.grid.y, self._item, tokens)
+        columns = self._vocab(choice.grid) // choice.grid.y
+        head = formulas.head_activations(shape, choice.grid.x, columns, self._item, tokens)
         if choice.grid.pipe == 1:
             kept = load.blocks * block.kept
             return tokens * kept, tokens * block.working, head, tokens * load.blocks * block.host
         live, stages = self.live(choice, load.rank), choice.virtual_stages
         late = self._late(choice, load.rank) / stages
-        logits = shape.vocab / choice.grid.y if load.last else 0.0
+        logits = float(columns) if load.last else 0.0
         if self._in_parts(tokens, choice.grid):  # gradients are handed over in their place: the weight's, in float32
             logits *= shape.hidden / choice.grid.x / tokens
         layers = load.blocks / stages
@@ -250,7 +259,7 @@ class Footprint:
 
     def _in_parts(self, tokens: int, grid: GridShape) -> bool:
         """Whether the loss runs in parts of a device's tokens."""
-        return loss_chunk(tokens, ceil(self.job.shape.vocab / grid.y)) < tokens
+        return loss_chunk(tokens, self._vocab(grid) // grid.y) < tokens
 
     def _block(self, grid: GridShape, activations: formulas.Policy) -> formulas.Block:
         """Bytes a token needs in a block."""

@@ -162,7 +162,11 @@ class Machine:
         rows = at_place([row for row in self.collectives if row.kind == kind], inner, size)
         return tuple(sorted((row.bytes, row.seconds) for row in rows))
 
-    def measured(self, inner: int, size: int) -> float | None:
-        """Bytes/s a device sends in a measured collective of `size` devices, `inner` axes' product inside of it."""
-        rows = at_place(self.bandwidth, inner, size)
-        return rows[0].gib_per_s * GIB if rows else None
+    def measured(self, inner: int, size: int, across: bool = False) -> float | None:
+        """Bytes/s a device sends in a measured collective of `size` devices, `inner` axes' product inside of it.
+
+        For groups `across` nodes only what was measured across nodes counts.
+        """
+        rows = [row for row in self.bandwidth if not across or row.inner * row.size > self.node.devices]
+        found = at_place(rows, inner, size)
+        return found[0].gib_per_s * GIB if found else None

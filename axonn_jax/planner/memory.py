@@ -6,7 +6,6 @@ TED's bound for experts (ICS 23).
 """
 
 from dataclasses import dataclass
-from math import ceil
 from typing import Literal
 
 from axonn_jax.models.inner import PAPERS, Inner
@@ -238,14 +237,15 @@ def block_activations(
     return Block(entry, entry + matmuls * item, again + gradients, again, waiting=products)
 
 
-def head_activations(shape: ModelShape, x: int, y: int, item: int, tokens: int) -> float:
+def head_activations(shape: ModelShape, x: int, columns: int, item: int, tokens: int) -> float:
     """Bytes of a microbatch's `tokens` at the head: logits, exponentials and gradient in float32, and the stream.
 
+    `columns` are those of a device's part of the padded vocabulary.
     Where the loss runs in parts of the tokens: a part's logits and their gradient, the float32 sum of the weight's
     gradient (and the same scaled, where it is not added to a lookup's), and the stream's gradient besides.
     """
-    stream, columns = shape.hidden / x * item, shape.vocab / y
-    part = loss_chunk(tokens, ceil(columns))
+    stream = shape.hidden / x * item
+    part = loss_chunk(tokens, columns)
     if part == tokens:
         return tokens * (3 * columns * _FP32 + 2 * stream)
     weight = shape.hidden / x * columns * _FP32 * (1 if shape.tied else 2)

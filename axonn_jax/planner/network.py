@@ -1,12 +1,64 @@
-"""How long collectives take on a machine: ring bandwidth of nested groups, node boundaries, latency."""
+"""How long collectives take on a machine: ring bandwidth of groups, node boundaries, latency."""
 
 from collections.abc import Sequence
-from math import ceil, log2, prod
+from functools import cache
+from itertools import pairwise
+from math import ceil, gcd, log2, prod
+from typing import NamedTuple
 
 from axonn_jax.grid import MESH_AXES, GridShape
 from axonn_jax.planner.machine import Machine
 from axonn_jax.planner.measured import Curve
 from axonn_jax.planner.ring import Kind
+
+
+class Placed(NamedTuple):
+    """Where the groups of a collective lie: all of them run at once, and the slowest decides."""
+
+    rings: int
+    """At most so many of those that leave a node pass through one; 0: none leaves a node."""
+    spreads: frozenset[tuple[int, int]]
+    """Nodes that a group touches, and its members in the fullest of them; every pair that there is."""
+
+
+@cache
+def placed(node: int, inner: int, size: int, devices: int) -> Placed:
+    """Where groups of `size` devices lie, `inner` numbers apart, on so many devices in nodes of `node`.
+
+    Nodes are consecutive numbers, and so are blocks of `inner` groups side by side. What matters of a block is the
+    place in its node at which it begins; these places repeat.
+    """
+    span = inner * size
+    if node % span == 0 or devices <= node:
+        return Placed(0, frozenset({(1, size)}))
+    if inner >= node:  # every device of a node is in another ring
+        return Placed(node, frozenset({(size, 1)}))
+    begins = [block * span for block in range(min(devices // span, node // gcd(node, span)))]
+    spreads = frozenset(_spread(node, inner, size, (begin + one) % node) for begin in begins for one in range(inner))
+    looked_at = {begin // node for begin in begins} | {(devices - 1) // node}
+    return Placed(max(_rings(node, inner, size, devices, at) for at in looked_at), spreads)
+
+
+def _spread(node: int, inner: int, size: int, first: int) -> tuple[int, int]:
+    """Nodes of a group whose first member has this place in its node, and its members in the fullest."""
+    nodes = (first + (size - 1) * inner) // node + 1
+    # Members before each node; from the second on their number repeats after at most `inner` nodes.
+    before = [min(size, max(0, -(-(at * node - first) // inner))) for at in range(min(nodes, inner + 1) + 1)]
+    return nodes, max(after - earlier for earlier, after in pairwise(before))
+
+
+def _rings(node: int, inner: int, size: int, devices: int, at: int) -> int:
+    """Groups that have members in a node, and others outside of it."""
+    low, high = at * node, min((at + 1) * node, devices)
+    span = inner * size
+    tail = min(-low % span, high - low)  # of a block that began before
+    head = (high - low - tail) % span  # of one that ends behind
+    return sum(min(inner, part) - max(0, part - (size - 1) * inner) for part in (tail, head))
+
+
+def copies(grid: GridShape, node: int, devices: int) -> int:
+    """How many blocks of so many devices of a grid have places of their own in nodes; further ones lie as these do."""
+    return 1 if node % devices == 0 else min(grid.devices // devices, node // gcd(node, devices))
 
 
 class Links:
@@ -15,63 +67,94 @@ class Links:
     def __init__(self, grid: GridShape, machine: Machine):
         self.machine = machine
         self.sizes = {axis: int(getattr(grid, axis)) for axis in MESH_AXES}
-        self.stage_devices = grid.stage_devices
+        self.stage_devices, self.devices = grid.stage_devices, grid.devices
 
     def inner(self, axes: Sequence[str]) -> int:
         """Product of the axes inside (faster than) the fastest of these."""
         fastest = max(MESH_AXES.index(axis) for axis in axes)
         return prod(self.sizes[axis] for axis in MESH_AXES[fastest + 1 :])
 
+    def _runs(self, axes: Sequence[str]) -> list[tuple[int, int]]:
+        """Devices inside and of a group, of every run of neighbouring axes.
+
+        There is one, but for the gradients of positions, reduced over `data` and `y` alone where `y` splits the
+        sequence: they are as slow as the slower run and have the hops of both.
+        """
+        runs: list[list[str]] = []
+        for axis in sorted((axis for axis in axes if self.sizes[axis] > 1), key=MESH_AXES.index):
+            if runs and self.inner(runs[-1]) == self.inner([axis]) * self.sizes[axis]:
+                runs[-1].append(axis)
+            else:
+                runs.append([axis])
+        return [(self.inner(run), prod(self.sizes[axis] for axis in run)) for run in runs]
+
+    def _placed(self, inner: int, size: int) -> Placed:
+        return placed(self.machine.node.devices, inner, size, self.devices)
+
     def near(self, axes: Sequence[str]) -> bool:
-        """Whether groups over these axes stay inside a node."""
-        return self.inner(axes) * prod(self.sizes[axis] for axis in axes) <= self.machine.node.devices
+        """Whether all groups over these axes stay inside a node."""
+        return not any(self._placed(*run).rings for run in self._runs(axes))
 
     def rate(self, axes: Sequence[str]) -> float:
         """Bytes/s a device sends in a ring collective over these axes, all its sibling groups at once.
 
-        Measured where the machine file has it. Else a group inside a node has the links of a device; one across nodes
-        shares what a node sends: beta_inter / min(G_node, inner), as its siblings' rings leave the node too.
+        Measured where the machine file has it. Else a group inside a node has the links of a device; rings that leave a
+        node share what it sends: beta_inter / min(G_node, inner) where groups and nodes are nested.
         """
-        size, inner = prod(self.sizes[axis] for axis in axes), self.inner(axes)
-        node = self.machine.node
-        if (found := self.machine.measured(inner, size)) is not None:
-            return found
-        if inner * size <= node.devices:
-            return node.bytes_per_s
-        return min(node.bytes_per_s, self.machine.network.bytes_per_s / min(node.devices, inner))
+        return min((self._rate(*run) for run in self._runs(axes)), default=self.machine.node.bytes_per_s)
+
+    def _rate(self, inner: int, size: int) -> float:
+        node, rings = self.machine.node, self._placed(inner, size).rings
+        found = self.machine.measured(inner, size, across=rings > 0)
+        # What was measured across nodes are groups that they are nested in, or that are nested in them.
+        nested = inner >= node.devices or (node.devices % inner == 0 and inner * size % node.devices == 0)
+        if rings == 0 or (found is not None and nested):
+            return found or node.bytes_per_s
+        return min(found or node.bytes_per_s, self.machine.network.bytes_per_s / rings)
 
     def curve(self, kind: Kind, axes: Sequence[str]) -> Curve:
         """Measured seconds of a collective over these axes by the bytes of its buffer.
 
         Empty where there are none, and across nodes: what was measured is taken to be one node.
         """
-        size, inner = prod(self.sizes[axis] for axis in axes), self.inner(axes)
-        return self.machine.curve(kind, inner, size) if inner * size <= self.machine.node.devices else ()
+        runs = self._runs(axes)
+        return self.machine.curve(kind, *runs[0]) if len(runs) == 1 and self.near(axes) else ()
 
     def latency(self, kind: Kind, axes: Sequence[str]) -> float:
-        """Seconds before the first byte of a collective counts: a launch, then its hops.
+        """Seconds before the first byte of a collective counts: a launch, then the hops of the slowest group.
 
         A ring has `size - 1` hops, as many between nodes as nodes take part less one; an all-reduce goes up and down a
         binary tree, as communication libraries do where latency matters.
         """
-        size, inner = prod(self.sizes[axis] for axis in axes), self.inner(axes)
-        per_node = max(1, self.machine.node.devices // inner)  # members of a group in a node
-        nodes = ceil(size / per_node)
         near, far = self.machine.node.latency_s, self.machine.network.latency_s
-        if kind == "all-reduce":
-            inside = 2 * ceil(log2(min(size, per_node))) if per_node > 1 else 0
-            return self.machine.device.launch_s + inside * near + 2 * ceil(log2(nodes)) * far
-        return self.machine.device.launch_s + (size - nodes) * near + (nodes - 1) * far
+        seconds = self.machine.device.launch_s
+        for inner, size in self._runs(axes):
+            spreads = self._placed(inner, size).spreads
+            if kind == "all-reduce":
+                seconds += max(2 * ceil(log2(most)) * near + 2 * ceil(log2(nodes)) * far for nodes, most in spreads)
+            else:
+                seconds += max((size - nodes) * near + (nodes - 1) * far for nodes, _ in spreads)
+        return seconds
 
     def neighbour_rate(self) -> float:
-        """Bytes/s of a device's messages to the next pipeline stage, all devices of a node sending at once."""
-        node, measured = self.machine.node, self.machine.messages
-        if 2 * self.stage_devices <= node.devices:
-            return max((one.bytes_per_s for one in measured), default=node.bytes_per_s)
-        return min(node.bytes_per_s, self.machine.network.bytes_per_s / min(node.devices, self.stage_devices))
+        """Bytes/s of a device's messages to the next pipeline stage, all devices of a node sending at once.
+
+        `pipe` is the slowest axis: the next stage is `stage_devices` numbers on, and a pipeline that is longer than a
+        node has neighbours in different nodes. Of its links the slowest counts, which every microbatch waits for.
+        """
+        node, each = self.machine.node, self.stage_devices
+        inside = max((one.bytes_per_s for one in self.machine.messages), default=node.bytes_per_s)
+        if self.devices <= max(node.devices, each):
+            return inside
+        # The last `each` of a node send to the next one, as far as they have a stage behind theirs.
+        leaving = min(node.devices, self.devices - each) - max(0, node.devices - each)
+        across = min(node.bytes_per_s, self.machine.network.bytes_per_s / leaving)
+        return across if each >= node.devices else min(inside, across)
 
     def neighbour_latency(self) -> float:
-        """Seconds a message to the next stage takes at least."""
-        if 2 * self.stage_devices > self.machine.node.devices:
-            return self.machine.network.latency_s
-        return min((one.latency_s for one in self.machine.messages), default=self.machine.node.latency_s)
+        """Seconds a message to the next stage takes at least, over the slowest of a pipeline's links."""
+        node, across = self.machine.node, self.machine.network.latency_s
+        inside = min((one.latency_s for one in self.machine.messages), default=node.latency_s)
+        if self.devices <= node.devices:
+            return inside
+        return across if self.stage_devices >= node.devices else max(inside, across)

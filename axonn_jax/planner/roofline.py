@@ -1,8 +1,10 @@
 """How long instructions of a compiled program take on a stated machine: a device's roofline, rings over links."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Literal
 
@@ -38,8 +40,13 @@ class Machine:
 
     def link(self, groups: Groups) -> Link:
         """The links that decide a collective's time: the network if any group has devices of several nodes."""
-        crosses = any(len({device // self.node_devices for device in group}) > 1 for group in groups)
-        return "network" if crosses else "node"
+        return "network" if self._rings(groups) else "node"
+
+    def _rings(self, groups: Groups) -> int:
+        """Of the groups that leave a node, at most so many have devices in one."""
+        nodes = [{device // self.node_devices for device in group} for group in groups]
+        leaving = Counter(chain.from_iterable(one for one in nodes if len(one) > 1))
+        return max(leaving.values(), default=0)
 
     def ring_rate(self, groups: Groups) -> float:
         """Bytes/s a device sends in a collective of these groups, all at once.
@@ -47,10 +54,8 @@ class Machine:
         Groups inside a node have the device's links to themselves. The rings of groups across nodes share what a node
         sends: beta_inter / min(G_node, product of the inner axes) (AxoNN SC 24; DESIGN section 4).
         """
-        if self.link(groups) == "node":
-            return self.node_bytes_per_s
-        rings = sum(any(device < self.node_devices for device in group) for group in groups)
-        return min(self.node_bytes_per_s, self.network_bytes_per_s / rings)
+        rings = self._rings(groups)
+        return min(self.node_bytes_per_s, self.network_bytes_per_s / rings) if rings else self.node_bytes_per_s
 
     def ring_seconds(self, members: Sequence[Collective]) -> float:
         """Time of one collective instruction, all of whose buffers travel together."""

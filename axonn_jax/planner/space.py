@@ -9,6 +9,7 @@ from axonn_jax.grid import GridShape
 from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.job import Choice, Job
 from axonn_jax.planner.memory import Policy as Activations
+from axonn_jax.planner.network import Links
 
 AXES = ("pipe", "data", "z", "y", "x")
 SEARCHED: tuple[Activations, ...] = ("none", "save_collectives", "full", "offload")
@@ -24,8 +25,8 @@ class Space:
 
     axes: Mapping[str, int] = field(default_factory=dict)
     """Axes of the grid that are fixed."""
-    most: Mapping[str, int] = field(default_factory=dict)
-    """Largest sizes of axes."""
+    near: Sequence[str] = ()
+    """Axes whose groups must stay inside a node."""
     sequences: int | None = None
     """Sequences of a microbatch on a device, if fixed."""
     activations: Sequence[Activations] = SEARCHED
@@ -57,7 +58,9 @@ def legal_grids(job: Job, devices: int, space: Space, rules: Counter[str]) -> It
         except UserError as error:
             rules[f"{error.field} does not divide over them"] += 1
             continue
-        if job.batch % grid.batch_shards:
+        if any(not Links(grid, job.machine).near((axis,)) for axis in space.near):
+            rules[f"groups over {' or '.join(space.near)} leave a node"] += 1
+        elif job.batch % grid.batch_shards:
             rules[f"a batch of {job.batch} sequences does not divide over data * z"] += 1
         elif grid.pipe > pieces(job):
             rules[f"they have more pipeline stages than the model has pieces ({pieces(job)})"] += 1
@@ -75,11 +78,10 @@ def _grids(devices: int, space: Space) -> Iterator[GridShape]:
             if left == 1:
                 yield ()
             return
-        wanted, most = space.axes.get(axes[0]), space.most.get(axes[0], left)
+        wanted = space.axes.get(axes[0])
         for size in divisors(left) if wanted is None else [wanted] if left % wanted == 0 else []:
-            if size <= most:
-                for rest in place(left // size, axes[1:]):
-                    yield (size, *rest)
+            for rest in place(left // size, axes[1:]):
+                yield (size, *rest)
 
     for sizes in place(devices, AXES):
         yield GridShape(*sizes)

@@ -1,6 +1,8 @@
 """The collectives of a step as times: the exact accounting's entries, priced on a machine, as lines in the batch."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 from axonn_jax.grid import GridShape
@@ -9,7 +11,7 @@ from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.communication import Predicted, Work, predict_microbatch, predict_update
 from axonn_jax.planner.machine import Machine
 from axonn_jax.planner.measured import Curve, between, slope
-from axonn_jax.planner.network import Links
+from axonn_jax.planner.network import Links, copies
 
 Part = Literal["block", "first", "last", "step"]
 """Where a collective belongs: in each block, before the first, behind the last, or to the step as a whole."""
@@ -74,7 +76,8 @@ _Sums = dict[tuple[Part, Role], dict[tuple[str, bool], Line]]
 class Traffic:
     """Every collective of a model's stages on a machine; blocks are counted as one block, all else as it comes.
 
-    What a microbatch communicates is the same on all grids of the same `z`, `y` and `x`, and priced once for them.
+    What a microbatch communicates is the same on all grids of the same `z`, `y` and `x` that lie in nodes alike, and
+    priced once for them.
     """
 
     def __init__(
@@ -88,27 +91,28 @@ class Traffic:
     ):
         self._shape, self._machine, self._item = shape, machine, item
         self._accumulate, self._sequence_parallel, self._inner = accumulate, sequence_parallel, inner
-        self._inside: dict[tuple[int, int, int], Lines] = {}
-        self._updates: dict[tuple[int, int, int, int], tuple[tuple[Part, Line], ...]] = {}
+        self._inside: dict[tuple[int, ...], Lines] = {}
+        self._updates: dict[tuple[int, ...], tuple[tuple[Part, Line], ...]] = {}
 
     def lines(self, grid: GridShape, part: Part, role: Role) -> tuple[Line, ...]:
         """The lines of a part and a role in a microbatch; none where every axis they run over has size one.
 
         Raises ``UserError`` where the model does not divide over the grid.
         """
-        key = (grid.z, grid.y, grid.x)
+        sizes = (grid.z, grid.y, grid.x)
+        key = (copies(grid, self._machine.node.devices, prod(sizes)), *sizes)
         if key not in self._inside:
-            mesh = GridShape(1, 1, *key)
+            mesh = GridShape(1, 1, *sizes)
             mesh.check_model(self._shape, sequence_parallel=self._sequence_parallel)
-            self._inside[key] = self._priced(mesh, predict_microbatch(self._work(mesh)))
+            self._inside[key] = self._priced(replace(mesh, pipe=key[0]), predict_microbatch(self._work(mesh)))
         return self._inside[key].get((part, role), ())
 
     def updates(self, grid: GridShape) -> tuple[tuple[Part, Line], ...]:
         """What is reduced once a step, by the part it belongs to."""
-        key = (grid.data, grid.z, grid.y, grid.x)
+        sizes = (grid.data, grid.z, grid.y, grid.x)
+        key = (copies(grid, self._machine.node.devices, prod(sizes)), *sizes)
         if key not in self._updates:
-            mesh = GridShape(1, *key)
-            lines = self._priced(mesh, predict_update(self._work(mesh)))
+            lines = self._priced(GridShape(*key), predict_update(self._work(GridShape(1, *sizes))))
             parts: tuple[Part, ...] = ("block", "first", "last", "step")
             self._updates[key] = tuple((part, line) for part in parts for line in lines.get((part, "update"), ()))
         return self._updates[key]
@@ -119,9 +123,9 @@ class Traffic:
         how: Any = {"sequence_parallel": self._sequence_parallel, "inner": self._inner, "accumulate": self._accumulate}
         return Work(self._shape, mesh, *size, "full", **how)
 
-    def _priced(self, mesh: GridShape, collectives: Iterable[Predicted]) -> Lines:
-        """The lines that these collectives add up to."""
-        links = Links(mesh, self._machine)
+    def _priced(self, grid: GridShape, collectives: Iterable[Predicted]) -> Lines:
+        """The lines that these collectives of a mesh add up to, `grid.pipe` times one after the other in the nodes."""
+        links = Links(grid, self._machine)
         sums: _Sums = {}
         costs: dict[tuple[str, ...], tuple[float, bool]] = {}
         buckets: dict[tuple[str, ...], Line] = {}

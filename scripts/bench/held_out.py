@@ -69,7 +69,7 @@ def flat(machine: Machine, value: float, devices: int) -> Machine:
 def rings(machine: Machine, value: float, devices: int) -> Machine:
     """Collectives that leave a node reach this share of the measured or the links' bandwidth."""
     rows = tuple(
-        replace(row, gib_per_s=row.gib_per_s * (value if row.inner * row.size > machine.node.devices else 1.0))
+        replace(row, gib_per_s=row.gib_per_s * (value if machine.node.devices % (row.inner * row.size) else 1.0))
         for row in machine.bandwidth
     )
     network = replace(machine.network, bytes_per_s=machine.network.bytes_per_s * value)

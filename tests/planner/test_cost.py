@@ -245,6 +245,22 @@ def test_where_a_pipeline_computes_again_its_backwards_are_whole():
         assert [Footprint(JOB).live(choice, 3) for choice in choices] == bounds
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_a_vocabulary_that_does_not_divide_costs_what_its_padded_table_does(pipe, tied):
+    """The program's table has rows of zeros up to the next multiple of y * z; memory and time are those of all rows."""
+    grid = GridShape(pipe=pipe, z=8, y=16)
+    odd = replace(JOB, shape=replace(JOB.shape, tied=tied, vocab=50_257))
+    whole = replace(JOB, shape=replace(JOB.shape, tied=tied, vocab=50_304))
+    assert odd.shape.padded_vocab(8 * 16) == whole.shape.vocab
+    for policy in ("none", "full"):
+        one, other = (CostModel(job).estimate(Choice(grid, 4, policy)) for job in (odd, whole))
+        assert (one.step_s, one.compute_s, one.update_s) == (other.step_s, other.compute_s, other.update_s)
+        assert one.memory == other.memory
+    alone, wide = (CostModel(job).estimate(Choice(GridShape(x=8), 4, "full")) for job in (odd, whole))
+    assert alone.memory.total < wide.memory.total  # nothing splits it
+
+
 def test_stages_hold_the_whole_model():
     model, choice = CostModel(JOB), Choice(GridShape(pipe=4, data=4), 16, "full")
     times = stage_times(model, choice)

@@ -1,5 +1,6 @@
 """Windows of collectives and modelled time, on hand-made schedules whose times can be worked out on paper."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,9 @@ def test_rings_share_what_a_node_sends():
     assert MACHINE.ring_rate(((0, 4), (1, 5), (2, 6), (3, 7))) == MIB / 4
     assert MACHINE.ring_rate(((0, 1, 4, 5), (2, 3, 6, 7))) == MIB / 2
     assert MACHINE.ring_rate((tuple(range(8)),)) == MIB
+    six = replace(MACHINE, node_devices=6)  # the second of these groups is in two nodes, alone
+    assert six.ring_rate(((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))) == MIB
+    assert six.ring_rate((tuple(range(8)), tuple(range(8, 16)), tuple(range(16, 24)))) == MIB / 2
 
 
 def test_a_loop_runs_its_windows_as_often_as_its_body():
