@@ -40,6 +40,10 @@ class Simulation:
     """By rank, the time in which it computed."""
     peak_live: list[int]
     """By rank, the most activations alive at once, in (stage, microbatch) pairs."""
+    ends: list[float] = field(default_factory=list)
+    """By rank, when its last task ended."""
+    waited: list[float] = field(default_factory=list)
+    """By rank, when it last had nothing to do before its last forward; 0 where it was always at work."""
 
     @property
     def no_bubble(self) -> float:
@@ -89,6 +93,7 @@ def drive(
     layout = ranks[0].layout
     pipe, spans, keeps = layout.pipe, list[Span](), [shown is None or rank in shown for rank in range(layout.pipe)]
     busy, peak, since = [0.0] * pipe, [0] * pipe, [-1.0] * pipe  # since when a rank runs its task, -1 if idle
+    ends, gaps, waited = [0.0] * pipe, [0.0] * pipe, [0.0] * pipe
     # (time, serial number, rank, what ended or arrived there); the number keeps ties in the order of their causes.
     events: list[tuple[float, int, int, Task | Message]] = []
     now, serial, ended = 0.0, 0, 0
@@ -101,7 +106,10 @@ def drive(
             since[rank] = now
             duration = task_time(task)
             busy[rank] += duration
+            if now > ends[rank]:
+                gaps[rank] = now
             if task.kind is Kind.FORWARD:
+                waited[rank] = gaps[rank]
                 peak[rank] = max(peak[rank], ranks[rank].live)
             serial += 1
             heapq.heappush(events, (now + duration, serial, rank, task))
@@ -118,18 +126,17 @@ def drive(
             if keeps[rank]:
                 spans.append(Span(event, rank, since[rank], now))
             ranks[rank].finished(event)
-            since[rank] = -1.0
+            since[rank], ends[rank] = -1.0, now
             ended += 1
             if told is not None and ended % _NEWS == 0:
                 told(ended)
             message = sends(event, layout)
             if message is not None:
                 serial += 1
-                arrival = (now + message_time(message), serial, message.stage % pipe, message)
-                heapq.heappush(events, arrival)
+                heapq.heappush(events, (now + message_time(message), serial, message.stage % pipe, message))
     if not all(rank.done for rank in ranks):
         raise RuntimeError("the ranks wait for each other: " + "; ".join(map(_state, ranks)))
-    return Simulation(layout, spans, now, busy, peak)
+    return Simulation(layout, spans, now, busy, peak, ends, waited)
 
 
 def _state(rank: Follower) -> str:

@@ -59,15 +59,10 @@ class Pipelined:
     """Of all microbatches but those left out."""
     left_out: int
     """Microbatches of the steady stretch that were not simulated."""
-    period: float
-    """What each of these adds to the step."""
+    makespan: float
+    """Of the whole step."""
     busy: list[float]
     """By rank, how long it works in the whole step."""
-
-    @property
-    def makespan(self) -> float:
-        """Of the whole step."""
-        return self.simulation.makespan + self.left_out * self.period
 
     @property
     def idle(self) -> float:
@@ -113,28 +108,33 @@ def pipelined(
     full = in_flight_limit(layout, 0, in_flight) if policy == "message" else pipe
     least = max(work[busiest], times.way(split) / full if policy == "message" else 0.0)
     tasks, before = 3 * layout.stages, least
-    few = min(int(2.5 * full) + pipe + 32, max(full + pipe // 2, _MOST // tasks))
+    few = min(int(2.5 * full) + pipe + 32, max(full + pipe // 8, _MOST // tasks))
     while policy != "gpipe" and 3 * few < layout.microbatches and tasks * layout.microbatches > _WHOLE:
         # The same remainder by `pipe`: several virtual stages take microbatches in groups of so many.
         left_out = (layout.microbatches - few) // pipe * pipe
         done = run(layout.microbatches - left_out)
-        period = max(_period(done, busiest, full), least)
-        makespan = done.makespan + left_out * period
+        period, since = _period(done, busiest, full)
+        period = max(period, least)
+        # A rank that was at work all the time has a backlog, and only its own work more for every microbatch more.
+        rates = [period if late > since else own for late, own in zip(done.waited, work, strict=True)]
+        makespan = max(end + left_out * rate for end, rate in zip(done.ends, rates, strict=True))
         if left_out * abs(period - before) < _SURE * makespan or tasks * few >= _MOST:
             busy = [seconds + left_out * more for seconds, more in zip(done.busy, work, strict=True)]
-            return Pipelined(done, left_out, period, busy)
+            return Pipelined(done, left_out, makespan, busy)
         few, before = 2 * few, period
     done = run(layout.microbatches)
-    return Pipelined(done, 0, 0.0, done.busy)
+    return Pipelined(done, 0, done.makespan, done.busy)
 
 
-def _period(done: Simulation, rank: int, full: int) -> float:
-    """Seconds from one microbatch's first forward on a rank to the next's, late in a simulation."""
+def _period(done: Simulation, rank: int, full: int) -> tuple[float, float]:
+    """Seconds from one microbatch's first forward on a rank to the next's late in a simulation, and since when."""
     pipe, last = done.layout.pipe, done.layout.microbatches - 1
     starts = [0.0] * (last + 1)
     for span in done.spans:
         if span.rank == rank and span.task.kind is Kind.FORWARD and span.task.stage < pipe:
             starts[span.task.microbatch] = span.start
-    last -= pipe if done.layout.virtual_stages > 1 else 0
-    count = max(pipe, (last - full) // 2 // pipe * pipe)
-    return (starts[last] - starts[last - count]) / count
+    unit = pipe if done.layout.virtual_stages > 1 else 1  # several stages take microbatches in groups
+    last -= unit
+    count = max(unit, (last - full) // 2 // unit * unit)
+    since = starts[last - count]
+    return (starts[last] - since) / count, since
