@@ -9,10 +9,10 @@ from axonn_jax.schedule.tasks import Kind, Layout, Message, Task
 
 _WHOLE = 6_000
 """Tasks of a step that is simulated whole in any case."""
-_MOST = 4_000_000
+_MOST = 2_500_000
 """Tasks of a simulation that is not made longer to be sure of its period: some twenty seconds."""
 _SURE = 0.002
-"""Share of a step by which two of its periods may differ."""
+"""Share of a step by which its length may be off if it went on to grow as it did in the simulation."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def pipelined(
     """Simulates a step, a long one without most of its steady stretch, where every microbatch takes the same time.
 
     The period is that of the busiest rank's forwards once the pipeline is full. It is no less than that rank's work,
-    nor than the way of a microbatch over those in flight. Where it is more, ranks wait for each other, and what they
-    settle on shows late: the simulation then grows until two periods agree. `tests/planner/test_steady.py` has its
-    errors against whole simulations.
+    nor than the way of a microbatch over those in flight. What ranks settle on may show late, where some wait for
+    messages, or catch up with what they put off: the simulation is doubled until the step has grown by that period for
+    every microbatch more. `tests/planner/test_steady.py` has its errors against whole simulations.
 
     Raises:
         UserError: the policy cannot run with this layout.
@@ -107,8 +107,8 @@ def pipelined(
 
     full = in_flight_limit(layout, 0, in_flight) if policy == "message" else pipe
     least = max(work[busiest], times.way(split) / full if policy == "message" else 0.0)
-    tasks, before = 3 * layout.stages, least
-    few = min(int(2.5 * full) + pipe + 32, max(full + pipe // 8, _MOST // tasks))
+    tasks, before = 3 * layout.stages, None
+    few = full + full // 4 + 24
     while policy != "gpipe" and 3 * few < layout.microbatches and tasks * layout.microbatches > _WHOLE:
         # The same remainder by `pipe`: several virtual stages take microbatches in groups of so many.
         left_out = (layout.microbatches - few) // pipe * pipe
@@ -118,10 +118,15 @@ def pipelined(
         # A rank that was at work all the time has a backlog, and only its own work more for every microbatch more.
         rates = [period if late > since else own for late, own in zip(done.waited, work, strict=True)]
         makespan = max(end + left_out * rate for end, rate in zip(done.ends, rates, strict=True))
-        if left_out * abs(period - before) < _SURE * makespan or tasks * few >= _MOST:
-            busy = [seconds + left_out * more for seconds, more in zip(done.busy, work, strict=True)]
+        sure = tasks * few >= _MOST
+        if before is not None:
+            more = done.layout.microbatches - before.layout.microbatches
+            off = abs(done.makespan - before.makespan - more * period) / more
+            sure |= left_out * off < _SURE * makespan
+        if sure:
+            busy = [seconds + left_out * own for seconds, own in zip(done.busy, work, strict=True)]
             return Pipelined(done, left_out, makespan, busy)
-        few, before = 2 * few, period
+        few, before = 2 * few, done
     done = run(layout.microbatches)
     return Pipelined(done, 0, done.makespan, done.busy)
 
