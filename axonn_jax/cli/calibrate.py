@@ -6,7 +6,7 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,9 +16,11 @@ from tyro.conf import arg
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.memory.pinned import host_memory
+from axonn_jax.planner.attention import usual_kernel
 from axonn_jax.planner.machine import Device, Host, Machine, Matmul, Network, Node
-from axonn_jax.planner.machine_file import dumps_machine, loads_machine
+from axonn_jax.planner.machine_file import PLATFORMS, dumps_machine, loads_machine
 from axonn_jax.planner.measured import Collective, MatmulShare, Messages
+from axonn_jax.tensor.attention_forms import choose_form
 from axonn_jax.version import __version__
 
 if TYPE_CHECKING:
@@ -116,6 +118,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     import numpy as np
     from jax.sharding import Mesh
 
+    from axonn_jax import compat
     from axonn_jax.calibration import device as on_device
     from axonn_jax.calibration import links
     from axonn_jax.calibration.timing import largest
@@ -140,6 +143,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
     slower = max(1.0, largest(lone, together) / matmuls[dtype][sizes[-1]])
     say("attention, norms and activation functions, the optimizer, memory")
     heads = max(1, 8192 // args.seq)
+    asked = compat.attention_device(device, alone=True)
     figures = {
         "device": device.device_kind,
         "devices": len(everywhere),
@@ -149,6 +153,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
         "attention_share": on_device.attention_share(
             together, dtypes[dtype], peak, (1, args.seq, heads, args.head_dim), rounds
         ),
+        "attention_kernel": choose_form("auto", asked, dtypes[dtype].dtype.name, args.head_dim, args.seq).kernel,
         "light_bytes_per_s": on_device.light_rate(together, _CPU_TOKENS if cpu else _TOKENS, rounds),
         "update_bytes_per_s": on_device.update_rate(together, rounds),
         "memory_bytes_per_s": on_device.memory_rate(together, rounds),
@@ -187,6 +192,16 @@ def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict
     return {name: asdict(links.mpi_messages(name, _MESSAGES, rounds))}
 
 
+def platform_of(device: Any) -> dict[str, Any]:
+    """What a machine file says of a jax device so that plans take the form of attention that programs take."""
+    from axonn_jax import compat
+
+    found = compat.attention_device(device, alone=False)
+    if found.platform not in PLATFORMS:
+        return {}
+    return {"platform": found.platform, "capability": float(".".join(map(str, found.capability)))}
+
+
 def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
     """The machine file's fields; a rate that no pair of devices has is a copy through memory."""
     slower, count = figures["lone_over_all"], figures["devices"]
@@ -203,7 +218,7 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
     if pairs:  # of two, whose all-reduce sends its bytes once
         rate, latency = pairs[-1].bytes / pairs[-1].seconds, pairs[0].seconds
     stats = device.memory_stats() or {}
-    return Machine(
+    machine = Machine(
         name="calibrated",
         title=f"{count} x {figures['device']}, measured",
         sources=(
@@ -221,6 +236,7 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
             attention=figures["attention_share"],
             launch_s=figures["launch_s"],
             program_s=figures["program_s"],
+            **platform_of(device),
             light_bytes_per_s=figures["light_bytes_per_s"] * slower,
             update_bytes_per_s=figures["update_bytes_per_s"] * slower,
         ),
@@ -232,6 +248,9 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
         matmuls=tuple(MatmulShare(size, share) for size, share in shares.items()),
         collectives=collectives,
     )
+    if figures["attention_kernel"] != usual_kernel(machine):  # of heads that the usual form does not take
+        machine = replace(machine, device=replace(machine.device, attention=0.0))
+    return machine
 
 
 def _table(figures: Mapping[str, Any]) -> str:

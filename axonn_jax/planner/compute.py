@@ -5,9 +5,11 @@ from math import ceil
 
 from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.shape import ModelShape
+from axonn_jax.planner.attention import attention_seconds
 from axonn_jax.planner.communication import block_matmuls
 from axonn_jax.planner.machine import Machine
 from axonn_jax.planner.memory import Precision, itemsize
+from axonn_jax.tensor.attention_forms import AttentionKernel
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,12 @@ class Compute:
         shape: ModelShape,
         machine: Machine,
         precision: Precision,
+        kernel: AttentionKernel,
         sequence_parallel: bool = False,
         inner: Inner = PAPERS,
     ):
         self.shape, self.machine, self.seq = shape, machine, shape.seq_len
+        self.precision, self.kernel = precision, kernel
         self.sequence_parallel, self.inner = sequence_parallel, inner
         self.item = itemsize(precision)
         self.rate = machine.peak(precision) * machine.matmul.large * machine.matmul.sustained
@@ -84,7 +88,10 @@ class Compute:
             forward += self.matmul(rows, wide_in, wide_out)
             inputs += self.matmul(rows, wide_out, wide_in)
             weights += self.matmul(wide_in, rows, wide_out)
-        attention, attention_back = self._attention(sequences, y * x if self.inner.attention else y)
+        heads = sequences * self.shape.heads / (y * x if self.inner.attention else y)
+        attention, attention_back = attention_seconds(
+            self.kernel, self.machine, self.precision, self.rate, self.shape, heads
+        )
         light = self.light(rows * self._streamed(x, y))
         return Seconds(forward + attention + light, inputs + attention_back + 2 * light, weights, attention + light)
 
@@ -98,21 +105,6 @@ class Compute:
         stream /= y if self.sequence_parallel else 1
         ffn = self.shape.ffn / (y * x if self.inner.mlp else y)
         return self.item * (2 * 2 * stream + 2 * 3 * stream + (gates + 1) * ffn)
-
-    def _attention(self, sequences: int, parts: int) -> tuple[float, float]:
-        """Scores, softmax and their product with values, forward and backward, of one of so many parts of the heads.
-
-        Fused: the causal half alone, at the machine's rate for it, and 2.5 times as much backward, which computes the
-        scores again.
-        Not fused: all scores, two matmuls forward and four backward, with six and eight passes over them in memory.
-        """
-        shape, share = self.shape, self.machine.device.attention
-        flops = 4.0 * self.seq**2 * shape.heads * shape.head_dim / parts * sequences
-        if share > 0:
-            forward = flops / 2 / (self.rate * share) + self.machine.device.launch_s
-            return forward, 2.5 * forward
-        scores = float(self.seq**2 * sequences * shape.heads) / parts * self.item
-        return flops / self.rate + self.stream(6 * scores), 2 * flops / self.rate + self.stream(8 * scores)
 
     def head(self, x: int, columns: int, sequences: int) -> Seconds:
         """The final norm, the projection onto a device's columns of the padded vocabulary, and the loss."""

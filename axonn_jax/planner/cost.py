@@ -40,7 +40,8 @@ class CostModel:
         """What is computed and communicated where inner features are split so."""
         if inner not in self._models:
             job = self.job
-            compute = Compute(job.shape, job.machine, job.precision, job.sequence_parallel, inner)
+            kernel = job.attention_form.kernel
+            compute = Compute(job.shape, job.machine, job.precision, kernel, job.sequence_parallel, inner)
             how = (job.accumulate, job.sequence_parallel, inner)
             self._models[inner] = compute, Traffic(job.shape, job.machine, compute.item, *how)
         return self._models[inner]

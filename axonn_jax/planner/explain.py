@@ -36,6 +36,8 @@ def explain(job: Job, plan: Plan, one: Estimate) -> list[str]:
         )
     if choice.zero:
         said.append(f"ZeRO-1 shares optimizer state among {grid.data} replicas.")
+    if job.attention_form.why:
+        said.append(f"Attention is {job.attention_form.kernel} ({job.attention_form.why}).")
     closest = next((other for other in plan.best if other is not one and other.step_s >= one.step_s), None)
     if closest is not None and closest.step_s > one.step_s * (1 + TIE):
         said.append(f"The next grid takes {closest.step_s / one.step_s - 1:.1%} longer.")

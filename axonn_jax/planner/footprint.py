@@ -8,6 +8,7 @@ from typing import NamedTuple
 from axonn_jax.grid import GridShape
 from axonn_jax.models.inner import Inner
 from axonn_jax.planner import memory as formulas
+from axonn_jax.planner.attention import scores_bytes
 from axonn_jax.planner.job import Choice, Job, Memory, Place
 from axonn_jax.schedule.groups import group_count, group_size
 from axonn_jax.schedule.policies import live_bound, waiting_bound
@@ -57,6 +58,7 @@ class Footprint:
         self._loads: dict[int, tuple[Load, ...]] = {}
         self._states: dict[GridShape, dict[tuple[int, Place], State]] = {}
         self._blocks: dict[tuple[int, int, str, Inner], formulas.Block] = {}
+        self._kernel = job.attention_form.kernel
         self._bounds: dict[tuple[int, int, int, int, int, bool], float] = {}
 
     def loads(self, pipe: int) -> tuple[Load, ...]:
@@ -226,9 +228,10 @@ class Footprint:
         tokens = choice.sequences(self.job.batch) * shape.seq_len
         columns = self._vocab(choice.grid) // choice.grid.y
         head = formulas.head_activations(shape, choice.grid.x, columns, self._item, tokens)
+        scores = max(0.0, self._scores(choice) - tokens * block.spare)
         if choice.grid.pipe == 1:
             kept = load.blocks * block.kept
-            return tokens * kept, tokens * block.working, head, tokens * load.blocks * block.host
+            return tokens * kept, tokens * block.working + scores, head, tokens * load.blocks * block.host
         live, stages = self.live(choice, load.rank), choice.virtual_stages
         late = self._late(choice, load.rank) / stages
         logits = float(columns) if load.last else 0.0
@@ -255,7 +258,7 @@ class Footprint:
             if choice.activations != "none":
                 kept += (late - 1.0) * logits * self._item
             working += logits * self._item
-        return tokens * kept, tokens * working, head, tokens * host
+        return tokens * kept, tokens * working + scores, head, tokens * host
 
     def _in_parts(self, tokens: int, grid: GridShape) -> bool:
         """Whether the loss runs in parts of a device's tokens."""
@@ -268,12 +271,16 @@ class Footprint:
         if key not in self._blocks:
             job, where = self.job, (grid.x, grid.y, self._item)
             split = job.sequence_parallel and grid.y > 1
-            fused = job.machine.device.attention > 0
-            block = formulas.block_activations(
-                job.shape, *where, activations, fused_attention=fused, sequence_parallel=split, inner=inner
-            )
-            self._blocks[key] = block
+            how = (job.shape, *where, activations, self._kernel)
+            self._blocks[key] = formulas.block_activations(*how, sequence_parallel=split, inner=inner)
         return self._blocks[key]
+
+    def _scores(self, choice: Choice) -> float:
+        """Bytes of scores at work in a block's backward pass."""
+        job, grid = self.job, choice.grid
+        over = grid.y * grid.x if job.inner(grid, choice.activations).attention else grid.y
+        heads = job.shape.heads // over * choice.sequences(job.batch)
+        return scores_bytes(self._kernel, job.machine.device.platform, heads, job.shape.seq_len)
 
     def live(self, choice: Choice, rank: int) -> float:
         """Microbatches whose activations a rank keeps at once."""

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from axonn_jax.grid import GridShape
 from axonn_jax.models.inner import Inner, InnerFeatures, choose_inner
 from axonn_jax.models.shape import ModelShape
+from axonn_jax.planner.attention import form_taken
 from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.machine import Machine
 from axonn_jax.planner.memory import Policy as Activations
 from axonn_jax.planner.memory import Precision
 from axonn_jax.planner.tasks import Switches
 from axonn_jax.schedule.policies import Policy, may_split
+from axonn_jax.tensor.attention_forms import AttentionForm, AttentionKernel
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,15 @@ class Job:
     """Whether the sequence of the residual stream is split over `y`."""
     inner_features: InnerFeatures = "y"
     """What splits the features inside blocks."""
+    attention: AttentionKernel = "auto"
+    """The form of attention; auto: what the program takes there. One that is said is not checked: another program's."""
+
+    @property
+    def attention_form(self) -> AttentionForm:
+        """The form that is computed."""
+        if self.attention != "auto":
+            return AttentionForm(self.attention)
+        return form_taken(self.machine.device, self.precision, self.shape.head_dim, self.shape.seq_len)
 
     def inner(self, grid: GridShape, activations: Activations) -> Inner:
         """How they are split on a grid; raises ``UserError`` where they cannot be as they must."""

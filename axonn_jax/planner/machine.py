@@ -30,7 +30,7 @@ class Device:
     reserved_bytes: float = 0.0
     """Taken by runtime and communicators."""
     attention: float = 0.0
-    """Rate of fused attention kernels as a share of the matmul rate; 0: scores go through memory."""
+    """Rate of attention, in the form that half precision takes, as a share of matmuls'; 0: from what its blocks do."""
     launch_s: float = 0.0
     """Least time of a kernel."""
     program_s: float = 0.0
@@ -41,6 +41,10 @@ class Device:
     """Of the optimizer's update; 0: memory's rate."""
     contention: float = 0.0
     """Share of its speed that compute loses while a collective runs beside it (cores and memory bandwidth taken)."""
+    platform: str = ""
+    """What jax runs on: cpu, cuda, rocm or tpu; empty: not known, no fused attention is counted on."""
+    capability: float = 0.0
+    """Compute capability of a GPU with CUDA, such as 9.0."""
 
 
 @dataclass(frozen=True)

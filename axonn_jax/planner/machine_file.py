@@ -14,6 +14,8 @@ from axonn_jax.planner.measured import Collective, MatmulShare, Measured, Messag
 
 _FOLDER = Path(__file__).with_name("machines")
 
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
 _ROWS: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {
     "bandwidth": (Measured, ("inner", "size")),
     "messages": (Messages, ("channel",)),
@@ -135,6 +137,13 @@ def _check(machine: Machine) -> None:
         raise UserError("device.contention", machine.device.contention, "a share below 1, or 0")
     if machine.device.attention > 1:
         raise UserError("device.attention", machine.device.attention, "a share of at most 1, or 0")
+    platform, capability = machine.device.platform, machine.device.capability
+    if platform not in ("", *PLATFORMS):
+        raise UserError("device.platform", platform, f"one of {', '.join(PLATFORMS)}")
+    if platform == "cuda" and not capability:
+        raise UserError("device.capability", NOT_GIVEN, "required with the platform cuda, such as 9.0")
+    if capability and (platform != "cuda" or capability != round(capability, 1)):
+        raise UserError("device.capability", capability, "a version such as 9.0, of the platform cuda alone")
     if machine.device.reserved_bytes >= machine.device.memory_bytes:
         raise UserError("device.reserved_bytes", machine.device.reserved_bytes, "less than device.memory_bytes")
     tiling = (machine.matmul.tile_rows, machine.matmul.tile_columns, machine.matmul.cores)
@@ -157,4 +166,5 @@ def dumps_machine(machine: Machine) -> str:
 
 
 def _keys(table: Any) -> list[str]:
-    return [f"{f.name} = {json.dumps(getattr(table, f.name))}" for f in fields(table)]
+    values = {f.name: getattr(table, f.name) for f in fields(table)}
+    return [f"{name} = {json.dumps(value)}" for name, value in values.items() if value != ""]

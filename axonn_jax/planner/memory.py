@@ -10,6 +10,7 @@ from typing import Literal
 
 from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.shape import ModelShape
+from axonn_jax.tensor.attention_forms import AttentionKernel
 from axonn_jax.tensor.chunks import loss_chunk
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -166,6 +167,8 @@ class Block:
     """From input gradient to weight gradient, where a pipeline computes them apart: both operands of every product."""
     released: float = 0.0
     """Of what a pipeline's stage keeps under `none`, what only the input gradient reads."""
+    spare: float = 0.0
+    """Of what is more at work, what the MLP's half needs beyond attention's."""
 
 
 def block_activations(
@@ -174,8 +177,8 @@ def block_activations(
     y: int,
     item: int,
     policy: Policy,
+    attention: AttentionKernel = "cudnn",
     *,
-    fused_attention: bool = True,
     sequence_parallel: bool = False,
     inner: Inner = PAPERS,
 ) -> Block:
@@ -183,58 +186,59 @@ def block_activations(
 
     The residual stream is split over `x`, what is between two matmuls over `y`. `none` keeps what every operation's
     gradient reads; `full` the block's input; `dots` the results of its matmuls too, but for the last, which no gradient
-    reads; `save_collectives` those of them that were all-reduced; `offload` keeps the input on the host. Attention that
-    is not fused keeps its scores and their softmax.
+    reads; `save_collectives` those of them that were all-reduced; `offload` keeps the input on the host. Attention of
+    whole scores keeps them and their softmax; in blocks, keys and values for every head, and its result by heads too.
 
     With sequence parallelism the stream is split over `y` too, but where matmuls read it: gathered once more in the
     backward pass, or there once where the block is computed again. Halves of a block with `inner` features over `x` and
     `y` read the whole stream, and have less between their matmuls.
     """
     spread = (inner.attention, inner.mlp)
-    attention, mlp = (x * y if one else y for one in spread)
-    stream, width = shape.hidden / x, shape.heads * shape.head_dim / attention
+    over, mlp = (x * y if one else y for one in spread)
+    stream, width = shape.hidden / x, shape.heads * shape.head_dim / over
     gates = 2 if shape.mlp == "swiglu" else 1
-    scores = 0.0 if fused_attention else 2 * shape.heads / attention * shape.seq_len
-    statistics = shape.heads / attention * _FP32 if fused_attention else 0.0
-    wide = (shape.qkv_width / attention, gates * shape.ffn / mlp)
+    scores = 2 * shape.heads / over * shape.seq_len if attention == "xla" else 0.0
+    statistics = shape.heads / over * _FP32 if attention != "xla" else 0.0
+    wide = (shape.qkv_width / over, gates * shape.ffn / mlp)
+    repeated = 2 * (shape.heads - shape.kv_heads) * shape.head_dim / over
+    copies = width + repeated if attention == "blocked" else 0.0
     part = stream / y if sequence_parallel else stream
     read = part if policy == "none" else stream
     reads = [shape.hidden if one else read for one in spread]
     # Both inputs of norms, both normalised streams, queries to values, attention's result, the MLP's two widths.
     # The scale of an RMSNorm has its gradient from the stream before it, which is kept too.
-    everything = (
-        (4 if shape.norm == "rmsnorm" else 2) * part + sum(reads) + sum(wide) + width + shape.ffn / mlp + scores
-    )
-    whole = everything * item + statistics
+    everything = (4 if shape.norm == "rmsnorm" else 2) * part + sum(reads) + sum(wide) + width + shape.ffn / mlp
+    whole = (everything + scores + copies) * item + statistics
     entry = part * item
     # Of the residual stream and of a branch; of the widest operation, on both of its sides.
     ends = [shape.hidden if one else stream for one in spread]
-    gradients = (part + max(end + 2 * middle for end, middle in zip(ends, wide, strict=True))) * item
+    middles = (wide[0] + copies, wide[1])
+    halves = [(part + end + 2 * middle) * item for end, middle in zip(ends, middles, strict=True)]
+    gradients = max(halves)
+    spare = gradients - halves[0]
     if sequence_parallel and policy == "none":
         gradients += stream * item  # gathered again
     # Inputs of the norms; gradients of what both halves add to the stream, before and after they are gathered again.
     split = 2 * part if sequence_parallel and shape.bias else 0.0
-    products = (
-        2 * part + sum(ends) + split + shape.qkv_width / attention + width + (1 + gates) * shape.ffn / mlp
-    ) * item
+    products = (2 * part + sum(ends) + split + shape.qkv_width / over + width + (1 + gates) * shape.ffn / mlp) * item
     # Queries and keys with positions are handed over beside what they were made of.
-    rotated = (shape.heads + shape.kv_heads) * shape.head_dim / attention if shape.positions == "rope" else 0.0
+    rotated = (shape.heads + shape.kv_heads) * shape.head_dim / over if shape.positions == "rope" else 0.0
     if policy == "none":
         shown = (4 if shape.norm == "rmsnorm" else 2) * part - 2 * part + read * (2 - sum(spread))
         shown += shape.ffn / mlp - rotated
-        released = (shape.qkv_width / attention + rotated) * item + statistics
-        return Block(entry, whole, gradients, shown=shown * item, waiting=products, released=released)
+        released = (shape.qkv_width / over + rotated + copies) * item + statistics
+        return Block(entry, whole, gradients, shown=shown * item, waiting=products, released=released, spare=spare)
     if policy == "full":
-        return Block(entry, entry, whole + gradients, whole, waiting=products)
+        return Block(entry, entry, whole + gradients, whole, waiting=products, spare=spare)
     if policy == "offload":  # two inputs are under way
-        return Block(entry, 0.0, whole + gradients + 2 * entry, whole, entry, waiting=products)
+        return Block(entry, 0.0, whole + gradients + 2 * entry, whole, entry, waiting=products, spare=spare)
     if policy == "dots":
         matmuls = sum(wide) + (shape.hidden if inner.attention else stream)  # the latter before it is reduced
     else:
         kept = (shape.hidden if one else middle for one, middle in zip(spread, wide, strict=True))
         matmuls = (sum(kept) if x > 1 else 0.0) + (part if y > 1 or inner.attention else 0.0)
     again = whole - matmuls * item
-    return Block(entry, entry + matmuls * item, again + gradients, again, waiting=products)
+    return Block(entry, entry + matmuls * item, again + gradients, again, waiting=products, spare=spare)
 
 
 def head_activations(shape: ModelShape, x: int, columns: int, item: int, tokens: int) -> float:

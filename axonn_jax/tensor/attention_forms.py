@@ -1,5 +1,6 @@
 """Which form of attention a device computes: one rule for the model and for plans, without jax."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
@@ -35,6 +36,19 @@ class Tiles:
     """Of a block."""
     scores: int
     """That a chunk of heads may have at a time."""
+
+    def blocks(self, seq: int) -> Iterator[slice]:
+        """Queries of each block."""
+        return (slice(start, min(start + self.queries, seq)) for start in range(0, seq, self.queries))
+
+    def computed(self, seq: int) -> int:
+        """Scores of a head that are computed: of each block with the keys up to its end."""
+        return sum((block.stop - block.start) * block.stop for block in self.blocks(seq))
+
+    def chunk(self, heads: int, seq: int) -> int:
+        """Heads taken at a time: the most that divide all of them and whose block of scores is no larger."""
+        most = max(1, self.scores // (min(seq, self.queries) * seq))
+        return next(size for size in range(min(heads, most), 0, -1) if heads % size == 0)
 
 
 def tiles(platform: str, seq: int) -> Tiles:

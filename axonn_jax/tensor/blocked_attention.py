@@ -6,7 +6,7 @@ and a block of queries are taken at a time, keys after the block's last query ar
 the scores again. Source: FlashAttention (Dao et al. 2022), algorithms 1 and 4, without their tiling over keys.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -39,17 +39,12 @@ blocked_attention.defvjp(_forward_rule, _backward_rule)
 def _in_chunks(f: Callable[..., Arrays], tiles: Tiles, *arrays: jax.Array) -> Arrays:
     """Runs `f` on chunks of the leading dim, one after the other, as many heads at a time as the tiles allow."""
     heads, seq = arrays[0].shape[:2]
-    most = max(1, tiles.scores // (min(seq, tiles.queries) * seq))
-    chunk = max(size for size in range(1, heads + 1) if heads % size == 0 and size <= most)
+    chunk = tiles.chunk(heads, seq)
     if chunk == heads:
-        return f(tiles.queries, *arrays)
+        return f(tiles, *arrays)
     split = tuple(a.reshape(heads // chunk, chunk, *a.shape[1:]) for a in arrays)
-    joined = lax.map(lambda parts: f(tiles.queries, *parts), split)
+    joined = lax.map(lambda parts: f(tiles, *parts), split)
     return tuple(a.reshape(heads, *a.shape[2:]) for a in joined)
-
-
-def _blocks(seq: int, queries: int) -> Iterator[slice]:
-    return (slice(start, min(start + queries, seq)) for start in range(0, seq, queries))
 
 
 def _dot(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
@@ -64,9 +59,9 @@ def _scores(q: jax.Array, k: jax.Array, block: slice) -> jax.Array:
     return jnp.where(query >= lax.broadcasted_iota(jnp.int32, scores.shape, 2), scores, -jnp.inf)
 
 
-def _forward(queries: int, q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
+def _forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
     out, log_sum = [], []
-    for block in _blocks(q.shape[1], queries):
+    for block in tiles.blocks(q.shape[1]):
         scores = _scores(q, k, block)
         top = jnp.max(scores, -1, keepdims=True)
         weights = jnp.exp(scores - top)
@@ -77,14 +72,12 @@ def _forward(queries: int, q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
 
 
 def _backward(
-    queries: int, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_sum: jax.Array, d_out: jax.Array
+    tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_sum: jax.Array, d_out: jax.Array
 ) -> Arrays:
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1, keepdims=True)
     d_q: list[jax.Array] = []
     d_k = d_v = None
-    for block in reversed(
-        list(_blocks(q.shape[1], queries))
-    ):  # the last block reaches every key, so it starts the sums
+    for block in reversed(list(tiles.blocks(q.shape[1]))):  # the last reaches every key, so it starts the sums
         weights = jnp.exp(_scores(q, k, block) - log_sum[:, block])
         d_here = d_out[:, block]
         d_scores = weights * (_dot(d_here, v[:, : block.stop], 2, 2) - delta[:, block]) * q.shape[-1] ** -0.5

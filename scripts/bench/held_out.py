@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from other_systems import BACKWARD, sustained
+from other_systems import BACKWARD, fused, sustained
 
 from axonn_jax.models.presets import preset
 from axonn_jax.planner.cost import CostModel
@@ -100,7 +100,7 @@ def job_of(run: Run, machine: Machine, switches: Switches = BACKWARD) -> Job:
     """The published conditions: everything recomputed, gradients reduced in bf16."""
     # A batch that data * z divides, the closest to 16.8 M tokens where the devices are no power of two.
     batch = 8192 if run.devices & (run.devices - 1) == 0 else 9216
-    return Job(preset(run.model), machine, batch, "bf16", accumulate=2, switches=switches)
+    return fused(Job(preset(run.model), machine, batch, "bf16", accumulate=2, switches=switches))
 
 
 def best(run: Run, machine: Machine) -> tuple[Job, list[Estimate]]:

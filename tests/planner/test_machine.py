@@ -6,6 +6,8 @@ import pytest
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.models.presets import preset
+from axonn_jax.planner.job import Job
 from axonn_jax.planner.machine import GIB
 from axonn_jax.planner.machine_file import dumps_machine, load_machine, loads_machine, machine_names
 from axonn_jax.planner.measured import Collective, MatmulShare, between, matmul_share
@@ -168,6 +170,28 @@ def test_latency_counts_hops():
 def test_a_machine_written_and_read_is_the_same(name):
     machine = load_machine(name)
     assert loads_machine(dumps_machine(machine), name) == machine
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ('platform = "gpu"', "device.platform = 'gpu': one of cpu, cuda, rocm, tpu"),
+        ('platform = "cuda"', "device.capability = .*: required with the platform cuda"),
+        ('platform = "cuda"\ncapability = "9.0"', "device.capability = '9.0': a finite number"),
+        ('platform = "rocm"\ncapability = 9.0', "device.capability = 9.0: .* of the platform cuda alone"),
+        ('platform = "cuda"\ncapability = 9.04', "device.capability = 9.04: a version such as 9.0"),
+    ],
+)
+def test_platforms_that_do_not_exist_are_refused(said, named):
+    with pytest.raises(UserError, match=named):
+        loads_machine(changed("peak_fp32 = 1e12", f"peak_fp32 = 1e12\n{said}"), "box")
+
+
+def test_a_file_without_a_platform_counts_on_no_fused_attention():
+    machine = loads_machine(changed("peak_fp32 = 1e12", "peak_fp32 = 1e12\npeak_bf16 = 4e12\nattention = 0.5"), "box")
+    form = Job(preset("llama3-8b"), machine, 8, "bf16").attention_form
+    assert (form.kernel, form.why) == ("blocked", "the machine file does not say device.platform")
+    assert loads_machine(dumps_machine(machine), "box") == machine
 
 
 MESSAGES = '[[messages]]\nchannel = "mpi4py"\nbytes_per_s = 5e9\nlatency_s = 3e-5\n'

@@ -89,7 +89,7 @@ def test_activation_policies_keep_less_and_less():
     assert memory.block_activations(shape, 1, 1, 2, "offload").host == 2 * shape.hidden
     # hidden: two inputs of norms, two normalised, QKV 3, attention 1, MLP 4 + 4; float32 statistics of the softmax.
     assert kept[0] == 2 * 16 * shape.hidden + 4 * shape.heads
-    scores = memory.block_activations(shape, 1, 1, 2, "none", fused_attention=False).kept
+    scores = memory.block_activations(shape, 1, 1, 2, "none", "xla").kept
     assert scores == 2 * (16 * shape.hidden + 2 * shape.heads * shape.seq_len)
 
 
