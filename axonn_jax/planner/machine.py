@@ -1,10 +1,12 @@
 """A machine as the planner sees it: rates, latencies and sizes."""
 
+import re
 from dataclasses import dataclass, replace
 from math import ceil, log2
 from typing import get_args
 
 from axonn_jax.errors import UserError
+from axonn_jax.memory.preallocation import FRACTION
 from axonn_jax.planner.measured import Collective, Curve, MatmulShare, Measured, Messages, at_place, matmul_share
 from axonn_jax.planner.memory import Precision
 
@@ -28,7 +30,7 @@ class Device:
     peak_fp16: float = 0.0
     """The same for float16; 0: it has none."""
     reserved_bytes: float = 0.0
-    """Taken by runtime and communicators."""
+    """Taken by driver, runtime and communicators."""
     attention: float = 0.0
     """Rate of fused attention kernels as a share of the matmul rate; 0: scores go through memory."""
     launch_s: float = 0.0
@@ -41,6 +43,16 @@ class Device:
     """Of the optimizer's update; 0: memory's rate."""
     contention: float = 0.0
     """Share of its speed that compute loses while a collective runs beside it (cores and memory bandwidth taken)."""
+
+    @property
+    def free_bytes(self) -> float:
+        """What driver, runtime and communicators leave of its memory."""
+        return self.memory_bytes - self.reserved_bytes
+
+    @property
+    def program_bytes(self) -> float:
+        """What a run gets of that: on a GPU, which is any device whose kind names neither CPU nor TPU, jax's pool."""
+        return self.free_bytes * (1.0 if re.search(r"\b[CT]PU\b", self.kind, re.IGNORECASE) else FRACTION)
 
 
 @dataclass(frozen=True)
