@@ -1,5 +1,6 @@
 """The only place for version-dependent JAX names (jax 0.10.2 up)."""
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -143,6 +144,20 @@ def accelerator_expected() -> bool:
     except ImportError:
         return False
     return any(pkgutil.iter_modules(jax_plugins.__path__)) or bool(entry_points(group="jax_plugins"))
+
+
+def gpus_expected() -> bool:
+    """Whether jax would look for GPUs, asked without starting it."""
+    platforms = getattr(jax.config, "jax_platforms", None)
+    if platforms:
+        return not {"cuda", "rocm", "gpu"}.isdisjoint(platforms.split(","))
+    with contextlib.suppress(ImportError):
+        import jax_plugins
+
+        names = [plugin.name for plugin in pkgutil.iter_modules(jax_plugins.__path__)]
+        names += [plugin.name for plugin in entry_points(group="jax_plugins")]
+        return any("cuda" in name or "rocm" in name for name in names)
+    return False
 
 
 def gather(value: Any) -> list[Any]:

@@ -26,6 +26,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.gpus import idle, shares
 from axonn_jax.launch import SLURM_STEP
 from axonn_jax.memory.pinned import GIB, LIMIT, XLAS_OWN, host_memory, limit
+from axonn_jax.memory.preallocation import FRACTION, FRACTION_VARIABLE, VARIABLES, fraction
 
 _FAILS = {
     "jax": "everything that computes",
@@ -82,6 +83,7 @@ def packages(timeout: float) -> Iterator[Row]:
         yield _package(name, wanted[name], seen.answers.get(named[name], seen.trouble(timeout)))
     yield devices(seen, timeout)
     if any(backend == "gpu" for backend, _ in seen.answers.get("devices", ())):
+        yield preallocated(os.environ)
         yield pinned(os.environ)
 
 
@@ -143,6 +145,18 @@ def gpu_shares(timeout: float) -> Row:
         "; ".join([*told[:_RANKS_SHOWN], *([unused] if unused else [])]) or "none that jax would look for",
         fails,
     )
+
+
+def preallocated(environ: Mapping[str, str]) -> Row:
+    """How much of a GPU's memory runs take."""
+    name, fails = "device memory", "configurations that plan says fit"
+    by_user = [key for key in VARIABLES if environ.get(key)]
+    if not by_user:
+        return Row(name, "ok", f"{FRACTION_VARIABLE} is not set: runs take {FRACTION:.0%} of a GPU's", fails)
+    share = fraction(environ)
+    found = f"{', '.join(f'{key} = {environ[key]}' for key in by_user)}: runs take at most {share:.0%} of a GPU's"
+    less = share < FRACTION
+    return Row(name, "warning" if less else "ok", found, fails, f"unset {' '.join(by_user)}" if less else "")
 
 
 def pinned(environ: Mapping[str, str]) -> Row:

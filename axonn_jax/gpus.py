@@ -183,14 +183,17 @@ def take(rank: int, wanted: int | None, gather: Callable[[View], Sequence[View]]
 
 def own_view() -> View:
     """What this process sees; None where jax would not look for GPUs, or has been told which to take."""
-    import jax
-
     from axonn_jax import compat
 
-    told = (jax.config.read("jax_cuda_visible_devices"), jax.config.read("jax_rocm_visible_devices"))
-    if "JAX_LOCAL_DEVICE_IDS" in os.environ or any(value != "all" for value in told):
-        return None
-    return look(os.environ) if compat.accelerator_expected() else None
+    return look(os.environ) if compat.accelerator_expected() and not chosen_by_user() else None
+
+
+def chosen_by_user() -> bool:
+    """Whether jax's own variables or settings say which GPUs this process takes."""
+    import jax
+
+    names = ("jax_cuda_visible_devices", "jax_rocm_visible_devices")
+    return "JAX_LOCAL_DEVICE_IDS" in os.environ or any(jax.config.read(name) != "all" for name in names)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -67,12 +67,15 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
     from axonn_jax import compat
     from axonn_jax.memory.host import keep_freed_memory
     from axonn_jax.memory.pinned import raise_limit
+    from axonn_jax.memory.preallocation import raise_fraction
 
     if not compat.accelerator_expected():
         keep_freed_memory()  # before MPI starts threads
     world = detect(os.environ, _ask_mpi, explicit)
     if compat.accelerator_expected() and not compat.backends_started():
         raise_limit(-(-world.size // world.hosts))
+        if compat.gpus_expected() and (world.size == 1 or not gpus.chosen_by_user()):  # who is told may share a GPU
+            raise_fraction()
     if world.source == "MPI":
         check_same(f"grid = {shape}\n{settings}")
     say(world, world.notice)

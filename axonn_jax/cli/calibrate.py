@@ -17,6 +17,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.memory.pinned import host_memory
 from axonn_jax.planner.attention import usual_kernel
+from axonn_jax.memory.preallocation import fraction
 from axonn_jax.planner.machine import Device, Host, Machine, Matmul, Network, Node
 from axonn_jax.planner.machine_file import PLATFORMS, dumps_machine, loads_machine
 from axonn_jax.planner.measured import Collective, MatmulShare, Messages
@@ -217,7 +218,7 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
     rate, latency = figures["memory_bytes_per_s"] / 2, figures["launch_s"]
     if pairs:  # of two, whose all-reduce sends its bytes once
         rate, latency = pairs[-1].bytes / pairs[-1].seconds, pairs[0].seconds
-    stats = device.memory_stats() or {}
+    pool = (device.memory_stats() or {}).get("bytes_limit", 0) / (fraction() if device.platform == "gpu" else 1)
     machine = Machine(
         name="calibrated",
         title=f"{count} x {figures['device']}, measured",
@@ -228,7 +229,7 @@ def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
         ),
         device=Device(
             kind=str(figures["device"]),
-            memory_bytes=float(stats.get("bytes_limit", host_memory() / count)),
+            memory_bytes=float(pool or host_memory() / count),
             memory_bytes_per_s=figures["memory_bytes_per_s"] * slower,
             peak_fp32=slower * peaks["fp32"],
             peak_bf16=slower * peaks.get("bf16", 0.0),

@@ -63,7 +63,7 @@ class Plan:
     """Of compute; auto: the machine's half precision."""
     overlap: str = "all"
     """Collectives that run beside matmuls: all, none, or some of gathers,scatters,gradients,forward."""
-    memory_limit: Annotated[str | None, arg(metavar="STR", help_behavior_hint="(default: the device's)")] = None
+    memory_limit: Annotated[str | None, arg(metavar="STR", help_behavior_hint="(default: what surely fits)")] = None
     """Memory of a device that may be used, such as 36GB."""
     cost_model: Literal["corrected", "published"] = "corrected"
     """corrected: all of the above; published: the communication model of SC 24 as it was, and its search."""

@@ -6,7 +6,7 @@ from typing import Any
 from axonn_jax.cli import planning
 from axonn_jax.memory.pinned import GIB, LIMIT, XLAS_OWN
 from axonn_jax.planner.explain import explain
-from axonn_jax.planner.job import Estimate, Job
+from axonn_jax.planner.job import SHORT, Estimate, Job
 from axonn_jax.planner.search import TIE, Plan
 from axonn_jax.planner.space import AXES
 
@@ -17,7 +17,7 @@ def text(model: str, machine: str, seq: int | None, job: Job, found: Plan, limit
     lines = [
         f"{model} ({job.shape.params() / 1e9:.1f} B parameters) on {devices} x {job.machine.device.kind} "
         f"of {machine}: "
-        f"{job.batch} sequences of {job.shape.seq_len} tokens a step, {job.precision}, {limit / 1e9:.1f} GB a device",
+        f"{job.batch} sequences of {job.shape.seq_len} tokens a step, {job.precision}, {_limited(job, limit)}",
         "",
         *_table(job, shown),
         "",
@@ -55,6 +55,15 @@ def text(model: str, machine: str, seq: int | None, job: Job, found: Plan, limit
         f"  {planning.command(model, job, best.choice, seq)}",
     ]
     return "\n".join(lines)
+
+
+def _limited(job: Job, limit: float) -> str:
+    """The memory that may be used, and what it is made of where no flag says it."""
+    text, device = f"{limit / 1e9:.1f} GB a device", job.machine.device
+    if limit != job.memory_limit():
+        return text
+    margin = f"{1 - SHORT:.0%} of the {device.program_bytes / 1e9:.1f} that a run gets"
+    return f"{text} ({margin} of {device.memory_bytes / 1e9:.1f})"
 
 
 def _few(found: Plan) -> list[Any]:

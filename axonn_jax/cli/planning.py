@@ -87,12 +87,20 @@ def sequences(text: str, seq: int) -> int:
 
 
 def limit(text: str | None, job: Job) -> float:
-    """Bytes of device memory that may be used: what is given, else the device's without what the runtime takes."""
+    """Bytes of device memory that may be used: what is given, else `Job.memory_limit`.
+
+    Raises ``UserError`` for what is no amount, or more than a device has.
+    """
     if text is None:
         return job.memory_limit()
     found, _ = _amount("--memory-limit", text, _BYTES, "an amount such as 36GB or 32GiB")
     if found <= 0:
         raise UserError("--memory-limit", text, "an amount above 0, such as 36GB")
+    device = job.machine.device
+    if found > device.memory_bytes:
+        raise UserError(
+            "--memory-limit", text, f"at most {device.memory_bytes / 1e9:.5g}GB, the memory of {device.kind}"
+        )
     return float(found)
 
 

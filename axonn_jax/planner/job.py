@@ -14,6 +14,10 @@ from axonn_jax.planner.tasks import Switches
 from axonn_jax.schedule.policies import Policy, may_split
 from axonn_jax.tensor.attention_forms import AttentionForm, AttentionKernel
 
+SHORT = 0.17
+"""How far below what a program takes its predicted memory was at worst, as a share of what it takes
+(docs/results/planner_memory.md)."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -62,8 +66,8 @@ class Job:
         return self.shape.step_flops(self.batch)
 
     def memory_limit(self) -> float:
-        """Bytes a device has for training."""
-        return self.machine.device.memory_bytes - self.machine.device.reserved_bytes
+        """Bytes that training may be predicted to take of a device, so that it fits where it takes more by `SHORT`."""
+        return self.machine.device.program_bytes * (1.0 - SHORT)
 
 
 Place = tuple[bool, int]

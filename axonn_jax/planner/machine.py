@@ -5,6 +5,7 @@ from math import ceil, log2
 from typing import get_args
 
 from axonn_jax.errors import UserError
+from axonn_jax.memory.preallocation import FRACTION
 from axonn_jax.planner.measured import Collective, Curve, MatmulShare, Measured, Messages, at_place, matmul_share
 from axonn_jax.planner.memory import Precision
 
@@ -28,7 +29,7 @@ class Device:
     peak_fp16: float = 0.0
     """The same for float16; 0: it has none."""
     reserved_bytes: float = 0.0
-    """Taken by runtime and communicators."""
+    """Taken by driver, runtime and communicators."""
     attention: float = 0.0
     """Rate of attention, in the form that half precision takes, as a share of matmuls'; 0: from what its blocks do."""
     launch_s: float = 0.0
@@ -45,6 +46,16 @@ class Device:
     """What jax runs on: cpu, cuda, rocm or tpu; empty: not known, no fused attention is counted on."""
     capability: float = 0.0
     """Compute capability of a GPU with CUDA, such as 9.0."""
+
+    @property
+    def free_bytes(self) -> float:
+        """What driver, runtime and communicators leave of its memory."""
+        return self.memory_bytes - self.reserved_bytes
+
+    @property
+    def program_bytes(self) -> float:
+        """What a run gets of that: on a GPU, which is whatever does not say that it is none, jax's pool."""
+        return self.free_bytes * (1.0 if self.platform in ("cpu", "tpu") else FRACTION)
 
 
 @dataclass(frozen=True)

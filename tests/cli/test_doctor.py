@@ -11,7 +11,7 @@ import pytest
 from launched import gpu_environment
 
 from axonn_jax.cli.doctor import Doctor, _show, run
-from axonn_jax.doctor_checks import loopback, pinned, slurm
+from axonn_jax.doctor_checks import loopback, pinned, preallocated, slurm
 from axonn_jax.doctor_mpi import same_mpi
 from axonn_jax.doctor_probes import Row, environment, probe, ranges, satisfies, which
 from axonn_jax.errors import UserError
@@ -252,3 +252,19 @@ def test_the_limit_on_pinned_memory_stands_beside_the_hosts_memory(environ, stat
     assert row.status == status
     assert found in row.found
     assert bool(row.fix) == (status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("environ", "status", "found"),
+    [
+        ({}, "ok", "XLA_CLIENT_MEM_FRACTION is not set: runs take 92% of a GPU's"),
+        ({"XLA_CLIENT_MEM_FRACTION": ".95"}, "ok", "= .95: runs take at most 95%"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, "warning", "= .5: runs take at most 50%"),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "warning", "= false: runs take at most 75%"),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "ok", "= platform: runs take at most 100%"),
+    ],
+)
+def test_the_share_of_a_gpu_that_runs_take(environ, status, found) -> None:
+    row = preallocated(environ)
+    assert (row.status, bool(row.fix)) == (status, status != "ok")
+    assert found in row.found

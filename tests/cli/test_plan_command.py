@@ -7,6 +7,8 @@ import pytest
 from axonn_jax.cli.main import main
 from axonn_jax.cli.planning import sequences
 from axonn_jax.errors import UserError
+from axonn_jax.memory.preallocation import FRACTION
+from axonn_jax.planner.machine_file import load_machine, machine_names
 
 PLAN = ["plan", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "262144"]
 SIMULATE = ["simulate", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "524288"]
@@ -34,6 +36,27 @@ def test_plan_as_json(capsys):
         assert one["exposed_comm_s"] <= sum(one["comm_s"].values()) * (1 + 1e-9)
         assert 0 <= one["bubble"] < 1
         assert one["command"].startswith("mpirun -n 16 axonn-jax train CONFIG.toml --model.preset gpt-5b")
+
+
+TIGHT = [("llama3-8b", "dgx-h100", 4), ("gpt-20b", "dgx-h100", 8), ("llama3-8b", "perlmutter-80gb", 8)]
+"""Their best once took 79.5, 81.5 and 81.3 of 85.9 GB, of which a run gets 79.0 at most."""
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "devices"),
+    [*TIGHT, *(("gpt2" if name == "laptop" else "gpt-5b", name, 8) for name in machine_names())],
+)
+def test_a_plan_fits_what_its_command_gets_even_where_prediction_is_at_its_worst(capsys, model, machine, devices):
+    argv = ["plan", "--model", model, "--machine", machine, "--devices", str(devices), "--batch-tokens", "1048576"]
+    found, device = json.loads(output(capsys, [*argv, "--json"])), load_machine(machine).device
+    got = device.memory_bytes * (1.0 if machine == "laptop" else FRACTION)
+    assert found["memory_limit_bytes"] <= 0.9 * got
+    for one in found["configs"]:
+        assert one["memory_bytes"] / (1 - 0.17) <= got  # docs/results/planner_memory.md: 17 % too little
+
+
+def test_plan_says_what_the_memory_limit_is_made_of(capsys):
+    assert "31.7 GB a device (83% of the 38.1 that a run gets of 42.9)" in output(capsys, PLAN)
 
 
 def test_plan_as_text_says_what_to_run_and_what_does_not_fit(capsys):
@@ -162,6 +185,7 @@ def test_amounts_that_mean_nothing(text):
         (["--grid.pipe", "0"], ["--grid.pipe = 0: an integer of at least 1"]),
         (["--grid.x", "3"], ["--devices = 16: a multiple of the fixed axes' product, which is 3"]),
         (["--memory-limit", "-5GB"], ["--memory-limit = '-5GB'"]),
+        (["--memory-limit", "43GB"], ["--memory-limit = '43GB': at most 42.95GB, the memory of A100 40 GB"]),
         (["--memory-limit", "1MB"], ["--devices = 16", "GB a device"]),
         (["--overlap", "gather"], ["--overlap = 'gather'", "did you mean 'gathers'?"]),
         (["--precision", "fp8"], ["--precision", "fp8"]),

@@ -7,9 +7,11 @@ import sys
 import pytest
 from launched import MPIRUN, UNDER_MPIRUN, gpu_environment
 
-from axonn_jax import gpus
+from axonn_jax import gpus, start
 from axonn_jax.errors import UserError
 from axonn_jax.gpus import Gpu, idle, parse, shares, visible
+from axonn_jax.grid import GridShape
+from axonn_jax.launch import World
 from axonn_jax.start import free_port
 
 NODE = [Gpu(f"GPU-{letter * 8}-0000") for letter in "abcdefgh"]
@@ -160,6 +162,29 @@ def test_who_tells_jax_its_devices_is_left_alone(monkeypatch):
     assert gpus.own_view() == ("GPU-a",)
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")
     assert gpus.own_view() is None
+
+
+@pytest.mark.parametrize(("processes", "chosen", "taken"), [(1, False, 1), (2, False, 1), (1, True, 1), (2, True, 0)])
+def test_processes_that_may_share_a_gpu_do_not_each_take_nearly_all_of_it(monkeypatch, processes, chosen, taken):
+    """Those whose user chose the GPUs; others never share one."""
+    asked = []
+
+    def interrupt(_):
+        raise InterruptedError
+
+    monkeypatch.setattr(start, "detect", lambda *_: World(0, processes, 1, None, "Slurm", ""))
+    monkeypatch.setattr("axonn_jax.compat.accelerator_expected", lambda: True)
+    monkeypatch.setattr("axonn_jax.compat.gpus_expected", lambda: True)
+    monkeypatch.setattr("axonn_jax.compat.backends_started", lambda: False)
+    monkeypatch.setattr("axonn_jax.memory.pinned.raise_limit", lambda processes: None)
+    monkeypatch.setattr("axonn_jax.memory.preallocation.raise_fraction", lambda: asked.append("fraction"))
+    if chosen:
+        monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")
+    for name in ("_make_cpu_devices", "join"):
+        monkeypatch.setattr(start, name, interrupt)
+    with pytest.raises(InterruptedError):  # here jax would start
+        start.start(GridShape(x=2))
+    assert len(asked) == taken
 
 
 RUN = """

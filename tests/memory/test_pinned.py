@@ -1,4 +1,4 @@
-"""XLA's limit on pinned host memory: what `init` makes of it, and state that it has no room for."""
+"""XLA's limit on pinned host memory and jax's share of a GPU's: what `init` makes of them; state without room."""
 
 import os
 import subprocess
@@ -15,12 +15,13 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.memory import offload, pinned
 from axonn_jax.memory.pinned import GIB, LIMIT, check_room, raise_limit
+from axonn_jax.memory.preallocation import FRACTION, VARIABLES, raise_fraction
 from axonn_jax.models import Transformer
 from axonn_jax.train.trainer import Trainer
 
 GPU = SimpleNamespace(platform="gpu")
 START = """
-import os, sys
+import sys
 import axonn_jax as ax
 from axonn_jax.memory import pinned
 pinned.host_memory = lambda: int(sys.argv[1]) << 30
@@ -28,20 +29,44 @@ try:
     ax.init(x=2)
 except Exception:  # there is no GPU here
     pass
-print(os.environ.get(pinned.LIMIT))
 """
+PLUGIN = """
+import os
+from jaxlib import xla_client
+def initialize():  # jax calls it when it starts
+    options = xla_client.generate_pjrt_gpu_plugin_options()
+    print(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"), options.get("memory_fraction"))
+"""
+OF_GPUS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
 @pytest.mark.parametrize(
-    ("platforms", "gib", "set_by_user", "prepared"),
-    [("cuda", 512, None, "512"), ("cuda", 512, "80", "80"), ("cuda", 32, None, "None"), ("cpu", 512, None, "None")],
+    ("gib", "set_by_user", "read_by_jax"),
+    [
+        (512, {"JAX_PLATFORMS": "cuda"}, f"512 {FRACTION}"),
+        (32, {}, f"None {FRACTION}"),  # the plugin's name says that there are GPUs to look for
+        (512, {LIMIT: "80", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, "80 0.5"),
+        (512, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "512 None"),
+        (512, {"JAX_PLATFORMS": "cpu"}, "None None"),
+    ],
 )
-def test_init_raises_the_limit_before_the_backend_starts(platforms, gib, set_by_user, prepared):
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_")) and k != LIMIT}
-    env |= {"JAX_PLATFORMS": platforms} | ({LIMIT: set_by_user} if set_by_user else {})
+def test_init_raises_the_limits_before_the_backend_starts(gib, set_by_user, read_by_jax, tmp_path):
+    plugin = tmp_path / "jax_plugins/xla_cuda99/__init__.py"
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text(PLUGIN)
+    ours = {LIMIT, *OF_GPUS, "JAX_PLATFORMS"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_")) and k not in ours}
+    env |= {"PYTHONPATH": f"{tmp_path}:{env.get('PYTHONPATH', '')}", **set_by_user}
     command = [sys.executable, "-c", START, str(gib)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == prepared, done.stderr
+    assert done.stdout.strip() == read_by_jax, done.stderr
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_who_told_jax_how_to_take_memory_is_left_alone(name):
+    environ = {name: "platform" if "ALLOC" in name else "0.5"}
+    raise_fraction(environ)
+    assert list(environ) == [name]
 
 
 def test_processes_of_a_host_share_its_memory(monkeypatch):

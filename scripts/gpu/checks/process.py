@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 
+from axonn_jax.memory.preallocation import raise_fraction
 from checks.report import Row, from_line
 
 
@@ -17,9 +18,7 @@ def environment(xla_flags: str) -> dict[str, str]:
     env = dict(os.environ)
     # Several GPUs would need a larger grid; this check is about one.
     env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"} & set(env):
-        # By default jax takes three quarters. The rest here is for CUDA's context and the libraries' own memory.
-        env["XLA_CLIENT_MEM_FRACTION"] = "0.92"
+    raise_fraction(env)
     if env.get("JAX_PLATFORMS") in ("cuda", "gpu"):
         env["JAX_PLATFORMS"] = "cuda,cpu"  # the CPU is what parity is measured against
     env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {xla_flags}".strip()
