@@ -8,6 +8,9 @@ from axonn_jax.schedule.dispatcher import Dispatcher, Follower
 from axonn_jax.schedule.policies import Policy
 from axonn_jax.schedule.tasks import Layout, Message, Task, sends
 
+_TOLD = 4096
+"""Tasks between two calls of `told`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -45,7 +48,7 @@ class Simulation:
 
     @property
     def idle_fraction(self) -> float:
-        """Share of all ranks' time in which they did not compute: the bubble."""
+        """Share of all ranks' time in which they did not compute."""
         return 1.0 - sum(self.busy) / (self.makespan * self.layout.pipe) if self.makespan > 0 else 0.0
 
 
@@ -57,8 +60,11 @@ def simulate(
     message_time: Callable[[Message], float],
     in_flight: int = 0,
     split: bool = True,
+    told: Callable[[int], None] | None = None,
 ) -> Simulation:
     """Runs one step under a policy in virtual time; `task_time` and `message_time` are asked once for each.
+
+    `told` is called with the number of tasks done every few thousand of them.
 
     A rank runs one task at a time, and chooses it when the one before has ended; a message is on its way for its time
     and takes none of its sender's. What happens at one instant is told to all ranks before any of them chooses.
@@ -68,11 +74,15 @@ def simulate(
         RuntimeError: the ranks wait for each other; the message has the state of every rank.
     """
     ranks = [Dispatcher(layout, rank, policy, in_flight, split) for rank in range(layout.pipe)]
-    return drive(ranks, task_time=task_time, message_time=message_time)
+    return drive(ranks, task_time=task_time, message_time=message_time, told=told)
 
 
 def drive(
-    ranks: Sequence[Follower], *, task_time: Callable[[Task], float], message_time: Callable[[Message], float]
+    ranks: Sequence[Follower],
+    *,
+    task_time: Callable[[Task], float],
+    message_time: Callable[[Message], float],
+    told: Callable[[int], None] | None = None,
 ) -> Simulation:
     """Runs one step of the given dispatchers or followers, one a rank, as `simulate` does."""
     layout = ranks[0].layout
@@ -104,6 +114,8 @@ def drive(
                 ranks[rank].arrived(event)
                 continue
             spans.append(event)
+            if told is not None and len(spans) % _TOLD == 0:
+                told(len(spans))
             ranks[rank].finished(event.task)
             idle[rank] = True
             message = sends(event.task, layout)

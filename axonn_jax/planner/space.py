@@ -58,11 +58,14 @@ def legal_grids(job: Job, devices: int, space: Space, rules: Counter[str]) -> It
             rules[f"{error.field} does not divide over them"] += 1
             continue
         if job.batch % grid.batch_shards:
-            rules[f"a batch of {job.batch} sequences does not divide over data * z"] += 1
+            batch = f"{job.batch} sequence{'s' * (job.batch != 1)}"
+            rules[f"a batch of {batch} does not divide over data * z"] += 1
         elif grid.pipe > pieces(job):
             rules[f"they have more pipeline stages than the model has pieces ({pieces(job)})"] += 1
         elif grid.pipe > 1 and "layer" not in space.gather:
             rules["a pipeline keeps no gathered weights"] += 1
+        elif grid.pipe == 1 and min(space.virtual_stages) > 1:
+            rules["they have no pipeline for virtual stages"] += 1
         else:
             yield grid
 
