@@ -25,15 +25,18 @@ _POWER = 8
 
 
 class CostModel:
-    """Predicts steps of one job; what choices have in common is worked out once."""
+    """Predicts steps of one job; what choices have in common is worked out once.
 
-    def __init__(self, job: Job):
+    `like` is a model of the same shape, with which it shares how that is cut into stages.
+    """
+
+    def __init__(self, job: Job, like: "CostModel | None" = None):
         self.job = job
         self._models: dict[Inner, tuple[Compute, Traffic]] = {}
         self.compute, self.traffic = self.priced(PAPERS)
         self.footprint = Footprint(job)
         self._tasks: dict[tuple[int, int, int, Inner], Tasks] = {}
-        self._stages: dict[tuple[int, int], Stages] = {}
+        self._stages: dict[tuple[int, int], Stages] = {} if like is None else like._stages
         self._once: dict[GridShape, dict[Place, float]] = {}
 
     def priced(self, inner: Inner) -> tuple[Compute, Traffic]:

@@ -16,8 +16,8 @@ _ROUNDS = 2
 """How often good grids are looked for beside those that were good."""
 _HORIZON = 1.05
 """Grids that cannot come closer to the best than this are left out."""
-_TASKS = 60_000
-"""Tasks of pipelines that are simulated."""
+_TASKS = 25_000
+"""Tasks of pipelines that are simulated for a point."""
 
 
 def scaling(jobs: Sequence[Job], best: Sequence[Estimate], space: Space, limit: float) -> list[tuple[int, float]]:
@@ -27,33 +27,32 @@ def scaling(jobs: Sequence[Job], best: Sequence[Estimate], space: Space, limit: 
     microbatches, activations, how long gathered weights live, place of the optimizer's state. It ends where none fits.
     """
     points = [(best[0].choice.grid.devices, best[0].step_s)]
-    kept, tasks = [one.choice for one in best[:_KEPT]], _TASKS
+    kept, model = [one.choice for one in best[:_KEPT]], None
     for job in jobs:
-        model = CostModel(job)
+        model = CostModel(job, model)
         priced = _fewer(model, kept, space, limit)
         if not priced:
             break
         kept = [choice for _, choice in priced[:_KEPT]]
-        seconds, tasks = _simulated(model, priced, tasks)
-        points.append((kept[0].grid.devices, seconds))
+        points.append((kept[0].grid.devices, _simulated(model, priced)))
     return points
 
 
-def _simulated(model: CostModel, priced: Sequence[tuple[float, Choice]], tasks: int) -> tuple[float, int]:
-    """The best step time once pipelines are simulated, and how many of the tasks for that are left.
+def _simulated(model: CostModel, priced: Sequence[tuple[float, Choice]]) -> float:
+    """The best step time once pipelines are simulated, as far as there are tasks for that.
 
-    In closed form several virtual stages count for too little: without simulation they do not count.
+    In closed form several virtual stages take too little time: unless they are simulated they do not count.
     """
-    best = float("inf")
+    best, tasks = float("inf"), _TASKS
     for seconds, choice in priced:
         if seconds >= best:
             break
         if 0 < tasks_to_refine(choice) <= tasks:
             tasks -= tasks_to_refine(choice)
             best = min(best, refine(model, model.estimate(choice)).step_s)
-        elif choice.virtual_stages == 1 or best == float("inf"):
-            best = min(best, seconds)
-    return best, tasks
+        elif choice.virtual_stages == 1:
+            best = seconds
+    return min(best, priced[-1][0])
 
 
 def _fewer(model: CostModel, kept: Sequence[Choice], space: Space, limit: float) -> list[tuple[float, Choice]]:
