@@ -152,7 +152,7 @@ def _published(args: Plan) -> int:
                 "comm_s": {**one.comm_s, "pipe": 0.0},
                 "exposed_comm_s": one.total_s,
                 "memory_bytes": None,
-                "bubble": 0.0,
+                "bubble": None,
             }
             for one in found[: args.top]
         ]
