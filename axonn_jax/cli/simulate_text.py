@@ -32,12 +32,16 @@ def _choice(figures: dict[str, Any]) -> list[str]:
 
 
 def _finished(figures: dict[str, Any], done: Step) -> list[str]:
+    behind = "the pipeline" if figures["grid"]["pipe"] > 1 else "the last microbatch"
     lines = [
         f"step      {figures['step_s']:,.4f} s ({figures['mfu']:.1%} of peak), "
-        f"of it {figures['update_s']:,.4f} s behind the pipeline",
-        f"pipeline  {figures['pipeline_s']:,.4f} s, ranks idle {figures['idle']:.1%} of it; "
-        f"the busiest rank works {figures['no_bubble_s']:,.4f} s",
+        f"of it {figures['update_s']:,.4f} s behind {behind}",
     ]
+    if figures["grid"]["pipe"] > 1:
+        lines += [
+            f"pipeline  {figures['pipeline_s']:,.4f} s, ranks idle {figures['idle']:.1%} of it; "
+            f"the busiest rank works {figures['no_bubble_s']:,.4f} s",
+        ]
     if done.left_out:
         lines.append(
             f"          of its steady stretch {_count(done.left_out, 'microbatch', 'microbatches')} "

@@ -27,9 +27,9 @@ def scaling(jobs: Sequence[Job], best: Sequence[Estimate], space: Space, limit: 
     microbatches, activations, how long gathered weights live, place of the optimizer's state. It ends where none fits.
     """
     points = [(best[0].choice.grid.devices, best[0].step_s)]
-    kept, model = [one.choice for one in best[:_KEPT]], None
+    kept = [one.choice for one in best[:_KEPT]]
     for job in jobs:
-        model = CostModel(job, model)
+        model = CostModel(job)
         priced = _fewer(model, kept, space, limit)
         if not priced:
             break
