@@ -16,8 +16,8 @@ from tyro.conf import arg
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.memory.pinned import host_memory
-from axonn_jax.planner.attention import usual_kernel
 from axonn_jax.memory.preallocation import fraction
+from axonn_jax.planner.attention import usual_kernel
 from axonn_jax.planner.machine import Device, Host, Machine, Matmul, Network, Node
 from axonn_jax.planner.machine_file import PLATFORMS, dumps_machine, loads_machine
 from axonn_jax.planner.measured import Collective, MatmulShare, Messages

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from math import floor
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
@@ -153,6 +153,7 @@ def command(model: str, job: Job, choice: Choice, seq: int | None) -> str:
     free = "--bind-to none " if grid.devices == 2 else ""  # two processes are bound to a core each
     words = [f"mpirun {free}-n {grid.devices}" if grid.devices > 1 else "", "axonn-jax train CONFIG.toml"]
     words.append(f"--model.preset {model}" + (f" --model.seq_len {seq}" if seq else ""))
+    words += [f"--model.layers {job.shape.layers}"] if job.shape.layers != preset(model).layers else []
     words += [
         f"--grid.{axis} {getattr(grid, axis)}" for axis in ("pipe", "data", "z", "y", "x") if getattr(grid, axis) > 1
     ]
@@ -165,9 +166,24 @@ def command(model: str, job: Job, choice: Choice, seq: int | None) -> str:
     words += [f"--train.inner_features {job.inner_features}"] if job.inner_features != "y" else []
     if grid.pipe > 1:
         words.append(f"--pipeline.policy {job.policy}")
+        words += ["--pipeline.split_backward false"] if job.policy == "message" and not job.split else []
         words += [f"--pipeline.virtual_stages {choice.virtual_stages}"] if choice.virtual_stages > 1 else []
         words += [f"--pipeline.in_flight {choice.in_flight}"] if choice.in_flight else []
     return " ".join(word for word in words if word)
+
+
+def chosen(job: Job, choice: Choice) -> dict[str, Any]:
+    """The options of a choice beside its grid, by name."""
+    return {
+        "microbatch": choice.sequences(job.batch),
+        "microbatches": choice.microbatches,
+        "virtual_stages": choice.virtual_stages,
+        "in_flight": in_flight(job, choice),
+        "activations": choice.activations,
+        "gather": choice.gather,
+        "offload": "optimizer" if choice.offload else "none",
+        "zero": choice.zero,
+    }
 
 
 def in_flight(job: Job, choice: Choice) -> int:

@@ -2,69 +2,38 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from statistics import fmean
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 from tyro.conf import UseAppendAction, arg
 
 from axonn_jax.cli import planning
+from axonn_jax.cli.request import SEQUENCES, Request, question
+from axonn_jax.cli.simulate_text import text
+from axonn_jax.cli.ticker import Ticker
 from axonn_jax.errors import UserError
-from axonn_jax.models.inner import InnerFeatures
-from axonn_jax.planner.baselines import tensor_1d
 from axonn_jax.planner.cost import CostModel
-from axonn_jax.planner.disturb import Disturbance, Outcome
-from axonn_jax.planner.disturb import run as disturbed
+from axonn_jax.planner.disturb import Disturbance
 from axonn_jax.planner.job import Estimate, Job
-from axonn_jax.planner.machine_file import load_machine
-from axonn_jax.planner.refine import stage_times
-from axonn_jax.planner.search import search
-from axonn_jax.planner.space import SEARCHED, Space
-from axonn_jax.schedule.policies import Policy
+from axonn_jax.planner.steps import Baseline, Step, baselines, step
 
 
-@dataclass(frozen=True)
-class Simulate:
-    """Run one pipelined step in virtual time: with jitter, slow ranks and failures, beside other schedules.
+@dataclass(frozen=True, kw_only=True)
+class Simulate(Request):
+    """Run one step in virtual time: with jitter, slow ranks and failures, beside other schedules.
 
-    Task times come from the planner's model. What is not fixed by a flag is what `axonn-jax plan` would choose.
+    What runs is the first row of `axonn-jax plan` for the same flags, in the time that it says if nothing is disturbed.
     """
 
-    model: str
-    """Name of a published model (docs/config.md lists them)."""
-    machine: str
-    """Name of a machine, or the path of a machine file (docs/plan.md)."""
-    devices: int
-    """Number of devices."""
-    batch_tokens: Annotated[str | None, arg(metavar="STR", help_behavior_hint="(default: 8 microbatches a stage)")] = (
-        None
-    )
-    """Tokens a step over all devices."""
-    seq: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the model's)")] = None
-    """Tokens of a sequence."""
+    batch_tokens: Annotated[
+        str | None, arg(metavar="STR", help_behavior_hint=f"(default: {SEQUENCES} sequences a device)")
+    ] = None
+    """Tokens a step over all devices: 16777216, or rounded, such as 16.8M."""
     layers: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the model's)")] = None
     """Number of blocks, so that very long pipelines can be simulated."""
-    grid: planning.Axes = field(default_factory=planning.Axes)
-    """Axes that are fixed."""
-    microbatch: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: searched)")] = None
-    """Sequences of a microbatch on a device."""
-    activations: Literal["auto", "none", "full", "dots", "save_collectives", "offload"] = "auto"
-    """What the backward pass computes again."""
-    sequence_parallel: bool = False
-    """Whether the sequence of the residual stream is split over grid.y (memory.sequence_parallel)."""
-    inner_features: InnerFeatures = "y"
-    """What splits the features inside blocks (train.inner_features): y, yx or auto."""
-    virtual_stages: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: searched)")] = None
-    """Stages each place of the pipe holds."""
-    policy: Policy = "message"
-    """Who decides which task a stage runs next."""
     split_backward: bool = True
     """Policy message: gradients of weights are tasks of their own."""
-    precision: planning.Chosen = "auto"
-    """Of compute; auto: the machine's half precision."""
-    overlap: str = "all"
-    """Collectives that run beside matmuls: all, none, or some of gathers,scatters,gradients,forward."""
     jitter: float = 0.0
     """Sigma of lognormal task and message times."""
     slow: UseAppendAction[tuple[str, ...]] = ()
@@ -76,11 +45,8 @@ class Simulate:
     seed: int = 0
     """Seed of the jitter."""
     baselines: bool = False
-    """Also simulate static schedules with the same tasks, and price tensor parallelism over one axis alone."""
-    png: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(default: none)")] = None
-    """Draw the time line into this file."""
-    json: bool = False
-    """Print one JSON object instead of the text."""
+    """Also simulate static schedules with the same tasks, and tensor parallelism over one axis alone, in the same
+    memory."""
 
 
 def run(args: Simulate) -> int:
@@ -89,170 +55,84 @@ def run(args: Simulate) -> int:
     Raises:
         UserError: a flag is wrong, or no such step is legal.
     """
-    for flag in ("devices", "microbatch", "virtual_stages", "layers", "replicas"):
-        planning.positive(f"--{flag.replace('_', '-')}", getattr(args, flag))
-    shape, machine = planning.model_shape(args.model, args.seq), load_machine(args.machine).shared(args.devices)
-    shape = shape if args.layers is None else replace(shape, layers=args.layers)
-    axes = args.grid.fixed()
-    batch = args.devices * 8 if args.batch_tokens is None else planning.sequences(args.batch_tokens, shape.seq_len)
-    job = planning.job_of(
-        shape,
-        machine,
-        batch,
-        args.precision,
-        args.overlap,
-        args.policy,
-        args.split_backward,
-        args.sequence_parallel,
-        args.inner_features,
-    )
-    space = Space(
-        axes=axes,
-        sequences=args.microbatch,
-        activations=SEARCHED if args.activations == "auto" else (args.activations,),
-        virtual_stages=(1, 2, 4) if args.virtual_stages is None else (args.virtual_stages,),
-    )
-    try:
-        estimate = search(job, args.devices, space, job.memory_limit()).best[0]
-    except UserError:  # whether it fits is the plan's question: simulated it can be, and its memory shown
-        estimate = search(job, args.devices, space, float("inf")).best[0]
-    model = CostModel(job)
-    times = stage_times(model, estimate.choice)
-    grid = estimate.choice.grid
-    by = Disturbance(
-        args.jitter, _pairs("--slow", args.slow), _pairs("--fail", args.fail), grid.x * grid.y * grid.z, args.seed
-    )
-    split = job.splits(estimate.choice.activations)
-    count = min(args.replicas, grid.data) if args.jitter else 1
-    outcomes = [disturbed(times, job.policy, split, by, replica, estimate.choice.in_flight) for replica in range(count)]
-    slowest = max(outcomes, key=lambda one: (not one.finished, one.simulation.makespan))
-    if args.png is not None:
-        from axonn_jax.planner.picture import draw_timeline
+    for flag in ("layers", "replicas"):
+        planning.positive(f"--{flag}", getattr(args, flag))
+    asked = question(args, layers=args.layers, split=args.split_backward)
+    job, limit = asked.job, asked.limit
+    by = Disturbance(args.jitter, _pairs("--slow", args.slow), _pairs("--fail", args.fail), seed=args.seed)
+    with Ticker("comparing grids") as ticker:
 
-        draw_timeline(
-            slowest.simulation, args.png, title=f"{args.model} on {args.devices} of {args.machine}, {args.policy}"
-        )
-    beside = _baselines(job, args.devices, estimate, by, model) if args.baselines else {}
-    figures = _figures(args, job, estimate, model, outcomes, slowest, beside)
-    print(json.dumps(figures) if args.json else _text(figures, slowest))
-    return 0 if slowest.finished else 1
+        def told(what: str, tasks: int) -> Callable[[int], None]:
+            ticker.now(what, tasks)
+            return ticker.told
+
+        try:
+            estimate = asked.answer().best[0]
+        except UserError:  # whether it fits is the plan's question: simulated it can be, and its memory shown
+            estimate, limit = asked.answer(limited=False).best[0], float("inf")
+        model = CostModel(job)
+        done = step(model, estimate.choice, by, args.replicas, told, shown=() if args.png is None else None)
+        beside = list[Baseline]()
+        if args.baselines:
+            beside += baselines(job, estimate.choice, by, args.replicas, limit, asked.space, told)
+        if args.png is not None:
+            from axonn_jax.planner.picture import draw_timeline
+
+            ticker.now("drawing")
+            title = f"{args.model} on {args.devices} of {args.machine}, {args.policy}"
+            title += f", {done.left_out:,} microbatches left out" if done.left_out else ""
+            draw_timeline(done.slowest.simulation, args.png, title=title)
+    figures = _figures(args, job, asked.limit, estimate, done, beside)
+    print(json.dumps(figures) if args.json else text(figures, done, beside))
+    return 0 if done.slowest.finished else 1
 
 
 def _pairs(flag: str, given: tuple[str, ...]) -> dict[int, float]:
     pairs = {}
-    for text in given:
-        found = re.fullmatch(r"(\d+):(\d+(?:\.\d*)?)", text)
+    for pair in given:
+        found = re.fullmatch(r"(\d+):(\d+(?:\.\d*)?)", pair)
         if found is None:
-            raise UserError(flag, text, "RANK:AMOUNT, such as 3:1.5")
+            raise UserError(flag, pair, "RANK:AMOUNT, such as 3:1.5")
         pairs[int(found[1])] = float(found[2])
     return pairs
 
 
-def _outside(model: CostModel, estimate: Estimate) -> float:
-    """Seconds of the update and of reductions once a step, behind the pipeline."""
-    return model.once_s(estimate.choice.grid, estimate.choice.place)
-
-
-def _baselines(job: Job, devices: int, one: Estimate, by: Disturbance, model: CostModel) -> dict[str, float]:
-    """Step times of static schedules with the same tasks and disturbance, and of one-dimensional tensor parallelism."""
-    times, found = stage_times(model, one.choice), {}
-    outside = _outside(model, one)
-    for policy in ("gpipe", "interleaved", "zero-bubble"):
-        outcome = disturbed(times, policy, False, by)
-        if outcome.finished:
-            name = "1f1b (Megatron-LM)" if policy == "interleaved" and one.choice.virtual_stages == 1 else policy
-            found[name] = outcome.simulation.makespan + outside
-    try:
-        found["1-D tensor parallelism"] = tensor_1d(job, devices, float("inf")).step_s
-    except UserError:  # the model's heads do not divide over so many devices
-        return found
-    return found
-
-
 def _figures(
-    args: Simulate,
-    job: Job,
-    estimate: Estimate,
-    model: CostModel,
-    outcomes: list[Outcome],
-    slowest: Outcome,
-    beside: dict[str, float],
+    args: Simulate, job: Job, limit: float, estimate: Estimate, done: Step, beside: list[Baseline]
 ) -> dict[str, Any]:
-    simulation, choice = slowest.simulation, estimate.choice
-    outside = _outside(model, estimate)
-    step = simulation.makespan + outside if slowest.finished else None
+    simulation, choice = done.slowest.simulation, estimate.choice
     flops = job.flops / (choice.grid.devices * job.machine.peak(job.precision))
     return {
         "model": args.model,
         "machine": args.machine,
         "devices": args.devices,
+        "batch_sequences": job.batch,
+        "seq_len": job.shape.seq_len,
+        "precision": job.precision,
+        "sequence_parallel": job.sequence_parallel,
+        "inner_features": job.inner_features,
         "grid": asdict(choice.grid),
-        "microbatches": choice.microbatches,
-        "microbatch": choice.sequences(job.batch),
-        "virtual_stages": choice.virtual_stages,
-        "activations": choice.activations,
-        "in_flight": planning.in_flight(job, choice),
+        **planning.chosen(job, choice),
         "policy": job.policy,
-        "finished": slowest.finished,
-        "step_s": step,
-        "pipeline_s": simulation.makespan,
-        "update_s": outside,
-        "no_bubble_s": simulation.no_bubble,
-        "bubble": simulation.idle_fraction,
-        "mfu": flops / step if step else None,
+        "finished": done.slowest.finished,
+        "step_s": done.seconds,
+        "pipeline_s": done.pipeline_s,
+        "update_s": done.behind_s,
+        "no_bubble_s": max(done.busy),
+        "idle": done.idle,
+        "mfu": flops / done.seconds if done.seconds else None,
         "memory_bytes": estimate.memory.total,
-        "fits": estimate.memory.total <= job.memory_limit(),
-        "replicas_s": [one.simulation.makespan for one in outcomes],
-        "tasks": len(simulation.spans),
+        "memory_limit_bytes": limit,
+        "fits": estimate.memory.total <= limit,
+        "replicas_s": done.replicas_s,
+        "tasks": simulation.tasks,
+        "left_out_microbatches": done.left_out,
         "ranks": [
             {"rank": rank, "busy_s": busy, "peak_live": simulation.peak_live[rank]}
-            for rank, busy in enumerate(simulation.busy)
+            for rank, busy in enumerate(done.busy)
         ],
-        "baselines_s": beside,
+        "baselines_s": {one.name: one.seconds for one in beside},
+        "baselines_memory_bytes": {one.name: one.memory_bytes for one in beside},
+        "command": planning.command(args.model, job, choice, args.seq),
         **({"png": str(args.png)} if args.png is not None else {}),
     }
-
-
-def _text(figures: dict[str, Any], slowest: Outcome) -> str:
-    grid = " x ".join(f"{axis} {size}" for axis, size in figures["grid"].items())
-    lines = [
-        f"{figures['model']} on {figures['devices']} of {figures['machine']}: {grid}",
-        f"{figures['microbatches']} microbatches of {figures['microbatch']} sequences a device, "
-        f"{figures['virtual_stages']} virtual stages, activations {figures['activations']}, policy {figures['policy']}",
-        "",
-    ]
-    if figures["finished"]:
-        lines += [
-            f"step      {figures['step_s']:,.4f} s ({figures['mfu']:.1%} of peak), "
-            f"of it {figures['update_s']:,.4f} s behind the pipeline",
-            f"pipeline  {figures['pipeline_s']:,.4f} s, bubble {figures['bubble']:.1%}; "
-            f"the busiest rank works {figures['no_bubble_s']:,.4f} s",
-        ]
-        if len(figures["replicas_s"]) > 1:
-            spread = figures["replicas_s"]
-            lines.append(
-                f"replicas  {min(spread):,.4f} to {max(spread):,.4f} s, mean {fmean(spread):,.4f}; the slowest counts"
-            )
-    else:
-        done = len(slowest.simulation.spans)
-        layout = slowest.simulation.layout
-        per = 3 if any(span.task.kind.value == "W" for span in slowest.simulation.spans) else 2
-        lines.append(
-            f"The step does not end: after {slowest.stalled_at:,.4f} s nothing moves any more, "
-            f"{done} of {per * layout.stages * layout.microbatches} tasks done. "
-            "All of it is lost; a run resumes from its checkpoint."
-        )
-    peaks = [rank["peak_live"] for rank in figures["ranks"]]
-    fits = "fits" if figures["fits"] else "does NOT fit"
-    lines.append(
-        f"memory    {figures['memory_bytes'] / 1e9:.1f} GB a device ({fits}); activations alive at most {max(peaks)}"
-    )
-    lines += [
-        f"{name:24} {seconds:,.4f} s ({_times(figures, seconds)})" for name, seconds in figures["baselines_s"].items()
-    ]
-    lines += [figures["png"]] if "png" in figures else []
-    return "\n".join(lines)
-
-
-def _times(figures: dict[str, Any], seconds: float) -> str:
-    return f"{seconds / figures['step_s']:.3f} times as long" if figures["step_s"] else "without a failure"

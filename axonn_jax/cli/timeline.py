@@ -98,16 +98,16 @@ def _replayed(recorded: Sequence[Span], step: int, policy: Policy) -> Replayed:
 
 
 def _figures(spans: Sequence[Span], ranks: int) -> dict[str, Any]:
-    """Length of the step in seconds, its bubble, and the shares of every kind, per stage and over all."""
+    """Length of the step in seconds, its idle share, and the shares of every kind, per stage and over all."""
     start, end = window(spans)
     used = usage(spans, ranks)
     return {
         "step_s": end - start,
-        "bubble": fmean(one.bubble for one in used),
+        "idle": fmean(one.idle for one in used),
         "exposed_communication": fmean(one.exposed for one in used),
         "shares": {kind: fmean(one.shares[kind] for one in used) for kind in KINDS},
         "stages": [
-            {"stage": one.rank, "bubble": one.bubble, "exposed_communication": one.exposed, "shares": dict(one.shares)}
+            {"stage": one.rank, "idle": one.idle, "exposed_communication": one.exposed, "shares": dict(one.shares)}
             for one in used
         ],
     }
@@ -116,10 +116,10 @@ def _figures(spans: Sequence[Span], ranks: int) -> dict[str, Any]:
 def _table(figures: dict[str, Any]) -> str:
     """A row a stage and one for all; a kind that nothing was of has no column."""
     kinds = [kind for kind in KINDS if figures["shares"][kind] > 0]
-    heads = ["stage", "bubble", *(kind.replace("_", " ") for kind in kinds)]
+    heads = ["stage", "idle", *(kind.replace("_", " ") for kind in kinds)]
     rows = [heads]
     for name, one in [*((str(stage["stage"]), stage) for stage in figures["stages"]), ("all", figures)]:
-        row = [name, f"{one['bubble']:.1%}"]
+        row = [name, f"{one['idle']:.1%}"]
         for kind in kinds:
             exposed = f" ({one['exposed_communication']:.1%} exposed)" if kind == "communication" else ""
             row.append(f"{one['shares'][kind]:.1%}{exposed}")

@@ -34,7 +34,7 @@ def _color(kind: Kind) -> str:
 
 
 def draw(spans: Sequence[Span], path: Path, title: str | None = None, *, step: int | None = None) -> None:
-    """Draws one step as a PNG, the last whole one unless `step` says which; the title ends with its bubble.
+    """Draws one step as a PNG, the last whole one unless `step` says which; the title ends with its idle share.
 
     Tasks bear the number of their microbatch where it fits; virtual stages of a rank differ in shade. What lies outside
     the time from the first task to the end of the last is not shown.
@@ -59,9 +59,9 @@ def draw(spans: Sequence[Span], path: Path, title: str | None = None, *, step: i
     axes = figure.add_subplot()
     axes.set_xlim(0, (end - start) * 1e3)
     axes.set_ylim(ranks - 0.5, -0.5)
-    _decorate(axes, [one.bubble for one in used])
-    mean = sum(one.bubble for one in used) / ranks
-    heading = f"step {step}: {_milliseconds(end - start)}, bubble {mean:.1%}"
+    _decorate(axes, [one.idle for one in used])
+    mean = sum(one.idle for one in used) / ranks
+    heading = f"step {step}: {_milliseconds(end - start)}, idle {mean:.1%}"
     axes.set_title(
         f"{title} \N{EM DASH} {heading}" if title else heading, fontsize=12, color=_INK, pad=10, parse_math=False
     )
@@ -83,15 +83,15 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.{0 if seconds >= 1 else 1 if seconds >= 0.01 else 3}f} ms"
 
 
-def _decorate(axes: Any, bubbles: Sequence[float]) -> None:
-    """Axes: the stages on the left, their bubbles on the right, the time below."""
-    ranks = range(len(bubbles))
-    size = 9 if len(bubbles) <= 8 else 8
+def _decorate(axes: Any, idle: Sequence[float]) -> None:
+    """Axes: the stages on the left, their idle shares on the right, the time below."""
+    ranks = range(len(idle))
+    size = 9 if len(idle) <= 8 else 8
     middles = [rank + _MIDDLE for rank in ranks]
     axes.barh(middles, axes.get_xlim()[1], color=_IDLE, height=_TASKS[1], linewidth=0, zorder=0)
     axes.set_yticks(middles, [f"stage {rank}" for rank in ranks], fontsize=size, color=_INK)
     right = axes.secondary_yaxis("right")
-    right.set_yticks(middles, [f"{share:.0%} idle" for share in bubbles], fontsize=size, color="#5b606b")
+    right.set_yticks(middles, [f"{share:.0%} idle" for share in idle], fontsize=size, color="#5b606b")
     for side in (axes, right):
         side.tick_params(axis="y", length=0)
         for spine in side.spines.values():

@@ -146,12 +146,12 @@ def last_whole_step(spans: Iterable[Span]) -> int | None:
 class Usage:
     """What became of a rank's time in one step, as shares of the time from the first task to the end of the last.
 
-    `bubble` is the share without a task, `shares` has that of every kind, `exposed` that of communication that no task
-    hid, which is part of the bubble.
+    `idle` is the share without a task, `shares` has that of every kind, `exposed` that of communication that no task
+    hid, which is part of it.
     """
 
     rank: int
-    bubble: float
+    idle: float
     shares: Mapping[Kind, float]
     exposed: float
 
@@ -183,9 +183,9 @@ def usage(spans: Sequence[Span], ranks: int) -> list[Usage]:
     return found
 
 
-def bubble(spans: Sequence[Span], ranks: int) -> float:
+def idle_share(spans: Sequence[Span], ranks: int) -> float:
     """The idle share of the device time of `ranks` ranks between one step's first task and the end of its last."""
-    return sum(one.bubble for one in usage(spans, ranks)) / ranks if ranks else 0.0
+    return sum(one.idle for one in usage(spans, ranks)) / ranks if ranks else 0.0
 
 
 def _covered(spans: Iterable[Span]) -> float:

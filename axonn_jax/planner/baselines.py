@@ -25,9 +25,10 @@ def megatron(job: Job, devices: int, limit: float, space: Space | None = None) -
 def tensor_1d(job: Job, devices: int, limit: float, space: Space | None = None) -> Estimate:
     """The best of data x y without pipeline: Megatron's column-row pairs alone, without overlap.
 
+    Of a space its axes do not count.
+
     Raises:
         UserError: none fits.
     """
-    chosen = space or Space()
-    only = replace(chosen, axes={**chosen.axes, "pipe": 1, "z": 1, "x": 1})
+    only = replace(space or Space(), axes={"pipe": 1, "z": 1, "x": 1}, virtual_stages=(1,))
     return search(replace(job, switches=NOTHING), devices, only, limit).best[0]

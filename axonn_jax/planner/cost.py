@@ -1,10 +1,12 @@
 """The corrected cost model: a choice's step time, in closed form."""
 
 from collections.abc import Iterator
+from functools import cache
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.inner import PAPERS, Inner
 from axonn_jax.models.pieces import Piece, transformer_pieces
+from axonn_jax.models.shape import ModelShape
 from axonn_jax.planner.communication import Gather
 from axonn_jax.planner.compute import Compute
 from axonn_jax.planner.footprint import Footprint, Load
@@ -33,7 +35,6 @@ class CostModel:
         self.compute, self.traffic = self.priced(PAPERS)
         self.footprint = Footprint(job)
         self._tasks: dict[tuple[int, int, int, int, Inner], Tasks] = {}
-        self._stages: dict[tuple[int, int], Stages] = {}
         self._once: dict[GridShape, dict[Place, float]] = {}
 
     def priced(self, inner: Inner) -> tuple[Compute, Traffic]:
@@ -61,12 +62,7 @@ class CostModel:
 
         Raises ``UserError`` where there are fewer pieces than virtual stages.
         """
-        key = (pipe, virtual_stages)
-        if key not in self._stages:
-            pieces = transformer_pieces(self.job.shape)
-            costs = [Cost(piece.name, piece.flops, 2 * piece.flops, piece.params) for piece in pieces]
-            self._stages[key] = pieces, partition(costs, pipe, virtual_stages)
-        return self._stages[key]
+        return _stages(self.job.shape, pipe, virtual_stages)
 
     def bound(self, grid: GridShape) -> float:
         """Seconds that no choice on this grid goes below, however inner features are split for its activations.
@@ -259,3 +255,10 @@ class CostModel:
     def _update(self, grid: GridShape, load: Load, place: Place) -> float:
         (offload, zero), params = place, self.footprint.params(grid, load)
         return self.compute.update(params, params / (grid.data if zero else 1), self.job.accumulate, offload)
+
+
+@cache
+def _stages(shape: ModelShape, pipe: int, virtual_stages: int) -> Stages:
+    pieces = transformer_pieces(shape)
+    costs = [Cost(piece.name, piece.flops, 2 * piece.flops, piece.params) for piece in pieces]
+    return pieces, partition(costs, pipe, virtual_stages)

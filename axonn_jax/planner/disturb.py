@@ -1,9 +1,10 @@
 """Task times that differ from the model's: jitter, slow ranks, ranks that fail. The same seed gives the same times."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import exp, inf
 from statistics import NormalDist
+from typing import Any
 
 from axonn_jax.errors import UserError
 from axonn_jax.planner.simulator import Simulation, simulate
@@ -73,9 +74,15 @@ class Outcome:
 
 
 def run(
-    times: StageTimes, policy: Policy, split: bool, by: Disturbance, replica: int = 0, in_flight: int = 0
+    times: StageTimes,
+    policy: Policy,
+    split: bool,
+    by: Disturbance,
+    replica: int = 0,
+    in_flight: int = 0,
+    told: Callable[[int], None] | None = None,
 ) -> Outcome:
-    """One pipeline's step under a disturbance; replicas differ in their jitter."""
+    """One pipeline's step under a disturbance; replicas differ in their jitter; `told` is `simulate`'s."""
     by.check(times.layout.pipe)
     layout = times.layout
 
@@ -93,27 +100,21 @@ def run(
             seconds *= factor(by.jitter, by.members, by.seed, replica, way, message.stage, message.microbatch)
         return seconds
 
-    healthy = simulate(layout, policy, task_time=task_time, message_time=message_time, in_flight=in_flight, split=split)
+    how: dict[str, Any] = {"message_time": message_time, "in_flight": in_flight, "split": split, "told": told}
+    healthy = simulate(layout, policy, task_time=task_time, **how)
     if not by.failed:
         return Outcome(healthy, True, healthy.makespan)
     # Until it fails a rank does what it would have done anyway: the task that it does not finish is known.
     lost = _lost(healthy, by.failed)
     if not lost:
         return Outcome(healthy, True, healthy.makespan)
-    broken = simulate(
-        layout,
-        policy,
-        task_time=lambda task: inf if task in lost else task_time(task),
-        message_time=message_time,
-        in_flight=in_flight,
-        split=split,
-    )
+    broken = simulate(layout, policy, task_time=lambda task: inf if task in lost else task_time(task), **how)
     ended = [span for span in broken.spans if span.end < inf]
     last = max((span.end for span in ended), default=0.0)
     busy, peak = [0.0] * layout.pipe, broken.peak_live
     for span in ended:
         busy[span.rank] += span.end - span.start
-    return Outcome(Simulation(layout, ended, last, busy, peak), False, last)
+    return Outcome(Simulation(layout, ended, last, busy, peak, tasks=len(ended)), False, last)
 
 
 def _lost(healthy: Simulation, failed: Mapping[int, float]) -> set[Task]:

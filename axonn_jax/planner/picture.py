@@ -78,6 +78,8 @@ def draw_plan(job: Job, plan: Plan, scaling: Sequence[tuple[int, float]], path: 
             devices, [seconds[0] * devices[0] / count for count in devices], "--", base=2, color="0.5", label="linear"
         )
         curve.legend()
+        curve.set_xticks(devices, [f"{count:,}" for count in devices])
+        curve.yaxis.set_major_formatter("{x:g}")
     curve.set_xlabel("devices")
     curve.set_ylabel("s a step, best grid, same batch")
     for panel in panels.flat:
@@ -122,6 +124,7 @@ def draw_timeline(simulation: Simulation, path: Path, *, title: str) -> None:
     import numpy as np
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     plt = _pyplot()
     ranks, end = simulation.layout.pipe, simulation.makespan or 1.0
@@ -135,10 +138,15 @@ def draw_timeline(simulation: Simulation, path: Path, *, title: str) -> None:
     panel.imshow(picture, aspect="auto", interpolation="nearest", extent=(0.0, end, ranks - 0.5, -0.5))
     panel.set_xlabel("s")
     panel.set_ylabel("rank")
-    panel.set_title(f"{title}: {end:,.3f} s, idle {simulation.idle_fraction:.1%}")
+    panel.yaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.set_title(f"{title}: {end:,.3f} s, idle {simulation.idle_fraction:.1%}", loc="left")
     used = sorted({span.task.kind for span in simulation.spans})
     panel.legend(
-        handles=[Patch(color=_COLOURS[kind], label=_NAMES[kind.value]) for kind in used], loc="upper right", fontsize=8
+        handles=[Patch(color=_COLOURS[kind], label=_NAMES[kind.value]) for kind in used],
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=len(used),
+        fontsize=8,
     )
     _save(figure, path)
     plt.close(figure)

@@ -57,19 +57,13 @@ def _tasks(model: CostModel, choice: Choice) -> dict[tuple[Kind, int], float]:
 
 
 def run(
-    model: CostModel, choice: Choice, shown: Collection[int] | None = (), told: Callable[[int], None] | None = None
-) -> Pipelined:
-    """A choice's step without what comes once in it, as `price` has it; arguments as those of `pipelined`."""
-    return _run(model, stage_times(model, choice), choice, shown, told)
-
-
-def _run(
     model: CostModel,
     times: StageTimes,
     choice: Choice,
     shown: Collection[int] | None = (),
     told: Callable[[int], None] | None = None,
 ) -> Pipelined:
+    """A choice's step without what comes once in it; `shown` and `told` are those of `pipelined`."""
     split = model.job.splits(choice.activations)
     return pipelined(times, model.job.policy, in_flight=choice.in_flight, split=split, shown=shown, told=told)
 
@@ -128,6 +122,6 @@ class Prices:
         times = self._stage_times(choice)
         key = (*self._key(choice), choice.microbatches, choice.in_flight, times.message)
         if key not in self._pipelines:
-            done = self._pipelines[key] = _run(self.model, times, choice)
-            self.tasks += 3 * done.simulation.layout.stages * done.simulation.layout.microbatches
+            done = self._pipelines[key] = run(self.model, times, choice)
+            self.tasks += done.simulation.tasks
         return self._pipelines[key]

@@ -112,7 +112,7 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
         best = min([best, *(one.step_s for one in priced)])
     misses.sort(key=lambda miss: miss[0].total)
     rejected = [Rejected(str(choice.grid), _too_large(job, memory, choice, limit)) for memory, choice in misses]
-    rejected += [Rejected(f"{count} grids", why) for why, count in rules.most_common()]
+    rejected += [Rejected(f"{count} grid{'s' * (count != 1)}", why) for why, count in rules.most_common()]
     if not fits:
         raise _nothing(devices, rejected)
     fits.sort(key=lambda one: one.order)

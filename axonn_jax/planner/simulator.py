@@ -9,8 +9,8 @@ from axonn_jax.schedule.dispatcher import Dispatcher, Follower
 from axonn_jax.schedule.policies import Policy
 from axonn_jax.schedule.tasks import Kind, Layout, Message, Task, sends
 
-_NEWS = 1 << 14
-"""Tasks after which `told` is told."""
+_TOLD = 4096
+"""Tasks between two calls of `told`."""
 
 
 class Span(NamedTuple):
@@ -44,6 +44,8 @@ class Simulation:
     """By rank, when its last task ended."""
     waited: list[float] = field(default_factory=list)
     """By rank, when it last had nothing to do before its last forward; 0 where it was always at work."""
+    tasks: int = 0
+    """How many have ended."""
 
     @property
     def no_bubble(self) -> float:
@@ -52,7 +54,7 @@ class Simulation:
 
     @property
     def idle_fraction(self) -> float:
-        """Share of all ranks' time in which they did not compute: the bubble."""
+        """Share of all ranks' time in which they did not compute."""
         return 1.0 - sum(self.busy) / (self.makespan * self.layout.pipe) if self.makespan > 0 else 0.0
 
 
@@ -128,7 +130,7 @@ def drive(
             ranks[rank].finished(event)
             since[rank], ends[rank] = -1.0, now
             ended += 1
-            if told is not None and ended % _NEWS == 0:
+            if told is not None and ended % _TOLD == 0:
                 told(ended)
             message = sends(event, layout)
             if message is not None:
@@ -136,7 +138,7 @@ def drive(
                 heapq.heappush(events, (now + message_time(message), serial, message.stage % pipe, message))
     if not all(rank.done for rank in ranks):
         raise RuntimeError("the ranks wait for each other: " + "; ".join(map(_state, ranks)))
-    return Simulation(layout, spans, now, busy, peak, ends, waited)
+    return Simulation(layout, spans, now, busy, peak, ends, waited, ended)
 
 
 def _state(rank: Follower) -> str:

@@ -27,6 +27,8 @@ class Space:
     """Axes of the grid that are fixed."""
     near: Sequence[str] = ()
     """Axes whose groups must stay inside a node."""
+    grids: Sequence[GridShape] | None = None
+    """The only grids, if there is a list of them."""
     sequences: int | None = None
     """Sequences of a microbatch on a device, if fixed."""
     activations: Sequence[Activations] = SEARCHED
@@ -51,7 +53,7 @@ class Space:
 
 def legal_grids(job: Job, devices: int, space: Space, rules: Counter[str]) -> Iterator[GridShape]:
     """Every grid that model and batch divide over; counts in `rules` why others are left out."""
-    for grid in _grids(devices, space):
+    for grid in _grids(devices, space) if space.grids is None else space.grids:
         try:
             grid.check_model(job.shape, sequence_parallel=job.sequence_parallel)
             job.inner(grid, "full")
@@ -61,11 +63,14 @@ def legal_grids(job: Job, devices: int, space: Space, rules: Counter[str]) -> It
         if any(not Links(grid, job.machine).near((axis,)) for axis in space.near):
             rules[f"groups over {' or '.join(space.near)} leave a node"] += 1
         elif job.batch % grid.batch_shards:
-            rules[f"a batch of {job.batch} sequences does not divide over data * z"] += 1
+            batch = f"{job.batch} sequence{'s' * (job.batch != 1)}"
+            rules[f"a batch of {batch} does not divide over data * z"] += 1
         elif grid.pipe > pieces(job):
             rules[f"they have more pipeline stages than the model has pieces ({pieces(job)})"] += 1
         elif grid.pipe > 1 and "layer" not in space.gather:
             rules["a pipeline keeps no gathered weights"] += 1
+        elif grid.pipe == 1 and min(space.virtual_stages) > 1:
+            rules["they have no pipeline for virtual stages"] += 1
         else:
             yield grid
 

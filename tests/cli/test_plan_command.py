@@ -1,4 +1,4 @@
-"""`axonn-jax plan` and `axonn-jax simulate`: their JSON, their pictures, and one clear line for nonsense."""
+"""`axonn-jax plan`: its JSON, its picture, and one clear line for nonsense."""
 
 import json
 
@@ -11,7 +11,7 @@ from axonn_jax.memory.preallocation import FRACTION
 from axonn_jax.planner.machine_file import load_machine, machine_names
 
 PLAN = ["plan", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "262144"]
-SIMULATE = ["simulate", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "524288"]
+SIMULATE = ["simulate", *PLAN[1:-1], "524288"]
 
 
 def output(capsys, argv, status=0):
@@ -119,31 +119,6 @@ def test_pictures(capsys, tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_simulate_as_json(capsys):
-    argv = [*SIMULATE, "--grid.pipe", "4", "--grid.data", "4", "--virtual-stages", "1", "--baselines", "--json"]
-    found = json.loads(output(capsys, argv))
-    assert found["grid"] == {"pipe": 4, "data": 4, "z": 1, "y": 1, "x": 1}
-    assert found["finished"] is True
-    assert found["step_s"] == pytest.approx(found["pipeline_s"] + found["update_s"])
-    assert found["pipeline_s"] >= found["no_bubble_s"] == max(rank["busy_s"] for rank in found["ranks"])
-    assert {"gpipe", "1f1b (Megatron-LM)", "zero-bubble", "1-D tensor parallelism"} == set(found["baselines_s"])
-    assert found["step_s"] <= found["baselines_s"]["1f1b (Megatron-LM)"]
-
-
-def test_simulate_a_failure(capsys):
-    out = output(capsys, [*SIMULATE, "--grid.pipe", "4", "--fail", "2:0.5"], status=1)
-    assert "The step does not end" in out
-
-
-def test_simulate_slow_rank_and_jitter(capsys):
-    argv = [*SIMULATE, "--grid.pipe", "4", "--grid.data", "4", "--activations", "full", "--microbatch", "1", "--json"]
-    calm = json.loads(output(capsys, argv))
-    rough = json.loads(output(capsys, [*argv, "--jitter", "0.3", "--slow", "1:1.5"]))
-    assert rough["step_s"] > 1.3 * calm["step_s"]
-    assert len(rough["replicas_s"]) == 4
-    assert max(rough["replicas_s"]) == rough["pipeline_s"]
-
-
 @pytest.mark.parametrize(
     ("text", "seq", "expected"),
     [
@@ -181,12 +156,15 @@ def test_amounts_that_mean_nothing(text):
             ["--batch-tokens", "1000"],
             ["--batch-tokens = '1000': a multiple of the sequence length, 2048; nearest: 2048"],
         ),
-        (["--batch-tokens", "2048", "--grid.data", "16"], ["--devices = 16", "a batch of 1 sequences does not divide"]),
+        (
+            ["--batch-tokens", "2048", "--grid.data", "16"],
+            ["--grid.data = 16: 1, which 16 devices", "a batch of 1 sequence "],
+        ),
         (["--grid.pipe", "0"], ["--grid.pipe = 0: an integer of at least 1"]),
-        (["--grid.x", "3"], ["--devices = 16: a multiple of the fixed axes' product, which is 3"]),
+        (["--grid.x", "3"], ["--grid.x = 3: one of 1, 2, 4, 8, 16, which 16 devices, the model"]),
         (["--memory-limit", "-5GB"], ["--memory-limit = '-5GB'"]),
         (["--memory-limit", "43GB"], ["--memory-limit = '43GB': at most 42.95GB, the memory of A100 40 GB"]),
-        (["--memory-limit", "1MB"], ["--devices = 16", "GB a device"]),
+        (["--memory-limit", "1MB"], ["--memory-limit = '0.001GB': an amount that fits; pipe", "GB a device"]),
         (["--overlap", "gather"], ["--overlap = 'gather'", "did you mean 'gathers'?"]),
         (["--precision", "fp8"], ["--precision", "fp8"]),
         (["--seq", "-1"], ["--seq = -1"]),
@@ -207,6 +185,16 @@ def test_nonsense_is_one_line(refused, change, parts):
     refused(argv, *parts)
 
 
+def test_a_picture_costs_no_further_search(capsys, tmp_path, monkeypatch):
+    from axonn_jax.planner import search
+
+    searches = []
+    legal_grids = search.legal_grids
+    monkeypatch.setattr(search, "legal_grids", lambda *args: searches.append(args) or legal_grids(*args))
+    output(capsys, [*PLAN, "--png", str(tmp_path / "plan.png")])
+    assert len(searches) == 1
+
+
 def test_inner_features_are_priced_and_in_the_command(capsys):
     grids = ["--grid.x", "16", "--activations", "full", "--json"]
     found = {}
@@ -220,22 +208,30 @@ def test_inner_features_are_priced_and_in_the_command(capsys):
 
 def test_inner_features_that_cannot_be(refused):
     refused([*PLAN, "--inner-features", "yx", "--sequence-parallel"], "--inner-features = 'yx': y or auto with")
-    refused([*PLAN, "--inner-features", "auto", "--cost-model", "published"], "--inner-features = 'auto': y with")
-
-
-def test_the_published_model_has_no_sequence_parallelism(refused):
-    refused([*PLAN, "--cost-model", "published", "--sequence-parallel"], "--sequence-parallel = True: left out")
+    refused([*PLAN, "--inner-features", "auto", "--cost-model", "published"], "--inner-features = 'auto': left out")
 
 
 @pytest.mark.parametrize(
-    ("change", "part"),
+    ("flags", "part"),
     [
-        (["--slow", "fast"], "--slow = 'fast': RANK:AMOUNT"),
-        (["--slow", "99:2"], "--slow = 99: a rank of the pipeline"),
-        (["--jitter", "-1"], "--jitter = -1.0"),
-        (["--replicas", "0"], "--replicas = 0"),
-        (["--grid.pipe", "1024"], "--devices = 16"),
+        (["--sequence-parallel"], "--sequence-parallel = True"),
+        (["--grid.pipe", "4"], "--grid.pipe = 4"),
+        (["--microbatch", "2"], "--microbatch = 2"),
+        (["--activations", "full"], "--activations = 'full'"),
+        (["--gather", "layer"], "--gather = 'layer'"),
+        (["--offload", "none"], "--offload = 'none'"),
+        (["--zero", "0"], "--zero = '0'"),
+        (["--virtual-stages", "1"], "--virtual-stages = 1"),
+        (["--policy", "1f1b"], "--policy = '1f1b'"),
+        (["--precision", "bf16"], "--precision = 'bf16'"),
+        (["--overlap", "none"], "--overlap = 'none'"),
+        (["--memory-limit", "30GB"], "--memory-limit = '30GB'"),
+        (["--png", "plan.png"], "--png = plan.png"),
     ],
 )
-def test_nonsense_for_simulate_is_one_line(refused, change, part):
-    refused([*SIMULATE, *change], part)
+def test_flags_that_the_published_model_does_not_know(refused, flags, part):
+    refused([*PLAN, "--cost-model", "published", *flags], f"{part}: left out with --cost-model published")
+
+
+def test_a_flag_of_the_published_model_alone(refused):
+    refused([*PLAN, "--min-tensor", "4"], "--min-tensor = 4: left out without --cost-model published")

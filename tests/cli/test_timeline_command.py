@@ -36,7 +36,7 @@ def test_table_and_picture(run_dir, capsys):
     assert err == ""
     lines = out.splitlines()
     assert lines[0] == "step 4 (recorded: 3, 4, 5), 6,000.000 ms"
-    assert lines[2].split() == ["stage", "bubble", "forward", "backward", "communication", "optimizer"]
+    assert lines[2].split() == ["stage", "idle", "forward", "backward", "communication", "optimizer"]
     assert lines[3].split() == ["0", "50.0%", "16.7%", "16.7%", "6.7%", "(3.3%", "exposed)", "16.7%"]
     assert lines[4].split() == ["1", "50.0%", "13.3%", "33.3%", "0.0%", "(0.0%", "exposed)", "3.3%"]
     assert lines[5].split()[:2] == ["all", "50.0%"]
@@ -50,7 +50,7 @@ def test_json_is_one_object(run_dir, capsys):
     assert (out.count("\n"), err) == (1, "")
     found = json.loads(out)
     assert (found["step"], found["steps"], found["step_s"]) == (3, [3, 4, 5], pytest.approx(6.0))
-    assert found["bubble"] == pytest.approx(0.5)
+    assert found["idle"] == pytest.approx(0.5)
     assert found["shares"]["backward"] == pytest.approx(0.25)
     assert found["shares"]["weight_gradient"] == 0
     assert [stage["stage"] for stage in found["stages"]] == [0, 1]

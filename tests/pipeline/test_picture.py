@@ -35,7 +35,7 @@ def texts_of(monkeypatch, spans, path, **options):
 def test_the_picture_is_of_the_last_whole_step(tmp_path, monkeypatch):
     spans = gpipe(2, 4, step=7) + shift(gpipe(2, 4, step=8, split=True), 50.0) + gpipe(2, 4, step=9)[:3]
     written, title = texts_of(monkeypatch, spans, tmp_path / "timeline.png", title="a $run_{")
-    assert title == "a $run_{ \N{EM DASH} step 8: 15,000 ms, bubble 20.0%"
+    assert title == "a $run_{ \N{EM DASH} step 8: 15,000 ms, idle 20.0%"
     assert sorted(written) == sorted("0123" * 6)
     written, title = texts_of(monkeypatch, spans, tmp_path / "7.png", step=7)
     assert title.startswith("step 7: ")

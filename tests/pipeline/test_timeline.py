@@ -14,8 +14,8 @@ from axonn_jax.pipeline.timeline import (
     KINDS,
     Recorder,
     Span,
-    bubble,
     estimate_offset,
+    idle_share,
     last_whole_step,
     merge,
     ranks_of,
@@ -120,11 +120,11 @@ def test_ranks_with_different_clocks_come_onto_one():
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 4), (2, 4), (4, 8), (8, 3)])
-def test_bubble_of_gpipe(ranks, microbatches, split):
+def test_idle_share_of_gpipe(ranks, microbatches, split):
     spans = gpipe(ranks, microbatches, split=split)
     expected = (ranks - 1) / (microbatches + ranks - 1)
-    assert bubble(spans, ranks) == pytest.approx(expected)
-    assert [one.bubble for one in usage(spans, ranks)] == pytest.approx([expected] * ranks)
+    assert idle_share(spans, ranks) == pytest.approx(expected)
+    assert [one.idle for one in usage(spans, ranks)] == pytest.approx([expected] * ranks)
 
 
 def test_overlap_counts_once_and_communication_is_not_work():
@@ -139,27 +139,27 @@ def test_overlap_counts_once_and_communication_is_not_work():
     ]
     first, second = usage(spans, 2)
     assert window(spans) == (0.0, 10.0)
-    assert (first.bubble, second.bubble) == pytest.approx((0.6, 0.9))
+    assert (first.idle, second.idle) == pytest.approx((0.6, 0.9))
     assert (first.exposed, second.exposed) == pytest.approx((0.3, 0.1))
     assert first.shares == pytest.approx(
         dict.fromkeys(KINDS, 0.0) | {"forward": 0.2, "backward": 0.25, "communication": 0.4}
     )
     assert second.shares["communication"] == pytest.approx(0.15)
-    assert bubble(spans, 2) == pytest.approx(0.75)
+    assert idle_share(spans, 2) == pytest.approx(0.75)
 
 
 def test_a_rank_without_tasks_is_idle_throughout():
-    assert bubble([task(0, 0.0, 1.0)], 2) == 0.5
+    assert idle_share([task(0, 0.0, 1.0)], 2) == 0.5
 
 
 @pytest.mark.parametrize("spans", [[], [task(0, 1.0, 2.0, kind="communication")], [task(0, 1.0, 1.0)]])
-def test_no_work_has_no_bubble(spans):
-    assert bubble(spans, 2) == 0.0
+def test_no_work_has_no_idle_share(spans):
+    assert idle_share(spans, 2) == 0.0
 
 
-def test_the_bubble_is_of_one_step():
+def test_the_idle_share_is_of_one_step():
     with pytest.raises(ValueError, match=r"one step, not of \[1, 2\]"):
-        bubble([task(0, 0.0, 1.0), task(0, 5.0, 6.0, step=2)], 1)
+        idle_share([task(0, 0.0, 1.0), task(0, 5.0, 6.0, step=2)], 1)
 
 
 def test_the_last_whole_step():

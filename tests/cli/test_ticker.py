@@ -1,0 +1,81 @@
+"""Signs of life on standard error."""
+
+import io
+import json
+import threading
+
+from axonn_jax.cli.main import main
+from axonn_jax.cli.ticker import Ticker
+from axonn_jax.planner.simulator import simulate
+from axonn_jax.schedule.tasks import Layout
+
+
+class Stream(io.StringIO):
+    """Tells when something was written; a terminal or not."""
+
+    def __init__(self, live):
+        super().__init__()
+        self.live, self.written = live, threading.Event()
+
+    def isatty(self):
+        return self.live
+
+    def write(self, text):
+        super().write(text)
+        if text.strip():
+            self.written.set()
+        return len(text)
+
+
+def shown(live):
+    stream = Stream(live)
+    with Ticker("waiting", stream=stream, first=0.01, every=0.01) as ticker:
+        ticker.now("simulating a step", 10_000)
+        ticker.told(4096)
+        stream.written.clear()
+        assert stream.written.wait(30)
+    return stream.getvalue()
+
+
+def test_lines_away_from_a_terminal():
+    for line in shown(False).splitlines()[1:]:
+        assert line.startswith("simulating a step, 0:0")
+        assert line.endswith(": 4,096 of 10,000 tasks")
+
+
+def test_a_live_line_on_a_terminal_that_is_gone_in_the_end():
+    text = shown(True)
+    assert "\n" not in text
+    assert "4,096 of 10,000 tasks" in text
+    assert text.endswith("\r\x1b[K")
+
+
+def test_what_is_quick_says_nothing():
+    stream = Stream(True)
+    with Ticker("waiting", stream=stream):
+        pass
+    assert stream.getvalue() == ""
+
+
+def test_a_simulation_tells_how_far_it_is():
+    told = []
+    layout = Layout(4, 1100)
+    simulate(layout, "1f1b", task_time=lambda task: 1.0, message_time=lambda message: 0.0, told=told.append)
+    assert told == sorted(told)
+    assert told
+    assert told[-1] <= 2 * 4 * 1100
+
+
+def test_a_long_command_says_what_it_does_on_standard_error(capsys, monkeypatch):
+    from axonn_jax.cli import simulate as command
+
+    def slow(*args, **kinds):
+        return Ticker(*args, **kinds, first=0.001, every=0.01)
+
+    monkeypatch.setattr(command, "Ticker", slow)
+    argv = ["simulate", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "1Mi"]
+    assert main([*argv, "--grid.pipe", "8", "--grid.data", "2", "--microbatch", "1", "--jitter", "0.1", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["finished"]
+    assert "simulating a step, replica 2 of 2, 0:0" in err
+    assert " tasks" in err
