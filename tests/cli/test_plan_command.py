@@ -185,14 +185,14 @@ def test_nonsense_is_one_line(refused, change, parts):
     refused(argv, *parts)
 
 
-def test_a_picture_costs_no_further_search(capsys, tmp_path, monkeypatch):
+def test_a_picture_costs_no_further_search_of_all_grids(capsys, tmp_path, monkeypatch):
     from axonn_jax.planner import search
 
     searches = []
     legal_grids = search.legal_grids
     monkeypatch.setattr(search, "legal_grids", lambda *args: searches.append(args) or legal_grids(*args))
     output(capsys, [*PLAN, "--png", str(tmp_path / "plan.png")])
-    assert len(searches) == 1
+    assert [space.grids is None for _, _, space, _ in searches] == [True] + [False] * (len(searches) - 1)
 
 
 def test_inner_features_are_priced_and_in_the_command(capsys):

@@ -157,7 +157,7 @@ def test_plans_for_thousands_of_devices_import_no_jax(model, machine, devices):
         "print('jax' in sys.modules, status, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stderr.split() == ["False", "0"]
+    assert done.stderr.split()[-2:] == ["False", "0"]  # behind what a slow machine shows of its progress
 
 
 def test_simulations_and_pictures_import_no_jax():

@@ -1,4 +1,4 @@
-"""Long pipelined steps without most of their steady stretch, against whole simulations; never below the busiest rank."""
+"""Long pipelined steps without most of their steady stretch, against whole simulations and the busiest rank's work."""
 
 import random
 
