@@ -68,6 +68,7 @@ class Links:
         self.machine = machine
         self.sizes = {axis: int(getattr(grid, axis)) for axis in MESH_AXES}
         self.stage_devices, self.devices = grid.stage_devices, grid.devices
+        self._known: dict[tuple[str, ...], list[tuple[int, int]]] = {}
 
     def inner(self, axes: Sequence[str]) -> int:
         """Product of the axes inside (faster than) the fastest of these."""
@@ -80,13 +81,17 @@ class Links:
         There is one, but for the gradients of positions, reduced over `data` and `y` alone where `y` splits the
         sequence: they are as slow as the slower run and have the hops of both.
         """
+        key = tuple(axes)
+        if key in self._known:
+            return self._known[key]
         runs: list[list[str]] = []
         for axis in sorted((axis for axis in axes if self.sizes[axis] > 1), key=MESH_AXES.index):
             if runs and self.inner(runs[-1]) == self.inner([axis]) * self.sizes[axis]:
                 runs[-1].append(axis)
             else:
                 runs.append([axis])
-        return [(self.inner(run), prod(self.sizes[axis] for axis in run)) for run in runs]
+        self._known[key] = [(self.inner(run), prod(self.sizes[axis] for axis in run)) for run in runs]
+        return self._known[key]
 
     def _placed(self, inner: int, size: int) -> Placed:
         return placed(self.machine.node.devices, inner, size, self.devices)

@@ -12,6 +12,7 @@ from axonn_jax.planner.communication import Predicted, Work, predict_microbatch,
 from axonn_jax.planner.machine import Machine
 from axonn_jax.planner.measured import Curve, between, slope
 from axonn_jax.planner.network import Links, copies
+from axonn_jax.planner.ring import Kind
 
 Part = Literal["block", "first", "last", "step"]
 """Where a collective belongs: in each block, before the first, behind the last, or to the step as a whole."""
@@ -127,19 +128,20 @@ class Traffic:
         """The lines that these collectives of a mesh add up to, `grid.pipe` times one after the other in the nodes."""
         links = Links(grid, self._machine)
         sums: _Sums = {}
-        costs: dict[tuple[str, ...], tuple[float, bool]] = {}
+        costs: dict[tuple[Kind, tuple[str, ...]], tuple[float, bool, Curve, float]] = {}
         buckets: dict[tuple[str, ...], Line] = {}
         for one in collectives:
-            if one.axes not in costs:
-                costs[one.axes] = (links.rate(one.axes), links.near(one.axes))
-            rate, near = costs[one.axes]
+            how = (one.kind, one.axes)
+            if how not in costs:
+                costs[how] = (links.rate(one.axes), links.near(one.axes), links.curve(*how), links.latency(*how))
+            rate, near, curve, hops = costs[how]
             part, role = _part(one), _role(one)
             count = one.times / (self._shape.layers if part == "block" else 1)
             # A microbatch of more sequences has larger activations; weights and their gradients stay as they are.
             grows = one.phase != "update" and (one.kind == "all-reduce" or _of_stream(one))
-            where, curve = (one.axes[0], near), links.curve(one.kind, one.axes)
+            where = (one.axes[0], near)
             if not curve:
-                latency = links.latency(one.kind, one.axes) * count
+                latency = hops * count
                 ring = (2 if one.kind == "all-reduce" else 1) * (one.group - 1) / one.group
                 seconds = count * ring * one.whole / rate
                 line = Line(*where, latency, seconds) if grows else Line(*where, latency + seconds, 0.0)

@@ -149,11 +149,14 @@ def _search(times: list[int], params: list[int], pipe: int, stages: int) -> list
     """
 
     def improve(start: list[int]) -> tuple[int, int, list[int]]:
-        cuts = _descend(start, times, params, pipe, lambda loads, _: sorted(loads, reverse=True))
+        def faster(loads: list[int], weights: list[int], most: float) -> list[int] | None:
+            return sorted(loads, reverse=True) if max(loads) <= most else None
+
+        cuts = _descend(start, times, params, pipe, faster)
         limit = max(_loads(times, cuts, pipe))
 
-        def lighter(loads: list[int], weights: list[int]) -> list[int] | None:
-            return sorted(weights, reverse=True) if max(loads) <= limit else None
+        def lighter(loads: list[int], weights: list[int], most: float) -> list[int] | None:
+            return sorted(weights, reverse=True) if max(weights) <= most and max(loads) <= limit else None
 
         cuts = _descend(cuts, times, params, pipe, lighter)
         return limit, max(_loads(params, cuts, pipe)), cuts
@@ -168,20 +171,21 @@ def _search(times: list[int], params: list[int], pipe: int, stages: int) -> list
     return best[2]
 
 
-Key = Callable[[list[int], list[int]], list[int] | None]
+Key = Callable[[list[int], list[int], float], list[int] | None]
+"""Of times and parameters by rank, the largest first; None where the largest is more than a limit, as most are."""
 
 
 def _descend(cuts: list[int], times: list[int], params: list[int], pipe: int, key: Key) -> list[int]:
     """Moves single pieces between stages until no move makes the key of the ranks' times and parameters smaller."""
     loads, weights = _loads(times, cuts, pipe), _loads(params, cuts, pipe)
-    best = key(loads, weights)
+    best = key(loads, weights, inf)
     assert best is not None
     moved = True
     while moved:
         moved = False
         for taker in range(len(cuts) - 1):
             for (step, low, high), after_loads, after_weights in _moves(cuts, taker, times, params, loads, weights):
-                found = key(after_loads, after_weights)
+                found = key(after_loads, after_weights, best[0])
                 if found is not None and found < best:
                     cuts = [cut + step * (low <= place <= high) for place, cut in enumerate(cuts)]
                     loads, weights, best, moved = after_loads[:], after_weights[:], found, True
