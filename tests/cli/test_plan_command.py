@@ -57,6 +57,23 @@ def test_a_plan_fits_what_its_command_gets_even_where_prediction_is_at_its_worst
 
 def test_plan_says_what_the_memory_limit_is_made_of(capsys):
     assert "31.7 GB a device (83% of the 38.1 that a run gets of 42.9)" in output(capsys, PLAN)
+@pytest.mark.parametrize(
+    ("model", "machine", "precision", "why"),
+    [
+        (
+            "llama3-8b",
+            "dgx-h100",
+            "fp32",
+            ["Attention is blocked (not cudnn: it needs bf16 or fp16, this is float32)."],
+        ),
+        ("llama3-8b", "dgx-h100", "bf16", []),
+        ("llama3-8b", "frontier", "bf16", ["Attention is blocked (not cudnn: it needs an NVIDIA GPU)."]),
+    ],
+)
+def test_plan_says_why_attention_is_not_fused(capsys, model, machine, precision, why):
+    argv = ["plan", "--model", model, "--machine", machine, "--devices", "8", "--batch-tokens", "65536"]
+    found = json.loads(output(capsys, [*argv, "--precision", precision, "--grid.z", "8", "--json"]))
+    assert [said for said in found["configs"][0]["why"] if said.startswith("Attention")] == why
 
 
 def test_plan_as_text_says_what_to_run_and_what_does_not_fit(capsys):
