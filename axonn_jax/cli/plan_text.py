@@ -7,7 +7,8 @@ from axonn_jax.cli import planning
 from axonn_jax.memory.pinned import GIB, LIMIT, XLAS_OWN
 from axonn_jax.planner.explain import explain
 from axonn_jax.planner.job import SHORT, Estimate, Job
-from axonn_jax.planner.search import TIE, Plan
+from axonn_jax.planner.ranking import TIE
+from axonn_jax.planner.search import Plan
 from axonn_jax.planner.space import AXES
 
 

@@ -64,16 +64,16 @@ class CostModel:
         """
         return _stages(self.job.shape, pipe, virtual_stages)
 
-    def bound(self, grid: GridShape) -> float:
+    def bound(self, grid: GridShape, reductions: bool = True) -> float:
         """Seconds that no choice on this grid goes below, however inner features are split for its activations.
 
         Blocks alone, without recomputation or bubble: the larger of what a device computes at the best microbatch size,
-        and what either kind of links carries; then the reductions over `data`, which nothing hides.
+        and what either kind of links carries; then, if asked for, the reductions over `data`, which nothing hides.
         """
         inners = {self.job.inner(grid, activations) for activations in ("none", "full")}
-        return min(self._bound(grid, *self.priced(inner)) for inner in inners)
+        return min(self._bound(grid, *self.priced(inner), reductions) for inner in inners)
 
-    def _bound(self, grid: GridShape, of_compute: Compute, traffic: Traffic) -> float:
+    def _bound(self, grid: GridShape, of_compute: Compute, traffic: Traffic, reductions: bool) -> float:
         each, layers = self.job.batch // grid.batch_shards, self.job.shape.layers / grid.pipe
         sizes = {size for size in (1, 2, 4, 8, 16, 32, each) if each % size == 0}
         blocks = [(of_compute.block(grid.x, grid.y, size), size) for size in sizes]
@@ -86,7 +86,8 @@ class CostModel:
         for line in traffic.lines(grid, "block", "scatter"):
             carried[line.near] += line.fixed * grid.pipe
         zero = (4 + self.compute.item) / 8
-        reduced = zero * sum(line.fixed for part, line in traffic.updates(grid) if part == "block")
+        lines = traffic.updates(grid) if reductions else ()
+        reduced = zero * sum(line.fixed for part, line in lines if part == "block")
         return layers * (max(compute, *carried.values()) + reduced)
 
     def pipeline_s(self, choice: Choice, parts: Parts | None = None) -> float:

@@ -4,7 +4,8 @@ from axonn_jax.grid import GridShape
 from axonn_jax.planner.job import Estimate, Job
 from axonn_jax.planner.machine import Machine
 from axonn_jax.planner.network import Links
-from axonn_jax.planner.search import TIE, Plan
+from axonn_jax.planner.ranking import TIE
+from axonn_jax.planner.search import Plan
 
 
 def explain(job: Job, plan: Plan, one: Estimate) -> list[str]:

@@ -59,6 +59,7 @@ class Footprint:
         self._states: dict[GridShape, dict[tuple[int, Place], State]] = {}
         self._blocks: dict[tuple[int, int, str, Inner], formulas.Block] = {}
         self._kernel = job.attention_form.kernel
+        self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
         self._bounds: dict[tuple[int, int, int, int, int, bool], float] = {}
 
     def loads(self, pipe: int) -> tuple[Load, ...]:
@@ -216,6 +217,14 @@ class Footprint:
         return State(device.weights, device.gradients, optimizer, device.total, host.total, later)
 
     def _activations(self, choice: Choice, load: Load) -> tuple[float, float, float, float]:
+        """As `_kept`, worked out once for all grids that divide `data` times `z` differently."""
+        grid, each = choice.grid, (choice.microbatches, choice.virtual_stages, choice.activations, choice.in_flight)
+        key = (grid.pipe, grid.batch_shards, grid.y, grid.x, self._vocab(grid), *each, load.rank)
+        if key not in self._passes:
+            self._passes[key] = self._kept(choice, load)
+        return self._passes[key]
+
+    def _kept(self, choice: Choice, load: Load) -> tuple[float, float, float, float]:
         """Bytes that microbatches in flight keep, that a backward pass adds at work, that the head adds, on the host.
 
         What a policy computes again is one block's where one program loops over layers. In a pipeline it is all that a

@@ -11,7 +11,7 @@ _WHOLE = 6_000
 """Tasks of a step that is simulated whole in any case."""
 _MOST = 2_500_000
 """Tasks of a simulation that is not made longer to be sure of its period: some twenty seconds."""
-_SURE = 0.002
+_SURE = 0.005
 """Share of a step by which its length may be off if it went on to grow as it did in the simulation."""
 
 

@@ -57,6 +57,8 @@ def test_a_plan_fits_what_its_command_gets_even_where_prediction_is_at_its_worst
 
 def test_plan_says_what_the_memory_limit_is_made_of(capsys):
     assert "31.7 GB a device (83% of the 38.1 that a run gets of 42.9)" in output(capsys, PLAN)
+
+
 @pytest.mark.parametrize(
     ("model", "machine", "precision", "why"),
     [
