@@ -13,7 +13,6 @@ from axonn_jax.cli.request import SEQUENCES, Request, question
 from axonn_jax.cli.simulate_text import text
 from axonn_jax.cli.ticker import Ticker
 from axonn_jax.errors import UserError
-from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.disturb import Disturbance
 from axonn_jax.planner.job import Estimate, Job
 from axonn_jax.planner.steps import Baseline, Step, baselines, step
@@ -67,14 +66,14 @@ def run(args: Simulate) -> int:
             return ticker.told
 
         try:
-            estimate = asked.answer().best[0]
+            found = asked.answer()
         except UserError:  # whether it fits is the plan's question: simulated it can be, and its memory shown
-            estimate, limit = asked.answer(limited=False).best[0], float("inf")
-        model = CostModel(job)
-        done = step(model, estimate.choice, by, args.replicas, told, shown=() if args.png is None else None)
+            found, limit = asked.answer(limited=False), float("inf")
+        estimate = found.best[0]
+        done = step(found.prices, estimate.choice, by, args.replicas, told, drawn=args.png is not None)
         beside = list[Baseline]()
         if args.baselines:
-            beside += baselines(job, estimate.choice, by, args.replicas, limit, asked.space, told)
+            beside += baselines(found.prices, estimate.choice, by, args.replicas, limit, asked.space, told)
         if args.png is not None:
             from axonn_jax.planner.picture import draw_timeline
 

@@ -110,10 +110,14 @@ def _deepened(prices: Prices, base: Choice, places: Sequence[Place], limit: floa
         del fitting[0]
     found: Estimate | None = None
     for deeper in fitting:
-        if found is not None and found.bubble + found.exposed["pipe"] / found.step_s < 2 * TIE:
+        if found is not None and (_always_at_work(found) or prices.tasks > _SIMULATED_TASKS):
             break
         estimate = prices.price(deeper)
         if found is not None and estimate.step_s > found.step_s * (1 - TIE):
             break
         found = estimate
     return found
+
+
+def _always_at_work(one: Estimate) -> bool:
+    return one.bubble + one.exposed["pipe"] / one.step_s < 2 * TIE

@@ -87,7 +87,7 @@ class Prices:
         closed = self.model.estimate(choice)
         if choice.grid.pipe == 1:
             return closed
-        done = self._simulated(choice)
+        done = self.pipelined(choice)
         busy = max(done.busy)
         step = done.makespan + self.model.outside_s(choice)
         idle = done.makespan - busy
@@ -118,7 +118,8 @@ class Prices:
         grid, sequences = choice.grid, choice.sequences(self.model.job.batch)
         return grid.pipe, grid.z, grid.y, grid.x, choice.virtual_stages, sequences, choice.activations
 
-    def _simulated(self, choice: Choice) -> Pipelined:
+    def pipelined(self, choice: Choice) -> Pipelined:
+        """The simulation of a choice's step without what comes once in it."""
         times = self._stage_times(choice)
         key = (*self._key(choice), choice.microbatches, choice.in_flight, times.message)
         if key not in self._pipelines:

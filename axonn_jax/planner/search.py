@@ -39,6 +39,8 @@ class Plan:
     """Grids that do not fit, those that come closest first, and the rules that left others out."""
     examined: int
     """Choices that were priced."""
+    prices: Prices
+    """What prices them."""
 
 
 def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
@@ -92,11 +94,12 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
     if not fits:
         raise _nothing(devices, rejected)
     fits.sort(key=lambda one: one.order)
-    found_best = ranked(Prices(model), fits, space, limit)
+    prices = Prices(model)
+    found_best = ranked(prices, fits, space, limit)
     by_grid: dict[GridShape, Estimate] = {}
     for estimate in found_best:
         by_grid.setdefault(estimate.choice.grid, estimate)
-    return Plan(list(by_grid.values()), _pareto(found_best), rejected, examined)
+    return Plan(list(by_grid.values()), _pareto(found_best), rejected, examined, prices)
 
 
 def _pareto(found: Sequence[Estimate]) -> list[Estimate]:

@@ -108,10 +108,12 @@ def pipelined(
     full = in_flight_limit(layout, 0, in_flight) if policy == "message" else pipe
     least = max(work[busiest], times.way(split) / full if policy == "message" else 0.0)
     tasks, before = 3 * layout.stages, None
-    few = full + full // 4 + 24
+    few, unit = full + full // 4 + 24, pipe if layout.virtual_stages > 1 else 1
+    if tasks * few >= _MOST:
+        few = full + full // 8
     while policy != "gpipe" and 3 * few < layout.microbatches and tasks * layout.microbatches > _WHOLE:
-        # The same remainder by `pipe`: several virtual stages take microbatches in groups of so many.
-        left_out = (layout.microbatches - few) // pipe * pipe
+        # Several virtual stages take microbatches in groups of `pipe`: as many are in the last one.
+        left_out = (layout.microbatches - few) // unit * unit
         done = run(layout.microbatches - left_out)
         period, since = _period(done, busiest, full)
         period = max(period, least)

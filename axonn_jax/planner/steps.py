@@ -1,6 +1,6 @@
 """Steps of one choice in virtual time, undisturbed or disturbed, and of what else could run with the same memory."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from axonn_jax.errors import UserError
@@ -8,8 +8,8 @@ from axonn_jax.planner.baselines import NOTHING, tensor_1d
 from axonn_jax.planner.cost import CostModel
 from axonn_jax.planner.disturb import Disturbance, Outcome
 from axonn_jax.planner.disturb import run as disturbed
-from axonn_jax.planner.job import Choice, Job
-from axonn_jax.planner.refine import run, stage_times
+from axonn_jax.planner.job import Choice
+from axonn_jax.planner.refine import Prices, run, stage_times
 from axonn_jax.planner.space import Space
 from axonn_jax.schedule.policies import Policy
 
@@ -60,29 +60,32 @@ class Baseline:
 
 
 def step(
-    model: CostModel,
+    prices: Prices,
     choice: Choice,
     by: Disturbance,
     replicas: int,
     told: Told,
     name: str = "a step",
-    shown: Collection[int] | None = (),
+    drawn: bool = False,
 ) -> Step:
     """One step under a disturbance: the slowest of so many pipelines where there is jitter.
 
-    What is the same in every microbatch is simulated as `Prices.price` has it; `shown` are the ranks whose tasks are
-    kept then, all for None.
+    What is the same in every microbatch is simulated as `prices` has it; all tasks are kept if they are to be `drawn`.
 
     Raises:
         UserError: the disturbance is of a rank that does not exist, or means nothing.
     """
+    model = prices.model
     grid, policy, split = choice.grid, model.job.policy, model.job.splits(choice.activations)
     by.check(grid.pipe)
     times, behind = stage_times(model, choice), model.outside_s(choice)
     tasks = (3 if split else 2) * times.layout.stages * times.layout.microbatches
     if not by.jitter and not by.failed:
-        slower = {at: seconds * by.slow.get(at[1] % grid.pipe, 1.0) for at, seconds in times.tasks.items()}
-        done = run(model, replace(times, tasks=slower), choice, shown, told(f"simulating {name}", tasks))
+        done = None if by.slow or drawn else prices.pipelined(choice)
+        if done is None:
+            slower = {at: seconds * by.slow.get(at[1] % grid.pipe, 1.0) for at, seconds in times.tasks.items()}
+            news = told(f"simulating {name}", tasks)
+            done = run(model, replace(times, tasks=slower), choice, None if drawn else (), news)
         outcome = Outcome(done.simulation, True, done.makespan)
         return Step(outcome, done.makespan, done.busy, [done.makespan], behind, done.left_out)
     by = replace(by, members=grid.x * grid.y * grid.z)
@@ -97,18 +100,21 @@ def step(
 
 
 def baselines(
-    job: Job, choice: Choice, by: Disturbance, replicas: int, limit: float, space: Space, told: Told
+    prices: Prices, choice: Choice, by: Disturbance, replicas: int, limit: float, space: Space, told: Told
 ) -> Iterator[Baseline]:
     """Static schedules of a choice, and tensor parallelism over one axis: same memory limit, disturbance, replicas."""
+    job = prices.model.job
     for policy in _STATIC if choice.grid.pipe > 1 else ():
         name = "1f1b (Megatron-LM)" if policy == "interleaved" and choice.virtual_stages == 1 else policy
-        model = CostModel(replace(job, policy=policy))
-        static = choice if policy == job.policy else replace(choice, in_flight=0)
-        need = model.footprint.memory(static).total
+        same = policy == job.policy
+        static, others = (
+            (choice, prices) if same else (replace(choice, in_flight=0), Prices(CostModel(replace(job, policy=policy))))
+        )
+        need = others.model.footprint.memory(static).total
         if need > limit:
             yield Baseline(name, None, need, f"does not fit: needs {need / 1e9:,.0f} GB a device")
         else:
-            yield _ended(name, step(model, static, by, replicas, told, name), need)
+            yield _ended(name, step(others, static, by, replicas, told, name), need)
     flat_name = "1-D tensor parallelism"
     try:
         flat = tensor_1d(job, choice.grid.devices, limit, space)
@@ -118,8 +124,8 @@ def baselines(
     # All its devices wait for the slow one, and stop with the one that fails.
     slow, failed = {0: max(by.slow.values())} if by.slow else {}, {0: min(by.failed.values())} if by.failed else {}
     alone = replace(by, slow=slow, failed=failed)
-    model = CostModel(replace(job, switches=NOTHING))
-    yield _ended(flat_name, step(model, flat.choice, alone, replicas, told, flat_name), flat.memory.total)
+    flatly = Prices(CostModel(replace(job, switches=NOTHING)))
+    yield _ended(flat_name, step(flatly, flat.choice, alone, replicas, told, flat_name), flat.memory.total)
 
 
 def _ended(name: str, done: Step, memory: float) -> Baseline:
