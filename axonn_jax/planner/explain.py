@@ -6,6 +6,8 @@ from axonn_jax.planner.machine import Machine
 from axonn_jax.planner.network import Links
 from axonn_jax.planner.ranking import TIE
 from axonn_jax.planner.search import Plan
+from axonn_jax.schedule.policies import default_in_flight
+from axonn_jax.schedule.tasks import Layout
 
 
 def explain(job: Job, plan: Plan, one: Estimate) -> list[str]:
@@ -20,10 +22,13 @@ def explain(job: Job, plan: Plan, one: Estimate) -> list[str]:
             f"{choice.microbatches} microbatches keep the bubble of {grid.pipe} stages at {one.bubble:.1%}"
             + (f" with {choice.virtual_stages} virtual stages each." if choice.virtual_stages > 1 else ".")
         )
-    if choice.in_flight > grid.pipe:
-        said.append(f"{choice.in_flight} microbatches in flight, more than by default, shorten waits.")
-    elif choice.in_flight:
-        said.append(f"There is memory for {choice.in_flight} microbatches in flight, fewer than by default.")
+    if choice.in_flight:
+        usual = default_in_flight(Layout(grid.pipe, choice.microbatches, choice.virtual_stages))
+        said.append(
+            f"{choice.in_flight} microbatches in flight, with memory for all their activations, shorten waits."
+            if choice.in_flight >= usual
+            else f"There is memory for {choice.in_flight} microbatches in flight, fewer than by default."
+        )
     if choice.activations != "none":
         said.append(_recomputed(choice.activations))
     if choice.gather != "layer":
