@@ -219,7 +219,8 @@ class Footprint:
     def _activations(self, choice: Choice, load: Load) -> tuple[float, float, float, float]:
         """As `_kept`, worked out once for all grids that divide `data` times `z` differently."""
         grid, each = choice.grid, (choice.microbatches, choice.virtual_stages, choice.activations, choice.in_flight)
-        key = (grid.pipe, grid.batch_shards, grid.y, grid.x, self._vocab(grid), *each, load.rank)
+        inner = self.job.inner(grid, choice.activations)  # which `z` decides too
+        key = (grid.pipe, grid.batch_shards, grid.y, grid.x, self._vocab(grid), inner, *each, load.rank)
         if key not in self._passes:
             self._passes[key] = self._kept(choice, load)
         return self._passes[key]

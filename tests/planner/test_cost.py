@@ -349,3 +349,15 @@ def test_norms_and_the_optimizer_have_rates_of_their_own():
         )
         assert slow.step_s > plain.step_s
         assert getattr(slow, stays) == getattr(plain, stays)
+
+
+def test_memory_is_the_same_whatever_grid_was_asked_for_before():
+    """Grids that divide data * z differently share what microbatches keep, unless `z` decides how features split."""
+    shape = replace(JOB.shape, ffn=4 * JOB.shape.hidden + 4)
+    job = replace(JOB, shape=shape, batch=64, inner_features="auto")
+    choices = [
+        Choice(GridShape(pipe, data, z, 1, 4), 2, "full") for pipe in (1, 2) for data, z in ((4, 1), (2, 2), (1, 4))
+    ]
+    assert len({job.inner(one.grid, "full") for one in choices}) > 1
+    shared = Footprint(job)
+    assert [shared.memory(one) for one in choices] == [Footprint(job).memory(one) for one in choices]
