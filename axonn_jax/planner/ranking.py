@@ -43,7 +43,7 @@ def ranked(prices: Prices, fits: Sequence[Priced], space: Space, limit: float) -
     waiting = [_Waiting(next(queue), queue, 1.0, False) for queue in queues]
     off: dict[object, float] = {}  # the least that choices of a kind were off
 
-    def expected(one: "_Waiting") -> float:
+    def expected(one: _Waiting) -> float:
         if one.known:
             return one.least
         usual = 1.0 if one.priced.base.virtual_stages == 1 else _UNEVEN
@@ -74,7 +74,7 @@ def ranked(prices: Prices, fits: Sequence[Priced], space: Space, limit: float) -
 class _Waiting(NamedTuple):
     """The next choice of a grid and a number of virtual stages."""
 
-    priced: "Priced"
+    priced: Priced
     queue: Iterator[Priced]
     """Those that come after it."""
     ratio: float
