@@ -122,11 +122,14 @@ def pipelined(
         makespan = max(end + left_out * rate for end, rate in zip(done.ends, rates, strict=True))
         sure = tasks * few >= _MOST
         if before is not None:
-            more = done.layout.microbatches - before.layout.microbatches
-            off = abs(done.makespan - before.makespan - more * period) / more
+            further = done.layout.microbatches - before.layout.microbatches
+            off = abs(done.makespan - before.makespan - further * period) / further
             sure |= left_out * off < _SURE * makespan
         if sure:
-            busy = [seconds + left_out * own for seconds, own in zip(done.busy, work, strict=True)]
+            # As in the simulation, split backwards of two programs among them, but no more than there is time for.
+            more = layout.microbatches / done.layout.microbatches
+            both = zip(done.busy, rates, strict=True)
+            busy = [min(more * seconds, seconds + left_out * rate) for seconds, rate in both]
             return Pipelined(done, left_out, makespan, busy)
         few, before = 2 * few, done
     done = run(layout.microbatches)
