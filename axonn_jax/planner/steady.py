@@ -118,7 +118,8 @@ def pipelined(
         period, since = _period(done, busiest, full)
         period = max(period, least)
         # A rank that was at work all the time has a backlog, and only its own work more for every microbatch more.
-        rates = [period if late > since else own for late, own in zip(done.waited, work, strict=True)]
+        own = [seconds / done.layout.microbatches for seconds in done.busy]
+        rates = [period if late > since else each for late, each in zip(done.waited, own, strict=True)]
         makespan = max(end + left_out * rate for end, rate in zip(done.ends, rates, strict=True))
         sure = tasks * few >= _MOST
         if before is not None:
@@ -126,10 +127,8 @@ def pipelined(
             off = abs(done.makespan - before.makespan - further * period) / further
             sure |= left_out * off < _SURE * makespan
         if sure:
-            # As in the simulation, split backwards of two programs among them, but no more than there is time for.
-            more = layout.microbatches / done.layout.microbatches
-            both = zip(done.busy, rates, strict=True)
-            busy = [min(more * seconds, seconds + left_out * rate) for seconds, rate in both]
+            both = zip(done.busy, own, rates, strict=True)
+            busy = [seconds + left_out * min(each, rate) for seconds, each, rate in both]
             return Pipelined(done, left_out, makespan, busy)
         few, before = 2 * few, done
     done = run(layout.microbatches)
