@@ -64,11 +64,6 @@ class Pipelined:
     busy: list[float]
     """By rank, how long it works in the whole step."""
 
-    @property
-    def idle(self) -> float:
-        """Share of all ranks' time in which they do not work."""
-        return 1.0 - sum(self.busy) / (self.makespan * len(self.busy))
-
 
 def pipelined(
     times: StageTimes,

@@ -106,10 +106,8 @@ def baselines(
     job = prices.model.job
     for policy in _STATIC if choice.grid.pipe > 1 else ():
         name = "1f1b (Megatron-LM)" if policy == "interleaved" and choice.virtual_stages == 1 else policy
-        same = policy == job.policy
-        static, others = (
-            (choice, prices) if same else (replace(choice, in_flight=0), Prices(CostModel(replace(job, policy=policy))))
-        )
+        others = prices if policy == job.policy else Prices(CostModel(replace(job, policy=policy)))
+        static = choice if others is prices else replace(choice, in_flight=0)
         need = others.model.footprint.memory(static).total
         if need > limit:
             yield Baseline(name, None, need, f"does not fit: needs {need / 1e9:,.0f} GB a device")
