@@ -1,0 +1,122 @@
+"""JSON that strangers may have written: read in bounded time and memory, and checked against the types it shall have.
+
+A checkpoint, prepared data, a timeline or a machine file may come from anywhere, and a checksum that lies beside what
+it is a checksum of proves nothing about who wrote both.
+"""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Never, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+_NOUNS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
+_LARGEST = 2**63 - 1
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A regular file's bytes; never waits for a pipe or a device.
+
+    Raises ``OSError`` where it cannot be read, ``ValueError`` where it is no regular file or has over `most` bytes.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("not a regular file")
+        if found.st_size > most:
+            raise ValueError(f"{found.st_size:,} bytes, more than the {most:,} that are read")
+        return file.read(most)
+
+
+def parse_json(raw: bytes) -> Any:
+    """The value that JSON bytes hold; ``ValueError`` for what is not JSON, not finite or nested too deeply."""
+    try:
+        return json.loads(raw.decode("utf-8"), parse_constant=_refused, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_json(path: Path, most: int) -> Any:
+    """What a JSON file holds; raises as `read_bytes` and `parse_json` do."""
+    return parse_json(read_bytes(path, most))
+
+
+def typed(kind: type[T], value: Any, name: str = "") -> T:
+    """Returns JSON as an instance of a type: dataclasses by their fields, tuples, mappings of texts, plain values.
+
+    Nothing is guessed: only a whole number is taken for a float. Fields that a dataclass does not have are left out,
+    so that later versions may write more. `name` is what the value is called in errors.
+
+    Raises:
+        ValueError: a field is missing or not of its type; the text names it.
+    """
+    made: T = _typed(kind, value, name)
+    return made
+
+
+def _typed(kind: Any, value: Any, name: str) -> Any:
+    if kind is Any:
+        return value
+    if is_dataclass(kind):
+        return _built(kind, value, name)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in inner:
+            return None
+        return _typed(next(option for option in inner if option is not NoneType), value, name)
+    if origin is tuple:
+        if type(value) is not list:
+            raise _wrong(name, value, "a list")
+        return tuple(_typed(inner[0], one, f"{name}[{at}]") for at, one in enumerate(value))
+    if origin is not None:  # Mapping
+        if type(value) is not dict:
+            raise _wrong(name, value, "an object")
+        return MappingProxyType({key: _typed(inner[1], one, f"{name}.{key}") for key, one in value.items()})
+    if kind is float and type(value) is int and abs(value) <= _LARGEST:
+        return float(value)
+    if type(value) is not kind or (kind is int and abs(value) > _LARGEST):
+        raise _wrong(name, value, _NOUNS[kind])
+    return value
+
+
+def _built(kind: Any, value: Any, name: str) -> Any:
+    if type(value) is not dict:
+        raise _wrong(name, value, "an object")
+    prefix = f"{name}." if name else ""
+    given = {}
+    for key, (hint, required) in _fields(kind).items():
+        if key in value:
+            given[key] = _typed(hint, value[key], prefix + key)
+        elif required:
+            raise ValueError(f"{prefix}{key} is missing")
+    return kind(**given)
+
+
+@cache
+def _fields(kind: Any) -> Mapping[str, tuple[Any, bool]]:
+    hints = get_type_hints(kind)
+    return {f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)}
+
+
+def _wrong(name: str, value: Any, accepted: str) -> ValueError:
+    shown = _NOUNS.get(type(value), "a list" if type(value) is list else "an object")
+    if type(value) in (int, float, str):
+        shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}..."
+    return ValueError(f"{name or 'all of it'} = {shown}, not {accepted}")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return number
+
+
+def _refused(text: str) -> Never:
+    raise ValueError(f"{text} is no JSON")
