@@ -95,7 +95,7 @@ def _built(kind: Any, value: Any, name: str) -> Any:
         if key in value:
             given[key] = _typed(hint, value[key], prefix + key)
         elif required:
-            raise ValueError(f"{prefix}{key} is missing")
+            raise ValueError(f"{_brief(prefix + key)} is missing")
     return kind(**given)
 
 
@@ -109,7 +109,13 @@ def _wrong(name: str, value: Any, accepted: str) -> ValueError:
     shown = _NOUNS.get(type(value), "a list" if type(value) is list else "an object")
     if type(value) in (int, float, str):
         shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}..."
-    return ValueError(f"{name or 'all of it'} = {shown}, not {accepted}")
+    return ValueError(f"{_brief(name) or 'all of it'} = {shown}, not {accepted}")
+
+
+def _brief(name: str) -> str:
+    """A name for an error: its parts may be keys that a stranger chose."""
+    spelled = repr(name)[1:-1]
+    return spelled if len(spelled) <= 80 else f"{spelled[:80]}..."
 
 
 def _finite(text: str) -> float:
