@@ -13,6 +13,8 @@ from types import FrameType
 
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.state.manifest import all_steps, step_of
+from axonn_jax.terminal import say
+from axonn_jax.train.stop import taken
 from axonn_jax.train.toml import read, split_argv
 
 LOG = "restarts.log"
@@ -65,7 +67,7 @@ class Restarts:
 
     def run(self) -> int:
         """Runs the job until it succeeds, is told to end, or has failed too often; returns the exit status."""
-        handlers = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {number: signal.signal(number, self._pass_on) for number in taken()}
         try:
             return self._attempts()
         finally:
@@ -109,6 +111,8 @@ class Restarts:
         """Tells the job to save and end. mpirun would kill at SIGTERM; SIGUSR1 it hands to every process."""
         job = self._job
         again = self._told.is_set()
+        if again and number == signal.SIGHUP:  # nobody's second thoughts: shells repeat the kernel's
+            return
         self._number = self._number or number
         self._told.set()
         if job is not None:
@@ -127,7 +131,7 @@ class Restarts:
         return False
 
     def _note(self, text: str) -> None:
-        print(f"axonn-jax: {text}", file=sys.stderr, flush=True)
+        say(f"axonn-jax: {text}")
         with contextlib.suppress(OSError):  # the log is a convenience; the job's own errors tell of a full disk
             self._directory.mkdir(parents=True, exist_ok=True)
             with (self._directory / LOG).open("a", encoding="utf-8") as log:

@@ -30,6 +30,7 @@ from axonn_jax.state.agree import Agreement, agreement
 from axonn_jax.state.manifest import name_of
 from axonn_jax.tensor.attention_forms import AttentionForm, choose_form
 from axonn_jax.tensor.matmul import with_layouts
+from axonn_jax.terminal import last_flush
 from axonn_jax.train.batch import held_out
 from axonn_jax.train.check import inner_of
 from axonn_jax.train.checkpoints import Checkpoints
@@ -121,8 +122,9 @@ def _all_or_nothing(world: World) -> Iterator[None]:
 
 def _leave(status: int) -> None:
     """Ends at once; the launcher ends what is left."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    last_flush()
     os._exit(status)
 
 
