@@ -1,4 +1,4 @@
-"""JSON that strangers may have written: read in bounded time and memory, and checked against the types it shall have.
+"""JSON and TOML that strangers may have written: read in bounded time and memory; JSON checked against types.
 
 A checkpoint, prepared data, a timeline or a machine file may come from anywhere, and a checksum that lies beside what
 it is a checksum of proves nothing about who wrote both.
@@ -9,6 +9,7 @@ import json
 import math
 import os
 import stat
+import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -20,6 +21,9 @@ T = TypeVar("T")
 
 _NOUNS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
 _LARGEST = 2**63 - 1
+_TOML_LINE = 10_000
+TOML_BYTES = 1_000_000
+"""So much of a TOML file is read."""
 
 
 def read_bytes(path: Path, most: int) -> bytes:
@@ -34,6 +38,19 @@ def read_bytes(path: Path, most: int) -> bytes:
         if found.st_size > most:
             raise ValueError(f"{found.st_size:,} bytes, more than the {most:,} that are read")
         return file.read(most)
+
+
+def replace_whole(path: Path, raw: bytes) -> None:
+    """Writes a file that is there whole, or as it was; where a link stands it is replaced, not followed."""
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    try:
+        with part.open("xb") as file:
+            file.write(raw)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def parse_json(raw: bytes) -> Any:
@@ -52,6 +69,16 @@ def parse_json(raw: bytes) -> Any:
 def read_json(path: Path, most: int) -> Any:
     """What a JSON file holds; raises as `read_bytes` and `parse_json` do."""
     return parse_json(read_bytes(path, most))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of TOML; ``ValueError`` for what is not TOML, nested too deeply or has lines of excessive length."""
+    if max(map(len, text.split("\n"))) > _TOML_LINE:  # the time for a key grows with the square of its parts
+        raise ValueError(f"a line of over {_TOML_LINE:,} characters")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def typed(kind: type[T], value: Any, name: str = "") -> T:
