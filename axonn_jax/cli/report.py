@@ -29,10 +29,14 @@ def rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
     """
     for rank, size, local in _LAUNCHERS:
         numbers = [environ.get(name, "") for name in (rank, size)]
-        if all(text.isdecimal() for text in numbers) and int(numbers[1]) > 1:
+        if all(map(_is_number, numbers)) and int(numbers[1]) > 1:
             text = environ.get(local, "")
-            return int(numbers[0]), int(text) if text.isdecimal() else int(numbers[0])
+            return int(numbers[0]), int(text) if _is_number(text) else int(numbers[0])
     return 0, 0
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 20  # int() refuses thousands of digits
 
 
 def report(error: BaseException) -> int:

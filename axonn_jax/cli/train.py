@@ -47,9 +47,9 @@ def help_text() -> str:
     """Returns the help of every key."""
     import tyro
 
-    from axonn_jax.cli.parse import captured
+    from axonn_jax.cli.parse import captured, columns
 
-    with captured() as (out, _), contextlib.suppress(SystemExit):
+    with columns(), captured() as (out, _), contextlib.suppress(SystemExit):
         tyro.cli(
             Config,
             prog=_USAGE,
