@@ -90,13 +90,13 @@ def read(path: Path) -> Manifest:
     Raises ``Damaged`` unless the file is to the byte as it was written, and says only what a save could have said.
     """
     try:
-        raw = read_bytes(path / MANIFEST, _MOST_BYTES)
+        raw = read_bytes(path / MANIFEST, _MOST_BYTES, inside=path)
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
     except OSError as error:
         raise Damaged(f"{MANIFEST} is not readable: {error.strerror}") from None
     except ValueError as error:
-        raise Damaged(f"{MANIFEST} is not readable: {error}") from None
+        raise Damaged(f"{MANIFEST} is {error}") from None
     try:
         both = parse_json(raw)
         content = both["content"] if _as_written(raw, both) else None
