@@ -1,51 +1,99 @@
-"""JSON that strangers may have written: read in bounded time and memory, and checked against the types it shall have.
+"""JSON and TOML that strangers may have written: read in bounded time and memory; JSON checked against types.
 
 A checkpoint, prepared data, a timeline or a machine file may come from anywhere, and a checksum that lies beside what
 it is a checksum of proves nothing about who wrote both.
 """
 
+import gc
 import json
 import math
 import os
 import stat
+import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Never, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, BinaryIO, Never, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
 _NOUNS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
 _LARGEST = 2**63 - 1
+_TOML_LINE = 10_000
+TOML_BYTES = 1_000_000
+"""So much of a TOML file is read."""
 
 
-def read_bytes(path: Path, most: int) -> bytes:
-    """A regular file's bytes; never waits for a pipe or a device.
+def open_regular(path: Path, inside: Path | None = None) -> BinaryIO:
+    """Opens a regular file to read; never waits for a pipe or a device.
 
-    Raises ``OSError`` where it cannot be read, ``ValueError`` where it is no regular file or has over `most` bytes.
+    Raises ``OSError`` where it cannot be read, ``ValueError`` where it is no regular file, or where links lead to one
+    that is not below the directory `inside`.
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("not a regular file")
-        if found.st_size > most:
-            raise ValueError(f"{found.st_size:,} bytes, more than the {most:,} that are read")
+    if inside is not None:
+        try:
+            path = path.resolve()
+            leads_out = not path.is_relative_to(inside.resolve())
+        except RuntimeError:  # a link to itself, in Python 3.11 and 3.12; later ones leave it to the opening
+            leads_out = True
+        if leads_out:
+            raise ValueError("a link that leads elsewhere")
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise ValueError("not a regular file")
+
+
+def read_bytes(path: Path, most: int, inside: Path | None = None) -> bytes:
+    """A regular file's bytes; raises as `open_regular` does, and ``ValueError`` where there are over `most`."""
+    with open_regular(path, inside) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise ValueError(f"{size:,} bytes, more than the {most:,} that are read")
         return file.read(most)
+
+
+def replace_whole(path: Path, raw: bytes) -> None:
+    """Writes a file that is there whole, or as it was; where a link stands it is replaced, not followed."""
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    try:
+        with part.open("xb") as file:
+            file.write(raw)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def parse_json(raw: bytes) -> Any:
     """The value that JSON bytes hold; ``ValueError`` for what is not JSON, not finite or nested too deeply."""
+    collects = gc.isenabled()
+    gc.disable()  # it would look at all that has been read again and again: six times the time for millions of lists
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_refused, parse_float=_finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    finally:
+        if collects:
+            gc.enable()
 
 
-def read_json(path: Path, most: int) -> Any:
+def read_json(path: Path, most: int, inside: Path | None = None) -> Any:
     """What a JSON file holds; raises as `read_bytes` and `parse_json` do."""
-    return parse_json(read_bytes(path, most))
+    return parse_json(read_bytes(path, most, inside))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of TOML; ``ValueError`` for what is not TOML, nested too deeply or has lines of excessive length."""
+    if max(map(len, text.split("\n"))) > _TOML_LINE:  # the time for a key grows with the square of its parts
+        raise ValueError(f"a line of over {_TOML_LINE:,} characters")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def typed(kind: type[T], value: Any, name: str = "") -> T:
@@ -78,7 +126,7 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
     if origin is not None:  # Mapping
         if type(value) is not dict:
             raise _wrong(name, value, "an object")
-        return MappingProxyType({key: _typed(inner[1], one, f"{name}.{key}") for key, one in value.items()})
+        return {key: _typed(inner[1], one, f"{name}[{key!r}]") for key, one in value.items()}
     if kind is float and type(value) is int and abs(value) <= _LARGEST:
         return float(value)
     if type(value) is not kind or (kind is int and abs(value) > _LARGEST):

@@ -12,8 +12,22 @@ class UserError(ValueError):
 
     def __init__(self, field: str, value: object, accepted: str):
         self.field, self.value, self.accepted = field, value, accepted
-        shown = " ".join(str(value).split()) if not isinstance(value, str) else repr(value)
-        super().__init__(f"{field} = {shown}: {' '.join(accepted.split())}")
+        super().__init__(f"{_short(field)} = {_short(_shown(value))}: {' '.join(accepted.split())}")
+
+
+_MOST = 300
+"""Characters of a field or value that are shown: what a file holds may be of any length."""
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value) if isinstance(value, str) else " ".join(str(value).split())
+    except ValueError:  # python does not spell integers of thousands of digits
+        return "(too large to show)"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST else f"{text[:_MOST]}..."
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

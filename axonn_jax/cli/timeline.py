@@ -14,6 +14,8 @@ from axonn_jax.pipeline.timeline import KINDS, TIMELINE, Span, last_whole_step, 
 from axonn_jax.planner.replay import Measured, parse_task, replay
 from axonn_jax.schedule.policies import Policy
 
+_SHOWN = 20
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -47,7 +49,7 @@ def run(args: Timeline) -> int:
         raise UserError(TIMELINE, str(args.run_dir / TIMELINE), "a trace with at least one step; this one has none")
     step = last_whole_step(recorded) if args.step is None else args.step
     if step not in steps:
-        raise UserError("--step", step, f"a step that was recorded: {', '.join(map(str, steps))}")
+        raise UserError("--step", step, f"a step that was recorded: {_listed(steps)}")
     played = None if args.replay is None else _replayed(recorded, step, args.replay)
     from axonn_jax.pipeline.picture import PICTURE, draw
 
@@ -63,7 +65,7 @@ def run(args: Timeline) -> int:
         files = {"trace": str(args.run_dir / TIMELINE), "png": str(picture)}
         print(json.dumps({"step": step, "steps": steps, **figures, **files}))
         return 0
-    print(f"step {step} (recorded: {', '.join(map(str, steps))}), {figures['step_s'] * 1e3:,.3f} ms\n")
+    print(f"step {step} (recorded: {_listed(steps)}), {figures['step_s'] * 1e3:,.3f} ms\n")
     print(_table(figures))
     if played is not None:
         print(
@@ -72,6 +74,11 @@ def run(args: Timeline) -> int:
         )
     print(f"\n{picture}\n{args.run_dir / TIMELINE} opens in https://ui.perfetto.dev")
     return 0
+
+
+def _listed(steps: Sequence[int]) -> str:
+    """The last few, which is all that a run records."""
+    return ", ".join(["..."] * (len(steps) > _SHOWN) + [str(step) for step in steps[-_SHOWN:]])
 
 
 @dataclass(frozen=True)

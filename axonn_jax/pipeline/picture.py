@@ -1,9 +1,11 @@
 """The picture of a measured timeline: a row a stage, one step."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from axonn_jax.documents import replace_whole
 from axonn_jax.pipeline.timeline import KINDS, Kind, Span, last_whole_step, ranks_of, usage, window
 
 PICTURE = "timeline.png"
@@ -16,6 +18,7 @@ _STRIP = (0.28, 0.13)
 _MIDDLE = _TASKS[0] + _TASKS[1] / 2
 _DPI = 150
 _LEGEND_ROW = 0.19  # inches
+_MOST_NUMBERS = 4000  # which take seconds; so many are hardly legible
 
 
 def _color(kind: Kind) -> str:
@@ -69,7 +72,9 @@ def draw(spans: Sequence[Span], path: Path, title: str | None = None, *, step: i
     _legend(figure, [kind for kind in KINDS if any(span.kind == kind for span in spans)])
     figure.draw_without_rendering()  # the layout decides how wide a box is
     _numbers(axes, [span for span in spans if span.is_task], start)
-    figure.savefig(path, format="png")
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    replace_whole(path, png.getvalue())
 
 
 def _width(share: float) -> float:
@@ -122,14 +127,14 @@ def _faces(spans: Sequence[Span]) -> list[tuple[float, float, float]]:
     """Each span's colour; the further virtual stages of a rank are paler."""
     from matplotlib.colors import to_rgb
 
-    stages: dict[int, list[int]] = {}
+    stages: dict[int, dict[int, int]] = {}  # of each rank: the number of a stage among its own
     for rank, stage in sorted({(span.rank, span.stage) for span in spans if span.stage is not None}):
-        stages.setdefault(rank, []).append(stage)
+        stages.setdefault(rank, {})[stage] = len(stages.get(rank, ()))
     faces = []
     for span in spans:
         pale = 0.0
         if span.is_task and span.stage is not None:
-            pale = 0.6 * stages[span.rank].index(span.stage) / len(stages[span.rank])
+            pale = 0.6 * stages[span.rank][span.stage] / len(stages[span.rank])
         red, green, blue = (channel + (1 - channel) * pale for channel in to_rgb(_color(span.kind)))
         faces.append((red, green, blue))
     return faces
@@ -140,6 +145,8 @@ def _numbers(axes: Any, tasks: Sequence[Span], start: float) -> None:
     area = axes.get_window_extent()
     wide = area.width / axes.get_xlim()[1] * 1e3 * 72 / _DPI  # points a second
     high = area.height * _TASKS[1] / abs(axes.get_ylim()[0] - axes.get_ylim()[1]) * 72 / _DPI  # points
+    if len(tasks) > _MOST_NUMBERS:
+        return
     digits = max((len(str(span.microbatch)) for span in tasks if span.microbatch is not None), default=0)
     usual = {kind: _fit(width * wide, high, digits) for kind, width in _usual_widths(tasks).items()}
     for span, face in zip(tasks, _faces(tasks), strict=True):

@@ -2,16 +2,22 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from axonn_jax.documents import parse_json, read_bytes, replace_whole, typed
 from axonn_jax.errors import UserError
 
 TIMELINE = "timeline.json"
+
+MOST_RANKS = 1024
+"""Places along the pipe of a timeline that is read: a picture with a row for each stays one that can be opened."""
+_MOST_BYTES, _MOST_SPANS, _MOST_LINE = 100_000_000, 200_000, 1000
+_EVENT = re.compile(rb'^\{"ph": "X"[^\n]*', re.MULTILINE)
+_LONGEST_S = 1e9
 
 Kind = Literal[
     "forward",
@@ -33,7 +39,7 @@ _WAYS: dict[Kind, tuple[tuple[str, int], ...]] = {
     "forward_and_input_gradient": (("activation", 1), ("gradient", -1)),
 }
 """What a task hands on, and to the stage how far away."""
-_TASK = re.compile(r"(\d+)\.(\d+)$")
+_TASK = re.compile(r"(\d{1,9})\.(\d{1,9})$")
 # The thread of a stage on which its communication is shown; its tasks are on threads from 0.
 _COMMUNICATION_THREAD = 1000
 
@@ -174,9 +180,12 @@ def usage(spans: Sequence[Span], ranks: int) -> list[Usage]:
     whole = end - start
     if whole <= 0:
         return [Usage(rank, 0.0, dict.fromkeys(KINDS, 0.0), 0.0) for rank in range(ranks)]
+    by_rank: dict[int, list[Span]] = {}
+    for span in spans:
+        by_rank.setdefault(span.rank, []).append(replace(span, start=max(span.start, start), end=min(span.end, end)))
     found = []
     for rank in range(ranks):
-        mine = [replace(s, start=max(s.start, start), end=min(s.end, end)) for s in spans if s.rank == rank]
+        mine = by_rank.get(rank, [])
         busy = _covered(span for span in mine if span.is_task)
         shares = {kind: _covered(span for span in mine if span.kind == kind) / whole for kind in KINDS}
         found.append(Usage(rank, 1 - busy / whole, shares, max(_covered(mine) - busy, 0.0) / whole))
@@ -205,9 +214,7 @@ def write_trace(path: Path, spans: Sequence[Span]) -> None:
     """
     lines = ",\n".join(json.dumps(event, allow_nan=False) for event in _events(spans))
     # A viewer may look while a run writes: the file is there whole, or as it was.
-    part = path.with_name(path.name + ".part")
-    part.write_text(f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n', encoding="utf-8")
-    os.replace(part, path)
+    replace_whole(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'.encode())
 
 
 def _events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
@@ -274,27 +281,51 @@ def _arrows(slices: Sequence[tuple[Span, dict[str, Any]]]) -> Iterator[dict[str,
             yield {"ph": phase, "id": number, "name": what, "cat": "flow", **place, **more}
 
 
+@dataclass(frozen=True)
+class _Args:
+    step: int
+
+
+@dataclass(frozen=True)
+class _Event:
+    pid: int
+    name: str
+    cat: str
+    ts: float
+    dur: float
+    args: _Args
+
+
 def read_trace(path: Path) -> list[Span]:
     """The spans of a file that `write_trace` wrote, by their start; seconds from the first one's.
 
     Raises:
-        UserError: there is no such file, or it is not such a trace.
+        UserError: there is no such file, it is not such a trace, or one beyond what a pipelined run leaves.
     """
     try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
-        return merge([[_span(event) for event in trace["traceEvents"] if event["ph"] == "X"]])
+        raw = read_bytes(path, _MOST_BYTES)
+        if not raw.startswith(b'{"displayTimeUnit"') or not raw.endswith(b"\n]}\n"):
+            raise ValueError("cut off, or written by something else")
+        spans: list[Span] = []
+        for line in _EVENT.finditer(raw):
+            if len(spans) == _MOST_SPANS:
+                raise ValueError(f"more than {_MOST_SPANS:,} spans")
+            if line.end() - line.start() > _MOST_LINE:
+                raise ValueError(f"an event of over {_MOST_LINE:,} characters")
+            spans.append(_span(typed(_Event, parse_json(line[0].rstrip(b",")), "event")))
+        return merge([spans])
     except FileNotFoundError:
         raise UserError(TIMELINE, str(path), "a file; only a pipelined run (grid.pipe above 1) leaves one") from None
     except OSError as error:
         raise UserError(TIMELINE, str(path), f"a file that can be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(TIMELINE, str(path), "a whole trace as a pipelined run leaves it") from None
+    except ValueError as error:
+        raise UserError(TIMELINE, str(path), f"a whole trace as a pipelined run leaves it; {error}") from None
 
 
-def _span(event: dict[str, Any]) -> Span:
-    rank, name, kind, step = event["pid"], event["name"], event["cat"], event["args"]["step"]
-    start, duration = float(event["ts"]), float(event["dur"])
-    fits = type(rank) is type(step) is int and rank >= 0 and isinstance(name, str) and kind in KINDS
-    if not (fits and duration >= 0 and math.isfinite(start + duration)):
-        raise ValueError("not a span")
-    return Span(rank, name, kind, start / 1e6, (start + duration) / 1e6, step)
+def _span(event: _Event) -> Span:
+    if not 0 <= event.pid < MOST_RANKS:
+        raise ValueError(f"pid {event.pid} is none of at most {MOST_RANKS:,} stages")
+    start, end = (round(time, 3) / 1e6 for time in (event.ts, event.ts + event.dur))  # as it is written
+    if event.cat not in KINDS or not 0 <= start <= end <= _LONGEST_S or not 0 <= event.args.step < 2**31:
+        raise ValueError("an event of no task's kind, time or step")
+    return Span(event.pid, event.name, event.cat, start, end, event.args.step)

@@ -1,13 +1,12 @@
 """A machine file: TOML read and checked field by field, and written."""
 
 import json
-import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from axonn_jax.documents import TOML_BYTES, parse_toml, read_bytes
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 from axonn_jax.planner.machine import Machine
 from axonn_jax.planner.measured import Collective, MatmulShare, Measured, Messages, check_measured
@@ -15,6 +14,9 @@ from axonn_jax.planner.measured import Collective, MatmulShare, Measured, Messag
 _FOLDER = Path(__file__).with_name("machines")
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+_MOST, _SMALLEST, _LARGEST = 10**9, 1e-15, 1e24
+"""Counts; seconds, bytes and operations of machines to come, and shares."""
 
 _ROWS: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {
     "bandwidth": (Measured, ("inner", "size")),
@@ -44,7 +46,7 @@ def load_machine(name: str) -> Machine:
             accepted = f"one of {', '.join(names)}, or the path of a .toml file{nearest(name, names)}"
             raise UserError("--machine", name, accepted)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path, TOML_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
         raise UserError("--machine", str(path), f"a machine file that can be read; {error}") from None
     return loads_machine(text, path.stem, str(path))
@@ -53,7 +55,7 @@ def load_machine(name: str) -> Machine:
 def loads_machine(text: str, name: str, source: str = "text") -> Machine:
     """Reads a machine from TOML text; raises ``UserError`` that names the table and key that are wrong."""
     try:
-        raw = tomllib.loads(text)
+        raw = parse_toml(text)
     except ValueError as error:
         raise UserError("--machine", source, f"valid TOML; {error}") from None
     hints = get_type_hints(Machine)
@@ -84,7 +86,8 @@ def loads_machine(text: str, name: str, source: str = "text") -> Machine:
             cls, keys = _ROWS[f.name]
             rows = [_table(f"{f.name}[{at}]", one, cls) for at, one in enumerate(value)]
             places = [tuple(getattr(row, key) for key in keys) for row in rows]
-            if twice := next((place for at, place in enumerate(places) if place in places[:at]), None):
+            if len(set(places)) < len(places):
+                twice = next(place for at, place in enumerate(places) if place in places[:at])
                 raise UserError(f.name, twice, f"one entry for each {' and '.join(keys)}")
             values[f.name] = tuple(rows)
         else:
@@ -113,17 +116,17 @@ def _table(name: str, raw: object, cls: type[Any]) -> Any:
 
 
 def _value(name: str, value: object, kind: Any, positive: bool = True) -> Any:
-    """Checks one value: texts are not empty, required numbers above 0, optional ones at least 0, all finite."""
+    """Checks one value: texts are not empty, required numbers above 0, optional ones at least 0, none out of reach."""
     if kind is str:
         if not isinstance(value, str) or not value.strip():
             raise UserError(name, value, "a text")
         return value
-    noun = "an integer" if kind is int else "a finite number"
-    accepted = f"{noun} above 0" if positive else f"{noun} of at least 0"
-    right = isinstance(value, int) if kind is int else isinstance(value, (int, float))
-    if not right or isinstance(value, bool) or not math.isfinite(value) or value < 0 or (positive and value == 0):  # type: ignore[arg-type,operator]
-        raise UserError(name, value, accepted)
-    return kind(value)
+    noun, low, high = ("an integer", 1, _MOST) if kind is int else ("a finite number", _SMALLEST, _LARGEST)
+    right = type(value) is int or (type(value) is float and kind is float)
+    if right and (low <= value <= high or (value == 0 and not positive)):  # type: ignore[operator]
+        return kind(value)
+    least = "above 0" if positive else "of at least 0"
+    raise UserError(name, value, f"{noun} {least}, neither below {low:g} nor above {high:g}")
 
 
 def _check(machine: Machine) -> None:

@@ -1,5 +1,6 @@
 """A measured step played again: its task times under the dispatchers that ran it, in virtual time."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,8 +42,9 @@ class Replay:
 
 def parse_task(name: str) -> Task:
     """Reads a task's name, such as `F3.12`; raises ``ValueError`` for other text."""
-    stage, _, microbatch = name[1:].partition(".")
-    return Task(Kind(name[:1]), int(stage), int(microbatch))
+    if (found := re.fullmatch(r"([A-Z])([0-9]{1,9})\.([0-9]{1,9})", name)) is None:
+        raise ValueError(f"a task called {name!r}")
+    return Task(Kind(found[1]), int(found[2]), int(found[3]))
 
 
 def replay(measured: Iterable[Measured], policy: Policy, in_flight: int = 0) -> Replay:
@@ -73,6 +75,8 @@ def replay(measured: Iterable[Measured], policy: Policy, in_flight: int = 0) -> 
     usual = _medians(spans)
     first = min(one.start for one in spans.values())
     last = max(one.end for one in spans.values())
+    if last <= first:
+        raise ValueError("tasks that take no time")
     done = simulate(
         layout,
         policy,

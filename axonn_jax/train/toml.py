@@ -1,6 +1,5 @@
 """From a TOML file and command-line overrides to a `Config`: which keys exist, and their types."""
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
@@ -8,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from axonn_jax.documents import TOML_BYTES, parse_toml, read_bytes
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 from axonn_jax.train.config import Config
 from axonn_jax.train.flags import read_flags
@@ -58,7 +58,7 @@ def read(path: str | Path, flags: Iterable[tuple[str, object]] = ()) -> Config:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path, TOML_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise UserError("CONFIG.toml", str(path), "no such file; give the path of a TOML file") from None
     except IsADirectoryError:
@@ -83,8 +83,8 @@ def loads(
         UserError: the text is not TOML, or a key or flag is unknown or of the wrong type.
     """
     try:
-        raw = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+        raw = parse_toml(text)
+    except ValueError as error:
         raise UserError("CONFIG.toml", source, f"valid TOML; {error}") from None
     checked: dict[str, dict[str, Any]] = {table: {} for table in tables()}
     for dotted, value in (*_entries(raw), *flags):

@@ -63,5 +63,5 @@ def test_incomplete_steps_are_refused():
 
 def test_names_of_tasks():
     assert parse_task("F3.12") == Task(Kind.FORWARD, 3, 12)
-    with pytest.raises(ValueError, match="not a valid Kind"):
+    with pytest.raises(ValueError, match="a task called 'optimizer'"):
         parse_task("optimizer")
