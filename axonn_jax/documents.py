@@ -161,9 +161,7 @@ def _wrong(name: str, value: Any, accepted: str) -> ValueError:
 
 
 def _brief(name: str) -> str:
-    """A name for an error: its parts may be keys that a stranger chose."""
-    spelled = repr(name)[1:-1]
-    return spelled if len(spelled) <= 80 else f"{spelled[:80]}..."
+    return name if len(name) <= 80 else f"{name[:80]}..."  # a stranger chose the keys in it
 
 
 def _finite(text: str) -> float:

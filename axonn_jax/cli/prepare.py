@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
-from axonn_jax.terminal import printable, say
+from axonn_jax.terminal import printable, say, unfailing
 
 if TYPE_CHECKING:
     from axonn_jax.data.manifest import Manifest
@@ -153,7 +153,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description:16}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(file=unfailing()), transient=True) as bar:
         tasks: dict[str, Any] = {}
 
         def report(phase: str, done: int, total: int) -> None:

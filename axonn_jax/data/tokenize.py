@@ -103,7 +103,7 @@ def load(file: str | Path, field: str = "data.path") -> Any:
         UserError: the file is missing or is no such tokenizer; ``field`` is what the line names.
     """
     try:
-        model = typed(_File, read_json(Path(file), MAX_TOKENIZER)).model
+        model = typed(_File, read_json(Path(file), MAX_TOKENIZER, inside=Path(file).parent)).model
         if model.type != "BPE" or model.vocab.get(EOT) != EOT_ID:
             raise ValueError(f"no BPE with {EOT} as token {EOT_ID}")
         if sorted(model.vocab.values()) != [*range(len(model.vocab))]:
