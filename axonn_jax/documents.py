@@ -40,10 +40,10 @@ def open_regular(path: Path, inside: Path | None = None) -> BinaryIO:
             leads_out = True
         if leads_out:
             raise ValueError("a link that leads elsewhere")
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
     raise ValueError("not a regular file")
 
 
