@@ -45,6 +45,19 @@ def held(path: Path) -> Iterator[bool]:
             os.close(file)
 
 
+@contextlib.contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """Makes a folder and those above it; at the end those that it made and that are still empty go."""
+    new = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for one in new:
+            with contextlib.suppress(OSError):
+                one.rmdir()
+
+
 def _take(file: int) -> bool:
     if not stat.S_ISREG(os.fstat(file).st_mode):
         raise OSError(errno.EINVAL, "not a regular file")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from axonn_jax.data.manifest import MANIFEST
 from axonn_jax.errors import UserError
-from axonn_jax.locks import Held, held
+from axonn_jax.locks import Held, held, made
 
 _OURS = re.compile(r"manifest\.json|tokenizer\.json|(train|valid)-\d{5,}\.bin")
 
@@ -24,10 +24,8 @@ def appearing(source: Path, out: Path, *, force: bool) -> Iterator[Path]:
         UserError: ``out`` holds something else or cannot be written, another prepare writes it, or the disk is full.
     """
     _check(source, out, force)
-    made = [folder for folder in out.parents if not folder.exists()]
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with held(out.parent / f".{out.name}.lock") as locked:
+        with made(out.parent), held(out.parent / f".{out.name}.lock") as locked:
             if locked:  # else a directory that looks left over may be a live prepare's
                 _sweep(out)
             _check(source, out, force)
@@ -45,10 +43,6 @@ def appearing(source: Path, out: Path, *, force: bool) -> Iterator[Path]:
         if error.strerror is None:  # not the system's
             raise
         raise UserError("OUT_DIR", str(out), f"a place that can be written; {error.strerror}") from None
-    finally:
-        for folder in made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # which it is only where nothing is in it
 
 
 def is_partial(out: Path, folder: Path, name: str) -> bool:

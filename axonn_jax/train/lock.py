@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from axonn_jax.errors import UserError
-from axonn_jax.locks import Held, held
+from axonn_jax.locks import Held, held, made
 
 if TYPE_CHECKING:
     from axonn_jax.state.agree import Agreement
@@ -25,7 +25,7 @@ def only_run_in(directory: str, agreed: "Agreement", say: Callable[[str], None])
         trouble = ""
         if agreed.rank == 0:
             try:
-                Path(directory).mkdir(parents=True, exist_ok=True)
+                stack.enter_context(made(Path(directory)))  # and a run that cannot start leaves none
                 if not stack.enter_context(held(Path(directory) / LOCK)):
                     say(f"warning: the file system of {directory} has no locks: nothing keeps a second run out of it")
             except Held as holder:

@@ -34,6 +34,12 @@ def corrupt_tokenizer(data):
     file.write_bytes(content)
 
 
+def names_that_steer(data):
+    raw = json.loads((data / "manifest.json").read_text())
+    raw["splits"]["train"]["shards"][0]["name"] = "\x1b]0;owned\x07"
+    (data / "manifest.json").write_text(json.dumps(raw))
+
+
 def truncate(data):
     shard = data / "valid-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
@@ -45,14 +51,18 @@ BAD_DATA = {
     "manifest missing": (lambda data: (data / "manifest.json").unlink(), "no manifest.json"),
     "manifest not JSON": (lambda data: (data / "manifest.json").write_text("{"), "not valid JSON"),
     "manifest of another": (lambda data: (data / "manifest.json").write_text("{}"), "not written by"),
+    "tokenizer corrupt": (corrupt_tokenizer, "tokenizer.json is corrupt: checksum "),
+    "tokenizer missing": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer.json is missing (No such"),
+    "names that steer": (names_that_steer, r"\x1b]0;owned\x07"),
 }
 
 
+@pytest.mark.parametrize("verify", ["true", "false"])
 @pytest.mark.parametrize("case", BAD_DATA)
-def test_bad_data(data, refused, case):
+def test_bad_data(data, refused, case, verify):
     damage, says = BAD_DATA[case]
     damage(data)
-    refused(["train", "run.toml"], "data.path = 'data': ", says)
+    refused(["train", "run.toml", "--data.verify", verify], "data.path = 'data': ", says)
 
 
 CORRUPT_DATA = {
