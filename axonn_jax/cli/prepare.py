@@ -45,7 +45,8 @@ class Prepare:
     skipped."""
 
     out: Annotated[Positional[Path], arg(metavar="OUT_DIR")]
-    """The directory to write; new, or empty."""
+    """The directory to write; new, or empty. One prepare at a time writes it, and what others put there meanwhile is
+    never removed: what was prepared is then kept beside it, and the error says where."""
 
     vocab: int
     """Entries of the vocabulary, from 257. Above 65535 tokens take 4 bytes instead of 2."""
@@ -127,20 +128,24 @@ def _lines(manifest: "Manifest", seconds: float) -> str:
 
 @contextmanager
 def _terminated() -> Iterator[None]:
-    """Makes SIGTERM, which a batch system sends at the time limit, clean up as an interrupt does."""
+    """Makes SIGTERM, which a batch system sends at the time limit, and SIGHUP clean up as an interrupt does."""
 
     def stop(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        before = signal.signal(signal.SIGTERM, stop)
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # under nohup it is
+                signal.signal(number, stop)
     except ValueError:  # only the main thread may ask for signals
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

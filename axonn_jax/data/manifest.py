@@ -22,7 +22,8 @@ TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "valid")
 AGAIN = "run `axonn-jax prepare` again"
 MAX_VOCAB = 1 << 20  # what trains a tokenizer allocates a table of this many entries before it starts
-MAX_MANIFEST = 16 << 20  # bytes: over 90,000 shards
+MAX_SHARDS = 40_000  # of a split
+MAX_MANIFEST = 16 << 20  # bytes, which so many shards do not need
 MAX_TOKENIZER = 256 << 20  # bytes: MAX_VOCAB entries and their merges
 _DTYPES = ("uint16", "uint32")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -231,6 +232,8 @@ class ShardWriter:
         self.counts += np.bincount(ids, minlength=len(self.counts))
         while len(ids):
             if self._file is None:
+                if len(self._done) == MAX_SHARDS:
+                    raise UserError("--shard-tokens", self._limit, f"more tokens: at most {MAX_SHARDS} shards a split")
                 self._name = _shard_name(self.split, len(self._done))
                 self._file = (self._folder / self._name).open("wb")
                 self._digest, self._tokens, self._documents = hashlib.sha256(), 0, 0

@@ -2,6 +2,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import sysconfig
 from collections import Counter
 from dataclasses import replace
@@ -12,8 +14,8 @@ import pytest
 import tyro
 
 from axonn_jax.cli import prepare as command
+from axonn_jax.data import manifest, tokenize
 from axonn_jax.data import prepare as preparing
-from axonn_jax.data import tokenize
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.data.prepare import prepare, unigram_entropy
 from axonn_jax.errors import UserError
@@ -189,14 +191,33 @@ def test_an_interrupted_prepare_leaves_nothing(corpus, tmp_path, interruption, p
     assert listing(tmp_path) == sorted([*before, "out"])
 
 
-def test_a_termination_signal_cleans_up(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparing, "_encode", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_termination_signal_cleans_up(corpus, tmp_path, monkeypatch, number):
+    monkeypatch.setattr(preparing, "_encode", lambda *_: os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
     with pytest.raises(SystemExit) as caught:
         command.run(command.Prepare(corpus, tmp_path / "out", vocab=300))
-    assert caught.value.code == 128 + signal.SIGTERM
+    assert caught.value.code == 128 + number
     assert listing(tmp_path) == ["corpus"]
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+def test_more_shards_than_a_manifest_takes_are_refused(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "MAX_SHARDS", 3)
+    with pytest.raises(UserError, match=r"^--shard-tokens = 100: more tokens: at most 3 shards"):
+        run_prepare(corpus, tmp_path / "out", shard_tokens=100)
+    assert listing(tmp_path) == ["corpus"]
+
+
+def test_names_of_files_and_directories_cannot_steer_a_terminal(corpus, tmp_path):
+    (corpus / "\x1b]0;owned\x07\x1b[2J.py").write_bytes(b"\0")
+    (corpus / os.fsdecode(b"\xff\x1b[2J.py")).write_bytes(b"caf\xe9")
+    command = [sys.executable, "-m", "axonn_jax.cli.main", "prepare", corpus, bytes(tmp_path) + b"/out\xff\x1b[2J"]
+    done = subprocess.run([*command, "--vocab", "300"], capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert b"\x1b" not in done.stdout + done.stderr
+    assert b"skipped 1 binary" in done.stderr
+    assert b"out\\udcff\\x1b[2J written in" in done.stdout
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(corpus, tmp_path):
