@@ -270,7 +270,7 @@ def slurm(environ: Mapping[str, str]) -> Row:
         if environ.get(other, environ[one]) != environ[one]
     ]
     numbers = [seen[name] for name in ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
-    if not all(number.isdigit() for number in numbers):
+    if not all(number.isdecimal() and len(number) < 20 for number in numbers):
         wrong.append("a rank or size that is no number")
     elif not int(numbers[0]) <= int(numbers[1]) < int(numbers[2]):
         wrong.append("they break LOCALID <= PROCID < STEP_NUM_TASKS")

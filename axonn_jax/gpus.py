@@ -101,7 +101,7 @@ def _listed(value: str | None, present: Sequence[Gpu]) -> list[Gpu]:
 
 def _meant(token: str, present: Sequence[Gpu]) -> Gpu | None:
     """The GPU that an entry of a list means: an index, or the beginning of a UUID."""
-    if token.isdecimal():
+    if token.isdecimal() and len(token) < 20:
         return present[int(token)] if int(token) < len(present) else None
     if not token.startswith(("GPU-", "MIG-")):
         return None

@@ -17,7 +17,9 @@ SLURM_STEP = (
     "SLURM_LOCALID",
 )
 """What srun sets for a task; a batch shell or an ssh session has only some of them."""
-_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_MPI = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
+"""MPI launchers' variables: number of processes, and a process's rank."""
+_LARGEST = 2**31 - 1
 _ENOUGH_CORES = 4
 """Of a process whose devices are accelerators: its threads wait most of the time."""
 
@@ -74,16 +76,38 @@ def detect(environ: Mapping[str, str], mpi: Callable[[], MpiFacts], explicit: Ex
     """
     if explicit is not None:
         return _from_explicit(explicit)
-    announced = next((name for name in _MPI_SIZES if int(environ.get(name, "0") or 0) > 1), None)
+    announced = next((name for name in _MPI if (number(environ, name, 1) or 1) > 1), None)
     if announced is not None:
+        _check_rank(environ, _MPI[announced], announced)
         return _from_mpi(environ, announced, mpi())
-    missing = [name for name in SLURM_STEP if name not in environ]
-    if not missing and int(environ["SLURM_STEP_NUM_TASKS"]) > 1:
+    missing = [name for name in SLURM_STEP if not environ.get(name)]
+    if not missing and (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) > 1:
         return _from_slurm(environ)
     why = "no MPI launcher, no complete set of Slurm variables"
     if missing and len(missing) < len(SLURM_STEP):
         why = f"Slurm variables are incomplete (no {', '.join(missing)}), so this is not an srun task"
     return World(0, 1, 1, None, "one process", why)
+
+
+def number(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
+    """A launcher's variable, None where it is not set or empty; ``UserError`` where it is no number from `least`."""
+    text = environ.get(name, "")
+    if not text:
+        return None
+    if re.fullmatch(r"[0-9]{1,10}", text) and least <= int(text) <= _LARGEST:
+        return int(text)
+    shown = text if len(text) <= 40 else f"{text[:40]}..."
+    raise UserError(
+        name, shown, f"a whole number from {least} to {_LARGEST}, as a launcher sets it, or no such variable"
+    )
+
+
+def _check_rank(environ: Mapping[str, str], name: str, of: str) -> int:
+    """The rank that a launcher set; ``UserError`` where it is none of those below the number of processes."""
+    rank, size = number(environ, name) or 0, number(environ, of, 1) or 1
+    if rank >= size:
+        raise UserError(name, rank, f"0 to {of} - 1 = {size - 1}")
+    return rank
 
 
 def _from_explicit(told: Explicit) -> World:
@@ -105,7 +129,7 @@ def _from_explicit(told: Explicit) -> World:
 
 
 def _from_mpi(environ: Mapping[str, str], announced: str, facts: MpiFacts) -> World:
-    size = int(environ[announced])
+    size = number(environ, announced)
     if facts.size != size:
         raise UserError(
             announced,
@@ -135,20 +159,19 @@ def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int],
 
 
 def _from_slurm(environ: Mapping[str, str]) -> World:
-    size, rank = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_PROCID"])
-    if "SLURM_NTASKS" in environ and int(environ["SLURM_NTASKS"]) != size:
+    size = number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1
+    if number(environ, "SLURM_NTASKS", 1) not in (None, size):
         raise UserError(
             "SLURM_STEP_NUM_TASKS",
             size,
             f"equal to SLURM_NTASKS = {environ['SLURM_NTASKS']}; start with srun -n",
         )
-    if not 0 <= rank < size:
-        raise UserError("SLURM_PROCID", rank, f"0 to SLURM_STEP_NUM_TASKS - 1 = {size - 1}")
+    rank = _check_rank(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     nodes = environ["SLURM_STEP_NODELIST"]
-    hosts = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
+    hosts = number(environ, "SLURM_STEP_NUM_NODES", 1) or number(environ, "SLURM_NNODES", 1) or 1
     host = "127.0.0.1" if hosts == 1 else first_slurm_host(nodes)
     # The same port on every task without a message: from job and step, in the dynamic range.
-    port = 49152 + zlib.crc32(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}".encode()) % 16384
+    port = 49152 + zlib.crc32(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}".encode(errors="replace")) % 16384
     return World(
         rank,
         size,
@@ -161,7 +184,7 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
 
 def first_slurm_host(nodelist: str) -> str:
     """First host of a Slurm node list: ``gpu[007-009,12],x1`` -> ``gpu007``."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]\-,]+)[^\]]*\])?([^,\[]*)", nodelist)
+    match = re.match(r"([\w.-]+)(?:\[(\w+)[^\]]*\])?([\w.-]*)(?:[,\[]|$)", nodelist, re.ASCII)
     if match is None:
         raise UserError("SLURM_STEP_NODELIST", nodelist, "a Slurm node list such as gpu[007-009]")
     return match[1] + (match[2] or "") + match[3]

@@ -3,12 +3,11 @@
 import contextlib
 import os
 import socket
-import sys
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from axonn_jax import gpus
+from axonn_jax import gpus, terminal
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid
 from axonn_jax.launch import Explicit, MpiFacts, World, binding_notice, detect
@@ -116,7 +115,7 @@ def gpu_views() -> "list[gpus.View]":
 def say(world: World, notice: str) -> None:
     """Prints a line for people, where there is one, on the first process."""
     if notice and world.rank == 0:
-        print(f"axonn_jax: {notice}", file=sys.stderr, flush=True)
+        terminal.say(f"axonn_jax: {notice}")
 
 
 def _make_cpu_devices(count: int) -> None:

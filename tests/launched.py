@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -153,6 +154,56 @@ class Launched:
                 variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdecimal() else ()
                 if self._mark in variables:
                     yield int(entry.name), variables
+
+
+class OnTerminal:
+    """A command on a terminal of its own, in whose foreground it runs; leaving the block kills it."""
+
+    def __init__(self, words):
+        self._ours, theirs = os.openpty()
+        on_it = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        self.process = subprocess.Popen(["setsid", "--ctty", *words], env=environment(), **on_it)
+        os.close(theirs)
+        self.shown = ""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.hang_up()
+        self.process.kill()
+        self.process.wait(30)
+
+    def read(self, seconds):
+        if select.select([self._ours], [], [], seconds)[0]:
+            with suppress(OSError):  # the last process has closed it
+                self.shown += os.read(self._ours, 65536).decode(errors="replace")
+
+    def wait_for(self, text, seconds=120):
+        end = time.monotonic() + seconds
+        while text not in self.shown:
+            assert time.monotonic() < end, self.shown[-3000:]
+            assert self.process.poll() is None, self.shown[-3000:]
+            self.read(0.1)
+
+    def press(self, key):
+        os.write(self._ours, key)
+
+    def hang_up(self):
+        if self._ours >= 0:
+            os.close(self._ours)
+            self._ours = -1
+
+    def status(self, seconds=60):
+        """Waits for the end, reading on while there is a terminal."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None:
+            assert time.monotonic() < end, self.shown[-3000:]
+            if self._ours >= 0:
+                self.read(0.1)
+            else:
+                time.sleep(0.05)
+        return self.process.returncode
 
 
 def alive(pid):

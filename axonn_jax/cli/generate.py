@@ -1,5 +1,6 @@
 """``axonn-jax generate``: continues a prompt with a trained model."""
 
+import itertools
 import json
 import math
 import sys
@@ -10,6 +11,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from axonn_jax.errors import UserError
+from axonn_jax.terminal import printable, say
 
 
 @dataclass(frozen=True)
@@ -52,21 +54,33 @@ def run(args: Generate) -> int:
     from axonn_jax.train.toml import read
 
     shape = read(str(args.run_dir / "config.toml"), []).model.shape()
+    from axonn_jax.data.tokenize import load, prompt_ids
+
+    tokenizer = load(args.run_dir / "tokenizer.json", "RUN_DIR")
+    if (entries := tokenizer.get_vocab_size()) > shape.vocab:
+        accepted = f"a tokenizer.json of at most model.vocab = {shape.vocab} entries in it; this one has {entries}"
+        raise UserError("RUN_DIR", str(args.run_dir), accepted)
+    prompt_ids(tokenizer, args.prompt)  # before jax starts, which takes seconds
     from axonn_jax.grid import GridShape
     from axonn_jax.inference.generate import Generator
     from axonn_jax.start import start
 
     _, grid = start(GridShape())
-    generator = Generator(args.run_dir, shape, grid, lambda text: print(text, file=sys.stderr))
+    generator = Generator(args.run_dir, shape, tokenizer, grid, say)
     pieces = generator.continue_prompt(
         args.prompt, tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
     )
     if args.json:
         print(json.dumps({"prompt": args.prompt, "text": "".join(pieces)}))
         return 0
-    sys.stdout.write(args.prompt)
-    for piece in pieces:
-        sys.stdout.write(piece)
+    for piece in itertools.chain((args.prompt,), pieces):
+        sys.stdout.write(_shown(piece))
         sys.stdout.flush()
     print()
     return 0
+
+
+def _shown(text: str) -> str:
+    """The text as it is for a pipe or a file; on a terminal without what would steer it."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return (printable(text) if sys.stdout.isatty() else text).encode(encoding, "backslashreplace").decode(encoding)

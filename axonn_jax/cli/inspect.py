@@ -9,7 +9,9 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from axonn_jax.errors import UserError
-from axonn_jax.state.manifest import Damaged, all_steps, listed, read, step_of, verify
+from axonn_jax.state.files import listed, verify
+from axonn_jax.state.manifest import Damaged, all_steps, read, step_of
+from axonn_jax.terminal import printable
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,9 @@ def run(args: Inspect) -> int:
     else:
         print(f"{'step':>10}  {'size':>10}  {'saved (UTC)':19}  {'age':>8}  {'proc.':>5}  grid, state")
         for row in rows:
-            print(_line(row))
+            print(printable(_line(row)))
         if left:
-            print(f"other directories: {', '.join(left)}")
+            print(printable(f"other directories: {', '.join(left)}"))
     return 0 if any(row["valid"] for row in rows) else 1
 
 
@@ -54,7 +56,7 @@ def _row(path: Path, fast: bool) -> dict[str, Any]:
         manifest = read(path)
     except Damaged as fault:
         return {**row, "fault": str(fault)}
-    wrong = _sizes(path, manifest.files) if fast else verify(path, manifest)
+    wrong = verify(path, manifest, fast=fast)
     row |= {
         "grid": manifest.grid,
         "processes": manifest.processes,
@@ -67,30 +69,16 @@ def _row(path: Path, fast: bool) -> dict[str, Any]:
     return row | ({"fault": listed(wrong)} if wrong else {"valid": True})
 
 
-def _sizes(path: Path, files: Any) -> list[str]:
-    """Files that are not there in their full size."""
-    wrong = []
-    for name, file in sorted(files.items()):
-        try:
-            found = (path / name).stat().st_size
-        except OSError as error:
-            wrong.append(f"{name}: {error.strerror}")
-            continue
-        if found != file.bytes:
-            wrong.append(f"{name} has {found} bytes, not {file.bytes}")
-    return wrong
-
-
 def _line(row: dict[str, Any]) -> str:
     if "bytes" not in row:
         return f"{row['step']:>10}  {'-':>10}  {'-':19}  {'-':>8}  {'-':>5}  DAMAGED: {row['fault']}"
-    saved = datetime.fromisoformat(row["saved"])
+    saved = datetime.fromisoformat(row["saved"]).astimezone(UTC)
     age = _age((datetime.now(UTC) - saved).total_seconds())
     sound = "not checked" if not row["checked"] else "sound"
     state = sound if row["valid"] else f"DAMAGED: {row['fault']}"
     return (
         f"{row['step']:>10}  {_size(row['bytes']):>10}  {saved:%Y-%m-%d %H:%M:%S}  {age:>8}  {row['processes']:>5}  "
-        f"{row['grid']}, {state}"
+        f"{row['grid'][:80]}, {state}"
     )
 
 

@@ -18,7 +18,8 @@ Train in several processes under mpirun, and start again from the last complete 
   --mpirun "WORDS"   the launcher and its options (default "mpirun --oversubscribe --bind-to none"), without -n
 
 What follows is the command line of `axonn-jax train`. Why a job was started again is told on standard error and kept
-in the run directory's restarts.log. SIGTERM or SIGINT: all processes save and end, and nothing is started again."""
+in the run directory's restarts.log. SIGTERM, Ctrl-C or a closed terminal: all processes save and end, and nothing is
+started again. (A bare mpirun kills its processes half a second after Ctrl-C, which no save is quick enough for.)"""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,13 +1,13 @@
 """The command `axonn-jax`: finds the subcommand, runs it, turns what happens into an exit status."""
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from axonn_jax.cli.report import report
 from axonn_jax.errors import UserError, nearest
+from axonn_jax.terminal import last_flush, open_missing, reader_is_gone
 from axonn_jax.version import __version__
 
 __all__ = ["COMMANDS", "Command", "main", "report"]
@@ -49,17 +49,18 @@ _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit status: 0, 1 for a failed run, 2 for bad input, 130 if interrupted."""
+    open_missing()
     try:
         status = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
     except SystemExit as stop:
-        if stop.code is None or isinstance(stop.code, int):
-            return stop.code or 0
-        return report(RuntimeError(stop.code))
+        plain = stop.code is None or isinstance(stop.code, int)
+        status = int(stop.code or 0) if plain else report(RuntimeError(stop.code))
     except BrokenPipeError as error:
-        return 141 if _reader_is_gone() else report(error)
+        status = 141 if reader_is_gone(sys.stdout) else report(error)
     except BaseException as error:
-        return report(error)
+        status = report(error)
+    last_flush()
     return status
 
 
@@ -110,22 +111,6 @@ def _versions() -> str:
         except metadata.PackageNotFoundError:
             lines.append(f"{name} not installed")
     return "\n".join(lines)
-
-
-def _reader_is_gone() -> bool:
-    """Whether standard output is the broken pipe (`| head`); if so, the interpreter's last flush goes nowhere."""
-    import select
-
-    try:
-        out = sys.stdout.fileno()
-    except OSError:  # not a file at all
-        return False
-    poll = select.poll()
-    poll.register(out, select.POLLOUT)
-    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), out)
-    return True
 
 
 if __name__ == "__main__":

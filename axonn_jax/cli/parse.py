@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -12,6 +14,10 @@ from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 T = TypeVar("T")
 
 _BOX = "│|╭╮╰╯"
+_SHOWN = (40, 400)
+"""The fewest and most columns of a help text: below six, tyro's boxes never end."""
+_READ = (80, 80)
+"""Columns of what is read back: in narrow ones the names of flags are broken."""
 _NOUNS = {"INT": "an integer", "FLOAT": "a number", "STR": "a text", "PATH": "a path", "{True,False}": "True or False"}
 
 
@@ -40,6 +46,19 @@ def captured() -> Iterator[tuple[io.StringIO, io.StringIO]]:
         yield out, err
 
 
+@contextlib.contextmanager
+def columns(least: int = _SHOWN[0], most: int = _SHOWN[1]) -> Iterator[None]:
+    """Lets tyro write this many columns, whatever `COLUMNS` or the terminal says; it takes no width."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(max(least, min(most, shutil.get_terminal_size().columns)))
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
 def parse(cls: type[T], argv: Sequence[str], prog: str) -> T:
     """Returns the arguments as an instance of a dataclass; `--help` prints tyro's help and raises SystemExit(0).
 
@@ -49,15 +68,16 @@ def parse(cls: type[T], argv: Sequence[str], prog: str) -> T:
     import tyro
 
     if any(word in ("-h", "--help") for word in argv):
-        tyro.cli(cls, args=["--help"], prog=prog)
+        with columns():
+            tyro.cli(cls, args=["--help"], prog=prog)
     try:
-        with captured() as (_, err):
+        with columns(*_READ), captured() as (_, err):
             return tyro.cli(cls, args=list(argv), prog=prog)
     except SystemExit as stop:
         if (mine := _cause(stop)) is not None:
             raise mine from None
         box = _unboxed(err.getvalue())
-    with captured() as (out, _), contextlib.suppress(SystemExit):
+    with columns(*_READ), captured() as (out, _), contextlib.suppress(SystemExit):
         tyro.cli(cls, args=["--help"], prog=prog)
     raise _error(box, _unboxed(out.getvalue()), argv, prog)
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
+from axonn_jax.terminal import printable, say
+
 if TYPE_CHECKING:
     from axonn_jax.data.manifest import Manifest
 
@@ -96,7 +98,7 @@ def run(args: Prepare) -> int:
         )
     seconds = time.perf_counter() - began
     for reason, count in sorted(source.skipped.items()):
-        print(f"skipped {count} {reason}, such as {source.examples[reason]!r}", file=sys.stderr)
+        say(f"skipped {count} {reason}, such as {source.examples[reason]!r}")
     if args.json:
         print(json.dumps(_summary(manifest, seconds)))
     else:
@@ -119,7 +121,7 @@ def _lines(manifest: "Manifest", seconds: float) -> str:
         for name, split in manifest.splits.items()
     ]
     rows.append(f"unigram entropy of the held-out split: {manifest.unigram_entropy:.4f} nats a token")
-    rows.append(f"{manifest.path} written in {seconds:.1f} s")
+    rows.append(printable(f"{manifest.path} written in {seconds:.1f} s"))
     return "\n".join(rows)
 
 
@@ -176,4 +178,4 @@ class _PlainLines:
             return
         progress = f": {done >> 20} of {total >> 20} MiB" if total and phase == self._phase else ""
         self._phase, self._printed = phase, now
-        print(f"prepare: {phase}{progress}", file=sys.stderr, flush=True)
+        say(f"prepare: {phase}{progress}")

@@ -1,12 +1,12 @@
 """How an error reaches the user: one line on standard error and an exit status."""
 
 import os
-import sys
 import time
 import traceback
 from collections.abc import Mapping
 
 from axonn_jax.errors import UserError
+from axonn_jax.terminal import say
 
 TRACEBACK = "AXONN_JAX_TRACEBACK"
 _MOST = 600  # characters of a foreign exception's text; XLA's run to pages
@@ -29,10 +29,14 @@ def rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
     """
     for rank, size, local in _LAUNCHERS:
         numbers = [environ.get(name, "") for name in (rank, size)]
-        if all(text.isdecimal() for text in numbers) and int(numbers[1]) > 1:
+        if all(map(_is_number, numbers)) and int(numbers[1]) > 1:
             text = environ.get(local, "")
-            return int(numbers[0]), int(text) if text.isdecimal() else int(numbers[0])
+            return int(numbers[0]), int(text) if _is_number(text) else int(numbers[0])
     return 0, 0
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 20  # int() refuses thousands of digits
 
 
 def report(error: BaseException) -> int:
@@ -54,7 +58,7 @@ def report(error: BaseException) -> int:
     text = " ".join(str(error).split())
     shown = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if os.environ.get(TRACEBACK, "") not in ("", "0"):
-        traceback.print_exception(error)
+        say("".join(traceback.format_exception(error)).rstrip())
         _say(f"error: {shown}")
     else:
         cut = shown if len(shown) <= _MOST else shown[:_MOST] + "..."
@@ -63,8 +67,4 @@ def report(error: BaseException) -> int:
 
 
 def _say(line: str) -> None:
-    # One write, with characters that the terminal cannot show escaped: an error about an error helps nobody.
-    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-    printable = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
-    sys.stderr.write(printable.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-    sys.stderr.flush()
+    say(line.replace("\n", "\\n"))

@@ -1,6 +1,7 @@
 """Runs training as a job of its own and starts it again when it fails, from the last complete checkpoint."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -10,15 +11,21 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.locks import Held, held
 from axonn_jax.state.manifest import all_steps, step_of
+from axonn_jax.terminal import say
+from axonn_jax.train.lock import LOCK
+from axonn_jax.train.stop import taken
 from axonn_jax.train.toml import read, split_argv
 
 LOG = "restarts.log"
 _FINAL = {0, 2}
 """Exit statuses after which starting again would change nothing: success, and bad input."""
 _LONGEST_WAIT_S = 60.0
+_LAST_LINES_S = 5.0
 
 
 def count(flag: str, value: str) -> int:
@@ -65,7 +72,7 @@ class Restarts:
 
     def run(self) -> int:
         """Runs the job until it succeeds, is told to end, or has failed too often; returns the exit status."""
-        handlers = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {number: signal.signal(number, self._pass_on) for number in taken()}
         try:
             return self._attempts()
         finally:
@@ -91,7 +98,9 @@ class Restarts:
                 return status if status > 0 else 128 - status
             wait = min(2.0 ** (failed - 1), _LONGEST_WAIT_S)
             self._note(f"{why}; starting again in {wait:g} s ({failed} of {self._restarts})")
-            if self._told.wait(wait):
+            self._told.wait(wait)
+            self._wait_for_stragglers()
+            if self._told.is_set():
                 return status if status > 0 else 128 - status
 
     def _attempt(self, resumes: bool) -> int:
@@ -99,16 +108,41 @@ class Restarts:
         if resumes:  # whatever the first attempt was told, this one goes on from what it has left
             words += ["--checkpoint.resume", "auto"]
         # A session of its own: Ctrl-C on a terminal reaches this process alone, which passes on what is right.
-        self._job = subprocess.Popen([*self._before, *words], start_new_session=True)
+        # mpirun ends the job where its output is closed: so it writes to this process.
+        pipe = subprocess.PIPE if self._before else None
+        self._job = subprocess.Popen([*self._before, *words], start_new_session=True, stdout=pipe, stderr=pipe)
+        threads = [
+            threading.Thread(target=_copy, args=(source, number), daemon=True)
+            for number, source in ((1, self._job.stdout), (2, self._job.stderr))
+            if source is not None
+        ]
         try:
+            for thread in threads:
+                thread.start()
             return self._job.wait()
         finally:
             self._job = None
+            for thread in threads:
+                thread.join(_LAST_LINES_S)
+
+    def _wait_for_stragglers(self) -> None:
+        """Waits, for a minute at most, while a process of the ended job still lives and holds the run directory."""
+        end = time.monotonic() + _LONGEST_WAIT_S
+        while time.monotonic() < end and not self._told.is_set():
+            try:
+                with held(self._directory / LOCK):
+                    return
+            except Held:
+                self._told.wait(0.2)
+            except OSError:  # the job itself will say so
+                return
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Tells the job to save and end. mpirun would kill at SIGTERM; SIGUSR1 it hands to every process."""
         job = self._job
         again = self._told.is_set()
+        if again and number == signal.SIGHUP:  # nobody's second thoughts: shells repeat the kernel's
+            return
         self._number = self._number or number
         self._told.set()
         if job is not None:
@@ -127,11 +161,20 @@ class Restarts:
         return False
 
     def _note(self, text: str) -> None:
-        print(f"axonn-jax: {text}", file=sys.stderr, flush=True)
+        say(f"axonn-jax: {text}")
         with contextlib.suppress(OSError):  # the log is a convenience; the job's own errors tell of a full disk
             self._directory.mkdir(parents=True, exist_ok=True)
             with (self._directory / LOG).open("a", encoding="utf-8") as log:
                 log.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")
+
+
+def _copy(source: IO[bytes], target: int) -> None:
+    """Writes what it reads, and reads on where that cannot be written any more."""
+    with source:
+        while chunk := os.read(source.fileno(), 65536):
+            with contextlib.suppress(OSError):
+                while chunk:
+                    chunk = chunk[os.write(target, chunk) :]
 
 
 def _how(status: int) -> str:

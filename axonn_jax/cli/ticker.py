@@ -1,11 +1,11 @@
 """Signs of life of a long command on standard error."""
 
-import sys
 import threading
 import time
 from types import TracebackType
 from typing import Self, TextIO
 
+from axonn_jax.terminal import unfailing
 from axonn_jax.train.progress import duration
 
 
@@ -15,7 +15,7 @@ class Ticker:
     def __init__(
         self, what: str, total: int = 0, *, stream: TextIO | None = None, first: float = 0.0, every: float = 0.0
     ):
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = unfailing() if stream is None else stream
         self._live = self._stream.isatty()
         self._first, self._every = first or (2.0 if self._live else 10.0), every or (0.5 if self._live else 10.0)
         self._over, self._thread = threading.Event(), threading.Thread(target=self._watch, daemon=True)

@@ -16,7 +16,8 @@ Every flag below is a key of that file, such as `steps = 100` under [train], and
 `--restarts N`: start again from the last complete checkpoint, up to N times, when the run fails.
 
 A run goes on from the newest checkpoint of its directory. Exit status: 0 done, 1 failed, 2 bad input; told to end by
-SIGTERM 143, SIGINT 130, SIGUSR1 138, its state saved (a second signal ends it at once, unsaved)."""
+SIGTERM 143, SIGINT 130, SIGUSR1 138, SIGHUP 129, its state saved (a second signal ends it at once, unsaved).
+One run at a time trains in a log.dir. Under mpirun use `axonn-jax launch`: mpirun itself kills at Ctrl-C."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,9 +47,9 @@ def help_text() -> str:
     """Returns the help of every key."""
     import tyro
 
-    from axonn_jax.cli.parse import captured
+    from axonn_jax.cli.parse import captured, columns
 
-    with captured() as (out, _), contextlib.suppress(SystemExit):
+    with columns(), captured() as (out, _), contextlib.suppress(SystemExit):
         tyro.cli(
             Config,
             prog=_USAGE,

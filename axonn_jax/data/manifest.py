@@ -1,17 +1,18 @@
 """What a prepared directory holds: its manifest, its shards, and the check that they are whole."""
 
 import hashlib
-import json
 import os
+import re
+import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from axonn_jax.documents import read_json, typed
 from axonn_jax.errors import UserError
 
 FORMAT = "axonn_jax tokens"
@@ -20,7 +21,11 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "valid")
 AGAIN = "run `axonn-jax prepare` again"
+MAX_VOCAB = 1 << 20  # what trains a tokenizer allocates a table of this many entries before it starts
+MAX_MANIFEST = 16 << 20  # bytes: over 90,000 shards
+MAX_TOKENIZER = 256 << 20  # bytes: MAX_VOCAB entries and their merges
 _DTYPES = ("uint16", "uint32")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 20
 
 
@@ -49,7 +54,6 @@ class Split:
 class Manifest:
     """The content of a prepared directory."""
 
-    path: Path
     vocab: int
     dtype: str
     eot_id: int
@@ -63,9 +67,11 @@ class Manifest:
     """What was asked for: include, exclude, holdout, seed."""
     tools: Mapping[str, str]
     """Versions of what wrote it."""
-    tokenizer_sha256: str | None
-    """None in a directory of an early version: its tokenizer is taken as it is."""
+    tokenizer_sha256: str | None = None
+    """None in a directory of an early version: any tokenizer will do."""
     version: int = VERSION
+    path: Path = Path()
+    """The directory; not in its file."""
 
     @property
     def storage(self) -> np.dtype[Any]:
@@ -93,13 +99,15 @@ class Manifest:
     def load(cls, path: str | Path) -> "Manifest":
         """Reads the manifest of a prepared directory and checks that every shard is there in its full size.
 
+        Nothing outside of the directory is read, whatever the manifest says.
+
         Raises:
-            UserError: the directory or its manifest is missing, not readable or not of this version, or a shard
-                is missing or has the wrong size.
+            UserError: the directory or its manifest is missing, not readable or not of this version, or the
+                tokenizer or a shard is missing or has the wrong size.
         """
         path = Path(path)
         try:
-            raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            raw = read_json(path / MANIFEST, MAX_MANIFEST)
         except (FileNotFoundError, NotADirectoryError):
             missing = f"no {MANIFEST} in it" if path.is_dir() else "no such directory"
             raise _bad(path, f"{missing}; give a directory written by `axonn-jax prepare`") from None
@@ -108,50 +116,55 @@ class Manifest:
         except ValueError as error:
             raise _bad(path, f"{MANIFEST} is not valid JSON ({error}); {AGAIN}") from None
         manifest = cls._parse(path, raw)
-        manifest._check_sizes()
+        manifest._check_files()
         return manifest
 
     @classmethod
     def _parse(cls, path: Path, raw: Any) -> "Manifest":
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise _bad(path, f"{MANIFEST} was not written by `axonn-jax prepare` (its format should be {FORMAT!r})")
-        if raw.get("version") != VERSION:
-            raise _bad(
-                path,
-                f"{MANIFEST} has version {raw.get('version')!r}; this axonn_jax reads {VERSION}; {AGAIN}",
-            )
+        if (version := raw.get("version")) != VERSION:
+            shown = version if type(version) is int and abs(version) < 2**63 else "unknown"
+            raise _bad(path, f"{MANIFEST} has version {shown}; this axonn_jax reads {VERSION}; {AGAIN}")
         try:
-            splits = {name: _split(raw["splits"][name]) for name in SPLITS}
-            manifest = cls(
-                path=path,
-                vocab=int(raw["vocab"]),
-                dtype=str(raw["dtype"]),
-                eot_id=int(raw["eot_id"]),
-                splits=MappingProxyType(splits),
-                unigram_entropy=float(raw["unigram_entropy"]),
-                skipped=MappingProxyType(dict(raw["skipped"])),
-                options=MappingProxyType(dict(raw["options"])),
-                tools=MappingProxyType(dict(raw["tools"])),
-                tokenizer_sha256=raw.get("tokenizer_sha256"),
-            )
-            if manifest.dtype not in _DTYPES:
-                raise ValueError(f"dtype {manifest.dtype!r}")
-            for name, split in splits.items():
-                if split.tokens != sum(shard.tokens for shard in split.shards):
-                    raise ValueError(f"tokens of split {name!r}")
-        except (KeyError, TypeError, ValueError) as error:
-            raise _bad(path, f"{MANIFEST} is damaged ({type(error).__name__}: {error}); {AGAIN}") from None
+            manifest = replace(typed(cls, {key: value for key, value in raw.items() if key != "path"}), path=path)
+            manifest._check_fields()
+        except ValueError as error:
+            raise _bad(path, f"{MANIFEST} is damaged ({error}); {AGAIN}") from None
         return manifest
 
-    def _check_sizes(self) -> None:
+    def _check_fields(self) -> None:
+        """Raises ``ValueError`` for what no prepare writes."""
+        if not 1 <= self.vocab <= MAX_VOCAB:
+            raise ValueError(f"vocab = {self.vocab}, not 1 to {MAX_VOCAB}")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype = {self.dtype[:40]!r}, not one of {', '.join(_DTYPES)}")
+        if not 0 <= self.eot_id < self.vocab:
+            raise ValueError(f"eot_id = {self.eot_id}, not in the vocabulary")
+        if not (self.tokenizer_sha256 is None or _SHA256.fullmatch(self.tokenizer_sha256)):
+            raise ValueError("tokenizer_sha256 is no SHA-256")
+        for name in SPLITS:
+            if name not in self.splits:
+                raise ValueError(f"splits.{name} is missing")
+            _check_split(name, self.splits[name])
+
+    def _check_files(self) -> None:
         for shard in self._shards(SPLITS):
-            expected = shard.tokens * self.storage.itemsize
-            try:
-                size = (self.path / shard.name).stat().st_size
-            except OSError as error:
-                raise _bad(self.path, f"shard {shard.name} is missing ({error.strerror}); {AGAIN}") from None
+            expected, size = shard.tokens * self.storage.itemsize, self._size(f"shard {shard.name}", shard.name)
             if size != expected:
                 raise _bad(self.path, f"shard {shard.name} has {size} bytes, expected {expected}; {AGAIN}")
+        if (size := self._size(TOKENIZER, TOKENIZER)) > MAX_TOKENIZER:
+            raise _bad(self.path, f"{TOKENIZER} has {size} bytes, expected at most {MAX_TOKENIZER}; {AGAIN}")
+
+    def _size(self, what: str, name: str) -> int:
+        try:
+            found = (self.path / name).lstat()
+        except OSError as error:
+            raise _bad(self.path, f"{what} is missing ({error.strerror}); {AGAIN}") from None
+        # A manifest from elsewhere must not make us read other files, nor wait for a pipe.
+        if not stat.S_ISREG(found.st_mode):
+            raise _bad(self.path, f"{what} is not a regular file, such as a copy of it would be; {AGAIN}")
+        return found.st_size
 
     def verify(self, splits: Iterable[str] = SPLITS, *, share: tuple[int, int] = (0, 1)) -> None:
         """Reads the tokenizer and every shard of the given splits and compares their SHA-256 with the manifest's.
@@ -163,10 +176,19 @@ class Manifest:
         """
         rank, size = share
         if rank == size - 1:  # which may have a shard less
-            self._check(TOKENIZER, TOKENIZER, self.tokenizer_sha256)
+            self.check_tokenizer()
         for shard in self._shards(splits)[rank::size]:
             self._check(f"shard {shard.name}", shard.name, shard.sha256)
             self.check_ids(np.memmap(self.path / shard.name, dtype=self.storage, mode="r"), shard)
+
+    def check_tokenizer(self) -> None:
+        """Reads the tokenizer, a few MB; raises ``UserError`` where it is corrupt or not readable."""
+        self._check(TOKENIZER, TOKENIZER, self.tokenizer_sha256)
+        if self.tokenizer_sha256 is None:
+            try:
+                read_json(self.path / TOKENIZER, MAX_TOKENIZER)
+            except ValueError as error:
+                raise _bad(self.path, f"{TOKENIZER} is not valid JSON ({error}); {AGAIN}") from None
 
     def check_ids(self, ids: NDArray[Any], shard: Shard) -> None:
         """Raises ``UserError`` where ids read from a shard are not all in the vocabulary."""
@@ -209,7 +231,7 @@ class ShardWriter:
         self.counts += np.bincount(ids, minlength=len(self.counts))
         while len(ids):
             if self._file is None:
-                self._name = f"{self.split}-{len(self._done):05d}.bin"
+                self._name = _shard_name(self.split, len(self._done))
                 self._file = (self._folder / self._name).open("wb")
                 self._digest, self._tokens, self._documents = hashlib.sha256(), 0, 0
             part, ids = np.split(ids, [self._limit - self._tokens])
@@ -239,24 +261,18 @@ def _bad(path: Path, accepted: str) -> UserError:
     return UserError("data.path", str(path), accepted)
 
 
-def _split(raw: Mapping[str, Any]) -> Split:
-    shards = tuple(
-        Shard(
-            name=_plain(shard["name"]),
-            tokens=int(shard["tokens"]),
-            documents=int(shard["documents"]),
-            sha256=str(shard["sha256"]),
-        )
-        for shard in raw["shards"]
-    )
-    return Split(files=int(raw["files"]), bytes=int(raw["bytes"]), tokens=int(raw["tokens"]), shards=shards)
+def _check_split(name: str, split: Split) -> None:
+    for number, shard in enumerate(split.shards):
+        if shard.name != (expected := _shard_name(name, number)):
+            raise ValueError(f"a shard's name = {shard.name[:40]!r}, not {expected!r}")
+        if shard.tokens < 1 or not _SHA256.fullmatch(shard.sha256):
+            raise ValueError(f"shard {expected} without tokens or without a SHA-256")
+    if split.tokens != sum(shard.tokens for shard in split.shards):
+        raise ValueError(f"tokens of split {name!r}, not those of its shards")
 
 
-def _plain(name: str) -> str:
-    # A shard lies in the directory itself: a manifest from elsewhere must not make us read other files.
-    if Path(name).name != name:
-        raise ValueError(f"shard name {name!r}")
-    return name
+def _shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:05d}.bin"
 
 
 def checksum(path: Path) -> str:

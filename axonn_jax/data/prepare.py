@@ -4,12 +4,8 @@ import hashlib
 import json
 import os
 import platform
-import re
-import secrets
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,11 +18,11 @@ from numpy.typing import NDArray
 
 from axonn_jax.data import tokenize
 from axonn_jax.data.manifest import MANIFEST, TOKENIZER, Manifest, ShardWriter, Split, checksum
+from axonn_jax.data.output import appearing, is_partial
 from axonn_jax.errors import UserError
 from axonn_jax.version import __version__
 
 SHARD_TOKENS = 16 << 20
-_OURS = re.compile(r"manifest\.json|tokenizer\.json|(train|valid)-\d{5,}\.bin")
 
 T = TypeVar("T")
 Report = Callable[[str, int, int], None]
@@ -65,7 +61,7 @@ def prepare(
 
     Raises:
         UserError: an argument is out of range, nothing usable matches, the text gives no vocabulary of that size,
-            or ``out`` holds something else.
+            ``out`` holds something else or cannot be written, or another prepare writes it.
     """
     tokenize.check_vocab(vocab)
     if not 0 < holdout < 1:
@@ -77,12 +73,11 @@ def prepare(
     if not source.is_dir():
         raise UserError("SOURCE_DIR", str(source), "an existing directory of text or code")
     source, out = source.resolve(), out.resolve()
-    _check_out(source, out, force)
-    found = scan(source, include, exclude, out, report)
-    names = split(found, holdout, seed)
-    with _appearing(out) as partial:
+    with appearing(source, out, force=force) as partial:
+        found = scan(source, include, exclude, out, report)
+        names = split(found, holdout, seed)
         tokenizer = tokenize.train(_texts(found, names["train"], report), vocab)
-        tokenizer.save(str(partial / TOKENIZER))
+        _write(partial / TOKENIZER, tokenizer.to_str(pretty=True))
         dtype = np.dtype("uint16" if vocab <= 65535 else "uint32")
         splits: dict[str, Split] = {}
         counts: dict[str, NDArray[np.int64]] = {}
@@ -109,12 +104,15 @@ def prepare(
             ),
             tokenizer_sha256=checksum(partial / TOKENIZER),
         )
-        text = json.dumps(manifest.as_json(), indent=1) + "\n"
-        with (partial / MANIFEST).open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        _write(partial / MANIFEST, json.dumps(manifest.as_json(), indent=1) + "\n")
     return manifest, found
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def unigram_entropy(counts: NDArray[np.integer[Any]]) -> float:
@@ -149,14 +147,13 @@ def scan(root: Path, include: Sequence[str], exclude: Sequence[str], out: Path, 
         folders[:] = sorted(
             name
             for name in folders
-            if not (_match(prefix + name, exclude) or here / name == out)
-            and not (here == out.parent and name.startswith(f".{out.name}."))  # an interrupted prepare's
+            if not (_match(prefix + name, exclude) or here / name == out or is_partial(out, here, name))
         )
         for name in [name for name in folders if (here / name).is_symlink()]:
             skip("symlink", prefix + name)
         for name in sorted(files):
             path = prefix + name
-            if not _match(path, include) or _match(path, exclude):
+            if not _match(path, include) or _match(path, exclude) or is_partial(out, here, name):
                 continue
             reason, size = _classify(here / name)
             if reason:
@@ -219,49 +216,6 @@ def split(found: Source, holdout: float, seed: int) -> dict[str, list[str]]:
         "train": [name for name in names if name not in held],
         "valid": [name for name in names if name in held],
     }
-
-
-def _check_out(source: Path, out: Path, force: bool) -> None:
-    if source.is_relative_to(out):
-        raise UserError("OUT_DIR", str(out), "a directory other than SOURCE_DIR, and not one around it")
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise UserError("OUT_DIR", str(out), "a directory, or a path where there is nothing yet")
-    names = sorted(os.listdir(out))
-    if not names:
-        return
-    foreign = [name for name in names if not _OURS.fullmatch(name)]
-    if foreign or MANIFEST not in names:
-        raise UserError(
-            "OUT_DIR",
-            str(out),
-            f"a new or empty directory; this one holds {(foreign or names)[0]!r}, so it is left as it is",
-        )
-    if not force:
-        raise UserError("OUT_DIR", str(out), "a new or empty directory; --force replaces this prepared one")
-
-
-@contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """Gives a directory to write in, which becomes ``out`` at the end by a rename, or goes on any failure."""
-    partial = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
-    old = partial.with_suffix(".old")
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise UserError("OUT_DIR", str(out), f"a place that can be written; {error.strerror}") from None
-    try:
-        yield partial
-        if out.exists():
-            out.rename(old)
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        if old.exists() and not out.exists():
-            old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _steady(stream: Iterator[T], root: Path) -> Iterator[T]:

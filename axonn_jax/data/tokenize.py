@@ -2,7 +2,8 @@
 
 import codecs
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from axonn_jax.data.manifest import MAX_TOKENIZER, MAX_VOCAB
+from axonn_jax.documents import read_json, typed
 from axonn_jax.errors import UserError
 
 EOT = "<|endoftext|>"
 EOT_ID = 0  # the trainer numbers special tokens first
 MIN_VOCAB = 257  # the 256 bytes and EOT
-MAX_VOCAB = 1 << 20  # the trainer allocates a table of this many entries before it starts
+_EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`"
 _PIECE = 1 << 20
 _BATCH = 4 << 20
 _BATCH_ENTRIES = 1024
@@ -60,9 +63,7 @@ def train(texts: Iterable[str], vocab: int) -> Any:
         UserError: ``vocab`` is out of range, or the text has too few repeated strings for that many entries.
     """
     check_vocab(vocab)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
         min_frequency=2,
@@ -74,7 +75,7 @@ def train(texts: Iterable[str], vocab: int) -> Any:
     got = tokenizer.get_vocab_size()
     if got != vocab:
         raise UserError("--vocab", vocab, f"at most {got}: this text gives no more; or prepare more text")
-    return _literal(tokenizer)
+    return tokenizer
 
 
 def check_vocab(vocab: int) -> None:
@@ -83,21 +84,59 @@ def check_vocab(vocab: int) -> None:
         raise UserError("--vocab", vocab, f"a whole number from {MIN_VOCAB} (the bytes and {EOT}) to {MAX_VOCAB}")
 
 
-def load(file: str | Path) -> Any:
-    """Reads a ``tokenizer.json``.
+@dataclass(frozen=True)
+class _Model:
+    type: str
+    vocab: Mapping[str, int]
+    merges: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class _File:
+    model: _Model
+
+
+def load(file: str | Path, field: str = "data.path") -> Any:
+    """Reads a ``tokenizer.json`` that ``train`` made: its vocabulary and merges, and nothing else that it may hold.
 
     Raises:
-        UserError: the file is missing or is not a tokenizer.
+        UserError: the file is missing or is no such tokenizer; ``field`` is what the line names.
     """
-    if not Path(file).is_file():
-        raise UserError("data.path", str(file), "the tokenizer.json of a directory from `axonn-jax prepare`")
     try:
-        return _literal(Tokenizer.from_file(str(file)))
-    except Exception as error:  # the library raises bare Exception
-        raise UserError("data.path", str(file), f"a tokenizer.json; {error}") from None
+        model = typed(_File, read_json(Path(file), MAX_TOKENIZER)).model
+        if model.type != "BPE" or model.vocab.get(EOT) != EOT_ID:
+            raise ValueError(f"no BPE with {EOT} as token {EOT_ID}")
+        if sorted(model.vocab.values()) != [*range(len(model.vocab))]:
+            raise ValueError("its tokens are not numbered from 0 without a gap")
+        if not all(len(merge) == 2 and {*merge, "".join(merge)} <= model.vocab.keys() for merge in model.merges):
+            raise ValueError("a merge is not of two tokens to a third")
+        if not model.vocab.keys() >= {*pre_tokenizers.ByteLevel.alphabet()}:
+            raise ValueError("a byte is missing")
+    except OSError as error:
+        raise UserError(field, str(file), f"{_EXPECTED}; {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(field, str(file), f"{_EXPECTED}; this one is damaged ({error})") from None
+    tokenizer = _byte_level(models.BPE(dict(model.vocab), [(left, right) for left, right in model.merges]))
+    tokenizer.add_special_tokens([EOT])
+    return tokenizer
 
 
-def _literal(tokenizer: Any) -> Any:
+def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """Returns a prompt's tokens; raises ``UserError`` where it has none or is no text."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # Python's stand-ins for bytes of a command line that are not UTF-8
+        raise UserError("--prompt", prompt, "a text in UTF-8") from None
+    ids: list[int] = tokenizer.encode(prompt).ids
+    if not ids:
+        raise UserError("--prompt", prompt, "a text of at least one token")
+    return ids
+
+
+def _byte_level(model: Any) -> Any:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     # A file that happens to contain the characters <|endoftext|> must not end its document there.
     tokenizer.encode_special_tokens = True
     return tokenizer

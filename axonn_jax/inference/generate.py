@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from axonn_jax.data.tokenize import load as load_tokenizer
+from axonn_jax.data.tokenize import prompt_ids
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.models.shape import ModelShape
@@ -22,12 +22,17 @@ from axonn_jax.train.program import StageProgram
 class Generator:
     """A trained model and its tokenizer, ready to continue prompts on one device."""
 
-    def __init__(self, run: Path, shape: ModelShape, grid: Grid, warn: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self,
+        run: Path,
+        shape: ModelShape,
+        tokenizer: Any,
+        grid: Grid,
+        warn: Callable[[str], None] = lambda text: None,
+    ):
         if grid.shape.devices != 1:
             raise UserError("grid", grid.shape, "one device: generation on several is not supported by this version")
-        if not (run / "tokenizer.json").is_file():
-            raise UserError("run directory", run, "a directory left by `axonn-jax train`, with a tokenizer.json")
-        self.shape, self.tokenizer = shape, load_tokenizer(run / "tokenizer.json")
+        self.shape, self.tokenizer = shape, tokenizer
         parts = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
         program = StageProgram(parts, grid, jnp.dtype(jnp.float32))
         shardings = program.shardings()
@@ -46,9 +51,7 @@ class Generator:
 
         Raises ``UserError`` for a prompt without tokens.
         """
-        ids: list[int] = list(self.tokenizer.encode(prompt).ids)
-        if not ids:
-            raise UserError("--prompt", prompt, "a text of at least one token")
+        ids = prompt_ids(self.tokenizer, prompt)
         draw, shown = np.random.default_rng(seed), ""
         start = len(ids)
         for _ in range(tokens):

@@ -32,8 +32,8 @@ def raise_limit(processes: int, environ: MutableMapping[str, str] = os.environ) 
 def limit(environ: Mapping[str, str] = os.environ) -> int:
     """Returns how many bytes XLA lets a process pin; ``UserError`` where the variable is no number of GiB."""
     said = environ.get(LIMIT, str(XLAS_OWN))
-    if not said.isdigit():
-        raise UserError(LIMIT, said, "a whole number of GiB")
+    if not said.isdecimal() or len(said) > 9:
+        raise UserError(LIMIT, said[:40], "a whole number of GiB")
     return int(said) * GIB
 
 

@@ -3,6 +3,8 @@
 import os
 from collections.abc import Mapping, MutableMapping
 
+from axonn_jax.errors import UserError
+
 FRACTION = 0.92
 """Share of a GPU's memory that runs take and `plan` counts on; CUDA's context and NCCL's buffers have the rest."""
 JAXS_OWN = 0.75
@@ -25,7 +27,12 @@ def raise_fraction(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def fraction(environ: Mapping[str, str] = os.environ) -> float:
-    """Returns the share of a GPU's memory that jax takes, or at most takes."""
+    """Returns the share of a GPU's memory that jax takes, or at most takes; ``UserError`` for what is no number."""
     if environ.get(_ALLOCATOR, "").lower() == "platform":  # which has no pool
         return 1.0
-    return float(environ.get(FRACTION_VARIABLE) or environ.get(_OLD_VARIABLE) or JAXS_OWN)
+    name = FRACTION_VARIABLE if environ.get(FRACTION_VARIABLE) else _OLD_VARIABLE
+    said = environ.get(name) or str(JAXS_OWN)
+    try:
+        return float(said)
+    except ValueError:
+        raise UserError(name, said[:40], "a share of the memory, such as 0.75") from None

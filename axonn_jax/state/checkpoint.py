@@ -8,7 +8,8 @@ import jax
 
 from axonn_jax.errors import UserError
 from axonn_jax.state.agree import Agreement, Alone
-from axonn_jax.state.manifest import Damaged, Manifest, all_steps, check, listed, read, step_of, verify
+from axonn_jax.state.files import check, listed, verify
+from axonn_jax.state.manifest import Damaged, Manifest, all_steps, read, step_of
 from axonn_jax.state.names import PARAMS, SCALE, State
 from axonn_jax.state.part import read_part, reason
 

@@ -1,18 +1,29 @@
-"""What a complete checkpoint holds: its manifest, with a checksum of every file, and the check against it."""
+"""The manifest of a complete checkpoint, and the names of checkpoints.
+
+A manifest's own checksum finds what an accident damaged. Who forges a manifest computes the checksum anew: so what it
+says is believed of files inside its own checkpoint only.
+"""
 
 import hashlib
 import json
-import os
-import time
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from axonn_jax.documents import parse_json, read_bytes, typed
+
 MANIFEST = "manifest.json"
 FORMAT = 1
-_BLOCK = 1 << 20
-_SHOWN = 3
+_MOST_BYTES = 64 << 20  # a few hundred thousand files and arrays
+_MOST_AROUND = 1 << 16
+_LONGEST, _DEEPEST = 512, 16  # of a file's name below a checkpoint
+_CONTENT = b'\n "content": '
+_PART = re.compile(r"part_[0-9]{3,}(/lot_[0-9]{3,})?")
+_DTYPE = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Damaged(Exception):
@@ -35,6 +46,14 @@ class File:
 
     bytes: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one process has written of a part."""
+
+    arrays: Mapping[str, Stored]
+    files: Mapping[str, File]
 
 
 @dataclass(frozen=True)
@@ -66,114 +85,74 @@ class Manifest:
 
 
 def read(path: Path) -> Manifest:
-    """Reads the manifest of a checkpoint directory; raises ``Damaged`` unless it is to the byte as it was written."""
+    """Reads the manifest of a checkpoint directory; fields of later versions are left out.
+
+    Raises ``Damaged`` unless the file is to the byte as it was written, and says only what a save could have said.
+    """
     try:
-        raw = (path / MANIFEST).read_bytes()
+        raw = read_bytes(path / MANIFEST, _MOST_BYTES)
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
     except OSError as error:
         raise Damaged(f"{MANIFEST} is not readable: {error.strerror}") from None
+    except ValueError as error:
+        raise Damaged(f"{MANIFEST} is not readable: {error}") from None
     try:
-        both = json.loads(raw)
-        content = both["content"]
-        whole = raw == _render(both).encode() and both["sha256"] == _digest(_render(content).encode())
-    except (ValueError, KeyError, TypeError, RecursionError):
-        whole = False
-    if not whole:
+        both = parse_json(raw)
+        content = both["content"] if _as_written(raw, both) else None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
         raise Damaged(f"{MANIFEST} has been altered or cut off")
-    if content["format"] != FORMAT:
-        raise Damaged(f"{MANIFEST} is of format {content['format']}; this version reads format {FORMAT}")
-    arrays, files = contents(content)
-    manifest = Manifest(**{**content, "arrays": arrays, "files": files})
+    if (form := content.get("format", FORMAT)) != FORMAT:
+        raise Damaged(f"{MANIFEST} is of format {str(form)[:20]}; this version reads format {FORMAT}")
+    try:
+        manifest = typed(Manifest, content)
+        _check(manifest)
+    except ValueError as error:
+        raise Damaged(f"{MANIFEST} is not one that a save writes: {error}") from None
     if path.name.startswith("step_") and path.name != name_of(manifest.step):
         raise Damaged(f"{MANIFEST} is that of step {manifest.step}")
     return manifest
 
 
-def contents(raw: Mapping[str, Any]) -> tuple[dict[str, Stored], dict[str, File]]:
-    """The arrays and files that JSON of a manifest, or of a part of one, lists."""
-    arrays = {name: Stored(a["part"], tuple(a["shape"]), a["dtype"]) for name, a in raw["arrays"].items()}
-    return arrays, {name: File(**file) for name, file in raw["files"].items()}
+def _as_written(raw: bytes, both: Any) -> bool:
+    """Whether a manifest is spelled as `Manifest.text` spells it, and matches its checksum.
 
-
-def verify(path: Path, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Reads the files of a checkpoint and says what is wrong with each, none if all is well.
-
-    `share` = (rank, size) reads only this process's share of them.
+    The content is compared as it stands in the file: to render it anew would take minutes where somebody made it large.
     """
-    rank, size = share
-    wrong = []
-    largest_first = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
-    for name, file in largest_first[rank::size]:
-        try:
-            found = (path / name).stat().st_size
-            if found != file.bytes:
-                wrong.append(f"{name} has {found} bytes, not {file.bytes}")
-            elif checksum(path / name) != file.sha256:
-                wrong.append(f"{name} has been altered: its checksum is not the manifest's")
-        except FileNotFoundError:
-            wrong.append(f"{name} is missing")
-        except OSError as error:
-            wrong.append(f"{name} is not readable: {error.strerror}")
-    return wrong
+    start = raw.find(_CONTENT) + len(_CONTENT)
+    if not isinstance(both, dict) or start < len(_CONTENT):
+        return False
+    end = min((at for at in (raw.find(b',\n "', start), raw.find(b"\n}", start)) if at >= 0), default=start)
+    content, around = raw[start:end], raw[:start] + b"0" + raw[end:]
+    if content.count(b"\n") != content.count(b"\n ") or len(around) > _MOST_AROUND:
+        return False
+    spelled = around == _render({**both, "content": 0}).encode()
+    return spelled and both.get("sha256") == _digest(content.replace(b"\n ", b"\n") + b"\n")
 
 
-def check(path: Path) -> Manifest:
-    """Returns the manifest of a sound checkpoint; raises ``Damaged`` with the names of what is not."""
-    manifest = read(path)
-    if wrong := verify(path, manifest):
-        raise Damaged(listed(wrong))
-    return manifest
-
-
-def listed(wrong: list[str]) -> str:
-    """The first few faults, and how many more there are."""
-    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    return "; ".join(wrong[:_SHOWN]) + more
-
-
-def describe_files(
-    root: Path, paths: Iterable[Path], rest: Callable[[float], None] = lambda worked: None
-) -> dict[str, File]:
-    """Sizes and checksums of files, named from `root`, once they are on the disk.
-
-    `rest` is called now and then with the seconds of work since it was called last.
-    """
-    found = {}
-    for path in sorted(paths):
-        flush(path)
-        found[path.relative_to(root).as_posix()] = File(path.stat().st_size, checksum(path, rest))
-    return found
-
-
-def flush(path: Path) -> None:
-    """Waits until a file, or a directory's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is there whole or not at all, also after a crash."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    flush(part)
-    part.replace(path)
-    flush(path.parent)
-
-
-def checksum(path: Path, rest: Callable[[float], None] = lambda worked: None) -> str:
-    """SHA-256 of a file, read block by block; `rest` is called after each, as for `describe_files`."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        began = time.monotonic()
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            rest(time.monotonic() - began)
-            began = time.monotonic()
-    return digest.hexdigest()
+def _check(manifest: Manifest) -> None:
+    """Raises ``ValueError`` for what no save writes, above all for names that lead out of the checkpoint's parts."""
+    if not (0 <= manifest.step < 10**15 and manifest.processes > 0):
+        raise ValueError(f"step = {manifest.step}, processes = {manifest.processes}")
+    saved = datetime.fromisoformat(manifest.saved)
+    if saved.tzinfo is None or not 1970 <= saved.year < 9999:
+        raise ValueError(f"saved = {_short(manifest.saved)}, not a time with its zone")
+    folders: set[str] = set()
+    for name, file in manifest.files.items():
+        steps = name.split("/")
+        plain = len(name) <= _LONGEST and len(steps) <= _DEEPEST and name.isprintable() and "\\" not in name
+        if not (plain and _PART.fullmatch(steps[0])) or {"", ".", ".."} & set(steps):
+            raise ValueError(f"files has {_short(name)}, which is no file in a part")
+        if file.bytes < 0 or not _SHA256.fullmatch(file.sha256):
+            raise ValueError(f"files[{_short(name)}] = {file.bytes} bytes with checksum {_short(file.sha256)}")
+        folders |= {steps[0], "/".join(steps[:2])}
+    for name, array in manifest.arrays.items():
+        if not _PART.fullmatch(array.part) or array.part not in folders:
+            raise ValueError(f"arrays[{_short(name)}].part = {_short(array.part)}, of which no file is listed")
+        if min(array.shape, default=0) < 0 or not _DTYPE.fullmatch(array.dtype):
+            raise ValueError(f"arrays[{_short(name)}] = {_short(array.dtype)} of shape {str(array.shape)[:80]}")
 
 
 def name_of(step: int) -> str:
@@ -183,8 +162,8 @@ def name_of(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """The step that a directory's name says it is a checkpoint of, if it is one's name."""
-    number = path.name.removeprefix("step_")
-    return int(number) if path.name.startswith("step_") and number.isdecimal() and len(number) < 16 else None
+    found = re.fullmatch(r"step_([0-9]{1,15})", path.name)
+    return int(found[1]) if found else None
 
 
 def all_steps(directory: Path) -> list[Path]:
@@ -203,3 +182,7 @@ def _render(value: Any) -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:80]!r}..."

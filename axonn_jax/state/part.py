@@ -18,7 +18,8 @@ from axonn_jax import compat
 from axonn_jax.memory.growth import Growth
 from axonn_jax.memory.held import LayerSlice, whole
 from axonn_jax.memory.placement import HOST
-from axonn_jax.state.manifest import Stored, describe_files, write_whole
+from axonn_jax.state.files import describe_files, write_whole
+from axonn_jax.state.manifest import Stored
 from axonn_jax.state.names import State
 from axonn_jax.state.pace import SHARE, Lots, Pace
 from axonn_jax.state.snapshot import on_the_hosts_cores, snapshot

@@ -13,21 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from axonn_jax.documents import typed
 from axonn_jax.grid import Grid
 from axonn_jax.state.agree import Agreement
-from axonn_jax.state.manifest import (
-    MANIFEST,
-    File,
-    Manifest,
-    Stored,
-    all_steps,
-    contents,
-    describe_files,
-    flush,
-    name_of,
-    step_of,
-    write_whole,
-)
+from axonn_jax.state.files import describe_files, flush, write_whole
+from axonn_jax.state.manifest import MANIFEST, File, Manifest, Stored, Written, all_steps, name_of, step_of
 from axonn_jax.state.names import State
 from axonn_jax.state.part import PartWriter, marker, reason, wait_for_markers
 
@@ -197,9 +187,9 @@ class Saver:
         files: dict[str, File] = {}
         for name in self._markers:
             left = job.folder / name
-            found = contents(json.loads(left.read_text(encoding="utf-8")))
-            arrays |= found[0]
-            files |= found[1]
+            written = typed(Written, json.loads(left.read_text(encoding="utf-8")))
+            arrays |= written.arrays
+            files |= written.files
             left.unlink()
         seen = (Path(place, name) for place, _, names in os.walk(job.folder) for name in names)
         missed = [path for path in seen if path.relative_to(job.folder).as_posix() not in files]

@@ -202,7 +202,9 @@ def check_pipeline(
 def _load(data: DataConfig) -> Manifest:
     if not data.path:
         raise UserError("data.path", data.path, "a directory written by `axonn-jax prepare`")
-    return Manifest.load(data.path)
+    manifest = Manifest.load(data.path)
+    manifest.check_tokenizer()  # small, and the run's directory gets a copy
+    return manifest
 
 
 def _check_data(shape: ModelShape, manifest: Manifest) -> None:

@@ -10,7 +10,7 @@ from axonn_jax.data.manifest import Manifest as DataManifest
 from axonn_jax.errors import UserError
 from axonn_jax.state.agree import Agreement, agreement
 from axonn_jax.state.checkpoint import Found, at, fits, load, newest
-from axonn_jax.state.manifest import Damaged, all_steps, step_of
+from axonn_jax.state.manifest import MANIFEST, Damaged, all_steps, step_of
 from axonn_jax.state.names import PARAMS, SCALE, State
 from axonn_jax.state.part import reason
 from axonn_jax.state.saver import Saver
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from axonn_jax.train.trainer import Trainer
 
 FOLDER = "checkpoints"
+_FACTS: Mapping[str, type] = {
+    "position": int,
+    "data.seed": int,
+    "train.seed": int,
+    "model.seq_len": int,
+    "data": str,
+}
 _OTHERWISE = "or checkpoint.resume never to start anew, or checkpoint.weights to start from its parameters alone"
 
 
@@ -125,7 +132,8 @@ class Checkpoints:
         self._say(
             f"resumed at step {step} from {found.path} (saved on grid {facts.grid}, {facts.processes} process(es))"
         )
-        return int(facts.run["position"])
+        position: int = facts.run["position"]
+        return position
 
     def save(self, step: int, position: int) -> None:
         """Begins to save the state after a step; waits for the save before, if it still runs."""
@@ -182,11 +190,12 @@ class Checkpoints:
     def _check_same(self, found: Found) -> None:
         """A run goes on only with the seeds and the data that it began with: all else may change."""
         now, then = self._facts(0), found.manifest.run
+        if not set(_FACTS) <= set(then):
+            raise UserError("checkpoint.resume", str(found.path), f"a checkpoint of `axonn-jax train`; {_OTHERWISE}")
+        for key, kind in _FACTS.items():
+            if type(then[key]) is not kind or (kind is int and not 0 <= then[key] < 2**63):
+                raise Damaged(f"{MANIFEST} is not one that a save writes: run[{key!r}] is no {kind.__name__}")
         for key in ("data.seed", "train.seed", "model.seq_len"):
-            if key not in then:
-                raise UserError(
-                    "checkpoint.resume", str(found.path), f"a checkpoint of `axonn-jax train`; {_OTHERWISE}"
-                )
             if now[key] != then[key]:
                 raise UserError(key, now[key], f"{then[key]}, as in {found.path}, {_OTHERWISE}")
         if now["data"] != then["data"]:

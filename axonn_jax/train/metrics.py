@@ -1,35 +1,61 @@
 """What a run writes while it trains: metrics.jsonl, TensorBoard events, loss.png."""
 
 import contextlib
+import io
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from axonn_jax.documents import parse_json, read_bytes, typed
+
 METRICS = "metrics.jsonl"
+_MOST = 2**31  # bytes read of a log: that of ten million steps
+_LARGEST = 1e100  # losses beyond it are not drawn: axes overflow
 
 
 class MetricsLog:
     """Appends one JSON object a line to the run directory's metrics.jsonl, each line whole on disk at once.
 
     A run that goes on after step `resumed` keeps the lines up to it; otherwise an earlier run's file in the same
-    directory is kept under a numbered name. A disk that cannot take lines does not end the run: `trouble` says why.
+    directory is kept under a numbered name. So is a file of which lines cannot be read, and `warn` is told.
+    A disk that cannot take lines does not end the run: `trouble` says why.
     """
 
-    def __init__(self, directory: Path, *, tensorboard: bool = False, resumed: int = 0):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        tensorboard: bool = False,
+        resumed: int = 0,
+        warn: Callable[[str], None] = lambda text: None,
+    ):
         self._events = _event_writer(directory) if tensorboard else None
         self.path = directory / METRICS
-        if self.path.exists() and resumed:
-            kept = [record for record in read_metrics(directory) if record["step"] <= resumed]
-            rewritten = self.path.with_name(f".{METRICS}.part")
-            rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-            rewritten.replace(self.path)
-        elif self.path.exists():
+        if os.path.lexists(self.path) and resumed:
+            self._go_on_after(resumed, warn)
+        elif os.path.lexists(self.path):
             self.path.rename(_free_name(self.path))
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         self.trouble = ""
         """Why lines could not be written so far; they are kept and written with the next one that can be."""
+
+    def _go_on_after(self, step: int, warn: Callable[[str], None]) -> None:
+        try:
+            records, damage = _read(self.path)
+        except (OSError, ValueError) as error:
+            records, damage = [], f"it is left out: {getattr(error, 'strerror', None) or error}"
+        rewritten = self.path.with_name(f".{METRICS}.part")
+        kept = (json.dumps(record) + "\n" for record in records if record["step"] <= step)
+        rewritten.write_text("".join(kept), encoding="utf-8")
+        if damage:
+            aside = _free_name(self.path)
+            self.path.rename(aside)
+            warn(f"warning: {self.path} is damaged and kept as {aside.name}; {damage}")
+        rewritten.replace(self.path)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one record; a number that is not finite becomes null, which JSON can hold."""
@@ -58,7 +84,7 @@ class MetricsLog:
 
 def _free_name(path: Path) -> Path:
     number = 1
-    while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    while os.path.lexists(candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")):
         number += 1
     return candidate
 
@@ -70,14 +96,36 @@ def _event_writer(directory: Path) -> Any:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """All records of a run directory, in order; a last line cut off in the middle is left out."""
-    records = []
-    for line in (directory / METRICS).read_text(encoding="utf-8").splitlines():
+    """All records of a run directory that can be read, in order.
+
+    Raises ``OSError`` where there is no such file, ``ValueError`` where it is no regular file or too large.
+    """
+    return _read(directory / METRICS)[0]
+
+
+@dataclass
+class _Record:
+    """What every record has."""
+
+    step: int
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The records of a log that can be read, and what is wrong with other lines, or an empty text.
+
+    With a last line cut off in the middle nothing is wrong: a process that is killed may leave one.
+    """
+    records, unread, first = [], 0, ""
+    for number, line in enumerate(io.BytesIO(read_bytes(path, _MOST)), 1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+            record = parse_json(line)
+            typed(_Record, record)
+            records.append(record)
+        except ValueError as error:
+            cut_off = line.startswith(b"{") and not line.endswith(b"\n")
+            if line.strip() and not cut_off:
+                unread, first = unread + 1, first or f"line {number}: {error}"
+    return records, f"lines left out: {unread}, the first {first}" if unread else ""
 
 
 def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
@@ -86,8 +134,8 @@ def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
     from matplotlib.figure import Figure
 
     records = read_metrics(directory)
-    train = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
-    held_out = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
+    train = [(r["step"], r["loss"]) for r in records if _drawable(r.get("loss"))]
+    held_out = [(r["step"], r["eval_loss"]) for r in records if _drawable(r.get("eval_loss"))]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -119,6 +167,10 @@ def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
     path = directory / "loss.png"
     figure.savefig(path, dpi=120)
     return path
+
+
+def _drawable(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < _LARGEST
 
 
 def _running_mean(values: tuple[float, ...], decay: float) -> list[float]:

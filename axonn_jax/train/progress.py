@@ -1,9 +1,16 @@
 """Progress of a run on standard error: a live line on a terminal, plain lines everywhere else."""
 
+import statistics
 import sys
 import time
+from collections import deque
 from types import TracebackType
 from typing import Any, Self
+
+from axonn_jax.terminal import printable, say, unfailing
+
+_WARM_UP = 2  # first steps, which compile; the time left is not told from them
+_RECENT = 25  # steps whose median tells it: one in between that saved or evaluated does not count
 
 
 def duration(seconds: float) -> str:
@@ -17,13 +24,14 @@ class Progress:
     """Shows step, loss, speed and time left; `shown=False` (ranks other than 0) is silent.
 
     Away from a terminal (a log file, mpirun) it prints a plain line at its first and at the last step and at most one
-    every `interval` seconds in between.
+    every `interval` seconds in between. A terminal or pipe that is closed meanwhile ends nothing.
     """
 
     def __init__(self, steps: int, *, shown: bool = True, interval: float = 5.0):
         self._steps, self._shown, self._interval = steps, shown, interval
         self._last_line, self._start = -interval, time.monotonic()
         self._shown_once = False
+        self._seen, self._recent = 0, deque[float](maxlen=_RECENT)
         self._bar: Any = None
         if shown and sys.stderr.isatty():
             from rich.console import Console
@@ -36,7 +44,7 @@ class Progress:
                 TextColumn("{task.description}"),
                 TimeElapsedColumn(),
             )
-            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._bar = Bar(*columns, console=Console(file=unfailing()))
             self._task = self._bar.add_task("compiling the step", total=steps)
 
     def __enter__(self) -> Self:
@@ -53,9 +61,9 @@ class Progress:
     def say(self, text: str) -> None:
         """Prints a line of its own."""
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self._bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
         elif self._shown:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def update(
         self,
@@ -70,8 +78,12 @@ class Progress:
 
         `skipped` is how many steps so far changed nothing, since they were not finite.
         """
-        left = duration((self._steps - step) * step_s)
-        text = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {left} left"
+        self._seen += 1
+        if self._seen > _WARM_UP:
+            self._recent.append(step_s)
+        text = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
+        if len(self._recent) >= _WARM_UP:
+            text += f"  {duration((self._steps - step) * statistics.median(self._recent))} left"
         if skipped:
             text += f"  {skipped} skipped"
         if saved is not None:

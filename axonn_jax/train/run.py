@@ -30,10 +30,12 @@ from axonn_jax.state.agree import Agreement, agreement
 from axonn_jax.state.manifest import name_of
 from axonn_jax.tensor.attention_forms import AttentionForm, choose_form
 from axonn_jax.tensor.matmul import with_layouts
+from axonn_jax.terminal import last_flush, say
 from axonn_jax.train.batch import held_out
 from axonn_jax.train.check import inner_of
 from axonn_jax.train.checkpoints import Checkpoints
 from axonn_jax.train.config import Config, to_toml
+from axonn_jax.train.lock import only_run_in
 from axonn_jax.train.matmuls import choose_layouts
 from axonn_jax.train.metrics import MetricsLog, plot_loss
 from axonn_jax.train.optimizer import learning_rate, make_optimizer
@@ -51,48 +53,55 @@ def train(config: Config) -> int:
     """Trains as a checked config says and leaves a run directory; returns the exit status."""
     world, grid = start(config.grid, settings=to_toml(config))
     with _all_or_nothing(world):
-        shape, split = config.model.shape(), config.memory.sequence_parallel
-        inner, agreed = inner_of(config, shape), agreement(grid)
-        if config.data.verify:
-            verify_data(config.data.path, agreed)
-        layouts, told = choose_layouts(config, shape, grid, agreed)
-        told += [str(inner)] if config.train.inner_features != "y" else []
-        form, kernel = attention_form(config, shape, grid), config.model.attention
-        told += [str(form)] if kernel != "auto" or jax.default_backend() != "cpu" else []
-
-        def model() -> Transformer:
-            rngs = nnx.Rngs(config.train.seed)
-            made = Transformer(shape, rngs=rngs, attention=kernel, sequence_parallel=split, inner=inner)
-            return with_layouts(made, layouts)
-
-        trainer = Trainer(
-            model,
-            make_optimizer(config.train),
-            grid,
-            microbatches=config.train.microbatches,
-            clip=config.train.clip,
-            precision=config.memory.precision,
-            accumulate=config.memory.accumulate,
-            offload=config.memory.offload,
-            zero=config.memory.zero,
-            activations=config.memory.activations,
-            gather=config.memory.gather,
-            bucket=config.memory.bucket,
-            seed=config.train.seed,
-            pipeline=config.pipeline,
-            overlap=config.overlap,
-            scan_layers=config.train.scan_layers,
-        )
-        run = Run(config, shape, world, trainer, agreed)
-        for line in told:
-            run.say(line)
-        with Stop(agreed, trainer.lost) as stop:
-            status = run.go(stop)
-            run.checkpoints.close()
-            agreed.gather("")  # the launcher ends all at the first exit, and the first process may still write
-        trainer.close()
+        agreed = agreement(grid)
+        with only_run_in(config.log.dir, agreed, say):
+            status = _train(config, world, grid, agreed)
         if status and world.size > 1:
             _leave(status)
+    return status
+
+
+def _train(config: Config, world: World, grid: Grid, agreed: Agreement) -> int:
+    shape, split = config.model.shape(), config.memory.sequence_parallel
+    inner = inner_of(config, shape)
+    if config.data.verify:
+        verify_data(config.data.path, agreed)
+    layouts, told = choose_layouts(config, shape, grid, agreed)
+    told += [str(inner)] if config.train.inner_features != "y" else []
+    form, kernel = attention_form(config, shape, grid), config.model.attention
+    told += [str(form)] if kernel != "auto" or jax.default_backend() != "cpu" else []
+
+    def model() -> Transformer:
+        rngs = nnx.Rngs(config.train.seed)
+        made = Transformer(shape, rngs=rngs, attention=kernel, sequence_parallel=split, inner=inner)
+        return with_layouts(made, layouts)
+
+    trainer = Trainer(
+        model,
+        make_optimizer(config.train),
+        grid,
+        microbatches=config.train.microbatches,
+        clip=config.train.clip,
+        precision=config.memory.precision,
+        accumulate=config.memory.accumulate,
+        offload=config.memory.offload,
+        zero=config.memory.zero,
+        activations=config.memory.activations,
+        gather=config.memory.gather,
+        bucket=config.memory.bucket,
+        seed=config.train.seed,
+        pipeline=config.pipeline,
+        overlap=config.overlap,
+        scan_layers=config.train.scan_layers,
+    )
+    run = Run(config, shape, world, trainer, agreed)
+    for line in told:
+        run.say(line)
+    with Stop(agreed, trainer.lost) as stop:
+        status = run.go(stop)
+        run.checkpoints.close()
+        agreed.gather("")  # the launcher ends all at the first exit, and the first process may still write
+    trainer.close()
     return status
 
 
@@ -121,8 +130,9 @@ def _all_or_nothing(world: World) -> Iterator[None]:
 
 def _leave(status: int) -> None:
     """Ends at once; the launcher ends what is left."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    last_flush()
     os._exit(status)
 
 
@@ -151,7 +161,7 @@ class Run:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
             shutil.copyfile(Path(config.data.path) / "tokenizer.json", self.directory / "tokenizer.json")
-            self.log = MetricsLog(self.directory, tensorboard=config.log.tensorboard, resumed=self.start)
+            self.log = MetricsLog(self.directory, tensorboard=config.log.tensorboard, resumed=self.start, warn=self.say)
 
     def say(self, text: str) -> None:
         """Prints a line, on the first process only."""
@@ -217,8 +227,8 @@ class Run:
             if self.log is not None:
                 self._close_log()
                 drawn = [plot_loss(self.directory, self._entropy), *pictures]
-        except OSError as error:
-            self.say(f"warning: the run's pictures could not be written: {error.strerror or error}")
+        except (OSError, ValueError) as error:
+            self.say(f"warning: the run's pictures could not be written: {getattr(error, 'strerror', None) or error}")
         return [", ".join(map(str, drawn))] if drawn else []
 
     def _close_log(self) -> None:

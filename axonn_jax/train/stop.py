@@ -12,9 +12,14 @@ from typing import Any
 
 from axonn_jax.state.agree import Agreement
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""SIGUSR1 is what Slurm and mpirun pass on as a warning before the end."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""SIGUSR1 is what Slurm and mpirun pass on as a warning before the end; SIGHUP says that the terminal was closed."""
 _SAME_S = 0.5  # launchers repeat a signal that they have also passed on
+
+
+def taken() -> list[signal.Signals]:
+    """Those of `SIGNALS` to act upon: not SIGHUP where whoever started this process ignores it, as ``nohup`` does."""
+    return [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 class Stop:
@@ -35,7 +40,7 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():  # only there can signals be taken
-            for number in SIGNALS:
+            for number in taken():
                 self._before[number] = signal.signal(number, lambda *_: None)
             self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._thread.start()
@@ -73,7 +78,7 @@ class Stop:
                 return
             self._number, self._at = number, now
             self._say(f"{signal.Signals(number).name}: saving after this step, then ending; once more: ending at once")
-        elif now - self._at > _SAME_S:
+        elif number != signal.SIGHUP and now - self._at > _SAME_S:  # a shell repeats the kernel's SIGHUP
             self._say(f"{signal.Signals(number).name} once more: ended without saving")
             os._exit(128 + number)
 

@@ -57,8 +57,6 @@ def test_bad_data(data, refused, case):
 
 CORRUPT_DATA = {
     "shard corrupt": (corrupt, "shard train-00000.bin is corrupt"),
-    "tokenizer corrupt": (corrupt_tokenizer, "tokenizer.json is corrupt: checksum "),
-    "tokenizer missing": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer.json is not readable: No such"),
 }
 
 

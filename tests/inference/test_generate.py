@@ -85,9 +85,9 @@ def test_the_likeliest_token_is_the_models(trained, monkeypatch):
 
     grid = build_grid(GridShape(), jax.devices()[:1])
     shape = ax.models.ModelShape(1, 32, 2, 2, 128, 400, 32)
-    generator = Generator(trained / "runs" / "tiny", shape, grid)
-    text = "".join(generator.continue_prompt("def ", tokens=5, temperature=0, top_k=0, seed=0))
     tokenizer = load(trained / "runs" / "tiny" / "tokenizer.json")
+    generator = Generator(trained / "runs" / "tiny", shape, tokenizer, grid)
+    text = "".join(generator.continue_prompt("def ", tokens=5, temperature=0, top_k=0, seed=0))
     parts = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
     program = StageProgram(parts, grid, jnp.dtype("float32"))
     ids = list(tokenizer.encode("def ").ids)

@@ -9,21 +9,21 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import axonn_jax as ax
-from axonn_jax.state import manifest
+from axonn_jax.state import files
 from axonn_jax.state.agree import agreement
 from axonn_jax.state.saver import Saver
 
 folder = Path(sys.argv[1])
 grid = ax.init(x=2)
-read, checksum = [], manifest.checksum
+read, checksum = [], files.checksum
 
 
-def recording(path, *rest):
-    read.append([path.as_posix(), path.stat().st_size])
-    return checksum(path, *rest)
+def recording(file, *rest):
+    read.append([file.name, Path(file.name).stat().st_size])
+    return checksum(file, *rest)
 
 
-manifest.checksum = recording
+files.checksum = recording
 values = np.arange(60_000, dtype=np.float32)
 split = NamedSharding(grid.mesh, PartitionSpec("x"))
 saver = Saver(folder / "checkpoints", grid, agreement(grid))

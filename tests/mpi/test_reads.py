@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launched import MPIRUN, UNDER_MPIRUN, command, errors, finished
 
-from axonn_jax.state.manifest import check
+from axonn_jax.state.files import check
 
 pytestmark = UNDER_MPIRUN
 

@@ -14,7 +14,8 @@ from saved import disk_of, names, saver, state
 
 from axonn_jax.state import part
 from axonn_jax.state.checkpoint import faults
-from axonn_jax.state.manifest import check, read
+from axonn_jax.state.files import check
+from axonn_jax.state.manifest import read
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from axonn_jax.grid import GridShape
 from axonn_jax.state import part
 from axonn_jax.state.agree import Alone
 from axonn_jax.state.checkpoint import Found, at, faults, fits, load, newest
-from axonn_jax.state.manifest import check
+from axonn_jax.state.files import check
 
 CORRUPTIONS = 200
 

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,68 @@ def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
 
 
+DAMAGES = {
+    "a number": b"12\n",
+    "not UTF-8": b"\xff\xfe\x00\n",
+    "no step": b'{"loss": 1.0}\n',
+    "a step that is none": b'{"step": true, "loss": 1.0}\n',
+    "not finite": b'{"step": 3, "loss": 1e999}\n',
+    "deep": b"[" * 200_000 + b"\n",
+    "a list": b'["step"]\n',
+    "half a line": b'"step": 2}\n',
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("at", ["middle", "end"])
+def test_a_run_goes_on_with_the_lines_that_can_be_read(damage, at, tmp_path):
+    lines = [b'{"step": 1, "loss": 2.0}\n', b'{"step": 2, "loss": 1.0}\n']
+    lines.insert(1 if at == "middle" else 2, DAMAGES[damage])
+    path, told = tmp_path / "metrics.jsonl", []
+    path.write_bytes(b"".join(lines))
+    log = MetricsLog(tmp_path, resumed=2, warn=told.append)
+    log.write({"step": 3, "loss": 0.5})
+    log.close()
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == b"".join(lines), "nothing of a user's is lost"
+    (line,) = told
+    assert "metrics.jsonl is damaged and kept as metrics.1.jsonl; lines left out: 1, the first line " in line
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "dangling link"])
+def test_what_is_no_log_is_kept_under_another_name(kind, tmp_path):
+    path, told = tmp_path / "metrics.jsonl", []
+    if kind == "directory":
+        path.mkdir()
+        (path / "notes.txt").write_text("mine")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+    log = MetricsLog(tmp_path, resumed=2, warn=told.append)
+    log.write({"step": 3, "loss": 0.5})
+    log.close()
+    assert [record["step"] for record in read_metrics(tmp_path)] == [3]
+    assert (tmp_path / "metrics.1.jsonl").is_symlink() or (tmp_path / "metrics.1.jsonl").exists()
+    assert kind != "directory" or (tmp_path / "metrics.1.jsonl/notes.txt").read_text() == "mine"
+    assert len(told) == 1
+
+
+def test_a_line_cut_off_by_a_kill_is_no_damage(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    told = []
+    MetricsLog(tmp_path, resumed=1, warn=told.append).close()
+    assert not told
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_losses_that_cannot_be_drawn_do_not_hinder_the_picture(tmp_path):
+    losses = ["2.0", "1" + "0" * 400, '"low"', "1.7e308", "-1.7e308", "[1]", "true", "null", "1e999", "1.0"]
+    lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + "12\n")
+    assert plot_loss(tmp_path, 6.0).exists()
+
+
 def test_the_plot_is_a_picture(tmp_path):
     log = MetricsLog(tmp_path)
     for step in range(1, 30):
@@ -60,9 +123,19 @@ def test_progress_away_from_a_terminal_is_plain_lines(monkeypatch):
         for step in range(1, 101):
             progress.update(step, 2.0, 1000.0, 0.5)
     assert lines.getvalue().splitlines() == [
-        "step 1/100  loss 2.0000  1,000 tokens/s  0:50 left",
+        "step 1/100  loss 2.0000  1,000 tokens/s",
         "step 100/100  loss 2.0000  1,000 tokens/s  0:00 left",
     ]
+
+
+def test_the_time_left_is_told_from_steps_that_do_not_compile(monkeypatch):
+    lines = io.StringIO()
+    monkeypatch.setattr("sys.stderr", lines)
+    with Progress(1000, interval=0.0) as progress:
+        for step, seconds in enumerate([60.0, 30.0, 0.5, 0.5, 20.0, 0.5], 1):
+            progress.update(step, 2.0, 1000.0, seconds)
+    left = [line.split("tokens/s")[1].strip() for line in lines.getvalue().splitlines()]
+    assert left == ["", "", "", "8:18 left", "8:18 left", "8:17 left"]
 
 
 def test_other_ranks_are_silent(monkeypatch):

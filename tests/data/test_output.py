@@ -1,0 +1,238 @@
+"""Prepares by real processes into one place: started together, killed, on a full disk, beside a user's files."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+from saved import disk_of
+
+from axonn_jax.data.manifest import Manifest
+from axonn_jax.data.prepare import prepare
+from axonn_jax.errors import UserError
+
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+INCLUDE = ["asyncio/*.py", "email/*.py", "json/*.py", "unittest/*.py"]
+PATTERNS = [word for pattern in INCLUDE for word in ("--include", pattern)]
+HANGING = """
+import pathlib, sys, sysconfig, time
+from axonn_jax.data.prepare import prepare
+
+def report(phase, done, total):
+    if phase == "encoding valid":
+        print("there", flush=True)
+        time.sleep(120)
+
+prepare(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), vocab=300, include=["json/*.py"], report=report)
+"""
+
+
+def start(out, *flags, cwd=None):
+    words = ["prepare", str(STDLIB), str(out), "--vocab", "400", *PATTERNS, *flags]
+    command = [sys.executable, "-m", "axonn_jax.cli.main", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd)
+
+
+def small(out, **options):
+    return prepare(STDLIB, out, vocab=300, include=["json/*.py"], **options)[0]
+
+
+def errors(text):
+    return [line for line in text.splitlines() if not line.startswith(("prepare: ", "skipped "))]
+
+
+def whole(folder):
+    """The seeds of the whole prepared directories in a folder; fails for one that is not."""
+    seeds = {}
+    for place in folder.iterdir():
+        if (place / "manifest.json").exists():
+            manifest = Manifest.load(place)
+            manifest.verify()
+            seeds[place.name] = manifest.options["seed"]
+    return seeds
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """A prepare into tmp_path/out that is nearly done and goes no further."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING, STDLIB, tmp_path / "out"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "there\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def begin(phase, act):
+    """A report that acts once, when a phase begins."""
+    acted = []
+
+    def report(name, done, total):
+        if name == phase and not acted:
+            acted.append(act())
+
+    return report
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("phase", ["reading", "encoding valid"])
+def test_what_a_user_puts_there_meanwhile_stays(tmp_path, force, phase):
+    out = tmp_path / "out"
+    if force:
+        small(out, seed=9)
+
+    def notes():
+        out.mkdir(exist_ok=True)
+        (out / "notes.txt").write_text("mine")
+
+    with pytest.raises(
+        UserError, match=r"OUT_DIR = .*'notes.txt', so it is left as it is; .* is whole in '(.*)'$"
+    ) as e:
+        small(out, force=force, report=begin(phase, notes))
+    assert (out / "notes.txt").read_text() == "mine"
+    kept = Path(str(e.value).split("'")[-2])
+    assert whole(tmp_path) == ({kept.name: 0, "out": 9} if force else {kept.name: 0})
+    assert sorted(os.listdir(tmp_path)) == sorted(["out", kept.name])
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda out: out.write_text("mine"), "there is nothing yet; what"),
+        (lambda out: out.symlink_to("nowhere"), "there is nothing yet; what"),
+        (lambda out: small(out.parent / "other").path.rename(out), "--force replaces this prepared one; what"),
+    ],
+)
+def test_whatever_else_is_there_meanwhile_stays_too(tmp_path, make, says):
+    with pytest.raises(UserError, match=says):
+        small(tmp_path / "out", seed=5, report=begin("encoding valid", lambda: make(tmp_path / "out")))
+    assert 5 in whole(tmp_path).values()
+    assert whole(tmp_path).get("out") in (None, 0)
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_an_empty_directory_made_meanwhile_is_replaced(tmp_path):
+    small(tmp_path / "out", report=begin("encoding valid", (tmp_path / "out").mkdir))
+    assert whole(tmp_path) == {"out": 0}
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_what_comes_in_the_very_last_moment_is_moved_along(tmp_path):
+    """The state between the two renames of a replacement, with a file that came after the last look."""
+    small(tmp_path / "out", seed=1)
+    small(tmp_path / ".out.0123abcd.old", seed=2)
+    (tmp_path / ".out.0123abcd.old" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"'notes.txt', so it is left as it is$"):
+        small(tmp_path / "out", force=True)
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_prepare_killed_between_the_two_renames_gives_the_earlier_one_back(tmp_path):
+    small(tmp_path / ".out.0123abcd.old", seed=2)
+    with pytest.raises(UserError, match=r"--force replaces this prepared one$"):
+        small(tmp_path / "out")
+    assert whole(tmp_path) == {"out": 2}
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_second_prepare_says_who_writes_and_a_killed_ones_remains_go(tmp_path, hanging):
+    partial = [name for name in os.listdir(tmp_path) if name.endswith(".partial")]
+    assert len(partial) == 1
+    with pytest.raises(
+        UserError, match=rf"OUT_DIR = .*no other prepare writes; process {hanging.pid} on \S+ since 2.*"
+    ):
+        small(tmp_path / "out", force=True)
+    assert set(partial) < set(os.listdir(tmp_path))
+    hanging.send_signal(signal.SIGKILL)
+    hanging.wait()
+    assert set(partial) < set(os.listdir(tmp_path))
+    lookalikes = [".out.0123abcd.partial", ".outer.0123abcd.partial", ".out.mine.partial"]
+    for name in lookalikes:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    small(tmp_path / "out")
+    assert whole(tmp_path) == {"out": 0}
+    assert sorted(os.listdir(tmp_path)) == sorted(["out", *lookalikes])
+    assert all((tmp_path / name / "notes.txt").read_text() == "mine" for name in lookalikes)
+
+
+def test_a_refusal_leaves_no_directories_behind(tmp_path):
+    with pytest.raises(UserError, match="--include"):
+        prepare(STDLIB, tmp_path / "a" / "b" / "out", vocab=300, include=["*.nothing"])
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("size", ["4k", "48k", "80k"])  # the first file fails, a later one, the last
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, size):
+    with disk_of(size, tmp_path / "disk") as disk:
+        command = [sys.executable, "-m", "axonn_jax.cli.main", "prepare", STDLIB, disk / "out", "--vocab", "300"]
+        done = subprocess.run([*command, "--include", "json/*.py"], capture_output=True, text=True, timeout=100)
+        assert (done.returncode, done.stdout) == (2, "")
+        line = f"error: OUT_DIR = '{disk / 'out'}': a place that can be written; No space left on device"
+        assert errors(done.stderr) == [line]
+        assert os.listdir(disk) == []
+
+
+def test_the_whole_of_a_mounted_disk_is_refused_at_once(tmp_path):
+    with disk_of("1m", tmp_path / "disk") as disk:
+        with pytest.raises(UserError, match=r"OUT_DIR = .*a directory in it: .*mounted"):
+            small(disk, report=lambda *_: pytest.fail("something was read"))
+        assert os.listdir(tmp_path) == ["disk"]
+
+
+def race(folder, chance, *, force, notes):
+    """Starts two prepares into one place at random moments, and perhaps puts a file there; checks what is left."""
+    folder.mkdir()
+    out, flags = folder / "out", ["--force"] if force else []
+    if force:
+        small(out, seed=9)
+    processes = []
+    for seed in (1, 2):
+        processes.append(start(out, "--seed", str(seed), *flags))
+        time.sleep(chance.uniform(0, 0.5))
+    if notes:
+        time.sleep(chance.uniform(0, 1.5))
+        out.mkdir(exist_ok=True)
+        (out / "notes.txt").write_text("mine")
+    ends = [process.communicate(timeout=200) for process in processes]
+    statuses = [process.returncode for process in processes]
+    for status, (text, err) in zip(statuses, ends, strict=True):
+        assert status in (0, 2), err
+        assert len(errors(err)) == (status == 2)
+        assert (text == "") == (status == 2)
+    found = whole(folder)
+    assert not any(name.startswith(".") for name in os.listdir(folder))
+    if not notes:
+        assert sorted(statuses) == [0, 2]
+        assert found == {"out": 1 if statuses[0] == 0 else 2}
+        return statuses, "written"
+    assert (out / "notes.txt").read_text() == "mine"
+    written = [seed for seed in found.values() if seed != 9]
+    if 0 in statuses:
+        assert statuses.count(0) == 1
+        assert written == [1 if statuses[0] == 0 else 2]
+        assert found == {"out": written[0]}
+        return statuses, "written, notes after"
+    assert len(written) <= 1  # one kept beside, or none where the notes came before both had begun
+    assert found.get("out") == (9 if force else None)
+    return statuses, f"notes before, kept {written}"
+
+
+def test_of_two_prepares_into_one_place_one_writes(tmp_path):
+    race(tmp_path / "place", random.Random(0), force=True, notes=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_of_twenty_pairs_of_prepares_one_writes_and_nothing_is_lost(tmp_path, number):
+    for force in (False, True):
+        print(race(tmp_path / f"{force}", random.Random(number), force=force, notes=False))
+        print(race(tmp_path / f"{force}-notes", random.Random(number), force=force, notes=True))
