@@ -14,7 +14,6 @@ from axonn_jax.pipeline.timeline import KINDS, TIMELINE, Span, last_whole_step, 
 from axonn_jax.planner.replay import Measured, parse_task, replay
 from axonn_jax.schedule.policies import Policy
 
-
 _SHOWN = 20
 
 

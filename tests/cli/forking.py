@@ -54,8 +54,7 @@ class Forks:
         return Done(argv, out=self._files[0].read_bytes(), err=self._files[1].read_bytes(), **told)
 
     def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()
 
 
 def serve() -> None:
