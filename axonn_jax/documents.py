@@ -15,7 +15,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Never, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, Never, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -26,17 +26,32 @@ TOML_BYTES = 1_000_000
 """So much of a TOML file is read."""
 
 
-def read_bytes(path: Path, most: int) -> bytes:
-    """A regular file's bytes; never waits for a pipe or a device.
+def open_regular(path: Path, inside: Path | None = None) -> BinaryIO:
+    """Opens a regular file to read; never waits for a pipe or a device.
 
-    Raises ``OSError`` where it cannot be read, ``ValueError`` where it is no regular file or has over `most` bytes.
+    Raises ``OSError`` where it cannot be read, ``ValueError`` where it is no regular file, or where links lead to one
+    that is not below the directory `inside`.
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("not a regular file")
-        if found.st_size > most:
-            raise ValueError(f"{found.st_size:,} bytes, more than the {most:,} that are read")
+    if inside is not None:
+        try:
+            path = path.resolve()
+            leads_out = not path.is_relative_to(inside.resolve())
+        except RuntimeError:  # a link to itself, in Python 3.11 and 3.12; later ones leave it to the opening
+            leads_out = True
+        if leads_out:
+            raise ValueError("a link that leads elsewhere")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise ValueError("not a regular file")
+
+
+def read_bytes(path: Path, most: int, inside: Path | None = None) -> bytes:
+    """A regular file's bytes; raises as `open_regular` does, and ``ValueError`` where there are over `most`."""
+    with open_regular(path, inside) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise ValueError(f"{size:,} bytes, more than the {most:,} that are read")
         return file.read(most)
 
 
@@ -66,9 +81,9 @@ def parse_json(raw: bytes) -> Any:
             gc.enable()
 
 
-def read_json(path: Path, most: int) -> Any:
+def read_json(path: Path, most: int, inside: Path | None = None) -> Any:
     """What a JSON file holds; raises as `read_bytes` and `parse_json` do."""
-    return parse_json(read_bytes(path, most))
+    return parse_json(read_bytes(path, most, inside))
 
 
 def parse_toml(text: str) -> dict[str, Any]:

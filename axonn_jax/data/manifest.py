@@ -107,7 +107,7 @@ class Manifest:
         """
         path = Path(path)
         try:
-            raw = read_json(path / MANIFEST, MAX_MANIFEST)
+            raw = read_json(path / MANIFEST, MAX_MANIFEST, inside=path)
         except (FileNotFoundError, NotADirectoryError):
             missing = f"no {MANIFEST} in it" if path.is_dir() else "no such directory"
             raise _bad(path, f"{missing}; give a directory written by `axonn-jax prepare`") from None
@@ -186,7 +186,7 @@ class Manifest:
         self._check(TOKENIZER, TOKENIZER, self.tokenizer_sha256)
         if self.tokenizer_sha256 is None:
             try:
-                read_json(self.path / TOKENIZER, MAX_TOKENIZER)
+                read_json(self.path / TOKENIZER, MAX_TOKENIZER, inside=self.path)
             except ValueError as error:
                 raise _bad(self.path, f"{TOKENIZER} is not valid JSON ({error}); {AGAIN}") from None
 

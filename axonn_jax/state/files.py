@@ -2,12 +2,12 @@
 
 import hashlib
 import os
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
+from axonn_jax.documents import open_regular
 from axonn_jax.state.manifest import Damaged, File, Manifest, read
 
 _BLOCK = 1 << 20
@@ -28,7 +28,7 @@ def verify(path: Path, manifest: Manifest, share: tuple[int, int] = (0, 1), *, f
     largest_first = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
     for name, file in largest_first[rank::size]:
         try:
-            with _open_inside(root, name) as opened:
+            with open_regular(root / name, inside=root) as opened:
                 found = os.fstat(opened.fileno()).st_size
                 if found != file.bytes:
                     wrong.append(f"{name} has {found} bytes, not {file.bytes}")
@@ -101,21 +101,6 @@ def checksum(file: BinaryIO, rest: Callable[[float], None] = lambda worked: None
         rest(time.monotonic() - began)
         began = time.monotonic()
     return digest.hexdigest()
-
-
-def _open_inside(root: Path, name: str) -> BinaryIO:
-    """Opens a regular file below `root`; ``ValueError`` for any other, and where a link leads out."""
-    try:
-        resolved = (root / name).resolve()
-    except RuntimeError:  # Python 3.11 and 3.12; later ones leave it to the opening
-        raise ValueError("a link to itself") from None
-    if not resolved.is_relative_to(root):
-        raise ValueError("a link that leads out of the checkpoint")
-    file = os.fdopen(os.open(resolved, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW), "rb")
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise ValueError("not a regular file")
 
 
 def _beside(root: Path, manifest: Manifest) -> Iterator[str]:

@@ -92,13 +92,13 @@ def read(path: Path) -> Manifest:
     if (path / MANIFEST).is_symlink():
         raise Damaged(f"{MANIFEST} is a link, and may lead out of the checkpoint")
     try:
-        raw = read_bytes(path / MANIFEST, _MOST_BYTES)
+        raw = read_bytes(path / MANIFEST, _MOST_BYTES, inside=path)
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
     except OSError as error:
         raise Damaged(f"{MANIFEST} is not readable: {error.strerror}") from None
     except ValueError as error:
-        raise Damaged(f"{MANIFEST} is not readable: {error}") from None
+        raise Damaged(f"{MANIFEST} is {error}") from None
     try:
         both = parse_json(raw)
         content = both["content"] if _as_written(raw, both) else None

@@ -266,12 +266,22 @@ def test_what_is_no_manifest_is_damaged(case, place):
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        os.mkdir,
+        lambda path: os.symlink("/dev/zero", path),
+        lambda path: os.symlink("../outside/secret", path),
+    ],
+)
 def test_a_manifest_that_is_no_file_is_damaged(make, place):
     file = place / "step_00000004" / "manifest.json"
     file.unlink()
     make(file)
-    assert faults(place / "step_00000004").startswith("manifest.json is not readable: ")
+    assert faults(place / "step_00000004").startswith(
+        ("manifest.json is a link that leads", "manifest.json is not a regular file")
+    )
 
 
 def test_a_manifest_of_a_gigabyte_is_not_read(place):
