@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from forking import Done, Forks
+from forking import PICTURES, TRAINING, Done, Forks
 from mutations import ESCAPES, another_file, bytes_of, json_of, spelled, toml_of
 
 from axonn_jax.pipeline.timeline import Span, write_trace
@@ -68,7 +68,7 @@ class Place:
 
 def trained_place(root: Path) -> Place:
     """Prepares data and trains two steps in a pipeline of two."""
-    place = untrained_place(root)
+    place = untrained_place(root, TRAINING)
     sound, copies = place.sound, place.elsewhere
     shutil.rmtree(sound / RUN)
     (sound / "text").mkdir()
@@ -89,9 +89,9 @@ def trained_place(root: Path) -> Place:
     return place
 
 
-def untrained_place(root: Path) -> Place:
+def untrained_place(root: Path, modules: tuple[str, ...] = PICTURES) -> Place:
     """A machine file and the timeline of a run: made in no time."""
-    place = Place(root / "sound", root / "cases", Forks(root, JAX_NUM_CPU_DEVICES="2"))
+    place = Place(root / "sound", root / "cases", Forks(root, modules, JAX_NUM_CPU_DEVICES="2"))
     (place.sound / RUN).mkdir(parents=True)
     place.elsewhere.mkdir(parents=True)
     (place.elsewhere / "secret.txt").write_text(SECRET)
