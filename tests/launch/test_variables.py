@@ -41,7 +41,7 @@ def outcome(call, *arguments):
         return error
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(LAUNCHERS), VALUES, max_size=len(LAUNCHERS)))
 def test_any_variables_make_a_world_or_one_line(environ):
     rank, _ = rank_of(environ)
