@@ -2,11 +2,6 @@
 
 import contextlib
 import os
-<<<<<<< HEAD
-import socket
-=======
-import sys
->>>>>>> w-network
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING

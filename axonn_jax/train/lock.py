@@ -27,15 +27,8 @@ def only_run_in(directory: str, agreed: "Agreement", say: Callable[[str], None])
         trouble = ""
         if agreed.rank == 0:
             try:
-<<<<<<< HEAD
                 stack.enter_context(made(Path(directory)))  # and a run that cannot start leaves none
                 if not stack.enter_context(held(Path(directory) / LOCK)):
-=======
-                path = Path(directory)
-                stack.callback(_remove_empty, [made for made in (path, *path.parents) if not made.exists()])
-                path.mkdir(parents=True, exist_ok=True)
-                if not stack.enter_context(held(path / LOCK)):
->>>>>>> w-run
                     say(f"warning: the file system of {directory} has no locks: nothing keeps a second run out of it")
             except Held as holder:
                 trouble = f"a directory that no other run trains in; {holder} does in this one"
@@ -44,9 +37,3 @@ def only_run_in(directory: str, agreed: "Agreement", say: Callable[[str], None])
         if (trouble := agreed.gather(trouble)[0]) != "":
             raise UserError("log.dir", directory, trouble)
         yield
-
-
-def _remove_empty(made: list[Path]) -> None:
-    with contextlib.suppress(OSError):
-        for path in made:
-            path.rmdir()
