@@ -22,7 +22,7 @@ _MOST = 300
 def _shown(value: object) -> str:
     try:
         return repr(value) if isinstance(value, str) else " ".join(str(value).split())
-    except ValueError:  # python does not spell integers of thousands of digits
+    except (ValueError, RecursionError):  # integers of thousands of digits, tables in tables
         return "(too large to show)"
 
 

@@ -5,7 +5,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from axonn_jax.errors import UserError
-from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.shape import ModelShape, divisors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,6 +19,10 @@ MESH_AXES = ("data", "z", "y", "x")
 
 BATCH_AXES = ("data", "z")
 """Axes that split the rows (sequences) of a batch."""
+
+
+MOST_DEVICES = 2**20
+"""Largest size of an axis, and number of devices that is planned for: several times those of any machine."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,8 @@ class GridShape:
     def __post_init__(self) -> None:
         for f in fields(self):
             size = getattr(self, f.name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise UserError(f"grid.{f.name}", size, "an integer of at least 1")
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_DEVICES:
+                raise UserError(f"grid.{f.name}", size, f"an integer of at least 1 and at most {MOST_DEVICES:,}")
 
     @property
     def stage_devices(self) -> int:
@@ -92,7 +96,7 @@ def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", leg
     near = [n for n in (low, low + parts) if n > 0]
     advice = f"a multiple of {rule} = {parts}; nearest: {' or '.join(map(str, near))}"
     if legal_axis:
-        advice += f"; or {axis} one of " + ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
+        advice += f"; or {axis} one of " + ", ".join(map(str, divisors(size)))
     raise UserError(field, size, advice)
 
 

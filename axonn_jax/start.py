@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
@@ -11,12 +10,15 @@ from axonn_jax import gpus, terminal
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid
 from axonn_jax.launch import Explicit, MpiFacts, World, binding_notice, detect
+from axonn_jax.network import listen_at, offer
 
 if TYPE_CHECKING:
     import jax
     from mpi4py import MPI
 
 _HEARTBEAT_S = 30
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+"""jax's own variable for the address at which a coordinator listens."""
 _WARM_UP_FLOATS = 65_536
 
 
@@ -163,7 +165,7 @@ def _ask_mpi() -> MpiFacts:
     world = MPI.COMM_WORLD
     on_host = world.Split_type(MPI.COMM_TYPE_SHARED)
     hosts = world.allreduce(int(on_host.Get_rank() == 0))
-    offered = f"{own_address(hosts)}:{free_port()}" if world.Get_rank() == 0 else None
+    offered = offer(hosts) if world.Get_rank() == 0 else None
     library = MPI.Get_library_version().split(",")[0].strip("\x00\n ")
     return MpiFacts(world.Get_rank(), world.Get_size(), hosts, world.bcast(offered), library, _ask_cores(on_host))
 
@@ -204,27 +206,6 @@ def _by_key(settings: str) -> dict[str, str]:
     return found
 
 
-def own_address(hosts: int) -> str:
-    """This host's address for a coordinator: loopback on one host; ``UserError`` where its name leads nowhere."""
-    if hosts == 1:
-        return "127.0.0.1"
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError as error:
-        raise UserError("hostname", name, f"a name that resolves on this host ({error})") from None
-    if address.startswith("127."):
-        raise UserError("hostname", name, f"an address other hosts can reach; it resolves to {address}")
-    return address
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def join(world: World) -> None:
     """Joins the processes of a world with `jax.distributed`, one CPU device each."""
     import jax
@@ -236,16 +217,17 @@ def join(world: World) -> None:
     if not compat.accelerator_expected():
         # One device a process: several, with many dispatches in flight, deadlock in gloo.
         jax.config.update("jax_num_cpu_devices", 1)
+    if world.hosts == 1:
+        compat.keep_gloo_on("127.0.0.1")
     # Its service for preemptions would take SIGTERM away from the script's own handler.
     jax.config.update("jax_enable_preemption_service", False)
     assert world.coordinator is not None
-    port = world.coordinator.rsplit(":", 1)[1]
     jax.distributed.initialize(
         world.coordinator,
         world.size,
         world.rank,
         cluster_detection_method="deactivate",
-        coordinator_bind_address=f"127.0.0.1:{port}" if world.hosts == 1 else f"[::]:{port}",
+        coordinator_bind_address=os.environ.get(_BIND) or listen_at(world.coordinator, world.hosts),
         heartbeat_timeout_seconds=_HEARTBEAT_S,
         shutdown_timeout_seconds=_HEARTBEAT_S,
         initialization_timeout=120,

@@ -7,7 +7,8 @@ from axonn_jax import gpus
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid, GridShape, build_mesh
 from axonn_jax.launch import World
-from axonn_jax.start import free_port, join, own_address, say, warm_up
+from axonn_jax.network import offer
+from axonn_jax.start import join, say, warm_up
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -46,7 +47,7 @@ def start_stage(shape: GridShape, world: World) -> Grid:
         stage = comm.Split(place, world.rank)
         on_host = stage.Split_type(_shared())
         hosts = stage.allreduce(int(on_host.Get_rank() == 0))
-        offered = f"{own_address(hosts)}:{free_port()}" if within == 0 else None
+        offered = offer(hosts) if within == 0 else None
         own = replace(world, rank=within, size=per_stage, hosts=hosts, coordinator=stage.bcast(offered))
         on_host.Free()
         stage.Free()

@@ -2,17 +2,32 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from axonn_jax.documents import read_json, typed
 from axonn_jax.tensor.matmul import FORMS, Form
 from axonn_jax.tuning import Measured
 
 _FORMAT = 1
+_MOST_BYTES = 10_000_000
 _FORMS = {str(form): form for form in FORMS}
+
+
+@dataclass(frozen=True)
+class _Kept:
+    form: str
+    gain: float = 1.0
+
+
+@dataclass(frozen=True)
+class _File:
+    format: int
+    settings: Mapping[str, Mapping[str, _Kept]]
 
 
 def cache_file() -> Path:
@@ -31,13 +46,11 @@ def setting(device: Any) -> str:
 def load(file: Path, device: Any) -> tuple[dict[str, Form], str]:
     """The forms measured on such a device, by the product's name, and a line for people where a file is no use."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["format"] != _FORMAT:
-            return {}, f"{file} is of another version of this package: ignored"
-        return {name: _FORMS[one["form"]] for name, one in found["settings"].get(setting(device), {}).items()}, ""
+        settings = _settings(file)
+        return {name: _FORMS[one.form] for name, one in settings.get(setting(device), {}).items()}, ""
     except FileNotFoundError:
         return {}, ""
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError) as error:
         return {}, f"{file} cannot be read as matmul layouts, so it is ignored ({type(error).__name__}: {error})"
 
 
@@ -48,7 +61,7 @@ def save(file: Path, device: Any, measured: Iterable[Measured]) -> str:
     """
     settings: dict[str, dict[str, Any]] = {}
     if not load(file, device)[1] and file.exists():
-        settings = json.loads(file.read_text(encoding="utf-8"))["settings"]
+        settings = {kept: {name: asdict(one) for name, one in forms.items()} for kept, forms in _settings(file).items()}
     own = settings.setdefault(setting(device), {})
     for one in measured:
         own[str(one.product)] = {"form": str(one.best), "gain": round(one.gain(one.best), 3)}
@@ -60,6 +73,13 @@ def save(file: Path, device: Any, measured: Iterable[Measured]) -> str:
     except OSError as error:
         return f"matmul layouts are not kept for later runs: {error.strerror or error} ({file})"
     return ""
+
+
+def _settings(file: Path) -> Mapping[str, Mapping[str, _Kept]]:
+    found = typed(_File, read_json(file, _MOST_BYTES))
+    if found.format != _FORMAT:
+        raise ValueError("of another version of this package")
+    return found.settings
 
 
 def _processor() -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import arg
 
 from axonn_jax.errors import UserError, nearest
+from axonn_jax.grid import MOST_DEVICES
 from axonn_jax.models.inner import InnerFeatures
 from axonn_jax.models.presets import preset
 from axonn_jax.models.shape import ModelShape
@@ -21,6 +22,7 @@ from axonn_jax.schedule.tasks import Layout
 
 _TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20}
 _BYTES = {"": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10**12}
+_MOST_SEQUENCES = 2**31 - 1  # as train.global_batch
 
 Chosen = Literal["auto", "fp32", "bf16", "fp16"]
 OVERLAPS = tuple(f.name for f in fields(Switches))
@@ -46,8 +48,7 @@ class Axes:
         """Those that are given; raises ``UserError`` for a size below 1."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         for name, size in given.items():
-            if size < 1:
-                raise UserError(f"--grid.{name}", size, "an integer of at least 1")
+            positive(f"--grid.{name}", size)
         return given
 
 
@@ -75,6 +76,8 @@ def sequences(text: str, seq: int) -> int:
     """
     accepted = "tokens a step, such as 16777216, 4Mi or 16.8M"
     tokens, slack = _amount("--batch-tokens", text, _TOKENS, accepted)
+    if tokens > _MOST_SEQUENCES * seq:
+        raise UserError("--batch-tokens", text, f"at most {_MOST_SEQUENCES:,} sequences of {seq} tokens")
     low, high = (tokens - slack) / seq, (tokens + slack) / seq
     first, last = -floor(-low), floor(high)
     if first > last or last < 1:
@@ -193,6 +196,6 @@ def in_flight(job: Job, choice: Choice) -> int:
 
 
 def positive(flag: str, value: int | None) -> None:
-    """Raises ``UserError`` unless the value is left out or at least 1."""
-    if value is not None and value < 1:
-        raise UserError(flag, value, "an integer of at least 1")
+    """Raises ``UserError`` unless the value is left out or a number that machines have of anything."""
+    if value is not None and not 1 <= value <= MOST_DEVICES:
+        raise UserError(flag, value, f"an integer of at least 1 and at most {MOST_DEVICES:,}")

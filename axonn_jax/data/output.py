@@ -23,8 +23,8 @@ def appearing(source: Path, out: Path, *, force: bool) -> Iterator[Path]:
     Raises:
         UserError: ``out`` holds something else or cannot be written, another prepare writes it, or the disk is full.
     """
-    _check(source, out, force)
     try:
+        _check(source, out, force)
         with made(out.parent), held(out.parent / f".{out.name}.lock") as locked:
             if locked:  # else a directory that looks left over may be a live prepare's
                 _sweep(out)

@@ -1,4 +1,4 @@
-"""Text from a run directory's weights: one token at a time, the whole window computed anew for each."""
+"""Text from a run directory's weights: one token at a time, the window so far computed anew for each."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +18,9 @@ from axonn_jax.state.checkpoint import latest, load_weights
 from axonn_jax.tensor.params import take_apart
 from axonn_jax.train.program import StageProgram
 
+_ROUND = 64
+"""Windows are multiples of it or the model's whole sequence, so that prompts share what was compiled."""
+
 
 class Generator:
     """A trained model and its tokenizer, ready to continue prompts on one device."""
@@ -33,13 +36,18 @@ class Generator:
         if grid.shape.devices != 1:
             raise UserError("grid", grid.shape, "one device: generation on several is not supported by this version")
         self.shape, self.tokenizer = shape, tokenizer
+        found = latest(run / "checkpoints", warn)
+        if shape.layers > len(found.manifest.arrays):  # before all of them are traced
+            accepted = f"the layers of the checkpoint, whose arrays are {len(found.manifest.arrays)}"
+            raise UserError("model.layers", shape.layers, accepted)
         parts = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
         program = StageProgram(parts, grid, jnp.dtype(jnp.float32))
         shardings = program.shardings()
         abstract = {
             name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[name]) for name, p in parts.params.items()
         }
-        self.params = load_weights(latest(run / "checkpoints", warn), abstract)
+        self._path = found.path
+        self.params = load_weights(found, abstract)
 
         def scores(params: dict[str, jax.Array], window: jax.Array, last: jax.Array) -> jax.Array:
             return program.logits(params, window)[0, last]
@@ -54,11 +62,14 @@ class Generator:
         ids = prompt_ids(self.tokenizer, prompt)
         draw, shown = np.random.default_rng(seed), ""
         start = len(ids)
+        width = min(self.shape.seq_len, -(-(start + tokens) // _ROUND) * _ROUND)
         for _ in range(tokens):
-            recent = ids[-self.shape.seq_len :]
-            window = np.zeros((1, self.shape.seq_len), np.int32)
+            recent = ids[-width:]
+            window = np.zeros((1, width), np.int32)
             window[0, : len(recent)] = recent  # causal: what stands behind the last token does not matter
             scores = np.asarray(self._scores(self.params, window, len(recent) - 1), np.float64)
+            if not np.isfinite(scores).all():
+                raise UserError("checkpoint", str(self._path), "weights that give finite scores for the next token")
             ids.append(_sample(scores[: self.tokenizer.get_vocab_size()], temperature, top_k, draw))
             text = self.tokenizer.decode(ids[start:])
             if not text.endswith("�"):  # a character whose bytes are not all there yet

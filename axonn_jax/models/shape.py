@@ -1,6 +1,8 @@
 """Sizes of a decoder-only transformer: parameters and FLOPs by formula, without jax."""
 
 from dataclasses import dataclass, fields
+from math import isqrt
+from types import MappingProxyType
 from typing import Literal, get_args, get_origin
 
 from axonn_jax.errors import UserError
@@ -8,6 +10,20 @@ from axonn_jax.errors import UserError
 Positions = Literal["learned", "rope"]
 Norm = Literal["layernorm", "rmsnorm"]
 Mlp = Literal["gelu", "swiglu"]
+
+
+MOST = MappingProxyType(
+    {
+        "layers": 10_000,
+        "hidden": 2**20,
+        "heads": 2**16,
+        "kv_heads": 2**16,
+        "ffn": 2**22,
+        "vocab": 2**24,
+        "seq_len": 2**27,
+    }
+)
+"""Largest sizes: ten times or more those of any published model, and checked in seconds."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +71,8 @@ class ModelShape:
             value = getattr(self, f.name)
             if get_origin(f.type) is Literal and value not in get_args(f.type):
                 raise UserError(f"model.{f.name}", value, "one of " + ", ".join(get_args(f.type)))
-            if f.type is int and value < 1:
-                raise UserError(f"model.{f.name}", value, "an integer of at least 1")
+            if f.type is int and not 1 <= value <= MOST[f.name]:
+                raise UserError(f"model.{f.name}", value, f"an integer of at least 1 and at most {MOST[f.name]:,}")
         for name in ("norm_eps", "rope_theta", "init_std"):
             if not getattr(self, name) > 0:
                 raise UserError(f"model.{name}", getattr(self, name), "a number above 0")
@@ -132,7 +148,12 @@ class ModelShape:
         return layers * (4 if recompute else 3) + 3 * self.head_forward_flops(batch, seq_len)
 
 
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    low = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return [*low, *(number // d for d in reversed(low) if d * d != number)]
+
+
 def _divisors(rule: str, of: int, near: int) -> str:
-    legal = [d for d in range(1, of + 1) if of % d == 0]
-    closest = min(legal, key=lambda d: (abs(d - near), d))
+    closest = min(divisors(of), key=lambda d: (abs(d - near), d))
     return f"{rule} ({of}); the nearest is {closest}"

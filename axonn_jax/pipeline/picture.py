@@ -18,7 +18,8 @@ _STRIP = (0.28, 0.13)
 _MIDDLE = _TASKS[0] + _TASKS[1] / 2
 _DPI = 150
 _LEGEND_ROW = 0.19  # inches
-_MOST_NUMBERS = 4000  # which take seconds; so many are hardly legible
+# More take many seconds, and are hardly legible.
+_MOST_NUMBERS, _MOST_LABELS = 4000, 128
 
 
 def _color(kind: Kind) -> str:
@@ -94,9 +95,11 @@ def _decorate(axes: Any, idle: Sequence[float]) -> None:
     size = 9 if len(idle) <= 8 else 8
     middles = [rank + _MIDDLE for rank in ranks]
     axes.barh(middles, axes.get_xlim()[1], color=_IDLE, height=_TASKS[1], linewidth=0, zorder=0)
-    axes.set_yticks(middles, [f"stage {rank}" for rank in ranks], fontsize=size, color=_INK)
+    shown = ranks[:: -(-len(ranks) // _MOST_LABELS)]
+    places = [middles[rank] for rank in shown]
+    axes.set_yticks(places, [f"stage {rank}" for rank in shown], fontsize=size, color=_INK)
     right = axes.secondary_yaxis("right")
-    right.set_yticks(middles, [f"{share:.0%} idle" for share in idle], fontsize=size, color="#5b606b")
+    right.set_yticks(places, [f"{idle[rank]:.0%} idle" for rank in shown], fontsize=size, color="#5b606b")
     for side in (axes, right):
         side.tick_params(axis="y", length=0)
         for spine in side.spines.values():

@@ -16,7 +16,8 @@ TIMELINE = "timeline.json"
 MOST_RANKS = 1024
 """Places along the pipe of a timeline that is read: a picture with a row for each stays one that can be opened."""
 _MOST_BYTES, _MOST_SPANS, _MOST_LINE = 100_000_000, 200_000, 1000
-_EVENT = re.compile(rb'^\{"ph": "X"[^\n]*', re.MULTILINE)
+_SLICE = b'\n{"ph": "X"'
+_EVENT = re.compile(_SLICE + rb"[^\n]*")
 _LONGEST_S = 1e9
 
 Kind = Literal[
@@ -306,13 +307,13 @@ def read_trace(path: Path) -> list[Span]:
         raw = read_bytes(path, _MOST_BYTES)
         if not raw.startswith(b'{"displayTimeUnit"') or not raw.endswith(b"\n]}\n"):
             raise ValueError("cut off, or written by something else")
+        if raw.count(_SLICE) > _MOST_SPANS:
+            raise ValueError(f"more than {_MOST_SPANS:,} spans")
         spans: list[Span] = []
         for line in _EVENT.finditer(raw):
-            if len(spans) == _MOST_SPANS:
-                raise ValueError(f"more than {_MOST_SPANS:,} spans")
             if line.end() - line.start() > _MOST_LINE:
                 raise ValueError(f"an event of over {_MOST_LINE:,} characters")
-            spans.append(_span(typed(_Event, parse_json(line[0].rstrip(b",")), "event")))
+            spans.append(_span(typed(_Event, parse_json(line[0].strip(b"\n,")), "event")))
         return merge([spans])
     except FileNotFoundError:
         raise UserError(TIMELINE, str(path), "a file; only a pipelined run (grid.pipe above 1) leaves one") from None

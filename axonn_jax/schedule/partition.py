@@ -54,6 +54,8 @@ def partition(costs: Sequence[Cost], pipe: int, virtual_stages: int = 1) -> list
             f"at most {len(costs) // virtual_stages}: each of the {virtual_stages} * pipe virtual stages needs one of "
             f"the model's {len(costs)} pieces",
         )
+    if len(costs) > _MOST_PIECES:
+        return _coarse(costs, pipe, virtual_stages)
     times, params = _integers([c.total for c in costs]), [c.params for c in costs]
     if virtual_stages == 1:
         cuts = _chain(times, params, pipe)
@@ -62,6 +64,22 @@ def partition(costs: Sequence[Cost], pipe: int, virtual_stages: int = 1) -> list
     else:
         cuts = _search(times, params, pipe, stages)
     return [range(a, b) for a, b in pairwise(cuts)]
+
+
+_MOST_PIECES = 2048
+"""More are cut where every second, third, ... one ends: time grows with their square."""
+
+
+def _coarse(costs: Sequence[Cost], pipe: int, virtual_stages: int) -> list[range]:
+    stages, together = pipe * virtual_stages, -(-len(costs) // _MOST_PIECES)
+    edges = [*range(0, len(costs), together), len(costs)]
+    if len(edges) - 1 < stages:  # nearly as many stages as pieces
+        return [range(len(costs) * s // stages, len(costs) * (s + 1) // stages) for s in range(stages)]
+    groups = [costs[a:b] for a, b in pairwise(edges)]
+    sums = [
+        Cost(g[0].name, sum(c.forward for c in g), sum(c.backward for c in g), sum(c.params for c in g)) for g in groups
+    ]
+    return [range(edges[part.start], edges[part.stop]) for part in partition(sums, pipe, virtual_stages)]
 
 
 def explicit(split: Sequence[int], pieces: int, stages: int) -> list[range]:

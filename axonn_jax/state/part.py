@@ -209,8 +209,15 @@ def read_part(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
     largest = max((math.prod(want.shape) * max(want.dtype.itemsize, _WIDEST) for want in wanted.values()), default=0)
     at_a_time = 1 + largest // 10**9  # Orbax refuses an array, or a shard of one, that is larger than what it may read
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=at_a_time, multiprocessing_options=options)
-    with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
-        return dict(checkpointer.restore(path.absolute(), restore))
+    stray = StrayReports()
+    try:
+        with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
+            return dict(checkpointer.restore(path.absolute(), restore))
+    except BaseException:
+        stray.failed = True
+        raise
+    finally:
+        stray.close()
 
 
 def reason(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Reports of writes that nobody waits for any more, after the first that failed: kept off the terminal."""
+"""Reports of writes and reads that nobody waits for any more, after the first that failed: kept off the terminal."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ _NEVER_BEGUN = r"coroutine '\w*serialize\S*' was never awaited"
 
 
 class StrayReports:
-    """From `__init__` to `close` drops what a failed save leaves behind: its first error has been told in one line.
+    """From `__init__` to `close` drops what a failed save or read leaves behind: its first error is told in one line.
 
     Where one file cannot be written, others usually cannot either: Orbax raises the first failure, and Python shows the
     rest with tracebacks when the garbage collector finds them, at any later time. So after a failure `close` leaves

@@ -16,7 +16,9 @@ LOCK = "run.lock"
 
 @contextlib.contextmanager
 def only_run_in(directory: str, agreed: "Agreement", say: Callable[[str], None]) -> Iterator[None]:
-    """Holds a run's directory, which it makes; the run's first process does that for all of them.
+    """Holds a run's directory; the run's first process does that for all of them.
+
+    It makes the directory, and removes it in the end where nothing has been put into it, bad input for instance.
 
     Raises ``UserError`` on all processes where another run holds it, or it cannot be written; nothing in it has been
     touched then.

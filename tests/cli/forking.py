@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ("matplotlib.backends.backend_agg", "matplotlib.figure", "axonn_jax.pipeline.picture")
+TRAINING = ("grain", "axonn_jax.inference.generate", "axonn_jax.train.run", *PICTURES)
+"""What takes a while to import."""
 MOST_BYTES = 3 << 30
 """Memory at which a command is ended, so that the machine lives on."""
 
@@ -38,11 +41,11 @@ class Done:
 class Forks:
     """The process that forks; `run` waits for one command."""
 
-    def __init__(self, scratch: Path, **environ: str):
+    def __init__(self, scratch: Path, modules: tuple[str, ...], **environ: str):
         self._files = [scratch / name for name in ("stdout", "stderr")]
         environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TERM": "dumb", **environ}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, *modules], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def run(self, argv: list[str], cwd: Path, limit_s: float) -> Done:
@@ -54,25 +57,16 @@ class Forks:
         return Done(argv, out=self._files[0].read_bytes(), err=self._files[1].read_bytes(), **told)
 
     def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()
 
 
 def serve() -> None:
-    for name in (
-        "axonn_jax.inference.generate",
-        "axonn_jax.pipeline.picture",
-        "axonn_jax.train.run",
-        "grain",
-        "matplotlib.backends.backend_agg",
-        "matplotlib.figure",
-        "tyro",
-    ):
+    for name in sys.argv[1:]:
         importlib.import_module(name)
     from axonn_jax.cli.main import main
 
     told = os.fdopen(os.dup(1), "w", buffering=1)
-    for command in ("inspect", "timeline", "generate", "plan", "simulate"):  # parsers are quicker once used
+    for command in ("inspect", "timeline", "plan"):  # parsers are quicker once used
         with contextlib.redirect_stdout(io.StringIO()):
             main([command, "--help"])
     gc.freeze()

@@ -9,8 +9,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from forking import Done, Forks
+from forking import PICTURES, TRAINING, Done, Forks
 from mutations import ESCAPES, another_file, bytes_of, json_of, spelled, toml_of
+
+from axonn_jax.pipeline.timeline import Span, write_trace
 
 SECRET = "SECRET-OF-ANOTHER-DIRECTORY"
 CONFIG = """[model]
@@ -64,30 +66,51 @@ class Place:
         return self.cases / "elsewhere"
 
 
-def prepared_place(root: Path) -> Place:
+def trained_place(root: Path) -> Place:
     """Prepares data and trains two steps in a pipeline of two."""
-    sound, cases = root / "sound", root / "cases"
-    (sound / "text").mkdir(parents=True)
-    cases.mkdir()
+    place = untrained_place(root, TRAINING)
+    sound, copies = place.sound, place.elsewhere
+    shutil.rmtree(sound / RUN)
+    (sound / "text").mkdir()
     for number in range(4):
         lines = [f"the grid of {number} and batch {n} weights\n" for n in range(60)]
         (sound / "text" / f"{number}.txt").write_text("".join(lines))
     (sound / "run.toml").write_text(CONFIG)
-    forks = Forks(root, JAX_NUM_CPU_DEVICES="2")
     for argv in (
         ["prepare", "text", "data", "--vocab", "280", "--include", "*.txt", "--holdout", "0.3"],
         ["train", "run.toml"],
     ):
-        done = forks.run(argv, sound, 120)
+        done = place.forks.run(argv, sound, 120)
         assert done.status == 0, done.err.decode()
-    shipped = Path(__file__).parents[2] / "axonn_jax" / "planner" / "machines" / "perlmutter.toml"
-    shutil.copyfile(shipped, sound / "machine.toml")
     shutil.rmtree(sound / "text")
-    shutil.copytree(sound / NEWEST, cases / "elsewhere")
+    shutil.copytree(sound / NEWEST, copies, dirs_exist_ok=True)
     for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "timeline.json"):
-        shutil.copyfile(sound / RUN / name, cases / "elsewhere" / name)
-    (cases / "elsewhere" / "secret.txt").write_text(SECRET)
-    return Place(sound, cases, forks)
+        shutil.copyfile(sound / RUN / name, copies / name)
+    return place
+
+
+def untrained_place(root: Path, modules: tuple[str, ...] = PICTURES) -> Place:
+    """A machine file and the timeline of a run: made in no time."""
+    place = Place(root / "sound", root / "cases", Forks(root, modules, JAX_NUM_CPU_DEVICES="2"))
+    (place.sound / RUN).mkdir(parents=True)
+    place.elsewhere.mkdir(parents=True)
+    (place.elsewhere / "secret.txt").write_text(SECRET)
+    shipped = Path(__file__).parents[2] / "axonn_jax" / "planner" / "machines" / "perlmutter.toml"
+    shutil.copyfile(shipped, place.sound / "machine.toml")
+    ran = (("F0.0", 0, "forward"), ("F1.0", 1, "forward"), ("B1.0", 1, "backward"), ("B0.0", 0, "backward"))
+    spans = [Span(rank, name, kind, at, at + 1.0, 2) for at, (name, rank, kind) in enumerate(ran)]
+    write_trace(place.sound / RUN / "timeline.json", spans)
+    return place
+
+
+def target_of(number: int) -> str:
+    """What a case changes."""
+    return _drawn(number)[1]
+
+
+def _drawn(number: int) -> tuple[random.Random, str]:
+    draw = random.Random(f"case {number}")
+    return draw, draw.choices(list(TARGETS), [weight for weight, _ in TARGETS.values()])[0]
 
 
 def command(random: random.Random, name: str, more: bool = False) -> list[str]:
@@ -104,9 +127,8 @@ def command(random: random.Random, name: str, more: bool = False) -> list[str]:
 
 
 def run_case(place: Place, number: int) -> tuple[str, str]:
-    """Changes one file as the case's number says and runs what reads it; returns what was changed and what went wrong."""
-    draw = random.Random(f"case {number}")
-    target = draw.choices(list(TARGETS), [weight for weight, _ in TARGETS.values()])[0]
+    """Changes one file as the case's number says and runs what reads it; returns what changed and what went wrong."""
+    draw, target = _drawn(number)
     folder = place.cases / "case"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(place.sound, folder)

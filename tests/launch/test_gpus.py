@@ -12,7 +12,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.gpus import Gpu, idle, parse, shares, visible
 from axonn_jax.grid import GridShape
 from axonn_jax.launch import World
-from axonn_jax.start import free_port
+from axonn_jax.network import free_port
 
 NODE = [Gpu(f"GPU-{letter * 8}-0000") for letter in "abcdefgh"]
 MIG = [Gpu("GPU-aaaaaaaa-0000", ("MIG-1111", "MIG-2222")), Gpu("GPU-bbbbbbbb-0000", ("MIG-3333",))]

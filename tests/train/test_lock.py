@@ -91,7 +91,7 @@ def contest(config, run, offset, folder):
     return loser is first
 
 
-@pytest.mark.parametrize("offset", [0.0, 0.4])
+@pytest.mark.parametrize("offset", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_one_of_two_runs_trains(offset, config, tmp_path):
     contest(config, tmp_path / "run", offset, tmp_path)
 

@@ -66,6 +66,7 @@ def test_lines_that_cannot_be_written(closed):
     assert (done.returncode, done.stdout, done.stderr) == (7, b"", b"")
 
 
+@pytest.mark.slow
 def test_training_ends_well_when_nobody_reads_its_lines_any_more(config, tmp_path):
     """`2>&1 | head -2`."""
     words = command(config, tmp_path / "run", train_steps=4, train_eval_every=1)

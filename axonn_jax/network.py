@@ -1,0 +1,106 @@
+"""The addresses of a run: which one a coordinator offers and listens at, and which ones a process listens on."""
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+from pathlib import Path
+
+from axonn_jax.errors import UserError
+
+_LISTENS = "0A"
+"""What the kernel writes for a socket that accepts connections."""
+
+
+def offer(hosts: int) -> str:
+    """An address of this host and a free port, for a coordinator: `own_address`, as `host:port`."""
+    address = own_address(hosts)
+    return f"{f'[{address}]' if ':' in address else address}:{free_port(address)}"
+
+
+def own_address(hosts: int) -> str:
+    """This host's address for a coordinator: loopback on one host; ``UserError`` where its name leads nowhere.
+
+    Of several hosts it is the first address of the host's name that others can reach, of IPv4 if there is one.
+    """
+    if hosts == 1:
+        return "127.0.0.1"
+    name = socket.gethostname()
+    try:
+        found = _addresses(name)
+    except OSError as error:
+        raise UserError("hostname", name, f"a name that resolves on this host ({error})") from None
+    reached = [address for address in found if not address.is_loopback and not address.is_link_local]
+    if not reached:
+        told = ", ".join(map(str, found))
+        raise UserError("hostname", name, f"an address other hosts can reach; it resolves to {told}")
+    return str(min(reached, key=lambda address: address.version))
+
+
+def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    found = [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    return [ipaddress.ip_address(text.partition("%")[0]) for text in dict.fromkeys(found)]
+
+
+def listen_at(coordinator: str, hosts: int) -> str:
+    """Where process 0 listens as coordinator: at the address that the others are told, nowhere else.
+
+    It is every address (`[::]`) only where the others must know it by another one: its name leads to loopback here,
+    as in many hosts' own /etc/hosts, or to an address that is none of this host's.
+    """
+    host, _, port = coordinator.rpartition(":")
+    if hosts == 1:
+        return coordinator
+    try:
+        for address in _addresses(host.strip("[]")):
+            if address.is_loopback:
+                raise OSError(f"{host} is loopback here")
+            free_port(str(address))
+    except OSError:
+        return f"[::]:{port}"
+    return coordinator
+
+
+def free_port(address: str = "") -> int:
+    """A TCP port of this address of this host that was free a moment ago; ``OSError`` where it has no such address."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses on which a process accepts TCP connections, as in `127.0.0.1` and `[::]`; empty if it is gone."""
+    found = set[str]()
+    with contextlib.suppress(OSError):
+        sockets = _sockets(pid)
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENS and fields[9] in sockets:
+                    found.add(_address(fields[1].partition(":")[0]))
+    return found
+
+
+def exposed(addresses: set[str]) -> set[str]:
+    """Those that are not loopback."""
+    return {text for text in addresses if not ipaddress.ip_address(text.strip("[]")).is_loopback}
+
+
+def _sockets(pid: int) -> set[str]:
+    """The inodes of a process's sockets."""
+    found = set[str]()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if inode := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(file)):
+                found.add(inode[1])
+    return found
+
+
+def _address(digits: str) -> str:
+    """An address as the kernel prints it, in words of four bytes, the last one first."""
+    raw = bytes.fromhex(digits)
+    address = ipaddress.ip_address(b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4)))
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(address.ipv4_mapped) if address.ipv4_mapped else f"[{address}]"
+    return str(address)
