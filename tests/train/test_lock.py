@@ -152,6 +152,24 @@ def test_after_kill_9_the_next_run_gets_the_lock_though_a_child_lives(config, tm
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
+def test_a_restart_waits_for_what_is_left_of_the_job_before(config, tmp_path):
+    run, err = tmp_path / "run", tmp_path / "stderr"
+    words = [*command(config, run, train_steps=60, train_eval_every=0), "--restarts", "1"]
+    with err.open("w") as file, subprocess.Popen(words, stderr=file, env=environment()) as job:
+        while not list(run.glob("checkpoints/step_*")):
+            time.sleep(0.02)
+        os.kill(int((run / LOCK).read_text().split()[1]), signal.SIGKILL)
+        while "starting again in 1 s" not in err.read_text():
+            time.sleep(0.01)
+        with held(run / LOCK):
+            while f"waiting for process {os.getpid()} on " not in err.read_text():
+                assert job.poll() is None, err.read_text()
+                time.sleep(0.02)
+        assert job.wait(120) == 0, err.read_text()
+    assert "resumed at step" in err.read_text()
+
+
 def test_where_a_file_system_has_no_locks_it_is_said_and_the_run_goes_on(tmp_path, monkeypatch):
     def none(*_):
         raise OSError(errno.ENOLCK, "No locks available")
