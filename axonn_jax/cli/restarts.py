@@ -127,12 +127,15 @@ class Restarts:
 
     def _wait_for_stragglers(self) -> None:
         """Waits, for a minute at most, while a process of the ended job still lives and holds the run directory."""
-        end = time.monotonic() + _LONGEST_WAIT_S
+        end, said = time.monotonic() + _LONGEST_WAIT_S, False
         while time.monotonic() < end and not self._told.is_set():
             try:
                 with held(self._directory / LOCK):
                     return
-            except Held:
+            except Held as holder:
+                if not said:
+                    say(f"axonn-jax: waiting for {holder}, which still trains in {self._directory}")
+                said = True
                 self._told.wait(0.2)
             except OSError:  # the job itself will say so
                 return

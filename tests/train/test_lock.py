@@ -57,22 +57,30 @@ class Contestant:
         return self._err.read_text()
 
 
+def saves(run):
+    return len(list(run.glob("checkpoints/step_*")))
+
+
+def until(holds, process=None, seconds=120):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert process is None or process.poll() is None, process.returncode
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
 def contest(config, run, offset, folder):
     """Two runs, the second some seconds later: one is refused, and the other goes on as if it were alone."""
     first = Contestant(config, run, 0.001, folder / "first")
     time.sleep(offset)
     both = [first, Contestant(config, run, 0.002, folder / "second")]
     try:
-        while all(one.process.poll() is None for one in both):
-            time.sleep(0.02)
+        until(lambda: any(one.process.poll() is not None for one in both))
         loser, winner = sorted(both, key=lambda one: one.process.poll() is None)
         assert loser.process.wait() == 2, loser.said
         (line,) = loser.said.splitlines()
         assert int(re.match(REFUSED, line)[2]) == winner.process.pid
-        end = time.monotonic() + 60
-        while len(list(run.glob("checkpoints/step_*"))) < 2:
-            assert time.monotonic() < end, winner.said
-            time.sleep(0.02)
+        until(lambda: saves(run) >= 2, winner.process)
         winner.process.send_signal(signal.SIGTERM)
         assert winner.process.wait(60) == 128 + signal.SIGTERM, winner.said
     finally:
@@ -138,8 +146,7 @@ def test_after_kill_9_the_next_run_gets_the_lock_though_a_child_lives(config, tm
     words = [sys.executable, "-c", WITH_A_CHILD, str(run / LOCK), *command(config, run, train_steps=100_000)[3:]]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment()) as killed:
         child = int(killed.stdout.readline().split()[1])
-        while not list(run.glob("checkpoints/step_*")):
-            time.sleep(0.02)
+        until(lambda: saves(run), killed)
         killed.kill()
         killed.wait()
     try:
@@ -150,6 +157,20 @@ def test_after_kill_9_the_next_run_gets_the_lock_though_a_child_lives(config, tm
         assert alive(child)
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_restart_waits_for_what_is_left_of_the_job_before(config, tmp_path):
+    run, err = tmp_path / "run", tmp_path / "stderr"
+    words = [*command(config, run, train_steps=60, train_eval_every=0), "--restarts", "1"]
+    with err.open("w") as file, subprocess.Popen(words, stderr=file, env=environment()) as job:
+        until(lambda: saves(run), job)
+        os.kill(int((run / LOCK).read_text().split()[1]), signal.SIGKILL)
+        until(lambda: "starting again in 1 s" in err.read_text(), job)
+        with held(run / LOCK):
+            until(lambda: f"waiting for process {os.getpid()} on " in err.read_text(), job)
+        assert job.wait(120) == 0, err.read_text()
+    assert "resumed at step" in err.read_text()
 
 
 def test_where_a_file_system_has_no_locks_it_is_said_and_the_run_goes_on(tmp_path, monkeypatch):
