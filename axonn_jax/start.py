@@ -11,7 +11,7 @@ from axonn_jax import gpus
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid
 from axonn_jax.launch import Explicit, MpiFacts, World, binding_notice, detect
-from axonn_jax.network import listen_at, offer
+from axonn_jax.network import keep_mpi_local, listen_at, offer
 
 if TYPE_CHECKING:
     import jax
@@ -152,10 +152,7 @@ def _devices(shape: GridShape, world: World) -> "Sequence[object]":
 
 def _ask_mpi() -> MpiFacts:
     """Initialises MPI (THREAD_MULTIPLE) and lets process 0 offer an address for `jax.distributed`."""
-    local_size, size = (os.environ.get(f"OMPI_COMM_WORLD_{name}SIZE") for name in ("LOCAL_", ""))
-    if local_size is not None and local_size == size:
-        # On one host Open MPI needs shared memory only, and its TCP transport would listen on every interface.
-        os.environ.setdefault("OMPI_MCA_btl", "self,sm")
+    keep_mpi_local()
     try:
         from mpi4py import MPI
     except ImportError as error:

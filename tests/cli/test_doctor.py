@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,12 @@ from axonn_jax.doctor_checks import loopback, pinned, preallocated, slurm
 from axonn_jax.doctor_mpi import same_mpi
 from axonn_jax.doctor_probes import Row, environment, probe, ranges, satisfies, which
 from axonn_jax.errors import UserError
+from axonn_jax.network import exposed
 
 COMMAND = "import sys; from axonn_jax.cli.main import main; sys.exit(main(['doctor', '--json', *sys.argv[1:]]))"
 ROWS = {
     "python", "platform", "cores", "memory", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain",
-    "tokenizers", "tyro", "devices", "gpus", "mpicc", "mpirun", "mpi4py", "mpi4jax", "mpi ping", "hostname", "loopback",
+    "tokenizers", "tyro", "devices", "gpus", "mpicc", "mpirun", "mpi4py", "mpi4jax", "mpi ping", "listens", "hostname", "loopback",
     "disk", "slurm", "tensorboardX", "safetensors", "transformers", "torch",
 }  # fmt: skip
 TASK = {
@@ -103,6 +105,12 @@ def test_hanging_devices_do_not_hang_doctor(tmp_path: Path) -> None:
 def test_doctor_started_by_mpirun_still_finds_mpi() -> None:
     _, rows = doctor(launcher=(str(which("mpirun")[0]), "-n", "1"))
     assert rows["mpi ping"]["status"] == "ok", rows["mpi ping"]
+    told = re.fullmatch(r"mpirun on (.*); each rank on (.*)", rows["listens"]["found"])
+    assert told, rows["listens"]
+    assert told[2] == "none"  # in shared memory
+    if exposed(set(told[1].split(", "))):  # as Open MPI 5.0.11 does
+        assert rows["listens"]["status"] == "warning"
+        assert rows["listens"]["fix"].startswith("unshare ")
 
 
 GPUS = "import json; from axonn_jax.doctor_checks import gpu_shares; print(json.dumps(vars(gpu_shares(60))))"
