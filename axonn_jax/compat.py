@@ -170,7 +170,7 @@ def keep_gloo_on(address: str) -> None:
     from jaxlib import _jax
 
     def make() -> Any:
-        if jax.config.jax_cpu_collectives_implementation != "gloo":
+        if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
             return xla_bridge.make_cpu_client()
         client = distributed.global_state.client
         return xla_bridge.make_cpu_client(_jax.make_gloo_tcp_collectives(distributed_client=client, hostname=address))

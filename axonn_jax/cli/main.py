@@ -1,5 +1,6 @@
 """The command `axonn-jax`: finds the subcommand, runs it, turns what happens into an exit status."""
 
+import contextlib
 import importlib
 import os
 import sys
@@ -49,6 +50,7 @@ _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit status: 0, 1 for a failed run, 2 for bad input, 130 if interrupted."""
+    _open_closed_streams()
     try:
         status = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -61,6 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         return report(error)
     return status
+
+
+def _open_closed_streams() -> None:
+    """Lets standard streams that were closed (`>&-`) lead nowhere: else a checkpoint's file could become one of them."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                continue
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, this one
+            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -21,7 +21,7 @@ from axonn_jax.network import exposed
 COMMAND = "import sys; from axonn_jax.cli.main import main; sys.exit(main(['doctor', '--json', *sys.argv[1:]]))"
 ROWS = {
     "python", "platform", "cores", "memory", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain",
-    "tokenizers", "tyro", "devices", "gpus", "mpicc", "mpirun", "mpi4py", "mpi4jax", "mpi ping", "listens", "hostname", "loopback",
+    "tokenizers", "tyro", "devices", "gpus", "mpicc", "mpirun", "mpi4py", "mpi4jax", "mpi ping", "hostname", "loopback",
     "disk", "slurm", "tensorboardX", "safetensors", "transformers", "torch",
 }  # fmt: skip
 TASK = {
