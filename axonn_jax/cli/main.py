@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Lets standard streams that were closed (`>&-`) lead nowhere: else a checkpoint's file could become one of them."""
+    """Lets standard streams that were closed (`>&-`) lead nowhere: else the next file to be opened would be one."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             with contextlib.suppress(OSError):

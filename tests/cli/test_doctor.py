@@ -12,7 +12,7 @@ import pytest
 from launched import gpu_environment
 
 from axonn_jax.cli.doctor import Doctor, _show, run
-from axonn_jax.doctor_checks import loopback, pinned, preallocated, slurm
+from axonn_jax.doctor_checks import loopback, pinned, places, preallocated, slurm
 from axonn_jax.doctor_mpi import same_mpi
 from axonn_jax.doctor_probes import Row, environment, probe, ranges, satisfies, which
 from axonn_jax.errors import UserError
@@ -276,3 +276,13 @@ def test_the_share_of_a_gpu_that_runs_take(environ, status, found) -> None:
     row = preallocated(environ)
     assert (row.status, bool(row.fix)) == (status, status != "ok")
     assert found in row.found
+
+
+def test_a_working_directory_that_is_gone_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    rows = {row.check: row for row in places()}
+    assert rows["disk"].status == "warning"
+    assert "No such file" in rows["disk"].found
