@@ -160,24 +160,6 @@ def gpus_expected() -> bool:
     return False
 
 
-def keep_gloo_on(address: str) -> None:
-    """Lets the CPU backend's collectives listen on this address of the host alone; call before jax's devices.
-
-    By themselves they take the address of the host's name. jax has no setting for it, but its maker of the backend
-    takes collectives ready made.
-    """
-    from jax._src import distributed, xla_bridge
-    from jaxlib import _jax
-
-    def make() -> Any:
-        if jax.config.jax_cpu_collectives_implementation != "gloo":
-            return xla_bridge.make_cpu_client()
-        client = distributed.global_state.client
-        return xla_bridge.make_cpu_client(_jax.make_gloo_tcp_collectives(distributed_client=client, hostname=address))
-
-    xla_bridge.register_backend_factory("cpu", make, priority=0, fail_quietly=False)
-
-
 def gather(value: Any) -> list[Any]:
     """Everybody's value, anything that JSON keeps, by rank; once in a `jax.distributed` world, before jax's devices.
 

@@ -224,8 +224,12 @@ def places() -> Iterator[Row]:
     trouble = loopback()
     fix = "sudo ip link set lo up" if trouble else ""
     yield Row("loopback", "warning" if trouble else "ok", trouble or "127.0.0.1 works", joins, fix)
-    free = shutil.disk_usage(Path.cwd()).free / GIB
-    yield _amount("disk", free, 2, "GiB free here", "checkpoints, prepared data", f"df -h {Path.cwd()}")
+    try:
+        here = Path.cwd()
+        free = shutil.disk_usage(here).free / GIB
+        yield _amount("disk", free, 2, "GiB free here", "checkpoints, prepared data", f"df -h {here}")
+    except OSError as error:
+        yield Row("disk", "warning", f"the working directory: {error}", "paths that begin here", "cd")
     if Path("/dev/shm").is_dir():
         shared = shutil.disk_usage("/dev/shm").free / GIB
         grow = "sudo mount -o remount,size=1G /dev/shm"

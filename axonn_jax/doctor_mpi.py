@@ -4,10 +4,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from axonn_jax.doctor_probes import Row, installed, pip_command, probe, python, setup_command, which
+from axonn_jax.network import exposed
 
 _RUNS = "runs under mpirun (one process needs no MPI)"
 _LIBRARY = """
@@ -30,7 +31,9 @@ told = [" ".join(str(w.message).split())[:140] for w in caught if "mpi4jax" in s
 print(sys.argv[1] + json.dumps({"mpi4jax": mpi4jax.has_cuda_support(), "warning": "; ".join(told)}), flush=True)
 """
 _PING = """
-import json, sys, time
+import json, os, sys, time
+from axonn_jax.network import keep_mpi_local, listening
+keep_mpi_local()
 from mpi4py import MPI
 world = MPI.COMM_WORLD
 times = []
@@ -44,8 +47,10 @@ for _ in range(100 if world.size == 2 else 0):
     times.append(time.perf_counter() - began)
 if world.rank == 0:
     microseconds = sorted(times)[50] * 5e5 if times else 0.0
-    print(sys.argv[1] + json.dumps({"ping": {"size": world.size, "us": microseconds}}), flush=True)
+    listens = {"mpirun": sorted(listening(os.getppid())), "each rank": sorted(listening(os.getpid()))}
+    print(sys.argv[1] + json.dumps({"ping": {"size": world.size, "us": microseconds}, "listens": listens}), flush=True)
 """
+_ALONE = "unshare --user --map-root-user --net sh -c 'ip link set lo up && exec mpirun --allow-run-as-root ...'"
 
 
 def mpi(timeout: float) -> Iterator[Row]:
@@ -72,7 +77,7 @@ def mpi(timeout: float) -> Iterator[Row]:
         cuda = ", takes the memory of CUDA devices" if library.answers.get("cuda") else ""
         yield Row("mpi4py", "ok", f"{version}, {text}, MPI_THREAD_MULTIPLE{cuda}", _RUNS)
     yield mpi4jax(timeout)
-    yield ping(launcher, told, timeout, fix)
+    yield from ping(launcher, told, timeout, fix)
 
 
 def _fix(*pip: str) -> str:
@@ -119,19 +124,31 @@ def mpi4jax(timeout: float) -> Row:
     return Row("mpi4jax", "ok", f"{version}, {cuda}", fails)
 
 
-def ping(launcher: str | None, told: str, timeout: float, fix: str) -> Row:
-    """Whether two ranks on this machine start and talk, for real."""
+def ping(launcher: str | None, told: str, timeout: float, fix: str) -> Iterator[Row]:
+    """Whether two ranks on this machine start and talk, for real, and where they and mpirun listen meanwhile."""
     fails = "runs under mpirun on this machine"
     if launcher is None:
-        return Row("mpi ping", "missing", "no mpirun to try it with", fails, fix)
+        yield Row("mpi ping", "missing", "no mpirun to try it with", fails, fix)
+        return
     flags = ["--oversubscribe"] if "Open MPI" in told else []
     if flags and os.geteuid() == 0:
         flags.append("--allow-run-as-root")
     seen = probe([launcher, *flags, "-n", "2", *python(_PING)], timeout)
     answer = seen.answers.get("ping")
     if answer is None or not seen.ok:
-        return Row("mpi ping", "warning", f"2 ranks do not talk: {seen.trouble(timeout)}", fails, fix)
+        yield Row("mpi ping", "warning", f"2 ranks do not talk: {seen.trouble(timeout)}", fails, fix)
+        return
     if answer["size"] != 2:
-        return Row("mpi ping", "warning", f"mpirun -n 2 made worlds of {answer['size']} rank", fails, fix)
+        yield Row("mpi ping", "warning", f"mpirun -n 2 made worlds of {answer['size']} rank", fails, fix)
+        return
     root = ", --allow-run-as-root needed here" if "--allow-run-as-root" in flags else ""
-    return Row("mpi ping", "ok", f"2 ranks, {answer['us']:.1f} us one way{root}", fails)
+    yield Row("mpi ping", "ok", f"2 ranks, {answer['us']:.1f} us one way{root}", fails)
+    yield listens(seen.answers.get("listens", {}))
+
+
+def listens(found: Mapping[str, Sequence[str]]) -> Row:
+    """On which addresses processes of a run on this host accept connections; nobody is asked who they are."""
+    told = "; ".join(f"{name} on {', '.join(addresses) or 'none'}" for name, addresses in found.items())
+    open_to = exposed({address for addresses in found.values() for address in addresses})
+    fails = "keeping strangers of the network out of runs: see What listens in docs/concepts.md"
+    return Row("listens", "warning" if open_to else "ok", told or "not known", fails, _ALONE if open_to else "")

@@ -5,12 +5,23 @@ import ipaddress
 import os
 import re
 import socket
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from axonn_jax.errors import UserError
 
 _LISTENS = "0A"
 """What the kernel writes for a socket that accepts connections."""
+
+
+def keep_mpi_local(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Lets a rank whose run is all on one host use shared memory only, before MPI starts, unless the user has chosen.
+
+    Open MPI's TCP transport would listen on every address.
+    """
+    local_size, size = (environ.get(f"OMPI_COMM_WORLD_{name}SIZE") for name in ("LOCAL_", ""))
+    if local_size is not None and local_size == size:
+        environ.setdefault("OMPI_MCA_btl", "self,sm")
 
 
 def offer(hosts: int) -> str:

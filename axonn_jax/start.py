@@ -10,7 +10,7 @@ from axonn_jax import gpus, terminal
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid
 from axonn_jax.launch import Explicit, MpiFacts, World, binding_notice, detect
-from axonn_jax.network import listen_at, offer
+from axonn_jax.network import keep_mpi_local, listen_at, offer
 
 if TYPE_CHECKING:
     import jax
@@ -151,10 +151,7 @@ def _devices(shape: GridShape, world: World) -> "Sequence[object]":
 
 def _ask_mpi() -> MpiFacts:
     """Initialises MPI (THREAD_MULTIPLE) and lets process 0 offer an address for `jax.distributed`."""
-    local_size, size = (os.environ.get(f"OMPI_COMM_WORLD_{name}SIZE") for name in ("LOCAL_", ""))
-    if local_size is not None and local_size == size:
-        # On one host Open MPI needs shared memory only, and its TCP transport would listen on every interface.
-        os.environ.setdefault("OMPI_MCA_btl", "self,sm")
+    keep_mpi_local()
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -217,8 +214,6 @@ def join(world: World) -> None:
     if not compat.accelerator_expected():
         # One device a process: several, with many dispatches in flight, deadlock in gloo.
         jax.config.update("jax_num_cpu_devices", 1)
-    if world.hosts == 1:
-        compat.keep_gloo_on("127.0.0.1")
     # Its service for preemptions would take SIGTERM away from the script's own handler.
     jax.config.update("jax_enable_preemption_service", False)
     assert world.coordinator is not None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 from launched import gpu_environment
 
 from axonn_jax.cli.doctor import Doctor, _show, run
-from axonn_jax.doctor_checks import loopback, pinned, preallocated, slurm
+from axonn_jax.doctor_checks import loopback, pinned, places, preallocated, slurm
 from axonn_jax.doctor_mpi import same_mpi
 from axonn_jax.doctor_probes import Row, environment, probe, ranges, satisfies, which
 from axonn_jax.errors import UserError
+from axonn_jax.network import exposed
 
 COMMAND = "import sys; from axonn_jax.cli.main import main; sys.exit(main(['doctor', '--json', *sys.argv[1:]]))"
 ROWS = {
@@ -103,6 +105,12 @@ def test_hanging_devices_do_not_hang_doctor(tmp_path: Path) -> None:
 def test_doctor_started_by_mpirun_still_finds_mpi() -> None:
     _, rows = doctor(launcher=(str(which("mpirun")[0]), "-n", "1"))
     assert rows["mpi ping"]["status"] == "ok", rows["mpi ping"]
+    told = re.fullmatch(r"mpirun on (.*); each rank on (.*)", rows["listens"]["found"])
+    assert told, rows["listens"]
+    assert told[2] == "none"  # in shared memory
+    if exposed(set(told[1].split(", "))):  # as Open MPI 5.0.11 does
+        assert rows["listens"]["status"] == "warning"
+        assert rows["listens"]["fix"].startswith("unshare ")
 
 
 GPUS = "import json; from axonn_jax.doctor_checks import gpu_shares; print(json.dumps(vars(gpu_shares(60))))"
@@ -268,3 +276,13 @@ def test_the_share_of_a_gpu_that_runs_take(environ, status, found) -> None:
     row = preallocated(environ)
     assert (row.status, bool(row.fix)) == (status, status != "ok")
     assert found in row.found
+
+
+def test_a_working_directory_that_is_gone_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    rows = {row.check: row for row in places()}
+    assert rows["disk"].status == "warning"
+    assert "No such file" in rows["disk"].found

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,6 +17,9 @@ import numpy as np
 import pytest
 from launched import CONFIG, MPIRUN, UNDER_MPIRUN, Launched, command, curves, finished
 
+from axonn_jax.network import listening
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/concepts.md"
 TOLERANCE = 2e-6  # as in test_mpirun_pipeline
 STALL_S, CUT_S = 10, 25
 HOSTS = Path("/etc/hosts")
@@ -146,6 +150,41 @@ def test_the_curve_across_two_hosts_is_that_of_one_process(ranks, axes, hosts, c
     np.testing.assert_allclose(losses, one_process[0], rtol=TOLERANCE)
     np.testing.assert_allclose(held_out, one_process[2], rtol=TOLERANCE)
     assert f"{ranks} processes on 2 host(s), by MPI" in done.stderr
+
+
+def of_the_page(own, *processes):
+    """The addresses that the documentation gives processes of several hosts."""
+    section = PAGE.read_text().split("## What listens")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    cells = {row[0]: row[2].replace("ADDRESS", own) for row in rows}
+    return {address for process in processes for address in re.findall(r"`([^`]+)`", cells[process])}
+
+
+@pytest.mark.slow
+def test_two_hosts_listen_where_the_page_says_and_nowhere_else(hosts, config, tmp_path):
+    """A coordinator and gloo listen at the hosts' own addresses; `ss` sees what /proc tells."""
+    with Launched(
+        hosts.mpirun(2, command(config, tmp_path / "run", grid_data=2, train_steps=100_000)), tmp_path
+    ) as run:
+        run.wait_for("step 1/")
+        time.sleep(2)
+        ranks = run.ranks()
+        daemon = int(Path(f"/proc/{ranks[1]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        first, second = hosts.addresses
+        pages = {
+            run.mpirun.pid: of_the_page(first, "`mpirun`", "`mpirun`, for its daemons"),
+            daemon: of_the_page(second, "`prted` on every other host"),
+            ranks[0]: of_the_page(first, "every rank", "every rank, by gloo", "first rank, as coordinator"),
+            ranks[1]: of_the_page(second, "every rank", "every rank, by gloo"),
+        }
+        assert {pid: listening(pid) for pid in pages} == pages
+        seen = {pid: set() for pid in pages}
+        for name in hosts.names if shutil.which("ss") else ():
+            for line in ip("netns", "exec", name, "ss", "-ltnpH").stdout.splitlines():
+                local = line.split()[3].rpartition(":")[0]
+                for pid in map(int, re.findall(r"pid=(\d+)", line)):
+                    seen.setdefault(pid, set()).add(re.sub(r"\[::ffff:(.*)\]", r"\1", local.replace("*", "[::]")))
+        assert seen == pages or not shutil.which("ss")
 
 
 @pytest.mark.parametrize(
