@@ -110,7 +110,7 @@ def typed(kind: type[T], value: Any, name: str = "") -> T:
 
 
 def _typed(kind: Any, value: Any, name: str) -> Any:
-    if kind is Any:
+    if kind is Any or (kind is type(value) and kind is not int):
         return value
     if is_dataclass(kind):
         return _built(kind, value, name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.documents import parse_json, read_bytes, typed
+from axonn_jax.documents import parse_json, read_bytes, replace_whole, typed
 
 METRICS = "metrics.jsonl"
 _MOST = 2**31  # bytes read of a log: that of ten million steps
@@ -50,6 +50,7 @@ class MetricsLog:
             records, damage = [], f"it is left out: {getattr(error, 'strerror', None) or error}"
         rewritten = self.path.with_name(f".{METRICS}.part")
         kept = (json.dumps(record) + "\n" for record in records if record["step"] <= step)
+        rewritten.unlink(missing_ok=True)  # a link that came with the directory is not followed
         rewritten.write_text("".join(kept), encoding="utf-8")
         if damage:
             aside = _free_name(self.path)
@@ -165,7 +166,9 @@ def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
     axes.grid(alpha=0.25)
     axes.legend(loc="upper right" if unigram_entropy is None else "best")
     path = directory / "loss.png"
-    figure.savefig(path, dpi=120)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    replace_whole(path, png.getvalue())
     return path
 
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -18,6 +17,8 @@ from flax import nnx
 
 from axonn_jax import compat
 from axonn_jax.data.loader import Loader
+from axonn_jax.documents import replace_whole
+from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.launch import World
 from axonn_jax.memory.account import lines as memory_lines
@@ -159,9 +160,16 @@ class Run:
         self.log: MetricsLog | None = None
         if self.first:
             self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
-            shutil.copyfile(Path(config.data.path) / "tokenizer.json", self.directory / "tokenizer.json")
+            self._put("config.toml", to_toml(config).encode())
+            self._put("tokenizer.json", (Path(config.data.path) / "tokenizer.json").read_bytes())
             self.log = MetricsLog(self.directory, tensorboard=config.log.tensorboard, resumed=self.start, warn=self.say)
+
+    def _put(self, name: str, raw: bytes) -> None:
+        try:
+            replace_whole(self.directory / name, raw)
+        except OSError as error:
+            accepted = f"a directory that {name} can be written in; {error.strerror}"
+            raise UserError("log.dir", str(self.directory), accepted) from None
 
     def say(self, text: str) -> None:
         """Prints a line, on the first process only."""
@@ -322,7 +330,10 @@ class Run:
         """Says where the bytes are, once a step has run, and writes it down."""
         found = self.trainer.memory()
         if self.first:
-            (self.directory / "memory.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            try:
+                replace_whole(self.directory / "memory.json", (json.dumps(found, indent=1) + "\n").encode())
+            except OSError as error:
+                self.say(f"warning: memory.json could not be written: {error.strerror or error}")
             for line in memory_lines(next(iter(found.values()))):
                 self.say(line)
 

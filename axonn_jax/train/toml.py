@@ -61,12 +61,13 @@ def read(path: str | Path, flags: Iterable[tuple[str, object]] = ()) -> Config:
         text = read_bytes(path, TOML_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise UserError("CONFIG.toml", str(path), "no such file; give the path of a TOML file") from None
-    except IsADirectoryError:
-        raise UserError("CONFIG.toml", str(path), "is a directory; give the path of a TOML file") from None
     except OSError as error:
         raise UserError("CONFIG.toml", str(path), f"a TOML file that can be read; {error.strerror}") from None
     except ValueError as error:
-        raise UserError("CONFIG.toml", str(path), f"a TOML file, which is UTF-8 text; {error}") from None
+        accepted = f"a TOML file, which is UTF-8 text; {error}"
+        if path.is_dir():
+            accepted = "is a directory; give the path of a TOML file"
+        raise UserError("CONFIG.toml", str(path), accepted) from None
     return loads(text, flags, source=str(path), name=path.stem)
 
 

@@ -39,7 +39,7 @@ TARGETS = {
     "checkpoint": (40, ("inspect", "inspect", "generate", "train")),
     "part": (16, ("inspect", "generate", "train")),
     "older": (4, ("inspect", "train")),
-    "config": (12, ("generate",)),
+    "config": (12, ("generate", "generate", "train")),
     "metrics": (10, ("train",)),
     "timeline": (16, ("timeline",)),
     "tokenizer": (8, ("generate",)),

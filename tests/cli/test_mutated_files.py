@@ -1,9 +1,10 @@
 """Whatever became of a file of a run directory or of prepared data: a status, a line, in bounded time and memory."""
 
 import os
+import shutil
 
 import pytest
-from mutated import run_case, target_of, trained_place, untrained_place
+from mutated import RUN, run_case, target_of, trained_place, untrained_place
 
 CASES = 2000
 """Cases alone: `MUTATED_CASES=17,18 pytest -m slow tests/cli/test_mutated_files.py`."""
@@ -37,6 +38,21 @@ def test_a_few_mutations(untrained):
     numbers = [number for number in range(100) if target_of(number) in ("timeline", "machine")][:8]
     told = faults(untrained, numbers)
     assert not told, "\n".join(told)
+
+
+@pytest.mark.slow
+def test_a_run_follows_no_link_in_its_directory(trained):
+    """What a run writes beside its checkpoints replaces what stands there."""
+    folder = trained.cases / "links"
+    shutil.copytree(trained.sound, folder)
+    (folder / "mine.txt").write_text("mine")
+    for name in ("config.toml", "tokenizer.json", "loss.png", ".metrics.jsonl.part"):
+        (folder / RUN / name).unlink(missing_ok=True)
+        (folder / RUN / name).symlink_to(folder / "mine.txt")
+    done = trained.forks.run(["train", "run.toml", "--grid.pipe", "1", "--train.steps", "3"], folder, 120)
+    assert done.status == 0, done.err.decode()
+    assert (folder / "mine.txt").read_text() == "mine"
+    assert not [path for path in (folder / RUN).iterdir() if path.is_symlink()]
 
 
 @pytest.mark.slow

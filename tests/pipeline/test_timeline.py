@@ -298,7 +298,7 @@ def test_bytes_and_directories_are_no_trace(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"^timeline.json = .*: a whole trace"):
         read_trace(tmp_path / "bytes")
-    with pytest.raises(UserError, match=r"^timeline.json = .*: a file that can be read"):
+    with pytest.raises(UserError, match=r"^timeline.json = .*: a whole trace .*; not a regular file$"):
         read_trace(tmp_path)
     with pytest.raises(UserError, match=r"only a pipelined run \(grid.pipe above 1\) leaves one"):
         read_trace(tmp_path / "timeline.json")
