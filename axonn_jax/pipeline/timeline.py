@@ -3,19 +3,20 @@
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from axonn_jax.documents import parse_json, read_bytes, replace_whole, typed
+from axonn_jax.documents import parse_json, read_bytes, replace_whole
 from axonn_jax.errors import UserError
 
 TIMELINE = "timeline.json"
 
 MOST_RANKS = 1024
 """Places along the pipe of a timeline that is read: a picture with a row for each stays one that can be opened."""
-_MOST_BYTES, _MOST_SPANS, _MOST_LINE = 100_000_000, 200_000, 1000
+_MOST_BYTES, _MOST_SPANS, _MOST_LINE = 300_000_000, 500_000, 1000
 _SLICE = b'\n{"ph": "X"'
 _EVENT = re.compile(_SLICE + rb"[^\n]*")
 _LONGEST_S = 1e9
@@ -211,11 +212,20 @@ def _covered(spans: Iterable[Span]) -> float:
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
     """Writes the spans in Chrome's trace event format, which Perfetto opens; times count from the first span's start.
 
-    A process is a stage, its threads are its tasks and its communication; arrows lead from stage to stage.
+    A process is a stage, its threads are its tasks and its communication; arrows lead from stage to stage. The oldest
+    steps are left out where there are more spans than `read_trace` reads.
     """
+    spans = _newest(spans)
     lines = ",\n".join(json.dumps(event, allow_nan=False) for event in _events(spans))
     # A viewer may look while a run writes: the file is there whole, or as it was.
     replace_whole(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'.encode())
+
+
+def _newest(spans: Sequence[Span]) -> Sequence[Span]:
+    left = Counter(span.step for span in spans)
+    while left.total() > _MOST_SPANS and len(left) > 1:
+        del left[min(left)]
+    return [span for span in spans if span.step in left]
 
 
 def _events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
@@ -282,21 +292,6 @@ def _arrows(slices: Sequence[tuple[Span, dict[str, Any]]]) -> Iterator[dict[str,
             yield {"ph": phase, "id": number, "name": what, "cat": "flow", **place, **more}
 
 
-@dataclass(frozen=True)
-class _Args:
-    step: int
-
-
-@dataclass(frozen=True)
-class _Event:
-    pid: int
-    name: str
-    cat: str
-    ts: float
-    dur: float
-    args: _Args
-
-
 def read_trace(path: Path) -> list[Span]:
     """The spans of a file that `write_trace` wrote, by their start; seconds from the first one's.
 
@@ -313,7 +308,7 @@ def read_trace(path: Path) -> list[Span]:
         for line in _EVENT.finditer(raw):
             if line.end() - line.start() > _MOST_LINE:
                 raise ValueError(f"an event of over {_MOST_LINE:,} characters")
-            spans.append(_span(typed(_Event, parse_json(line[0].strip(b"\n,")), "event")))
+            spans.append(_span(parse_json(line[0].strip(b"\n,"))))
         return merge([spans])
     except FileNotFoundError:
         raise UserError(TIMELINE, str(path), "a file; only a pipelined run (grid.pipe above 1) leaves one") from None
@@ -323,10 +318,15 @@ def read_trace(path: Path) -> list[Span]:
         raise UserError(TIMELINE, str(path), f"a whole trace as a pipelined run leaves it; {error}") from None
 
 
-def _span(event: _Event) -> Span:
-    if not 0 <= event.pid < MOST_RANKS:
-        raise ValueError(f"pid {event.pid} is none of at most {MOST_RANKS:,} stages")
-    start, end = (round(time, 3) / 1e6 for time in (event.ts, event.ts + event.dur))  # as it is written
-    if event.cat not in KINDS or not 0 <= start <= end <= _LONGEST_S or not 0 <= event.args.step < 2**31:
+def _span(event: Any) -> Span:
+    try:
+        rank, name, kind, step = event["pid"], event["name"], event["cat"], event["args"]["step"]
+        start, end = (round(time, 3) / 1e6 for time in (event["ts"], event["ts"] + event["dur"]))  # as it is written
+    except (KeyError, TypeError, OverflowError):
+        raise ValueError("an event without a task's fields") from None
+    if not (type(rank) is int and 0 <= rank < MOST_RANKS):
+        raise ValueError(f"a pid that is none of at most {MOST_RANKS:,} stages")
+    known = type(name) is str and type(kind) is str and kind in KINDS
+    if not (known and 0 <= start <= end <= _LONGEST_S and type(step) is int and 0 <= step < 2**31):
         raise ValueError("an event of no task's kind, time or step")
-    return Span(event.pid, event.name, event.cat, start, end, event.args.step)
+    return Span(rank, name, kind, start, end, step)

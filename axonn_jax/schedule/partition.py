@@ -1,6 +1,7 @@
 """Which piece of a model goes to which virtual stage: contiguous ranges, the busiest rank as idle as possible."""
 
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
@@ -54,9 +55,9 @@ def partition(costs: Sequence[Cost], pipe: int, virtual_stages: int = 1) -> list
             f"at most {len(costs) // virtual_stages}: each of the {virtual_stages} * pipe virtual stages needs one of "
             f"the model's {len(costs)} pieces",
         )
-    if len(costs) > _MOST_PIECES:
-        return _coarse(costs, pipe, virtual_stages)
     times, params = _integers([c.total for c in costs]), [c.params for c in costs]
+    if len(costs) > _MOST_PIECES:
+        return [range(a, b) for a, b in pairwise(_even(times, pipe * virtual_stages))]
     if virtual_stages == 1:
         cuts = _chain(times, params, pipe)
     elif comb(len(costs) - 1, stages - 1) <= _FEW:
@@ -66,20 +67,20 @@ def partition(costs: Sequence[Cost], pipe: int, virtual_stages: int = 1) -> list
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
-_MOST_PIECES = 2048
-"""More are cut where every second, third, ... one ends: time grows with their square."""
+_MOST_PIECES = 512
+"""More are cut into even shares: the time to find the best cuts grows with their square."""
 
 
-def _coarse(costs: Sequence[Cost], pipe: int, virtual_stages: int) -> list[range]:
-    stages, together = pipe * virtual_stages, -(-len(costs) // _MOST_PIECES)
-    edges = [*range(0, len(costs), together), len(costs)]
-    if len(edges) - 1 < stages:  # nearly as many stages as pieces
-        return [range(len(costs) * s // stages, len(costs) * (s + 1) // stages) for s in range(stages)]
-    groups = [costs[a:b] for a, b in pairwise(edges)]
-    sums = [
-        Cost(g[0].name, sum(c.forward for c in g), sum(c.backward for c in g), sum(c.params for c in g)) for g in groups
-    ]
-    return [range(edges[part.start], edges[part.stop]) for part in partition(sums, pipe, virtual_stages)]
+def _even(times: Sequence[int], stages: int) -> list[int]:
+    """Cuts where the time of all before is nearest to a stage's share; a stage takes at most a piece more than that."""
+    before = list(accumulate(times, initial=0))
+    cuts = [0]
+    for stage in range(1, stages):
+        share = before[-1] * stage // stages
+        at = bisect_left(before, share)
+        at -= at > 0 and share - before[at - 1] < before[at] - share
+        cuts.append(min(max(at, cuts[-1] + 1), len(times) - stages + stage))
+    return [*cuts, len(times)]
 
 
 def explicit(split: Sequence[int], pieces: int, stages: int) -> list[range]:
