@@ -16,7 +16,7 @@ from axonn_jax.state.agree import Alone
 from axonn_jax.state.checkpoint import faults, newest
 
 SECRET = b"a secret of thirty-one bytes...\n"
-SHA256 = hashlib.sha256(SECRET).hexdigest()
+SIZE, SHA256 = len(SECRET), hashlib.sha256(SECRET).hexdigest()
 DATA = "part_000/_METADATA"
 
 
@@ -33,7 +33,7 @@ def forge(checkpoint, change):
     file.write_text(render({"content": content, "sha256": hashlib.sha256(render(content).encode()).hexdigest()}))
 
 
-def listing(name, size=len(SECRET), sha256=SHA256):
+def listing(name, size=SIZE, sha256=SHA256):
     """Lists a file under a name, with the size and the checksum that the secret file has."""
     return lambda content: content["files"].update({name: {"bytes": size, "sha256": sha256}})
 
