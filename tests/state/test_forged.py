@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from saved import saver, state
 
 from axonn_jax.cli.main import main
 from axonn_jax.state.agree import Alone
@@ -167,15 +166,6 @@ FORGED = {
     "a text": lambda content: "content",
 }
 """What the manifest of step 4 is forged to say."""
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    with saver(folder) as made:
-        for step in (2, 4):
-            made.save(step, state(step), {"position": step})
-    return folder
 
 
 @pytest.fixture

@@ -105,15 +105,6 @@ def test_another_type_is_converted(tmp_path):
     np.testing.assert_array_equal(loaded["params.kernel"], state(1)["params.kernel"].astype(jnp.bfloat16))
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    with saver(folder) as made:
-        for step in (2, 4):
-            made.save(step, state(step), {"position": step})
-    return folder
-
-
 def truncate(path, chance):
     size = path.stat().st_size
     os.truncate(path, chance.randrange(size))
