@@ -1,6 +1,7 @@
 """Strictness for the whole suite: 8 virtual CPU devices, strict dtype promotion, warnings as errors."""
 
 import os
+import signal
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -10,6 +11,14 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "allow")
+
+
+@pytest.fixture
+def hangup():
+    """SIGHUP as a terminal's programs have it, also where the suite runs under `nohup`, which ignores it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(autouse=True)

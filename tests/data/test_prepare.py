@@ -191,6 +191,7 @@ def test_an_interrupted_prepare_leaves_nothing(corpus, tmp_path, interruption, p
     assert listing(tmp_path) == sorted([*before, "out"])
 
 
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_termination_signal_cleans_up(corpus, tmp_path, monkeypatch, number):
     monkeypatch.setattr(preparing, "_encode", lambda *_: os.kill(os.getpid(), number))

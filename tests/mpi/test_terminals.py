@@ -10,7 +10,7 @@ from launched import AXONN, UNDER_MPIRUN, OnTerminal, command, environment, flag
 from axonn_jax.state.manifest import all_steps, step_of
 from axonn_jax.train.metrics import read_metrics
 
-pytestmark = [*UNDER_MPIRUN, pytest.mark.slow]
+pytestmark = [*UNDER_MPIRUN, pytest.mark.slow, pytest.mark.usefixtures("hangup")]
 
 
 def launch(config, run, **options):

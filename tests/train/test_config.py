@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from axonn_jax.data.prepare import prepare
 from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax.grid import MOST_DEVICES, GridShape
 from axonn_jax.models.presets import preset, preset_names
 from axonn_jax.models.shape import ModelShape
 from axonn_jax.train import toml
@@ -154,7 +154,7 @@ def values(cls):
         return {int: integers, float: numbers, bool: st.booleans(), str: text}[annotation]
 
     if cls is GridShape:
-        sizes = st.integers(1, 2**63 - 1)
+        sizes = st.integers(1, MOST_DEVICES)
         return st.builds(GridShape, **{f.name: sizes for f in fields(GridShape)})
     hints = get_type_hints(cls)
     return st.builds(cls, **{f.name: of(hints[f.name], f.name) for f in fields(cls)})

@@ -35,6 +35,9 @@ sys.exit(7)
 IGNORING = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh"]  # as nohup does, which would also redirect
 
 
+pytestmark = pytest.mark.usefixtures("hangup")
+
+
 @pytest.fixture
 def config(prepared, tmp_path):
     path = tmp_path / "c.toml"
