@@ -228,8 +228,9 @@ def race(texts, folder, chance, *, force, notes):
     written = [seed for seed in found.values() if seed != 9]
     if 0 in statuses:
         assert statuses.count(0) == 1
-        assert written == [1 if statuses[0] == 0 else 2]
-        assert found == {"out": written[0]}
+        one, other = (1, 2) if statuses[0] == 0 else (2, 1)
+        assert found.pop("out") == one
+        assert [*found.values()] in ([], [other])  # kept beside: it began when the first had ended, and met the notes
         return statuses, "written, notes after"
     assert len(written) == 1  # kept beside
     assert found.get("out") == (9 if force else None)
