@@ -56,16 +56,27 @@ def read_bytes(path: Path, most: int, inside: Path | None = None) -> bytes:
 
 
 def replace_whole(path: Path, raw: bytes) -> None:
-    """Writes a file that is there whole, or as it was; where a link stands it is replaced, not followed."""
+    """Writes a file that is there whole, or as it was, also after a crash; a link is replaced, not followed."""
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
     try:
         with part.open("xb") as file:
             file.write(raw)
+        flush(part)
         part.replace(path)
+        flush(path.parent)
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or a directory's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def parse_json(raw: bytes) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from axonn_jax.documents import open_regular
+from axonn_jax.documents import flush, open_regular
 from axonn_jax.state.manifest import Damaged, File, Manifest, read
 
 _BLOCK = 1 << 20
@@ -72,24 +72,6 @@ def describe_files(
         with open(path, "rb") as file:
             found[path.relative_to(root).as_posix()] = File(path.stat().st_size, checksum(file, rest))
     return found
-
-
-def flush(path: Path) -> None:
-    """Waits until a file, or a directory's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is there whole or not at all, also after a crash."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    flush(part)
-    part.replace(path)
-    flush(path.parent)
 
 
 def checksum(file: BinaryIO, rest: Callable[[float], None] = lambda worked: None) -> str:

@@ -15,10 +15,11 @@ import jax
 import orbax.checkpoint as ocp
 
 from axonn_jax import compat
+from axonn_jax.documents import replace_whole
 from axonn_jax.memory.growth import Growth
 from axonn_jax.memory.held import LayerSlice, whole
 from axonn_jax.memory.placement import HOST
-from axonn_jax.state.files import describe_files, write_whole
+from axonn_jax.state.files import describe_files
 from axonn_jax.state.manifest import Stored
 from axonn_jax.state.names import State
 from axonn_jax.state.pace import SHARE, Lots, Pace
@@ -112,7 +113,7 @@ class PartWriter:
             files = describe_files(folder, written(folder / self.name, number), self._pace.rest)
             arrays = self._described if number == 0 else {}
             told = {"arrays": arrays, "files": {name: asdict(file) for name, file in files.items()}}
-            write_whole(folder / marker(self.name, number), json.dumps(told))
+            replace_whole(folder / marker(self.name, number), json.dumps(told).encode())
 
     def hurry(self) -> None:
         """Ends the part under way without rests: somebody waits for it."""

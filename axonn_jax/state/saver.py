@@ -13,10 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.documents import typed
+from axonn_jax.documents import flush, replace_whole, typed
 from axonn_jax.grid import Grid
 from axonn_jax.state.agree import Agreement
-from axonn_jax.state.files import describe_files, flush, write_whole
+from axonn_jax.state.files import describe_files
 from axonn_jax.state.manifest import MANIFEST, File, Manifest, Stored, Written, all_steps, name_of, step_of
 from axonn_jax.state.names import State
 from axonn_jax.state.part import PartWriter, marker, reason, wait_for_markers
@@ -204,7 +204,7 @@ class Saver:
             files,
             versions={name: metadata.version(name) for name in _PACKAGES},
         )
-        write_whole(job.folder / MANIFEST, manifest.text())
+        replace_whole(job.folder / MANIFEST, manifest.text().encode())
         target = self.directory / name_of(job.step)
         if target.exists():  # only a library's caller saves a step twice
             replaced = self.directory / (_REMOVED + target.name)
