@@ -11,18 +11,22 @@ from axonn_jax.version import __version__
 if TYPE_CHECKING:
     from axonn_jax import models
     from axonn_jax.data.loader import Loader
+    from axonn_jax.distributed.initialize import init
     from axonn_jax.errors import UserError
     from axonn_jax.grid import Grid, GridShape
-    from axonn_jax.memory.transform import offload
-    from axonn_jax.start import init
-    from axonn_jax.tensor.parallelize import parallelize
-    from axonn_jax.tensor.wrap.report import sharding_report
+    from axonn_jax.memory.offload import offload
+    from axonn_jax.tensor.parallelize.api import parallelize
+    from axonn_jax.tensor.parallelize.report import sharding_report
+    from axonn_jax.train.config import MemoryConfig, PipelineConfig, TensorConfig
     from axonn_jax.train.trainer import Trainer
 
 __all__ = [
     "Grid",
     "GridShape",
     "Loader",
+    "MemoryConfig",
+    "PipelineConfig",
+    "TensorConfig",
     "Trainer",
     "UserError",
     "__version__",
@@ -37,12 +41,15 @@ _HOME = {
     "Grid": "axonn_jax.grid",
     "GridShape": "axonn_jax.grid",
     "Loader": "axonn_jax.data.loader",
+    "MemoryConfig": "axonn_jax.train.config",
+    "PipelineConfig": "axonn_jax.train.config",
+    "TensorConfig": "axonn_jax.train.config",
     "Trainer": "axonn_jax.train.trainer",
     "UserError": "axonn_jax.errors",
-    "init": "axonn_jax.start",
-    "offload": "axonn_jax.memory.transform",
-    "parallelize": "axonn_jax.tensor.parallelize",
-    "sharding_report": "axonn_jax.tensor.wrap.report",
+    "init": "axonn_jax.distributed.initialize",
+    "offload": "axonn_jax.memory.offload",
+    "parallelize": "axonn_jax.tensor.parallelize.api",
+    "sharding_report": "axonn_jax.tensor.parallelize.report",
 }
 
 

@@ -1,6 +1,5 @@
 """The only place for version-dependent JAX names (jax 0.10.2 up)."""
 
-import contextlib
 import functools
 import importlib.util
 import json
@@ -13,7 +12,7 @@ from typing import Any
 
 import jax
 
-from axonn_jax.tensor.attention_forms import AttentionDevice
+from axonn_jax.hardware import AttentionDevice
 
 _GATHER_MS = 120_000
 
@@ -139,11 +138,7 @@ def accelerator_expected() -> bool:
     platforms = getattr(jax.config, "jax_platforms", None)
     if platforms:
         return platforms.split(",")[0] != "cpu"
-    try:
-        import jax_plugins
-    except ImportError:
-        return False
-    return any(pkgutil.iter_modules(jax_plugins.__path__)) or bool(entry_points(group="jax_plugins"))
+    return bool(_plugins())
 
 
 def gpus_expected() -> bool:
@@ -151,13 +146,17 @@ def gpus_expected() -> bool:
     platforms = getattr(jax.config, "jax_platforms", None)
     if platforms:
         return not {"cuda", "rocm", "gpu"}.isdisjoint(platforms.split(","))
-    with contextlib.suppress(ImportError):
-        import jax_plugins
+    return any("cuda" in name or "rocm" in name for name in _plugins())
 
-        names = [plugin.name for plugin in pkgutil.iter_modules(jax_plugins.__path__)]
-        names += [plugin.name for plugin in entry_points(group="jax_plugins")]
-        return any("cuda" in name or "rocm" in name for name in names)
-    return False
+
+def _plugins() -> list[str]:
+    """Names of jax's installed backends but the CPU's."""
+    try:
+        import jax_plugins
+    except ImportError:
+        return []
+    installed = (*pkgutil.iter_modules(jax_plugins.__path__), *entry_points(group="jax_plugins"))
+    return [plugin.name for plugin in installed]
 
 
 def gather(value: Any) -> list[Any]:

@@ -1,32 +1,40 @@
-"""JSON and TOML that strangers may have written: read in bounded time and memory; JSON checked against types.
+"""Files: JSON and TOML of strangers, read in bounded time and memory and checked; whole writes; locks.
 
 A checkpoint, prepared data, a timeline or a machine file may come from anywhere, and a checksum that lies beside what
 it is a checksum of proves nothing about who wrote both.
 """
 
+import contextlib
+import errno
+import fcntl
 import gc
 import json
 import math
 import os
+import socket
 import stat
+import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, BinaryIO, Never, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Never, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
 _NOUNS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
 _LARGEST = 2**63 - 1
 _TOML_LINE = 10_000
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # Lustre mounted without flock, say
+_HOLDER_BYTES = 200  # read of what the holder of a lock wrote
 TOML_BYTES = 1_000_000
 """So much of a TOML file is read."""
 
 
-def open_regular(path: Path, inside: Path | None = None) -> BinaryIO:
+def open_regular(path: Path, inside: Path | None = None) -> BufferedReader:
     """Opens a regular file to read; never waits for a pipe or a device.
 
     Raises ``OSError`` where it cannot be read, ``ValueError`` where it is no regular file, or where links lead to one
@@ -133,11 +141,11 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
     if origin is tuple:
         if type(value) is not list:
             raise _wrong(name, value, "a list")
-        return tuple(_typed(inner[0], one, f"{name}[{at}]") for at, one in enumerate(value))
+        return tuple(_typed(inner[0], entry, f"{name}[{at}]") for at, entry in enumerate(value))
     if origin is not None:  # Mapping
         if type(value) is not dict:
             raise _wrong(name, value, "an object")
-        return {key: _typed(inner[1], one, f"{name}[{key!r}]") for key, one in value.items()}
+        return {key: _typed(inner[1], entry, f"{name}[{key!r}]") for key, entry in value.items()}
     if kind is float and type(value) is int and abs(value) <= _LARGEST:
         return float(value)
     if type(value) is not kind or (kind is int and abs(value) > _LARGEST):
@@ -183,3 +191,74 @@ def _finite(text: str) -> float:
 
 def _refused(text: str) -> Never:
     raise ValueError(f"{text} is no JSON")
+
+
+class Held(Exception):
+    """The refusal of a lock that another process holds; the text says which, as in "process 12 on node3 since ..."."""
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[bool]:
+    """Holds the lock of a file, which it makes and at the end removes; False where the file system has no locks.
+
+    A file that a killed process left is nobody's lock. Over NFS the lock counts on all hosts.
+
+    Raises:
+        Held: another process holds it.
+        OSError: the file cannot be made or written.
+    """
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        try:
+            locked = _take(file)
+            if _is_at(file, path):
+                try:
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, _me().encode(), 0)
+                    yield locked
+                finally:
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)  # while it is locked: whoever opened it meanwhile sees that it is gone
+                return
+        finally:
+            os.close(file)
+
+
+@contextlib.contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """Makes a folder and those above it; at the end those that it made and that are still empty go."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for path in new:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _take(file: int) -> bool:
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(file, _HOLDER_BYTES, 0).decode("utf-8", "backslashreplace")
+        raise Held(" ".join(holder.split()) or "another process") from None
+    except OSError as error:
+        if error.errno in _WITHOUT_LOCKS:
+            return False
+        raise
+    return True
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether the open file is still the one at the path, which its last holder may just have removed."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _me() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n"

@@ -1,11 +1,10 @@
 """The grid `pipe x data x z x y x x`: axis sizes, divisibility rules, meshes."""
 
 from dataclasses import dataclass, fields
-from math import prod
+from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from axonn_jax.errors import UserError
-from axonn_jax.models.shape import ModelShape, divisors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,23 +63,6 @@ class GridShape:
     def __str__(self) -> str:
         return " x ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
 
-    def check_model(self, shape: ModelShape, *, sequence_parallel: bool = False) -> None:
-        """Raises ``UserError`` unless every parameter and activation of the model divides over the grid.
-
-        A weight's input dim splits over its input axis and once more over `z`, its output dim over the output
-        axis, with `x` and `y` swapping roles in alternate layers (DESIGN section 4).
-        """
-        x, y, z = self.x, self.y, self.z
-        divides("model.hidden", shape.hidden, x * z, "x*z")
-        divides("model.kv_heads", shape.kv_heads, y, "y", axis="grid.y", legal_axis=True)
-        divides("model.heads", shape.heads, y, "y", axis="grid.y", legal_axis=True)
-        divides("heads * head_dim (model.hidden)", shape.heads * shape.head_dim, y * z, "y*z")
-        divides("model.ffn", shape.ffn, y * z, "y*z")
-        if shape.positions == "learned":
-            divides("model.seq_len", shape.seq_len, z, "z")
-        if sequence_parallel:
-            divides("model.seq_len", shape.seq_len, y, "y (memory.sequence_parallel)", axis="grid.y", legal_axis=True)
-
     def check_batch(self, global_batch: int, microbatches: int) -> None:
         """Raises ``UserError`` unless the global batch splits into microbatches over `data` and `z`."""
         if microbatches < 1:
@@ -98,6 +80,12 @@ def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", leg
     if legal_axis:
         advice += f"; or {axis} one of " + ", ".join(map(str, divisors(size)))
     raise UserError(field, size, advice)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    low = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return [*low, *(number // d for d in reversed(low) if d * d != number)]
 
 
 class Grid(NamedTuple):
@@ -166,7 +154,9 @@ def arranged(shape: GridShape, devices: "Sequence[jax.Device]") -> "Sequence[jax
         return devices
     sizes = (shape.data // len(slices), shape.z, shape.y, shape.x)
     try:
-        meshes = [mesh_utils.create_device_mesh(sizes, one, allow_split_physical_axes=True) for one in slices.values()]
+        meshes = [
+            mesh_utils.create_device_mesh(sizes, part, allow_split_physical_axes=True) for part in slices.values()
+        ]
     except (AssertionError, NotImplementedError, ValueError):
         return devices
     return [device for mesh in meshes for device in mesh.flat]

@@ -1,4 +1,4 @@
-"""Lines for people on standard error: what strangers wrote cannot steer the terminal, and a closed one ends nothing."""
+"""Lines for people: tables, units, signs of life. Strangers' text steers no terminal, and a closed one ends nothing."""
 
 import contextlib
 import errno
@@ -6,8 +6,11 @@ import io
 import os
 import select
 import sys
-from collections.abc import Iterator
-from typing import Any, TextIO, cast
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TextIO, cast
 
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # a pipe without a reader, a terminal that was closed, no file at all
 
@@ -23,6 +26,40 @@ def say(text: str) -> None:
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
         sys.stderr.write(printable(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
         sys.stderr.flush()
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
+    """The lines of a table, each column as wide as its widest cell; the columns `left` begin at the same place."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) if at in left else cell.rjust(width) for at, (cell, width) in enumerate(cells))
+        for cells in (list(zip(row, widths, strict=True)) for row in (heads, *rows))
+    ]
+    return [line.rstrip() for line in lines] if len(heads) - 1 in left else lines
+
+
+def duration(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``."""
+    rounded = int(seconds + 0.5)
+    hours, minutes, rest = rounded // 3600, rounded // 60 % 60, rounded % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def age(seconds: float) -> str:
+    """A time in its own unit, such as ``7 min`` or ``3 d``."""
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(seconds, 0) / size:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def size(count: float) -> str:
+    """An amount of bytes in its own unit, such as ``1.3 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
 
 
 @contextlib.contextmanager
@@ -114,3 +151,47 @@ def _lead_nowhere(number: int) -> None:
         os.dup2(null, number)
         os.close(null)
     os.set_inheritable(number, True)
+
+
+class Ticker:
+    """What a command is doing: on a terminal a live line after two seconds, elsewhere a line every ten."""
+
+    def __init__(
+        self, what: str, total: int = 0, *, stream: TextIO | None = None, first: float = 0.0, every: float = 0.0
+    ):
+        self._stream = unfailing() if stream is None else stream
+        self._live = self._stream.isatty()
+        self._first, self._every = first or (2.0 if self._live else 10.0), every or (0.5 if self._live else 10.0)
+        self._over, self._thread = threading.Event(), threading.Thread(target=self._watch, daemon=True)
+        self._start, self._shown = time.monotonic(), False
+        self.now(what, total)
+
+    def now(self, what: str, total: int = 0, unit: str = "tasks", done: int = 0) -> None:
+        """Begins something else, of so much in all if that is known, or goes on with it."""
+        self._what, self._total, self._done, self._unit = what, total, done, unit
+
+    def done(self, count: int) -> None:
+        """Takes how much is done."""
+        self._done = count
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._live and self._shown:
+            print("\r\x1b[K", end="", file=self._stream, flush=True)
+
+    def _watch(self) -> None:
+        wait = self._first
+        while not self._over.wait(wait):
+            line = f"{self._what}, {duration(time.monotonic() - self._start)}"
+            if self._total:
+                line += f": {self._done:,} of {self._total:,} {self._unit}"
+            ends = {"end": ""} if self._live else {"end": "\n"}
+            print(("\r\x1b[K" if self._live else "") + line, **ends, file=self._stream, flush=True)
+            wait, self._shown = self._every, True

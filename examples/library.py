@@ -9,9 +9,9 @@ import axonn_jax as ax
 
 path, steps = (*sys.argv[1:], "runs/demo-data", "20")[:2] if len(sys.argv) < 3 else sys.argv[1:3]
 
-grid = ax.init(data=1, z=2, y=2, x=2)  # mpirun, srun, jax.distributed or one process: found by itself, and printed
+grid = ax.init(data=1, z=2, y=2, x=2)  # finds mpirun, srun, jax.distributed or one process, and prints which
 shape = ax.models.ModelShape(layers=4, hidden=256, heads=8, kv_heads=8, ffn=1024, vocab=4096, seq_len=256)
-model = ax.models.Transformer(shape, rngs=nnx.Rngs(0))  # or preset("gpt-1.3b"); every weight is born sharded
+model = ax.models.Transformer(shape, rngs=nnx.Rngs(0))  # every weight is born sharded
 trainer = ax.Trainer(model, optax.adamw(1e-3), grid, microbatches=2, clip=1.0)
 loader = ax.Loader(path, seq_len=shape.seq_len, global_batch=16, rows=trainer.rows(16))
 

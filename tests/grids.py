@@ -12,13 +12,13 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from axonn_jax.grid import Grid, GridShape, build_grid
-from axonn_jax.memory.held import whole
-from axonn_jax.models.shape import ModelShape
-from axonn_jax.models.stacked import Stack, stack_layers
+from axonn_jax.memory.host_arrays import joined
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.stacked import stack_layers, unstacked
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.tensor.params import take_apart
-from axonn_jax.train.own_state import own_params
-from axonn_jax.train.program import StageProgram
+from axonn_jax.tensor.params import split_module
+from axonn_jax.train.engines.program import StageProgram
+from axonn_jax.train.engines.scan_layers import unstack_params
 
 EPS = float(np.finfo(np.float32).eps)
 # Of the same sums in another order (test_parity measures them).
@@ -60,7 +60,7 @@ def make_model(shape: ModelShape, grid: Grid, seed: int = 0) -> Transformer:
 @functools.cache
 def host_params(shape: ModelShape) -> dict[str, np.ndarray]:
     """Parameters of a model made on one device, every bias and norm parameter moved off its 0 or 1."""
-    params = take_apart(make_model(shape, lay(GridShape()))).params
+    params = split_module(make_model(shape, lay(GridShape()))).params
     return {
         name: np.asarray(value) + (0.1 * np.sin(np.arange(value.size) + len(name)) if value.ndim == 1 else 0)
         for name, value in sorted(params.items())
@@ -70,12 +70,12 @@ def host_params(shape: ModelShape) -> dict[str, np.ndarray]:
 def model_on(shape: ModelShape, grid: Grid, **layout) -> Transformer:
     """The model with `host_params`, laid out on the grid: no program of its own to compile."""
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), **layout))
-    parts = take_apart(model)
+    parts = split_module(model)
     params = {
         name: jax.device_put(value.astype(np.float32), NamedSharding(grid.mesh, parts.specs[name]))
         for name, value in host_params(replace(shape, dropout=0.0)).items()
     }
-    return parts.rebuild(params)
+    return parts.merge(params)
 
 
 def gradients(shape: ModelShape, axes: GridShape, *, dtype="float32", scanned=False, layout=None, **options):
@@ -85,8 +85,8 @@ def gradients(shape: ModelShape, axes: GridShape, *, dtype="float32", scanned=Fa
     """
     grid = lay(axes)
     model = model_on(shape, grid, **(layout or {}))
-    made = take_apart(model)
-    stack = stack_layers(model) if scanned else Stack(made)
+    made = split_module(model)
+    stack = stack_layers(model, made) if scanned else unstacked(made)
     program = StageProgram(stack.parts, grid, jnp.dtype(dtype), **options)
     params = stack.join(made.params, grid.mesh)
     batch = jax.device_put(tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
@@ -96,7 +96,7 @@ def gradients(shape: ModelShape, axes: GridShape, *, dtype="float32", scanned=Fa
         assert grad.dtype == jnp.float32
         assert grad.sharding.is_equivalent_to(NamedSharding(grid.mesh, program.grad_specs[name]), grad.ndim), name
     return (
-        {name: np.asarray(g, np.float64) for name, g in whole(own_params(stack, grads)).items()},
+        {name: np.asarray(g, np.float64) for name, g in joined(unstack_params(stack, grads)).items()},
         float(loss),
         float(norm),
     )

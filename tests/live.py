@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from axonn_jax.channels.local import move
-from axonn_jax.memory.placement import HOST
+from axonn_jax.memory.host_arrays import HOST
 from axonn_jax.schedule.tasks import sends
 
 
@@ -28,7 +28,7 @@ class Peaks:
     def __init__(self, trainer: Any, pipe: Any, before: list[Any]):
         self.most = dict.fromkeys(pipe.ranks, 0)
         for place, rank in pipe.ranks.items():
-            self._watch(place, rank, trainer.holdings[place], before)
+            self._watch(place, rank, trainer.engine.stages[place], before)
 
     def _watch(self, place: int, rank: Any, holding: Any, before: list[Any]) -> None:
         device, start = rank.mesh.devices.flat[0], rank.start
@@ -43,9 +43,9 @@ class Peaks:
 
 def run_with_a_slow_place(trainer: Any, pipe: Any, rows: Any, slow: int) -> None:
     """Runs the tasks of a step in an order in which every other place does all that it can before `slow` starts one."""
-    choosers = {place: trainer._dispatcher(place, pipe) for place in pipe.ranks}
+    choosers = {place: trainer.engine._dispatcher(place, pipe) for place in pipe.ranks}
     for place, rank in pipe.ranks.items():
-        rank.begin(trainer.holdings[place].weights, rows, None, train=True)
+        rank.begin(trainer.engine.stages[place].weights, rows, None, train=True)
     order = sorted(pipe.ranks, key=lambda place: place == slow)
     while not all(chooser.done for chooser in choosers.values()):
         place, task = next((p, task) for p in order if (task := choosers[p].next()) is not None)
@@ -54,9 +54,9 @@ def run_with_a_slow_place(trainer: Any, pipe: Any, rows: Any, slow: int) -> None
         ran = rank.start(*tasks)
         for one in tasks:
             choosers[place].finished(one)
-            message = sends(one, trainer.layout)
+            message = sends(one, trainer.engine.layout)
             if message is not None:
-                to = trainer.layout.rank_of(message.stage)
+                to = trainer.engine.layout.rank_of(message.stage)
                 stage = pipe.ranks[to].stages[message.stage]
                 form = stage.x if message.direction == "forward" else stage.y
                 pipe.ranks[to].arrived(message, move(ran.value, form))
@@ -72,15 +72,16 @@ class Updates:
         self._before = before
         self.begin: dict[int, dict[str, int]] = {}
         self.most: dict[int, int] = {}
-        if hasattr(trainer, "holdings"):
-            for place, holding in trainer.holdings.items():
+        if hasattr(trainer.engine, "stages"):
+            for place, holding in trainer.engine.stages.items():
                 holding.apply = self._watched(place, holding.mesh, holding.apply)
                 if hasattr(holding._update, "buckets"):
-                    holding._update._update = self._within(place, holding.mesh, holding._update._update)
+                    programs = holding._update.programs
+                    programs.update = self._within(place, holding.mesh, programs.update)
         else:
-            update, mesh = trainer._offloaded.update, trainer.grid.mesh
+            update, mesh = trainer.engine.offloaded.update, trainer.engine.grid.mesh
             update.after = self._watched(0, mesh, update.after)
-            update._update = self._within(0, mesh, update._update)
+            update.programs.update = self._within(0, mesh, update.programs.update)
 
     def _bytes(self, mesh: Any, kind: str) -> int:
         tokens = [array for array in jax.live_arrays() if array.dtype == jax.numpy.int32]

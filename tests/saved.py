@@ -10,9 +10,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.checkpoint.manifest import CorruptCheckpoint
+from axonn_jax.checkpoint.restore import validated
+from axonn_jax.checkpoint.save import Saver
+from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.grid import GridShape
-from axonn_jax.state.agree import Alone
-from axonn_jax.state.saver import Saver
 
 GRID = GridShape(1, 1, 1, 1, 2)
 
@@ -29,9 +31,23 @@ def state(step=0):
 
 @contextmanager
 def saver(folder, said=None, **options):
-    made = Saver(folder, grids.lay(GRID), Alone(), warn=(said if said is not None else []).append, **options)
+    made = Saver(folder, grids.lay(GRID), LocalSync(), warn=(said if said is not None else []).append, **options)
     yield made
     made.close()
+
+
+def check_files(path):
+    """The manifest of a checkpoint of which every file is as it was written."""
+    return validated(path, LocalSync())
+
+
+def faults(path):
+    """What is wrong with a checkpoint, nothing if it is valid."""
+    try:
+        check_files(path)
+    except CorruptCheckpoint as fault:
+        return str(fault)
+    return ""
 
 
 def names(folder):

@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from trainers import make_trainer
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
 from axonn_jax.train.config import PipelineConfig
-from axonn_jax.train.trainer import Trainer
 
 MICROBATCHES, VOCAB, LAYERS = 6, 32, 12
 BATCH = np.random.default_rng(0).integers(0, VOCAB, (MICROBATCHES * 2, 9))
@@ -43,7 +43,7 @@ def model(uses):
 
 def gradients(uses, pipe=1, **options):
     """Gradients of one step, of every copy of a parameter, as the optimizer was given them; and their norm."""
-    made = Trainer(
+    made = make_trainer(
         model(uses),
         optax.trace(0.0),
         grids.lay(GridShape(pipe=pipe)),
@@ -58,7 +58,8 @@ def gradients(uses, pipe=1, **options):
 
 def gradients_of(trainer):
     """What the optimizer was given last, of every place here."""
-    states = trainer.opt_state.values() if isinstance(trainer.opt_state, dict) else [trainer.opt_state]
+    opt_state = trainer.engine.opt_state
+    states = opt_state.values() if isinstance(opt_state, dict) else [opt_state]
     return [{name: np.asarray(value) for name, value in state.trace.items()} for state in states]
 
 

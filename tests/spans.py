@@ -1,6 +1,10 @@
-"""Made-up timelines."""
+"""Made-up timelines, and orders of tasks run against each other."""
 
-from axonn_jax.pipeline.timeline import Span
+from collections import deque
+
+from axonn_jax.schedule.dispatcher import OrderedDispatcher
+from axonn_jax.schedule.tasks import sends
+from axonn_jax.timeline.spans import Span
 
 
 def gpipe(ranks, microbatches, step=1, forward=1.0, backward=2.0, split=False):
@@ -24,3 +28,32 @@ def gpipe(ranks, microbatches, step=1, forward=1.0, backward=2.0, split=False):
 
 def task(rank, start, end, kind="forward", name="F0.0", step=1):
     return Span(rank, name, kind, start, end, step)
+
+
+def check_feasible(orders, shape):
+    """Runs fixed orders, one a rank, against each other and pairs every send with its receive.
+
+    Raises ``ValueError`` that names the blocked tasks if the ranks would wait for each other, a task that does not
+    belong where it is or comes twice, or a rank whose order is not complete.
+    """
+    if len(orders) != shape.pipe:
+        raise ValueError(f"{len(orders)} orders for {shape.pipe} ranks")
+    ranks = [OrderedDispatcher(shape, rank) for rank in range(shape.pipe)]
+    for dispatcher, order in zip(ranks, orders, strict=True):
+        for task_of_order in order:
+            dispatcher.append(task_of_order)
+    work = deque(range(shape.pipe))
+    while work:
+        dispatcher = ranks[work.popleft()]
+        while (task := dispatcher.next()) is not None:
+            dispatcher.finished(task)
+            message = sends(task, shape)
+            if message is not None:
+                ranks[shape.rank_of(message.stage)].arrived(message)
+                work.append(shape.rank_of(message.stage))
+    blocked = [f"rank {rank.rank} at {rank.blocked}" for rank in ranks if rank.blocked is not None]
+    if blocked:
+        raise ValueError("these orders deadlock: " + ", ".join(blocked))
+    short = [str(rank.rank) for rank in ranks if not rank.done]
+    if short:
+        raise ValueError(f"tasks are missing from the order of rank {', '.join(short)}")

@@ -7,11 +7,11 @@ import optax
 import pytest
 from grids import GPT, LLAMA
 
-from axonn_jax.comparison import Way, _abstract, _check_same, _compile, _count, compare_compiled, compare_runs
+from axonn_jax.cli.bench.gspmd import Way, _abstract, _check_same, _compile, _count, compare_gathers, compare_runs
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.memory.update import ModelState
-from axonn_jax.train.step import TrainState
+from axonn_jax.memory.optimizer_state import ModelState
+from axonn_jax.train.engines.step import TrainState
 
 
 @pytest.mark.parametrize("constraints", ["layers", "blocks", "none"])
@@ -24,7 +24,7 @@ def test_llama_on_a_mixed_grid_is_the_same_by_either_program(constraints):
 
 def test_a_deeper_model_is_one_block_more_for_every_layer():
     shape, grid = replace(GPT, layers=4), GridShape(data=2, z=2)
-    done = compare_compiled(shape, grid, 4)
+    done = compare_gathers(shape, grid, 4, Way(), ("forward",))[0]
     whole = [_count(_compile(step, done.work), done.work) for step in _abstract(done.work, Way())]
     assert done.explicit == whole[0].sent
     assert done.automatic == whole[1].sent
@@ -32,12 +32,12 @@ def test_a_deeper_model_is_one_block_more_for_every_layer():
 
 
 def test_one_device_communicates_nothing():
-    done = compare_compiled(GPT, GridShape(), 1)
+    done = compare_gathers(GPT, GridShape(), 1, Way(), ("forward",))[0]
     assert (done.explicit, done.automatic, done.ratio, done.reason()) == ({}, {}, 1.0, "")
 
 
 def test_the_reason_names_axis_and_layers():
-    done = compare_compiled(GPT, GridShape(x=2), 2)
+    done = compare_gathers(GPT, GridShape(x=2), 2, Way(), ("forward",))[0]
     lost = replace(done, scattered={key: amount / 2 for key, amount in done.scattered.items()})
     assert lost.reason().startswith("over x +")
     assert "forward all-reduce of blocks.mlp.up" in lost.reason()
@@ -67,7 +67,7 @@ def test_a_grid_that_does_not_divide_is_refused():
 def test_weights_gathered_once_a_step_send_less_and_compute_the_same():
     way = Way(2, "full")
     layer, step = (
-        compare_runs(GPT, GridShape(data=2, z=2), 8, replace(way, gather=one), 0) for one in ("layer", "step")
+        compare_runs(GPT, GridShape(data=2, z=2), 8, replace(way, gather=one), 0) for one in ("forward", "step")
     )
     assert step.ratio < layer.ratio < 1
     assert step.automatic == layer.automatic

@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-from axonn_jax.locks import Held, held
+from axonn_jax.documents import Held, held
 
-HOLD = "import sys, time, pathlib\nfrom axonn_jax.locks import held\n"
+HOLD = "import sys, time, pathlib\nfrom axonn_jax.documents import held\n"
 HOLD += "with held(pathlib.Path(sys.argv[1])) as locked:\n    print(locked, flush=True); time.sleep(60)\n"
 
 

@@ -1,6 +1,5 @@
-"""What every channel does: send without waiting, and tell when a message has arrived."""
+"""Interface of a channel: it sends without waiting, and tells when a message has arrived."""
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,40 +93,7 @@ class Channel(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Gives back its communicators, after `close`; collective over the pipe's places."""
-
-
-class Pause:
-    """How long to sleep before looking again: a share of the wait so far, so that it costs neither core nor time.
-
-    Idle: a hundredth of the wait, from 50 us to 1 ms. Beside a computation a wake-up takes from it (30 us), and what
-    arrives is not urgent, as the channel looks whenever a program has been started: a sixteenth, from 4 ms to 16 ms;
-    but a tenth, from 50 us to 1 ms, while a transfer is under way, since its other end waits for this one to go on.
-    Where peers ring (`channels.bell`) 20 ms, in case a ring came before what it was for, and that tenth for transfers.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._since = clock()
-
-    def restart(self) -> None:
-        """Something happened: look again soon."""
-        self._since = self._clock()
-
-    def waited(self) -> float:
-        """Returns the seconds since something happened."""
-        return self._clock() - self._since
-
-    def seconds(self, *, busy: bool, transferring: bool, rung: bool = False) -> float:
-        """Returns the next sleep in seconds."""
-        waited = self.waited()
-        if rung and not transferring:
-            return 20e-3
-        if not (busy or rung):
-            return min(1e-3, max(50e-6, waited / 100))
-        if transferring:
-            return min(1e-3, max(50e-6, waited / 10))
-        return min(16e-3, max(4e-3, waited / 16))
+        """Gives back its communicators, after `close`; collective over the pipe's ranks."""
 
 
 def hanging(what: str, timeout: float, left: Sequence[Message]) -> TimeoutError:

@@ -5,7 +5,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,47 +16,30 @@ from axonn_jax.channels.shards import empty_bytes, from_bytes, host_bytes, shard
 _USERS_WORD = "MPI4JAX_USE_CUDA_MPI"  # mpi4jax's variable, which says the same for it
 
 
-class Buffers(Protocol):
-    """What a channel needs of such memory; a buffer is whatever mpi4py takes as one."""
+class HostBuffers:
+    """Host memory: CPU devices' own, else copies. A buffer is whatever mpi4py takes as one."""
 
     def enter(self) -> None:
         """Prepares the calling thread, which makes all MPI calls."""
 
     def prepare(self, shard: jax.Array) -> None:
         """Learns that a shard, still in computation, will be sent."""
-
-    def outgoing(self, shard: jax.Array) -> Any:
-        """Returns the buffer of a shard that is ready; the shard has to live until it has left."""
-
-    def incoming(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> Any:
-        """Returns a fresh buffer for a shard of `form`; not to be written before it is `writable`."""
-
-    def writable(self, buffer: Any) -> bool:
-        """Whether nothing uses the buffer's memory any more."""
-
-    def array(self, buffer: Any, form: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
-        """Returns the shard that was received; the buffer becomes part of it."""
-
-
-class HostBuffers:
-    """Host memory: CPU devices' own, else copies."""
-
-    def enter(self) -> None:  # noqa: D102
-        pass
-
-    def prepare(self, shard: jax.Array) -> None:  # noqa: D102
         shard.copy_to_host_async()  # nothing to do on CPU devices
 
-    def outgoing(self, shard: jax.Array) -> np.ndarray:  # noqa: D102
+    def outgoing(self, shard: jax.Array) -> np.ndarray:
+        """Returns the buffer of a shard that is ready; the shard has to live until it has left."""
         return host_bytes(shard)
 
-    def incoming(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> np.ndarray:  # noqa: D102
+    def incoming(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> np.ndarray:
+        """Returns a fresh buffer for a shard of `form`; not to be written before it is `writable`."""
         return empty_bytes(shard_bytes(form))
 
-    def writable(self, buffer: np.ndarray) -> bool:  # noqa: D102
+    def writable(self, buffer: np.ndarray) -> bool:
+        """Returns whether nothing uses the buffer's memory any more."""
         return True
 
-    def array(self, buffer: np.ndarray, form: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:  # noqa: D102
+    def array(self, buffer: np.ndarray, form: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
+        """Returns the shard that was received; the buffer becomes part of it."""
         return from_bytes(buffer, form, device)
 
 
@@ -74,7 +57,7 @@ class DeviceBytes:
 
 
 class DeviceBuffers:
-    """Device memory, without a copy on either side.
+    """Device memory, without a copy on either side; its methods do what those of `HostBuffers` do.
 
     Memory that XLA hands out may be in use by programs that were started before, so a buffer made when its message
     comes would wait for them; each device keeps two of a form in store instead, one for either direction.
@@ -125,7 +108,9 @@ class DeviceBuffers:
             self._store[key].append(self._make[key]())
 
 
-def choose_buffers(forms: Sequence[jax.ShapeDtypeStruct], devices: Sequence[jax.Device], library: str) -> Buffers:
+def choose_buffers(
+    forms: Sequence[jax.ShapeDtypeStruct], devices: Sequence[jax.Device], library: str
+) -> HostBuffers | DeviceBuffers:
     """Returns the memory to use for messages of these forms on this process's devices, with the MPI of `library`."""
     return DeviceBuffers(forms, devices) if takes_device_memory(devices, library) else HostBuffers()
 
@@ -138,8 +123,8 @@ def takes_device_memory(devices: Sequence[jax.Device], library: str, environ: Ma
     """
     if not devices or devices[0].platform == "cpu":
         return False
-    said = environ.get(_USERS_WORD, "").lower()
-    return said in ("1", "true", "on") if said else len(devices) == 1 and cuda_aware(library)
+    answer = environ.get(_USERS_WORD, "").lower()
+    return answer in ("1", "true", "on") if answer else len(devices) == 1 and cuda_aware(library)
 
 
 def cuda_aware(library: str) -> bool:

@@ -1,29 +1,22 @@
-"""Which channel a run uses, and opening it."""
+"""Choice of the channel of a run, and opening it."""
 
 import importlib
-from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from axonn_jax.channels.base import Channel, Ports
 from axonn_jax.errors import UserError, nearest
+from axonn_jax.options import ChannelName
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-Name = Literal["auto", "local", "mpi4jax", "mpi4py"]
-"""What `pipeline.channel` may be."""
 
 _GET_IT = "install the extra `mpi` (scripts/setup does; `axonn-jax doctor` shows what is missing)"
 _FIELD = "pipeline.channel"
 
 
-def choose(
-    name: str,
-    processes: int,
-    say: Callable[[str], None] = lambda line: None,
-) -> str:
-    """Returns the channel to use, `local`, `mpi4py` or `mpi4jax`, and gives `say` one line that tells why.
+def choose(name: str, processes: int) -> str:
+    """Returns the channel to use: `local`, `mpi4py` or `mpi4jax`.
 
     `auto` is `local` in one process, and in several `mpi4py`: from and into host memory it takes a third (small
     messages) to five sixths (large ones) of mpi4jax's time while cores are free, and 0.6 to 1.1 of it where they
@@ -31,11 +24,10 @@ def choose(
     that computes, and so each message for the tasks in it (read from its sources, not measured). `processes` counts
     those of the run. Raises ``UserError`` for a name that is not known or not possible here.
     """
-    if name not in get_args(Name):
-        accepted = ", ".join(get_args(Name))
-        raise UserError(_FIELD, name, f"one of {accepted}{nearest(name, get_args(Name))}")
+    if name not in get_args(ChannelName):
+        accepted = ", ".join(get_args(ChannelName))
+        raise UserError(_FIELD, name, f"one of {accepted}{nearest(name, get_args(ChannelName))}")
     if processes == 1 and name in ("auto", "local"):
-        say("channel local: one process holds every stage")
         return "local"
     if processes == 1:
         raise UserError(_FIELD, name, "local or auto in a run of one process; mpirun or srun starts several")
@@ -44,17 +36,14 @@ def choose(
     if name == "mpi4jax":
         _need("mpi4jax", name)
     _check_threads(name, _need("mpi4py.MPI", name))
-    if name != "auto":
-        say(f"channel {name}: as asked for")
-        return name
-    say("channel mpi4py: of several processes")
-    return "mpi4py"
+    return "mpi4py" if name == "auto" else name
 
 
-def open_channel(
-    name: str, ports: Ports, comm: "MPI.Comm | None" = None, rank_of_stage: Callable[[int], int] | None = None
-) -> Channel:
-    """Makes the channel that `choose` named, not started; collective over `comm`, whose ranks are the pipe's places."""
+def open_channel(name: str, ports: Ports, comm: "MPI.Comm | None" = None) -> Channel:
+    """Makes the channel that `choose` named, not started; collective over `comm`, whose ranks are the pipe's.
+
+    A virtual stage lives on the rank `stage % comm.Get_size()`.
+    """
     if name == "local":
         from axonn_jax.channels.local import LocalChannel
 
@@ -64,10 +53,10 @@ def open_channel(
     if name == "mpi4jax":
         from axonn_jax.channels.mpi4jax import Mpi4jaxChannel
 
-        return Mpi4jaxChannel(comm, ports, rank_of_stage)
+        return Mpi4jaxChannel(comm, ports)
     from axonn_jax.channels.mpi4py import Mpi4pyChannel
 
-    return Mpi4pyChannel(comm, ports, rank_of_stage)
+    return Mpi4pyChannel(comm, ports)
 
 
 def _need(module: str, name: str) -> ModuleType:

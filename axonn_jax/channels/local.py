@@ -1,4 +1,4 @@
-"""Between stages on device slices of one process: jax moves the arrays."""
+"""Channel between stages on device slices of one process: jax moves the arrays."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Between processes through mpi4jax: blocking, from and into device memory, so in threads of its own."""
+"""Channel between processes through mpi4jax: blocking, from and into device memory, so in threads of its own."""
 
 import atexit
 import os
@@ -6,16 +6,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axonn_jax.channels.base import Channel, Deliver, Failed, Pause, Ports
-from axonn_jax.channels.bell import EARLY_S, Bell, exchange, from_all_neighbours
-from axonn_jax.channels.outbox import Outbox
+from axonn_jax.channels.base import Channel, Deliver, Failed, Ports
+from axonn_jax.channels.send_tracker import SendTracker
 from axonn_jax.channels.shards import local_devices, local_shards, rebuild, shard_bytes
+from axonn_jax.channels.wakeup import Wakeup
 from axonn_jax.errors import UserError
 from axonn_jax.schedule.tasks import Direction, Message
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
-_Parcel = tuple[int, Message, list[jax.Array]]
+_Outgoing = tuple[int, Message, list[jax.Array]]
 
 
 class Mpi4jaxChannel(Channel):
@@ -33,40 +34,38 @@ class Mpi4jaxChannel(Channel):
     therefore the data of a shard travels under the number of its device, the same program for every message, and a
     header of 16 bytes before it names stage and microbatch. Header and data have a communicator each, and the data's is
     mpi4jax's alone, except that a receiver looks there (`Iprobe`) before it dispatches a receive, which would otherwise
-    spin on a core. Between processes of one host who sends a header rings the receiver's bell.
+    spin on a core. Between processes of one host who sends a header notifies the receiver.
 
     On CPU devices a blocked operation occupies a thread of jax's pool, which has one a core. So a process runs one send
     at a time, and receives only what is there; else sends both ways could take all threads of all processes, and nobody
     could receive. Raises ``UserError`` where the pool has one thread.
 
-    Collective over `comm`, whose ranks are the pipe's places: it is duplicated four times and otherwise used
-    only here. `rank_of_stage` gives the rank a virtual stage lives on, by default `stage % comm.Get_size()`.
+    Collective over `comm`, whose ranks are the pipe's: it is duplicated four times and otherwise used
+    only here.
     """
 
     name: ClassVar[str] = "mpi4jax"
 
-    def __init__(self, comm: "MPI.Comm", ports: Ports, rank_of_stage: Callable[[int], int] | None = None):
+    def __init__(self, comm: "MPI.Comm", ports: Ports):
         _check_pool(ports)
-        size = comm.Get_size()
-        rank_of = rank_of_stage or (lambda stage: stage % size)
-        self._outbox = Outbox(self.name)
+        self._tracker = SendTracker(self.name)
         turn = threading.Lock()
-        self._lanes = {d: _Lane(d, comm, ports, rank_of, self._outbox, turn) for d in _DIRECTIONS}
+        self._directions = {d: _DirectionThreads(d, comm, ports, self._tracker, turn) for d in _DIRECTIONS}
         self._threads: list[threading.Thread] = []
 
     def start(self, deliver: Deliver, failed: Failed) -> None:  # noqa: D102
-        self._outbox.open()
+        self._tracker.open()
 
         def run(work: Callable[[], None]) -> None:
             try:
                 work()
             except BaseException as error:
-                if self._outbox.fail(error):
+                if self._tracker.fail(error):
                     self._stop()
                     failed(error)
 
-        for direction, lane in self._lanes.items():
-            for role, work in (("send", lane.send_all), ("receive", lambda lane=lane: lane.receive_all(deliver))):
+        for direction, threads in self._directions.items():
+            for role, work in (("send", threads.send_all), ("receive", partial(threads.receive_all, deliver))):
                 name = f"channel-mpi4jax-{direction}-{role}"
                 self._threads.append(threading.Thread(target=run, args=(work,), name=name, daemon=True))
         atexit.register(self.close, 1.0)  # a thread inside MPI while the interpreter finalises it would crash
@@ -75,21 +74,21 @@ class Mpi4jaxChannel(Channel):
 
     def send(self, message: Message, value: jax.Array) -> None:  # noqa: D102
         shards = local_shards(value)
-        self._lanes[message.direction].parcels.put((self._outbox.add(message), message, shards))
+        self._directions[message.direction].messages.put((self._tracker.add(message), message, shards))
 
     def busy(self, active: bool) -> None:  # noqa: D102
-        for lane in self._lanes.values():
-            lane.computing(active)
+        for threads in self._directions.values():
+            threads.wakeup.computing(active)
 
     def unsent(self) -> list[Message]:  # noqa: D102
-        return self._outbox.unsent()
+        return self._tracker.unsent()
 
     def flush(self, timeout: float) -> None:  # noqa: D102
-        self._outbox.flush(timeout)
+        self._tracker.flush(timeout)
 
     def close(self, timeout: float = 5.0) -> bool:  # noqa: D102
         atexit.unregister(self.close)
-        self._outbox.end()
+        self._tracker.end()
         self._stop()
         end = time.monotonic() + timeout
         for thread in self._threads:
@@ -97,40 +96,32 @@ class Mpi4jaxChannel(Channel):
         return not any(thread.is_alive() for thread in self._threads)
 
     def free(self) -> None:  # noqa: D102
-        for lane in self._lanes.values():
-            lane.free()
+        for threads in self._directions.values():
+            threads.free()
 
     def _stop(self) -> None:
-        for lane in self._lanes.values():
-            lane.close()
+        for threads in self._directions.values():
+            threads.close()
 
 
-class _Lane:
-    """One direction: its communicators, its parcels to send, and what its two threads do."""
+class _DirectionThreads:
+    """Both threads of one direction: their communicators, the messages to send, and what each does."""
 
     def __init__(
         self,
         direction: Direction,
         comm: "MPI.Comm",
         ports: Ports,
-        rank_of: Callable[[int], int],
-        outbox: Outbox,
+        tracker: SendTracker,
         turn: threading.Lock,
     ):
-        self.parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
-        self._direction, self._ports, self._rank_of, self._outbox = direction, ports, rank_of, outbox
+        self.messages: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._direction, self._ports, self._size, self._tracker = direction, ports, comm.Get_size(), tracker
         self._headers, self._data, self._turn = comm.Dup(), comm.Dup(), turn
-        self._bell = Bell()  # wakes the receiver
-        self._peers = exchange(comm, self._bell)
-        self._rung = from_all_neighbours(self._peers, ports, rank_of)
-        self._called = False  # by a peer, and its header not yet seen
-        self._busy = self._closing = False
-
-    def computing(self, active: bool) -> None:
-        """As `Channel.busy`."""
-        self._busy = active
-        if not self._rung:
-            self._bell.set()
+        self.wakeup = Wakeup()
+        """Of the receiver."""
+        self.wakeup.connect(comm, ports)
+        self._closing = False
 
     def free(self) -> None:
         """As `Channel.free`."""
@@ -140,27 +131,26 @@ class _Lane:
     def close(self) -> None:
         """Ends both threads, unless one is in mpi4jax."""
         self._closing = True
-        self._bell.set()
-        self.parcels.put(None)
+        self.wakeup.wake()
+        self.messages.put(None)
 
     def send_all(self) -> None:
-        """Sends parcels in order until the channel closes."""
+        """Sends messages in order until the channel closes."""
         programs: dict[tuple[int, int], Any] = {}
-        while (parcel := self.parcels.get()) is not None:
-            number, message, shards = parcel
+        while (outgoing := self.messages.get()) is not None:
+            number, message, shards = outgoing
             # Not before the value is there: the receiver starts to wait for the data once it has the header.
             jax.block_until_ready(shards)
-            peer = self._rank_of(message.stage)
+            peer = message.stage % self._size
             self._headers.Send(np.asarray([message.stage, message.microbatch], np.int64), peer)
-            if peer in self._peers:
-                self._bell.ring(self._peers[peer])
+            self.wakeup.notify(peer)
             with self._turn:
-                for place, shard in enumerate(shards):
-                    key = (peer, place)
-                    programs[key] = programs.get(key) or _sender(self._data, peer, place)
+                for index, shard in enumerate(shards):
+                    key = (peer, index)
+                    programs[key] = programs.get(key) or _sender(self._data, peer, index)
                     programs[key](shard)
                 jax.effects_barrier()  # of this thread's calls only
-            self._outbox.remove(number)
+            self._tracker.remove(number)
 
     def receive_all(self, deliver: Deliver) -> None:
         """Receives and delivers until the channel closes."""
@@ -172,33 +162,29 @@ class _Lane:
         while self._wait_for(self._headers, MPI.ANY_SOURCE, MPI.ANY_TAG, status, transferring=False):
             source = status.Get_source()
             self._headers.Recv(header, source)
-            self._called = False
+            self.wakeup.found()
             message = Message(self._direction, int(header[0]), int(header[1]))
             form = self._ports.form(message)
             shards = []
-            for place, device in enumerate(local_devices(form.sharding)):
-                if not self._wait_for(self._data, source, place, status, transferring=True):
+            for index, device in enumerate(local_devices(form.sharding)):
+                if not self._wait_for(self._data, source, index, status, transferring=True):
                     return
                 got, expected = status.Get_count(MPI.BYTE), shard_bytes(form)
                 if got != expected:
                     raise ValueError(f"{message}: a shard of {got} bytes came, {expected} are expected")
-                key = (source, message.stage, place)
-                programs[key] = programs.get(key) or _receiver(self._data, source, place, form, device)
+                key = (source, message.stage, index)
+                programs[key] = programs.get(key) or _receiver(self._data, source, index, form, device)
                 shards.append(programs[key]())
             jax.block_until_ready(shards)
             deliver(message, rebuild(form, shards))
 
     def _wait_for(self, comm: "MPI.Comm", source: int, tag: int, status: "MPI.Status", *, transferring: bool) -> bool:
         """Sleeps until a message is there to be received; False once the channel closes."""
-        pause = Pause()
+        self.wakeup.found(more=True)
         while not comm.Iprobe(source, tag, status):
             if self._closing:
                 return False
-            soon = transferring or (self._called and pause.waited() < EARLY_S)
-            who = self._bell.wait(pause.seconds(busy=self._busy, transferring=soon, rung=self._rung))
-            if who is not None:
-                self._called = self._called or who == "peer"
-                pause.restart()
+            self.wakeup.sleep(transferring=transferring)
         return True
 
 
@@ -207,8 +193,14 @@ def _check_pool(ports: Ports) -> None:
     devices = {device for form in ports.arriving.values() for device in local_devices(form.sharding)}
     if any(device.platform != "cpu" for device in devices):
         return
-    told = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
-    cores = int(told) if told else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
+    cores = (
+        int(threads)
+        if threads
+        else len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
     if max(cores or 1, jax.local_device_count()) < 2:
         raise UserError(
             "pipeline.channel",
@@ -218,7 +210,7 @@ def _check_pool(ports: Ports) -> None:
 
 
 def _carrier(dtype: np.dtype) -> np.dtype:
-    """What a dtype travels as: MPI has no types for the short floats."""
+    """Returns what a dtype travels as: MPI has no types for the short floats."""
     return np.dtype(dtype if dtype.itemsize > 2 else f"uint{8 * dtype.itemsize}")
 
 

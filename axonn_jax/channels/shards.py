@@ -1,4 +1,4 @@
-"""An array as the shards that this process holds, and back; the MPI tags that tell shards apart."""
+"""Shards of an array that this process holds, and the array of them; the MPI tags that tell shards apart."""
 
 from collections.abc import Sequence
 

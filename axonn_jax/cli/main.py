@@ -1,50 +1,69 @@
-"""The command `axonn-jax`: finds the subcommand, runs it, turns what happens into an exit status."""
+"""The command `axonn-jax`: subcommands, and what reaches the user of an error: one line and an exit status."""
 
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from axonn_jax.cli.report import report
 from axonn_jax.errors import UserError, nearest
-from axonn_jax.terminal import last_flush, open_missing, reader_is_gone
+from axonn_jax.terminal import last_flush, open_missing, reader_is_gone, say
 from axonn_jax.version import __version__
-
-__all__ = ["COMMANDS", "Command", "main", "report"]
 
 PROG = "axonn-jax"
 
 
 class Command(NamedTuple):
-    """A subcommand: its module has `main(argv) -> int`, or a dataclass named after it and `run(args) -> int`."""
+    """A subcommand: its module has `main(argv) -> int`, or a dataclass named after it and `run(args) -> int`.
+
+    `bench vs_gspmd` is the module `bench.vs_gspmd`, its dataclass `VsGspmd`.
+    """
 
     name: str
-    module: str
     help: str
 
 
 COMMANDS = (
-    Command("train", "axonn_jax.cli.train", "train a model as a TOML file says"),
-    Command("launch", "axonn_jax.cli.launch", "train under mpirun; on failure, start again from the last checkpoint"),
-    Command("inspect", "axonn_jax.cli.inspect", "list the checkpoints of a run, and check that they are sound"),
-    Command("prepare", "axonn_jax.cli.prepare", "turn a directory of text or code into tokenised shards"),
-    Command("generate", "axonn_jax.cli.generate", "continue a prompt with a trained model"),
-    Command("timeline", "axonn_jax.cli.timeline", "draw what the stages of a pipelined run did, and their idle time"),
-    Command("plan", "axonn_jax.cli.plan", "find the best grids for a model on a machine, before a node-hour is spent"),
-    Command(
-        "simulate",
-        "axonn_jax.cli.simulate",
-        "run one step in virtual time, with jitter, slow ranks and failures",
-    ),
-    Command("calibrate", "axonn_jax.cli.calibrate", "measure this machine: a file for plan and simulate"),
-    Command("bench", "axonn_jax.cli.bench", "measure or count what the package promises, such as bytes communicated"),
-    Command("doctor", "axonn_jax.cli.doctor", "show what is installed, what would fail, and how to fix it"),
+    Command("train", "train a model as a TOML file says"),
+    Command("launch", "train under mpirun; on failure, start again from the last checkpoint"),
+    Command("inspect", "list the checkpoints of a run, and check that they are sound"),
+    Command("prepare", "turn a directory of text or code into tokenised shards"),
+    Command("generate", "continue a prompt with a trained model"),
+    Command("timeline", "draw what the stages of a pipelined run did, and their idle time"),
+    Command("plan", "find the best grids for a model on a machine, before a node-hour is spent"),
+    Command("simulate", "run one step in virtual time, with jitter, slow ranks and failures"),
+    Command("calibrate", "measure this machine: a file for plan and simulate"),
+    Command("bench", "measure or count what the package promises, such as bytes communicated"),
+    Command("doctor", "show what is installed, what would fail, and how to fix it"),
+)
+BENCHES = (
+    Command("collectives", "bytes every collective of a step moves: compiled beside predicted"),
+    Command("vs_gspmd", "bytes and step time beside jax.jit's automatic partitioning, grid by grid"),
+    Command("compile", "compile time, program size and memory as layers grow in number, scanned and unrolled"),
+    Command("memory", "memory of a step under every activation policy, and what it costs in time"),
+    Command("matmuls", "rates of a step's matmuls in every layout of their operands, and which one is chosen"),
+    Command("overlap", "what runs beside a step's collectives in the schedule that XLA makes for a GPU"),
 )
 
 _LATER = ("convert",)  # names that documents promise
 
 # Not imported for --version, only looked up: importing jax takes a second and may start a device.
 _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py", "mpi4jax")
+
+TRACEBACK = "AXONN_JAX_TRACEBACK"
+_MOST = 600  # characters of a foreign exception's text; XLA's run to pages
+_GRACE_S = 1.0
+_LAUNCHERS = (  # rank, size, rank on the host
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+# Files can be missing on one host only, so for these every host's first process speaks.
+_OF_A_HOST = ("CONFIG.toml", "data.path", "log.dir")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,40 +84,64 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
+    if argv and argv[0] in ("-V", "--version"):
+        print(_versions())
+        return 0
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0
-    if argv[0] in ("-V", "--version"):
-        print(_versions())
-        return 0
-    name, rest = argv[0], argv[1:]
-    command = next((command for command in COMMANDS if command.name == name), None)
-    if command is None:
-        names = [command.name for command in COMMANDS]
-        later = "not built yet; " if name in _LATER else ""
-        raise UserError("command", name, f"{later}one of {', '.join(names)}{'' if later else nearest(name, names)}")
-    module = importlib.import_module(command.module)
+    command, rest, prog = _command(COMMANDS, argv[0], "command"), argv[1:], f"{PROG} {argv[0]}"
+    home = "axonn_jax.cli"
+    if command.name == "bench":
+        if not rest or rest[0] in ("-h", "--help"):
+            print(
+                "\n".join(
+                    [
+                        f"usage: {prog} NAME ...",
+                        "",
+                        *_listed("benchmarks", BENCHES),
+                        "",
+                        f"{prog} NAME --help: its options.",
+                    ]
+                )
+            )
+            return 0
+        command, rest, prog = _command(BENCHES, rest[0], "NAME"), rest[1:], f"{prog} {rest[0]}"
+        home += ".bench"
+    module = importlib.import_module(f"{home}.{command.name}")
     if hasattr(module, "main"):
         return int(module.main(rest))
-    from axonn_jax.cli.parse import parse
+    from axonn_jax.cli_args import parse
 
-    return int(module.run(parse(getattr(module, name.capitalize()), rest, f"{PROG} {name}")))
+    return int(module.run(parse(getattr(module, command.name.title().replace("_", "")), rest, prog)))
+
+
+def _command(commands: Sequence[Command], name: str, field: str) -> Command:
+    for command in commands:
+        if command.name == name:
+            return command
+    names = [command.name for command in commands]
+    later = "not built yet; " if name in _LATER else ""
+    raise UserError(field, name, f"{later}one of {', '.join(names)}{'' if later else nearest(name, names)}")
 
 
 def _overview() -> str:
-    width = max(len(command.name) for command in COMMANDS)
     return "\n".join(
         [
             f"usage: {PROG} COMMAND ...",
             "",
             "4D-sharded and pipelined training of Flax transformers.",
             "",
-            "commands:",
-            *(f"  {command.name:{width}}  {command.help}" for command in COMMANDS),
+            *_listed("commands", COMMANDS),
             "",
             f"{PROG} COMMAND --help shows a command's options, {PROG} --version what is installed.",
         ]
     )
+
+
+def _listed(title: str, commands: Sequence[Command]) -> list[str]:
+    width = max(len(command.name) for command in commands)
+    return [f"{title}:", *(f"  {command.name:{width}}  {command.help}" for command in commands)]
 
 
 def _versions() -> str:
@@ -111,6 +154,54 @@ def _versions() -> str:
         except metadata.PackageNotFoundError:
             lines.append(f"{name} not installed")
     return "\n".join(lines)
+
+
+def rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Returns this process's rank among all and on its host, as a launcher of several processes set them; else 0, 0.
+
+    A rank counts only where the same launcher's size is above 1: shells inside batch jobs inherit stale ranks.
+    """
+    for rank, size, local in _LAUNCHERS:
+        numbers = [environ.get(name, "") for name in (rank, size)]
+        if all(map(_is_number, numbers)) and int(numbers[1]) > 1:
+            text = environ.get(local, "")
+            return int(numbers[0]), int(text) if _is_number(text) else int(numbers[0])
+    return 0, 0
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 20  # int() refuses thousands of digits
+
+
+def report(error: BaseException) -> int:
+    """Prints the line for an exception that ends the command and returns the exit status.
+
+    A user's mistake is the same on every process of a run, so only the first one prints it.
+    """
+    rank, local = rank_of(os.environ)
+    if isinstance(error, UserError):
+        if rank == 0 or (local == 0 and error.field in _OF_A_HOST):
+            _say(f"error: {error}")
+        else:
+            time.sleep(_GRACE_S)  # the launcher ends all at the first exit: the one that speaks must come first
+        return 2
+    if isinstance(error, KeyboardInterrupt):
+        if rank == 0:
+            _say("interrupted")
+        return 130
+    text = " ".join(str(error).split())
+    shown = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if os.environ.get(TRACEBACK, "") not in ("", "0"):
+        say("".join(traceback.format_exception(error)).rstrip())
+        _say(f"error: {shown}")
+    else:
+        cut = shown if len(shown) <= _MOST else shown[:_MOST] + "..."
+        _say(f"error: {cut} (set {TRACEBACK}=1 for the traceback)")
+    return 1
+
+
+def _say(line: str) -> None:
+    say(line.replace("\n", "\\n"))
 
 
 if __name__ == "__main__":

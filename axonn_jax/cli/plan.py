@@ -1,26 +1,25 @@
 """``axonn-jax plan``: which grid to use, before a node-hour is spent."""
 
 import json
-from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
-from tyro.conf import arg
-
-from axonn_jax.cli import planning
-from axonn_jax.cli.plan_text import text
-from axonn_jax.cli.request import Request, question
-from axonn_jax.cli.ticker import Ticker
+from axonn_jax.cli.plan_flags import Axes, Count, PlanFlags, chosen, command, model_of, question, sequences
+from axonn_jax.cli_args import Arg, default_of
+from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLAS_OWN
 from axonn_jax.errors import UserError
-from axonn_jax.planner import published
-from axonn_jax.planner.explain import explain
-from axonn_jax.planner.job import Estimate, Job
-from axonn_jax.planner.machine_file import load_machine
-from axonn_jax.planner.search import Plan as Found
+from axonn_jax.planner.cost_model import published
+from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.report import explain
+from axonn_jax.planner.request import SHORT, Estimate, PlanRequest
+from axonn_jax.planner.search import TIE
+from axonn_jax.planner.search import SearchResult as SearchResult
 from axonn_jax.planner.space import AXES
+from axonn_jax.terminal import Ticker, table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Request):
+class Plan(PlanFlags):
     """Find the best grids for a model on a machine: time, memory, communication, and the command to run.
 
     Predictions need neither the machine nor jax. docs/plan.md says what is modelled and how far to trust it.
@@ -30,9 +29,9 @@ class Plan(Request):
     """Tokens a step over all devices: 16777216, or rounded, such as 16.8M."""
     cost_model: Literal["corrected", "published"] = "corrected"
     """corrected: all of the above; published: the communication model of SC 24 as it was, and its search."""
-    min_tensor: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the authors', else 1)")] = None
+    min_tensor: Annotated[int | None, Arg(default="the authors', else 1", least=1)] = None
     """Smallest x * y * z; published only."""
-    top: int = 5
+    top: Count = 5
     """Configurations to show."""
 
 
@@ -46,115 +45,108 @@ def run(args: Plan) -> int:
     Raises:
         UserError: a flag is wrong, or nothing is legal or fits.
     """
-    for flag in ("top", "min_tensor"):
-        planning.positive(f"--{flag.replace('_', '-')}", getattr(args, flag))
     if args.cost_model == "published":
         return _published(args)
     if args.min_tensor is not None:
         raise UserError("--min-tensor", args.min_tensor, "left out without --cost-model published, which alone has it")
     asked = question(args)
     with Ticker("comparing grids") as ticker:
-        found = asked.answer()
+        result = asked.answer()
         if args.png is not None:
             from axonn_jax.planner.picture import draw_plan
-            from axonn_jax.planner.scaling import scaling
+            from axonn_jax.planner.report import scaling
 
             ticker.now("drawing")
-            curve = scaling(_fewer(args), found.best, asked.space, asked.limit)
-            draw_plan(asked.job, found, curve, args.png, title=f"{args.model} on {args.machine}")
-    job, limit = asked.job, asked.limit
-    print(
-        json.dumps(_figures(args, job, found, limit))
-        if args.json
-        else text(args.model, args.machine, args.seq, job, found, limit, args.devices, args.top)
-    )
+            curve = scaling(_fewer(args), result.best, asked.space, asked.limit)
+            draw_plan(asked.request, result, curve, args.png, title=f"{args.model} on {args.machine}")
+    request, limit = asked.request, asked.limit
+    print(json.dumps(_figures(args, request, result, limit)) if args.json else text(args, request, result, limit))
     return 0
 
 
-def _fewer(args: Plan) -> list[Job]:
-    """The job on a half, a quarter, ... of the devices, as far as the flags allow and down to a sixteenth."""
-    jobs, devices = [], args.devices
+def _fewer(args: Plan) -> list[PlanRequest]:
+    """The request on a half, a quarter, ... of the devices, as far as the flags allow and down to a sixteenth."""
+    requests, devices = [], args.devices
     while devices % 2 == 0 and devices > max(1, args.devices // 16):
         devices //= 2
         try:
-            jobs.append(question(replace(args, devices=devices)).job)
+            requests.append(question(replace(args, devices=devices)).request)
         except UserError:
             break
-    return jobs
+    return requests
 
 
-def _config(job: Job, one: Estimate) -> dict[str, Any]:
-    choice = one.choice
+def _config(request: PlanRequest, estimate: Estimate) -> dict[str, Any]:
+    candidate = estimate.candidate
     return {
-        **{axis: getattr(choice.grid, axis) for axis in AXES},
-        **planning.chosen(job, choice),
-        "step_s": one.step_s,
-        "mfu": one.peak_share(job),
-        "hfu": one.peak_share(job, recompute=choice.activations in ("full", "offload")),
-        "compute_s": one.compute_s,
-        "update_s": one.update_s,
-        "comm_s": one.comm_s,
-        "exposed_comm_s": one.exposed_s,
-        "exposed_by_axis_s": {axis: one.exposed.get(axis, 0.0) for axis in one.comm_s},
-        "memory_bytes": one.memory.total,
-        "memory": asdict(one.memory),
-        "bubble": one.bubble,
-        "simulated": one.simulated,
+        **{axis: getattr(candidate.grid, axis) for axis in AXES},
+        **chosen(request, candidate),
+        "step_s": estimate.step_s,
+        "mfu": estimate.peak_share(request),
+        "hfu": estimate.peak_share(request, recompute=candidate.activations in ("full", "offload")),
+        "compute_s": estimate.compute_s,
+        "update_s": estimate.update_s,
+        "comm_s": estimate.comm_s,
+        "exposed_comm_s": estimate.exposed_s,
+        "exposed_by_axis_s": {axis: estimate.exposed.get(axis, 0.0) for axis in estimate.comm_s},
+        "memory_bytes": estimate.memory.total,
+        "memory": asdict(estimate.memory),
+        "bubble": estimate.bubble,
+        "simulated": estimate.simulated,
     }
 
 
-def _figures(args: Plan, job: Job, found: Found, limit: float) -> dict[str, Any]:
+def _figures(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -> dict[str, Any]:
     return {
         "model": args.model,
         "machine": args.machine,
         "devices": args.devices,
-        "batch_sequences": job.batch,
-        "seq_len": job.shape.seq_len,
-        "precision": job.precision,
+        "batch_sequences": request.batch,
+        "seq_len": request.shape.seq_len,
+        "precision": request.precision,
         "cost_model": "corrected",
-        "sequence_parallel": job.sequence_parallel,
-        "inner_features": job.inner_features,
+        "sequence_parallel": request.sequence_split,
+        "inner_features": request.residual_comm,
         "memory_limit_bytes": limit,
         "configs": [
             {
-                **_config(job, one),
-                "why": explain(job, found, one),
-                "command": planning.command(args.model, job, one.choice, args.seq),
+                **_config(request, estimate),
+                "why": explain(request, result, estimate),
+                "command": command(args.model, request, estimate.candidate, args.seq),
             }
-            for one in found.best[: args.top]
+            for estimate in result.best[: args.top]
         ],
-        "pareto": [_config(job, one) for one in found.pareto],
-        "rejected": [asdict(one) for one in found.rejected],
-        "examined": found.examined,
+        "pareto": [_config(request, estimate) for estimate in result.pareto],
+        "rejected": [asdict(rejected) for rejected in result.rejected],
+        "examined": result.examined,
     }
 
 
 def _published(args: Plan) -> int:
     for flag_of in fields(args):
-        if flag_of.name not in _PUBLISHED and getattr(args, flag_of.name) != _default(flag_of):
+        if flag_of.name not in _PUBLISHED and getattr(args, flag_of.name) != default_of(flag_of):
             flag, value = f"--{flag_of.name.replace('_', '-')}", getattr(args, flag_of.name)
-            if isinstance(value, planning.Axes):
+            if isinstance(value, Axes):
                 axis, value = next(iter(value.fixed().items()))
                 flag += f".{axis}"
             raise UserError(flag, value, "left out with --cost-model published, which takes no notice of it")
-    planning.positive("--devices", args.devices)
-    shape, machine = planning.model_shape(args.model, args.seq), load_machine(args.machine).shared(args.devices)
-    batch = planning.sequences(args.batch_tokens, shape.seq_len)
+    shape, machine = model_of(args), load_machine(args.machine).shared(args.devices)
+    batch = sequences(args.batch_tokens, shape.seq_len)
     least = args.min_tensor or published.MIN_TENSOR.get(args.model, 1)
-    found = published.search(shape, machine, args.devices, batch, min_tensor=least)
+    grids = published.search(shape, machine, args.devices, batch, min_tensor=least)
     if args.json:
         configs = [
             {
-                **{axis: getattr(one.grid, axis) for axis in AXES},
-                "microbatch": batch // one.grid.batch_shards,
-                "step_s": one.total_s,
+                **{axis: getattr(estimate.grid, axis) for axis in AXES},
+                "microbatch": batch // estimate.grid.batch_shards,
+                "step_s": estimate.total_s,
                 "mfu": None,
-                "comm_s": {**one.comm_s, "pipe": 0.0},
-                "exposed_comm_s": one.total_s,
+                "comm_s": {**estimate.comm_s, "pipe": 0.0},
+                "exposed_comm_s": estimate.total_s,
                 "memory_bytes": None,
                 "bubble": None,
             }
-            for one in found[: args.top]
+            for estimate in grids[: args.top]
         ]
         named = {"model": args.model, "machine": args.machine, "devices": args.devices, "cost_model": "published"}
         print(json.dumps({**named, "min_tensor": least, "configs": configs, "rejected": [], "batch_sequences": batch}))
@@ -164,10 +156,105 @@ def _published(args: Plan) -> int:
         f"communication alone, as published (x*y*z >= {least})\n"
     )
     print("     data        z        y        x   comm, s")
-    for one in found[: args.top]:
-        print("".join(f"{getattr(one.grid, axis):9}" for axis in AXES[1:]) + f"{one.total_s:10.4f}")
+    for estimate in grids[: args.top]:
+        print("".join(f"{getattr(estimate.grid, axis):9}" for axis in AXES[1:]) + f"{estimate.total_s:10.4f}")
     return 0
 
 
-def _default(one: Field[Any]) -> object:
-    return one.default if one.default_factory is MISSING else one.default_factory()
+def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -> str:
+    """What `axonn-jax plan` prints: the best, why, and what was left out."""
+    shown = result.best[: args.top]
+    lines = [
+        f"{args.model} ({request.shape.params() / 1e9:.1f} B parameters) on {args.devices} x "
+        f"{request.machine.device.kind} of {args.machine}: {request.batch} sequences of "
+        f"{request.shape.seq_len} tokens a step, {request.precision}, {_limited(request, limit)}",
+        "",
+        *_table(request, shown),
+        "",
+    ]
+    best = shown[0]
+    ties = [estimate for estimate in shown[1:] if estimate.step_s < best.step_s * (1 + TIE)]
+    if ties:
+        lines.append(f"The first {len(ties) + 1} are a tie: their times differ by less than {TIE:.0%}.")
+    lines += [f"Why the first: {' '.join(explain(request, result, best))}", ""]
+    lines += ["Communication of the first, s a step (exposed + hidden):"]
+    lines += [
+        f"  {axis:4}  {best.exposed.get(axis, 0.0):9.3f} + {best.hidden.get(axis, 0.0):.3f}"
+        for axis, seconds in best.comm_s.items()
+        if seconds > 0
+    ] or ["  none"]
+    memory = {name: size for name, size in asdict(best.memory).items() if name != "host"}
+    lines.append(
+        "Memory of the first, GB a device: " + ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
+    )
+    if best.memory.host:
+        lines.append(f"  and {best.memory.host / 1e9:.1f} GB on the host for each device, one a process")
+    if best.memory.host > XLAS_OWN * GIB:
+        lines.append(f"  more than the {XLAS_OWN} GiB that XLA lets a process pin: the run raises {LIMIT}")
+    if len(result.pareto) > 1:
+        lines += ["", "Slower but smaller (time and memory of what nothing beats in both):"]
+        lines += [
+            f"  {estimate.step_s:9.3f} s  {estimate.memory.total / 1e9:6.1f} GB  {_named(request, estimate)}"
+            for estimate in result.pareto[:6]
+        ]
+    if result.rejected:
+        lines += ["", "Left out:"]
+        lines += [f"  {rejected.grid}: {rejected.why}" for rejected in _few(result)]
+    lines += [
+        "",
+        "To run the first (CONFIG.toml names the data):",
+        f"  {command(args.model, request, best.candidate, args.seq)}",
+    ]
+    return "\n".join(lines)
+
+
+def _limited(request: PlanRequest, limit: float) -> str:
+    """The memory that may be used, and what it is made of where no flag says it."""
+    text, device = f"{limit / 1e9:.1f} GB a device", request.machine.device
+    if limit != request.memory_limit():
+        return text
+    margin = f"{1 - SHORT:.0%} of the {device.program_bytes / 1e9:.1f} that a run gets"
+    return f"{text} ({margin} of {device.memory_bytes / 1e9:.1f})"
+
+
+def _few(result: SearchResult) -> list[Any]:
+    """The grids that came closest to fitting, and the rules."""
+    single = [rejected for rejected in result.rejected if rejected.grid.startswith("pipe")]
+    rules = [rejected for rejected in result.rejected if not rejected.grid.startswith("pipe")]
+    return [*single[:3], *rules]
+
+
+def _named(request: PlanRequest, estimate: Estimate) -> str:
+    candidate = estimate.candidate
+    grid = (
+        " x ".join(f"{axis} {getattr(candidate.grid, axis)}" for axis in AXES if getattr(candidate.grid, axis) > 1)
+        or "one device"
+    )
+    extra = [candidate.activations] + ([f"gather {candidate.gather}"] if candidate.gather != "forward" else [])
+    extra += (["offload"] if candidate.offload else []) + (["zero 1"] if candidate.zero else [])
+    return f"{grid}, microbatch {candidate.sequences(request.batch)}, {', '.join(extra)}"
+
+
+def _table(request: PlanRequest, shown: list[Estimate]) -> list[str]:
+    heads = (
+        *(*AXES, "micro", "stages", "activations", "gather", "offload", "zero"),
+        *("step, s", "mfu", "exposed, s", "bubble", "memory, GB"),
+    )
+    rows = [
+        (
+            *(str(getattr(estimate.candidate.grid, axis)) for axis in AXES),
+            f"{estimate.candidate.microbatches} x {estimate.candidate.sequences(request.batch)}",
+            str(estimate.candidate.virtual_stages),
+            estimate.candidate.activations,
+            estimate.candidate.gather,
+            "optimizer" if estimate.candidate.offload else "none",
+            str(estimate.candidate.zero),
+            f"{estimate.step_s:,.3f}",
+            f"{estimate.peak_share(request):.1%}",
+            f"{estimate.exposed_s:,.3f}",
+            f"{estimate.bubble:.1%}",
+            f"{estimate.memory.total / 1e9:.1f}",
+        )
+        for estimate in shown
+    ]
+    return table(heads, rows)

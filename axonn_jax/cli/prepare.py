@@ -2,17 +2,15 @@
 
 import json
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
-
-from axonn_jax.terminal import printable, say, unfailing
+from axonn_jax.cli_args import Arg
+from axonn_jax.terminal import Ticker, printable, say
 
 if TYPE_CHECKING:
     from axonn_jax.data.manifest import Manifest
@@ -40,22 +38,22 @@ class Prepare:
     what `[data] path` of a training configuration names; it appears complete or not at all.
     """
 
-    source: Annotated[Positional[Path], arg(metavar="SOURCE_DIR")]
+    source: Annotated[Path, Arg(positional="SOURCE_DIR")]
     """The directory whose files are read, with all below it. Symbolic links and files that are not UTF-8 text are
     skipped."""
 
-    out: Annotated[Positional[Path], arg(metavar="OUT_DIR")]
+    out: Annotated[Path, Arg(positional="OUT_DIR")]
     """The directory to write; new, or empty. One prepare at a time writes it, and what others put there meanwhile is
     never removed: what was prepared is then kept beside it, and the error says where."""
 
     vocab: int
     """Entries of the vocabulary, from 257. Above 65535 tokens take 4 bytes instead of 2."""
 
-    include: UseAppendAction[tuple[str, ...]] = ()
+    include: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
     """Read only files that match this pattern; repeat it for more. A pattern with a slash is compared with the
     path below SOURCE_DIR, one without with the file's name. Without any: common kinds of text and source code."""
 
-    exclude: UseAppendAction[tuple[str, ...]] = ()
+    exclude: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
     """Leave out files and directories that match this pattern; repeat it for more. These come on top of .git,
     __pycache__, site-packages, node_modules, virtual environments and tool caches below SOURCE_DIR."""
 
@@ -68,10 +66,10 @@ class Prepare:
     shard_tokens: int = 16 << 20
     """The most tokens in one shard file."""
 
-    force: FlagCreatePairsOff[bool] = False
+    force: bool = False
     """Replace OUT_DIR if it is an earlier prepared directory."""
 
-    json: FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print one JSON object with the result, and nothing else, on standard output."""
 
 
@@ -84,7 +82,7 @@ def run(args: Prepare) -> int:
     from axonn_jax.data.prepare import prepare
 
     began = time.perf_counter()
-    with _terminated(), _progress() as report:
+    with _terminated(), Ticker("reading") as ticker:
         manifest, source = prepare(
             args.source,
             args.out,
@@ -95,7 +93,7 @@ def run(args: Prepare) -> int:
             seed=args.seed,
             force=args.force,
             shard_tokens=args.shard_tokens,
-            report=report,
+            report=lambda phase, done, total: ticker.now(phase, total >> 20, "MiB", done >> 20),
         )
     seconds = time.perf_counter() - began
     for reason, count in sorted(source.skipped.items()):
@@ -109,10 +107,10 @@ def run(args: Prepare) -> int:
 
 def _summary(manifest: "Manifest", seconds: float) -> dict[str, Any]:
     """The manifest with the number of shards in the place of their list."""
-    whole = manifest.as_json()
-    for split in whole["splits"].values():
+    summary = manifest.as_json()
+    for split in summary["splits"].values():
         split["shards"] = len(split["shards"])
-    return {"path": str(manifest.path), "seconds": round(seconds, 3), **whole}
+    return {"path": str(manifest.path), "seconds": round(seconds, 3), **summary}
 
 
 def _lines(manifest: "Manifest", seconds: float) -> str:
@@ -146,41 +144,3 @@ def _terminated() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Gives the function to report to: on standard error, a bar on a terminal, else a plain line now and then."""
-    if not sys.stderr.isatty():
-        yield _PlainLines()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:16}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=unfailing()), transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def report(phase: str, done: int, total: int) -> None:
-            if phase not in tasks:
-                for task in tasks.values():
-                    bar.stop_task(task)
-                tasks[phase] = bar.add_task(phase, total=total or None)
-            bar.update(tasks[phase], completed=done)
-
-        yield report
-
-
-class _PlainLines:
-    """Prints a line when a phase begins, and every ten seconds within it."""
-
-    def __init__(self) -> None:
-        self._phase, self._printed = "", 0.0
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if phase == self._phase and now < self._printed + 10:
-            return
-        progress = f": {done >> 20} of {total >> 20} MiB" if total and phase == self._phase else ""
-        self._phase, self._printed = phase, now
-        say(f"prepare: {phase}{progress}")

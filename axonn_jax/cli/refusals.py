@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from axonn_jax.errors import UserError
-from axonn_jax.planner.job import Job
-from axonn_jax.planner.space import Space, divisors, legal_grids, pieces
+from axonn_jax.planner.request import PlanRequest
+from axonn_jax.planner.space import SearchSpace, divisors, legal_grids, pieces
 
 _SHOWN = 8
 """Values that a message names."""
@@ -23,52 +23,56 @@ class _Fixed:
 
     flag: str
     value: int
-    free: Callable[[Space], Space]
+    free: Callable[[SearchSpace], SearchSpace]
     """The space with it left out."""
-    alone: Space
+    alone: SearchSpace
     """The space with nothing else given."""
     of: Callable[[Legal], int]
     """Its value in what is legal."""
 
 
-def check_legal(job: Job, devices: int, space: Space) -> None:
+def check_legal(request: PlanRequest, devices: int, space: SearchSpace) -> None:
     """Raises ``UserError`` where no grid is legal, for the flag that leaves none and with the values that would.
 
     That is the flag that leaves none by itself, else the first without which there are some.
     """
-    if next(_legal(job, devices, space), None) is not None:
+    if next(_legal(request, devices, space), None) is not None:
         return
     fixed = list(_fixed(space))
-    wrong = next((one for one in fixed if next(_legal(job, devices, one.alone), None) is None), None)
-    for one in [wrong] if wrong else fixed:
-        among = [(one.free(space), " beside the other flags"), (one.free(one.alone), "")]
-        for left, beside in among[: 2 if wrong else 1]:
-            values = sorted({one.of(legal) for legal in _legal(job, devices, left)}, key=lambda v: abs(v - one.value))
+    wrong = next((flag for flag in fixed if next(_legal(request, devices, flag.alone), None) is None), None)
+    for flag in [wrong] if wrong else fixed:
+        among = [(flag.free(space), " beside the other flags"), (flag.free(flag.alone), "")]
+        for left, suffix in among[: 2 if wrong else 1]:
+            values = sorted(
+                {flag.of(legal) for legal in _legal(request, devices, left)}, key=lambda v: abs(v - flag.value)
+            )
             if values:
-                raise UserError(one.flag, one.value, _accepted(job, devices, values, beside if len(fixed) > 1 else ""))
+                raise UserError(
+                    flag.flag, flag.value, _accepted(request, devices, values, suffix if len(fixed) > 1 else "")
+                )
     if fixed:
-        flags, given = ", ".join(one.flag for one in fixed), ", ".join(str(one.value) for one in fixed)
-        raise UserError(flags, given, f"values that go together; {_why(job, devices, space)}")
-    raise UserError("--devices", devices, f"a number for which a grid is legal; {_why(job, devices, space)}")
+        flags, given = ", ".join(flag.flag for flag in fixed), ", ".join(str(flag.value) for flag in fixed)
+        raise UserError(flags, given, f"values that go together; {_why(request, devices, space)}")
+    raise UserError("--devices", devices, f"a number for which a grid is legal; {_why(request, devices, space)}")
 
 
-def _accepted(job: Job, devices: int, values: list[int], beside: str) -> str:
+def _accepted(request: PlanRequest, devices: int, values: list[int], suffix: str) -> str:
     shown = ", ".join(map(str, sorted(values[:_SHOWN])))
     such = "such as " if len(values) > _SHOWN else "one of " if len(values) > 1 else ""
-    batch = f"{job.batch:,} sequence{'s' * (job.batch != 1)}"
-    return f"{such}{shown}, which {devices:,} devices, the model and a batch of {batch} allow{beside}"
+    batch = f"{request.batch:,} sequence{'s' * (request.batch != 1)}"
+    return f"{such}{shown}, which {devices:,} devices, the model and a batch of {batch} allow{suffix}"
 
 
-def _why(job: Job, devices: int, space: Space) -> str:
+def _why(request: PlanRequest, devices: int, space: SearchSpace) -> str:
     rules = Counter[str]()
-    if next(legal_grids(job, devices, space, rules), None) is not None:
+    if next(legal_grids(request, devices, space, rules), None) is not None:
         return "the batch leaves fewer microbatches than there are stages"
     if not rules:
         return f"the axes' product is {devices:,}, the number of devices"
     return "; ".join(f"{count:,} grid{'s' * (count != 1)}: {why}" for why, count in rules.most_common(2))
 
 
-def _fixed(space: Space) -> Iterator[_Fixed]:
+def _fixed(space: SearchSpace) -> Iterator[_Fixed]:
     for name, size in space.axes.items():
         yield _axis(name, size)
     if space.sequences is not None:
@@ -76,7 +80,7 @@ def _fixed(space: Space) -> Iterator[_Fixed]:
             "--microbatch",
             space.sequences,
             lambda space: replace(space, sequences=None),
-            Space(sequences=space.sequences),
+            SearchSpace(sequences=space.sequences),
             lambda legal: legal[1],
         )
     if len(space.virtual_stages) == 1:
@@ -84,28 +88,30 @@ def _fixed(space: Space) -> Iterator[_Fixed]:
             "--virtual-stages",
             space.virtual_stages[0],
             lambda space: replace(space, virtual_stages=_STAGES),
-            Space(virtual_stages=space.virtual_stages),
+            SearchSpace(virtual_stages=space.virtual_stages),
             lambda legal: legal[2],
         )
 
 
 def _axis(name: str, size: int) -> _Fixed:
-    def free(space: Space) -> Space:
-        return replace(space, axes={other: size for other, size in space.axes.items() if other != name})
+    def free(space: SearchSpace) -> SearchSpace:
+        return replace(space, axes={name_: size for name_, size in space.axes.items() if name_ != name})
 
-    return _Fixed(f"--grid.{name}", size, free, Space(axes={name: size}), lambda legal: legal[0][name])
+    return _Fixed(f"--grid.{name}", size, free, SearchSpace(axes={name: size}), lambda legal: legal[0][name])
 
 
-def _legal(job: Job, devices: int, space: Space) -> Iterator[Legal]:
+def _legal(request: PlanRequest, devices: int, space: SearchSpace) -> Iterator[Legal]:
     """What a search has to choose from, any size of microbatch included."""
-    for grid in legal_grids(job, devices, space, Counter[str]()):
-        each = job.batch // grid.batch_shards
+    for grid in legal_grids(request, devices, space, Counter[str]()):
+        each = request.batch // grid.batch_shards
         sizes = [
             size
             for size in (divisors(each) if space.sequences is None else [space.sequences])
             if each % size == 0 and (grid.pipe == 1 or each // size >= grid.pipe)
         ]
-        stages = [many for many in space.virtual_stages if grid.pipe * many <= pieces(job)] if grid.pipe > 1 else [1]
+        stages = (
+            [many for many in space.virtual_stages if grid.pipe * many <= pieces(request)] if grid.pipe > 1 else [1]
+        )
         axes = {axis: getattr(grid, axis) for axis in ("pipe", "data", "z", "y", "x")}
         for many in stages if sizes else ():
             for size in sizes:

@@ -4,42 +4,38 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Annotated, Any
 
-from tyro.conf import UseAppendAction, arg
-
-from axonn_jax.cli import planning
-from axonn_jax.cli.request import SEQUENCES, Request, question
-from axonn_jax.cli.simulate_text import text
-from axonn_jax.cli.ticker import Ticker
+from axonn_jax.cli.plan_flags import SEQUENCES, Count, PlanFlags, chosen, command, question
+from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
-from axonn_jax.planner.disturb import Disturbance
-from axonn_jax.planner.job import Estimate, Job
-from axonn_jax.planner.steps import Baseline, Step, baselines, step
+from axonn_jax.planner.request import Estimate, PlanRequest
+from axonn_jax.planner.simulate.perturb import Perturbation
+from axonn_jax.planner.steps import Baseline, SimulatedStep, baselines, step
+from axonn_jax.terminal import Ticker
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulate(Request):
+class Simulate(PlanFlags):
     """Run one step in virtual time: with jitter, slow ranks and failures, beside other schedules.
 
     What runs is the first row of `axonn-jax plan` for the same flags, in the time that it says if nothing is disturbed.
     """
 
-    batch_tokens: Annotated[
-        str | None, arg(metavar="STR", help_behavior_hint=f"(default: {SEQUENCES} sequences a device)")
-    ] = None
+    batch_tokens: Annotated[str | None, Arg(default=f"{SEQUENCES} sequences a device")] = None
     """Tokens a step over all devices: 16777216, or rounded, such as 16.8M."""
-    layers: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the model's)")] = None
+    layers: Annotated[int | None, Arg(default="the model's", least=1)] = None
     """Number of blocks, so that very long pipelines can be simulated."""
     split_backward: bool = True
     """Policy message: gradients of weights are tasks of their own."""
     jitter: float = 0.0
     """Sigma of lognormal task and message times."""
-    slow: UseAppendAction[tuple[str, ...]] = ()
+    slow: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
     """A slow rank, such as 3:1.5 for rank 3 taking 1.5 times as long; repeat it for more."""
-    fail: UseAppendAction[tuple[str, ...]] = ()
+    fail: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
     """A rank that dies, such as 3:0.5 for rank 3 after 0.5 s of the step; repeat it for more."""
-    replicas: int = 4
+    replicas: Count = 4
     """Pipelines of grid.data simulated where there is jitter; the step ends with the slowest."""
     seed: int = 0
     """Seed of the jitter."""
@@ -54,65 +50,73 @@ def run(args: Simulate) -> int:
     Raises:
         UserError: a flag is wrong, or no such step is legal.
     """
-    for flag in ("layers", "replicas"):
-        planning.positive(f"--{flag}", getattr(args, flag))
     asked = question(args, layers=args.layers, split=args.split_backward)
-    job, limit = asked.job, asked.limit
-    by = Disturbance(args.jitter, _pairs("--slow", args.slow), _pairs("--fail", args.fail), seed=args.seed)
+    request, limit = asked.request, asked.limit
+    by = Perturbation(args.jitter, _pairs("--slow", args.slow), _pairs("--fail", args.fail), seed=args.seed)
     with Ticker("comparing grids") as ticker:
 
-        def told(what: str, tasks: int) -> Callable[[int], None]:
+        def begin(what: str, tasks: int) -> Callable[[int], None]:
             ticker.now(what, tasks)
-            return ticker.told
+            return ticker.done
 
         try:
-            found = asked.answer()
+            result = asked.answer()
         except UserError:  # whether it fits is the plan's question: simulated it can be, and its memory shown
-            found, limit = asked.answer(limited=False), float("inf")
-        estimate = found.best[0]
-        done = step(found.prices, estimate.choice, by, args.replicas, told, drawn=args.png is not None)
-        beside = list[Baseline]()
+            result, limit = asked.answer(limited=False), float("inf")
+        estimate = result.best[0]
+        done = step(result.prices, estimate.candidate, by, args.replicas, begin, drawn=args.png is not None)
+        others = list[Baseline]()
         if args.baselines:
-            beside += baselines(found.prices, estimate.choice, by, args.replicas, limit, asked.space, told)
+            others += baselines(result.prices, estimate.candidate, by, args.replicas, limit, asked.space, begin)
         if args.png is not None:
-            from axonn_jax.planner.picture import draw_timeline
+            from axonn_jax.timeline.picture import draw
 
             ticker.now("drawing")
             title = f"{args.model} on {args.devices} of {args.machine}, {args.policy}"
             title += f", {done.left_out:,} microbatches left out" if done.left_out else ""
-            draw_timeline(done.slowest.simulation, args.png, title=title)
-    figures = _figures(args, job, asked.limit, estimate, done, beside)
-    print(json.dumps(figures) if args.json else text(figures, done, beside))
+            shown = done.slowest.simulation
+            try:
+                draw(
+                    shown.timeline(),
+                    args.png,
+                    title,
+                    heading=f"{shown.makespan:,.3f} s, idle {shown.idle_fraction:.1%}",
+                )
+            except (OSError, ValueError) as error:
+                accepted = f"the path of a .png file that can be written; {error}"
+                raise UserError("--png", str(args.png), accepted) from None
+    figures = _figures(args, request, asked.limit, estimate, done, others)
+    print(json.dumps(figures) if args.json else text(figures, done, others))
     return 0 if done.slowest.finished else 1
 
 
 def _pairs(flag: str, given: tuple[str, ...]) -> dict[int, float]:
     pairs = {}
     for pair in given:
-        found = re.fullmatch(r"(\d+):(\d+(?:\.\d*)?)", pair)
-        if found is None:
+        match = re.fullmatch(r"(\d+):(\d+(?:\.\d*)?)", pair)
+        if match is None:
             raise UserError(flag, pair, "RANK:AMOUNT, such as 3:1.5")
-        pairs[int(found[1])] = float(found[2])
+        pairs[int(match[1])] = float(match[2])
     return pairs
 
 
 def _figures(
-    args: Simulate, job: Job, limit: float, estimate: Estimate, done: Step, beside: list[Baseline]
+    args: Simulate, request: PlanRequest, limit: float, estimate: Estimate, done: SimulatedStep, others: list[Baseline]
 ) -> dict[str, Any]:
-    simulation, choice = done.slowest.simulation, estimate.choice
-    flops = job.flops / (choice.grid.devices * job.machine.peak(job.precision))
+    simulation, candidate = done.slowest.simulation, estimate.candidate
+    flops = request.flops / (candidate.grid.devices * request.machine.peak(request.precision))
     return {
         "model": args.model,
         "machine": args.machine,
         "devices": args.devices,
-        "batch_sequences": job.batch,
-        "seq_len": job.shape.seq_len,
-        "precision": job.precision,
-        "sequence_parallel": job.sequence_parallel,
-        "inner_features": job.inner_features,
-        "grid": asdict(choice.grid),
-        **planning.chosen(job, choice),
-        "policy": job.policy,
+        "batch_sequences": request.batch,
+        "seq_len": request.shape.seq_len,
+        "precision": request.precision,
+        "sequence_parallel": request.sequence_split,
+        "inner_features": request.residual_comm,
+        "grid": asdict(candidate.grid),
+        **chosen(request, candidate),
+        "policy": request.policy,
         "finished": done.slowest.finished,
         "step_s": done.seconds,
         "pipeline_s": done.pipeline_s,
@@ -130,8 +134,90 @@ def _figures(
             {"rank": rank, "busy_s": busy, "peak_live": simulation.peak_live[rank]}
             for rank, busy in enumerate(done.busy)
         ],
-        "baselines_s": {one.name: one.seconds for one in beside},
-        "baselines_memory_bytes": {one.name: one.memory_bytes for one in beside},
-        "command": planning.command(args.model, job, choice, args.seq),
+        "baselines_s": {baseline.name: baseline.seconds for baseline in others},
+        "baselines_memory_bytes": {baseline.name: baseline.memory_bytes for baseline in others},
+        "command": command(args.model, request, candidate, args.seq),
         **({"png": str(args.png)} if args.png is not None else {}),
     }
+
+
+def text(figures: dict[str, Any], done: SimulatedStep, others: list[Baseline]) -> str:
+    """What `axonn-jax simulate` prints."""
+    lines = [*_candidate_text(figures), "", *(_finished(figures, done) if figures["finished"] else [_stalled(done)])]
+    lines += [_memory(figures)]
+    lines += [f"{baseline.name:24} {_beside(figures, baseline)}" for baseline in others]
+    lines += [figures["png"]] if "png" in figures else []
+    if figures["fits"]:
+        lines += ["", "To run it (CONFIG.toml names the data):", f"  {figures['command']}"]
+    return "\n".join(lines)
+
+
+def _candidate_text(figures: dict[str, Any]) -> list[str]:
+    grid = " x ".join(f"{axis} {size}" for axis, size in figures["grid"].items())
+    options = [
+        f"{_count(figures['microbatches'], 'microbatch', 'microbatches')} of "
+        f"{_count(figures['microbatch'], 'sequence')} a device",
+        *([f"{figures['in_flight']} in flight"] if figures["in_flight"] else []),
+        _count(figures["virtual_stages"], "virtual stage"),
+        *(f"{name} {figures[name]}" for name in ("activations", "gather", "offload", "zero", "policy", "precision")),
+        *(["sequence parallel"] if figures["sequence_parallel"] else []),
+        *([f"inner features {figures['inner_features']}"] if figures["inner_features"] != "all_reduce" else []),
+    ]
+    return [f"{figures['model']} on {figures['devices']} of {figures['machine']}: {grid}", ", ".join(options)]
+
+
+def _finished(figures: dict[str, Any], done: SimulatedStep) -> list[str]:
+    behind = "the pipeline" if figures["grid"]["pipe"] > 1 else "the last microbatch"
+    lines = [
+        f"step      {figures['step_s']:,.4f} s ({figures['mfu']:.1%} of peak), "
+        f"of it {figures['update_s']:,.4f} s behind {behind}",
+    ]
+    if figures["grid"]["pipe"] > 1:
+        lines += [
+            f"pipeline  {figures['pipeline_s']:,.4f} s, ranks idle {figures['idle']:.1%} of it; "
+            f"the busiest rank works {figures['no_bubble_s']:,.4f} s",
+        ]
+    if done.left_out:
+        lines.append(
+            f"          of its steady stretch {_count(done.left_out, 'microbatch', 'microbatches')} "
+            "were not simulated: each takes as long as those beside it"
+        )
+    spread = done.replicas_s
+    if len(spread) > 1:
+        lines.append(
+            f"replicas  {min(spread):,.4f} to {max(spread):,.4f} s, mean {fmean(spread):,.4f}; the slowest counts"
+        )
+    return lines
+
+
+def _stalled(done: SimulatedStep) -> str:
+    simulation = done.slowest.simulation
+    layout = simulation.layout
+    each = 3 if any(span.task.kind.value == "W" for span in simulation.spans) else 2
+    return (
+        f"The step does not end: after {done.slowest.stalled_at:,.4f} s nothing moves any more, "
+        f"{simulation.tasks:,} of {each * layout.stages * layout.microbatches:,} tasks done. "
+        "All of it is lost; a run resumes from its checkpoint."
+    )
+
+
+def _memory(figures: dict[str, Any]) -> str:
+    limit = f"{figures['memory_limit_bytes'] / 1e9:.1f} GB"
+    fits = f"fits {limit}"
+    if not figures["fits"]:
+        fits = f"does NOT fit {limit}, nor does anything else: this is the fastest without a limit"
+    peak = max(rank["peak_live"] for rank in figures["ranks"])
+    return f"memory    {figures['memory_bytes'] / 1e9:.1f} GB a device ({fits}); activations alive at most {peak}"
+
+
+def _beside(figures: dict[str, Any], baseline: Baseline) -> str:
+    if baseline.seconds is None:
+        return baseline.why
+    ratio = (
+        f"{baseline.seconds / figures['step_s']:.3f} times as long" if figures["step_s"] else "over before the failure"
+    )
+    return f"{baseline.seconds:,.4f} s ({ratio})"
+
+
+def _count(number: int, singular: str, plural: str = "") -> str:
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"

@@ -7,12 +7,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
-from tyro.conf import Positional, arg
-
+from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
-from axonn_jax.pipeline.timeline import KINDS, TIMELINE, Span, last_whole_step, ranks_of, read_trace, usage, window
-from axonn_jax.planner.replay import Measured, parse_task, replay
-from axonn_jax.schedule.policies import Policy
+from axonn_jax.options import PipelinePolicy
+from axonn_jax.planner.simulate.replay import parse_task, replay
+from axonn_jax.planner.simulate.simulator import TaskRun
+from axonn_jax.timeline.spans import KINDS, Span, last_whole_step, ranks_of, usage, window
+from axonn_jax.timeline.trace import TIMELINE, read_trace
 
 _SHOWN = 20
 
@@ -24,11 +25,11 @@ class Timeline:
     timeline.json itself opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing.
     """
 
-    run_dir: Annotated[Positional[Path], arg(metavar="RUN_DIR")]
+    run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
     """A directory left by a pipelined `axonn-jax train`."""
-    step: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the last whole one)")] = None
+    step: Annotated[int | None, Arg(default="the last whole one")] = None
     """The step to show, one of the last few of the run."""
-    replay: Annotated[Policy | None, arg(help_behavior_hint="(default: none)")] = None
+    replay: Annotated[PipelinePolicy | None, Arg(default="none")] = None
     """Also play the step again in virtual time, its task times under this policy, the one that ran or another."""
     json: bool = False
     """Print one JSON object instead of the table."""
@@ -51,7 +52,7 @@ def run(args: Timeline) -> int:
     if step not in steps:
         raise UserError("--step", step, f"a step that was recorded: {_listed(steps)}")
     played = None if args.replay is None else _replayed(recorded, step, args.replay)
-    from axonn_jax.pipeline.picture import PICTURE, draw
+    from axonn_jax.timeline.picture import PICTURE, draw
 
     picture = args.run_dir / PICTURE
     try:
@@ -85,18 +86,18 @@ def _listed(steps: Sequence[int]) -> str:
 class Replayed:
     """A step's tasks as they ran, and as they would have run under a policy, in seconds."""
 
-    policy: Policy
+    policy: PipelinePolicy
     measured_s: float
     simulated_s: float
     gap_s: float
     message_s: float
 
 
-def _replayed(recorded: Sequence[Span], step: int, policy: Policy) -> Replayed:
+def _replayed(recorded: Sequence[Span], step: int, policy: PipelinePolicy) -> Replayed:
     """Plays a step's tasks again; the optimizer is not among them."""
     tasks = [span for span in recorded if span.step == step and span.is_task and span.kind != "optimizer"]
     try:
-        done = replay([Measured(parse_task(span.name), span.rank, span.start, span.end) for span in tasks], policy)
+        done = replay([TaskRun(parse_task(span.name), span.rank, span.start, span.end) for span in tasks], policy)
     except (KeyError, ValueError) as error:
         if isinstance(error, UserError):
             raise

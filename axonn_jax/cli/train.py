@@ -1,19 +1,19 @@
 """`axonn-jax train CONFIG.toml [--table.key value ...]`: from a checked config to a run."""
 
-import contextlib
-import re
 import sys
 from collections.abc import Sequence
 
-from axonn_jax.cli.restarts import Restarts, take_restarts
+from axonn_jax.cli.main import report
+from axonn_jax.cli_args import help_text
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.train.config import Config
-from axonn_jax.train.toml import read, split_argv
+from axonn_jax.train.config_file import read, split_argv
+from axonn_jax.train.validate import check
 
 _USAGE = "axonn-jax train CONFIG.toml"
 _DESCRIPTION = """Train a model as the tables of CONFIG.toml say.
 Every flag below is a key of that file, such as `steps = 100` under [train], and wins over it.
-`--restarts N`: start again from the last complete checkpoint, up to N times, when the run fails.
+`axonn-jax launch` starts a failed run again, in one process or several.
 
 A run goes on from the newest checkpoint of its directory. Exit status: 0 done, 1 failed, 2 bad input; told to end by
 SIGTERM 143, SIGINT 130, SIGUSR1 138, SIGHUP 129, its state saved (a second signal ends it at once, unsaved).
@@ -27,46 +27,17 @@ def main(argv: Sequence[str]) -> int:
         UserError: the command line or the configuration is wrong; nothing has been written or started then.
     """
     if any(word in ("-h", "--help") for word in argv):
-        sys.stdout.write(help_text())
+        sys.stdout.write(help_text(Config, _USAGE, _DESCRIPTION, keys=True))
         return 0
-    argv, restarts = take_restarts(argv)
-    if restarts:
-        return Restarts(argv, restarts).run()
     files, flags = split_argv(argv)
+    if (restarts := dict(flags).get("restarts")) is not None:
+        raise UserError("--restarts", restarts, "a flag of `axonn-jax launch`, which starts a failed job again")
     if not files:
         raise UserError("CONFIG.toml", NOT_GIVEN, f"the path of a TOML file, as in `{_USAGE}`")
     if len(files) > 1:
         raise UserError("argument", files[1], f"only flags such as --train.steps 100 beside {files[0]!r}")
-    config = read(files[0], flags).check()
-    from axonn_jax.train.run import train
+    notes: list[str] = []
+    config = check(read(files[0], flags, warn=notes.append))
+    from axonn_jax.train.main import train
 
-    return train(config)
-
-
-def help_text() -> str:
-    """Returns the help of every key."""
-    import tyro
-
-    from axonn_jax.cli.parse import captured, columns
-
-    with columns(), captured() as (out, _), contextlib.suppress(SystemExit):
-        tyro.cli(
-            Config,
-            prog=_USAGE,
-            description=_DESCRIPTION,
-            args=["--help"],
-            use_underscores=True,
-            config=(tyro.conf.FlagConversionOff,),
-        )
-    return _as_toml(out.getvalue())
-
-
-def _as_toml(text: str) -> str:
-    """Shows types and defaults as they are typed, in the same number of columns."""
-
-    def keep_width(match: re.Match[str]) -> str:
-        shown = match[0].replace("{None}|", "").replace("None,", "")
-        shown = shown.replace("True", "true").replace("False", "false")
-        return shown + " " * (len(match[0]) - len(shown))
-
-    return re.sub(r"\{None[^\s\x1b]*|\{True,False\}|\(default: (True|False)\)", keep_width, text)
+    return train(config, report, notes)

@@ -33,13 +33,7 @@ class TokenSamples:
         self.manifest = Manifest.load(path)
         self.seq_len = seq_len
         chosen = self.manifest.splits[split]
-        if chosen.tokens < seq_len + 1:
-            raise UserError(
-                "model.seq_len",
-                seq_len,
-                f"at most {max(chosen.tokens - 1, 0)}: the {split} split of {str(path)!r} has "
-                f"{chosen.tokens} tokens; or prepare more text",
-            )
+        self.manifest.check_seq_len(seq_len, [split])
         if verify:
             self.manifest.verify([split])
         self._length = (chosen.tokens - 1) // seq_len

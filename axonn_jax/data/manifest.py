@@ -1,4 +1,4 @@
-"""What a prepared directory holds: its manifest, its shards, and the check that they are whole."""
+"""The manifest and the shards of a prepared directory, and the check that they are whole."""
 
 import hashlib
 import os
@@ -27,7 +27,6 @@ MAX_MANIFEST = 16 << 20  # bytes, which so many shards do not need
 MAX_TOKENIZER = 256 << 20  # bytes: MAX_VOCAB entries and their merges
 _DTYPES = ("uint16", "uint32")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -159,13 +158,13 @@ class Manifest:
 
     def _size(self, what: str, name: str) -> int:
         try:
-            found = (self.path / name).lstat()
+            status = (self.path / name).lstat()
         except OSError as error:
             raise _bad(self.path, f"{what} is missing ({error.strerror}); {AGAIN}") from None
         # A manifest from elsewhere must not make us read other files, nor wait for a pipe.
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise _bad(self.path, f"{what} is not a regular file, such as a copy of it would be; {AGAIN}")
-        return found.st_size
+        return status.st_size
 
     def verify(self, splits: Iterable[str] = SPLITS, *, share: tuple[int, int] = (0, 1)) -> None:
         """Reads the tokenizer and every shard of the given splits and compares their SHA-256 with the manifest's.
@@ -191,6 +190,17 @@ class Manifest:
             except ValueError as error:
                 raise _bad(self.path, f"{TOKENIZER} is not valid JSON ({error}); {AGAIN}") from None
 
+    def check_seq_len(self, seq_len: int, splits: Iterable[str] = SPLITS) -> None:
+        """Raises ``UserError`` where a split is shorter than a sequence and the token behind it."""
+        for name in splits:
+            if (tokens := self.splits[name].tokens) < seq_len + 1:
+                raise UserError(
+                    "model.seq_len",
+                    seq_len,
+                    f"at most {max(tokens - 1, 0)}: the {name} split of {str(self.path)!r} has {tokens} tokens; or "
+                    "prepare more text",
+                )
+
     def check_ids(self, ids: NDArray[Any], shard: Shard) -> None:
         """Raises ``UserError`` where ids read from a shard are not all in the vocabulary."""
         if len(ids) and (largest := int(ids.max())) >= self.vocab:
@@ -200,11 +210,11 @@ class Manifest:
 
     def _check(self, what: str, name: str, expected: str | None) -> None:
         try:
-            found = checksum(self.path / name)
+            actual = checksum(self.path / name)
         except OSError as error:
             raise _bad(self.path, f"{what} is not readable: {error.strerror}") from None
-        if expected is not None and found != expected:
-            raise _bad(self.path, f"{what} is corrupt: checksum {found}, expected {expected}; {AGAIN}")
+        if expected is not None and actual != expected:
+            raise _bad(self.path, f"{what} is corrupt: checksum {actual}, expected {expected}; {AGAIN}")
 
     def _shards(self, splits: Iterable[str]) -> list[Shard]:
         return [shard for name in splits for shard in self.splits[name].shards]
@@ -280,8 +290,5 @@ def _shard_name(split: str, number: int) -> str:
 
 def checksum(path: Path) -> str:
     """Returns the SHA-256 of a file."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

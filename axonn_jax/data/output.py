@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from axonn_jax.data.manifest import MANIFEST
+from axonn_jax.documents import Held, held, made
 from axonn_jax.errors import UserError
-from axonn_jax.locks import Held, held, made
 
 _OURS = re.compile(r"manifest\.json|tokenizer\.json|(train|valid)-\d{5,}\.bin")
 
@@ -97,10 +97,10 @@ def _sweep(out: Path) -> None:
     left_over = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.(partial|old)")
     for name in sorted(os.listdir(out.parent)):
         folder = out.parent / name
-        found = left_over.fullmatch(name)
-        if found is None or folder.is_symlink() or not folder.is_dir():
+        match = left_over.fullmatch(name)
+        if match is None or folder.is_symlink() or not folder.is_dir():
             continue
-        if found[1] == "partial":
+        if match[1] == "partial":
             _remove(folder)
         elif (out / MANIFEST).exists():
             _retire(folder, out)

@@ -1,4 +1,4 @@
-"""From a directory of text or code to a prepared directory: tokenizer, shards of tokens, manifest."""
+"""Preparation of a directory of text or code: tokenizer, shards of tokens, manifest."""
 
 import hashlib
 import json
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -74,38 +73,36 @@ def prepare(
         raise UserError("SOURCE_DIR", str(source), "an existing directory of text or code")
     source, out = source.resolve(), out.resolve()
     with appearing(source, out, force=force) as partial:
-        found = scan(source, include, exclude, out, report)
-        names = split(found, holdout, seed)
-        tokenizer = tokenize.train(_texts(found, names["train"], report), vocab)
+        texts = scan(source, include, exclude, out, report)
+        names = split(texts, holdout, seed)
+        tokenizer = tokenize.train(_texts(texts, names["train"], report), vocab)
         _write(partial / TOKENIZER, tokenizer.to_str(pretty=True))
         dtype = np.dtype("uint16" if vocab <= 65535 else "uint32")
         splits: dict[str, Split] = {}
         counts: dict[str, NDArray[np.int64]] = {}
         for name, members in names.items():
             with ShardWriter(partial, name, dtype, vocab, tokenize.EOT_ID, shard_tokens) as sink:
-                splits[name] = _encode(tokenizer, found, members, sink, report)
+                splits[name] = _encode(tokenizer, texts, members, sink, report)
             counts[name] = sink.counts
         manifest = Manifest(
             path=out,
             vocab=vocab,
             dtype=dtype.name,
             eot_id=tokenize.EOT_ID,
-            splits=MappingProxyType(splits),
+            splits=splits,
             unigram_entropy=unigram_entropy(counts["valid"]),
-            skipped=MappingProxyType(dict(sorted(found.skipped.items()))),
-            options=MappingProxyType({"include": [*include], "exclude": [*exclude], "holdout": holdout, "seed": seed}),
-            tools=MappingProxyType(
-                {
-                    "axonn_jax": __version__,
-                    "tokenizers": tokenizers.__version__,
-                    "numpy": np.__version__,
-                    "python": platform.python_version(),
-                }
-            ),
+            skipped=dict(sorted(texts.skipped.items())),
+            options={"include": [*include], "exclude": [*exclude], "holdout": holdout, "seed": seed},
+            tools={
+                "axonn_jax": __version__,
+                "tokenizers": tokenizers.__version__,
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+            },
             tokenizer_sha256=checksum(partial / TOKENIZER),
         )
         _write(partial / MANIFEST, json.dumps(manifest.as_json(), indent=1) + "\n")
-    return manifest, found
+    return manifest, texts
 
 
 def _write(path: Path, text: str) -> None:
@@ -131,12 +128,12 @@ def scan(root: Path, include: Sequence[str], exclude: Sequence[str], out: Path, 
     Raises:
         UserError: fewer than two usable files.
     """
-    found = Source(root, {}, Counter(), {})
+    texts = Source(root, {}, Counter(), {})
     done = 0
 
     def skip(reason: str, name: str) -> None:
-        found.skipped[reason] += 1
-        found.examples.setdefault(reason, name)
+        texts.skipped[reason] += 1
+        texts.examples.setdefault(reason, name)
 
     def unreadable(error: OSError) -> None:
         skip("unreadable", os.path.relpath(error.filename or root, root))
@@ -159,19 +156,19 @@ def scan(root: Path, include: Sequence[str], exclude: Sequence[str], out: Path, 
             if reason:
                 skip(reason, path)
             else:
-                found.sizes[path] = size
+                texts.sizes[path] = size
             done += size
             report("reading", done, 0)
-    if not found.sizes and not found.skipped:
+    if not texts.sizes and not texts.skipped:
         raise UserError("--include", " ".join(include), f"patterns that match at least two files below {root}")
-    if len(found.sizes) < 2:
-        why = ", ".join(f"{count} {reason}" for reason, count in sorted(found.skipped.items())) or "none"
+    if len(texts.sizes) < 2:
+        why = ", ".join(f"{count} {reason}" for reason, count in sorted(texts.skipped.items())) or "none"
         raise UserError(
             "SOURCE_DIR",
             str(root),
-            f"at least two text files, one to hold out; usable: {len(found.sizes)}, skipped: {why}",
+            f"at least two text files, one to hold out; usable: {len(texts.sizes)}, skipped: {why}",
         )
-    return found
+    return texts
 
 
 def _match(path: str, patterns: Sequence[str]) -> bool:
@@ -198,7 +195,7 @@ def _classify(path: Path) -> tuple[str, int]:
     return ("" if size else "empty"), size
 
 
-def split(found: Source, holdout: float, seed: int) -> dict[str, list[str]]:
+def split(texts: Source, holdout: float, seed: int) -> dict[str, list[str]]:
     """Divides the files by a hash of seed and path, so that a file's side does not depend on the other files.
 
     Both sides get at least one file: the one whose hash is nearest to that side.
@@ -208,10 +205,10 @@ def split(found: Source, holdout: float, seed: int) -> dict[str, list[str]]:
         digest = hashlib.sha256(f"{seed}\0".encode() + os.fsencode(name)).digest()
         return int.from_bytes(digest[:8], "big") / 2**64
 
-    ranked = sorted((place(name), name) for name in found.sizes)
+    ranked = sorted((place(name), name) for name in texts.sizes)
     count = min(max(sum(at < holdout for at, _ in ranked), 1), len(ranked) - 1)
     held = {name for _, name in ranked[:count]}
-    names = sorted(found.sizes)
+    names = sorted(texts.sizes)
     return {
         "train": [name for name in names if name not in held],
         "valid": [name for name in names if name in held],
@@ -219,7 +216,7 @@ def split(found: Source, holdout: float, seed: int) -> dict[str, list[str]]:
 
 
 def _steady(stream: Iterator[T], root: Path) -> Iterator[T]:
-    """Turns a failure to read a file that could be read before into a UserError."""
+    """Makes a ``UserError`` of a failure to read a file that could be read before."""
     try:
         yield from stream
     except (tokenize.BinaryFile, UnicodeDecodeError, OSError) as error:
@@ -228,19 +225,19 @@ def _steady(stream: Iterator[T], root: Path) -> Iterator[T]:
         ) from None
 
 
-def _texts(found: Source, names: Sequence[str], report: Report) -> Iterator[str]:
-    total, done = sum(found.sizes[name] for name in names), 0
-    for text in _steady((text for name in names for text in tokenize.pieces(found.root / name)), found.root):
+def _texts(texts: Source, names: Sequence[str], report: Report) -> Iterator[str]:
+    total, done = sum(texts.sizes[name] for name in names), 0
+    for text in _steady((text for name in names for text in tokenize.pieces(texts.root / name)), texts.root):
         yield text
         done += len(text.encode())
         report("counting words", done, total)
     report("learning merges", 0, 0)
 
 
-def _encode(tokenizer: Any, found: Source, names: Sequence[str], sink: ShardWriter, report: Report) -> Split:
-    total, files, size = sum(found.sizes[name] for name in names), 0, 0
-    batches = tokenize.encode_files(tokenizer, (found.root / name for name in names))
-    for ended, read, ids in _steady(batches, found.root):
+def _encode(tokenizer: Any, texts: Source, names: Sequence[str], sink: ShardWriter, report: Report) -> Split:
+    total, files, size = sum(texts.sizes[name] for name in names), 0, 0
+    batches = tokenize.encode_files(tokenizer, (texts.root / name for name in names))
+    for ended, read, ids in _steady(batches, texts.root):
         sink.add(ids)
         files, size = files + ended, size + read
         report(f"encoding {sink.split}", size, total)

@@ -1,4 +1,4 @@
-"""Byte-level BPE: training it, and turning files into token ids in bounded memory."""
+"""Tokens: training of byte-level BPE, and token ids of files in bounded memory."""
 
 import codecs
 import itertools

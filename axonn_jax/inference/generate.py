@@ -8,15 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from axonn_jax.checkpoint.restore import load_weights, named_checkpoint
 from axonn_jax.data.tokenize import prompt_ids
+from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.errors import UserError
-from axonn_jax.grid import Grid
-from axonn_jax.models.shape import ModelShape
+from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.state.checkpoint import latest, load_weights
-from axonn_jax.tensor.params import take_apart
-from axonn_jax.train.program import StageProgram
+from axonn_jax.tensor.params import Params, SplitModule, split_module
+from axonn_jax.tensor.specs import shard_mapped
+from axonn_jax.tensor.weight_gather import gather_weights
 
 _ROUND = 64
 """Windows are multiples of it or the model's whole sequence, so that prompts share what was compiled."""
@@ -36,21 +40,20 @@ class Generator:
         if grid.shape.devices != 1:
             raise UserError("grid", grid.shape, "one device: generation on several is not supported by this version")
         self.shape, self.tokenizer = shape, tokenizer
-        found = latest(run / "checkpoints", warn)
-        if shape.layers > len(found.manifest.arrays):  # before all of them are traced
-            accepted = f"the layers of the checkpoint, whose arrays are {len(found.manifest.arrays)}"
+        checkpoint = named_checkpoint(run, LocalSync(), warn, "checkpoint")
+        if shape.layers > len(checkpoint.manifest.arrays):  # before all of them are traced
+            accepted = f"the layers of the checkpoint, whose arrays are {len(checkpoint.manifest.arrays)}"
             raise UserError("model.layers", shape.layers, accepted)
-        parts = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
-        program = StageProgram(parts, grid, jnp.dtype(jnp.float32))
-        shardings = program.shardings()
+        parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
         abstract = {
-            name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[name]) for name, p in parts.params.items()
+            name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(grid.mesh, parts.specs[name]))
+            for name, p in parts.params.items()
         }
-        self._path = found.path
-        self.params = load_weights(found, abstract)
+        self._path = checkpoint.path
+        self.params = load_weights(checkpoint, abstract)
 
-        def scores(params: dict[str, jax.Array], window: jax.Array, last: jax.Array) -> jax.Array:
-            return program.logits(params, window)[0, last]
+        def scores(params: Params, window: jax.Array, last: jax.Array) -> jax.Array:
+            return logits(parts, grid.mesh, params, window)[0, last]
 
         self._scores = jax.jit(scores)
 
@@ -75,6 +78,18 @@ class Generator:
             if not text.endswith("�"):  # a character whose bytes are not all there yet
                 yield text[len(shown) :]
                 shown = text
+
+
+def logits(parts: SplitModule, mesh: Mesh, params: Params, tokens: jax.Array) -> jax.Array:
+    """Float32 logits [sequences, seq, vocab] of [sequences, seq] tokens, laid out over `data`, `z` and `y`."""
+
+    def local(params: Params, tokens: jax.Array) -> jax.Array:
+        model: Any = parts.merge(params)
+        dtype = jnp.dtype("float32")
+        return gather_weights(model, dtype, skip=model.layer_list)(tokens, dtype=dtype)  # type: ignore[no-any-return]
+
+    region = shard_mapped(local, mesh, (parts.specs, P(BATCH_AXES)), P(BATCH_AXES, None, "y"))
+    return region(params, tokens)  # type: ignore[no-any-return]
 
 
 def _sample(scores: Any, temperature: float, top_k: int, draw: np.random.Generator) -> int:

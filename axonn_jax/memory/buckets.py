@@ -1,6 +1,6 @@
 """Gradient buckets: many small reductions packed into few large ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
-from axonn_jax.tensor.collectives import alike, live, reduce_sum, vary
-from axonn_jax.tensor.order import after
+from axonn_jax.grid import BATCH_AXES
+from axonn_jax.tensor.collectives import all_reduce, assume_replicated, live, mark_varying
+from axonn_jax.tensor.overlap.reorder import after
+from axonn_jax.tensor.specs import spec_axes
 
 
 class Leaf(NamedTuple):
@@ -40,6 +43,33 @@ def plan_buckets(leaves: Sequence[Leaf], capacity: int) -> list[list[str]]:
     return buckets
 
 
+def in_buckets(
+    leaves: Sequence[Leaf],
+    capacity: int,
+    pack: Callable[[str], jax.Array],
+    send: Callable[[jax.Array, str], jax.Array],
+    *,
+    in_turn: bool,
+) -> Iterator[tuple[str, jax.Array]]:
+    """Sends arrays together, bucket by bucket; gives each one's name and its part of what its bucket became.
+
+    `pack` makes [..., elements] of an array by its name; `send` is given a bucket of them and the first one's name. A
+    bucket is put together `in_turn`, when the one before the last has been sent, or as soon as its arrays are there.
+    Left to itself XLA puts all of them together first, a second copy of all gradients.
+    """
+    results: list[jax.Array] = []
+    for bucket in plan_buckets(leaves, capacity):
+        first, *others = map(pack, bucket)
+        if in_turn and len(results) >= 2:
+            first = after(first, results[-2])
+        packed = [first, *others]
+        results.append(send(jnp.concatenate(packed, axis=-1), bucket[0]))
+        start = 0
+        for name, array in zip(bucket, packed, strict=True):
+            yield name, results[-1][..., start : start + array.shape[-1]]
+            start += array.shape[-1]
+
+
 def reduce_in_buckets(
     grads: dict[str, jax.Array],
     axes_of: Callable[[str], tuple[str, ...]],
@@ -52,30 +82,25 @@ def reduce_in_buckets(
 
     Gradients of at most `capacity` elements are reduced together, one all-reduce a bucket; a larger one where it is, by
     one all-reduce, or `by_parts` by one for each. So about two buckets are needed beside the gradients. Bytes a device
-    on a ring: `2 (G-1)/G * itemsize * elements` of all gradients, G the product of the axes' sizes. A bucket is put
-    together `in_turn`, when the one before the last has been reduced, or as soon as its gradients are there.
+    on a ring: `2 (G-1)/G * itemsize * elements` of all gradients, G the product of the axes' sizes. `in_turn` as for
+    `in_buckets`.
     """
     reduced = {name: g for name, g in grads.items() if not live(axes_of(name))}
     large = {name: g for name, g in grads.items() if name not in reduced and g.size > capacity}
     for name, g in large.items():
         axes = live(axes_of(name))
-        reduced[name] = _reduce_by_parts(g, axes, capacity) if by_parts else reduce_sum(g, axes)
+        reduced[name] = _reduce_by_parts(g, axes, capacity) if by_parts else all_reduce(g, axes)
     leaves = [
         Leaf(name, g.size, (axes_of(name), g.dtype, compat.varying_axes(g)))
         for name, g in in_backward_order(grads).items()
         if name not in reduced
     ]
-    turns = Turns()
-    for bucket in plan_buckets(leaves, capacity):
-        axes = axes_of(bucket[0])
-        first, *others = (grads[name].reshape(-1) for name in bucket)
-        flat = reduce_sum(jnp.concatenate([turns.wait(first) if in_turn else first, *others]), axes)
-        turns.done(flat)
-        start = 0
-        for name in bucket:
-            size = grads[name].size
-            reduced[name] = flat[start : start + size].reshape(grads[name].shape)
-            start += size
+
+    def send(flat: jax.Array, name: str) -> jax.Array:
+        return all_reduce(flat, axes_of(name))
+
+    for name, part in in_buckets(leaves, capacity, lambda name: grads[name].reshape(-1), send, in_turn=in_turn):
+        reduced[name] = part.reshape(grads[name].shape)
     return {name: reduced[name] for name in grads}
 
 
@@ -91,24 +116,6 @@ def in_backward_order(grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: grads[name] for name in sorted(grads, key=layer, reverse=True)}
 
 
-class Turns:
-    """Buckets one after the other: one is put together when the one before the last has been reduced.
-
-    Left to itself XLA puts all of them together first, a second copy of all gradients.
-    """
-
-    def __init__(self) -> None:
-        self._results: list[jax.Array] = []
-
-    def wait(self, part: jax.Array) -> jax.Array:
-        """A part of the next bucket, which is there when that bucket's turn has come."""
-        return part if len(self._results) < 2 else after(part, self._results[-2])
-
-    def done(self, result: jax.Array) -> None:
-        """Tells what the bucket was reduced to."""
-        self._results.append(result)
-
-
 def in_place(mesh: Mesh) -> bool:
     """Whether XLA reduces a whole array in place there; its CPU backend does not, and would need a second one."""
     return str(mesh.devices.flat[0].platform) != "cpu"
@@ -118,19 +125,19 @@ def _reduce_by_parts(g: jax.Array, axes: tuple[str, ...], capacity: int) -> jax.
     """Sums a gradient over `axes` in parts of at most `capacity` elements, each written where it was read."""
     dim, rows = part_of(g.shape, capacity)
     lead, count = prod(g.shape[:dim]), -(-g.shape[dim] // rows)
-    g = vary(g, axes)
+    g = mark_varying(g, axes)
 
     def reduce_part(g: jax.Array, lead: jax.Array, start: jax.Array, rows: int) -> jax.Array:
-        starts = [*_places(lead, g.shape[:dim]), start, *[jnp.int32(0)] * (g.ndim - dim - 1)]
+        starts = [*_coordinates(lead, g.shape[:dim]), start, *[jnp.int32(0)] * (g.ndim - dim - 1)]
         part = lax.dynamic_slice(g, starts, (*[1] * dim, rows, *g.shape[dim + 1 :]))
-        return lax.dynamic_update_slice(g, vary(reduce_sum(part, axes), axes), starts)
+        return lax.dynamic_update_slice(g, mark_varying(all_reduce(part, axes), axes), starts)
 
-    whole = count - 1 if g.shape[dim] % rows else count
-    g = lax.fori_loop(0, lead * whole, lambda i, g: reduce_part(g, i // whole, i % whole * rows, rows), g)
-    if whole < count:
-        last = whole * rows
+    full = count - 1 if g.shape[dim] % rows else count
+    g = lax.fori_loop(0, lead * full, lambda i, g: reduce_part(g, i // full, i % full * rows, rows), g)
+    if full < count:
+        last = full * rows
         g = lax.fori_loop(0, lead, lambda i, g: reduce_part(g, i, jnp.int32(last), g.shape[dim] - last), g)
-    return alike(g, axes)
+    return assume_replicated(g, axes)
 
 
 def part_of(shape: tuple[int, ...], capacity: int) -> tuple[int, int]:
@@ -145,10 +152,15 @@ def part_of(shape: tuple[int, ...], capacity: int) -> tuple[int, int]:
     raise ValueError(f"an array of shape {shape} in parts of {capacity}")
 
 
-def _places(index: jax.Array, shape: tuple[int, ...]) -> list[jax.Array]:
-    """The place along every dim of the element with this index."""
-    places: list[jax.Array] = []
+def _coordinates(index: jax.Array, shape: tuple[int, ...]) -> list[jax.Array]:
+    """The indices along every dim of the element with this flat index."""
+    indices: list[jax.Array] = []
     for size in reversed(shape):
-        places.insert(0, index % size)
+        indices.insert(0, index % size)
         index = index // size
-    return places
+    return indices
+
+
+def reduced_axes(spec: P, token_axes: Sequence[str] = BATCH_AXES) -> tuple[str, ...]:
+    """The axes over which a parameter's gradient is summed once a step: those that split tokens, but not it."""
+    return tuple(axis for axis in token_axes if axis not in spec_axes(spec))

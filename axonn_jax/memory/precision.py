@@ -1,15 +1,22 @@
-"""Precision: what layers calculate in, what weights lie in on the device, and what gradients add up in."""
+"""Precision: the dtypes of a run, and the loss scale that keeps float16 gradients in range."""
 
 from dataclasses import dataclass
-from typing import Literal
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
-Accumulate = Literal["fp32", "compute"]
+from axonn_jax.options import Accumulate, Precision
 
 _COMPUTE = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+
+FIRST, LARGEST, SMALLEST = 2.0**16, 2.0**24, 2.0**10
+CLEAN_STEPS = 200
+"""Steps without overflow after which the factor doubles (AxoNN, IPDPS 22; `inter_layer.py` of its code)."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,7 @@ class Precisions:
     """Of activations, of messages between stages and of gathered weights."""
     weights: jnp.dtype
     """Of the weights a step reads: float32, or the compute dtype where float32 masters lie apart from them."""
-    sums: jnp.dtype
+    grad_dtype: jnp.dtype
     """Of gradients while they add up over microbatches, and on their way over `data`."""
 
     @property
@@ -29,7 +36,7 @@ class Precisions:
         return self.compute == jnp.float16
 
     @property
-    def masters(self) -> bool:
+    def master_weights(self) -> bool:
         """Whether the optimizer has float32 weights of its own."""
         return self.weights != jnp.float32
 
@@ -38,14 +45,78 @@ FULL = Precisions(*[jnp.dtype(jnp.float32)] * 3)
 """Everything in float32."""
 
 
-def precisions(precision: Precision, accumulate: Accumulate = "fp32", *, apart: bool = False) -> Precisions:
+def precisions(precision: Precision, accumulate: Accumulate = "fp32", *, separate_masters: bool = False) -> Precisions:
     """The dtypes that settings ask for; `auto` is bf16 on accelerators and fp32 on CPU.
 
-    Masters lie `apart` from the weights where they are sharded further (ZeRO) or elsewhere (offload); otherwise the
+    There are `separate_masters` where these are sharded further (ZeRO) or lie elsewhere (offload); otherwise the
     float32 weights are cast where they are used.
     """
     if precision == "auto":
         precision = "fp32" if jax.default_backend() == "cpu" else "bf16"
     compute = jnp.dtype(_COMPUTE[precision])
     full = jnp.dtype(jnp.float32)
-    return Precisions(compute, compute if apart else full, compute if accumulate == "compute" else full)
+    return Precisions(compute, compute if separate_masters else full, compute if accumulate == "compute" else full)
+
+
+class Scale(NamedTuple):
+    """What a run remembers from step to step of those that were not finite; scalars."""
+
+    factor: Any
+    """float32: the loss is multiplied by it before the backward pass; None where it is not scaled."""
+    clean: Any
+    """int32: steps without overflow since the factor last changed; None where there is none."""
+    skipped: Any
+    """int32: steps of the whole run that were skipped."""
+
+
+def first_scale(*, scaled: bool = True) -> Scale:
+    """The state a run starts with, numbers of the host."""
+    none = np.int32(0)
+    return Scale(np.float32(FIRST), none, none) if scaled else Scale(None, None, none)
+
+
+def next_scale(scale: Scale, finite: Any, numbers: ModuleType = jnp) -> Scale:
+    """Counts a step that was not finite. Halves the factor then, and doubles it after 200 clean steps, within limits.
+
+    `numbers` is numpy where all of them are of the host.
+    """
+    skipped = scale.skipped + (~finite).astype(np.int32)
+    if scale.factor is None:
+        return scale._replace(skipped=skipped)
+    none = np.int32(0)
+    clean = numbers.where(finite, scale.clean + np.int32(1), none)
+    grown = clean == CLEAN_STEPS
+    up = numbers.where(grown, scale.factor * 2, scale.factor)
+    factor = numbers.clip(numbers.where(finite, up, scale.factor / 2), SMALLEST, LARGEST)
+    return Scale(factor, numbers.where(grown, none, clean), skipped)
+
+
+def on_mesh(scale: Scale, mesh: Mesh) -> Scale:
+    """The state on all devices of a mesh, also where other processes hold some of them."""
+    sharding = NamedSharding(mesh, P())
+    return jax.tree.map(lambda v: jax.make_array_from_callback((), sharding, lambda _: np.asarray(v)), scale)  # type: ignore[no-any-return]
+
+
+class HostScale:
+    """The same state for a step that the host decides on; no device is asked."""
+
+    def __init__(self, *, scaled: bool) -> None:
+        self.state = first_scale(scaled=scaled)
+
+    @property
+    def factor(self) -> float | None:
+        """What the loss is multiplied by; None where it is not."""
+        return None if self.state.factor is None else float(self.state.factor)
+
+    @property
+    def skipped(self) -> int:
+        """Steps of the run that were skipped."""
+        return int(self.state.skipped)
+
+    def tell(self, *, finite: bool) -> None:
+        """Takes note of whether a step was finite."""
+        self.state = next_scale(self.state, np.bool_(finite), np)
+
+    def restore(self, scale: Scale) -> None:
+        """Goes on from a state, on devices perhaps."""
+        self.state = jax.tree.map(np.asarray, scale)

@@ -1,4 +1,4 @@
-"""ZeRO-1: gradients, master weights and optimizer state split over `data` as well (Rajbhandari et al., SC 20)."""
+"""The reduction of gradients, and ZeRO-1 (Rajbhandari et al., SC 20): they and what is updated split over `data`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,11 +9,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
-from axonn_jax.memory.buckets import Leaf, Turns, in_backward_order, plan_buckets
-from axonn_jax.tensor.clip import split_dim
+from axonn_jax.grid import BATCH_AXES
+from axonn_jax.memory.buckets import (
+    Leaf,
+    in_backward_order,
+    in_buckets,
+    in_place,
+    reduce_in_buckets,
+    reduced_axes,
+)
 from axonn_jax.tensor.collectives import axis_size
-from axonn_jax.tensor.params import Specs
-from axonn_jax.tensor.region import manual
+from axonn_jax.tensor.params import Params, Specs
+from axonn_jax.tensor.specs import shard_mapped, split_dim
 
 
 def split_over_data(shapes: Mapping[str, tuple[int, ...]], specs: Specs, mesh: Mesh) -> Specs:
@@ -34,9 +41,41 @@ def split_over_data(shapes: Mapping[str, tuple[int, ...]], specs: Specs, mesh: M
     return {name: layout(name) for name in shapes}
 
 
-def in_parts(whole: jax.Array, dim: int, parts: int) -> jax.Array:
+def reduce_gradients(
+    sums: Params,
+    specs: Specs,
+    grad_specs: Specs,
+    capacity: int,
+    mesh: Mesh,
+    token_axes: Sequence[str] = BATCH_AXES,
+    *,
+    in_turn: bool = True,
+) -> Params:
+    """Each device's sums of gradients -> the step's gradients, laid out by `grad_specs`; inside a manual region.
+
+    `specs` are the parameters' layouts on `mesh`. Collectives, in buckets of `capacity` elements: an all-reduce over
+    those of `token_axes` (`data`, `z`, with sequence parallelism `y`) over which a parameter is replicated; of these
+    over `data` a reduce-scatter where `grad_specs` split over it. `in_turn` as for `in_buckets`.
+    """
+    split = {name: dim for name in sums if (dim := split_dim(grad_specs[name], "data")) is not None}
+
+    def axes_of(name: str) -> tuple[str, ...]:
+        done = {"data"} if name in split else set()
+        return tuple(axis for axis in reduced_axes(specs[name], token_axes) if axis not in done)
+
+    parts = scatter_in_buckets({name: sums[name] for name in split}, split, capacity, in_turn=in_turn)
+    return reduce_in_buckets(
+        {name: parts.get(name, g) for name, g in sums.items()},
+        axes_of,
+        capacity,
+        by_parts=not in_place(mesh),
+        in_turn=in_turn,
+    )
+
+
+def in_parts(array: jax.Array, dim: int, parts: int) -> jax.Array:
     """A local array as [parts, elements]: its equal parts along `dim`, each read row by row."""
-    rows = whole.reshape(*whole.shape[:dim], parts, -1, *whole.shape[dim + 1 :])
+    rows = array.reshape(*array.shape[:dim], parts, -1, *array.shape[dim + 1 :])
     return jnp.moveaxis(rows, dim, 0).reshape(parts, -1)
 
 
@@ -57,7 +96,7 @@ def scatter_in_buckets(
     """Sums gradients over `data`, of which each device keeps its part along `dims`; inside a manual region.
 
     Collectives: a reduce-scatter a bucket, and one of every gradient of more than `capacity` elements, which is not
-    copied; bytes a device on a ring `(G-1)/G * itemsize * elements` in all. `in_turn` as for `reduce_gradients`.
+    copied; bytes a device on a ring `(G-1)/G * itemsize * elements` in all. `in_turn` as for `in_buckets`.
     """
     size = axis_size("data")
     if size == 1:
@@ -69,17 +108,16 @@ def scatter_in_buckets(
         for name, g in in_backward_order(grads).items()
         if name not in large
     ]
-    turns = Turns()
-    for bucket in plan_buckets(leaves, capacity):
-        first, *others = (in_parts(grads[name], dims[name], size) for name in bucket)
-        flat = jnp.concatenate([turns.wait(first) if in_turn else first, *others], axis=1)
-        part = lax.psum_scatter(flat, "data", scatter_dimension=0)
-        turns.done(part)
-        start = 0
-        for name in bucket:
-            shape, dim, n = grads[name].shape, dims[name], grads[name].size // size
-            out[name] = part[start : start + n].reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
-            start += n
+
+    def pack(name: str) -> jax.Array:
+        return in_parts(grads[name], dims[name], size)
+
+    def send(flat: jax.Array, _: str) -> jax.Array:
+        return lax.psum_scatter(flat, "data", scatter_dimension=0)
+
+    for name, part in in_buckets(leaves, capacity, pack, send, in_turn=in_turn):
+        shape, dim = grads[name].shape, dims[name]
+        out[name] = part.reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
     return {name: out[name] for name in grads}
 
 
@@ -94,15 +132,13 @@ def gather_in_buckets(parts: dict[str, jax.Array], dims: Mapping[str, int], capa
         return dict(parts)
     out: dict[str, jax.Array] = {}
     leaves = [Leaf(name, p.size * size, (p.dtype,)) for name, p in parts.items()]
-    for bucket in plan_buckets(leaves, capacity):
-        flat = jnp.concatenate([parts[name].reshape(-1) for name in bucket])
-        whole = lax.all_gather(flat, "data")
-        start = 0
-        for name in bucket:
-            shape, dim, n = parts[name].shape, dims[name], parts[name].size
-            full = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
-            out[name] = from_parts(whole[:, start : start + n], dim, full)
-            start += n
+
+    def send(flat: jax.Array, _: str) -> jax.Array:
+        return lax.all_gather(flat, "data")
+
+    for name, gathered in in_buckets(leaves, capacity, lambda name: parts[name].reshape(-1), send, in_turn=False):
+        shape, dim = parts[name].shape, dims[name]
+        out[name] = from_parts(gathered, dim, (*shape[:dim], shape[dim] * size, *shape[dim + 1 :]))
     return {name: out[name] for name in parts}
 
 
@@ -120,4 +156,4 @@ def whole_weights(
         dims = {name: dim for name in cast if (dim := split_dim(split[name], "data")) is not None}
         return cast | gather_in_buckets({name: cast[name] for name in dims}, dims, capacity)
 
-    return manual(local, mesh, (split,), specs, differentiated=False)(parts)  # type: ignore[no-any-return]
+    return shard_mapped(local, mesh, (split,), specs, differentiated=False)(parts)  # type: ignore[no-any-return]

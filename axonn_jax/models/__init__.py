@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
+from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset, preset_names
-from axonn_jax.models.shape import ModelShape
 
 if TYPE_CHECKING:
-    from axonn_jax.models.sequence import SequenceModel
+    from axonn_jax.models.sequential import SequenceModel
     from axonn_jax.models.transformer import Transformer
 
 __all__ = ["ModelShape", "SequenceModel", "Transformer", "preset", "preset_names"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return Transformer
     if name == "SequenceModel":
-        from axonn_jax.models.sequence import SequenceModel
+        from axonn_jax.models.sequential import SequenceModel
 
         return SequenceModel
     raise AttributeError(f"module 'axonn_jax.models' has no attribute {name!r}")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axonn_jax.errors import UserError
-from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.config import ModelShape
 
 Array = NDArray[Any]
 """Any dtype; it is kept."""
@@ -42,12 +42,12 @@ def from_huggingface(state: Mapping[str, Array], shape: ModelShape) -> dict[str,
     keys = {key if key.startswith(prefix) or key == _HEAD else prefix + key: key for key in state}
     params = {}
     for entry in _entries(shape, family):
-        found = []
+        arrays = []
         for name, size in entry.theirs.items():
             if name not in keys:
                 raise UserError(f"tensor {name}", None, f"an array of shape {size}")
-            found.append(_sized(name, state[keys.pop(name)], size))
-        params[entry.ours] = entry.join(found)
+            arrays.append(_sized(name, state[keys.pop(name)], size))
+        params[entry.ours] = entry.join(arrays)
     if shape.tied and _HEAD in keys:  # torch lists the tied weight under both of its names
         table = params["embedding.table"]
         head = _sized(_HEAD, state[keys.pop(_HEAD)], table.shape)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from axonn_jax.errors import UserError, nearest
-from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.config import ModelShape
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> ModelShape:

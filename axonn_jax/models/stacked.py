@@ -7,7 +7,7 @@ Stacked, the kernels of all blocks are `blocks.every.attention.qkv.kernel`, [blo
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,29 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
-from axonn_jax.tensor.params import Params, Parts, take_apart
+from axonn_jax.models.protocol import check_model
+from axonn_jax.tensor.params import Params, SplitModule, shapes_of, split_module
 
 Carry = TypeVar("Carry")
+
+
+class LayerForm(NamedTuple):
+    """All of a layer but the values of its parameters."""
+
+    graph: Any
+    state: int
+    """Arrays that are no parameters."""
+    params: list[tuple[str, tuple[int, ...], Any, P]]
+    """Name in the layer, shape, dtype and layout of each."""
+
+
+def layer_form(layer: nnx.Module, prefix: str, parts: SplitModule) -> LayerForm:
+    """The form of a layer whose parameters' names in `parts` begin with `prefix`."""
+    split: Any = nnx.split(layer, nnx.Param, ...)
+    graph, _, rest = split
+    own = {name: array for name, array in parts.params.items() if name.startswith(prefix)}
+    params = [(name.removeprefix(prefix), a.shape, a.dtype, parts.specs[name]) for name, a in own.items()]
+    return LayerForm(graph, len(jax.tree.leaves(rest)), params)
 
 
 class Stacked(nnx.Module):
@@ -39,8 +59,8 @@ class Stacked(nnx.Module):
         split: Any = nnx.split(self.every, nnx.Param, ...)
         graphdef, params, rest = split
 
-        def step(carry: Carry, one: tuple[jax.Array, Any]) -> tuple[Carry, None]:
-            index, params = one
+        def step(carry: Carry, layer: tuple[jax.Array, Any]) -> tuple[Carry, None]:
+            index, params = layer
             return body(nnx.merge(graphdef, params, rest), carry, index), None
 
         carry, _ = lax.scan(step, carry, (jnp.arange(self.count, dtype=jnp.uint32), params))
@@ -49,10 +69,12 @@ class Stacked(nnx.Module):
 
 @dataclass(frozen=True)
 class Stack:
-    """A model's parts as its programs hold them, and the layers' own names of what is stacked."""
+    """A split model as its programs hold it, and under its layers' own names; parameters are shapes alone."""
 
-    parts: Parts
-    """Names, layouts and the way back to a module; where layers are stacked, parameters are shapes alone."""
+    parts: SplitModule
+    """As programs hold it: where layers are stacked, with their dim in front."""
+    per_layer: SplitModule
+    """As users, checkpoints and optimizers see it."""
     own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The layers' names, first to last, of every stacked parameter; none where nothing is stacked."""
 
@@ -70,37 +92,34 @@ class Stack:
             joined[name] = join_layers(layers, NamedSharding(mesh, spec), used_up=used_up)
         return joined
 
-    def place(self, model: nnx.Module, mesh: Mesh, *, used_up: bool = False) -> Params:
+    def shard(self, params: Params, mesh: Mesh, *, used_up: bool = False) -> Params:
         """A model's parameters, laid out on the mesh and stacked; `used_up` as for `join`."""
-        made = take_apart(model)
-        shardings = {name: NamedSharding(mesh, spec) for name, spec in made.specs.items()}
-        return self.join(jax.device_put(made.params, shardings), mesh, used_up=used_up)
-
-    def shapes(self) -> Any:
-        """Shapes of all parameters, of layers under their own names."""
-        shapes: dict[str, jax.ShapeDtypeStruct] = {}
-        for name, p in self.parts.params.items():
-            names, dims = (self.own[name], p.shape[1:]) if name in self.own else ((name,), p.shape)
-            shapes.update((own, jax.ShapeDtypeStruct(dims, p.dtype)) for own in names)
-        return shapes
+        shardings = {name: NamedSharding(mesh, spec) for name, spec in self.per_layer.specs.items()}
+        return self.join(jax.device_put(params, shardings), mesh, used_up=used_up)
 
 
-def stack_layers(model: nnx.Module) -> Stack:
-    """The model with the layers of its attribute `repeats` (a list of layers that it runs in a row) stacked.
+def unstacked(split: SplitModule) -> Stack:
+    """The model as it is."""
+    shapes = shapes_of(split)
+    return Stack(shapes, shapes)
 
-    Raises ``UserError`` where it names none, or they are fewer than two or not alike.
+
+def stack_layers(model: nnx.Module, split: SplitModule) -> Stack:
+    """The model with the layers of its attribute `layer_list` stacked; `split` is the model's.
+
+    Raises ``UserError`` where its layers are fewer than two or not alike.
     """
-    where = getattr(model, "repeats", None)
-    if where is None:
-        raise UserError("model", type(model).__name__, "to scan layers, a model that says which of them it repeats")
-    parts = take_apart(model)
+    checked = check_model(model)
+    where = checked.layer_list
+    if not checked.identical_layers:
+        raise UserError("model", type(model).__name__, "to scan layers, a Transformer, whose layers are all alike")
+    parts = shapes_of(split)
     layers: Sequence[nnx.Module] = getattr(model, where)
     kinds = _kinds(layers, parts, where)
     first, count = f"{where}.0.", len(layers)
-    shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in parts.params.items()}
-    one: Any = parts.rebuild(shapes)
-    setattr(one, where, Stacked(getattr(one, where)[0], count))
-    stacked = take_apart(one)
+    merged: Any = parts.merge(parts.params)
+    setattr(merged, where, Stacked(getattr(merged, where)[0], count))
+    stacked = split_module(merged)
     own = {f"{where}.every.{kind}": tuple(f"{where}.{i}.{kind}" for i in range(count)) for kind in kinds}
     params: Any = {}
     for name, shape in stacked.params.items():
@@ -108,30 +127,21 @@ def stack_layers(model: nnx.Module) -> Stack:
         lead = (count,) if name in own else ()
         params[name] = jax.ShapeDtypeStruct((*lead, *shape.shape), shape.dtype)
     specs = {name: P(None, *spec) if name in own else spec for name, spec in stacked.specs.items()}
-    return Stack(stacked._replace(params=params, specs=specs), own)
+    return Stack(stacked._replace(params=params, specs=specs), parts, own)
 
 
-def _kinds(layers: Sequence[nnx.Module], parts: Parts, where: str) -> list[str]:
+def _kinds(layers: Sequence[nnx.Module], parts: SplitModule, where: str) -> list[str]:
     """Names of a layer's parameters, once it is known that all layers differ in nothing but their values."""
     if len(layers) < 2:
         raise UserError("model", f"{len(layers)} layers", "to scan layers, at least 2")
 
-    def form(index: int, layer: nnx.Module) -> tuple[Any, ...]:
-        split: Any = nnx.split(layer, nnx.Param, ...)
-        graphdef, _, rest = split
-        prefix = f"{where}.{index}."
-        names = [name.removeprefix(prefix) for name in parts.params if name.startswith(prefix)]
-        arrays = [(kind, parts.params[prefix + kind], parts.specs[prefix + kind]) for kind in names]
-        shapes = [(kind, array.shape, array.dtype, spec) for kind, array, spec in arrays]
-        return graphdef, len(jax.tree.leaves(rest)), shapes
-
-    first, *others = (form(index, layer) for index, layer in enumerate(layers))
-    for index, other in enumerate(others, start=1):
-        if other != first:
+    first, *others = (layer_form(layer, f"{where}.{index}.", parts) for index, layer in enumerate(layers))
+    for index, form in enumerate(others, start=1):
+        if form != first:
             raise UserError("model", f"{where}.0 and {where}.{index}", "to scan layers, layers that are all alike")
-    if first[1]:
+    if first.state:
         raise UserError("model", f"{where}.0 with state of its own", "to scan layers, layers of parameters alone")
-    return [kind for kind, *_ in first[2]]
+    return [kind for kind, *_ in first.params]
 
 
 def join_layers(layers: Sequence[jax.Array], sharding: NamedSharding, *, used_up: bool) -> jax.Array:
@@ -145,3 +155,12 @@ def join_layers(layers: Sequence[jax.Array], sharding: NamedSharding, *, used_up
 @partial(jax.jit, static_argnames="sharding")
 def _joined(layers: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
     return lax.with_sharding_constraint(jnp.stack(layers), sharding)
+
+
+def run_layers(layers: Stacked | Sequence[Any], body: Callable[[Any, Carry, Any], Carry], carry: Carry) -> Carry:
+    """Calls body(layer, carry, index) for layers in order, stacked or not, and returns the last carry."""
+    if isinstance(layers, Stacked):
+        return layers.run(body, carry)
+    for index, layer in enumerate(layers):
+        carry = body(layer, carry, index)
+    return carry

@@ -13,7 +13,7 @@ from flax import nnx
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.tensor.params import take_apart
+from axonn_jax.tensor.params import split_module
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -33,12 +33,12 @@ def fit_vocabulary(model: Module, grid: GridShape) -> Module:
     multiple = grid.y * grid.z
     if not isinstance(model, Transformer) or model.embedding.table.get_value().shape[0] % multiple == 0:
         return model
-    parts = take_apart(model)
+    parts = split_module(model)
     params = dict(parts.params)
     for name, dim in _DIMS.items():
         if name in params:
             params[name] = _grown(params[name], dim, model.shape.padded_vocab(multiple))
-    return parts.rebuild(params)  # type: ignore[return-value]
+    return parts.merge(params)  # type: ignore[return-value]
 
 
 def _grown(value: jax.Array, dim: int, size: int) -> jax.Array:
@@ -52,16 +52,16 @@ def padding_of(model: nnx.Module) -> dict[str, Padded]:
     """The parameters that are larger than the vocabulary, by name; none of another model than `Transformer`."""
     if not isinstance(model, Transformer):
         return {}
-    params, used = take_apart(model).params, model.shape.vocab
-    found = {name: Padded(dim, params[name].shape[dim], used) for name, dim in _DIMS.items() if name in params}
-    return {name: one for name, one in found.items() if one.size > one.used}
+    params, used = split_module(model).params, model.shape.vocab
+    sizes = {name: params[name].shape[dim] for name, dim in _DIMS.items() if name in params}
+    return {name: Padded(_DIMS[name], size, used) for name, size in sizes.items() if size > used}
 
 
 def without_padding(sizes: Mapping[str, tuple[int, ...]], padding: Mapping[str, Padded]) -> dict[str, tuple[int, ...]]:
     """Shapes of state by name, parameters or optimizer state of the same shape, as if no vocabulary were padded."""
     true = dict(sizes)
-    for parameter, one in padding.items():
+    for parameter, padded in padding.items():
         for name, size in sizes.items():
-            if name.endswith(f".{parameter}") and len(size) > one.dim and size[one.dim] == one.size:
-                true[name] = (*size[: one.dim], one.used, *size[one.dim + 1 :])
+            if name.endswith(f".{parameter}") and len(size) > padded.dim and size[padded.dim] == padded.size:
+                true[name] = (*size[: padded.dim], padded.used, *size[padded.dim + 1 :])
     return true

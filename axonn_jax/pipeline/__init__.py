@@ -1,1 +1,1 @@
-"""The pipeline: compiled stage programs, the host loop that runs them, and their measured timeline."""
+"""Pipeline: compiled stage programs, the host loop that runs them, and a rank's state."""

@@ -1,29 +1,36 @@
-"""Puts a pipeline together for one batch shape: stages compiled, ranks, channel, executor."""
+"""Construction of a pipeline: its stages planned and compiled for a batch shape, its processes connected."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from axonn_jax.channels.base import Ports
 from axonn_jax.channels.choose import open_channel
+from axonn_jax.distributed.gossip import RankStatus
+from axonn_jax.distributed.heartbeat import Heartbeat
+from axonn_jax.distributed.host_sync import LocalSync, MpiSync
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
-from axonn_jax.memory.account import unused
-from axonn_jax.memory.policies import read_policies
-from axonn_jax.models.pieces import Piece
-from axonn_jax.pipeline.connect import Links
+from axonn_jax.memory.report import unused
+from axonn_jax.models.segments import Segment
+from axonn_jax.options import PipelinePolicy
 from axonn_jax.pipeline.executor import Executor
-from axonn_jax.pipeline.groups import Group, like
-from axonn_jax.pipeline.rank import Rank
+from axonn_jax.pipeline.leader import LeaderBroadcast
 from axonn_jax.pipeline.reduction import Reduction
-from axonn_jax.pipeline.stage import Programs, Stage
-from axonn_jax.pipeline.trace import Stretch, Work, survey
-from axonn_jax.schedule.groups import group_ranges
+from axonn_jax.pipeline.stage import SegmentPrograms, Stage
+from axonn_jax.pipeline.trace import Group, StepShape, Stretch, like, survey
+from axonn_jax.pipeline.worker import StageWorker
+from axonn_jax.schedule.partition import group_ranges
 from axonn_jax.schedule.policies import Backwards
-from axonn_jax.schedule.tasks import Layout
-from axonn_jax.tensor.params import Parts, Specs
+from axonn_jax.schedule.tasks import PipelineShape
+from axonn_jax.tensor.params import Specs, SplitModule
+from axonn_jax.timeline.spans import Recorder
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _SHAPES = 4
 """Batch shapes whose programs, threads and communicators are kept."""
@@ -32,67 +39,126 @@ Plan = list[list[Group]]
 """The groups of every virtual stage of the model: their stretches, and what these need and hand on."""
 
 
-def plan(parts: Parts, grid: Grid, layout: Layout, ranges: Sequence[range], work: Work, *, keyed: bool) -> Plan:
+def plan(
+    parts: SplitModule, grid: Grid, pipe_shape: PipelineShape, ranges: Sequence[range], work: StepShape, *, keyed: bool
+) -> Plan:
     """Traces the model stage by stage, abstractly, groups that are alike once.
 
     A stage of another process is traced on this one's mesh.
     """
-    pieces: Sequence[Piece] = parts.rebuild(parts.params).pieces  # type: ignore[attr-defined]
+    model: Any = parts.merge(parts.params)
+    pieces: Sequence[Segment] = model.segments
     kinds = [piece.alike for piece in pieces]
-    uniform = read_policies(work.activations).uniform is not None
     seen: dict[Any, Group] = {}
     stages: Plan = []
     x: jax.ShapeDtypeStruct | None = None
-    for stage, whole in enumerate(ranges):
-        mesh = grid.meshes.get(layout.rank_of(stage), grid.mesh)
+    for stage, stage_pieces in enumerate(ranges):
+        mesh = grid.meshes.get(pipe_shape.rank_of(stage), grid.mesh)
         stages.append([])
-        for own in group_ranges(kinds, whole) if uniform else [whole]:
+        for group_pieces in group_ranges(kinds, stage_pieces):
             if x is not None:
                 x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))
-            form = (*kinds[own.start : own.stop], mesh, x and (x.shape, x.dtype, x.sharding.spec))
-            if uniform and all(form[: len(own)]) and form in seen:
-                group = like(seen[form], pieces, own)
+            form = (*kinds[group_pieces.start : group_pieces.stop], mesh, x and (x.shape, x.dtype, x.sharding.spec))
+            if all(form[: len(group_pieces)]) and form in seen:
+                group = like(seen[form], pieces, group_pieces)
             else:
-                stretch = Stretch(parts, mesh, own, ranges[-1].stop, work, keyed, x)
-                needs = survey(stretch)
-                group = seen[form] = Group(stretch, needs, needs.names)
+                stretch = survey(Stretch(parts, mesh, group_pieces, ranges[-1].stop, work, keyed, x))
+                group = seen[form] = Group(stretch, stretch.names)
             stages[-1].append(group)
-            x = group.needs.y
+            x = group.stretch.y
     return stages
 
 
-def names_by_place(stages: Plan, layout: Layout) -> list[tuple[str, ...]]:
-    """The parameters of every place along the pipe, in the model's order of stages."""
+def names_by_pp_rank(stages: Plan, pipe_shape: PipelineShape) -> list[tuple[str, ...]]:
+    """Returns the parameters of every pipe rank, in the model's order of stages."""
     return [
-        tuple(dict.fromkeys(n for stage in layout.stages_of(place) for group in stages[stage] for n in group.names))
-        for place in range(layout.pipe)
+        tuple(
+            dict.fromkeys(n for stage in pipe_shape.stages_of(pp_rank) for group in stages[stage] for n in group.names)
+        )
+        for pp_rank in range(pipe_shape.pipe)
     ]
 
 
 def shared(names: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
-    """The parameters that two places hold (a tied table), with the first and the second of them.
+    """Returns the parameters that two pipe ranks hold (a tied table), with the first and the second of them.
 
     Raises ``UserError`` where more than two hold one.
     """
     holders: dict[str, list[int]] = {}
-    for place, held in enumerate(names):
+    for pp_rank, held in enumerate(names):
         for name in held:
-            holders.setdefault(name, []).append(place)
-    for name, places in holders.items():
-        if len(places) > 2:
-            raise UserError(f"parameter {name}", f"used by places {places} of the pipe", "use by at most two")
-    return {name: (places[0], places[1]) for name, places in holders.items() if len(places) == 2}
+            holders.setdefault(name, []).append(pp_rank)
+    for name, pp_ranks in holders.items():
+        if len(pp_ranks) > 2:
+            raise UserError(f"parameter {name}", f"used by places {pp_ranks} of the pipe", "use by at most two")
+    return {name: (pp_ranks[0], pp_ranks[1]) for name, pp_ranks in holders.items() if len(pp_ranks) == 2}
 
 
-class Pipe:
+def describe(
+    pieces: Sequence[Segment], ranges: Sequence[range], pipe_shape: PipelineShape, policy: PipelinePolicy, channel: str
+) -> list[str]:
+    """Returns the pieces and parameters of every stage, by `ranges` of `pieces`, and what the schedule is like."""
+    lines = [
+        f"stage {stage} (place {pipe_shape.rank_of(stage)}): {pieces[r[0]].name} to {pieces[r[-1]].name}, "
+        f"{sum(piece.params for piece in pieces[r.start : r.stop]):,} parameters"
+        for stage, r in enumerate(ranges)
+    ]
+    lines.append(f"{pipe_shape.microbatches} microbatches a step, policy {policy}, channel {channel}")
+    if pipe_shape.microbatches < pipe_shape.pipe:
+        idle = 1 - pipe_shape.microbatches / pipe_shape.pipe
+        lines.append(
+            f"train.microbatches = {pipe_shape.microbatches} is fewer than grid.pipe = {pipe_shape.pipe}: at least "
+            f"{idle:.0%} of the places are idle at any time; {4 * pipe_shape.pipe} or more would keep them busy"
+        )
+    return lines
+
+
+@dataclass
+class Peers:
+    """What connects a process with the others of its pipeline; in a run of one process nothing does."""
+
+    sync: LocalSync | MpiSync
+    heartbeat: Heartbeat
+    status: RankStatus
+    pipe: "MPI.Comm | None" = None
+    """A communicator whose ranks are the pipe's, of the processes that are at this one's index in their stages."""
+    leader: LeaderBroadcast | None = None
+    """Tells the order of tasks, where a stage has several processes and a policy without a fixed order."""
+    recorder: Recorder = field(default_factory=Recorder)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self.leader is not None:
+            self.leader.close()
+        self.heartbeat.close()
+
+
+def connect(grid: Grid, pipe_shape: PipelineShape, policy: PipelinePolicy, stall_timeout: float) -> Peers:
+    """Connects the processes of a pipeline; collective over all processes of the run. Nothing is sent yet."""
+    status = RankStatus()
+    if grid.size == 1:
+        return Peers(LocalSync(), Heartbeat(status, pipe_shape, stall_timeout), status)
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    pp_rank, within = divmod(grid.rank, grid.stage_processes)
+    pipe = world.Split(within, pp_rank)
+    leader = None
+    if grid.stage_processes > 1 and policy == "message":
+        leader = LeaderBroadcast(world.Split(pp_rank, within))
+    heartbeat = Heartbeat(status, pipe_shape, stall_timeout, world.Dup(), grid)
+    return Peers(MpiSync(pipe), heartbeat, status, pipe, leader)
+
+
+class CompiledPipeline:
     """All that is compiled and connected for batches of one shape."""
 
     def __init__(
         self,
         stages: Plan,
         grid: Grid,
-        layout: Layout,
-        links: Links,
+        pipe_shape: PipelineShape,
+        peers: Peers,
         grad_specs: Mapping[int, Specs],
         *,
         channel: str,
@@ -101,53 +167,64 @@ class Pipe:
         bucket: int,
     ):
         borrowed = {
-            place: frozenset(
-                name for name, (_, second) in shared(names_by_place(stages, layout)).items() if second == place
+            pp_rank: frozenset(
+                name for name, (_, second) in shared(names_by_pp_rank(stages, pipe_shape)).items() if second == pp_rank
             )
-            for place in grid.meshes
+            for pp_rank in grid.meshes
         }
-        self.ranks: dict[int, Rank] = {}
+        self.ranks: dict[int, StageWorker] = {}
         self.reductions: dict[int, Reduction] = {}
-        for place in grid.meshes:
-            compiled: dict[int, Programs] = {}
+        for pp_rank in grid.meshes:
+            compiled: dict[int, SegmentPrograms] = {}
             own = {}
-            for stage in layout.stages_of(place):
-                links.status.now()  # each may take minutes to compile
+            for stage in pipe_shape.stages_of(pp_rank):
+                peers.status.now()  # each may take minutes to compile
                 own[stage] = Stage(stages[stage], backwards=backwards, joins=joins, compiled=compiled)
-            self.ranks[place] = Rank(place, own)
-            self.reductions[place] = Reduction(
-                list(own.values()), grad_specs[place], bucket=bucket, borrowed=borrowed[place]
+            self.ranks[pp_rank] = StageWorker(pp_rank, own)
+            self.reductions[pp_rank] = Reduction(
+                list(own.values()), grad_specs[pp_rank], bucket=bucket, borrowed=borrowed[pp_rank]
             )
         arriving = {}
         for stage, groups in enumerate(stages):
-            form = groups[0].stretch.x or groups[-1].needs.y
-            if layout.rank_of(stage) in grid.meshes and form is not None:
+            form = groups[0].stretch.x or groups[-1].stretch.y
+            if pipe_shape.rank_of(stage) in grid.meshes and form is not None:
                 arriving[stage] = form
-        self._ports, self._layout, self._links, self._channel = Ports(arriving, layout.stages), layout, links, channel
+        self._ports, self._pipe_shape, self._peers, self._channel = (
+            Ports(arriving, pipe_shape.stages),
+            pipe_shape,
+            peers,
+            channel,
+        )
         self.room: dict[int, int] = {}
-        """By place, microbatches for which there is memory beside those of 1F1B; known once a step has run."""
+        """By pipe rank, microbatches for which there is memory beside those of 1F1B; known once a step has run."""
         self.open()
 
     def open(self) -> None:
-        """Connects it, anew after `close`: what was under way then is forgotten. Collective over the pipe's places."""
-        links = self._links
-        self._carrier = open_channel(self._channel, self._ports, links.pipe, self._layout.rank_of)
-        self.executor = Executor(self.ranks, self._layout, self._carrier, links.status, links.recorder, links.orders)
+        """Connects it, anew after `close`: what was under way then is forgotten. Collective over the pipe ranks."""
+        peers = self._peers
+        self._carrier = open_channel(self._channel, self._ports, peers.pipe)
+        self.executor = Executor(
+            self.ranks, self._pipe_shape, self._carrier, peers.status, peers.recorder, peers.leader
+        )
 
     def losses(self) -> dict[int, jax.Array]:
-        """The mean loss of the step that has run, at the last place if it is here."""
-        return {place: mean(rank.losses) for place, rank in self.ranks.items() if (mean := self.reductions[place].mean)}
+        """Returns the mean loss of the step that has run, at the last pipe rank if it is here."""
+        return {
+            pp_rank: mean(rank.losses)
+            for pp_rank, rank in self.ranks.items()
+            if (mean := self.reductions[pp_rank].mean)
+        }
 
     def find_room(self, processes: int) -> None:
-        """Fills `room`, the first time: half of what a device of each place has never used is for more microbatches."""
-        for place, rank in self.ranks.items() if not self.room else ():
+        """Fills `room`, the first time: half of what a device has never used is for more microbatches."""
+        for pp_rank, rank in self.ranks.items() if not self.room else ():
             kept = sum(stage.bytes_kept() for stage in rank.stages.values())
             inputs = [stage.x for stage in rank.stages.values()]
             kept += sum(x.size * x.dtype.itemsize for x in inputs if x is not None)
-            self.room[place] = unused(rank.mesh, processes) * rank.mesh.size // (2 * max(1, kept))
+            self.room[pp_rank] = unused(rank.mesh, processes) * rank.mesh.size // (2 * max(1, kept))
 
     def bytes_kept(self) -> int:
-        """Bytes of activations that one microbatch keeps between forward and backward, of the stages here."""
+        """Returns the bytes of activations that a microbatch keeps between forward and backward, of the stages here."""
         return sum(stage.bytes_kept() for rank in self.ranks.values() for stage in rank.stages.values())
 
     def close(self) -> None:
@@ -155,28 +232,28 @@ class Pipe:
         self.executor.close()
 
     def free(self) -> None:
-        """Closes it and gives back its communicators; collective over the pipe's places."""
+        """Closes it and gives back its communicators; collective over the pipe ranks."""
         self.close()
         self._carrier.free()
 
 
-class Pipes:
+class PipelineCache:
     """A trainer's pipes by batch shape; those of the shapes used last are kept."""
 
     def __init__(self) -> None:
-        self._pipes: dict[tuple[int, int], Pipe] = {}  # the one used last at the end
+        self._pipes: dict[tuple[int, int], CompiledPipeline] = {}  # the one used last at the end
 
     def __len__(self) -> int:
         return len(self._pipes)
 
-    def values(self) -> list[Pipe]:
-        """All that are kept."""
+    def values(self) -> list[CompiledPipeline]:
+        """Returns all that are kept."""
         return list(self._pipes.values())
 
-    def get(self, shape: tuple[int, int], make: Callable[[], Pipe]) -> Pipe:
-        """The pipe for batches of a shape, made if there is none.
+    def get(self, shape: tuple[int, int], make: Callable[[], CompiledPipeline]) -> CompiledPipeline:
+        """Returns the pipe for batches of a shape, made if there is none.
 
-        Collective over the pipe's places where one is made: it may take the place of the one that was not used longest.
+        Collective over the pipe ranks where one is made: it may replace the one that was not used longest.
         """
         pipe = self._pipes.pop(shape, None)
         if pipe is None:

@@ -1,4 +1,4 @@
-"""The host loop of a pipeline: starts what the dispatchers choose, and tells them what arrived and what has run."""
+"""Executor of a pipeline, its host loop: it starts what dispatchers choose, and tells them what arrived and has run."""
 
 import queue
 import threading
@@ -7,45 +7,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 
 from axonn_jax.channels.base import Channel
-from axonn_jax.pipeline.rank import Rank
-from axonn_jax.pipeline.status import Status
-from axonn_jax.pipeline.timeline import Kind as SpanKind
-from axonn_jax.pipeline.timeline import Recorder
-from axonn_jax.schedule.dispatcher import Follower
-from axonn_jax.schedule.tasks import Kind, Layout, Message, Task, sends
-
-SPAN_KINDS: dict[tuple[Kind, ...], SpanKind] = {
-    (Kind.FORWARD,): "forward",
-    (Kind.BACKWARD,): "backward",
-    (Kind.BACKWARD_INPUT,): "input_gradient",
-    (Kind.BACKWARD_WEIGHT,): "weight_gradient",
-    (Kind.FORWARD, Kind.BACKWARD): "forward_and_backward",
-    (Kind.FORWARD, Kind.BACKWARD_INPUT): "forward_and_input_gradient",
-}
-
+from axonn_jax.distributed.gossip import RankStatus
+from axonn_jax.pipeline.leader import LeaderBroadcast
+from axonn_jax.pipeline.worker import StageWorker
+from axonn_jax.schedule.dispatcher import OrderedDispatcher
+from axonn_jax.schedule.tasks import Message, PipelineShape, Task, sends
+from axonn_jax.timeline.spans import KIND_OF, Recorder
+from axonn_jax.timeline.spans import Kind as SpanKind
 
 _JOIN_S = 5.0
-
-
-class Orders(Protocol):
-    """Keeps the processes of one stage at the same tasks in the same order."""
-
-    leads: bool
-    """Whether this process chooses; the others follow."""
-
-    def follow(self, step: int, told: Callable[[Task], None], failed: Callable[[BaseException], None]) -> None:
-        """Hands on a step's tasks as they are told, from any thread; those told before at once."""
-
-    def leave(self) -> None:
-        """Ends the step that is followed, once all its tasks have been told."""
-
-    def tell(self, task: Task, step: int) -> None:
-        """Tells the others what this process has chosen, without waiting."""
 
 
 class _Arrived(NamedTuple):
@@ -54,12 +29,12 @@ class _Arrived(NamedTuple):
 
 
 class _Ran(NamedTuple):
-    place: int
+    pp_rank: int
     begin: float
     end: float
 
 
-class _Told(NamedTuple):
+class _Ordered(NamedTuple):
     task: Task
 
 
@@ -88,30 +63,30 @@ class Executor:
     """Runs steps on the ranks of this process (one, or all of them in a run of one process).
 
     Nothing here waits for a device value: a thread a rank does (asleep, not spinning), and says when a program has
-    run. Then its result is sent, the dispatcher is told, and the next task is started. On accelerators, where
+    run. Then its result is sent, the dispatcher is informed, and the next task is started. On accelerators, where
     starting a program takes a noticeable part of its time, a rank keeps two programs in its device's queue.
     """
 
     def __init__(
         self,
-        ranks: Mapping[int, Rank],
-        layout: Layout,
+        ranks: Mapping[int, StageWorker],
+        pipe_shape: PipelineShape,
         channel: Channel,
-        status: Status,
+        status: RankStatus,
         recorder: Recorder,
-        orders: Orders | None = None,
+        leader: LeaderBroadcast | None = None,
     ):
-        self._ranks, self._layout, self._channel = ranks, layout, channel
-        self._status, self._recorder, self._orders = status, recorder, orders
+        self._ranks, self._pipe_shape, self._channel = ranks, pipe_shape, channel
+        self._status, self._recorder, self._leader = status, recorder, leader
         self._on_host = jax.default_backend() == "cpu"
         self._depth = 1 if self._on_host else 2
-        self._events: queue.SimpleQueue[_Arrived | _Ran | _Told | _Broke] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Arrived | _Ran | _Ordered | _Broke] = queue.SimpleQueue()
         self._early: deque[_Arrived] = deque()  # of the next step, come before this one ended
         self._probes: dict[int, queue.SimpleQueue[_Probe | None]] = {}
         self._threads: list[threading.Thread] = []
-        for place in ranks:
-            self._probes[place] = queue.SimpleQueue()
-            self._threads.append(threading.Thread(target=self._wait, args=(place,), name=f"axonn-device-{place}"))
+        for pp_rank in ranks:
+            self._probes[pp_rank] = queue.SimpleQueue()
+            self._threads.append(threading.Thread(target=self._wait, args=(pp_rank,), name=f"axonn-device-{pp_rank}"))
             self._threads[-1].daemon = True
             self._threads[-1].start()
         # Also where nobody closes: a thread left in jax when the interpreter ends would abort the process.
@@ -123,15 +98,15 @@ class Executor:
         self._end_threads()
         self._channel.close()
 
-    def then(self, place: int, done: jax.Array, name: str, kind: SpanKind, step: int, at: float) -> None:
+    def then(self, pp_rank: int, done: jax.Array, name: str, kind: SpanKind, step: int, at: float) -> None:
         """Records a program that was started on a rank's device at time `at`, outside the tasks."""
 
         def record(begin: float, end: float) -> None:
-            self._recorder.add(place, name, kind, begin, end, step)
+            self._recorder.add(pp_rank, name, kind, begin, end, step)
 
-        self._probes[place].put(_Probe(at, done, record))
+        self._probes[pp_rank].put(_Probe(at, done, record))
 
-    def run(self, dispatchers: Mapping[int, Follower], step: int, *, train: bool = True) -> None:
+    def run(self, dispatchers: Mapping[int, OrderedDispatcher], step: int, *, train: bool = True) -> None:
         """Runs every task of a step, or of an evaluation after it; returns when the last has run here.
 
         Raises what broke a program or the channel.
@@ -139,33 +114,33 @@ class Executor:
         self._status.step = step
         self._status.now("in a step")
         self._dispatchers = dispatchers
-        running: dict[int, deque[_Started]] = {place: deque() for place in self._ranks}
-        held: dict[int, Task] = {}  # by place, a forward to be started with its backward, once that is told
+        running: dict[int, deque[_Started]] = {pp_rank: deque() for pp_rank in self._ranks}
+        held: dict[int, Task] = {}  # by pipe rank, a forward to be started with its backward, once that is ordered
         early, self._early = self._early, deque()
         for kept in early:
             self._take(kept)
-        orders = self._orders if train else None
-        if orders is not None and not orders.leads:
-            orders.follow(step, lambda task: self._events.put(_Told(task)), self._broke)
+        leader = self._leader if train else None
+        if leader is not None and not leader.leads:
+            leader.follow(step, lambda task: self._events.put(_Ordered(task)), self._broke)
         while True:
             active = fresh = False
-            for place, rank in self._ranks.items():
-                while len(running[place]) < self._depth and (task := dispatchers[place].next()) is not None:
-                    if orders is not None and orders.leads:
-                        orders.tell(task, step)
+            for pp_rank, rank in self._ranks.items():
+                while len(running[pp_rank]) < self._depth and (task := dispatchers[pp_rank].next()) is not None:
+                    if leader is not None and leader.leads:
+                        leader.send(task, step)
                     if train and rank.joins(task):
-                        held[place] = task
+                        held[pp_rank] = task
                         continue
-                    tasks = (held.pop(place), task) if place in held else (task,)
+                    tasks = (held.pop(pp_rank), task) if pp_rank in held else (task,)
                     at = time.monotonic()
                     ran = rank.start(*tasks, train=train)
-                    running[place].append(_Started(tasks, ran.value))
-                    self._probes[place].put(_Probe(at, ran.done, partial(self._ran, place)))
+                    running[pp_rank].append(_Started(tasks, ran.value))
+                    self._probes[pp_rank].put(_Probe(at, ran.done, partial(self._ran, pp_rank)))
                     fresh = True
-                active = active or bool(running[place])
+                active = active or bool(running[pp_rank])
             if not active and all(dispatcher.done for dispatcher in dispatchers.values()):
-                if orders is not None:
-                    orders.leave()
+                if leader is not None:
+                    leader.leave()
                 return
             if fresh or not active:
                 self._channel.busy(active and self._on_host)
@@ -176,38 +151,38 @@ class Executor:
             if not isinstance(event, _Ran):
                 self._take(event)
                 continue
-            started = running[event.place].popleft()
+            started = running[event.pp_rank].popleft()
             if train:
-                kind = SPAN_KINDS[tuple(task.kind for task in started.tasks)]
-                self._recorder.add(event.place, str(started), kind, event.begin, event.end, step)
+                kind = KIND_OF[tuple(task.kind for task in started.tasks)]
+                self._recorder.add(event.pp_rank, str(started), kind, event.begin, event.end, step)
             for task in started.tasks:
-                message = sends(task, self._layout)
+                message = sends(task, self._pipe_shape)
                 if message is not None:
                     assert started.value is not None
                     self._channel.send(message, started.value)
-                dispatchers[event.place].finished(task)
+                dispatchers[event.pp_rank].finished(task)
             self._status.finished = str(started)
 
-    def _take(self, event: _Arrived | _Told) -> None:
+    def _take(self, event: _Arrived | _Ordered) -> None:
         """Gives an arrival or an order to its dispatcher; an arrival that is early is kept for the next step."""
-        if isinstance(event, _Told):
-            self._dispatchers[self._layout.rank_of(event.task.stage)].tell(event.task)
+        if isinstance(event, _Ordered):
+            self._dispatchers[self._pipe_shape.rank_of(event.task.stage)].append(event.task)
             return
-        place = self._layout.rank_of(event.message.stage)
-        if self._dispatchers[place].done:
+        pp_rank = self._pipe_shape.rank_of(event.message.stage)
+        if self._dispatchers[pp_rank].done:
             self._early.append(event)
         else:
-            self._ranks[place].arrived(event.message, event.value)
-            self._dispatchers[place].arrived(event.message)
+            self._ranks[pp_rank].arrived(event.message, event.value)
+            self._dispatchers[pp_rank].arrived(event.message)
 
     def _note(self, running: Mapping[int, Sequence[_Started]]) -> None:
         tasks = [str(queued[0]) for queued in running.values() if queued]
         waiting = [] if tasks else [m for d in self._dispatchers.values() for m in d.waiting_for()]
         self._status.now(running=", ".join(tasks), waiting=waiting)
 
-    def _wait(self, place: int) -> None:
+    def _wait(self, pp_rank: int) -> None:
         last = 0.0
-        while (probe := self._probes[place].get()) is not None:
+        while (probe := self._probes[pp_rank].get()) is not None:
             try:
                 probe.done.block_until_ready()
             except BaseException as error:
@@ -217,8 +192,8 @@ class Executor:
             probe.ran(max(probe.at, last), now)  # a device runs its programs one after the other
             last = now
 
-    def _ran(self, place: int, begin: float, end: float) -> None:
-        self._events.put(_Ran(place, begin, end))
+    def _ran(self, pp_rank: int, begin: float, end: float) -> None:
+        self._events.put(_Ran(pp_rank, begin, end))
 
     def _broke(self, error: BaseException) -> None:
         self._events.put(_Broke(error))

@@ -1,4 +1,4 @@
-"""The end of a pipelined step on one rank: the gradients reduced and measured, the losses averaged."""
+"""End of a pipelined step on one rank: the gradients reduced and measured, the losses averaged."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,13 +8,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.memory.reduce import reduce_gradients
+from axonn_jax.memory.zero import reduce_gradients
 from axonn_jax.pipeline.stage import Stage
-from axonn_jax.tensor.clip import square_sum
-from axonn_jax.tensor.collectives import reduce_sum
-from axonn_jax.tensor.params import Params, Specs
-from axonn_jax.tensor.region import manual
-from axonn_jax.tensor.sequence import token_axes
+from axonn_jax.tensor.collectives import all_reduce
+from axonn_jax.tensor.params import Params, Specs, square_sum
+from axonn_jax.tensor.specs import shard_mapped
 
 
 class Reduction:
@@ -50,14 +48,14 @@ class Reduction:
         Collectives: `reduce_gradients`, as in `StageProgram.gradients`.
         """
         sums = self._sums
-        axes = token_axes(self._stages[0].model)
+        axes = self._stages[0].model.token_axes
 
         def local(sums: Params) -> Params:
             own = {name: value[0] for name, value in sums.items()}
             return reduce_gradients(own, self._specs, self._grad_specs, self._bucket, self._mesh, axes)
 
         specs = {name: form.sharding.spec for name, form in sums.items()}
-        run = manual(local, self._mesh, (specs,), self._grad_specs)
+        run = shard_mapped(local, self._mesh, (specs,), self._grad_specs)
         return jax.jit(run, donate_argnums=0).lower(sums).compile()
 
     def _mean(self) -> Callable[..., Any] | None:
@@ -68,10 +66,10 @@ class Reduction:
         losses, targets = [last.losses] * last.work.microbatches, last.work.targets
 
         def local(losses: list[jax.Array]) -> jax.Array:
-            return reduce_sum(sum((value[0] for value in losses[1:]), losses[0][0]), BATCH_AXES) / targets
+            return all_reduce(sum((value[0] for value in losses[1:]), losses[0][0]), BATCH_AXES) / targets
 
         specs = [last.losses.sharding.spec] * len(losses)
-        return jax.jit(manual(local, self._mesh, (specs,), P())).lower(losses).compile()
+        return jax.jit(shard_mapped(local, self._mesh, (specs,), P())).lower(losses).compile()
 
     def _squares(self, counted: dict[str, P]) -> Callable[..., Any]:
         """Gradients -> their sum of squares, a parameter that another rank also holds counted there."""
@@ -79,5 +77,5 @@ class Reduction:
         def local(grads: Params) -> jax.Array:
             return square_sum({name: grads[name] for name in counted}, counted)
 
-        run = manual(local, self._mesh, (self._grad_specs,), P())
+        run = shard_mapped(local, self._mesh, (self._grad_specs,), P())
         return jax.jit(run).lower(self._grads).compile()

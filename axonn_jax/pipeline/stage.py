@@ -1,6 +1,6 @@
 """One virtual stage: groups of layers in a row, each with compiled programs: forward, backward, evaluation."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,16 +10,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.memory.held import moved
-from axonn_jax.memory.placement import on_host
-from axonn_jax.pipeline.chain import Chain, Ran, local_bytes
-from axonn_jax.pipeline.groups import Group
-from axonn_jax.pipeline.trace import DY, LATER, TOKENS, Needs, Stretch, X, crossing, trace_whole
+from axonn_jax.memory.host_arrays import HOST, transferred
+from axonn_jax.pipeline.stage_programs import Result, StagePrograms
+from axonn_jax.pipeline.trace import DY, LATER, TOKENS, Group, Stretch, X, crossing, trace_whole
 from axonn_jax.schedule.policies import Backwards
 from axonn_jax.tensor.params import Params
 
 
-class Programs:
+class SegmentPrograms:
     """The compiled programs of a stretch of layers; compiling is the slow part of making them.
 
     `backwards` says as which programs the backward pass is there: in one, "B", as two, "I" for the gradient of the
@@ -28,12 +26,12 @@ class Programs:
     written out.
     """
 
-    def __init__(self, stretch: Stretch, needs: Needs, *, backwards: Backwards, joins: bool):
+    def __init__(self, stretch: Stretch, *, backwards: Backwards, joins: bool):
         self.stretch = stretch
-        traced = trace_whole(stretch, needs)
+        traced = trace_whole(stretch)
         out = traced.closed.jaxpr.outvars
         skip = 1 if stretch.first else 2
-        gradients = {skip + i: name for i, name in enumerate(needs.names)}
+        gradients = {skip + i: name for i, name in enumerate(stretch.names)}
         specs, dtype = stretch.parts.specs, stretch.work.sums
         self.sums = {n: _as(crossing(out[i].aval, stretch.mesh, specs[n]), dtype) for i, n in gradients.items()}
         """Its gradients while they add up, unreduced over `data`."""
@@ -42,11 +40,11 @@ class Programs:
         self.joins = stretch.last and joins
         """Whether a forward and its backward are one program."""
         goals, joined = _goals(backwards, [] if stretch.first else [1], list(gradients), joins=self.joins)
-        self.chain = Chain(stretch, needs, traced, goals, gradients, self.sums, joined)
+        self.chain = StagePrograms(stretch, traced, goals, gradients, self.sums, joined)
         plain = replace(stretch, keyed=False)
         if stretch.keyed:
-            traced = trace_whole(plain, needs)
-        self.evaluation = Chain(plain, needs, traced, {"F": [0]}, {}, {})
+            traced = trace_whole(plain)
+        self.evaluation = StagePrograms(plain, traced, {"F": [0]}, {}, {})
 
 
 @dataclass
@@ -63,19 +61,24 @@ class Stage:
     """One virtual stage, whose groups run in turn; the programs of equal groups are made once, in `compiled`."""
 
     def __init__(
-        self, groups: Sequence[Group], *, backwards: Backwards, joins: bool, compiled: dict[int, Programs] | None = None
+        self,
+        groups: Sequence[Group],
+        *,
+        backwards: Backwards,
+        joins: bool,
+        compiled: dict[int, SegmentPrograms] | None = None,
     ):
         made = {} if compiled is None else compiled
         for group in groups:
             if id(group.stretch) not in made:
-                made[id(group.stretch)] = Programs(group.stretch, group.needs, backwards=backwards, joins=joins)
+                made[id(group.stretch)] = SegmentPrograms(group.stretch, backwards=backwards, joins=joins)
         self._members = [_Member(group, made[id(group.stretch)]) for group in groups]
         first, last = groups[0].stretch, self._members[-1].programs
         self.parts, self.mesh, self.work = first.parts, first.mesh, first.work
         self.first, self.last, self.keyed = first.first, last.stretch.last, first.keyed
         self.model = first.model
         """The model, with abstract parameters."""
-        self.x, self.y = first.x, groups[-1].needs.y
+        self.x, self.y = first.x, groups[-1].stretch.y
         """What arrives (None for the first), and what goes on (None for the last)."""
         read = next((group.stretch for group in groups if group.stretch.first or group.stretch.last), None)
         self.tokens = None if read is None else read.inputs(())[TOKENS]
@@ -84,18 +87,13 @@ class Stage:
         self.sums = {name: form for member in self._members for name, form in member.sums().items()}
         """Its gradients while they add up, unreduced over `data`."""
 
-    @property
-    def programs(self) -> list[dict[str, jax.stages.Compiled]]:
-        """The compiled programs of a microbatch by name, of each of its groups."""
-        return [member.programs.chain.programs for member in self._members]
-
     def kept(self) -> list[Kept]:
-        """What a microbatch has left here before its first task."""
+        """Returns what a microbatch has left here before its first task."""
         return [Kept() for _ in self._members]
 
     def run(
         self, name: str, given: Mapping[str, jax.Array], arrived: jax.Array | None, kept: list[Kept], sums: Params
-    ) -> Ran:
+    ) -> Result:
         """Starts the programs of a task, or of two in a row that are joined.
 
         `given` holds parameters and the microbatch's other inputs by name, `arrived` is what the task waited for.
@@ -108,28 +106,21 @@ class Stage:
             loss = ran.loss if loss is None else loss
         return ran._replace(loss=loss)
 
-    def evaluate(self, given: Mapping[str, jax.Array], arrived: jax.Array | None) -> Ran:
+    def evaluate(self, given: Mapping[str, jax.Array], arrived: jax.Array | None) -> Result:
         """Starts a forward without dropout that keeps nothing."""
         for member in self._members:
             ran = member.evaluate(given, arrived)
             arrived = ran.value
         return ran
 
-    def held(self, name: str) -> int:
-        """Bytes of a device that a microbatch keeps once a task has run: what was handed over and what has arrived."""
-        return sum(self._members[number].held(program) for number, program in dict(self._order(name)).items())
-
     def bytes_kept(self) -> int:
         """Bytes that wait for a microbatch's backward after its forward, beside `x`, over all devices of the stage."""
         between = [member.programs.stretch.x for member in self._members[1:]]
-        return sum(self.kept_by_group()) + sum(x.size * x.dtype.itemsize for x in between if x is not None)
-
-    def kept_by_group(self) -> list[int]:
-        """Bytes that each group hands over in a forward, over all devices of the stage."""
-        return [member.programs.chain.bytes_kept() for member in self._members]
+        kept = sum(member.programs.chain.bytes_kept() for member in self._members)
+        return kept + sum(x.size * x.dtype.itemsize for x in between if x is not None)
 
     def _order(self, name: str) -> list[tuple[int, str]]:
-        """Groups in the order in which they run a task, each with its program."""
+        """Returns the groups in the order in which they run a task, each with its program."""
         count = len(self._members)
         if name == "F":
             return [(number, name) for number in range(count)]
@@ -142,23 +133,22 @@ class Stage:
 class _Member:
     """A group with its programs, which know parameters by the names of the stretch that they were made of."""
 
-    def __init__(self, group: Group, programs: Programs):
+    def __init__(self, group: Group, programs: SegmentPrograms):
         self.programs = programs
-        self._names = dict(zip(group.needs.names, group.names, strict=True))
+        self._names = dict(zip(group.stretch.names, group.names, strict=True))
         stretch = programs.stretch
-        self._y = group.needs.y
         self._offloads = stretch.work.activations == "offload"
         self._fixed = (
             {LATER: replicated(np.uint32(group.later), NamedSharding(stretch.mesh, P()))} if stretch.keyed else {}
         )
 
     def sums(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The form of its gradients' sums."""
+        """Returns the form of its gradients' sums."""
         return {own: self.programs.sums[name] for name, own in self._names.items()}
 
     def run(
         self, name: str, given: Mapping[str, jax.Array], arrived: jax.Array | None, kept: Kept, sums: Params
-    ) -> Ran:
+    ) -> Result:
         """Starts one program; see `Stage.run`."""
         if name.startswith("F") and arrived is not None:
             kept.arrived[X] = arrived
@@ -166,32 +156,23 @@ class _Member:
             if arrived is not None:
                 kept.arrived[DY] = arrived
             if self._offloads:
-                kept.arrived |= self._moved(kept, lambda on_device: on_device)
+                kept.arrived |= self._moved(kept, "device")
         own = {their: sums[name] for their, name in self._names.items()}
         ran = self.programs.chain.run(name, self._inputs(given, kept.arrived), kept.handed, own)
         sums.update((self._names[their], value) for their, value in ran.sums.items())
         reads = self.programs.chain.reads(name)
         kept.arrived = {slot: value for slot, value in kept.arrived.items() if slot in reads}
         if name == "F" and self._offloads:
-            kept.arrived |= self._moved(kept, on_host)
+            kept.arrived |= self._moved(kept, HOST)
         return ran
 
-    def held(self, name: str) -> int:
-        """Bytes of a device that a microbatch keeps once a program has run; see `Stage.held`."""
-        chain, inputs = self.programs.chain, self.programs.chain.reads(name)
-        arrived = {X: self.programs.stretch.x, DY: None if name == "F" else self._y}
-        if name == "F" and self._offloads:
-            del arrived[X]  # on the host
-        return chain.waits(name) + sum(local_bytes(form) for slot, form in arrived.items() if form and slot in inputs)
-
-    def evaluate(self, given: Mapping[str, jax.Array], arrived: jax.Array | None) -> Ran:
+    def evaluate(self, given: Mapping[str, jax.Array], arrived: jax.Array | None) -> Result:
         """Starts a forward without dropout that keeps nothing."""
         inputs = self._inputs(given, {} if arrived is None else {X: arrived})
         return self.programs.evaluation.run("F", inputs, [], {})
 
-    def _moved(self, kept: Kept, to: Callable[[NamedSharding], NamedSharding]) -> dict[str, jax.Array]:
-        layout: Any = self.programs.stretch.x and self.programs.stretch.x.sharding
-        return {slot: moved([x], [to(layout)])[0] for slot, x in kept.arrived.items() if slot == X}
+    def _moved(self, kept: Kept, kind: str) -> dict[str, jax.Array]:
+        return {slot: transferred(x, kind) for slot, x in kept.arrived.items() if slot == X}
 
     def _inputs(self, given: Mapping[str, jax.Array], arrived: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         return {**given, **{their: given[own] for their, own in self._names.items()}, **arrived, **self._fixed}
@@ -200,7 +181,7 @@ class _Member:
 def _goals(
     backwards: Backwards, dx: list[int], own: list[int], *, joins: bool
 ) -> tuple[dict[str, list[int]], dict[str, tuple[str, ...]]]:
-    """What each program owes, and the programs that are several of these at once.
+    """Returns what each program owes, and the programs that are several of these at once.
 
     A backward in one piece is made of its two where both ways exist, so that both need the same of the forward.
     """
@@ -217,5 +198,5 @@ def _as(struct: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
 
 
 def replicated(value: np.generic, sharding: NamedSharding) -> jax.Array:
-    """A host number on every device of a mesh, also where other processes hold some of the devices."""
+    """Returns a host number on every device of a mesh, also where other processes hold some of the devices."""
     return jax.make_array_from_callback((), sharding, lambda _: np.asarray(value))

@@ -1,8 +1,8 @@
-"""Traces a stretch of a model on local shards: what it needs, what it hands on, its forward and backward."""
+"""Trace of a stretch of a model on local shards: what it needs, what it hands on, its forward and backward."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,51 +12,23 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.models.pieces import Piece
-from axonn_jax.pipeline.split import cut, keep_all
-from axonn_jax.tensor.clip import spec_axes
-from axonn_jax.tensor.collectives import vary
-from axonn_jax.tensor.counted import target_weights, vocabulary
-from axonn_jax.tensor.gather import travelling_in
-from axonn_jax.tensor.params import Parts
-from axonn_jax.tensor.region import live_axes, manual
-from axonn_jax.tensor.sequence import token_axes
+from axonn_jax.models.protocol import Model
+from axonn_jax.models.segments import Segment
+from axonn_jax.options import Activations
+from axonn_jax.pipeline.partition_jaxpr import cut, keep_all
+from axonn_jax.tensor.collectives import mark_varying
+from axonn_jax.tensor.dropout import DropoutKey
+from axonn_jax.tensor.loss import target_weights
+from axonn_jax.tensor.params import SplitModule
+from axonn_jax.tensor.specs import live_axes, shard_mapped, spec_axes
+from axonn_jax.tensor.weight_gather import cast_for_reduction
 
 X, TOKENS, KEY, MICROBATCH, LATER, DY, SCALE = " x", " tokens", " key", " microbatch", " later", " dy", " scale"
 """Inputs of a stage beside its parameters; the space keeps them apart from parameters' names."""
 
 
-class Sequenced(Protocol):
-    """What a model must offer to be cut into stages."""
-
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """Its links in order."""
-
-    @property
-    def between(self) -> P:
-        """Layout of what one piece hands to the next."""
-
-    def stretch(
-        self,
-        first: int,
-        last: int,
-        x: jax.Array | None,
-        tokens: jax.Array | None,
-        *,
-        dtype: jnp.dtype,
-        key: jax.Array | None,
-        later: jax.Array | int,
-        weights: jax.Array | None = None,
-    ) -> jax.Array:
-        """Runs pieces `first` to `last - 1`; the last gives the sum of all targets' losses, times `weights` if given.
-
-        Layers fold their number and `later` into the dropout key.
-        """
-
-
 @dataclass(frozen=True)
-class Work:
+class StepShape:
     """Sizes of a step, the same for all stages."""
 
     rows: int
@@ -67,8 +39,8 @@ class Work:
     """Microbatches of a step."""
     dtype: jnp.dtype
     """What layers compute in and activations travel in."""
-    activations: str
-    """What the forward pass keeps (`memory.policies`)."""
+    activations: Activations
+    """What the forward pass keeps (`memory.remat`)."""
     sums: jnp.dtype
     """What gradients add up in."""
     scaled: bool
@@ -84,17 +56,21 @@ class Work:
 class Stretch:
     """Some pieces of a model, in a row, on a mesh."""
 
-    parts: Parts
+    parts: SplitModule
     """The whole model, with abstract parameters."""
     mesh: Mesh
     pieces: range
     total: int
     """Pieces of the whole model."""
-    work: Work
+    work: StepShape
     keyed: bool
     """Whether it drops out: it then takes a key, the microbatch's number, and that of layers it is run in place of."""
     x: jax.ShapeDtypeStruct | None
     """What arrives (None for the first)."""
+    names: tuple[str, ...] = ()
+    """The parameters it reads; as what it hands on, `survey` finds them."""
+    y: jax.ShapeDtypeStruct | None = None
+    """What it hands on (None for the last)."""
 
     @property
     def first(self) -> bool:
@@ -107,13 +83,13 @@ class Stretch:
         return self.pieces.stop == self.total
 
     @property
-    def model(self) -> Sequenced:
+    def model(self) -> Model:
         """The model, with abstract parameters."""
-        model: Any = self.parts.rebuild(self.parts.params)
+        model: Any = self.parts.merge(self.parts.params)
         return model  # type: ignore[no-any-return]
 
     def inputs(self, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every input by name, as a global array with its layout; of the parameters those in `names`."""
+        """Returns every input by name, as a global array with its layout; of the parameters those in `names`."""
 
         def struct(like: Any, spec: P) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(self.mesh, spec))
@@ -131,19 +107,29 @@ class Stretch:
             given[SCALE] = struct(jax.ShapeDtypeStruct((), jnp.float32), P())
         return given
 
+    @property
+    def all_inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What its forward and backward take."""
+        return self.inputs(self.names) | ({} if self.y is None else {DY: self.y})
+
     def forward(self, params: Mapping[str, jax.Array], given: Mapping[str, jax.Array]) -> jax.Array:
         """On local shards: what goes on to the next stage, or the sum of the losses of the local targets."""
-        key = jax.random.fold_in(given[KEY], given[MICROBATCH]) if self.keyed else None
-        model: Any = self.parts.rebuild({**self.parts.params, **params})
-        run = (self.pieces.start, self.pieces.stop, given.get(X), given.get(TOKENS))
-        later = given[LATER] if self.keyed else 0
-        weights = target_weights(given[TOKENS], vocabulary(model)) if self.last else None
-        return model.stretch(*run, dtype=self.work.dtype, key=key, later=later, weights=weights)  # type: ignore[no-any-return]
+        key = None
+        if self.keyed:
+            key = DropoutKey(jax.random.fold_in(given[KEY], given[MICROBATCH]), given[LATER])
+        model: Any = self.parts.merge({**self.parts.params, **params})
+        x = model.embed(given[TOKENS][:, :-1], self.work.dtype, key) if self.first else given[X]
+        for number in self.pieces:
+            x = model.run_segment(number, x, key)
+        if not self.last:
+            return x  # type: ignore[no-any-return]
+        tokens = given[TOKENS]
+        return model.total_loss(x, tokens[:, 1:], target_weights(tokens, model.vocab))  # type: ignore[no-any-return]
 
     def own(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The parameters, varying over what splits tokens on purpose: gradients then stay unreduced over it."""
-        axes = token_axes(self.model)
-        return {name: vary(given[name], axes) for name in self.parts.params if name in given}
+        """Returns the parameters, varying over what splits tokens on purpose: gradients then stay unreduced over it."""
+        axes = self.model.token_axes
+        return {name: mark_varying(given[name], axes) for name in self.parts.params if name in given}
 
     def whole(self, given: Mapping[str, jax.Array], dy: jax.Array | None) -> list[jax.Array]:
         """On local shards: result, gradient of `x` if there is one, gradients of the parameters given."""
@@ -153,10 +139,10 @@ class Stretch:
         def forward(params: Mapping[str, jax.Array], x: jax.Array | None) -> jax.Array:
             return self.forward(params, rest if x is None else {**rest, X: x})
 
-        y, pull = jax.vjp(forward, travelling_in(self.work.sums, self.own(given), self.parts.specs), x)
+        y, pull = jax.vjp(forward, cast_for_reduction(self.work.sums, self.own(given), self.parts.specs), x)
         if dy is None:  # the loss is the mean over all targets of the step
             seed = given.get(SCALE, jnp.float32(1.0)) / self.work.targets
-            dy = vary(jnp.full(y.shape, seed, y.dtype), compat.varying_axes(y))
+            dy = mark_varying(jnp.full(y.shape, seed, y.dtype), compat.varying_axes(y))
         dp, dx = pull(dy)
         return [y, *([] if x is None else [dx]), *(dp[name] for name in given if name in dp)]
 
@@ -168,49 +154,40 @@ class Traced(NamedTuple):
     slots: list[str]
 
 
-class Needs(NamedTuple):
-    """What a stretch needs and gives."""
-
-    names: tuple[str, ...]
-    """The parameters it reads."""
-    y: jax.ShapeDtypeStruct | None
-    """What it hands on (None for the last)."""
-
-
-def survey(stretch: Stretch) -> Needs:
-    """Finds what a stretch needs and gives, by tracing its forward pass; nothing is allocated."""
+def survey(stretch: Stretch) -> Stretch:
+    """Returns the stretch with what it needs and gives, by tracing its forward pass; nothing is allocated."""
     everything = stretch.inputs(stretch.parts.params)
     closed, slots = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)], everything)
     (part,) = cut(closed, [[0]], [], [keep_all])
     names = tuple(slots[i] for i in part.inputs if slots[i] in stretch.parts.params)
     if stretch.last:
-        return Needs(names, None)
-    y, spec = closed.jaxpr.outvars[0].aval, stretch.model.between
+        return replace(stretch, names=names)
+    y, spec = closed.jaxpr.outvars[0].aval, stretch.model.residual_spec
     shape = global_shape(y.shape, spec, stretch.mesh)
-    return Needs(names, jax.ShapeDtypeStruct(shape, y.dtype, sharding=NamedSharding(stretch.mesh, spec)))
+    struct = jax.ShapeDtypeStruct(shape, y.dtype, sharding=NamedSharding(stretch.mesh, spec))
+    return replace(stretch, names=names, y=struct)
 
 
-def trace_whole(stretch: Stretch, needs: Needs) -> Traced:
+def trace_whole(stretch: Stretch) -> Traced:
     """Traces forward and backward as one function: (inputs, `dy`) -> [result, `dx`, gradients of its parameters]."""
-    given = stretch.inputs(needs.names) | ({} if needs.y is None else {DY: needs.y})
-    return _trace(stretch, lambda given: stretch.whole(given, given.get(DY)), given)
+    return _trace(stretch, lambda given: stretch.whole(given, given.get(DY)), stretch.all_inputs)
 
 
 def _trace(stretch: Stretch, f: Any, given: Mapping[str, jax.ShapeDtypeStruct]) -> Traced:
     slots = list(given)
-    found: list[ClosedJaxpr] = []
+    traced: list[ClosedJaxpr] = []
 
     def capture(*inputs: jax.Array) -> jax.Array:
-        found.append(jax.make_jaxpr(lambda *values: f(dict(zip(slots, values, strict=True))))(*inputs))
+        traced.append(jax.make_jaxpr(lambda *values: f(dict(zip(slots, values, strict=True))))(*inputs))
         return jnp.zeros(())
 
     specs = tuple(struct.sharding.spec for struct in given.values())
-    jax.eval_shape(manual(capture, stretch.mesh, specs, P()), *given.values())
-    return Traced(found[0], slots)
+    jax.eval_shape(shard_mapped(capture, stretch.mesh, specs, P()), *given.values())
+    return Traced(traced[0], slots)
 
 
 def crossing(aval: Any, mesh: Mesh, spec: P | None = None) -> jax.ShapeDtypeStruct:
-    """The global form of a local value that crosses between programs, or between microbatches.
+    """Returns the global form of a local value that crosses between programs, or between microbatches.
 
     It gets a leading dim over the axes it varies over (beyond those of `spec`, a parameter's own layout), so that
     every device keeps what it has and nothing is communicated.
@@ -223,9 +200,32 @@ def crossing(aval: Any, mesh: Mesh, spec: P | None = None) -> jax.ShapeDtypeStru
 
 
 def global_shape(local: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of the array of which every device holds `local`, laid out by `spec`."""
+    """Returns the shape of the array of which every device holds `local`, laid out by `spec`."""
     shape = list(local)
     for dim, axes in enumerate(spec):
         for axis in () if axes is None else (axes,) if isinstance(axes, str) else axes:
             shape[dim] *= mesh.shape[axis]
     return tuple(shape)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pieces in a row that run the programs of a stretch: the stretch itself, or pieces that are like it."""
+
+    stretch: Stretch
+    names: tuple[str, ...]
+    """The parameters it runs on, where the stretch has its own `names`."""
+    later: int = 0
+    """Layers that it comes after the stretch."""
+
+
+def like(first: Group, pieces: Sequence[Segment], own: range) -> Group:
+    """Returns the group of pieces `own` that runs the programs of a first one, whose pieces are like them."""
+    layer_of = {pieces[a].layer: pieces[b].layer for a, b in zip(first.stretch.pieces, own, strict=True)}
+
+    def renamed(name: str) -> str:
+        layer = next(layer for layer in layer_of if name.startswith(f"{layer}."))
+        return layer_of[layer] + name.removeprefix(layer)
+
+    before, here = (int(pieces[p.start].layer.rpartition(".")[2]) for p in (first.stretch.pieces, own))
+    return replace(first, names=tuple(map(renamed, first.names)), later=here - before)

@@ -1,1 +1,1 @@
-"""What a run will cost before it starts."""
+"""Costs of a run before it starts: time, memory and communication by formulas and in virtual time; no jax."""

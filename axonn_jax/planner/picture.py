@@ -1,53 +1,42 @@
-"""Pictures of plans and simulated steps; matplotlib is imported when one is drawn."""
+"""Pictures of plans; matplotlib is imported when one is drawn."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from axonn_jax.errors import UserError
-from axonn_jax.planner.job import Estimate, Job
-from axonn_jax.planner.search import MEMORY_KINDS, Plan
-from axonn_jax.planner.simulator import Simulation
-from axonn_jax.schedule.tasks import Kind
+from axonn_jax.planner.request import Estimate, PlanRequest
+from axonn_jax.planner.search import MEMORY_KINDS, SearchResult
 
-_COLOURS = {
-    Kind.FORWARD: "tab:blue",
-    Kind.BACKWARD: "tab:orange",
-    Kind.BACKWARD_INPUT: "tab:orange",
-    Kind.BACKWARD_WEIGHT: "tab:green",
-}
-_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-_COLUMNS = 4000  # pixels of a time line
 _AXES = ("x", "y", "z", "data", "pipe")
 
 
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _save(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:
-        raise UserError("--png", str(path), f"the path of a .png file that can be written; {error}") from None
-
-
-def draw_plan(job: Job, plan: Plan, scaling: Sequence[tuple[int, float]], path: Path, *, title: str) -> None:
+def draw_plan(
+    request: PlanRequest, plan: SearchResult, scaling: Sequence[tuple[int, float]], path: Path, *, title: str
+) -> None:
     """Step times of the best grids by what they go to, their memory, time against memory, and scaling.
 
     Raises:
         UserError: the file cannot be written.
     """
-    plt = _pyplot()
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context({"font.size": 8.0, "lines.markersize": 4.0}):
+        figure = Figure(figsize=(8, 7.2), layout="constrained", dpi=200)  # 100 pixels an inch where a page shows it
+        FigureCanvasAgg(figure)
+        figure.suptitle(title)
+        _draw_panels(figure.subplots(2, 2), request, plan, scaling)
+        try:
+            figure.savefig(path)
+        except (OSError, ValueError) as error:
+            raise UserError("--png", str(path), f"the path of a .png file that can be written; {error}") from None
+
+
+def _draw_panels(panels: Any, request: PlanRequest, plan: SearchResult, scaling: Sequence[tuple[int, float]]) -> None:
     shown = plan.best[:8]
-    figure, panels = plt.subplots(2, 2, figsize=(14, 9), layout="constrained")
-    figure.suptitle(title)
-    names = [_name(one, job) for one in shown]
+    names = [_name(one, request) for one in shown]
     _bars(panels[0, 0], names, _parts(shown), "s a step")
     kinds = {kind: [getattr(one.memory, kind) / 1e9 for one in shown] for kind in MEMORY_KINDS}
     _bars(panels[0, 1], names, kinds, "GB a device")
@@ -84,8 +73,6 @@ def draw_plan(job: Job, plan: Plan, scaling: Sequence[tuple[int, float]], path: 
     curve.set_ylabel("s a step, best grid, same batch")
     for panel in panels.flat:
         panel.grid(alpha=0.3)
-    _save(figure, path)
-    plt.close(figure)
 
 
 def _parts(shown: Sequence[Estimate]) -> dict[str, list[float]]:
@@ -104,49 +91,12 @@ def _bars(panel: Any, names: list[str], parts: dict[str, list[float]], label: st
         left = [a + b for a, b in zip(left, values, strict=True)]
     panel.invert_yaxis()
     panel.set_xlabel(label)
-    panel.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    panel.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False, columnspacing=1.0)
 
 
-def _name(one: Estimate, job: Job) -> str:
-    grid = one.choice.grid
+def _name(one: Estimate, request: PlanRequest) -> str:
+    grid = one.candidate.grid
     sizes = " ".join(
         f"{axis}{getattr(grid, axis)}" for axis in ("pipe", "data", "z", "y", "x") if getattr(grid, axis) > 1
     )
-    return f"{sizes or 'one device'}\n{one.choice.sequences(job.batch)} seq, {one.choice.activations}"
-
-
-def draw_timeline(simulation: Simulation, path: Path, *, title: str) -> None:
-    """A row a rank, its tasks coloured by kind, white where it waits; as an image, so that millions of tasks fit.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    import numpy as np
-    from matplotlib.colors import to_rgb
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator
-
-    plt = _pyplot()
-    ranks, end = simulation.layout.pipe, simulation.makespan or 1.0
-    picture = np.ones((ranks, _COLUMNS, 3))
-    colours = {kind: np.array(to_rgb(colour)) for kind, colour in _COLOURS.items()}
-    for span in simulation.spans:
-        first, last = int(span.start / end * _COLUMNS), int(span.end / end * _COLUMNS)
-        shade = 1.0 if span.task.microbatch % 2 else 0.8  # neighbours can be told apart
-        picture[span.rank, first : max(last, first + 1)] = colours[span.task.kind] * shade
-    figure, panel = plt.subplots(figsize=(15, min(12.0, 2.0 + 0.3 * ranks)), layout="constrained")
-    panel.imshow(picture, aspect="auto", interpolation="nearest", extent=(0.0, end, ranks - 0.5, -0.5))
-    panel.set_xlabel("s")
-    panel.set_ylabel("rank")
-    panel.yaxis.set_major_locator(MaxNLocator(integer=True))
-    panel.set_title(f"{title}: {end:,.3f} s, idle {simulation.idle_fraction:.1%}", loc="left")
-    used = sorted({span.task.kind for span in simulation.spans})
-    panel.legend(
-        handles=[Patch(color=_COLOURS[kind], label=_NAMES[kind.value]) for kind in used],
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(used),
-        fontsize=8,
-    )
-    _save(figure, path)
-    plt.close(figure)
+    return f"{sizes or 'one device'}\n{one.candidate.sequences(request.batch)} seq, {one.candidate.activations}"

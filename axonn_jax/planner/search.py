@@ -1,19 +1,32 @@
-"""The search: every legal grid with every choice that goes with it; what fits, what does not and why."""
+"""The search: every legal grid with every candidate that goes with it; what fits, what does not and why."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from math import inf
+from typing import NamedTuple
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.planner.cost import CostModel
-from axonn_jax.planner.job import Choice, Estimate, Job, Memory, Place
-from axonn_jax.planner.priced import Priced, front, host_fits, places_of, price
-from axonn_jax.planner.ranking import ENOUGH, ranked
-from axonn_jax.planner.refine import Prices
-from axonn_jax.planner.space import Space, depths, legal_grids, microbatch_sizes
+from axonn_jax.planner.cost_model.model import CostModel
+from axonn_jax.planner.request import Candidate, Estimate, MemoryUse, PlanRequest, StatePlacement
+from axonn_jax.planner.simulate.candidate import Prices
+from axonn_jax.planner.space import (
+    Priced,
+    SearchSpace,
+    depths,
+    front,
+    has_room,
+    host_fits,
+    legal_grids,
+    microbatch_sizes,
+    placements_of,
+    price,
+    smaller,
+    sort_key,
+)
 
 _REACH = 1.05
 """Grids that cannot come closer to the best than this are left out once there are enough others."""
@@ -28,7 +41,7 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchResult:
     """What the search found."""
 
     best: list[Estimate]
@@ -43,39 +56,39 @@ class Plan:
     """What prices them."""
 
 
-def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
-    """Prices every legal choice for so many devices; `limit` is the memory a device may use, in bytes.
+def search(request: PlanRequest, devices: int, space: SearchSpace, limit: float) -> SearchResult:
+    """Prices every legal candidate for so many devices; `limit` is the memory a device may use, in bytes.
 
-    Grids are tried in the order of what none of their choices goes below, until no other can come near the best.
+    Grids are tried in the order of what none of their candidates goes below, until no other can come near the best.
 
     Raises:
         UserError: no grid is legal for model, batch and devices, or none fits the memory.
     """
-    model, rules = CostModel(job), Counter[str]()
+    model, rules = CostModel(request), Counter[str]()
     # By their bound, at first without reductions: those take long to price, and what comes to the front needs them.
     grids: list[tuple[float, int, GridShape]] = []
     rough = set[GridShape]()
-    for grid in legal_grids(job, devices, space, rules):
-        if microbatch_sizes(job, grid, space):
+    for grid in legal_grids(request, devices, space, rules):
+        if microbatch_sizes(request, grid, space):
             grids.append((model.bound(grid, reductions=False), len(grids), grid))
             rough.add(grid)
         else:
             rules["the batch leaves no microbatches for them"] += 1
-    misses: list[tuple[Memory, Choice]] = []
+    misses: list[tuple[MemoryUse, Candidate]] = []
     fits: list[Priced] = []
     best, examined, tried = inf, 0, 0
     heapify(grids)
     while grids:
-        bound, place, grid = heappop(grids)
+        bound, serial, grid = heappop(grids)
         if bound > _REACH * best and tried >= ENOUGH:
             rules[f"they take at least {_REACH} times as long as the best"] += len(grids) + 1
             break
         if grid in rough:
             rough.remove(grid)
-            heappush(grids, (model.bound(grid), place, grid))
+            heappush(grids, (model.bound(grid), serial, grid))
             continue
         memory, leanest = _leanest(model, grid, space)
-        if memory.total > limit or not host_fits(job, memory.host, grid):
+        if memory.total > limit or not host_fits(request, memory.host, grid):
             misses.append((memory, leanest))
             continue
         tried += 1
@@ -86,10 +99,12 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
         examined += len(priced)
         # Of one stage a rank and of several: what the closed form says of these is compared once they are simulated.
         for virtual in sorted({one.base.virtual_stages for one in priced}):
-            fits.extend(front([one for one in priced if one.base.virtual_stages == virtual]))
+            fits.extend(front(one for one in priced if one.base.virtual_stages == virtual))
         best = min([best, *(one.step_s for one in priced)])
     misses.sort(key=lambda miss: miss[0].total)
-    rejected = [Rejected(str(choice.grid), _too_large(job, memory, choice, limit)) for memory, choice in misses]
+    rejected = [
+        Rejected(str(candidate.grid), _too_large(request, memory, candidate, limit)) for memory, candidate in misses
+    ]
     rejected += [Rejected(f"{count} grid{'s' * (count != 1)}", why) for why, count in rules.most_common()]
     if not fits:
         raise _nothing(devices, rejected)
@@ -98,43 +113,38 @@ def search(job: Job, devices: int, space: Space, limit: float) -> Plan:
     found_best = ranked(prices, fits, space, limit)
     by_grid: dict[GridShape, Estimate] = {}
     for estimate in found_best:
-        by_grid.setdefault(estimate.choice.grid, estimate)
-    return Plan(list(by_grid.values()), _pareto(found_best), rejected, examined, prices)
+        by_grid.setdefault(estimate.candidate.grid, estimate)
+    pareto = smaller(found_best, lambda one: one.memory.total)
+    return SearchResult(list(by_grid.values()), pareto, rejected, examined, prices)
 
 
-def _pareto(found: Sequence[Estimate]) -> list[Estimate]:
-    """What nothing beats in both time and memory, of estimates in the order of their times."""
-    merged: list[Estimate] = []
-    for estimate in found:
-        if not merged or estimate.memory.total < merged[-1].memory.total:
-            merged.append(estimate)
-    return merged
-
-
-def _leanest(model: CostModel, grid: GridShape, space: Space) -> tuple[Memory, Choice]:
-    """The choice that needs the least device memory, of those that the host has room for if there are such.
+def _leanest(model: CostModel, grid: GridShape, space: SearchSpace) -> tuple[MemoryUse, Candidate]:
+    """The candidate that needs the least device memory, of those that the host has room for if there are such.
 
     The smallest microbatch is not always the leanest: several of them share gathered weights, which then stay.
     """
     order = ("offload", "full", "save_collectives", "dots", "none")
-    each, virtual = model.job.batch // grid.batch_shards, min(space.virtual_stages) if grid.pipe > 1 else 1
-    sizes = microbatch_sizes(model.job, grid, space)
-    found: list[tuple[bool, float, int, Choice, Place]] = []
-    places = places_of(grid, space)
+    each, virtual = model.request.batch // grid.batch_shards, min(space.virtual_stages) if grid.pipe > 1 else 1
+    sizes = microbatch_sizes(model.request, grid, space)
+    found: list[tuple[bool, float, int, Candidate, StatePlacement]] = []
+    placements = placements_of(grid, space)
     for size in {*sizes[:1], *sizes[-1:]}:
         for activations in sorted(space.activations, key=order.index)[:2]:
-            base = Choice(grid, each // size, activations, virtual)
-            base = next(depths(model.job, replace(base, gather=space.gathers(base)[0])))
-            for place, (device, host) in zip(places, model.footprint.totals(base, places), strict=True):
-                found.append((not host_fits(model.job, host, grid), device, len(found), base, place))
+            base = Candidate(grid, each // size, activations, virtual)
+            base = next(depths(model.request, replace(base, gather=space.gathers(base)[0])))
+            for placement, (device, host) in zip(placements, model.footprint.totals(base, placements), strict=True):
+                found.append((not host_fits(model.request, host, grid), device, len(found), base, placement))
     *_, base, (offload, zero) = min(found)
     leanest = replace(base, offload=offload, zero=zero)
     return model.footprint.memory(leanest), leanest
 
 
-def _too_large(job: Job, memory: Memory, choice: Choice, limit: float) -> str:
+def _too_large(request: PlanRequest, memory: MemoryUse, candidate: Candidate, limit: float) -> str:
     if memory.total <= limit:
-        need, have = memory.host * min(job.machine.node.devices, choice.grid.devices), job.machine.host.memory_bytes
+        need, have = (
+            memory.host * min(request.machine.node.devices, candidate.grid.devices),
+            request.machine.host.memory_bytes,
+        )
         return f"needs {need / 1e9:,.0f} GB of host memory a node, of which there are {have / 1e9:,.0f}"
     kinds = {name: float(getattr(memory, name)) for name in MEMORY_KINDS}
     most = max(kinds, key=lambda name: kinds[name])
@@ -155,3 +165,114 @@ def _nothing(devices: int, rejected: list[Rejected]) -> UserError:
     return UserError(
         "--devices", devices, f"a number for which a grid fits model, batch and memory; {first.grid}: {first.why}"
     )
+
+
+TIE = 0.01
+"""Times closer than this are a tie."""
+ENOUGH = 25
+"""Grids that are compared in any case."""
+_SIMULATED_TASKS, _COMPARED_TASKS = 150_000, 50_000
+"""Tasks of pipelines that are simulated to find the best, a second or two, and to have others beside it."""
+_HORIZON = 1.1
+"""Pipelines this far from the best in closed form, whose error is less, are not simulated."""
+_UNEVEN = 1.05
+"""How much longer several virtual stages are than in closed form, as a rule, where none has been simulated yet."""
+
+
+def ranked(prices: Prices, fits: Sequence[Priced], space: SearchSpace, limit: float) -> list[Estimate]:
+    """Prices of what may be among the best or the smallest, fastest first.
+
+    Of candidates without a pipeline what nothing beats in both time and memory, and the best of each grid. Pipelines
+    count simulated only. The closed form takes virtual stages for equally long, which they are not where a model's
+    pieces do not divide evenly: those that were simulated say how much it is off for others of as many, which are tried
+    later if it is much, and what a grid's first one took says it for those that come after.
+    """
+    groups: dict[tuple[GridShape, int], list[Priced]] = {}
+    for one in fits:
+        groups.setdefault((one.base.grid, one.base.virtual_stages), []).append(one)
+    plain = [group for (grid, _), group in groups.items() if grid.pipe == 1]
+    wanted = {one.candidate for one in (*(group[0] for group in plain[:ENOUGH]), *front(chain(*plain)))}
+    found = [prices.price(candidate) for candidate in wanted]
+    best = min((one.step_s for one in found), default=inf)
+    queues = [iter(group) for (grid, _), group in groups.items() if grid.pipe > 1]
+    waiting = [_Waiting(next(queue), queue, 1.0, False) for queue in queues]
+    off: dict[object, float] = {}  # the least that candidates of a kind were off
+
+    def expected(one: _Waiting) -> float:
+        if one.known:
+            return one.least
+        usual = 1.0 if one.priced.base.virtual_stages == 1 else _UNEVEN
+        return one.least * max(1.0, off.get(_kind(prices.model.request, one.priced), usual))
+
+    while waiting:
+        compared = min(one.least for one in waiting) > best * (1 + TIE)
+        if found and prices.tasks > (_COMPARED_TASKS if compared else _SIMULATED_TASKS):
+            break
+        nearest = min(waiting, key=expected)
+        if found and expected(nearest) > _HORIZON * best:
+            break
+        waiting.remove(nearest)
+        placements = [nearest.priced.placement] if nearest.known else placements_of(nearest.priced.base.grid, space)
+        estimate = _deepened(prices, nearest.priced.base, placements, limit)
+        if estimate is None:
+            continue
+        found.append(estimate)
+        best = min(best, estimate.step_s)
+        ratio = estimate.step_s / nearest.priced.step_s
+        kind = _kind(prices.model.request, nearest.priced)
+        off[kind] = min(off.get(kind, inf), ratio)
+        if (further := next(nearest.queue, None)) is not None:
+            waiting.append(_Waiting(further, nearest.queue, ratio, True))
+    return sorted(found, key=lambda one: sort_key(one.step_s, one.candidate, one.candidate.placement))
+
+
+class _Waiting(NamedTuple):
+    """The next candidate of a grid and a number of virtual stages."""
+
+    priced: Priced
+    queue: Iterator[Priced]
+    """Those that come after it."""
+    ratio: float
+    """What the one before took, over its closed form."""
+    known: bool
+    """Whether there was one before."""
+
+    @property
+    def least(self) -> float:
+        """Seconds that it may take."""
+        return self.priced.step_s * self.ratio
+
+
+def _kind(request: PlanRequest, one: Priced) -> tuple[int, bool]:
+    """What closed forms are off alike for."""
+    return one.base.virtual_stages, request.splits(one.base.activations)
+
+
+def _deepened(prices: Prices, base: Candidate, placements: Sequence[StatePlacement], limit: float) -> Estimate | None:
+    """A pipeline simulated, None where its memory is not there.
+
+    The default is in flight, fewer only where memory asks for it, and more where there is memory for them, ranks wait
+    for each other, and the step becomes shorter by more than a tie. The optimizer's state is where it takes the least
+    time of all placements that leave memory enough.
+    """
+    fitting = list[Candidate]()
+    for depth in depths(prices.model.request, base):
+        chosen = (replace(depth, offload=offload, zero=zero) for offload, zero in placements)
+        roomy = [one for one in chosen if has_room(prices.model, one, limit)]
+        if roomy:
+            fitting.append(min(roomy, key=lambda one: prices.model.once_s(one.grid, one.placement)))
+    if len(fitting) > 1 and 0 < fitting[0].in_flight <= base.grid.pipe:
+        del fitting[0]
+    found: Estimate | None = None
+    for deeper in fitting:
+        if found is not None and (_always_at_work(found) or prices.tasks > _SIMULATED_TASKS):
+            break
+        estimate = prices.price(deeper)
+        if found is not None and estimate.step_s > found.step_s * (1 - TIE):
+            break
+        found = estimate
+    return found
+
+
+def _always_at_work(one: Estimate) -> bool:
+    return one.bubble + one.exposed["pipe"] / one.step_s < 2 * TIE

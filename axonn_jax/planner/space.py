@@ -1,15 +1,18 @@
-"""What may be chosen: every grid that model and batch divide over, and the sizes of microbatches on it."""
+"""The search space: legal grids, the candidates on each that fit, their step times in closed form and their memory."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.planner.communication import Gather
-from axonn_jax.planner.job import Choice, Job
-from axonn_jax.planner.memory import Policy as Activations
-from axonn_jax.planner.network import Links
+from axonn_jax.options import Activations, ReshardAfter
+from axonn_jax.planner.cost_model.model import CostModel
+from axonn_jax.planner.machines.network import GroupLinks
+from axonn_jax.planner.request import Candidate, PlanRequest, StatePlacement
+
+Item = TypeVar("Item")
 
 AXES = ("pipe", "data", "z", "y", "x")
 SEARCHED: tuple[Activations, ...] = ("none", "save_collectives", "full", "offload")
@@ -20,7 +23,7 @@ ROWS = 1 << 15
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """What may be chosen; what is fixed is a list of one."""
 
     axes: Mapping[str, int] = field(default_factory=dict)
@@ -35,39 +38,39 @@ class Space:
     offload: Sequence[bool] = (False, True)
     zero: Sequence[int] = (0, 1)
     virtual_stages: Sequence[int] = (1, 2, 4)
-    gather: Sequence[Gather] = ("layer",)
+    gather: Sequence[ReshardAfter] = ("forward",)
 
-    def gathers(self, base: Choice) -> list[Gather]:
-        """How long gathered weights may live; of several ways those that make no difference for a choice are left out.
+    def gathers(self, base: Candidate) -> list[ReshardAfter]:
+        """How long gathered weights may live; of several ways those that make no difference are left out.
 
         A pipeline keeps none from one of its programs to the next.
         """
         if len(self.gather) == 1 and base.grid.pipe == 1:
             return list(self.gather)
-        useful: set[Gather] = {"layer"}
+        useful: set[ReshardAfter] = {"forward"}
         if base.grid.pipe == 1 and base.grid.z > 1:
-            useful |= {"pass"} if base.activations != "none" else set()
+            useful |= {"backward"} if base.activations != "none" else set()
             useful |= {"step"} if base.microbatches > 1 else set()
         return [one for one in self.gather if one in useful]
 
 
-def legal_grids(job: Job, devices: int, space: Space, rules: Counter[str]) -> Iterator[GridShape]:
+def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: Counter[str]) -> Iterator[GridShape]:
     """Every grid that model and batch divide over; counts in `rules` why others are left out."""
     for grid in _grids(devices, space) if space.grids is None else space.grids:
         try:
-            grid.check_model(job.shape, sequence_parallel=job.sequence_parallel)
-            job.inner(grid, "full")
+            request.shape.check_grid(grid, sequence_split=request.sequence_split)
+            request.comm(grid, "full")
         except UserError as error:
             rules[f"{error.field} does not divide over them"] += 1
             continue
-        if any(not Links(grid, job.machine).near((axis,)) for axis in space.near):
+        if any(not GroupLinks(grid, request.machine).near((axis,)) for axis in space.near):
             rules[f"groups over {' or '.join(space.near)} leave a node"] += 1
-        elif job.batch % grid.batch_shards:
-            batch = f"{job.batch} sequence{'s' * (job.batch != 1)}"
+        elif request.batch % grid.batch_shards:
+            batch = f"{request.batch} sequence{'s' * (request.batch != 1)}"
             rules[f"a batch of {batch} does not divide over data * z"] += 1
-        elif grid.pipe > pieces(job):
-            rules[f"they have more pipeline stages than the model has pieces ({pieces(job)})"] += 1
-        elif grid.pipe > 1 and "layer" not in space.gather:
+        elif grid.pipe > pieces(request):
+            rules[f"they have more pipeline stages than the model has pieces ({pieces(request)})"] += 1
+        elif grid.pipe > 1 and "forward" not in space.gather:
             rules["a pipeline keeps no gathered weights"] += 1
         elif grid.pipe == 1 and min(space.virtual_stages) > 1:
             rules["they have no pipeline for virtual stages"] += 1
@@ -75,20 +78,20 @@ def legal_grids(job: Job, devices: int, space: Space, rules: Counter[str]) -> It
             yield grid
 
 
-def _grids(devices: int, space: Space) -> Iterator[GridShape]:
+def _grids(devices: int, space: SearchSpace) -> Iterator[GridShape]:
     """Every way to write the number of devices as a product of the five axes."""
 
-    def place(left: int, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
+    def factors(left: int, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
         if not axes:
             if left == 1:
                 yield ()
             return
         wanted = space.axes.get(axes[0])
         for size in divisors(left) if wanted is None else [wanted] if left % wanted == 0 else []:
-            for rest in place(left // size, axes[1:]):
+            for rest in factors(left // size, axes[1:]):
                 yield (size, *rest)
 
-    for sizes in place(devices, AXES):
+    for sizes in factors(devices, AXES):
         yield GridShape(*sizes)
 
 
@@ -98,31 +101,141 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // size for size in small)})
 
 
-def pieces(job: Job) -> int:
+def pieces(request: PlanRequest) -> int:
     """The most virtual stages that the model can be cut into."""
-    return 2 * job.shape.layers + 2
+    return 2 * request.shape.layers + 2
 
 
-def microbatch_sizes(job: Job, grid: GridShape, space: Space) -> list[int]:
+def microbatch_sizes(request: PlanRequest, grid: GridShape, space: SearchSpace) -> list[int]:
     """Sequences that a device's microbatch may have, fewest first: powers of two, and the whole share.
 
     Beyond `ROWS` tokens matmuls gain nothing from more.
     """
-    each = job.batch // grid.batch_shards
+    each = request.batch // grid.batch_shards
     if space.sequences is not None:
         sizes = [space.sequences] if each % space.sequences == 0 else []
     else:
-        most = max(1, ROWS // job.shape.seq_len)
+        most = max(1, ROWS // request.shape.seq_len)
         sizes = [size for size in divisors(each) if (size & (size - 1) == 0 and size <= most) or size == each]
     # A pipeline with fewer microbatches than stages is more bubble than work.
     return [size for size in sizes if grid.pipe == 1 or each // size >= grid.pipe]
 
 
-def depths(job: Job, base: Choice) -> Iterator[Choice]:
-    """A choice with as many microbatches in flight as may be worth it, fewest first: 1F1B's with one stage a rank."""
+def depths(request: PlanRequest, base: Candidate) -> Iterator[Candidate]:
+    """A candidate with as many microbatches in flight as may be worth it, fewest first: 1F1B's of one stage a rank."""
     pipe = base.grid.pipe
-    if pipe == 1 or job.policy != "message":
+    if pipe == 1 or request.policy != "message":
         yield base
         return
     for in_flight in (pipe, 0, 2 * pipe, 3 * pipe)[base.virtual_stages > 1 :]:
         yield replace(base, in_flight=in_flight)
+
+
+_GAIN = 0.998
+"""More microbatches in flight must make the closed form shorter by this factor to be worth their memory."""
+_POLICIES, _GATHERS = ("none", "save_collectives", "dots", "full", "offload"), ("forward", "backward", "step")
+
+
+class Priced(NamedTuple):
+    """A candidate, its step time in closed form, and the bytes of its fullest device."""
+
+    step_s: float
+    memory: float
+    base: Candidate
+    placement: StatePlacement
+
+    @property
+    def candidate(self) -> Candidate:
+        """All of it."""
+        return replace(self.base, offload=self.placement[0], zero=self.placement[1])
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """By time, then by how little it asks for."""
+        return sort_key(self.step_s, self.base, self.placement)
+
+
+def sort_key(step_s: float, base: Candidate, placement: StatePlacement) -> tuple[float, ...]:
+    """What candidates are sorted by: their time, then how little they ask for."""
+    asked = _POLICIES.index(base.activations), _GATHERS.index(base.gather)
+    return step_s, *asked, *placement, base.virtual_stages
+
+
+def price(
+    model: CostModel, grid: GridShape, space: SearchSpace, limit: float, virtual_stages: Sequence[int]
+) -> Iterator[Priced]:
+    """Every candidate on a grid that fits."""
+    too_large: set[tuple[int, Activations, ReshardAfter]] = set()
+    placements = placements_of(grid, space)
+    for base in _candidates(model.request, grid, space, virtual_stages):
+        # Larger microbatches need more, but for the whole share in one, which need not keep gathered weights.
+        kind = (base.virtual_stages, base.activations, base.gather)
+        if kind in too_large and (grid.pipe > 1 or base.microbatches > 1):
+            continue
+        fastest, parts = None, None
+        for candidate in depths(model.request, base):
+            seconds = None
+            if parts is not None and fastest is not None:
+                seconds = model.pipeline_s(candidate, parts)
+                if seconds > _GAIN * fastest:  # nor would still more be worth their memory
+                    break
+            fits = False
+            for placement, (device, host) in zip(
+                placements, model.footprint.totals(candidate, placements), strict=True
+            ):
+                if device <= limit and host_fits(model.request, host, grid):
+                    parts = parts or model.busiest(candidate)
+                    seconds = model.pipeline_s(candidate, parts) if seconds is None else seconds
+                    fits = True
+                    yield Priced(seconds + model.once_s(grid, placement), device, candidate, placement)
+            if not fits:
+                break
+            fastest = seconds
+        if fastest is None:
+            too_large.add(kind)
+
+
+def _candidates(
+    request: PlanRequest, grid: GridShape, space: SearchSpace, virtual_stages: Sequence[int]
+) -> Iterator[Candidate]:
+    """Choices of a legal grid, offload and ZeRO aside."""
+    each = request.batch // grid.batch_shards
+    for virtual in virtual_stages if grid.pipe > 1 else (1,):
+        if virtual > 1 and (request.policy == "1f1b" or grid.pipe * virtual > pieces(request)):
+            continue
+        for sequences in microbatch_sizes(request, grid, space):
+            for activations in space.activations:
+                base = Candidate(grid, each // sequences, activations, virtual)
+                for gather in space.gathers(base):
+                    yield base if gather == base.gather else replace(base, gather=gather)
+
+
+def front(found: Iterable[Priced]) -> list[Priced]:
+    """What nothing beats in both time and memory, fastest first."""
+    return smaller(sorted(found, key=lambda one: one.order), lambda one: one.memory)
+
+
+def smaller(found: Iterable[Item], memory: Callable[[Item], float]) -> list[Item]:
+    """Of what is sorted by time, that which needs less memory than all before it."""
+    kept: list[Item] = []
+    for one in found:
+        if not kept or memory(one) < memory(kept[-1]):
+            kept.append(one)
+    return kept
+
+
+def placements_of(grid: GridShape, space: SearchSpace) -> list[StatePlacement]:
+    """Every place and share of the optimizer's state, the leanest last."""
+    shares = [zero for zero in space.zero if not zero or grid.data > 1 or len(space.zero) == 1]
+    return [(offload, zero) for zero in shares for offload in space.offload]
+
+
+def has_room(model: CostModel, candidate: Candidate, limit: float) -> bool:
+    """Whether a candidate fits the memory of devices and hosts."""
+    (device, host), *_ = model.footprint.totals(candidate, [candidate.placement])
+    return device <= limit and host_fits(model.request, host, candidate.grid)
+
+
+def host_fits(request: PlanRequest, each: float, grid: GridShape) -> bool:
+    """Whether a node has the host memory that so many bytes for each of its devices are."""
+    return each * min(request.machine.node.devices, grid.devices) <= request.machine.host.memory_bytes

@@ -1,1 +1,1 @@
-"""What a pipeline rank does next: tasks, orders, the dispatcher. Pure Python: no jax, no MPI, no clock."""
+"""Schedule of a pipeline rank: its tasks, their orders, and a dispatcher that says what is next; pure Python."""

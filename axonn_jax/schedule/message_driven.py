@@ -1,4 +1,4 @@
-"""The message-driven rule: which of the ready tasks a rank starts (AxoNN, IPDPS 22, with split backwards)."""
+"""Message-driven rule: which of the ready tasks a rank starts (AxoNN, IPDPS 22, with split backwards)."""
 
 import heapq
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from axonn_jax.errors import UserError
 from axonn_jax.schedule.policies import in_flight_limit, live_bound
-from axonn_jax.schedule.tasks import Kind, Layout, Message, Task
+from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task
 
 _FORWARD, _WHOLE, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
@@ -53,26 +53,26 @@ class MessageDriven:
     most V - 1 activations of m and live_bound - V of younger ones, which is less than live_bound. So it starts.
     """
 
-    def __init__(self, layout: Layout, rank: int, in_flight: int, split: bool):
+    def __init__(self, shape: PipelineShape, rank: int, in_flight: int, split: bool):
         if in_flight < 0:
             raise UserError("pipeline.in_flight", in_flight, "at least 1, or 0 for the default")
-        self._rank, self._split, self._microbatches = rank, split, layout.microbatches
-        self._pipe, self._chunks, self._last = layout.pipe, layout.virtual_stages, layout.last
-        self._bound = live_bound("message", layout, rank, in_flight, split)
-        self._limit = in_flight_limit(layout, rank, in_flight)
+        self._rank, self._split, self._microbatches = rank, split, shape.microbatches
+        self._pipe, self._chunks, self._last = shape.pipe, shape.virtual_stages, shape.last
+        self._bound = live_bound("message", shape, rank, in_flight, split)
+        self._limit = in_flight_limit(shape, rank, in_flight)
         # Ready tasks as (group, stage, microbatch), backwards with minus the stage, the next one first.
         self._forwards: list[_Ready] = []
         self._backwards: list[_Ready] = []
         self._weights: deque[tuple[int, int]] = deque()
         # By chunk and microbatch: whether a forward has its input; backwards that wait for theirs.
-        self._received = [bytearray(layout.microbatches) for _ in layout.stages_of(rank)]
+        self._received = [bytearray(shape.microbatches) for _ in shape.stages_of(rank)]
         self._backwards_due: set[_Ready] = set()
         self._forward_was_last = False
         self._held = 0  # activations alive on the device once everything started has run
         self._inside = 0  # microbatches that started their first forward here, and not their last backward
         # By microbatch: forwards started here, and those of them whose backward has not started.
-        self._forwards_started = [0] * layout.microbatches
-        self._in_flight = [0] * layout.microbatches
+        self._forwards_started = [0] * shape.microbatches
+        self._in_flight = [0] * shape.microbatches
         self._oldest = 0  # the first microbatch with forwards left to run here
         self._younger = 0  # activations in flight of the microbatches after it
         if rank == 0:
@@ -138,28 +138,28 @@ class MessageDriven:
                     microbatch = received.find(0, microbatch + 1, end)
 
     def _allows_young(self) -> bool:
-        """Whether forwards of other than the oldest microbatch leave room for that one."""
+        """Returns whether forwards of other than the oldest microbatch leave room for that one."""
         return self._chunks == 1 or self._younger + self._chunks < self._bound
 
     def _next_forward(self) -> int | None:
-        """The place in the heap of the first ready forward that may start, given memory for it."""
+        """Returns the index in the heap of the first ready forward that may start, given memory for it."""
         inside, young = self._inside < self._limit, self._allows_young()
         if inside and young:
             return 0
         if self._chunks == 1:
             return None
         allowed = [
-            place
-            for place, (_, stage, microbatch) in enumerate(self._forwards)
+            index
+            for index, (_, stage, microbatch) in enumerate(self._forwards)
             if (inside or stage >= self._pipe) and (young or microbatch == self._oldest)
         ]
         return min(allowed, key=self._forwards.__getitem__) if allowed else None
 
-    def _start_forward(self, place: int) -> Task:
-        if place == 0:
+    def _start_forward(self, index: int) -> Task:
+        if index == 0:
             group, stage, microbatch = heapq.heappop(self._forwards)
         else:
-            group, stage, microbatch = self._forwards.pop(place)
+            group, stage, microbatch = self._forwards.pop(index)
             heapq.heapify(self._forwards)
         self._forward_was_last = True
         self._held += 1

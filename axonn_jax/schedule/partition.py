@@ -1,17 +1,19 @@
-"""Which piece of a model goes to which virtual stage: contiguous ranges, the busiest rank as idle as possible."""
+"""Partition of a model into virtual stages, contiguous and with the busiest rank as idle as possible, and these into
+groups of layers that share a program: a few at a time, so that depth costs no compile time.
+"""
 
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
-from math import comb, inf
+from math import ceil, comb, inf
 
 from axonn_jax.errors import UserError
 
 
 @dataclass(frozen=True)
-class Cost:
+class SegmentCost:
     """What one piece of a model (embedding, a block, the head) costs a microbatch."""
 
     name: str
@@ -29,7 +31,7 @@ class Cost:
         return self.forward + self.backward
 
 
-def partition(costs: Sequence[Cost], pipe: int, virtual_stages: int = 1) -> list[range]:
+def partition(costs: Sequence[SegmentCost], pipe: int, virtual_stages: int = 1) -> list[range]:
     """Returns one contiguous, non-empty range of pieces for each of the `pipe * virtual_stages` virtual stages.
 
     The cost of the busiest rank (the sum over its virtual stages) is the smallest possible; among such splits the
@@ -121,7 +123,7 @@ def _chain(times: list[int], params: list[int], ranges: int) -> list[int]:
 
 
 def _bottleneck(pieces: int, ranges: int, price: Callable[[int, int], float]) -> tuple[float, list[int]]:
-    """The split whose dearest range is the cheapest: that range's price, and the cuts with both ends.
+    """Returns the split whose dearest range is the cheapest: that range's price, and the cuts with both ends.
 
     A range's price grows as its start moves left, so that search ends once the price alone exceeds the best.
     """
@@ -146,7 +148,7 @@ def _bottleneck(pieces: int, ranges: int, price: Callable[[int, int], float]) ->
 
 
 def _loads(sizes: list[int], cuts: list[int], pipe: int) -> list[int]:
-    """Sum of sizes by rank."""
+    """Returns the sum of sizes by rank."""
     loads = [0] * pipe
     for stage, (a, b) in enumerate(pairwise(cuts)):
         loads[stage % pipe] += sum(sizes[a:b])
@@ -184,8 +186,8 @@ def _search(times: list[int], params: list[int], pipe: int, stages: int) -> list
     best = min(improve(_chain(times, params, stages)), improve([pieces * s // stages for s in range(stages + 1)]))
     for _ in range(_SHAKES // stages):
         cuts = best[2][:]
-        for place in rng.sample(range(1, stages), min(stages - 1, 4)):
-            cuts[place] = rng.randint(cuts[place - 1] + 1, cuts[place + 1] - 1)
+        for cut in rng.sample(range(1, stages), min(stages - 1, 4)):
+            cuts[cut] = rng.randint(cuts[cut - 1] + 1, cuts[cut + 1] - 1)
         best = min(best, improve(cuts))
     return best[2]
 
@@ -204,10 +206,10 @@ def _descend(cuts: list[int], times: list[int], params: list[int], pipe: int, ke
         moved = False
         for taker in range(len(cuts) - 1):
             for (step, low, high), after_loads, after_weights in _moves(cuts, taker, times, params, loads, weights):
-                found = key(after_loads, after_weights, best[0])
-                if found is not None and found < best:
-                    cuts = [cut + step * (low <= place <= high) for place, cut in enumerate(cuts)]
-                    loads, weights, best, moved = after_loads[:], after_weights[:], found, True
+                loads_key = key(after_loads, after_weights, best[0])
+                if loads_key is not None and loads_key < best:
+                    cuts = [cut + step * (low <= index <= high) for index, cut in enumerate(cuts)]
+                    loads, weights, best, moved = after_loads[:], after_weights[:], loads_key, True
                     break
     return cuts
 
@@ -231,3 +233,35 @@ def _moves(
             if cuts[giver + 1] - cuts[giver] > 1:
                 first, last = (taker + 1, giver) if step == 1 else (giver + 1, taker)
                 yield (step, first, last), new_loads, new_weights
+
+
+SIZES = (4, 3)
+"""Layers of a group, in which XLA fuses and overlaps across layers; a stage of at most four layers stays whole."""
+
+
+def group_size(layers: int) -> int:
+    """Returns the layers of a group in a stage of so many: what is compiled is one group and what is left over."""
+    return layers if layers <= SIZES[0] else min(SIZES, key=lambda size: size + layers % size)
+
+
+def group_count(layers: float) -> int:
+    """Returns the groups that layers are in, halves of layers being one more."""
+    return 1 if layers < SIZES[0] + 1 else ceil(int(layers) / group_size(int(layers))) + (layers % 1 > 0)
+
+
+def group_ranges(kinds: Sequence[str], stage: range) -> list[range]:
+    """Returns the pieces of a stage's groups, in order, by the kind of every piece of the model.
+
+    Pieces of one kind are alike but for their parameters' values; those of the kind "" are like no other.
+    """
+    start = next((i for i in stage if kinds[i]), stage.stop)
+    stop = next((i for i in range(start, stage.stop) if not kinds[i]), stage.stop)
+    own = kinds[start:stop]
+    period = next((n for n in range(1, len(own)) if own[n:] == own[:-n]), len(own) or 1)
+    layers = len(own) // period
+    if layers <= SIZES[0]:
+        return [stage]
+    end = start + layers * period
+    cuts = sorted({stage.start, *range(start, end, group_size(layers) * period), end, stop})
+    rest = group_ranges(kinds, range(stop, stage.stop)) if stop < stage.stop else []
+    return [*(range(*ends) for ends in pairwise(cuts)), *rest]

@@ -1,4 +1,4 @@
-"""The tasks of a pipelined training step, the messages between them, and where stages live."""
+"""Tasks of a pipelined training step, the messages between them, and where stages live."""
 
 import enum
 from collections.abc import Iterable, Sequence
@@ -50,15 +50,20 @@ class Message(NamedTuple):
     microbatch: int
     """Microbatch of the step, from 0."""
 
+    @property
+    def sender(self) -> int:
+        """The virtual stage that sends it."""
+        return self.stage + (-1 if self.direction == "forward" else 1)
+
     def __str__(self) -> str:
         return f"{self.direction} message for stage {self.stage}, microbatch {self.microbatch}"
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Sizes of a pipelined step, and the place of each virtual stage.
+class PipelineShape:
+    """Sizes of a pipelined step, and the rank of each virtual stage.
 
-    A "rank" is a place along the pipe axis. Virtual stages are dealt out in turn (stage `s` lives on rank
+    A "rank" is an index along the pipe axis. Virtual stages are dealt out in turn (stage `s` lives on rank
     `s % pipe`), so a microbatch passes every rank `virtual_stages` times. Raises ``UserError`` for a size below 1.
     """
 
@@ -102,7 +107,7 @@ class Layout:
         return range(rank, self.stages, self.pipe)
 
 
-def sends(task: Task, layout: Layout) -> Message | None:
+def sends(task: Task, shape: PipelineShape) -> Message | None:
     """Returns the message that a finished task gives rise to, or None if it has none.
 
     A forward sends its activations to the next stage, a backward (fused or of the inputs) its gradients to the one
@@ -110,17 +115,17 @@ def sends(task: Task, layout: Layout) -> Message | None:
     """
     kind, stage, microbatch = task
     if kind is Kind.FORWARD:
-        return Message("forward", stage + 1, microbatch) if stage < layout.last else None
+        return Message("forward", stage + 1, microbatch) if stage < shape.last else None
     if kind is Kind.BACKWARD_WEIGHT or stage == 0:
         return None
     return Message("backward", stage - 1, microbatch)
 
 
-def needs(task: Task, layout: Layout) -> Message | None:
+def needs(task: Task, shape: PipelineShape) -> Message | None:
     """Returns the message without which a task cannot start, or None if what it needs is on its own rank."""
     if task.kind is Kind.FORWARD:
         return Message("forward", task.stage, task.microbatch) if task.stage > 0 else None
-    if task.kind is Kind.BACKWARD_WEIGHT or task.stage == layout.last:
+    if task.kind is Kind.BACKWARD_WEIGHT or task.stage == shape.last:
         return None
     return Message("backward", task.stage, task.microbatch)
 

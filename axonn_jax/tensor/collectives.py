@@ -2,7 +2,7 @@
 
 Each is named for `jax.ad_checkpoint` policies, so that recomputation can keep what was communicated.
 
-An axis of size one is left out of the manual region altogether (`tensor/region.py`), and every function here takes
+An axis of size one is left out of the manual region altogether (`tensor/specs.py`), and every function here takes
 an axis that is not there as one of size one: nothing is communicated and XLA sees a plain program. So the same
 layers, called outside a manual region, are the plain version.
 """
@@ -10,6 +10,7 @@ layers, called outside a manual region, are the plain version.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def live(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis_size(axis) > 1)
 
 
-def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+def mark_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Marks `x` as varying over `axes` in the forward pass.
 
     Its transpose is an all-reduce of the cotangent over those axes that `x` did not vary over before: for the
@@ -55,20 +56,20 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Gathered:
+class GatheredWeight:
     """A weight that has been gathered already, in place of its shard: for layers that several streams share."""
 
     value: jax.Array
 
 
-def gather_weight(w: jax.Array | Gathered, dtype: jnp.dtype, axis: str = "z", dim: int = 0) -> jax.Array:
+def gather_weight(w: jax.Array | GatheredWeight, dtype: jnp.dtype, axis: str = "z", dim: int = 0) -> jax.Array:
     """All-gathers a weight shard, cast to `dtype`, along `dim` over `axis`.
 
     The transpose reduce-scatters the gradient in the shard's own dtype: summed over many devices in bf16 it would be
-    off by a percent and more. A weight that is `Gathered` is taken as it is. Bytes a device on a ring: `(G-1)/G *
+    off by a percent and more. A weight that is `GatheredWeight` is taken as it is. Bytes a device on a ring: `(G-1)/G *
     elements of the gathered weight * itemsize`, of `dtype` there and of the shard's on the way back.
     """
-    if isinstance(w, Gathered):
+    if isinstance(w, GatheredWeight):
         return w.value
     if axis_size(axis) == 1:
         return w.astype(dtype)
@@ -85,13 +86,13 @@ def _gathered_forward(w: jax.Array, dtype: jnp.dtype, axis: str, dim: int) -> tu
 
 
 def _gathered_backward(dtype: jnp.dtype, axis: str, dim: int, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    return (scatter_sum(g.astype(like.dtype), axis, dim),)
+    return (reduce_scatter(g.astype(like.dtype), axis, dim),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def scatter_sum(g: jax.Array, axis: str = "z", dim: int = 0) -> jax.Array:
+def reduce_scatter(g: jax.Array, axis: str = "z", dim: int = 0) -> jax.Array:
     """Reduce-scatters a gathered weight's gradient along `dim` over `axis`: what autodiff makes of `gather_weight`.
 
     Bytes a device on a ring: `(G-1)/G * size * itemsize`.
@@ -99,7 +100,7 @@ def scatter_sum(g: jax.Array, axis: str = "z", dim: int = 0) -> jax.Array:
     return g if axis_size(axis) == 1 else lax.psum_scatter(g, axis, scatter_dimension=dim, tiled=True)
 
 
-def reduce_sum(y: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
+def all_reduce(y: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
     """All-reduces partial sums over `axes`; the result no longer varies over them.
 
     Bytes a device on a ring: `2 (G-1)/G * size * itemsize`, G the product of the axes' sizes.
@@ -114,16 +115,75 @@ _alike.def_abstract_eval(lambda x, *, axes: compat.without_varying(x, axes))
 mlir.register_lowering(_alike, lambda _, x, *, axes: [x])
 
 
-def alike(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+def assume_replicated(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Declares that `x` is the same along `axes`, where jax cannot see it; not differentiable."""
     return _alike.bind(x, axes=tuple(axes))  # type: ignore[no-any-return]
 
 
-def reduce_max(y: jax.Array, axis: str) -> jax.Array:
-    """All-reduces to the maximum over `axis`; bytes as for `reduce_sum`."""
+def all_reduce_max(y: jax.Array, axis: str) -> jax.Array:
+    """All-reduces to the maximum over `axis`; bytes as for `all_reduce`."""
     return lax.pmax(y, axis) if axis_size(axis) > 1 else y
 
 
 def shard_offset(axis: str, shard_size: int) -> jax.Array | int:
     """First global index held by this device of a dim split into shards of `shard_size` over `axis`."""
     return axis_index(axis) * shard_size
+
+
+# The residual stream [batch, seq, hidden]. Its features lie over `x`. With sequence parallelism its sequence lies over
+# `y` too: norms, dropout and sums then run once, and not once on each of the devices along `y`; what a matmul reads is
+# gathered, what it gives is reduce-scattered, together the bytes of the all-reduces that they replace (Korthikanti et
+# al., arXiv 2205.05198).
+
+SEQUENCE_AXIS, FEATURE_AXIS = "y", "x"
+_SEQUENCE_DIM = 1  # of [batch, seq, features]
+
+Comm = Literal["all_reduce", "gather", "sequence"]
+"""How a projection reads from and adds to the residual stream.
+
+* all_reduce: it reads the local features and all-reduces over `x`; what it adds is all-reduced over `y`.
+* gather: its inner features are split over `y` and `x`. The stream's features are gathered over `x` before the matmul;
+  what it adds is reduce-scattered over `x` and all-reduced over `y`.
+* sequence: the stream's sequence is split over `y`, gathered before the matmul and reduce-scattered behind.
+"""
+
+
+def gather_sequence(x: jax.Array) -> jax.Array:
+    """All-gathers [batch, seq/Gy, features] along its sequence dim over `y`.
+
+    The transpose reduce-scatters. Bytes a device on a ring, either way: `(G-1)/G * size of the result * itemsize`.
+    """
+    return _gather(x, SEQUENCE_AXIS, _SEQUENCE_DIM)
+
+
+def scatter_sequence(sums: jax.Array) -> jax.Array:
+    """Reduce-scatters partial sums [batch, seq, features] over `y` along the sequence dim; bytes as for the gather."""
+    return _scatter(sums, SEQUENCE_AXIS, _SEQUENCE_DIM)
+
+
+def gather_features(x: jax.Array) -> jax.Array:
+    """All-gathers [..., features/Gx] along its features over `x`; bytes and transpose as for `gather_sequence`."""
+    return _gather(x, FEATURE_AXIS, x.ndim - 1)
+
+
+def scatter_features(sums: jax.Array) -> jax.Array:
+    """Reduce-scatters partial sums [..., features] over `x` along the features; bytes as for the gather."""
+    return _scatter(sums, FEATURE_AXIS, sums.ndim - 1)
+
+
+def local_sequence(full: jax.Array, dim: int) -> jax.Array:
+    """Slices this device's part of a sequence dim that every device along `y` has in full; no collectives."""
+    size = full.shape[dim] // axis_size(SEQUENCE_AXIS)
+    return lax.dynamic_slice_in_dim(full, axis_index(SEQUENCE_AXIS) * size, size, dim)
+
+
+def _gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    if axis_size(axis) == 1:
+        return x
+    return checkpoint_name(lax.all_gather(x, axis, axis=dim, tiled=True), f"{axis}_all_gather")
+
+
+def _scatter(sums: jax.Array, axis: str, dim: int) -> jax.Array:
+    if axis_size(axis) == 1:
+        return sums
+    return checkpoint_name(reduce_scatter(sums, axis, dim), f"{axis}_reduce_scatter")

@@ -6,10 +6,18 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
-from axonn_jax.tensor.collectives import axis_size, gather_weight, reduce_sum, shard_offset, vary
+from axonn_jax.tensor.collectives import (
+    all_reduce,
+    axis_size,
+    gather_sequence,
+    gather_weight,
+    local_sequence,
+    mark_varying,
+    scatter_sequence,
+    shard_offset,
+)
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 from axonn_jax.tensor.params import normal_param
-from axonn_jax.tensor.sequence import gather_sequence, own_sequence, scatter_sequence
 
 
 def lookup(table: jax.Array, ids: jax.Array, vocab_axis: str, *, scattered: bool = False) -> jax.Array:
@@ -25,14 +33,14 @@ def lookup(table: jax.Array, ids: jax.Array, vocab_axis: str, *, scattered: bool
     held = (local >= 0) & (local < table.shape[0])
     rows = _rows(table, jnp.where(held, local, 0))
     rows = jnp.where(held[..., None], rows, jnp.zeros((), table.dtype))
-    return scatter_sequence(rows) if scattered else reduce_sum(rows, vocab_axis)
+    return scatter_sequence(rows) if scattered else all_reduce(rows, vocab_axis)
 
 
 def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows of a table on one device; a row's gradient, a sum over all tokens that read it, adds up in float32."""
     if table.dtype == jnp.float32:
         return jnp.take(table, ids, axis=0, mode="clip")
-    return _wide_sums(vary(table, compat.varying_axes(ids)), ids)
+    return _wide_sums(mark_varying(table, compat.varying_axes(ids)), ids)
 
 
 @jax.custom_vjp
@@ -46,30 +54,30 @@ def _forward(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple[jax.Arr
 
 def _backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, None]:
     table, ids = kept
-    zeros = vary(jnp.zeros(table.shape, jnp.float32), compat.varying_axes(dy))
+    zeros = mark_varying(jnp.zeros(table.shape, jnp.float32), compat.varying_axes(dy))
     return zeros.at[ids].add(dy.astype(jnp.float32), mode="clip").astype(table.dtype), None
 
 
 _wide_sums.defvjp(_forward, _backward)
 
 
-def scores(
+def tied_logits(
     table: jax.Array, h: jax.Array, vocab_axis: str, feature_axis: str, layouts: MatmulLayouts = PLAIN
 ) -> jax.Array:
-    """`h` against every row of a table: [vocab/Gv, f/Gf], [..., f/Gf] -> [..., vocab/Gv].
+    """Multiplies `h` with every row of a table: [vocab/Gv, f/Gf], [..., f/Gf] -> [..., vocab/Gv].
 
     Collectives: an all-reduce over `feature_axis`; backward an all-reduce of dX over `vocab_axis`.
     """
-    h = vary(h, (vocab_axis,))
-    rows = h.reshape(-1, h.shape[-1])
-    found = matmul(rows, table, layouts, turned=True)
-    return reduce_sum(found.reshape(*h.shape[:-1], table.shape[0]), feature_axis)
+    h = mark_varying(h, (vocab_axis,))
+    tokens = h.reshape(-1, h.shape[-1])
+    logits = matmul(tokens, table, layouts, turned=True)
+    return all_reduce(logits.reshape(*h.shape[:-1], table.shape[0]), feature_axis)
 
 
 class Embedding(nnx.Module):
     """A table [vocab, hidden]: vocabulary over `y` and once more over `z`, features over `x`.
 
-    With `sequence_parallel` the stream that it gives and takes has its sequence split over `y`. The table has `rows`,
+    With `sequence_split` the stream that it gives and takes has its sequence split over `y`. The table has `rows`,
     zeros beyond the vocabulary, where that does not divide.
     """
 
@@ -80,10 +88,10 @@ class Embedding(nnx.Module):
         *,
         std: float,
         key: jax.Array,
-        sequence_parallel: bool = False,
+        sequence_split: bool = False,
         rows: int | None = None,
     ):
-        self.sequence_parallel = sequence_parallel
+        self.sequence_split = sequence_split
         self.layouts = PLAIN
         self.table = normal_param(
             key, (vocab, hidden), std, P(("y", "z"), "x"), padded=(vocab if rows is None else rows, hidden)
@@ -96,29 +104,29 @@ class Embedding(nnx.Module):
         rows it holds); backward a reduce-scatter of the table's gradient over `z`. A split stream is reduce-scattered
         over `y` and its gradient gathered.
         """
-        return lookup(gather_weight(self.table.get_value(), dtype), ids, "y", scattered=self.sequence_parallel)
+        return lookup(gather_weight(self.table.get_value(), dtype), ids, "y", scattered=self.sequence_split)
 
     def attend(self, h: jax.Array) -> jax.Array:
-        """Scores of every token, [..., hidden/Gx] -> [..., vocab/Gy], against the (tied) table.
+        """Logits of every token, [..., hidden/Gx] -> [..., vocab/Gy], against the (tied) table.
 
-        Collectives: all-gather of the table over `z`, all-reduce of the scores over `x`; backward an all-reduce of
+        Collectives: all-gather of the table over `z`, all-reduce of the logits over `x`; backward an all-reduce of
         dX over `y` and a reduce-scatter over `z`. A split stream is gathered over `y` and its dX reduce-scattered.
         """
-        h = gather_sequence(h) if self.sequence_parallel else h
-        return scores(gather_weight(self.table.get_value(), h.dtype), h, "y", "x", self.layouts)
+        h = gather_sequence(h) if self.sequence_split else h
+        return tied_logits(gather_weight(self.table.get_value(), h.dtype), h, "y", "x", self.layouts)
 
 
 class PositionEmbedding(nnx.Module):
     """A learned table [seq_len, hidden]: positions over `z` (gathered for use), features over `x`.
 
-    With `sequence_parallel` a device takes its part of the positions along `y`.
+    With `sequence_split` a device takes its part of the positions along `y`.
     """
 
-    def __init__(self, seq_len: int, hidden: int, *, std: float, key: jax.Array, sequence_parallel: bool = False):
-        self.sequence_parallel = sequence_parallel
+    def __init__(self, seq_len: int, hidden: int, *, std: float, key: jax.Array, sequence_split: bool = False):
+        self.sequence_split = sequence_split
         self.table = normal_param(key, (seq_len, hidden), std, P("z", "x"))
 
     def __call__(self, length: int, dtype: jnp.dtype) -> jax.Array:
         """The first `length` positions, [length, hidden/Gx]; collective: all-gather over `z`."""
         table = gather_weight(self.table.get_value(), dtype)[:length]
-        return own_sequence(table, 0) if self.sequence_parallel else table
+        return local_sequence(table, 0) if self.sequence_split else table

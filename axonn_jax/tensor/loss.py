@@ -1,4 +1,7 @@
-"""Cross-entropy over a sharded vocabulary: the logits are never gathered, and in float32 only a part of them exists."""
+"""Cross-entropy over a sharded vocabulary, and which targets count in it.
+
+The logits are never gathered, and in float32 only a part of them exists.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,14 +9,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from axonn_jax import compat
-from axonn_jax.tensor.chunks import loss_chunk
-from axonn_jax.tensor.collectives import reduce_max, reduce_sum, shard_offset, vary
+from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce, all_reduce_max, mark_varying, shard_offset
+from axonn_jax.tensor.kernel_choice import loss_chunk
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 
-VOCAB_AXIS, FEATURE_AXIS = "y", "x"
+VOCAB_AXIS = "y"
 
 
 class Projection(NamedTuple):
@@ -24,7 +28,7 @@ class Projection(NamedTuple):
     turned: bool = False
     layouts: MatmulLayouts = PLAIN
     used: int | None = None
-    """Entries of the vocabulary, where the weight has more: those behind them score minus infinity."""
+    """Entries of the vocabulary, where the weight has more: those behind them have a logit of minus infinity."""
 
     @property
     def columns(self) -> int:
@@ -40,10 +44,10 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     Source: Megatron-LM's vocabulary-parallel loss.
     """
     logits = logits.astype(jnp.float32)
-    top = reduce_max(lax.stop_gradient(jnp.max(logits, -1)), VOCAB_AXIS)
+    top = all_reduce_max(lax.stop_gradient(jnp.max(logits, -1)), VOCAB_AXIS)
     total = _sum_exp(logits, top)
     picked = _picked(logits, targets)
-    sums = reduce_sum(jnp.stack([total, jnp.where(picked.held, picked.logit - top, 0.0)]), VOCAB_AXIS)
+    sums = all_reduce(jnp.stack([total, jnp.where(picked.held, picked.logit - top, 0.0)]), VOCAB_AXIS)
     return jnp.log(sums[0]) - sums[1]
 
 
@@ -81,30 +85,30 @@ def total_loss(h: jax.Array, projection: Projection, targets: jax.Array, weights
     """Sum over all targets of their cross-entropy in nats, times `weights` where given.
 
     Shapes: `h` [..., hidden/Gx], `targets` and `weights` [...] -> a float32 scalar. Collectives: an all-reduce of the
-    scores over `x` and those of `cross_entropy`; backward an all-reduce of dX over `y`. Where the logits are many
-    (`tensor.chunks`) this runs a part of the tokens at a time, and computes a part's gradients beside its losses:
+    logits over `x` and those of `cross_entropy`; backward an all-reduce of dX over `y`. Where the logits are many
+    (`loss_chunk`) this runs a part of the tokens at a time, and computes a part's gradients beside its losses:
     of the logits nothing is kept and nothing computed again. Such gradients are for a sum: hence the scalar.
     """
-    h = vary(h, (VOCAB_AXIS,))
+    h = mark_varying(h, (VOCAB_AXIS,))
     rows, targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
     weights = None if weights is None else lax.stop_gradient(weights).astype(jnp.float32).reshape(-1)
     chunk = loss_chunk(rows.shape[0], projection.columns)
     if chunk == rows.shape[0]:
-        return _summed(cross_entropy(_scores(rows, projection), targets), weights)
+        return _summed(cross_entropy(_logits(rows, projection), targets), weights)
     # As they vary, so must their gradients, of which nothing is reduced here.
     axes = compat.varying_axes(rows) | compat.varying_axes(projection.weight) | compat.varying_axes(targets)
     how = _How(chunk, *projection[1:])
-    return _chunked(vary(rows, axes), vary(projection.weight, axes), targets, weights, how)
+    return _chunked(mark_varying(rows, axes), mark_varying(projection.weight, axes), targets, weights, how)
 
 
 def _summed(losses: jax.Array, weights: jax.Array | None) -> jax.Array:
     return jnp.sum(losses if weights is None else losses * weights)
 
 
-def _scores(rows: jax.Array, projection: Projection) -> jax.Array:
+def _logits(rows: jax.Array, projection: Projection) -> jax.Array:
     """Logits [tokens, vocab/Gy] of [tokens, hidden/Gx]; collective: an all-reduce over `x`."""
-    found = matmul(rows, projection.weight, projection.layouts, turned=projection.turned)
-    return masked(reduce_sum(found, FEATURE_AXIS), projection.used)
+    partial_sums = matmul(rows, projection.weight, projection.layouts, turned=projection.turned)
+    return masked(all_reduce(partial_sums, FEATURE_AXIS), projection.used)
 
 
 class _How(NamedTuple):
@@ -126,7 +130,7 @@ def _chunked(rows: jax.Array, weight: jax.Array, targets: jax.Array, weights: ja
 
     def add(total: jax.Array, part: Tokens) -> tuple[jax.Array, tuple[()]]:
         rows, targets, weights = part
-        return total + _summed(cross_entropy(_scores(rows, projection), targets), weights), ()
+        return total + _summed(cross_entropy(_logits(rows, projection), targets), weights), ()
 
     return _loop(add, _zero(rows), (rows, targets, weights), how.chunk)[0]
 
@@ -143,14 +147,14 @@ def _forward(
 
     def add(carry: tuple[jax.Array, jax.Array], part: Tokens) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array]]:
         (total, d_weight), (rows, targets, weights) = carry, part
-        loss, d_logits = _with_gradient(_scores(rows, projection), targets, weights)
+        loss, d_logits = _with_gradient(_logits(rows, projection), targets, weights)
         d_logits = d_logits.astype(rows.dtype)
         d_rows = matmul(d_logits, weight, turned=not how.turned)
         left, right = (d_logits, rows) if how.turned else (rows, d_logits)
-        found = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return (total + loss, d_weight + found), (d_rows,)
+        d_part = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return (total + loss, d_weight + d_part), (d_rows,)
 
-    start = (_zero(rows), vary(jnp.zeros(weight.shape, jnp.float32), compat.varying_axes(weight)))
+    start = (_zero(rows), mark_varying(jnp.zeros(weight.shape, jnp.float32), compat.varying_axes(weight)))
     (total, d_weight), (d_rows,) = _loop(add, start, (rows, targets, weights), how.chunk)
     return total, (d_rows, d_weight)
 
@@ -158,11 +162,11 @@ def _forward(
 def _with_gradient(logits: jax.Array, targets: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The sum over [tokens, vocab/Gy] logits and its gradient; collectives as for `cross_entropy`."""
     logits = logits.astype(jnp.float32)
-    top = reduce_max(jnp.max(logits, -1), VOCAB_AXIS)
+    top = all_reduce_max(jnp.max(logits, -1), VOCAB_AXIS)
     exponentials = jnp.exp(logits - top[:, None])
     picked = _picked(logits, targets)
     here = jnp.stack([jnp.sum(exponentials, -1), jnp.where(picked.held, picked.logit - top, 0.0)])
-    sums = reduce_sum(here, VOCAB_AXIS)
+    sums = all_reduce(here, VOCAB_AXIS)
     target = picked.held[:, None] & (lax.broadcasted_iota(jnp.int32, logits.shape, 1) == picked.place[:, None])
     d_logits = exponentials / sums[0][:, None] - target.astype(jnp.float32)
     loss = _summed(jnp.log(sums[0]) - sums[1], weights)
@@ -179,17 +183,50 @@ _chunked.defvjp(_forward, _backward)
 
 def _zero(rows: jax.Array) -> jax.Array:
     """A sum of losses that has nothing yet: the same along the axes that losses are summed over."""
-    return vary(jnp.zeros((), jnp.float32), compat.varying_axes(rows) - {VOCAB_AXIS, FEATURE_AXIS})
+    return mark_varying(jnp.zeros((), jnp.float32), compat.varying_axes(rows) - {VOCAB_AXIS, FEATURE_AXIS})
 
 
 def _loop(f: Callable[[Any, Tokens], tuple[Any, Any]], carry: Any, tokens: Tokens, chunk: int) -> tuple[Any, Any]:
     """`lax.scan` of `f` over parts of `chunk` tokens; the last part may have fewer."""
     count = tokens[0].shape[0]
-    whole = count // chunk * chunk
-    parts = jax.tree.map(lambda a: a[:whole].reshape(-1, chunk, *a.shape[1:]), tokens)
-    carry, found = lax.scan(f, carry, parts)
-    found = jax.tree.map(lambda a: a.reshape(whole, *a.shape[2:]), found)
-    if whole == count:
-        return carry, found
-    carry, rest = f(carry, jax.tree.map(lambda a: a[whole:], tokens))
-    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), found, rest)
+    divided = count // chunk * chunk
+    parts = jax.tree.map(lambda a: a[:divided].reshape(-1, chunk, *a.shape[1:]), tokens)
+    carry, results = lax.scan(f, carry, parts)
+    results = jax.tree.map(lambda a: a.reshape(divided, *a.shape[2:]), results)
+    if divided == count:
+        return carry, results
+    carry, rest = f(carry, jax.tree.map(lambda a: a[divided:], tokens))
+    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), results, rest)
+
+
+NO_TARGET = -1
+"""The targets of a row that fills a batch up."""
+
+
+def target_weights(batch: jax.Array, vocab: int | None) -> jax.Array:
+    """What each target of a batch [rows, seq + 1] counts in a sum of losses, [rows, seq] float32; no collectives.
+
+    Nothing in a row that has no targets, all of them being negative. In any other an id that is not in the vocabulary
+    (None: any is) counts NaN, and so the sum is NaN on every grid, whatever the layers make of such an id.
+    """
+    counts = jnp.any(batch[:, 1:] >= 0, axis=1)
+    known = jnp.bool_(True) if vocab is None else jnp.all((batch >= 0) & (batch < vocab), axis=1)
+    weights = jnp.where(counts, jnp.where(known, 1.0, jnp.nan), 0.0).astype(jnp.float32)
+    return jnp.broadcast_to(weights[:, None], batch[:, 1:].shape)
+
+
+def pad_batch(batch: np.ndarray, rows: int) -> np.ndarray:
+    """The batch with rows behind it that do not count, up to so many."""
+    filling = np.zeros((rows - len(batch), *batch.shape[1:]), batch.dtype)
+    return np.concatenate([batch, without_targets(filling, np.ones(len(filling), bool))])
+
+
+def without_targets(batch: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The batch, of which some rows, a mask, no longer count."""
+    targets = np.where(rows[:, None], np.array(NO_TARGET, batch.dtype), batch[:, 1:])
+    return np.concatenate([batch[:, :1], targets], axis=1)
+
+
+def samples_in(batch: np.ndarray) -> int:
+    """The number of rows that count."""
+    return int(np.any(batch[:, 1:] >= 0, axis=1).sum())

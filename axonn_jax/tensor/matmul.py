@@ -9,14 +9,13 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import jax
-from flax import nnx
 from jax import lax
 
 from axonn_jax import compat
-from axonn_jax.tensor.collectives import vary
+from axonn_jax.tensor.collectives import mark_varying
 
 Stored = Literal["NN", "NT", "TN"]
 """How the two operands of `C[m, n] = A[m, k] B[k, n]` lie in memory: as they are (N), or transposed (T)."""
@@ -74,6 +73,11 @@ class MatmulLayouts:
 
     chosen: tuple[tuple[Product, Form], ...] = ()
 
+    @classmethod
+    def of_forms(cls, forms: Mapping[Product, Form]) -> "MatmulLayouts":
+        """The table of these forms."""
+        return cls(tuple((product, form) for product, form in forms.items() if form != AS_WRITTEN))
+
     def of(self, product: Product) -> Form:
         """The form to compute a product in."""
         return dict(self.chosen).get(product, AS_WRITTEN)
@@ -81,22 +85,6 @@ class MatmulLayouts:
 
 PLAIN = MatmulLayouts()
 """Every product as written."""
-
-
-def choosing(forms: Mapping[Product, Form]) -> MatmulLayouts:
-    """The table of these forms."""
-    return MatmulLayouts(tuple((product, form) for product, form in forms.items() if form != AS_WRITTEN))
-
-
-Module = TypeVar("Module", bound=nnx.Module)
-
-
-def with_layouts(model: Module, layouts: MatmulLayouts) -> Module:
-    """The model itself, all layers of which that multiply by a weight of their own now do so by `layouts`."""
-    for _, module in nnx.iter_modules(model):
-        if hasattr(module, "layouts"):
-            module.layouts = layouts
-    return model
 
 
 class _Forms(NamedTuple):
@@ -128,7 +116,7 @@ def matmul(x: jax.Array, w: jax.Array, layouts: MatmulLayouts = PLAIN, *, turned
     if y == dx == dw == AS_WRITTEN:
         return multiply(x, w, "NT" if turned else "NN")
     # `dot_general` does so by itself; here both gradients must vary as their operands do.
-    x, w = vary(x, compat.varying_axes(w)), vary(w, compat.varying_axes(x))
+    x, w = mark_varying(x, compat.varying_axes(w)), mark_varying(w, compat.varying_axes(x))
     return _chosen(x, w, _Forms(turned, y, dx, dw))
 
 

@@ -6,10 +6,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.tensor.collectives import axis_size, reduce_sum
+from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce, axis_size
 from axonn_jax.tensor.params import constant_param
-
-FEATURE_AXIS = "x"
 
 
 def layer_norm(
@@ -22,7 +20,7 @@ def layer_norm(
     """
     h = x.astype(jnp.float32)
     stats = _moments(h) / axis_size(axis)
-    mean, centred, mean_squared = jnp.split(reduce_sum(stats, axis), 3, -1)
+    mean, centred, mean_squared = jnp.split(all_reduce(stats, axis), 3, -1)
     variance = centred + (mean_squared - jnp.square(mean))
     return _normalise(h, mean, lax.rsqrt(variance + eps), scale, shift).astype(x.dtype)
 
@@ -34,7 +32,7 @@ def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: str = FEAT
     """
     h = x.astype(jnp.float32)
     local = jnp.mean(jnp.square(h), -1, keepdims=True) / axis_size(axis)
-    h = h * lax.rsqrt(reduce_sum(local, axis) + eps)
+    h = h * lax.rsqrt(all_reduce(local, axis) + eps)
     return (h if scale is None else h * scale.astype(h.dtype)).astype(x.dtype)
 
 

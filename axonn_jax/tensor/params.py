@@ -1,4 +1,4 @@
-"""Parameters with a layout: born sharded, named by path, taken out of a module and put back."""
+"""Parameters with a layout: born sharded, named by path, taken out of a module and merged again; gradients' norm."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -10,6 +10,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axonn_jax import compat
+from axonn_jax.tensor.collectives import all_reduce, axis_size, mark_varying
+from axonn_jax.tensor.specs import spec_axes
 
 Params = dict[str, jax.Array]
 Specs = dict[str, PartitionSpec]
@@ -60,15 +62,15 @@ def _param(init: Callable[..., jax.Array], key: jax.Array | None, spec: Partitio
     return nnx.Param(value, out_sharding=spec, eager_sharding=False)
 
 
-class Parts(NamedTuple):
+class SplitModule(NamedTuple):
     """A module taken apart: its parameters by dotted path, their layouts, and the way back."""
 
     params: Params
     specs: Specs
-    rebuild: Callable[[Mapping[str, jax.Array]], nnx.Module]
+    merge: Callable[[Mapping[str, jax.Array]], nnx.Module]
 
 
-def take_apart(module: nnx.Module) -> Parts:
+def split_module(module: nnx.Module) -> SplitModule:
     """Splits a module into a flat dict of parameters, one of layouts, and a function that rebuilds the module.
 
     Names are the attribute paths joined by dots (``blocks.3.attention.qkv.kernel``) and do not mention the grid.
@@ -79,20 +81,20 @@ def take_apart(module: nnx.Module) -> Parts:
     # The way back must not keep the arrays alive: a trainer has it as long as it lives.
     empty = {name: (path, var.replace(_shape(var.get_value()))) for name, (path, var) in flat.items()}
 
-    def rebuild(params: Mapping[str, jax.Array]) -> nnx.Module:
+    def merge(params: Mapping[str, jax.Array]) -> nnx.Module:
         pairs = [(path, var.replace(params[name])) for name, (path, var) in empty.items()]
         return nnx.merge(graphdef, nnx.from_flat_state(pairs), rest)
 
     params = {name: var.get_value() for name, (_, var) in flat.items()}
     specs = {name: layout(var.get_metadata()) for name, (_, var) in flat.items()}
-    return Parts(params, specs, rebuild)
+    return SplitModule(params, specs, merge)
 
 
 def _shape(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
-def shapes_of(parts: Parts, dtype: jnp.dtype | None = None) -> Parts:
+def shapes_of(parts: SplitModule, dtype: jnp.dtype | None = None) -> SplitModule:
     """The same parts with shapes in place of parameters, of another `dtype` if one is given."""
     shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, dtype or p.dtype) for name, p in parts.params.items()}
     return parts._replace(params=shapes)
@@ -102,3 +104,26 @@ def layout(metadata: Mapping[str, Any]) -> PartitionSpec:
     """The layout a parameter was declared with; layers that declare none (plain Flax ones) are replicated."""
     declared = metadata.get("out_sharding")
     return PartitionSpec() if declared is None else PartitionSpec(*declared)
+
+
+def global_norm(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec]) -> jax.Array:
+    """Euclidean norm of all gradients: the root of `square_sum`, with its collective."""
+    return jnp.sqrt(square_sum(grads, specs))
+
+
+def square_sum(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec]) -> jax.Array:
+    """Sum of squares of all gradients, each counted once however often it is replicated; inside a manual region.
+
+    Expects gradients already reduced over the axes that replicate them. Collective: one all-reduce of a scalar over
+    `z`, `y`, `x`, and `data` where that splits some of them.
+    """
+    split = frozenset().union(*(spec_axes(specs[name]) for name in grads))
+    axes = (*(("data",) if "data" in split else ()), "z", "y", "x")
+    total = mark_varying(jnp.zeros((), jnp.float32), axes)
+    for name, grad in grads.items():
+        square = jnp.sum(jnp.square(grad.astype(jnp.float32)))
+        copies = 1
+        for axis in axes:
+            copies *= 1 if axis in spec_axes(specs[name]) else axis_size(axis)
+        total = total + mark_varying(square, axes) / copies
+    return all_reduce(total, axes)

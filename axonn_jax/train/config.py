@@ -1,28 +1,41 @@
 """The configuration of a training run: typed tables of documented fields, without jax."""
 
-import json
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.models.inner import InnerFeatures
+from axonn_jax.models.config import Mlp, ModelShape, Norm, Positions
 from axonn_jax.models.presets import preset, preset_names
-from axonn_jax.models.shape import Mlp, ModelShape, Norm, Positions
-from axonn_jax.schedule.policies import Policy
-from axonn_jax.tensor.attention_forms import AttentionKernel
+from axonn_jax.options import (
+    Accumulate,
+    Activations,
+    AttentionKernel,
+    ChannelName,
+    Count,
+    CountOrZero,
+    Decay,
+    MatmulChoice,
+    NotNegative,
+    Offload,
+    Optimizer,
+    Order,
+    PipelinePolicy,
+    Positive,
+    PositiveOrNone,
+    Precision,
+    ProbabilityOrNone,
+    ReshardAfter,
+    ResidualComm,
+    ScanLayers,
+    Schedule,
+    Seed,
+    Share,
+    Zero,
+)
 
-Optimizer = Literal["adamw", "adam", "sgd", "lion"]
-Schedule = Literal["cosine", "linear", "constant"]
-Precision = Literal["fp32", "bf16", "fp16", "auto"]
-Accumulate = Literal["fp32", "compute"]
-Offload = Literal["none", "optimizer"]
-Zero = Literal[0, 1]
-Gather = Literal["layer", "pass", "step"]
-Ordering = Literal["auto", "package", "xla"]
-ScanLayers = Literal["auto", "yes", "no"]
-MatmulChoice = Literal["auto", "off", "measure"]
-ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
+LOCK = "run.lock"
+"""The file in `log.dir` that the run which trains there holds."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,7 @@ class ModelConfig:
     """The model: a preset, a preset with some sizes changed, or all sizes."""
 
     preset: str | None = None
-    """Name of a published model (docs/config.md lists them); the fields below change its sizes."""
+    """Name of a published model (docs/train.md lists them); the fields below change its sizes."""
     layers: int | None = None
     """Number of transformer blocks. Required without a preset."""
     hidden: int | None = None
@@ -46,7 +59,7 @@ class ModelConfig:
     seq_len: int | None = None
     """Tokens a sequence. Required without a preset."""
     positions: Positions | None = None
-    """How a token knows its place: a learned table, or rotary embeddings. Left out: learned, or the preset's."""
+    """How a token knows its position: a learned table, or rotary embeddings. Left out: learned, or the preset's."""
     norm: Norm | None = None
     """Normalisation in front of each half of a block. Left out: layernorm, or the preset's."""
     mlp: Mlp | None = None
@@ -55,13 +68,13 @@ class ModelConfig:
     """Whether linear layers have biases. Left out: true, or the preset's."""
     tied: bool | None = None
     """Whether the output projection is the embedding table. Left out: true, or the preset's."""
-    dropout: float | None = None
+    dropout: ProbabilityOrNone = None
     """Dropout on the embedding and on both branches of a block. Left out: 0."""
-    norm_eps: float | None = None
+    norm_eps: PositiveOrNone = None
     """Added to the variance under the square root of a norm. Left out: 1e-5."""
-    rope_theta: float | None = None
+    rope_theta: PositiveOrNone = None
     """Base of the rotary frequencies. Left out: 10000, or the preset's."""
-    init_std: float | None = None
+    init_std: PositiveOrNone = None
     """Standard deviation of initial weights. Left out: 0.02."""
     attention: AttentionKernel = "auto"
     """The form of attention: cudnn (NVIDIA GPUs in half precision), splash (TPUs, needs `tokamax`), blocked (anywhere,
@@ -92,17 +105,11 @@ class ModelConfig:
         required = ("layers", "hidden", "heads", "vocab", "seq_len")
         missing = [name for name in required if name not in given]
         if len(missing) >= 4:
-            raise UserError(
-                "model.preset",
-                NOT_GIVEN,
-                f"a preset ({', '.join(preset_names())}), or model.layers, hidden, heads and seq_len",
-            )
+            accepted = f"a preset ({', '.join(preset_names())}), or model.layers, hidden, heads and seq_len"
+            raise UserError("model.preset", NOT_GIVEN, accepted)
         if missing:
-            raise UserError(
-                ", ".join(f"model.{name}" for name in missing),
-                NOT_GIVEN,
-                "required where model.preset is left out; an integer of at least 1",
-            )
+            names = ", ".join(f"model.{name}" for name in missing)
+            raise UserError(names, NOT_GIVEN, "required where model.preset is left out; an integer of at least 1")
         given.setdefault("kv_heads", given["heads"])
         given.setdefault("ffn", 4 * given["hidden"])
         return ModelShape(**given)
@@ -114,7 +121,7 @@ class DataConfig:
 
     path: str
     """A directory written by `axonn-jax prepare`; a relative path starts at the current directory."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the order in which training sequences are drawn."""
     verify: bool = True
     """Compare the checksums of shards and tokenizer at the start, which reads all of the data once, in shares."""
@@ -124,49 +131,37 @@ class DataConfig:
 class TrainConfig:
     """The optimisation."""
 
-    steps: int = 1000
+    steps: Count = 1000
     """Optimizer steps of the whole run."""
-    global_batch: int = 32
+    global_batch: Count = 32
     """Sequences a step, over all devices; a multiple of grid.data * grid.z * microbatches."""
-    microbatches: int = 1
+    microbatches: Count = 1
     """Parts a step's batch is processed in, one after the other, gradients accumulated."""
     optimizer: Optimizer = "adamw"
     """Which optimizer."""
-    lr: float = 3e-4
+    lr: Positive = 3e-4
     """Peak learning rate."""
-    warmup: int = 0
+    warmup: CountOrZero = 0
     """Steps of linear warm-up from 0 to the peak learning rate."""
     schedule: Schedule = "cosine"
     """Learning rate after the warm-up: down to `min_lr_ratio` of the peak at the last step, or constant."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Share = 0.1
     """Learning rate at the last step as a share of the peak (cosine and linear)."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """Decoupled weight decay of weight matrices (adamw and lion; adam and sgd have none)."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """Decay of the first moment; for sgd, the momentum."""
-    beta2: float = 0.95
+    beta2: Decay = 0.95
     """Decay of the second moment (adamw, adam) or of the slow average (lion)."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of the second moment (adamw, adam)."""
-    clip: float = 1.0
+    clip: NotNegative = 1.0
     """Gradients are scaled down to this global norm; 0: not clipped."""
-    scan_layers: ScanLayers = "auto"
-    """Layers as one compiled body in a loop, so that compile time does not grow with their number, or unrolled. auto:
-    scanned from 32 layers on, or on CPU with memory.activations other than none, unless the package orders the
-    computation (overlap.order) or state is offloaded. Needs grid.pipe = 1."""
-    matmul_layouts: MatmulChoice = "off"
-    """Whether matmuls with weights are computed with operands or product in another orientation where that was found to
-    be faster: off, auto (if `axonn-jax bench matmuls --keep` or a run with measure found it on this kind of device),
-    measure (also what nothing is known of, at the start, in up to 20 s). It changes how sums are rounded."""
-    inner_features: InnerFeatures = "y"
-    """What splits the features inside blocks, heads and the MLP's: y, and what is wide is all-reduced over grid.x; yx,
-    both grid.y and grid.x, and the narrow stream is gathered and scattered over grid.x; auto: for attention and MLP
-    apart, what sends less and divides (yx where y is small). Weights lie accordingly."""
-    eval_every: int = 0
+    eval_every: CountOrZero = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
-    eval_batches: int = 8
+    eval_batches: Count = 8
     """Global batches that an evaluation reads at most; each held-out sample counts once."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the initial weights and of dropout."""
 
 
@@ -174,21 +169,21 @@ class TrainConfig:
 class PipelineConfig:
     """How microbatches flow through the stages; used where grid.pipe is above 1."""
 
-    policy: Policy = "message"
+    policy: PipelinePolicy = "message"
     """Who decides which task a stage runs next: what has arrived (message), or a fixed order."""
     channel: ChannelName = "auto"
     """What carries activations between stages: local (one process), mpi4py, mpi4jax, or auto: local or mpi4py."""
-    virtual_stages: int = 1
-    """Stages each place of the pipe holds; more make the bubble smaller and the messages more."""
-    in_flight: int = 0
-    """Microbatches between their first forward and their last backward (policy message). 0: with one stage a place half
+    virtual_stages: Count = 1
+    """Stages each rank of the pipe holds; more make the bubble smaller and the messages more."""
+    in_flight: CountOrZero = 0
+    """Microbatches between their first forward and their last backward (policy message). 0: with one stage a rank half
     as many again as 1F1B's, once a step has shown that memory has room for them; with more, 2 * grid.pipe."""
     split_backward: bool = True
     """Policy message: gradients of weights may be tasks of their own, which fill idle time. Only where
     memory.activations is none: else those that wait would keep all that is computed again."""
     split: str = ""
     """Pieces of each stage, such as "9,8" (embedding, two a block, head). Left out: balanced by FLOPs."""
-    stall_timeout: float = 120.0
+    stall_timeout: Positive = 120.0
     """Seconds without any progress after which a run ends and says who waits for whom."""
 
 
@@ -204,51 +199,63 @@ class MemoryConfig:
     precision, which under bf16 and fp16 saves 2 bytes a parameter and half of what is sent, and rounds every sum."""
     offload: Offload = "none"
     """What lives in host memory and is streamed through the device: nothing, or the optimizer's state with the fp32
-    weights, which leaves 4 bytes a parameter on the device (6 where gradients add up in fp32). The optimizer must be
-    elementwise, as all that train.optimizer names are."""
+    weights, which leaves 4 bytes a parameter on the device (6 where gradients add up in fp32). The optimizer must
+    treat every parameter by itself, as all that train.optimizer names do."""
     zero: Zero = 0
     """1: fp32 weights and optimizer state are split over grid.data (ZeRO-1)."""
-    activations: str = "none"
+    activations: Activations = "none"
     """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)
-    or what was all-reduced (save_collectives); offload is full with the block's input in host memory meanwhile.
-    Layers may differ: "full:0-11,dots:12-17,none" has policies with layers, of which 0 is the first, and one for the
-    rest (left out: none); such layers are not scanned."""
-    gather: Gather = "layer"
-    """How long weights gathered over grid.z live. layer: as little as activations allow, so that recomputation gathers
-    again; pass: from a microbatch's forward to its backward; step: gathered once for all microbatches, whose gradients
-    add up whole and are reduce-scattered once. Each sends less and needs more memory. Needs grid.pipe = 1."""
+    or what was all-reduced (save_collectives); offload is full with the block's input in host memory meanwhile."""
+    reshard_after: ReshardAfter = "forward"
+    """When weights gathered over grid.z are let go. forward: as early as activations allow, so that recomputation
+    gathers again; backward: they stay from a microbatch's forward to its backward; step: gathered once for all
+    microbatches, whose gradients add up whole and are reduce-scattered once. Each sends less and needs more memory.
+    Needs grid.pipe = 1."""
     sequence_parallel: bool = False
     """Whether the residual stream is split over grid.y too, along the sequence: norms, dropout and what is kept of the
     stream then take 1/y of the memory. What matmuls read of it is gathered again in the backward pass."""
-    bucket: int = 16_000_000
+    bucket: Count = 16_000_000
     """Elements a device that travel together: gradients and weights over grid.data, with offload also to and from the
     host."""
 
 
 @dataclass(frozen=True)
-class OverlapConfig:
-    """How communication inside a step is hidden behind computation; used where grid.pipe is 1."""
+class TensorConfig:
+    """How layers split over grid.x, grid.y and grid.z compute and communicate."""
 
-    streams: int = 0
-    """Equal parts of a microbatch's rows that run side by side, one's matmuls beside another's all-reduces. 0: auto,
-    2 on accelerators where grid.x or grid.y is above 1 and the rows of a device are even, else 1."""
-    order: Ordering = "auto"
+    sub_batches: CountOrZero = 0
+    """Equal parts of a device's sequences of a microbatch that run side by side, one's matmuls beside another's
+    all-reduces. 0: auto, 2 on accelerators where grid.x or grid.y is above 1 and the sequences are even, else 1. Used
+    where grid.pipe is 1."""
+    order: Order = "auto"
     """Who orders a step's computation: package (found in virtual time), xla, or auto: package on accelerators
-    where grid.z, grid.y or grid.x is above 1, or grid.data with fewer than 32 layers."""
+    where grid.z, grid.y or grid.x is above 1, or grid.data with fewer than 32 layers. Used where grid.pipe is 1."""
+    residual_comm: ResidualComm = "all_reduce"
+    """How blocks communicate over grid.x. all_reduce: heads and MLP features are split over grid.y, and what is wide is
+    all-reduced; gather: they are split over grid.y and grid.x, and the narrow residual is gathered and scattered;
+    auto: for attention and MLP apart, what sends less and divides (gather where y is small)."""
+    scan_layers: ScanLayers = "auto"
+    """Layers as one compiled body in a loop, so that compile time does not grow with their number, or unrolled. auto:
+    scanned from 32 layers on, or on CPU with memory.activations other than none, unless the package orders the
+    computation (tensor.order) or state is offloaded. Needs grid.pipe = 1."""
+    matmul_layouts: MatmulChoice = "off"
+    """Whether matmuls with weights are computed with operands or product in another orientation where that was found to
+    be faster: off, auto (if `axonn-jax bench matmuls --keep` or a run with measure found it on this kind of device),
+    measure (also what nothing is known of, at the start, in up to 20 s). It changes how sums are rounded."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """What is kept of a run so that it can go on; docs/checkpoints.md tells more."""
 
-    every: int = 0
+    every: CountOrZero = 0
     """Steps between checkpoints, written while training goes on; 0: only at the end, and when told to stop."""
-    keep: int = 2
+    keep: Count = 2
     """The newest checkpoints that stay; where one is found damaged, the one before it is used."""
-    keep_every: int = 0
+    keep_every: CountOrZero = 0
     """Checkpoints of steps that this divides stay for good; 0: none do."""
     resume: str = "auto"
-    """Where to go on: auto (the newest sound checkpoint of log.dir, if any), never (what log.dir holds is set aside),
+    """Where to go on: auto (the newest valid checkpoint of log.dir, if any), never (what log.dir holds is set aside),
     or the path of a step_N or of a run directory."""
     weights: str = ""
     """Where nothing is resumed: start from the parameters of this checkpoint (a step_N, or a run directory), with new
@@ -261,7 +268,7 @@ class LogConfig:
 
     dir: str = "runs/{name}"
     """The run directory; {name} stands for the config file's name without .toml."""
-    every: int = 1
+    every: Count = 1
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
     """Also write TensorBoard event files (needs the `tensorboard` extra)."""
@@ -283,43 +290,9 @@ class Config:
     """How microbatches flow through the stages; used where grid.pipe is above 1."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """What is kept on the device, and in which precision."""
-    overlap: OverlapConfig = field(default_factory=OverlapConfig)
-    """How communication inside a step is hidden behind computation; used where grid.pipe is 1."""
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    """How layers split over grid.x, grid.y and grid.z compute and communicate."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What is kept of a run so that it can go on; docs/checkpoints.md tells more."""
     log: LogConfig = field(default_factory=LogConfig)
     """What a run leaves behind."""
-
-    def check(self) -> "Config":
-        """Checks all that can be checked without devices; returns the config with every model field filled in.
-
-        Raises:
-            UserError: a value is out of range, contradicts another or the data, or names something unusable.
-        """
-        from axonn_jax.train.check import check
-
-        return check(self)
-
-
-def to_toml(config: Config) -> str:
-    """Returns the config as TOML text that reads back as the same config."""
-    lines: list[str] = []
-    for table in fields(config):
-        value = getattr(config, table.name)
-        assert is_dataclass(value)
-        lines += [f"[{table.name}]"]
-        for key in fields(value):
-            entry = getattr(value, key.name)
-            if entry is not None:  # TOML has no null: what is left out reads back as None
-                lines.append(f"{key.name} = {_literal(entry)}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _literal(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # JSON's escapes are TOML's, except that TOML also wants DEL escaped.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)

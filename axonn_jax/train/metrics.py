@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics.jsonl, TensorBoard events, loss.png."""
+"""Metrics of a run: metrics.jsonl, TensorBoard events, loss.png."""
 
 import contextlib
 import io

@@ -37,9 +37,9 @@ def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
     return rate
 
 
-def decayed(params: Mapping[str, jax.Array]) -> dict[str, bool]:
-    """Which parameters weight decay applies to: matrices, not biases or norms."""
-    return {name: p.ndim >= 2 for name, p in params.items()}
+def decayed(params: Mapping[str, Any]) -> dict[str, bool]:
+    """Says by name which parameters weight decay applies to: all but biases and those of norms."""
+    return {name: name.rsplit(".", 1)[-1] not in ("bias", "scale", "shift") for name in params}
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:

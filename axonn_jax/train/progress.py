@@ -7,17 +7,10 @@ from collections import deque
 from types import TracebackType
 from typing import Any, Self
 
-from axonn_jax.terminal import printable, say, unfailing
+from axonn_jax.terminal import duration, printable, say, unfailing
 
 _WARM_UP = 2  # first steps, which compile; the time left is not told from them
 _RECENT = 25  # steps whose median tells it: one in between that saved or evaluated does not count
-
-
-def duration(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``."""
-    whole = int(seconds + 0.5)
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class Progress:

@@ -8,15 +8,14 @@ from functools import cache
 from other_systems import BACKWARD, fused, sustained
 
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.cost import CostModel
-from axonn_jax.planner.job import Choice, Estimate, Job
-from axonn_jax.planner.machine import Machine
-from axonn_jax.planner.machine_file import load_machine
+from axonn_jax.planner.cost_model.model import CostModel
+from axonn_jax.planner.machines.machine import Machine
+from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.request import Candidate, Estimate, OverlapFlags, PlanRequest
 from axonn_jax.planner.search import search
-from axonn_jax.planner.space import Space
-from axonn_jax.planner.tasks import Switches
+from axonn_jax.planner.space import SearchSpace
 
-RECOMPUTED = Space(axes={"pipe": 1}, activations=("full",), offload=(False,), zero=(0,))
+RECOMPUTED = SearchSpace(axes={"pipe": 1}, activations=("full",), offload=(False,), zero=(0,))
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,14 @@ def bare(run: Run) -> Machine:
     return replace(machine, network=replace(machine.network, straggling=0.0))
 
 
-def job_of(run: Run, machine: Machine, switches: Switches = BACKWARD) -> Job:
+def job_of(run: Run, machine: Machine, switches: OverlapFlags = BACKWARD) -> PlanRequest:
     """The published conditions: everything recomputed, gradients reduced in bf16."""
     # A batch that data * z divides, the closest to 16.8 M tokens where the devices are no power of two.
     batch = 8192 if run.devices & (run.devices - 1) == 0 else 9216
-    return fused(Job(preset(run.model), machine, batch, "bf16", accumulate=2, switches=switches))
+    return fused(PlanRequest(preset(run.model), machine, batch, "bf16", accumulate=2, switches=switches))
 
 
-def best(run: Run, machine: Machine) -> tuple[Job, list[Estimate]]:
+def best(run: Run, machine: Machine) -> tuple[PlanRequest, list[Estimate]]:
     """The configurations that the planner finds without a pipeline, as SC 24 had none, fastest first.
 
     The authors' program was not jax's: it had the whole device.
@@ -113,11 +112,11 @@ def best(run: Run, machine: Machine) -> tuple[Job, list[Estimate]]:
 
 
 @cache
-def _candidates(run: Run, knob: Knob) -> tuple[Choice, ...]:
+def _candidates(run: Run, knob: Knob) -> tuple[Candidate, ...]:
     """Choices that are good on a machine that loses nothing, or much."""
     middle = (knob.none + knob.most) / 2
     machines = (bare(run), knob.change(bare(run), middle, run.devices))
-    return tuple({one.choice: None for machine in machines for one in best(run, machine)[1][:8]})
+    return tuple({one.candidate: None for machine in machines for one in best(run, machine)[1][:8]})
 
 
 @cache

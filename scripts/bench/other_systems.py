@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from axonn_jax.grid import GridShape
-from axonn_jax.models.shape import ModelShape
-from axonn_jax.planner.baselines import NOTHING
-from axonn_jax.planner.cost import CostModel
-from axonn_jax.planner.job import Choice, Job
-from axonn_jax.planner.machine import Machine
-from axonn_jax.planner.machine_file import load_machine
-from axonn_jax.planner.tasks import Switches
+from axonn_jax.models.config import ModelShape
+from axonn_jax.planner.cost_model.model import CostModel
+from axonn_jax.planner.machines.machine import Machine
+from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.request import NO_OVERLAP, Candidate, Estimate, OverlapFlags, PlanRequest
+from axonn_jax.planner.search import search
+from axonn_jax.planner.space import SearchSpace
 
 # FSDP, like SC 24, overlaps gathers and reductions of the backward pass, not forward all-reduces.
-BACKWARD = Switches(forward=False)
+BACKWARD = OverlapFlags(forward=False)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def solve(value: Any, wanted: float) -> float:
     return low
 
 
-def fused(job: Job) -> Job:
+def fused(job: PlanRequest) -> PlanRequest:
     """The job with the fused attention that others' programs had, on AMD GPUs too, where ours has none."""
     device = job.machine.device
     device = replace(device, attention=device.attention or ATTENTION_OF_GCD)
@@ -105,9 +105,21 @@ def fsdp(machine: Machine, row: tuple[Any, ...]) -> float:
     """Tokens a second and GPU of an llm-foundry run, whose gradients travel in bf16 (`mixed_precision: PURE`)."""
     name, gpus, sequences, microbatches, again, _ = row
     shape = mpt(*MPT[name])
-    job = fused(Job(shape, machine, gpus * sequences * microbatches, "bf16", accumulate=2, switches=BACKWARD))
-    one = CostModel(job).estimate(Choice(GridShape(z=gpus), microbatches, "full" if again else "none"))
+    job = fused(PlanRequest(shape, machine, gpus * sequences * microbatches, "bf16", accumulate=2, switches=BACKWARD))
+    one = CostModel(job).estimate(Candidate(GridShape(z=gpus), microbatches, "full" if again else "none"))
     return job.batch * shape.seq_len / one.step_s / gpus
+
+
+def megatron(job: PlanRequest, devices: int, limit: float, space: SearchSpace | None = None) -> Estimate:
+    """The best of pipe x data x y, `y` inside a node, fixed interleaved order, no overlap inside a stage.
+
+    Raises:
+        UserError: none fits.
+    """
+    chosen = space or SearchSpace()
+    only = replace(chosen, axes={**chosen.axes, "z": 1, "x": 1}, near=("y",))
+    static = replace(job, switches=NO_OVERLAP, policy="interleaved", split=False)
+    return search(static, devices, only, limit).best[0]
 
 
 def megatron_run(machine: Machine, row: tuple[Any, ...]) -> float:
@@ -117,9 +129,11 @@ def megatron_run(machine: Machine, row: tuple[Any, ...]) -> float:
     """
     layers, hidden, heads, tensor, pipe, gpus, batch, _ = row
     shape, data = ModelShape(layers, hidden, heads, heads, 4 * hidden, 51200, 2048), gpus // tensor // pipe
-    job = Job(shape, machine, batch, "bf16", switches=NOTHING, policy="interleaved", split=False, attention="xla")
+    job = PlanRequest(
+        shape, machine, batch, "bf16", switches=NO_OVERLAP, policy="interleaved", split=False, attention="xla"
+    )
     times = [
-        CostModel(job).estimate(Choice(GridShape(pipe, data, 1, tensor, 1), batch // data // size, "full")).step_s
+        CostModel(job).estimate(Candidate(GridShape(pipe, data, 1, tensor, 1), batch // data // size, "full")).step_s
         for size in (1, 2, 4)
         if batch % (data * size) == 0
     ]
@@ -128,8 +142,8 @@ def megatron_run(machine: Machine, row: tuple[Any, ...]) -> float:
 
 def v100_run(machine: Machine) -> float:
     """FLOP/s of Megatron-LM's single V100."""
-    one = CostModel(Job(V100_MODEL, machine, 8, "fp16", switches=NOTHING, attention="xla")).estimate(
-        Choice(GridShape(), 1, "full")
+    one = CostModel(PlanRequest(V100_MODEL, machine, 8, "fp16", switches=NO_OVERLAP, attention="xla")).estimate(
+        Candidate(GridShape(), 1, "full")
     )
     return V100_MODEL.step_flops(8, recompute=True) / one.step_s
 

@@ -2,27 +2,25 @@
 
 import sys
 
-from workers import Task, pin, serve
-
-pin()
-
 import numpy as np
 import optax
 from flax import nnx
+from workers import Task, pin, serve
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
-from axonn_jax.models.matmuls import local_products
-from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, choosing, with_layouts
-from axonn_jax.tuning import measure
+from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts
+from axonn_jax.train.matmul_layouts import local_products, measure, with_layouts
+
+pin()
 
 
 def measured(shape: ax.models.ModelShape, tokens: int) -> MatmulLayouts:
-    """The layouts of a run with train.matmul_layouts = "measure"."""
+    """The layouts of a run with tensor.matmul_layouts = "measure"."""
     import jax
 
-    found = measure(local_products(shape, GridShape(), tokens, "float32"), jax.local_devices()[0])
-    return choosing({one.product: one.best for one in found})
+    measured_here = measure(local_products(shape, GridShape(), tokens, "float32"), jax.local_devices()[0])
+    return MatmulLayouts.of_forms({each.product: each.best for each in measured_here})
 
 
 def main() -> None:
@@ -40,9 +38,10 @@ def main() -> None:
     layouts = measured(shape, task.microbatch * task.seq_len) if "--layouts" in arguments else PLAIN
     model = with_layouts(ax.models.Transformer(shape, rngs=nnx.Rngs(0)), layouts)
     optimizer = optax.adamw(3e-4, 0.9, 0.95, weight_decay=0.1)
-    trainer = ax.Trainer(model, optimizer, grid, microbatches=task.microbatches // data, precision="fp32")
+    precise = ax.MemoryConfig(precision="fp32")
+    trainer = ax.Trainer(model, optimizer, grid, microbatches=task.microbatches // data, memory=precise)
     if weights is not None:
-        np.savez(weights, **{name: np.asarray(value) for name, value in trainer.params.items()})
+        np.savez(weights, **{name: np.asarray(value) for name, value in trainer.engine.params.items()})
     batches = np.random.default_rng(0)
     global_batch = task.microbatch * task.microbatches
     rows = trainer.rows(global_batch)

@@ -31,7 +31,7 @@ def slow_down(trainer: ax.Trainer, mean: float, batch: np.ndarray, last: bool) -
     A whole backward, which is twice the work of a forward or of half a backward, sleeps twice as long on average.
     Every rank calls it: the pipeline that is set up for it is set up by all.
     """
-    pipe, _ = trainer._prepare(batch)
+    pipe, _ = trainer.engine._prepare(batch)
     if not last:
         return
     (rank,) = pipe.ranks.values()
@@ -68,7 +68,7 @@ def main() -> None:
         optax.adamw(3e-4, 0.9, 0.95, weight_decay=0.1),
         grid,
         microbatches=task.microbatches,
-        precision="fp32",
+        memory=ax.MemoryConfig(precision="fp32"),
         pipeline=PipelineConfig(
             policy=arguments.policy,
             channel=arguments.channel,
@@ -99,10 +99,10 @@ def main() -> None:
         if not order[0]:
             break
         if arguments.timeline:
-            trainer.leave_timeline(Path(arguments.timeline))
+            trainer.engine.write_timeline(Path(arguments.timeline))
         start = time.perf_counter()
         loss = trainer.step(batches.integers(0, task.vocab, (global_batch, task.seq_len + 1)))["loss"]
-        np.asarray(next(iter(trainer.params.values())))  # the update too has run then
+        np.asarray(next(iter(trainer.engine.params.values())))  # the update too has run then
         request = comm.Ibarrier()
         while not request.Test():  # on every rank: the benchmark stops them all when it is another's turn
             time.sleep(0.0005)

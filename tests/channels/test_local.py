@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axonn_jax.channels import ChannelClosed, Ports, open_channel
-from axonn_jax.channels.base import Pause
 from axonn_jax.channels.shards import Tags, empty_bytes, from_bytes, host_bytes, local_shards, rebuild
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape, build_grid
@@ -114,21 +113,6 @@ def test_tags_tell_messages_apart_and_end_with_an_error():
     assert tags.of(Message("forward", 5, last), 3) <= 32767
     with pytest.raises(UserError, match=r"train.microbatches = .*at most 1365: .*32767 \(MPI_TAG_UB\)"):
         tags.of(Message("forward", 0, last + 1))
-
-
-def test_pauses_stay_a_small_share_of_the_wait():
-    now = [0.0]
-    pause = Pause(lambda: now[0])
-    seen = []
-    for waited in (0.0, 0.02, 0.2, 5.0):
-        now[0] = waited
-        seen.append([pause.seconds(busy=b, transferring=t) for b, t in ((False, False), (True, False), (True, True))])
-    assert seen == [[50e-6, 4e-3, 50e-6], [200e-6, 4e-3, 1e-3], [1e-3, 12.5e-3, 1e-3], [1e-3, 16e-3, 1e-3]]
-    pause.restart()
-    assert pause.seconds(busy=False, transferring=False) == 50e-6
-    for busy in (False, True):  # peers ring: only a transfer is looked after
-        assert pause.seconds(busy=busy, transferring=False, rung=True) == 20e-3
-        assert pause.seconds(busy=busy, transferring=True, rung=True) == 50e-6
 
 
 def test_local_needs_no_mpi_package():

@@ -34,12 +34,12 @@ def prepared(tmp_path_factory):
 def place(tmp_path, monkeypatch):
     """An empty current directory, in which a run that would start fails."""
 
-    def train(config):
+    def train(config, report, notes):
         raise AssertionError("training was started")
 
-    module = types.ModuleType("axonn_jax.train.run")
+    module = types.ModuleType("axonn_jax.train.main")
     module.train = train
-    monkeypatch.setitem(sys.modules, "axonn_jax.train.run", module)
+    monkeypatch.setitem(sys.modules, "axonn_jax.train.main", module)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from forking import PICTURES, TRAINING, Done, Forks
 from mutations import ESCAPES, another_file, bytes_of, json_of, spelled, toml_of
 
-from axonn_jax.pipeline.timeline import Span, write_trace
+from axonn_jax.timeline.spans import Span
+from axonn_jax.timeline.trace import write_trace
 
 SECRET = "SECRET-OF-ANOTHER-DIRECTORY"
 CONFIG = """[model]

@@ -72,7 +72,7 @@ CORRUPT_DATA = {
 
 @pytest.mark.parametrize("case", CORRUPT_DATA)
 def test_data_that_is_corrupt_ends_the_run_that_reads_it(data, refused, case, monkeypatch):
-    monkeypatch.delitem(sys.modules, "axonn_jax.train.run")  # the real one
+    monkeypatch.delitem(sys.modules, "axonn_jax.train.main")  # the real one
     damage, says = CORRUPT_DATA[case]
     damage(data)
     refused(["train", "run.toml"], "data.path = 'data': ", says)

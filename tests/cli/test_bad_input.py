@@ -18,7 +18,7 @@ def test_the_base_configuration_is_good(write_config, capsys):
     assert "training was started" in capsys.readouterr().err
 
 
-TABLES = "model, data, grid, train, pipeline, memory, overlap, checkpoint, log"
+TABLES = "model, data, grid, train, pipeline, memory, tensor, checkpoint, log"
 
 LONG = "9" * 5000
 # What one key or flag can get wrong: name, value as typed, value as shown, what the line says besides.
@@ -57,8 +57,8 @@ KEYS = [
     ("train.eval_batches", "0", "0", "an integer from 1"),
     ("train.seed", "-1", "-1", "an integer from 0 to 4294967295"),
     ("train.optimizer", '"adamx"', "'adamx'", "one of adamw, adam, sgd, lion; did you mean 'adam"),
-    ("train.matmul_layouts", '"on"', "'on'", "one of auto, off, measure"),
-    ("train.inner_features", '"x"', "'x'", "one of y, yx, auto"),
+    ("tensor.matmul_layouts", '"on"', "'on'", "one of auto, off, measure"),
+    ("tensor.residual_comm", '"x"', "'x'", "one of all_reduce, gather, auto"),
     ("train.schedule", '"Cosine"', "'Cosine'", "one of cosine, linear, constant; did you mean 'cosine'?"),
     ("data.seed", "4294967296", "4294967296", "4294967295"),
     ("data.path", '"nowhere"', "'nowhere'", "axonn-jax prepare"),
@@ -72,7 +72,7 @@ KEYS = [
     ("grid.data", "3", None, "train.global_batch = 8: a multiple of data*z*microbatches = 3; nearest: 6 or 9"),
     ("grid.pipe", "0", "0", "an integer of at least 1"),
     ("grid.pipe", "7", "7", "at most 6: each of the 1 * pipe virtual stages needs one of the model's 6 pieces"),
-    ("grid.expert", "2", "2", "not supported by this version"),
+    ("grid.expert", "2", "2", "not a known key"),
     ("model.heads", "5", "5", "a divisor of hidden (32); the nearest is 4"),
     ("model.kv_heads", "3", "3", "a divisor of heads (4); the nearest is 2"),
     ("model.layers", "0", "0", "an integer of at least 1"),
@@ -86,17 +86,16 @@ KEYS = [
     ("memory.precision", '"fp8"', "'fp8'", "one of fp32, bf16, fp16, auto"),
     ("memory.accumulate", '"bf16"', "'bf16'", "one of fp32, compute"),
     ("memory.activations", '"some"', "'some'", "one of none, full, dots, save_collectives, offload"),
-    ("memory.activations", '"full:0-9"', "'full:0-9'", "layers from 0 to 1, which the model has"),
-    ("memory.activations", '"full:1,dots:0-1"', "'full:1,dots:0-1'", "one policy a layer; layer 1 has two"),
-    ("memory.gather", '"always"', "'always'", "one of layer, pass, step"),
-    ("memory.gather", '"pass"', "'pass'", "layer where grid.pipe is above 1"),
+    ("memory.activations", '"full:0-9"', "'full:0-9'", "one of none, full, dots, save_collectives, offload"),
+    ("memory.reshard_after", '"always"', "'always'", "one of forward, backward, step"),
+    ("memory.reshard_after", '"backward"', "'backward'", "forward where grid.pipe is above 1"),
     ("memory.offload", '"gradients"', "'gradients'", "one of none, optimizer"),
     ("memory.zero", "2", "2", "one of 0, 1"),
     ("memory.bucket", "0", "0", "an integer from 1"),
     ("memory.sequence_parallel", "1", "1", "true or false"),
-    ("overlap.streams", "-1", "-1", "an integer from 0"),
-    ("overlap.streams", "3", "3", "0 or a divisor of a device's 8 rows of a microbatch"),
-    ("overlap.order", '"best"', "'best'", "one of auto, package, xla"),
+    ("tensor.sub_batches", "-1", "-1", "an integer from 0"),
+    ("tensor.sub_batches", "3", "3", "0 or a divisor of a device's 8 sequences of a microbatch"),
+    ("tensor.order", '"best"', "'best'", "one of auto, package, xla"),
     (
         "pipeline.policy",
         '"1f1"',
@@ -144,7 +143,7 @@ WITH = {
     ("pipeline.virtual_stages", "4"): PIPE_2,
     ("pipeline.virtual_stages", "2147483647"): PIPE_2,
     **{(name, typed): PIPE_2 for name, typed, *_ in KEYS if name == "pipeline.split"},
-    ("memory.gather", '"pass"'): PIPE_2,
+    ("memory.reshard_after", '"backward"'): PIPE_2,
     ("checkpoint.keep_every", "5"): {"checkpoint": ["every = 2"]},
     ("model.preset", '"gpt2"'): {"model": ["vocab = 299", "heads = 4", "hidden = 32", "seq_len = 16"]},
 }
@@ -228,8 +227,8 @@ COMMANDS = {
         ["model.seq_len = 15: a multiple of y (memory.sequence_parallel) = 2; nearest: 14 or 16; or grid.y one"],
     ),
     "heads that do not split over y and x": (
-        ["train", "run.toml", "--grid.x", "4", "--model.heads", "2", "--train.inner_features", "yx"],
-        ["model.kv_heads = 2: a multiple of y*x (train.inner_features) = 4; nearest: 4"],
+        ["train", "run.toml", "--grid.x", "4", "--model.heads", "2", "--tensor.residual_comm", "gather"],
+        ["model.kv_heads = 2: a multiple of y*x (tensor.residual_comm) = 4; nearest: 4"],
     ),
     "prepare: nothing given": (["prepare"], ["SOURCE_DIR, OUT_DIR, --vocab INT = (not given): required"]),
     "prepare: no source": (

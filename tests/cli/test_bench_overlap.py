@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from axonn_jax.compat import cuda_plugin_installed
-from axonn_jax.planner.overlap import MAIN
+from axonn_jax.planner.hlo.overlap import MAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,13 +11,13 @@ from launched import environment as of_mpirun
 
 from axonn_jax.cli.calibrate import libraries_on_stderr
 from axonn_jax.cli.main import main
-from axonn_jax.planner.machine_file import load_machine
-from axonn_jax.planner.measured import MEASURED_KINDS
+from axonn_jax.planner.machines.machine import MEASURED_KINDS
+from axonn_jax.planner.machines.machine_file import load_machine
 
 
 def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
     out = tmp_path / "here.toml"
-    argv = ["calibrate", "--devices", "2", "--rounds", "1", "--out", str(out), "--json"]
+    argv = ["calibrate", "--devices", "2", "--rounds", "1", "--seq", "128", "--out", str(out), "--json"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(
         [sys.executable, "-m", "axonn_jax.cli.main", *argv],

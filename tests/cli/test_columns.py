@@ -5,10 +5,9 @@ import signal
 
 import pytest
 
-from axonn_jax.cli.bench import BENCHES
-from axonn_jax.cli.main import COMMANDS, main
+from axonn_jax.cli.main import BENCHES, COMMANDS, main
 
-LINES = [[command.name] for command in COMMANDS] + [["bench", name] for name in BENCHES]
+LINES = [[command.name] for command in COMMANDS] + [["bench", name] for name in (bench.name for bench in BENCHES)]
 SECONDS = 20
 
 

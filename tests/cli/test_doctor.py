@@ -12,16 +12,16 @@ import pytest
 from launched import gpu_environment
 
 from axonn_jax.cli.doctor import Doctor, _show, run
-from axonn_jax.doctor_checks import loopback, pinned, places, preallocated, slurm
-from axonn_jax.doctor_mpi import same_mpi
-from axonn_jax.doctor_probes import Row, environment, probe, ranges, satisfies, which
+from axonn_jax.cli.doctor.checks import loopback, pinned, places, preallocated, slurm
+from axonn_jax.cli.doctor.mpi import same_mpi
+from axonn_jax.cli.doctor.probes import Row, environment, probe, ranges, satisfies, which
+from axonn_jax.distributed.network import exposed
 from axonn_jax.errors import UserError
-from axonn_jax.network import exposed
 
 COMMAND = "import sys; from axonn_jax.cli.main import main; sys.exit(main(['doctor', '--json', *sys.argv[1:]]))"
 ROWS = {
     "python", "platform", "cores", "memory", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain",
-    "tokenizers", "tyro", "devices", "gpus", "mpicc", "mpirun", "mpi4py", "mpi4jax", "mpi ping", "hostname", "loopback",
+    "tokenizers", "devices", "gpus", "mpicc", "mpirun", "mpi4py", "mpi4jax", "mpi ping", "hostname", "loopback",
     "disk", "slurm", "tensorboardX", "safetensors", "transformers", "torch",
 }  # fmt: skip
 TASK = {
@@ -113,7 +113,7 @@ def test_doctor_started_by_mpirun_still_finds_mpi() -> None:
         assert rows["listens"]["fix"].startswith("unshare ")
 
 
-GPUS = "import json; from axonn_jax.doctor_checks import gpu_shares; print(json.dumps(vars(gpu_shares(60))))"
+GPUS = "import json; from axonn_jax.cli.doctor.checks import gpu_shares; print(json.dumps(vars(gpu_shares(60))))"
 
 
 @pytest.mark.mpi

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from axonn_jax import start
 from axonn_jax.cli.main import main
+from axonn_jax.distributed import initialize
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def run_dir(prepared, place, write_config, monkeypatch):
     (place / "run").mkdir()
     (place / "run.toml").rename(place / "run" / "config.toml")
     shutil.copyfile(prepared / "tokenizer.json", place / "run" / "tokenizer.json")
-    monkeypatch.setattr(start, "start", lambda *_: pytest.fail("jax was started"))
+    monkeypatch.setattr(initialize, "start", lambda *_: pytest.fail("jax was started"))
     return place / "run"
 
 
@@ -74,7 +74,7 @@ def told(monkeypatch, stream, pieces):
             return iter(pieces)
 
     monkeypatch.setattr("axonn_jax.inference.generate.Generator", Told)
-    monkeypatch.setattr(start, "start", lambda *_: (None, None))
+    monkeypatch.setattr(initialize, "start", lambda *_: (None, None))
     monkeypatch.setattr(sys, "stdout", stream)
     assert main(["generate", "run", "--prompt", "say "]) == 0
     stream.flush()
@@ -87,7 +87,9 @@ def test_on_a_terminal_a_models_text_cannot_steer_it(run_dir, monkeypatch):
     master, slave = os.openpty()
     with open(slave, "w", encoding="utf-8") as terminal:
         told(monkeypatch, terminal, [TEXT[:3], TEXT[3:]])
-        shown = os.read(master, 1000).decode()
+        shown = ""
+        while not shown.endswith("end\r\n\r\n"):  # a terminal passes on a piece at a time
+            shown += os.read(master, 1000).decode()
     os.close(master)
     assert shown.replace("\r\n", "\n") == "say \u00e9\\x1b[2J\\r\\u202e\tend\n\n"
 

@@ -9,12 +9,12 @@ import pytest
 
 from axonn_jax.cli.main import main
 from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
-from axonn_jax.models.shape import MOST, ModelShape, divisors
-from axonn_jax.pipeline import timeline
-from axonn_jax.pipeline.timeline import MOST_RANKS, Span, write_trace
-from axonn_jax.schedule.partition import Cost, partition
-from axonn_jax.tuned import load
+from axonn_jax.grid import GridShape, divisors
+from axonn_jax.models.config import MOST, ModelShape
+from axonn_jax.schedule.partition import SegmentCost, partition
+from axonn_jax.timeline.spans import Span, steps_of
+from axonn_jax.timeline.trace import MOST_RANKS, read_trace, write_trace
+from axonn_jax.train.matmul_layouts import load
 
 EVENT = {"ph": "X", "pid": 0, "tid": 0, "name": "F0.0", "cat": "forward", "ts": 0.0, "dur": 1.0, "args": {"step": 1}}
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 64, "vocab": 64, "seq_len": 64}
@@ -94,7 +94,7 @@ def test_the_largest_sizes_are_checked_in_time(quick):
     with pytest.raises(UserError, match=r"a divisor of hidden \(1048576\); the nearest is 64$"):
         ModelShape(**{**SHAPE, **MOST, "heads": 65})
     with pytest.raises(UserError, match=r"grid.y one of 1, 2, 4, 8, 16, 32, 64"):
-        GridShape(y=3).check_model(shape)
+        shape.check_grid(GridShape(y=3))
     with pytest.raises(UserError, match=r"^grid.pipe = 10{12}: an integer of at least 1 and at most 1,048,576$"):
         GridShape(pipe=10**12)
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
@@ -102,7 +102,7 @@ def test_the_largest_sizes_are_checked_in_time(quick):
 
 @pytest.mark.parametrize(("pipe", "virtual"), [(2, 1), (9000, 2)])
 def test_a_very_long_model_is_cut_in_time(quick, pipe, virtual):
-    costs = [Cost("piece", 1.0, 2.0, 10)] * 20_001
+    costs = [SegmentCost("piece", 1.0, 2.0, 10)] * 20_001
     parts = partition(costs, pipe, virtual)
     assert [place for part in parts for place in part] == list(range(20_001))
     sizes = [sum(len(part) for part in parts[rank::pipe]) for rank in range(pipe)]
@@ -137,11 +137,11 @@ def test_many_spans_are_refused(place, refused, quick):
 
 
 def test_of_more_spans_than_are_read_the_oldest_steps_are_left_out(place, monkeypatch):
-    monkeypatch.setattr(timeline, "_MOST_SPANS", 5)
+    monkeypatch.setattr("axonn_jax.timeline.trace._MOST_SPANS", 5)
     spans = [Span(0, f"F0.{number}", "forward", step + number, step + number + 0.5, step)
              for step in (1, 4, 8) for number in range(2)]  # fmt: skip
     write_trace(place / "timeline.json", spans)
-    assert timeline.steps_of(timeline.read_trace(place / "timeline.json")) == [4, 8]
+    assert steps_of(read_trace(place / "timeline.json")) == [4, 8]
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def jobs():
             [*flat, "--zero", "1"],
             [*flat, "--offload", "optimizer", "--activations", "full"],
             [*sharded, "--gather", "step", "--activations", "full", "--microbatch", "1"],
-            [*sharded, "--gather", "pass", "--activations", "save_collectives", "--microbatch", "2"],
+            [*sharded, "--gather", "backward", "--activations", "save_collectives", "--microbatch", "2"],
             [*sharded, "--activations", "offload", "--microbatch", "2"],
             [*two, "--virtual-stages", "1", "--offload", "optimizer", "--activations", "full"],
             [*two, "--virtual-stages", "2", "--activations", "save_collectives", "--microbatch", "1"],

@@ -5,10 +5,11 @@ import json
 import pytest
 
 from axonn_jax.cli.main import main
-from axonn_jax.cli.planning import sequences
+from axonn_jax.cli.plan_flags import sequences
+from axonn_jax.distributed.gpu_limits import FRACTION
 from axonn_jax.errors import UserError
-from axonn_jax.memory.preallocation import FRACTION
-from axonn_jax.planner.machine_file import load_machine, machine_names
+from axonn_jax.planner.machines.machine_file import load_machine, machine_names
+from axonn_jax.train.validate import check
 
 PLAN = ["plan", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "262144"]
 SIMULATE = ["simulate", *PLAN[1:-1], "524288"]
@@ -52,7 +53,7 @@ def test_a_plan_fits_what_its_command_gets_even_where_prediction_is_at_its_worst
     got = device.memory_bytes * (1.0 if machine == "laptop" else FRACTION)
     assert found["memory_limit_bytes"] <= 0.9 * got
     for one in found["configs"]:
-        assert one["memory_bytes"] / (1 - 0.17) <= got  # docs/results/planner_memory.md: 17 % too little
+        assert one["memory_bytes"] / (1 - 0.17) <= got  # docs/results.md: 17 % too little
 
 
 def test_plan_says_what_the_memory_limit_is_made_of(capsys):
@@ -104,13 +105,13 @@ def test_plan_says_what_a_process_keeps_on_the_host_and_that_xlas_limit_is_raise
     ],
 )
 def test_the_command_is_one_that_train_accepts(capsys, prepared, chosen):
-    from axonn_jax.train.toml import loads, split_argv
+    from axonn_jax.train.config_file import loads, split_argv
 
     argv = [*PLAN[:-1], "2048", "--seq", "16", "--json", *chosen]
     found = json.loads(output(capsys, argv))["configs"][0]
     words = found["command"].split()
     rest, flags = split_argv(words[words.index("CONFIG.toml") + 1 :])
-    config = loads(f"[data]\npath = '{prepared}'", flags).check()
+    config = check(loads(f"[data]\npath = '{prepared}'", flags))
     assert rest == []
     assert config.grid.devices == 16
     assert config.train.global_batch == 128
@@ -190,7 +191,7 @@ def test_amounts_that_mean_nothing(text):
         (["--top", "0"], ["--top = 0"]),
         (["--polcy", "message"], ["--polcy", "did you mean '--policy'?"]),
         (["--machine", "laptop", "--precision", "bf16"], ["--precision = 'bf16': one that a CPU core has: fp32"]),
-        (["--gather", "step", "--grid.pipe", "4"], ["--gather = 'step'", "auto or layer"]),
+        (["--gather", "step", "--grid.pipe", "4"], ["--gather = 'step'", "auto or forward"]),
         (["--machine", "laptop", "--cost-model", "published"], ["one with measured bandwidths"]),
     ],
 )
@@ -217,16 +218,31 @@ def test_a_picture_costs_no_further_search_of_all_grids(capsys, tmp_path, monkey
 def test_inner_features_are_priced_and_in_the_command(capsys):
     grids = ["--grid.x", "16", "--activations", "full", "--json"]
     found = {}
-    for wanted in ("y", "auto"):
+    for wanted in ("all_reduce", "auto"):
         found[wanted] = json.loads(output(capsys, [*PLAN, *grids, "--inner-features", wanted]))
-    papers, auto = (found[wanted]["configs"][0] for wanted in ("y", "auto"))
+    papers, auto = (found[wanted]["configs"][0] for wanted in ("all_reduce", "auto"))
     assert auto["step_s"] < papers["step_s"]
-    assert auto["command"].endswith("--train.inner_features auto")
-    assert "inner_features" not in papers["command"]
+    assert auto["command"].endswith("--tensor.residual_comm auto")
+    assert "residual_comm" not in papers["command"]
+
+
+def test_values_of_an_earlier_version_are_taken_with_one_line_of_warning(capsys):
+    now = output(capsys, [*PLAN, "--inner-features", "gather", "--gather", "backward", "--grid.z", "8"])
+    assert main([*PLAN, "--inner-features", "yx", "--grid.z", "8", "--gather", "backward"]) == 0
+    old = capsys.readouterr()
+    assert old.out == now
+    assert old.err.startswith("warning: --inner-features yx is of an earlier version: it is now gather\n")
+    assert main([*PLAN, "--inner-features", "gather", "--grid.z", "8", "--gather", "pass"]) == 0
+    old = capsys.readouterr()
+    assert old.out == now
+    assert "warning: --gather pass is of an earlier version: it is now backward" in old.err
 
 
 def test_inner_features_that_cannot_be(refused):
-    refused([*PLAN, "--inner-features", "yx", "--sequence-parallel"], "--inner-features = 'yx': y or auto with")
+    refused(
+        [*PLAN, "--inner-features", "gather", "--sequence-parallel"],
+        "--inner-features = 'gather': all_reduce or auto with",
+    )
     refused([*PLAN, "--inner-features", "auto", "--cost-model", "published"], "--inner-features = 'auto': left out")
 
 
@@ -237,7 +253,7 @@ def test_inner_features_that_cannot_be(refused):
         (["--grid.pipe", "4"], "--grid.pipe = 4"),
         (["--microbatch", "2"], "--microbatch = 2"),
         (["--activations", "full"], "--activations = 'full'"),
-        (["--gather", "layer"], "--gather = 'layer'"),
+        (["--gather", "forward"], "--gather = 'forward'"),
         (["--offload", "none"], "--offload = 'none'"),
         (["--zero", "0"], "--zero = '0'"),
         (["--virtual-stages", "1"], "--virtual-stages = 1"),

@@ -9,11 +9,12 @@ from launched import AXONN, curves, finished
 
 from axonn_jax.cli.main import main
 from axonn_jax.models.presets import preset, preset_names
-from axonn_jax.planner.machine_file import machine_names
+from axonn_jax.planner.machines.machine_file import machine_names
 from axonn_jax.planner.space import AXES
 from axonn_jax.schedule.policies import default_in_flight
-from axonn_jax.schedule.tasks import Layout
-from axonn_jax.train.toml import loads, split_argv
+from axonn_jax.schedule.tasks import PipelineShape
+from axonn_jax.train.config_file import loads, split_argv
+from axonn_jax.train.validate import check
 
 CASES = [  # machine, preset, devices, what else is asked for
     ("alps", "gpt2", 2, "--grid.z 2 --activations full --offload none"),
@@ -27,7 +28,7 @@ CASES = [  # machine, preset, devices, what else is asked for
     ("laptop", "gpt-1.3b", 16, "--policy gpipe --grid.pipe 2"),
     ("summit", "gpt-24b", 16, ""),
     ("summit", "llama2-7b", 8, ""),
-    ("summit", "gpt-2.7b", 8, "--gather pass --offload none --microbatch 2"),
+    ("summit", "gpt-2.7b", 8, "--gather backward --offload none --microbatch 2"),
     ("summit", "gpt-100b", 128, "--grid.pipe 8 --grid.y 2 --grid.x 1 --virtual-stages 2"),
     ("frontier", "gpt-6.7b", 8, "--grid.y 2 --inner-features yx --grid.x 2"),
     ("frontier", "gpt-50b", 16, ""),
@@ -89,25 +90,25 @@ def assert_same(row, found, asked, words, data):
     files, flags = split_argv(words)
     assert files == []
     assert max(Counter(name for name, _ in flags).values()) == 1
-    config = loads(f"[data]\npath = '{data}'", [*flags, ("model.seq_len", 128)]).check()
-    memory, pipeline, layout = config.memory, config.pipeline, config.train
+    config = check(loads(f"[data]\npath = '{data}'", [*flags, ("model.seq_len", 128)]))
+    memory, pipeline, layout, train = config.memory, config.pipeline, config.tensor, config.train
     pipe, chosen = config.grid.pipe, dict(zip(words[::2], words[1::2], strict=True))
-    default = default_in_flight(Layout(pipe, layout.microbatches, pipeline.virtual_stages)) if pipe > 1 else 0
+    default = default_in_flight(PipelineShape(pipe, train.microbatches, pipeline.virtual_stages)) if pipe > 1 else 0
     said = {axis: getattr(config.grid, axis) for axis in AXES} | {
-        "microbatches": layout.microbatches,
-        "microbatch": layout.global_batch // layout.microbatches // config.grid.batch_shards,
+        "microbatches": train.microbatches,
+        "microbatch": train.global_batch // train.microbatches // config.grid.batch_shards,
         "virtual_stages": pipeline.virtual_stages,
         "in_flight": (pipeline.in_flight or default) if pipeline.policy == "message" else 0,
         "activations": memory.activations,
-        "gather": memory.gather,
+        "gather": memory.reshard_after,
         "offload": memory.offload,
         "zero": memory.zero,
     }
     assert said == {name: row[name] for name in said}
     assert memory.precision == found["precision"]
     assert memory.sequence_parallel == found["sequence_parallel"] == ("--sequence-parallel" in asked)
-    assert layout.inner_features == found["inner_features"]
-    assert layout.global_batch == found["batch_sequences"]
+    assert layout.residual_comm == found["inner_features"]
+    assert train.global_batch == found["batch_sequences"]
     if pipe > 1:
         wanted = [*asked.split(), "--policy", "message"]
         assert pipeline.policy == wanted[wanted.index("--policy") + 1]

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from axonn_jax.cli.main import main
-from axonn_jax.cli.parse import parse
 from axonn_jax.cli.simulate import Simulate
+from axonn_jax.cli_args import parse
 
 SIMULATE = ["simulate", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "524288"]
 
@@ -109,7 +109,7 @@ def test_every_option_of_the_row_is_said(capsys):
     out = output(capsys, [*SIMULATE, *options, "--model", "gpt-1.3b", "--grid.z", "8", "--grid.data", "2"])
     for said in ("activations full", "gather step", "offload optimizer", "zero 1", "GB a device (fits "):
         assert said in out
-    for said in ("--memory.gather step", "--memory.offload optimizer", "--memory.zero 1"):
+    for said in ("--memory.reshard_after step", "--memory.offload optimizer", "--memory.zero 1"):
         assert said in out
 
 

@@ -5,9 +5,9 @@ import json
 import threading
 
 from axonn_jax.cli.main import main
-from axonn_jax.cli.ticker import Ticker
-from axonn_jax.planner.simulator import simulate
-from axonn_jax.schedule.tasks import Layout
+from axonn_jax.planner.simulate.simulator import simulate
+from axonn_jax.schedule.tasks import PipelineShape
+from axonn_jax.terminal import Ticker
 
 
 class Stream(io.StringIO):
@@ -31,7 +31,7 @@ def shown(live):
     stream = Stream(live)
     with Ticker("waiting", stream=stream, first=0.01, every=0.01) as ticker:
         ticker.now("simulating a step", 10_000)
-        ticker.told(4096)
+        ticker.done(4096)
         stream.written.clear()
         assert stream.written.wait(30)
     return stream.getvalue()
@@ -59,8 +59,8 @@ def test_what_is_quick_says_nothing():
 
 def test_a_simulation_tells_how_far_it_is():
     told = []
-    layout = Layout(4, 1100)
-    simulate(layout, "1f1b", task_time=lambda task: 1.0, message_time=lambda message: 0.0, told=told.append)
+    layout = PipelineShape(4, 1100)
+    simulate(layout, "1f1b", task_time=lambda task: 1.0, message_time=lambda message: 0.0, progress=told.append)
     assert told == sorted(told)
     assert told
     assert told[-1] <= 2 * 4 * 1100
@@ -77,5 +77,5 @@ def test_a_long_command_says_what_it_does_on_standard_error(capsys, monkeypatch)
     assert main([*argv, "--grid.pipe", "8", "--grid.data", "2", "--microbatch", "1", "--jitter", "0.1", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["finished"]
-    assert "simulating a step, replica 2 of 2, 0:0" in err
+    assert "simulating a step, replica 2 of 2, 0:" in err
     assert " tasks" in err

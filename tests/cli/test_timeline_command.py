@@ -5,7 +5,8 @@ import json
 import pytest
 
 from axonn_jax.cli.main import main
-from axonn_jax.pipeline.timeline import Span, write_trace
+from axonn_jax.timeline.spans import Span
+from axonn_jax.timeline.trace import write_trace
 
 
 def step_of(number, start=0.0):

@@ -40,6 +40,9 @@ def texts(tmp_path_factory):
     return folder
 
 
+PROGRESS = ("reading, ", "counting words, ", "learning merges, ", "encoding ", "skipped ")
+
+
 def start(source, out, *flags):
     command = [sys.executable, "-m", "axonn_jax.cli.main", "prepare", source, out, "--vocab", "400", *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -50,7 +53,7 @@ def small(out, **options):
 
 
 def errors(text):
-    return [line for line in text.splitlines() if not line.startswith(("prepare: ", "skipped "))]
+    return [line for line in text.splitlines() if not line.startswith(PROGRESS)]
 
 
 def whole(folder):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tyro
 
 from axonn_jax.cli import prepare as command
+from axonn_jax.cli_args import parse
 from axonn_jax.data import manifest, tokenize
 from axonn_jax.data import prepare as preparing
 from axonn_jax.data.manifest import Manifest
@@ -261,7 +261,7 @@ def test_large_vocabularies_take_four_bytes(corpus, tmp_path, monkeypatch):
 
 
 def run_command(*arguments):
-    return command.run(tyro.cli(command.Prepare, args=[str(a) for a in arguments]))
+    return command.run(parse(command.Prepare, [str(a) for a in arguments], "prepare"))
 
 
 def test_the_command_prints_one_json_object(tmp_path, capsys):
@@ -273,7 +273,7 @@ def test_the_command_prints_one_json_object(tmp_path, capsys):
     assert result["splits"]["valid"]["files"] >= 1
     assert result["splits"]["train"]["shards"] == 1
     assert 3 < result["unigram_entropy"] < math.log(512)
-    assert "learning merges" in captured.err
+    assert captured.err == ""  # a quick one says nothing on the way
     manifest = Manifest.load(tmp_path / "out")
     tokenizer = tokenize.load(tmp_path / "out" / "tokenizer.json")
     text = (STDLIB_JSON / "decoder.py").read_text(encoding="utf-8")

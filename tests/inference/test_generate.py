@@ -78,23 +78,21 @@ def test_the_likeliest_token_is_the_models(trained, monkeypatch):
     import axonn_jax as ax
     from axonn_jax.data.tokenize import load
     from axonn_jax.grid import GridShape, build_grid
-    from axonn_jax.inference.generate import Generator
+    from axonn_jax.inference.generate import Generator, logits
     from axonn_jax.models import Transformer
-    from axonn_jax.tensor.params import take_apart
-    from axonn_jax.train.program import StageProgram
+    from axonn_jax.tensor.params import split_module
 
     grid = build_grid(GridShape(), jax.devices()[:1])
     shape = ax.models.ModelShape(1, 32, 2, 2, 128, 400, 32)
     tokenizer = load(trained / "runs" / "tiny" / "tokenizer.json")
     generator = Generator(trained / "runs" / "tiny", shape, tokenizer, grid)
     text = "".join(generator.continue_prompt("def ", tokens=5, temperature=0, top_k=0, seed=0))
-    parts = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
-    program = StageProgram(parts, grid, jnp.dtype("float32"))
+    parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
     ids = list(tokenizer.encode("def ").ids)
     start = len(ids)
     for _ in range(5):
-        logits = program.logits(generator.params, jnp.asarray([ids]))
-        ids.append(int(np.argmax(logits[0, -1])))
+        scores = logits(parts, grid.mesh, generator.params, jnp.asarray([ids]))
+        ids.append(int(np.argmax(scores[0, -1])))
     assert tokenizer.decode(ids[start:]) == text
 
 

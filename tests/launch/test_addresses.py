@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from launched import CONFIG, UNDER_MPIRUN, Launched, command
 
+from axonn_jax.distributed.network import exposed, free_port, listen_at, listening, offer, own_address
 from axonn_jax.errors import UserError
-from axonn_jax.network import exposed, free_port, listen_at, listening, offer, own_address
 
 GLOO, COORDINATOR = "every rank, by gloo", "first rank, as coordinator"
-PAGE = Path(__file__).resolve().parents[2] / "docs/concepts.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/launch.md"
 
 
 def documented():

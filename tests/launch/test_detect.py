@@ -2,8 +2,8 @@
 
 import pytest
 
+from axonn_jax.distributed.launch import Explicit, World, binding_notice, detect, first_slurm_host
 from axonn_jax.errors import UserError
-from axonn_jax.launch import Explicit, MpiFacts, binding_notice, detect, first_slurm_host
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
 SLURM = {
@@ -20,7 +20,7 @@ BATCH_SHELL = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "
 
 
 def facts(size=4, rank=1, notice=""):
-    return lambda: MpiFacts(rank, size, 1, "127.0.0.1:5000", "Open MPI v5.0.11", notice)
+    return lambda: World(rank, size, 1, "127.0.0.1:5000", "MPI", "Open MPI v5.0.11", notice)
 
 
 def not_asked():

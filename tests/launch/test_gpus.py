@@ -7,12 +7,12 @@ import sys
 import pytest
 from launched import MPIRUN, UNDER_MPIRUN, gpu_environment
 
-from axonn_jax import gpus, start
+from axonn_jax.distributed import gpus, initialize
+from axonn_jax.distributed.gpus import Gpu, idle, parse, shares, visible
+from axonn_jax.distributed.launch import World
+from axonn_jax.distributed.network import free_port
 from axonn_jax.errors import UserError
-from axonn_jax.gpus import Gpu, idle, parse, shares, visible
 from axonn_jax.grid import GridShape
-from axonn_jax.launch import World
-from axonn_jax.network import free_port
 
 NODE = [Gpu(f"GPU-{letter * 8}-0000") for letter in "abcdefgh"]
 MIG = [Gpu("GPU-aaaaaaaa-0000", ("MIG-1111", "MIG-2222")), Gpu("GPU-bbbbbbbb-0000", ("MIG-3333",))]
@@ -172,18 +172,18 @@ def test_processes_that_may_share_a_gpu_do_not_each_take_nearly_all_of_it(monkey
     def interrupt(_):
         raise InterruptedError
 
-    monkeypatch.setattr(start, "detect", lambda *_: World(0, processes, 1, None, "Slurm", ""))
+    monkeypatch.setattr(initialize, "detect", lambda *_: World(0, processes, 1, None, "Slurm", ""))
     monkeypatch.setattr("axonn_jax.compat.accelerator_expected", lambda: True)
     monkeypatch.setattr("axonn_jax.compat.gpus_expected", lambda: True)
     monkeypatch.setattr("axonn_jax.compat.backends_started", lambda: False)
-    monkeypatch.setattr("axonn_jax.memory.pinned.raise_limit", lambda processes: None)
-    monkeypatch.setattr("axonn_jax.memory.preallocation.raise_fraction", lambda: asked.append("fraction"))
+    monkeypatch.setattr("axonn_jax.distributed.gpu_limits.raise_pinned_limit", lambda processes: None)
+    monkeypatch.setattr("axonn_jax.distributed.gpu_limits.raise_fraction", lambda: asked.append("fraction"))
     if chosen:
         monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")
     for name in ("_make_cpu_devices", "join"):
-        monkeypatch.setattr(start, name, interrupt)
+        monkeypatch.setattr(initialize, name, interrupt)
     with pytest.raises(InterruptedError):  # here jax would start
-        start.start(GridShape(x=2))
+        initialize.start(GridShape(x=2))
     assert len(asked) == taken
 
 

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axonn_jax.cli.report import rank_of
-from axonn_jax.doctor_checks import pinned, slurm
+from axonn_jax.cli.doctor.checks import pinned, slurm
+from axonn_jax.cli.main import rank_of
+from axonn_jax.distributed.gpu_limits import LIMIT, VARIABLES, fraction, pinned_limit
+from axonn_jax.distributed.gpus import Gpu, visible
+from axonn_jax.distributed.launch import World, detect
 from axonn_jax.errors import UserError
-from axonn_jax.gpus import Gpu, visible
-from axonn_jax.launch import MpiFacts, World, detect
-from axonn_jax.memory.pinned import LIMIT, limit
-from axonn_jax.memory.preallocation import VARIABLES, fraction
 
 LAUNCHERS = (
     "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_SIZE", "PMI_RANK",
@@ -30,7 +29,7 @@ VALUES = st.sampled_from(["", "0", "1", "2", "4", "gpu[7-8]", "[", *BAD]) | st.t
 
 
 def mpi():
-    return MpiFacts(0, 2, 1, "127.0.0.1:5000", "Open MPI")
+    return World(0, 2, 1, "127.0.0.1:5000", "MPI", "Open MPI")
 
 
 def outcome(call, *arguments):
@@ -73,7 +72,7 @@ def test_a_rank_that_cannot_be_is_named_before_mpi_starts(value):
 
 @given(st.dictionaries(st.sampled_from(MEMORY), VALUES | st.sampled_from(["0.5", "platform"])))
 def test_any_memory_variables_are_numbers_or_one_line(environ):
-    for read in (limit, fraction):
+    for read in (pinned_limit, fraction):
         found = outcome(read, environ)
         assert not isinstance(found, UserError) or found.field in MEMORY
     assert pinned(environ).found
@@ -87,8 +86,8 @@ def test_any_list_of_gpus_is_read(value):
 
 STARTED = """
 import sys
-from axonn_jax.cli.report import report
-from axonn_jax.start import init
+from axonn_jax.cli.main import report
+from axonn_jax.distributed.initialize import init
 try:
     init()
 except Exception as error:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.memory.buckets import Leaf, part_of, plan_buckets, reduce_in_buckets
-from axonn_jax.tensor.region import manual
+from axonn_jax.tensor.specs import shard_mapped
 
 leaves = st.lists(st.tuples(st.integers(1, 50), st.sampled_from(["a", "b"])).map(tuple), max_size=30).map(
     lambda pairs: [Leaf(f"p{i}", size, (group,)) for i, (size, group) in enumerate(pairs)]
@@ -64,7 +64,7 @@ def reduced(capacity, grads, *, by_parts=True):
         return {name: g if "both" in name else g[None] for name, g in found.items()}
 
     outs = {name: P() if "both" in name else P("z") for name in grads}
-    return jax.jit(manual(local, mesh, (P(("data", "z")),), outs))(grads)
+    return jax.jit(shard_mapped(local, mesh, (P(("data", "z")),), outs))(grads)
 
 
 @pytest.mark.parametrize(("capacity", "by_parts"), [(1, True), (7, True), (7, False), (40, True)])

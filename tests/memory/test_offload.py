@@ -12,13 +12,14 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from trainers import make_trainer
 
 from axonn_jax.grid import GridShape
-from axonn_jax.memory.held import whole
-from axonn_jax.memory.offload import Offload
+from axonn_jax.memory.host_arrays import joined
+from axonn_jax.memory.offload import OffloadedOptimizer
+from axonn_jax.memory.optimizer_state import DeviceOptimizer
 from axonn_jax.memory.precision import precisions
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.train.trainer import Trainer
 
 SHAPE = dataclasses.replace(grids.LLAMA, layers=2, hidden=64, ffn=128, vocab=256, seq_len=16, tied=True)
 SMALL = dataclasses.replace(grids.GPT, layers=2)  # its table is tied
@@ -29,7 +30,9 @@ def made(grid, *, shape=SHAPE, optimizer=None, **options):
     model = functools.partial(Transformer, shape)
     options = {"precision": "bf16", "offload": "optimizer", "bucket": BUCKET} | options
     optimizer = optimizer or optax.adamw(1e-3)
-    return Trainer(lambda: model(rngs=nnx.Rngs(0)), optimizer, grids.lay(grid), microbatches=2, clip=1.0, **options)
+    return make_trainer(
+        lambda: model(rngs=nnx.Rngs(0)), optimizer, grids.lay(grid), microbatches=2, clip=1.0, **options
+    )
 
 
 def batch(shape=SHAPE, seed=0):
@@ -37,7 +40,11 @@ def batch(shape=SHAPE, seed=0):
 
 
 def updates(trainer):
-    return [h._update for h in trainer.holdings.values()] if hasattr(trainer, "holdings") else [trainer._update]
+    return (
+        [h._update for h in trainer.engine.stages.values()]
+        if hasattr(trainer.engine, "stages")
+        else [trainer.engine.update]
+    )
 
 
 def lines(update):
@@ -82,7 +89,7 @@ def test_the_host_has_one_copy_of_the_state_whatever_happens(pipe, monkeypatch, 
     found = {
         "at rest": count.during(lambda: None),
         "in a step": count.during(lambda: trainer.step(batch())),
-        "state_shapes": count.during(trainer.state_shapes),
+        "state_shapes": count.during(trainer.engine.state_shapes),
         "saving": count.during(lambda: trainer.save(tmp_path, 2)),
         "loading": count.during(lambda: trainer.load(tmp_path / "step_00000002")),
         "at rest again": count.during(lambda: trainer.step(batch()) and None),
@@ -103,12 +110,14 @@ def programs(layers):
     shapes = {f"{layer}.{name}": shape for layer in range(layers) for name, shape in own.items()} | {"table": (256, 64)}
     mesh, told = grids.lay(GridShape()).mesh, []
     layouts = {name: P() for name in shapes}
-    update = Offload(optax.adamw(1e-3), shapes, layouts, layouts, mesh, precisions=precisions("bf16"), bucket=7000)
+    update = OffloadedOptimizer(
+        DeviceOptimizer(optax.adamw(1e-3), mesh, shapes, layouts, layouts, precisions("bf16"), bucket=7000)
+    )
     update._progress = told.append
     model = update.start({name: jnp.ones(shape) for name, shape in shapes.items()})
     told.clear()
     update.after(model, {name: jnp.ones(shape) for name, shape in shapes.items()}, np.float32(1), np.bool_(True))
-    return len(update._programs), told, lines(update)
+    return len(update.programs.compiled), told, lines(update)
 
 
 def test_layers_share_the_programs_of_their_update():
@@ -125,7 +134,7 @@ def test_parameters_that_an_optimizer_treats_apart_share_no_program():
     trainers = [made(GridShape(), shape=SMALL, optimizer=decayed, precision="fp32", **how) for how in ways]
     for trainer in trainers:
         trainer.step(batch(SMALL))
-    mine, theirs = (trainer.params for trainer in trainers)
+    mine, theirs = (trainer.engine.params for trainer in trainers)
     for name, value in theirs.items():
         np.testing.assert_allclose(mine[name], value, atol=1e-6, err_msg=name)
 
@@ -158,17 +167,18 @@ def trained(way):
 )
 def test_a_table_at_both_ends_stays_one(way):
     trainer = trained(way)
-    tables = [place.weights["embedding.table"] for place in trainer.holdings.values()]
+    tables = [place.weights["embedding.table"] for place in trainer.engine.stages.values()]
     assert np.asarray(tables[0]).tobytes() == np.asarray(tables[1]).tobytes()
-    for name, value in trainer.state()[0].items():
+    first, last = trainer.engine._states.by_rank().values()
+    for name, value in first.items():
         if "embedding" in name:
-            both = [np.asarray(whole(v)).tobytes() for v in (value, trainer.state()[1][name])]
+            both = [np.asarray(joined(v)).tobytes() for v in (value, last[name])]
             assert both[0] == both[1], name
 
 
 def test_the_status_of_a_pipeline_moves_with_every_bucket():
     trainer, moved = trained("offload, cut"), []
-    status = trainer._links.status
+    status = trainer.engine._links.status
     now = status.now
     status.now = lambda *args, **kw: (moved.append(kw.get("running", "")), now(*args, **kw))
     trainer.step(batch(SMALL))

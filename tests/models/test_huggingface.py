@@ -4,6 +4,7 @@ import functools
 import json
 import runpy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grids
@@ -15,11 +16,12 @@ from flax import nnx
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.inference.generate import logits
+from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface import from_huggingface, shape_from_config, to_huggingface
-from axonn_jax.models.shape import ModelShape
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.tensor.params import take_apart
-from axonn_jax.train.program import StageProgram
+from axonn_jax.tensor.params import split_module
+from axonn_jax.train.engines.program import StageProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("gpt2", "llama")
@@ -68,9 +70,9 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
 def build(family: str, axes: GridShape) -> tuple[StageProgram, dict[str, jax.Array], ModelShape]:
     """The program on a grid, and Hugging Face's weights laid out over it."""
     shape, grid = shape_from_config(config(family)), grids.lay(axes)
-    axes.check_model(shape)
+    shape.check_grid(axes)
     with jax.set_mesh(grid.mesh):
-        parts = take_apart(Transformer(shape, rngs=nnx.Rngs(0)))
+        parts = split_module(Transformer(shape, rngs=nnx.Rngs(0)))
     program = StageProgram(parts, grid, jnp.dtype("float32"))
     weights = from_huggingface(under(family, "weights/"), shape)
     assert weights.keys() == parts.params.keys()
@@ -82,8 +84,8 @@ def build(family: str, axes: GridShape) -> tuple[StageProgram, dict[str, jax.Arr
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits(family, axes):
     program, params, _ = build(family, axes)
-    logits = jax.jit(program.logits)(params, fixture(family)["tokens"][:, :-1])
-    assert error(np.asarray(logits), fixture(family)["logits"]) <= LOGITS_TOLERANCE
+    scores = jax.jit(partial(logits, program.parts, program.grid.mesh))(params, fixture(family)["tokens"][:, :-1])
+    assert error(np.asarray(scores), fixture(family)["logits"]) <= LOGITS_TOLERANCE
 
 
 @pytest.mark.parametrize("axes", GRIDS, ids=grids.name)

@@ -10,11 +10,11 @@ from flax import nnx
 
 from axonn_jax.errors import UserError
 from axonn_jax.models import ModelShape, Transformer, preset, preset_names
-from axonn_jax.tensor.params import take_apart
+from axonn_jax.tensor.params import split_module
 
 
 def abstract(shape):
-    return take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))).params
+    return split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))).params
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -86,11 +86,11 @@ def matmul_flops(jaxpr):
 def test_flops_equal_counting_the_traced_program(model):
     shape = grids.MODELS[model]
     # The plain kernel: the blocked one leaves out masked scores and computes the others twice.
-    parts = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), attention="xla")))
+    parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), attention="xla")))
     batch = jax.ShapeDtypeStruct((3, shape.seq_len + 1), jnp.int32)
 
     def loss(params, tokens):
-        return parts.rebuild(params).loss(tokens[:, :-1], tokens[:, 1:])
+        return parts.merge(params).loss(tokens[:, :-1], tokens[:, 1:])
 
     forward = matmul_flops(jax.make_jaxpr(loss)(parts.params, batch).jaxpr)
     step = matmul_flops(jax.make_jaxpr(jax.grad(loss))(parts.params, batch).jaxpr)

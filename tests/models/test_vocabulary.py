@@ -1,6 +1,7 @@
 """A vocabulary that divides over no grid: padded in table and head, and nobody can tell."""
 
 from dataclasses import replace
+from functools import partial
 
 import grids
 import jax
@@ -10,17 +11,18 @@ import optax
 import plain
 import pytest
 from jax.sharding import NamedSharding
+from trainers import make_trainer
 
+from axonn_jax.checkpoint.manifest import read
 from axonn_jax.grid import GridShape
+from axonn_jax.inference.generate import logits
 from axonn_jax.models.huggingface import from_huggingface, to_huggingface
 from axonn_jax.models.presets import preset
 from axonn_jax.models.vocabulary import fit_vocabulary
-from axonn_jax.planner.communication import Work, predict
-from axonn_jax.state.manifest import read
-from axonn_jax.tensor import chunks
-from axonn_jax.tensor.params import take_apart
-from axonn_jax.train.program import StageProgram
-from axonn_jax.train.trainer import Trainer
+from axonn_jax.planner.communication import StepSpec, predict
+from axonn_jax.tensor import kernel_choice
+from axonn_jax.tensor.params import split_module
+from axonn_jax.train.engines.program import StageProgram
 
 PRIME = 61
 SHAPES = {name: replace(shape, vocab=PRIME) for name, shape in grids.MODELS.items()}  # a tied table, a head of its own
@@ -28,8 +30,8 @@ SHAPES = {name: replace(shape, vocab=PRIME) for name, shape in grids.MODELS.item
 
 def whole_model(shape):
     """On one device, as a caller has it."""
-    parts = take_apart(grids.make_model(shape, grids.lay(GridShape())))
-    return parts.rebuild({name: jnp.asarray(p, jnp.float32) for name, p in grids.host_params(shape).items()})
+    parts = split_module(grids.make_model(shape, grids.lay(GridShape())))
+    return parts.merge({name: jnp.asarray(p, jnp.float32) for name, p in grids.host_params(shape).items()})
 
 
 @pytest.mark.parametrize(
@@ -42,9 +44,9 @@ def whole_model(shape):
     ],
 )
 def test_loss_and_gradients_are_the_plain_models(monkeypatch, model, axes, bytes_of_a_part):
-    monkeypatch.setattr(chunks, "LOGITS_BYTES", bytes_of_a_part)
+    monkeypatch.setattr(kernel_choice, "LOGITS_BYTES", bytes_of_a_part)
     shape, grid = SHAPES[model], grids.lay(axes)
-    parts = take_apart(fit_vocabulary(whole_model(shape), axes))
+    parts = split_module(fit_vocabulary(whole_model(shape), axes))
     params = {name: jax.device_put(p, NamedSharding(grid.mesh, parts.specs[name])) for name, p in parts.params.items()}
     program = StageProgram(parts, grid, jnp.dtype("float32"))
     tokens = grids.tokens(PRIME, 2, 8, shape.seq_len)
@@ -63,22 +65,22 @@ def test_loss_and_gradients_are_the_plain_models(monkeypatch, model, axes, bytes
 
 def test_scores_beyond_the_vocabulary_are_never_drawn():
     shape, axes = SHAPES["gpt"], GridShape(1, 1, 1, 4, 1)
-    parts = take_apart(fit_vocabulary(whole_model(shape), axes))
-    program = StageProgram(parts, grids.lay(axes), jnp.dtype("float32"))
-    logits = np.asarray(jax.jit(program.logits)(parts.params, jnp.zeros((1, 4), jnp.int32)))
-    assert logits.shape[-1] == 64
-    assert np.isneginf(logits[..., PRIME:]).all()
-    assert np.isfinite(logits[..., :PRIME]).all()
+    parts = split_module(fit_vocabulary(whole_model(shape), axes))
+    forward = jax.jit(partial(logits, parts, grids.lay(axes).mesh))
+    found = np.asarray(forward(parts.params, jnp.zeros((1, 4), jnp.int32)))
+    assert found.shape[-1] == 64
+    assert np.isneginf(found[..., PRIME:]).all()
+    assert np.isfinite(found[..., :PRIME]).all()
 
 
 def test_any_grid_goes_on_from_what_any_grid_saved_a_pipeline_included(monkeypatch, tmp_path):
     """Losses of a step with 64 rows at either end of a pipe, of one with 62, and of one with the 61 that there are."""
-    monkeypatch.setattr(chunks, "LOGITS_BYTES", 3000)  # the loss in parts, in the last stage's programs too
+    monkeypatch.setattr(kernel_choice, "LOGITS_BYTES", 3000)  # the loss in parts, in the last stage's programs too
     shape = SHAPES["gpt"]
     batch = grids.tokens(PRIME, 1, 8, shape.seq_len)[0]
 
     def trainer(axes):
-        return Trainer(whole_model(shape), optax.adamw(1e-2), grids.lay(axes), microbatches=1)
+        return make_trainer(whole_model(shape), optax.adamw(1e-2), grids.lay(axes), microbatches=1)
 
     alone = trainer(GridShape())
     want = [float(alone.step(batch)["loss"]) for _ in range(3)]
@@ -95,13 +97,13 @@ def test_any_grid_goes_on_from_what_any_grid_saved_a_pipeline_included(monkeypat
     # The first loss is of the same weights. Adam's first steps are of size lr whatever the gradient, so where one is
     # nearly zero the rounding of another order of summation decides: differences of some eps grow a little each step.
     np.testing.assert_allclose(losses, want, rtol=64 * grids.EPS)
-    np.testing.assert_array_equal(np.asarray(second.params["embedding.table"])[PRIME:], 0)
+    np.testing.assert_array_equal(np.asarray(second.engine.params["embedding.table"])[PRIME:], 0)
 
 
 def test_parameters_born_on_a_grid_are_those_of_one_device():
     shape, axes = SHAPES["llama"], GridShape(1, 1, 2, 2, 2)
-    whole = take_apart(grids.make_model(shape, grids.lay(GridShape()))).params
-    born = take_apart(grids.make_model(shape, grids.lay(axes))).params
+    whole = split_module(grids.make_model(shape, grids.lay(GridShape()))).params
+    born = split_module(grids.make_model(shape, grids.lay(axes))).params
     np.testing.assert_array_equal(np.asarray(born["embedding.table"])[:PRIME], whole["embedding.table"])
     np.testing.assert_array_equal(np.asarray(born["head.kernel"])[:, :PRIME], whole["head.kernel"])
     assert born["head.kernel"].shape[1] == 64
@@ -110,10 +112,10 @@ def test_parameters_born_on_a_grid_are_those_of_one_device():
 def test_gpt2s_vocabulary_fits_every_grid_and_the_plan_counts_its_padding():
     shape = preset("gpt2")
     for parts in range(2, 29):
-        GridShape(1, 1, 1, 1, 1).check_model(shape)
+        shape.check_grid(GridShape(1, 1, 1, 1, 1))
         assert shape.padded_vocab(parts) % parts == 0
         assert 0 < shape.padded_vocab(parts) - 50_257 < parts
-    work = Work(shape, GridShape(1, 1, 4, 1, 1), sequences=4)
+    work = StepSpec(shape, GridShape(1, 1, 4, 1, 1), sequences=4)
     (gathered,) = [one for one in predict(work) if one.name == "embedding" and one.kind == "all-gather"]
     assert gathered.whole == 50_260 * 768 * 4
 
@@ -121,7 +123,7 @@ def test_gpt2s_vocabulary_fits_every_grid_and_the_plan_counts_its_padding():
 def test_hugging_face_tensors_come_and_go_without_the_padding():
     shape = SHAPES["gpt"]
     theirs = to_huggingface(grids.host_params(shape), shape)
-    parts = take_apart(fit_vocabulary(whole_model(shape), GridShape(1, 1, 2, 2, 1)))
+    parts = split_module(fit_vocabulary(whole_model(shape), GridShape(1, 1, 2, 2, 1)))
     assert parts.params["embedding.table"].shape[0] == 64
     back = to_huggingface({name: np.asarray(p) for name, p in parts.params.items()}, shape)
     assert back["transformer.wte.weight"].shape == (PRIME, shape.hidden)

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-SCENARIO, _, VARIANT = sys.argv[1].partition("-")  # unrung: as between hosts; device: as MPI that takes device memory
+SCENARIO, _, VARIANT = sys.argv[1].partition("-")  # as between hosts; as MPI that takes device memory
 CHANNEL, DEVICES = sys.argv[2], int(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", DEVICES)
 
 from mpi4py import MPI  # noqa: E402
 
 from axonn_jax.channels import ChannelClosed, Ports, open_channel  # noqa: E402
-from axonn_jax.channels.base import Pause  # noqa: E402
 from axonn_jax.channels.buffers import DeviceBuffers  # noqa: E402
+from axonn_jax.channels.wakeup import Wakeup  # noqa: E402
 from axonn_jax.schedule.tasks import Message  # noqa: E402
 
 WORLD = MPI.COMM_WORLD
@@ -76,10 +76,11 @@ class LateBuffers(DeviceBuffers):
 def opened(forms=FORMS):
     here = {stage: form for stage, form in forms.items() if stage % WORLD.Get_size() == RANK}
     channel = open_channel(CHANNEL, Ports(here, len(forms)), WORLD)
-    for end in channel._lanes.values() if CHANNEL == "mpi4jax" else [channel]:
-        assert end._rung
-        if VARIANT == "unrung":
-            end._peers, end._rung = {}, False
+    ends = [threads.wakeup for threads in channel._directions.values()] if CHANNEL == "mpi4jax" else [channel._wakeup]
+    for wakeup in ends:
+        assert wakeup.notified
+        if VARIANT == "unnotified":
+            wakeup.peers, wakeup.notified = {}, False
     if VARIANT == "device":
         channel._buffers = LateBuffers(list(here.values()), list(MESH.devices.flat))
     return channel, Inbox(channel)
@@ -252,12 +253,12 @@ def unclosed():
 def looks():
     """How often a second a waiting channel looks for messages, idle and beside a computation."""
     channel, _ = opened()
-    rates, seconds = {}, Pause.seconds
+    rates, seconds = {}, Wakeup.seconds
     for name, active in (("idle", False), ("busy", True)):
         channel.busy(active)
         time.sleep(0.5)  # after something has happened it looks more often for a while
         asked, began = [], time.monotonic()
-        Pause.seconds = lambda self, asked=asked, **how: asked.append(self) or seconds(self, **how)
+        Wakeup.seconds = lambda self, asked=asked, **how: asked.append(self) or seconds(self, **how)
         time.sleep(1)
         rates[name] = len(asked) / (time.monotonic() - began)
     print(json.dumps(rates), flush=True)

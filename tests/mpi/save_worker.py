@@ -9,13 +9,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import axonn_jax as ax
-from axonn_jax.state import files
-from axonn_jax.state.agree import agreement
-from axonn_jax.state.saver import Saver
+from axonn_jax.checkpoint import manifest
+from axonn_jax.checkpoint.save import Saver
+from axonn_jax.distributed.host_sync import host_sync
 
 folder = Path(sys.argv[1])
 grid = ax.init(x=2)
-read, checksum = [], files.checksum
+read, checksum = [], manifest.checksum
 
 
 def recording(file, *rest):
@@ -23,10 +23,10 @@ def recording(file, *rest):
     return checksum(file, *rest)
 
 
-files.checksum = recording
+manifest.checksum = recording
 values = np.arange(60_000, dtype=np.float32)
 split = NamedSharding(grid.mesh, PartitionSpec("x"))
-saver = Saver(folder / "checkpoints", grid, agreement(grid))
+saver = Saver(folder / "checkpoints", grid, host_sync(grid))
 saver.save(1, {"params.w": jax.make_array_from_callback(values.shape, split, lambda index: values[index])}, {})
 assert saver.settle() == ""
 saver.close()

@@ -22,5 +22,5 @@ trainer = ax.Trainer(
 )
 norm = float(trainer.step(BATCH)["grad_norm"])
 for place, grads in enumerate(gradients_of(trainer)):
-    np.savez(Path(folder) / f"{trainer.grid.rank}.{place}.npz", norm=norm, **grads)
+    np.savez(Path(folder) / f"{trainer.engine.grid.rank}.{place}.npz", norm=norm, **grads)
 trainer.close()

@@ -63,7 +63,7 @@ def test_a_ring_of_three_ranks(channel):
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-@pytest.mark.parametrize("scenario", ["traffic-unrung", "burst-unrung", "unready-unrung"])
+@pytest.mark.parametrize("scenario", ["traffic-unnotified", "burst-unnotified", "unready-unnotified"])
 def test_ranks_that_do_not_hear_each_other_look(scenario, channel):
     done = ranks(scenario, channel, 2)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -109,7 +109,7 @@ def test_a_dead_peer_ends_flush_and_close_in_time(scenario, channel):
 
 @pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize(
-    ("scenario", "most"), [("looks", {"idle": 50, "busy": 50}), ("looks-unrung", {"idle": 1000, "busy": 250})]
+    ("scenario", "most"), [("looks", {"idle": 50, "busy": 50}), ("looks-unnotified", {"idle": 1000, "busy": 250})]
 )
 def test_waiting_is_a_look_now_and_then(channel, scenario, most):
     """Every 20 ms where peers ring, else every 1 and every 4 ms at most; scripts/bench/channels has what it costs."""

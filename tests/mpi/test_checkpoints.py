@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 from launched import AXONN, UNDER_MPIRUN, Launched, command, curves, environment, errors, finished, flags
 from saved import disk_of
 
+from axonn_jax.checkpoint.manifest import all_steps, step_of
+from axonn_jax.checkpoint.restore import load, newest
+from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.grid import GridShape
-from axonn_jax.state.agree import Alone
-from axonn_jax.state.checkpoint import load, newest
-from axonn_jax.state.manifest import all_steps, step_of
 
 pytestmark = UNDER_MPIRUN
 
@@ -38,7 +38,7 @@ KILLS = {"pipe 2": 20, "x 2": 20}
 
 def arrays(run):
     """Everything in the newest checkpoint of a run."""
-    found = newest(run / "checkpoints", Alone(), pytest.fail)
+    found = newest(run / "checkpoints", LocalSync(), pytest.fail)
     one = NamedSharding(grids.lay(GridShape()).mesh, P())
     wanted = {
         name: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=one)
@@ -185,7 +185,7 @@ def test_a_second_signal_ends_at_once(config, tmp_path):
 @pytest.mark.slow
 def test_restarts_of_one_process_give_up_and_say_why(config, tmp_path):
     run = tmp_path / "run"
-    words = [*command(config, run, train_steps=100_000, checkpoint_every=0), "--restarts", "1"]
+    words = launch(config, run, 1, 1, train_steps=100_000, checkpoint_every=0)
     with Launched(words, tmp_path) as launched:
         for attempt in range(2):
             until(lambda: launched.stderr.count("compiling") > attempt, 60, "a start", launched)  # noqa: B023

@@ -6,7 +6,7 @@ from launched import CONFIG, UNDER_MPIRUN, command, curves, finished
 
 pytestmark = UNDER_MPIRUN
 
-OFFLOAD = {"memory_offload": "optimizer", "memory_bucket": 3000, "train_scan_layers": "no"}
+OFFLOAD = {"memory_offload": "optimizer", "memory_bucket": 3000, "tensor_scan_layers": "no"}
 FP16 = {"memory_precision": "fp16"}
 CASES = {
     "n2 data 2, offload": (2, {"grid_data": 2, **OFFLOAD}),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from launched import AXONN, CONFIG, MPIRUN, UNDER_MPIRUN, command, curves, errors, finished, flags
 
-from axonn_jax.pipeline.timeline import last_whole_step, read_trace
+from axonn_jax.timeline.spans import last_whole_step
+from axonn_jax.timeline.trace import read_trace
 
 pytestmark = UNDER_MPIRUN
 
@@ -180,7 +181,7 @@ def test_ranks_of_different_settings_are_refused_before_anything_compiles(other,
         (3, {"grid_pipe": 2}, "grid.pipe = 2: a divisor of the 3 processes"),
         (2, {"grid_pipe": 4}, "grid.pipe = 4: a divisor of the 2 processes"),
         (4, {"grid_pipe": 2}, "stages of a multiple of 2 devices, their number of processes"),
-        (4, {"grid_pipe": 2, "grid_x": 4}, "which has 2 cpu device(s) in 2 process(es)"),
+        (4, {"grid_pipe": 2, "grid_x": 4}, "which has 2 cpu device(s) in 2 processes"),
         (2, {"grid_pipe": 2, "pipeline_channel": "local"}, "pipeline.channel = 'local': mpi4py, mpi4jax or auto"),
     ],
     ids=["three for two", "two for four", "too many", "too few devices", "local"],

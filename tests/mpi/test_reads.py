@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from launched import MPIRUN, UNDER_MPIRUN, command, errors, finished
-
-from axonn_jax.state.files import check
+from saved import check_files
 
 pytestmark = UNDER_MPIRUN
 
@@ -16,7 +15,7 @@ def test_what_a_process_saved_it_alone_reads_again(tmp_path):
     worker = Path(__file__).with_name("save_worker.py")
     done = finished([MPIRUN, "--oversubscribe", "-n", "2", sys.executable, str(worker), str(tmp_path)])
     assert done.returncode == 0, done.stderr[-3000:]
-    manifest = check(tmp_path / "checkpoints" / "step_00000001")
+    manifest = check_files(tmp_path / "checkpoints" / "step_00000001")
     read = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     own = [sum(size for path, size in files if f"/ocdbt.process_{rank}/" in path) for rank, files in enumerate(read)]
     assert min(own) > 100_000  # each process's half of 240,000 bytes

@@ -7,7 +7,7 @@ import time
 import pytest
 from launched import AXONN, UNDER_MPIRUN, OnTerminal, command, environment, flags
 
-from axonn_jax.state.manifest import all_steps, step_of
+from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.train.metrics import read_metrics
 
 pytestmark = [*UNDER_MPIRUN, pytest.mark.slow, pytest.mark.usefixtures("hangup")]

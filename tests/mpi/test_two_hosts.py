@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from launched import CONFIG, MPIRUN, UNDER_MPIRUN, Launched, command, curves, finished
 
-from axonn_jax.network import listening
+from axonn_jax.distributed.network import listening
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/concepts.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/launch.md"
 TOLERANCE = 2e-6  # as in test_mpirun_pipeline
 STALL_S, CUT_S = 10, 25
 HOSTS = Path("/etc/hosts")

@@ -10,25 +10,25 @@ from flax import nnx
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
-from axonn_jax.models.pieces import transformer_pieces
+from axonn_jax.models.segments import transformer_segments
 from axonn_jax.pipeline.build import plan
-from axonn_jax.pipeline.trace import Work
-from axonn_jax.schedule.groups import group_count, group_ranges, group_size
-from axonn_jax.schedule.tasks import Layout
-from axonn_jax.tensor.params import shapes_of, take_apart
+from axonn_jax.pipeline.trace import StepShape
+from axonn_jax.schedule.partition import group_count, group_ranges, group_size
+from axonn_jax.schedule.tasks import PipelineShape
+from axonn_jax.tensor.params import shapes_of, split_module
 
 
-def planned(blocks, *, virtual_stages=1, activations="none"):
+def planned(blocks, *, virtual_stages=1):
     """A pipeline of two ranks of a model whose stages have so many blocks; ends are stages' ends."""
     stages = 2 * virtual_stages
     shape = dataclasses.replace(grids.GPT, layers=blocks * stages, dropout=0.1)
     model = nnx.eval_shape(lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0)))
-    parts = shapes_of(take_apart(model), jnp.dtype("float32"))
+    parts = shapes_of(split_module(model), jnp.dtype("float32"))
     cuts = [0, *(1 + 2 * blocks * stage for stage in range(1, stages)), 2 + 2 * blocks * stages]
     ranges = [range(first, last) for first, last in pairwise(cuts)]
-    work = Work(2, shape.seq_len + 1, 4, jnp.dtype("float32"), activations, jnp.dtype("float32"), False)
+    work = StepShape(2, shape.seq_len + 1, 4, jnp.dtype("float32"), "none", jnp.dtype("float32"), False)
     grid = grids.lay(GridShape(pipe=2))
-    return plan(parts, grid, Layout(2, 4, virtual_stages), ranges, work, keyed=True), parts, ranges
+    return plan(parts, grid, PipelineShape(2, 4, virtual_stages), ranges, work, keyed=True), parts, ranges
 
 
 def compiled(stage):
@@ -54,7 +54,7 @@ def test_virtual_stages_of_a_rank_share_programs():
 @pytest.mark.parametrize("blocks", [1, 4, 5, 6, 7, 9, 11, 16])
 def test_every_stage_runs_on_all_its_parameters_once(blocks):
     stages, parts, ranges = planned(blocks)
-    pieces = transformer_pieces(dataclasses.replace(grids.GPT, layers=2 * blocks))
+    pieces = transformer_segments(dataclasses.replace(grids.GPT, layers=2 * blocks))
     for stage, whole in zip(stages, ranges, strict=True):
         names = [name for group in stage for name in group.names]
         assert len(names) == len(set(names))
@@ -62,14 +62,9 @@ def test_every_stage_runs_on_all_its_parameters_once(blocks):
         expected = {n for n in parts.params if any(n.startswith(f"{prefix}.") for prefix in prefixes)}
         assert {name for name in names if name.startswith("blocks.")} == expected
         for group in stage:
-            for name, own in zip(group.needs.names, group.names, strict=True):
+            for name, own in zip(group.stretch.names, group.names, strict=True):
                 assert (parts.params[name].shape, parts.specs[name]) == (parts.params[own].shape, parts.specs[own])
                 assert name.split(".")[2:] == own.split(".")[2:]
-
-
-def test_layers_have_their_own_activation_policy_only_in_a_stage_that_is_whole():
-    stages, _, ranges = planned(8, activations="full:0-7,none")
-    assert [[group.stretch.pieces for group in stage] for stage in stages] == [[r] for r in ranges]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Bytes that microbatches in flight keep between tasks: live arrays of real steps beside what a pipeline states."""
 
 import functools
+import sys
+from pathlib import Path
 
 import grids
 import jax
@@ -9,26 +11,34 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from trainers import make_trainer
 
 from axonn_jax.grid import GridShape
-from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.pipeline.held import held_pair, most_between_tasks
-from axonn_jax.schedule.held import Pair, most_held
 from axonn_jax.schedule.policies import live_bound, waiting_bound
-from axonn_jax.schedule.tasks import Layout
+from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.train.config import PipelineConfig
-from axonn_jax.train.trainer import Trainer
 
 MICROBATCHES, ROWS = 8, 16
 TIGHT, CHUNKED = 0.9, 0.75
 """What is reached of a bound at least; under `message` with several virtual stages a slow place is not the worst."""
 
 
+@pytest.fixture
+def bounds(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "bench"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    import pipeline_memory
+
+    yield pipeline_memory
+    del sys.modules["pipeline_memory"]
+
+
 def made(pipe, policy, chunks, activations, layers, in_flight):
     shape = ModelShape(layers=layers, hidden=32, heads=2, kv_heads=2, ffn=128, vocab=64, seq_len=32)
     make = functools.partial(Transformer, shape)
-    return Trainer(
+    return make_trainer(
         lambda: make(rngs=nnx.Rngs(0)),
         optax.sgd(1e-3),
         grids.lay(GridShape(pipe=pipe)),
@@ -61,7 +71,7 @@ def case(*given, slow=True):
         case(2, "zero-bubble", 2, "full", 8),
     ],
 )
-def test_live_arrays_at_task_starts_are_what_the_pipeline_states(pipe, policy, chunks, activations, layers):
+def test_live_arrays_at_task_starts_are_what_the_pipeline_states(pipe, policy, chunks, activations, layers, bounds):
     """Never more, whichever place is slow; and nearly as much where a place keeps more than messages.
 
     With `-s` it prints the bytes: stated, the most of a step, the most of steps in which each place in turn is slow.
@@ -69,7 +79,7 @@ def test_live_arrays_at_task_starts_are_what_the_pipeline_states(pipe, policy, c
     in_flight = pipe if policy == "message" and chunks == 1 else 0
     trainer = made(pipe, policy, chunks, activations, layers, in_flight)
     batch = np.random.default_rng(0).integers(0, 64, (ROWS, 33)).astype(np.int32)
-    parts, rows = trainer._prepare(batch)
+    parts, rows = trainer.engine._prepare(batch)
     peaks = live.Peaks(trainer, parts, jax.live_arrays())
     trainer.step(batch)
     usual = dict(peaks.most)
@@ -77,36 +87,39 @@ def test_live_arrays_at_task_starts_are_what_the_pipeline_states(pipe, policy, c
         live.run_with_a_slow_place(trainer, parts, rows, slow)
     trainer.close()
     for place, rank in parts.ranks.items():
-        stated = most_between_tasks(rank, trainer.layout, policy, in_flight, trainer._split)
+        stated = bounds.most_between_tasks(rank, trainer.engine.layout, policy, in_flight, trainer.engine._split)
         row = (pipe, chunks, policy, activations, layers, place, stated, usual[place], peaks.most[place])
         print("", *row, "", sep=" | ")
         assert peaks.most[place] <= stated, place
-        if any(max(held_pair(stage)) > 2**16 for stage in rank.stages.values()):
+        if any(max(bounds.held_pair(stage)) > 2**16 for stage in rank.stages.values()):
             assert peaks.most[place] >= (CHUNKED if policy == "message" and chunks > 1 else TIGHT) * stated, place
 
 
 @pytest.mark.parametrize("policy", ["message", "gpipe", "1f1b", "interleaved", "zero-bubble"])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_equal_stages_hold_as_many_pairs_as_the_bounds_say(policy, chunks):
+def test_equal_stages_hold_as_many_pairs_as_the_bounds_say(policy, chunks, bounds):
     if policy == "1f1b" and chunks > 1:
         return
     for microbatches in (1, 3, 8, 12):
-        layout = Layout(4, microbatches, chunks)
+        layout = PipelineShape(4, microbatches, chunks)
         for rank in range(4):
             live_pairs, late = live_bound(policy, layout, rank), waiting_bound(policy, layout, rank)
             assert late == 0 or policy in ("message", "zero-bubble")
-            most = most_held(policy, layout, rank, [Pair(1.0, 1.5)] * chunks)
+            most = bounds.most_held(policy, layout, rank, [bounds.Pair(1.0, 1.5)] * chunks)
             assert most <= live_pairs + 0.5 * late
             if chunks == 1 or policy == "message":
                 assert most == live_pairs + 0.5 * late
-            assert most_held(policy, layout, rank, [Pair(0.0, 1.0)] * chunks) <= late
+            assert bounds.most_held(policy, layout, rank, [bounds.Pair(0.0, 1.0)] * chunks) <= late
 
 
-def test_chunks_that_keep_more_are_alive_in_fewer_microbatches():
+def test_chunks_that_keep_more_are_alive_in_fewer_microbatches(bounds):
     """Five activations on two chunks are at most three of the first and two of the second."""
-    layout = Layout(2, 8, 2)
+    layout = PipelineShape(2, 8, 2)
     assert live_bound("message", layout, 0) == 5
-    assert most_held("message", layout, 0, [Pair(1.0, 1.0), Pair(10.0, 16.0)]) == 3 * 1 + 2 * 16
-    assert most_held("message", layout, 0, [Pair(9.0, 9.0), Pair(1.0, 1.0)]) == 5 * 9
-    assert most_held("message", Layout(2, 3, 2), 0, [Pair(9.0, 9.0), Pair(1.0, 1.0)]) == 3 * 9 + 2 * 1
-    assert most_held("gpipe", layout, 0, [Pair(1.0, 0.0), Pair(10.0, 0.0)]) == 8 * 11
+    assert bounds.most_held("message", layout, 0, [bounds.Pair(1.0, 1.0), bounds.Pair(10.0, 16.0)]) == 3 * 1 + 2 * 16
+    assert bounds.most_held("message", layout, 0, [bounds.Pair(9.0, 9.0), bounds.Pair(1.0, 1.0)]) == 5 * 9
+    assert (
+        bounds.most_held("message", PipelineShape(2, 3, 2), 0, [bounds.Pair(9.0, 9.0), bounds.Pair(1.0, 1.0)])
+        == 3 * 9 + 2 * 1
+    )
+    assert bounds.most_held("gpipe", layout, 0, [bounds.Pair(1.0, 0.0), bounds.Pair(10.0, 0.0)]) == 8 * 11

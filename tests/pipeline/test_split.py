@@ -9,13 +9,13 @@ from flax import nnx
 
 from axonn_jax.grid import GridShape
 from axonn_jax.memory.precision import precisions
-from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.pipeline.build import plan
-from axonn_jax.pipeline.split import cut, keep_all, keep_ungathered
-from axonn_jax.pipeline.trace import Work, trace_whole
-from axonn_jax.schedule.tasks import Layout
-from axonn_jax.tensor.params import take_apart
+from axonn_jax.pipeline.partition_jaxpr import cut, keep_all, keep_ungathered
+from axonn_jax.pipeline.trace import StepShape, trace_whole
+from axonn_jax.schedule.tasks import PipelineShape
+from axonn_jax.tensor.params import split_module
 
 LLAMA = ModelShape(
     layers=3, hidden=64, heads=4, kv_heads=2, ffn=160, vocab=128, seq_len=64,
@@ -28,12 +28,12 @@ def handed(shape, precision):
     """Of a stage that is one block: elements of the stream's size after forward and input gradient, inputs included."""
     grid, dtypes = grids.lay(GridShape(pipe=2)), precisions(precision)
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
-    work = Work(2, shape.seq_len + 1, 4, dtypes.compute, "none", dtypes.sums, dtypes.scaled)
-    ranges = [range(3), range(3, 5), range(5, len(model.pieces))]
-    stages = plan(take_apart(model), grid, Layout(2, 4, 1), ranges, work, keyed=False)
+    work = StepShape(2, shape.seq_len + 1, 4, dtypes.compute, "none", dtypes.grad_dtype, dtypes.scaled)
+    ranges = [range(3), range(3, 5), range(5, len(model.segments))]
+    stages = plan(split_module(model), grid, PipelineShape(2, 4, 1), ranges, work, keyed=False)
     (group,) = stages[1]
     stretch = group.stretch
-    traced = trace_whole(stretch, group.needs)
+    traced = trace_whole(stretch)
     free = [i for i, name in enumerate(traced.slots) if name in stretch.parts.params]
     gradients = range(2, len(traced.closed.jaxpr.outvars))
     parts = cut(traced.closed, [[0], [1], gradients], free, [keep_ungathered, keep_all, keep_all])

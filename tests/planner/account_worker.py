@@ -4,16 +4,17 @@ import json
 import os
 import sys
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-
 import jax
 
-from axonn_jax.accounting import account
+from axonn_jax.cli.bench.collectives import account
 from axonn_jax.grid import GridShape
-from axonn_jax.models.inner import Inner
+from axonn_jax.models.block_comm import BlockComm
+from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset
-from axonn_jax.models.shape import ModelShape
-from axonn_jax.planner.communication import Work
+from axonn_jax.planner.communication import StepSpec
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
 
 devices, cases = int(sys.argv[1]), json.load(sys.stdin)
 jax.config.update("jax_num_cpu_devices", devices)
@@ -21,7 +22,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 for case in cases:
     model = case.pop("model")
     shape = preset(model.pop("preset"), **model) if "preset" in model else ModelShape(**model)
-    inner = Inner(*map(bool, case.pop("inner")))
-    done = account(Work(shape, GridShape(1, *case.pop("axes")), inner=inner, **case))
+    comm = BlockComm(*map(bool, case.pop("comm")))
+    done = account(StepSpec(shape, GridShape(1, *case.pop("axes")), comm=comm, **case))
     rows = [[row.kind, row.axes, float(row.predicted), float(row.compiled)] for row in done.rows]
     print(json.dumps({"exact": done.exact, "ratio": done.ratio, "rows": rows}), flush=True)

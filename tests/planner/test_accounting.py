@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from axonn_jax.accounting import Accounting, account
+from axonn_jax.cli.bench.collectives import Accounting, account
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.models.shape import ModelShape
-from axonn_jax.planner.communication import Work, predict
+from axonn_jax.models.config import ModelShape
+from axonn_jax.planner.communication import StepSpec, predict
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -30,11 +30,11 @@ MODELS = {"gpt": GPT, "llama": LLAMA}
 GRIDS = [axes for axes in product((1, 2, 4, 8, 16), repeat=4) if axes[0] * axes[1] * axes[2] * axes[3] == 16]
 
 
-def case(model, axes, activations="none", microbatches=1, scanned=False, gather="layer", split=False, inner=(0, 0)):
+def case(model, axes, activations="none", microbatches=1, scanned=False, gather="forward", comm=(0, 0, 0)):
     model = asdict(model) if isinstance(model, ModelShape) else model
     sequences = axes[0] * axes[1] * microbatches
     settings = {"microbatches": microbatches, "sequences": sequences, "activations": activations, "scanned": scanned}
-    return {"model": model, "axes": axes, "gather": gather, "sequence_parallel": split, "inner": inner, **settings}
+    return {"model": model, "axes": axes, "gather": gather, "comm": comm, **settings}
 
 
 def check(devices, cases):
@@ -55,28 +55,21 @@ def check(devices, cases):
 
 
 def test_a_sample_of_the_grids_of_16_devices():
+    """Every pair of policy, layout of the block and life of gathered weights; both models, unrolled and scanned."""
     check(
         16,
         [
+            case(LLAMA, (2, 2, 2, 2), "none", 1),
+            case(GPT, (1, 4, 2, 2), "none", 2, gather="backward", comm=(0, 0, 1)),
+            case(LLAMA, (1, 4, 1, 4), "none", 3, scanned=True, gather="step", comm=(1, 1)),
+            case(replace(GPT, layers=3), (2, 8, 1, 1), "full", 3, scanned=True, gather="backward"),
+            case(LLAMA, (2, 2, 2, 2), "full", 2, gather="step", comm=(0, 0, 1)),
+            case(LLAMA, (2, 2, 2, 2), "full", 2, comm=(1, 1)),
+            case(GPT, (2, 2, 2, 2), "save_collectives", 2, gather="step"),
+            case(GPT, (1, 1, 4, 4), "save_collectives", 1, scanned=True, comm=(0, 0, 1)),
+            case(GPT, (2, 2, 2, 2), "save_collectives", 1, scanned=True, gather="backward", comm=(0, 1)),
             case(GPT, (2, 2, 2, 2), "full", 2),
-            case(LLAMA, (2, 2, 2, 2)),
-            case(GPT, (1, 4, 1, 4)),
-            case(LLAMA, (1, 1, 4, 4), "full"),
-            case(GPT, (1, 4, 2, 2), "save_collectives"),
-            case(replace(GPT, layers=3), (2, 2, 2, 2), "none", 2, scanned=True),
-            case(LLAMA, (2, 2, 2, 2), "full", 1, scanned=True),
-            case(LLAMA, (1, 4, 2, 2), "full", 2, gather="pass"),
-            case(GPT, (2, 2, 2, 2), "full", 2, gather="step"),
-            case(replace(GPT, layers=3), (2, 8, 1, 1), "full", 2, scanned=True, gather="pass"),
-            case(LLAMA, (2, 2, 2, 2), "none", 3, scanned=True, gather="step"),
-            case(GPT, (2, 2, 2, 2), "none", 2, split=True),
-            case(LLAMA, (1, 2, 4, 2), "full", 1, scanned=True, split=True),
-            case(GPT, (1, 1, 4, 4), "save_collectives", split=True),
-            case(GPT, (1, 4, 2, 2), "full", 2, gather="pass", split=True),
-            case(LLAMA, (2, 2, 2, 2), "none", 2, gather="step", split=True),
-            case(LLAMA, (2, 2, 2, 2), "full", 2, inner=(1, 1)),
-            case(GPT, (1, 4, 1, 4), "none", 1, gather="step", inner=(1, 1)),
-            case(GPT, (2, 2, 2, 2), "save_collectives", 1, scanned=True, inner=(0, 1)),
+            case(LLAMA, (1, 2, 4, 2), "full", 1, scanned=True, comm=(0, 0, 1)),
         ],
     )
 
@@ -88,7 +81,7 @@ def test_a_sample_of_the_grids_of_16_devices():
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_4d_grid_of_16_devices_with_the_sequence_split(model, scanned, activations, microbatches):
-    check(16, [case(MODELS[model], axes, activations, microbatches, scanned, split=True) for axes in GRIDS])
+    check(16, [case(MODELS[model], axes, activations, microbatches, scanned, comm=(0, 0, 1)) for axes in GRIDS])
 
 
 @pytest.mark.slow
@@ -99,7 +92,7 @@ def test_every_4d_grid_of_16_devices_with_the_sequence_split(model, scanned, act
 @pytest.mark.parametrize("model", MODELS)
 def test_every_grid_with_x_and_inner_features_over_both(model, scanned, activations, microbatches):
     grids = [axes for axes in GRIDS if axes[3] > 1]
-    check(16, [case(MODELS[model], axes, activations, microbatches, scanned, inner=(1, 1)) for axes in grids])
+    check(16, [case(MODELS[model], axes, activations, microbatches, scanned, comm=(1, 1)) for axes in grids])
 
 
 @pytest.mark.slow
@@ -116,7 +109,7 @@ def test_every_4d_grid_of_16_devices(model, scanned, activations, microbatches):
 @pytest.mark.slow
 @pytest.mark.parametrize("activations", ["none", "full", "dots", "save_collectives"])
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("gather", ["pass", "step"])
+@pytest.mark.parametrize("gather", ["backward", "step"])
 def test_every_grid_with_z_where_gathered_weights_are_kept(gather, scanned, activations):
     grids = [axes for axes in GRIDS if axes[1] > 1]
     model = GPT if scanned else LLAMA
@@ -140,7 +133,7 @@ def test_published_models_on_hundreds_of_devices(devices, model, axes):
 
 
 def test_a_difference_is_seen():
-    work = Work(replace(GPT, layers=1), GridShape(1, 1, 2, 2, 2), 2)
+    work = StepSpec(replace(GPT, layers=1), GridShape(1, 1, 2, 2, 2), 2)
     done = account(work)
     assert done.exact
     assert done.ratio == 1.0
@@ -153,8 +146,8 @@ def test_a_difference_is_seen():
 
 def test_what_cannot_be_compared_is_refused():
     with pytest.raises(UserError, match="itemsize"):
-        account(Work(GPT, GridShape(x=2), 1, itemsize=2))
+        account(StepSpec(GPT, GridShape(x=2), 1, itemsize=2))
     with pytest.raises(UserError, match=r"grid.pipe"):
-        account(Work(GPT, GridShape(pipe=2), 1))
+        account(StepSpec(GPT, GridShape(pipe=2), 1))
     with pytest.raises(UserError, match="devices = 8"):
-        account(Work(GPT, GridShape(x=16), 1))
+        account(StepSpec(GPT, GridShape(x=16), 1))

@@ -8,9 +8,10 @@ import pytest
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.communication import Work, predict
-from axonn_jax.planner.ring import totals
+from axonn_jax.planner.communication import StepSpec, predict
+from axonn_jax.planner.machines.network import totals
 
 GPT = preset("gpt-5b")
 GRID = GridShape(pipe=1, data=2, z=4, y=8, x=2)
@@ -24,7 +25,7 @@ def find(predicted, name, phase, kind):
 
 @pytest.mark.parametrize("accumulate", [4, 2])
 def test_the_up_projection_is_the_table_of_the_algorithm(accumulate):
-    predicted = predict(Work(GPT, GRID, sequences=64, microbatches=2, itemsize=2, accumulate=accumulate))
+    predicted = predict(StepSpec(GPT, GRID, sequences=64, microbatches=2, itemsize=2, accumulate=accumulate))
     # DESIGN section 4 with k = 4096 over x, n = 16384 over y, m = 32 sequences x 2048 a microbatch, e = 2.
     k, n, m, steps = 4096, 16384, 32 * 2048, 24 * 2
     gathered = find(predicted, "blocks.mlp.up", "forward", "all-gather")
@@ -42,14 +43,16 @@ def test_the_up_projection_is_the_table_of_the_algorithm(accumulate):
 
 
 def test_alternate_layers_swap_x_and_y():
-    down = [one for one in predict(Work(GPT, GRID, 8)) if one.name == "blocks.mlp.down" and one.kind == "all-reduce"]
+    down = [
+        one for one in predict(StepSpec(GPT, GRID, 8)) if one.name == "blocks.mlp.down" and one.kind == "all-reduce"
+    ]
     assert [(one.phase, one.over) for one in down] == [("forward", "y"), ("backward", "x"), ("update", "data")]
 
 
 def test_gate_and_up_reduce_their_input_gradient_once():
     shape = preset("llama2-7b")
     grid = GridShape(z=2, y=4, x=2)
-    over_y = [one for one in predict(Work(shape, grid, 4)) if one.over == "y" and one.phase == "backward"]
+    over_y = [one for one in predict(StepSpec(shape, grid, 4)) if one.over == "y" and one.phase == "backward"]
     blocks = [one for one in over_y if one.name.startswith("blocks")]
     assert [one.name for one in blocks] == ["blocks.attention.qkv", "blocks.mlp.up"]
     each = 2 * Fraction(3, 4) * 2 * 4096 * 4096 * 4 / 2  # 2 sequences of 4,096 tokens, hidden 4096 over x = 2
@@ -57,7 +60,7 @@ def test_gate_and_up_reduce_their_input_gradient_once():
 
 
 def test_a_tied_table_travels_once_each_way():
-    over_z = [one for one in predict(Work(GPT, GridShape(z=8), 8)) if one.over == "z" and one.kind != "all-reduce"]
+    over_z = [one for one in predict(StepSpec(GPT, GridShape(z=8), 8)) if one.over == "z" and one.kind != "all-reduce"]
     table = {(one.name, one.kind): one.bytes for one in over_z if one.name in ("embedding", "head")}
     once = Fraction(7, 8) * GPT.vocab * GPT.hidden * 4
     assert table == {("embedding", "all-gather"): once, ("embedding", "reduce-scatter"): once}
@@ -65,9 +68,9 @@ def test_a_tied_table_travels_once_each_way():
 
 def test_one_axis_alone_is_ddp_and_fsdp():
     params = preset("llama2-7b").params()
-    ddp = totals(predict(Work(preset("llama2-7b"), GridShape(data=8), 8)))
+    ddp = totals(predict(StepSpec(preset("llama2-7b"), GridShape(data=8), 8)))
     assert ddp == {("all-reduce", "data"): 2 * Fraction(7, 8) * (4 * params + 4)}  # gradients and the loss
-    fsdp = totals(predict(Work(preset("llama2-7b"), GridShape(z=8), 8, itemsize=2)))
+    fsdp = totals(predict(StepSpec(preset("llama2-7b"), GridShape(z=8), 8, itemsize=2)))
     norms = 65 * 4096  # replicated over z, so reduced like DDP's
     assert fsdp == {
         ("all-gather", "z"): Fraction(7, 8) * 2 * (params - norms),
@@ -77,11 +80,11 @@ def test_one_axis_alone_is_ddp_and_fsdp():
 
 
 def test_one_device_communicates_nothing():
-    assert predict(Work(GPT, GridShape(), 1)) == ()
+    assert predict(StepSpec(GPT, GridShape(), 1)) == ()
 
 
 def test_recomputation_gathers_again_and_skips_what_nothing_reads():
-    kept, again = (predict(Work(GPT, GRID, 64, 2, activations=policy)) for policy in ("none", "full"))
+    kept, again = (predict(StepSpec(GPT, GRID, 64, 2, activations=policy)) for policy in ("none", "full"))
     extra = {(one.name, one.kind) for one in again if one.phase == "recompute"}
     assert ("blocks.mlp.down", "all-gather") in extra
     assert ("blocks.mlp.down", "all-reduce") not in extra
@@ -94,7 +97,7 @@ def test_a_split_sequence_takes_one_more_gather_over_y_and_less_over_x(policy, s
     """A gather and a reduce-scatter have an all-reduce's bytes; each half of a block gathers once more."""
 
     def sent(split, axis, names):
-        found = predict(Work(GPT, GRID, 64, 2, activations=policy, sequence_parallel=split))
+        found = predict(StepSpec(GPT, GRID, 64, 2, activations=policy, comm=BlockComm(sequence_split=split)))
         return sum(one.bytes for one in found if one.over == axis and one.name.startswith(names))
 
     assert sent(True, "y", "blocks") == Fraction(share) * sent(False, "y", "blocks")
@@ -103,17 +106,17 @@ def test_a_split_sequence_takes_one_more_gather_over_y_and_less_over_x(policy, s
     norms = ("blocks.attention_norm", "blocks.mlp_norm", "norm")
     assert 8 * sent(True, "x", norms) == sent(False, "x", norms)
     with pytest.raises(UserError, match=r"model.seq_len = 1001: a multiple of y"):
-        predict(Work(preset("gpt-5b", seq_len=1001), GridShape(y=8), 1, sequence_parallel=True))
+        predict(StepSpec(preset("gpt-5b", seq_len=1001), GridShape(y=8), 1, comm=BlockComm(sequence_split=True)))
 
 
 def test_a_grid_that_does_not_divide_is_refused():
     with pytest.raises(UserError, match=r"train.global_batch = 3"):
-        predict(Work(GPT, GRID, 3))
+        predict(StepSpec(GPT, GRID, 3))
     with pytest.raises(UserError, match=r"model.hidden"):
-        predict(Work(GPT, GridShape(x=3), 1))
+        predict(StepSpec(GPT, GridShape(x=3), 1))
 
 
 def test_predicting_and_reading_import_no_jax():
-    code = "import sys, axonn_jax.planner.communication, axonn_jax.planner.compiled; print('jax' in sys.modules)"
+    code = "import sys, axonn_jax.planner.communication, axonn_jax.planner.hlo.collectives; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"

@@ -12,10 +12,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.planner.compiled import collectives
-from axonn_jax.planner.groups import axes_finder, replica_groups
-from axonn_jax.planner.hlo import Array, arrays, parse
-from axonn_jax.planner.ring import ring_bytes, totals
+from axonn_jax.planner.hlo.collectives import axes_finder, collectives, replica_groups
+from axonn_jax.planner.hlo.program import Array, arrays, parse
+from axonn_jax.planner.machines.network import ring_bytes, totals
 
 MESH = {"data": 2, "x": 4}
 

@@ -5,36 +5,36 @@ from dataclasses import replace
 import pytest
 
 from axonn_jax.grid import GridShape
-from axonn_jax.models.inner import Inner
+from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.communication import Work, predict
-from axonn_jax.planner.cost import CostModel
-from axonn_jax.planner.footprint import balanced_blocks
-from axonn_jax.planner.job import Choice, Job
-from axonn_jax.planner.machine_file import load_machine
-from axonn_jax.planner.measured import Collective
-from axonn_jax.planner.network import Links
-from axonn_jax.planner.refine import Prices, stage_times
-from axonn_jax.planner.tasks import Switches
-from axonn_jax.planner.traffic import Traffic
+from axonn_jax.planner.communication import StepSpec, predict
+from axonn_jax.planner.cost_model.model import CostModel
+from axonn_jax.planner.cost_model.traffic import Traffic
+from axonn_jax.planner.machines.machine import CollectiveTime
+from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.machines.network import GroupLinks
+from axonn_jax.planner.memory import balanced_blocks
+from axonn_jax.planner.request import Candidate, OverlapFlags, PlanRequest
+from axonn_jax.planner.simulate.candidate import Prices
 
 A100 = load_machine("perlmutter")
-JOB = Job(preset("gpt-5b"), A100, 256, "bf16")
-NONE = Switches(False, False, False, False)
+JOB = PlanRequest(preset("gpt-5b"), A100, 256, "bf16")
+NONE = OverlapFlags(False, False, False, False)
 GRID = GridShape(1, 2, 4, 4, 2)
-LAYOUTS = [{}, {"sequence_parallel": True}, {"inner": Inner(attention=True, mlp=True)}]
+COMMS = [ALL_REDUCE, BlockComm(sequence_split=True), BlockComm(attention=True, mlp=True)]
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "save_collectives"])
 @pytest.mark.parametrize("sequences", [1, 2, 8])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["", "split", "inner"])
+@pytest.mark.parametrize("comm", COMMS, ids=["all_reduce", "split", "gather"])
 @pytest.mark.parametrize("model", ["gpt-5b", "llama2-7b"])
-def test_times_of_communication_are_those_of_the_exact_accounting(model, layout, policy, sequences):
+def test_times_of_communication_are_those_of_the_exact_accounting(model, comm, policy, sequences):
     """The lines, scaled to any microbatch, add up to every collective that is predicted, each priced by itself."""
     shape = preset(model)
-    traffic, links = Traffic(shape, A100, 2, **layout), Links(GRID, A100)
+    traffic = Traffic(PlanRequest(shape, A100, 1, "bf16"), comm)
+    links = GroupLinks(GRID, A100)
     exact = 0.0
-    for one in predict(Work(shape, GRID, GRID.batch_shards * sequences, 1, 2, policy, **layout)):
+    for one in predict(StepSpec(shape, GRID, GRID.batch_shards * sequences, 1, 2, policy, comm=comm)):
         exact += float(one.bytes) / links.rate(one.axes) + one.times * links.latency(one.kind, one.axes)
     skipped = {"none": ("regather", "rereduce"), "full": (), "save_collectives": ("rereduce",)}[policy]
     lines = 0.0
@@ -47,11 +47,11 @@ def test_times_of_communication_are_those_of_the_exact_accounting(model, layout,
     assert lines == pytest.approx(exact)
 
 
-@pytest.mark.parametrize("layout", [{}, {"sequence_parallel": True}, {"inner_features": "yx"}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"sequence_split": True}, {"residual_comm": "gather"}], ids=str)
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_without_overlap_everything_is_exposed_and_adds_up(policy, layout):
     model = CostModel(replace(JOB, switches=NONE, **layout))
-    one = model.estimate(Choice(GRID, 8, policy))
+    one = model.estimate(Candidate(GRID, 8, policy))
     assert sum(one.hidden.values()) == 0
     assert one.step_s == pytest.approx(one.compute_s + one.exposed_s + one.update_s)
 
@@ -61,8 +61,8 @@ def test_inner_features_over_y_and_x_where_that_sends_less(policy):
     """On a grid of one large `x` the wide features are what is sent; `auto` never takes longer than either way."""
     for grid in (GridShape(x=16), GridShape(y=2, x=8), GRID):
         papers, spread, auto = (
-            CostModel(replace(JOB, switches=NONE, batch=16, inner_features=wanted)).estimate(Choice(grid, 1, policy))
-            for wanted in ("y", "yx", "auto")
+            CostModel(replace(JOB, switches=NONE, batch=16, residual_comm=wanted)).estimate(Candidate(grid, 1, policy))
+            for wanted in ("all_reduce", "gather", "auto")
         )
         assert auto.comm_s["x"] <= min(papers.comm_s["x"], spread.comm_s["x"]) * (1 + 1e-9)
         if grid.y <= 2:
@@ -75,7 +75,9 @@ def test_inner_features_over_y_and_x_where_that_sends_less(policy):
 
 
 def test_with_overlap_the_step_is_shorter_by_what_is_hidden():
-    bare, beside = (CostModel(replace(JOB, switches=on)).estimate(Choice(GRID, 8, "full")) for on in (NONE, Switches()))
+    bare, beside = (
+        CostModel(replace(JOB, switches=on)).estimate(Candidate(GRID, 8, "full")) for on in (NONE, OverlapFlags())
+    )
     assert sum(beside.comm_s.values()) <= sum(bare.comm_s.values()) * (1 + 1e-9)
     assert bare.step_s - beside.step_s == pytest.approx(bare.exposed_s - beside.exposed_s)
     assert beside.step_s >= beside.compute_s
@@ -86,14 +88,18 @@ def contended(share):
 
 
 def test_hidden_communication_costs_what_compute_loses_beside_it():
-    for choice in (Choice(GridShape(z=16), 1, "full"), Choice(GridShape(z=16), 4, "full"), Choice(GRID, 8, "full")):
+    for choice in (
+        Candidate(GridShape(z=16), 1, "full"),
+        Candidate(GridShape(z=16), 4, "full"),
+        Candidate(GRID, 8, "full"),
+    ):
         free, slow = (CostModel(replace(JOB, machine=contended(share))).estimate(choice) for share in (0.0, 0.2))
         assert slow.compute_s == free.compute_s
         assert slow.step_s - free.step_s == pytest.approx(slow.exposed_s - free.exposed_s)
         assert slow.step_s > free.step_s
     # Where compute has time to spare beside all of it, a fifth of it is paid.
     free, slow = (
-        CostModel(replace(JOB, machine=contended(share))).estimate(Choice(GridShape(z=4, data=4), 1, "full"))
+        CostModel(replace(JOB, machine=contended(share))).estimate(Candidate(GridShape(z=4, data=4), 1, "full"))
         for share in (0.0, 0.2)
     )
     assert slow.step_s - free.step_s == pytest.approx(0.2 * sum(free.hidden.values()))
@@ -103,7 +109,7 @@ def test_hidden_communication_costs_what_compute_loses_beside_it():
 
 @pytest.mark.parametrize("switch", ["gathers", "scatters", "gradients", "forward"])
 def test_every_switch_hides_something(switch):
-    choice = Choice(GridShape(1, 1, 4, 4, 2), 1, "full")
+    choice = Candidate(GridShape(1, 1, 4, 4, 2), 1, "full")
     off = CostModel(replace(JOB, batch=8, switches=NONE)).estimate(choice)
     on = CostModel(replace(JOB, batch=8, switches=replace(NONE, **{switch: True}))).estimate(choice)
     assert on.step_s < off.step_s
@@ -111,18 +117,18 @@ def test_every_switch_hides_something(switch):
 
 def test_recomputation_costs_a_forward_pass_and_saves_memory():
     model = CostModel(replace(JOB, switches=NONE))
-    kept, again, dots = (model.estimate(Choice(GridShape(z=16), 1, policy)) for policy in ("none", "full", "dots"))
+    kept, again, dots = (model.estimate(Candidate(GridShape(z=16), 1, policy)) for policy in ("none", "full", "dots"))
     assert 1.25 < again.compute_s / kept.compute_s < 1.34
     assert kept.compute_s < dots.compute_s < again.compute_s
     assert again.memory.total < dots.memory.total < kept.memory.total
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
-@pytest.mark.parametrize("gather", ["layer", "pass", "step"])
+@pytest.mark.parametrize("gather", ["forward", "backward", "step"])
 def test_what_is_sent_over_z_is_that_of_the_exact_accounting_however_long_weights_live(gather, policy):
-    grid, links = GridShape(z=8), Links(GridShape(z=8), A100)
-    one = CostModel(replace(JOB, batch=64, switches=NONE)).estimate(Choice(grid, 4, policy, gather=gather))
-    work = Work(JOB.shape, grid, 64, 4, 2, policy, gather=gather)
+    grid, links = GridShape(z=8), GroupLinks(GridShape(z=8), A100)
+    one = CostModel(replace(JOB, batch=64, switches=NONE)).estimate(Candidate(grid, 4, policy, gather=gather))
+    work = StepSpec(JOB.shape, grid, 64, 4, 2, policy, gather=gather)
     exact = sum(float(c.bytes) / links.rate(c.axes) + c.times * links.latency(c.kind, c.axes) for c in predict(work))
     assert one.comm_s["z"] == pytest.approx(exact)
 
@@ -130,17 +136,17 @@ def test_what_is_sent_over_z_is_that_of_the_exact_accounting_however_long_weight
 def test_weights_that_live_longer_take_memory_and_save_time():
     model = CostModel(replace(JOB, batch=512))
     layer, kept, step = (
-        model.estimate(Choice(GridShape(z=64), 8, "full", gather=g)) for g in ("layer", "pass", "step")
+        model.estimate(Candidate(GridShape(z=64), 8, "full", gather=g)) for g in ("forward", "backward", "step")
     )
     assert layer.memory.total < kept.memory.total < step.memory.total
     assert layer.comm_s["z"] > kept.comm_s["z"] > step.comm_s["z"]
-    once = model.estimate(Choice(GridShape(z=64), 1, "full", gather="step"))
-    same = model.estimate(Choice(GridShape(z=64), 1, "full", gather="pass"))
+    once = model.estimate(Candidate(GridShape(z=64), 1, "full", gather="step"))
+    same = model.estimate(Candidate(GridShape(z=64), 1, "full", gather="backward"))
     assert (once.step_s, once.memory) == (same.step_s, same.memory)
 
 
 def test_offload_and_zero_move_the_optimizers_state():
-    model, base = CostModel(JOB), Choice(GridShape(data=8, z=2), 4, "full")
+    model, base = CostModel(JOB), Candidate(GridShape(data=8, z=2), 4, "full")
     plain, offload, zero = (model.estimate(one) for one in (base, replace(base, offload=True), replace(base, zero=1)))
     local = JOB.shape.params() / 2
     assert (plain.memory.weights, plain.memory.optimizer) == pytest.approx((4 * local, 8 * local))
@@ -163,7 +169,7 @@ def test_large_matmuls_reach_the_machines_rate_and_small_ones_do_not():
 def test_a_pipeline_in_closed_form_is_near_its_simulation():
     for policy, split in (("message", True), ("interleaved", False)):
         model = CostModel(replace(JOB, policy=policy, split=split))
-        choice = Choice(GridShape(pipe=8, data=4), 16, "full")
+        choice = Candidate(GridShape(pipe=8, data=4), 16, "full")
         closed = model.estimate(choice)
         assert Prices(model).price(choice).step_s == pytest.approx(closed.step_s, rel=0.08)
         assert Prices(model).price(choice).simulated
@@ -173,7 +179,7 @@ def test_a_stage_gathers_again_whatever_it_keeps():
     model = CostModel(replace(JOB, switches=NONE))
     for pipe in (1, 2):
         grid = GridShape(pipe=pipe, z=8)
-        kept, computed = (model.estimate(Choice(grid, 8, policy)).exposed["z"] for policy in ("none", "full"))
+        kept, computed = (model.estimate(Candidate(grid, 8, policy)).exposed["z"] for policy in ("none", "full"))
         assert (kept < computed) if pipe == 1 else (kept == pytest.approx(computed))
 
 
@@ -186,16 +192,16 @@ def test_a_vocabulary_that_does_not_divide_costs_what_its_padded_table_does(pipe
     whole = replace(JOB, shape=replace(JOB.shape, tied=tied, vocab=50_304))
     assert odd.shape.padded_vocab(8 * 16) == whole.shape.vocab
     for policy in ("none", "full"):
-        one, other = (CostModel(job).estimate(Choice(grid, 4, policy)) for job in (odd, whole))
+        one, other = (CostModel(job).estimate(Candidate(grid, 4, policy)) for job in (odd, whole))
         assert (one.step_s, one.compute_s, one.update_s) == (other.step_s, other.compute_s, other.update_s)
         assert one.memory == other.memory
-    alone, wide = (CostModel(job).estimate(Choice(GridShape(x=8), 4, "full")) for job in (odd, whole))
+    alone, wide = (CostModel(job).estimate(Candidate(GridShape(x=8), 4, "full")) for job in (odd, whole))
     assert alone.memory.total < wide.memory.total  # nothing splits it
 
 
 def test_stages_hold_the_whole_model():
-    model, choice = CostModel(JOB), Choice(GridShape(pipe=4, data=4), 16, "full")
-    times = stage_times(model, choice)
+    model, choice = CostModel(JOB), Candidate(GridShape(pipe=4, data=4), 16, "full")
+    times = Prices(model).stage_times(choice)
     forward = sum(seconds for (kind, _), seconds in times.tasks.items() if kind.value == "F")
     tasks = model.tasks(choice)
     parts = {part: tasks.times(part, 4, "full", True).forward for part in ("block", "first", "last")}
@@ -215,7 +221,7 @@ def test_more_bandwidth_never_hurts():
     fast = replace(A100, bandwidth=tuple(replace(row, gib_per_s=2 * row.gib_per_s) for row in A100.bandwidth))
     for grid in (GRID, GridShape(data=16), GridShape(z=16), GridShape(x=4, y=4)):
         slow_s, fast_s = (
-            CostModel(replace(JOB, machine=one)).estimate(Choice(grid, 1, "full")).step_s for one in (A100, fast)
+            CostModel(replace(JOB, machine=one)).estimate(Candidate(grid, 1, "full")).step_s for one in (A100, fast)
         )
         assert fast_s < slow_s
 
@@ -225,13 +231,13 @@ def test_the_bound_is_below_every_choice():
     for grid in (GRID, GridShape(pipe=4, data=4), GridShape(z=16), GridShape(y=8, data=2)):
         for microbatches in (4, 8):
             for policy in ("none", "full", "dots"):
-                assert model.bound(grid) <= model.estimate(Choice(grid, microbatches, policy)).step_s
+                assert model.bound(grid) <= model.estimate(Candidate(grid, microbatches, policy)).step_s
 
 
 def _measured(seconds, per_byte=1e-9):
     """A box whose all-reduces of two devices take so long whatever their bytes, and a little more with them."""
     rows = [
-        Collective("all-reduce", inner, 2, moved, seconds + moved * per_byte)
+        CollectiveTime("all-reduce", inner, 2, moved, seconds + moved * per_byte)
         for inner in (1, 2)
         for moved in (1e3, 1e6)
     ]
@@ -242,7 +248,7 @@ def _measured(seconds, per_byte=1e-9):
 def test_gradients_of_measured_machines_travel_together():
     """A bucket has the latency of a collective once, however many gradients are in it."""
     shape, grid = preset("gpt-5b"), GridShape(1, 2, 1, 1, 1)
-    slow, quick = (Traffic(shape, _measured(seconds), 2) for seconds in (1e-2, 1e-3))
+    slow, quick = (Traffic(PlanRequest(shape, _measured(seconds), 1, "bf16")) for seconds in (1e-2, 1e-3))
 
     def whole(traffic):
         counts = {"block": shape.layers, "first": 1, "last": 1, "step": 1}
@@ -254,7 +260,7 @@ def test_gradients_of_measured_machines_travel_together():
 
 
 def test_activations_of_measured_machines_have_their_latency_in_every_microbatch():
-    traffic = Traffic(preset("gpt-5b"), _measured(1e-2), 2)
+    traffic = Traffic(PlanRequest(preset("gpt-5b"), _measured(1e-2), 1, "bf16"))
     line = traffic.lines(GridShape(x=2), "block", "reduce")[0]
     assert line.fixed == line.each == 0.0
     moved = sum(count * size for count, _, size in line.curves) * 1e-9
@@ -263,17 +269,17 @@ def test_activations_of_measured_machines_have_their_latency_in_every_microbatch
 
 
 def test_every_task_of_a_pipeline_is_a_program():
-    choice, device = Choice(GridShape(pipe=4), 16), replace(A100.device, program_s=1e-3)
+    choice, device = Candidate(GridShape(pipe=4), 16), replace(A100.device, program_s=1e-3)
     plain, slow = CostModel(JOB), CostModel(replace(JOB, machine=replace(A100, device=device)))
     assert slow.estimate(choice).step_s - plain.estimate(choice).step_s == pytest.approx(16 * 3e-3)
     longer = Prices(slow).price(choice).step_s - Prices(plain).price(choice).step_s
     assert 16 * 2e-3 <= longer <= (16 + 2 * 3) * 3e-3  # a backward in one is a program less
-    alone = Choice(GridShape(z=4), 16)
+    alone = Candidate(GridShape(z=4), 16)
     assert slow.estimate(alone).step_s == plain.estimate(alone).step_s
 
 
 def test_norms_and_the_optimizer_have_rates_of_their_own():
-    choice = Choice(GridShape(z=4), 16)
+    choice = Candidate(GridShape(z=4), 16)
     for field, stays in (("light_bytes_per_s", "update_s"), ("update_bytes_per_s", "compute_s")):
         device = replace(A100.device, **{field: A100.device.memory_bytes_per_s / 2})
         plain, slow = (

@@ -6,10 +6,10 @@ from math import exp
 import pytest
 
 from axonn_jax.errors import UserError
-from axonn_jax.planner.disturb import Disturbance, factor, run, uniform
-from axonn_jax.planner.simulator import simulate
-from axonn_jax.planner.steady import StageTimes
-from axonn_jax.schedule.tasks import Kind, Layout
+from axonn_jax.planner.simulate.perturb import Perturbation, factor, simulate_perturbed, uniform
+from axonn_jax.planner.simulate.simulator import simulate
+from axonn_jax.planner.simulate.steady import StageTimes
+from axonn_jax.schedule.tasks import Kind, PipelineShape
 
 PARTS = {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0, Kind.BACKWARD: 2.0}
 
@@ -21,9 +21,9 @@ def even(layout, message=0.1):
 
 
 def test_nothing_disturbed_is_the_plain_simulation():
-    times = even(Layout(4, 16))
+    times = even(PipelineShape(4, 16))
     plain = simulate(times.layout, "1f1b", task_time=times.task, message_time=times.carried)
-    found = run(times, "1f1b", True, Disturbance())
+    found = simulate_perturbed(times, "1f1b", True, Perturbation())
     assert found.finished
     assert found.simulation.makespan == plain.makespan
 
@@ -44,26 +44,26 @@ def test_the_slowest_of_many_members_counts():
 
 
 def test_the_seed_decides_and_replicas_differ():
-    times, by = even(Layout(4, 16)), Disturbance(jitter=0.4, seed=3)
-    first = run(times, "message", True, by).simulation.makespan
-    assert run(times, "message", True, by).simulation.makespan == first
-    assert run(times, "message", True, by, replica=1).simulation.makespan != first
-    assert run(times, "message", True, Disturbance(jitter=0.4, seed=4)).simulation.makespan != first
+    times, by = even(PipelineShape(4, 16)), Perturbation(jitter=0.4, seed=3)
+    first = simulate_perturbed(times, "message", True, by).simulation.makespan
+    assert simulate_perturbed(times, "message", True, by).simulation.makespan == first
+    assert simulate_perturbed(times, "message", True, by, replica=1).simulation.makespan != first
+    assert simulate_perturbed(times, "message", True, Perturbation(jitter=0.4, seed=4)).simulation.makespan != first
 
 
 def test_a_slow_rank_sets_the_pace():
-    times = even(Layout(4, 32))
-    healthy = run(times, "message", True, Disturbance()).simulation
-    slow = run(times, "message", True, Disturbance(slow={2: 2.0})).simulation
+    times = even(PipelineShape(4, 32))
+    healthy = simulate_perturbed(times, "message", True, Perturbation()).simulation
+    slow = simulate_perturbed(times, "message", True, Perturbation(slow={2: 2.0})).simulation
     assert slow.busy[2] == pytest.approx(2 * healthy.busy[2])
     assert slow.makespan > slow.busy[2]
     assert slow.makespan < 1.15 * slow.busy[2]
 
 
 def test_a_failed_rank_stops_the_step_where_it_fails():
-    times = even(Layout(4, 16))
-    healthy = run(times, "1f1b", True, Disturbance()).simulation
-    failed = run(times, "1f1b", True, Disturbance(failed={2: 20.0}))
+    times = even(PipelineShape(4, 16))
+    healthy = simulate_perturbed(times, "1f1b", True, Perturbation()).simulation
+    failed = simulate_perturbed(times, "1f1b", True, Perturbation(failed={2: 20.0}))
     assert not failed.finished
     assert 20.0 < failed.stalled_at < healthy.makespan
     mine = [span for span in failed.simulation.spans if span.rank == 2]
@@ -75,13 +75,13 @@ def test_a_failed_rank_stops_the_step_where_it_fails():
 
 
 def test_a_failure_after_the_end_changes_nothing():
-    times = even(Layout(2, 4))
-    assert run(times, "1f1b", True, Disturbance(failed={1: 1e6})).finished
+    times = even(PipelineShape(2, 4))
+    assert simulate_perturbed(times, "1f1b", True, Perturbation(failed={1: 1e6})).finished
 
 
 def test_thousands_of_ranks():
-    times = even(Layout(2048, 8))
-    found = run(times, "1f1b", True, Disturbance(jitter=0.1))
+    times = even(PipelineShape(2048, 8))
+    found = simulate_perturbed(times, "1f1b", True, Perturbation(jitter=0.1))
     assert len(found.simulation.spans) == 2048 * 8 * 2
     assert found.simulation.makespan > 2047 * 3.0
 
@@ -89,20 +89,20 @@ def test_thousands_of_ranks():
 @pytest.mark.parametrize(
     ("by", "field"),
     [
-        (Disturbance(jitter=-1.0), "--jitter = -1.0"),
-        (Disturbance(jitter=float("nan")), "--jitter = nan"),
-        (Disturbance(slow={9: 2.0}), "--slow = 9: a rank of the pipeline, 0 to 3"),
-        (Disturbance(slow={1: 0.5}), "--slow = 0.5: a factor of at least 1"),
-        (Disturbance(failed={-1: 0.5}), "--fail = -1"),
+        (Perturbation(jitter=-1.0), "--jitter = -1.0"),
+        (Perturbation(jitter=float("nan")), "--jitter = nan"),
+        (Perturbation(slow={9: 2.0}), "--slow = 9: a rank of the pipeline, 0 to 3"),
+        (Perturbation(slow={1: 0.5}), "--slow = 0.5: a factor of at least 1"),
+        (Perturbation(failed={-1: 0.5}), "--fail = -1"),
     ],
 )
 def test_nonsense_is_refused(by, field):
     with pytest.raises(UserError) as error:
-        run(even(Layout(4, 4)), "1f1b", True, by)
+        simulate_perturbed(even(PipelineShape(4, 4)), "1f1b", True, by)
     assert field in str(error.value)
 
 
 @pytest.mark.slow
 def test_512_stages_and_1024_microbatches():
-    found = run(even(Layout(512, 1024)), "message", True, Disturbance())
+    found = simulate_perturbed(even(PipelineShape(512, 1024)), "message", True, Perturbation())
     assert found.finished

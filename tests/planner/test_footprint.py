@@ -6,15 +6,15 @@ import pytest
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.footprint import Footprint
-from axonn_jax.planner.job import Choice, Job
-from axonn_jax.planner.machine_file import load_machine
+from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.memory import block_activations
+from axonn_jax.planner.memory_model import MemoryModel
+from axonn_jax.planner.request import Candidate, PlanRequest
 from axonn_jax.schedule.policies import live_bound
-from axonn_jax.schedule.tasks import Layout
+from axonn_jax.schedule.tasks import PipelineShape
 
 A100 = load_machine("perlmutter")
-JOB = Job(preset("gpt-5b"), A100, 256, "bf16")
+JOB = PlanRequest(preset("gpt-5b"), A100, 256, "bf16")
 
 
 def test_a_pipeline_computes_a_group_of_layers_again_as_a_whole():
@@ -24,13 +24,13 @@ def test_a_pipeline_computes_a_group_of_layers_again_as_a_whole():
     """
     shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
     whole = block_activations(shape, 1, 1, 2, "none")
-    footprint = Footprint(replace(JOB, batch=128))
+    footprint = MemoryModel(replace(JOB, batch=128))
     assert footprint.loads(4)[0].blocks == 6.5
     for stages, blocks, inputs in (
         (1, 3, 6 * 3),
         (2, 3.25, 11),
     ):  # (stage, microbatch) pairs alive at once, groups each
-        one = footprint.memory(Choice(GridShape(pipe=4), 64, "full", stages))
+        one = footprint.memory(Candidate(GridShape(pipe=4), 64, "full", stages))
         again = blocks * whole.kept + whole.working
         assert one.activations == pytest.approx(tokens * (again + inputs * whole.entry))
 
@@ -38,8 +38,8 @@ def test_a_pipeline_computes_a_group_of_layers_again_as_a_whole():
 def test_a_pipeline_keeps_what_no_elementwise_operation_gives():
     """Of a block two inputs of norms, QKV (3), attention's result and the MLP's width (4); not what GELU gives."""
     shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
-    footprint = Footprint(replace(JOB, batch=128, policy="1f1b"))
-    one = footprint.memory(Choice(GridShape(pipe=4), 64))
+    footprint = MemoryModel(replace(JOB, batch=128, policy="1f1b"))
+    one = footprint.memory(Candidate(GridShape(pipe=4), 64))
     block, blocks = block_activations(shape, 1, 1, 2, "none"), footprint.loads(4)[0].blocks
     kept = 4 * blocks * (10 * 2 * shape.hidden + 4 * shape.heads)
     assert one.activations == pytest.approx(tokens * (kept + 6 * 2 * shape.hidden + block.working))
@@ -49,11 +49,11 @@ def test_a_pipeline_keeps_what_no_elementwise_operation_gives():
 def test_a_weight_gradient_that_waits_keeps_both_operands_of_its_products(policy, waits):
     """Of a block at the second of eight places 16 streams for 10, beside what 1F1B keeps; at the first nothing more."""
     shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
-    choice, footprint = Choice(GridShape(pipe=8), 64), Footprint(replace(JOB, batch=128, policy=policy))
+    choice, footprint = Candidate(GridShape(pipe=8), 64), MemoryModel(replace(JOB, batch=128, policy=policy))
     block = block_activations(shape, 1, 1, 2, "none")
     assert block.waiting == 16 * 2 * shape.hidden
     first, second = footprint.loads(8)[:2]
-    before, live = (live_bound(policy, Layout(8, 64), place) for place in (0, 1))
+    before, live = (live_bound(policy, PipelineShape(8, 64), place) for place in (0, 1))
     late = live if waits is None else waits
     one = second.blocks * (10 * 2 * shape.hidden + 4 * shape.heads)
     kept = live * one + late * (second.blocks * block.waiting - one)
@@ -65,9 +65,9 @@ def test_a_weight_gradient_that_waits_keeps_both_operands_of_its_products(policy
 
 def test_a_pipelines_gradients_take_the_place_of_their_sums_unless_scattered():
     job = replace(JOB, batch=16, shape=replace(JOB.shape, seq_len=64), bucket=1)  # of activations next to nothing
-    held = max(load.params for load in Footprint(job).loads(4))
+    held = max(load.params for load in MemoryModel(job).loads(4))
     for zero, beside in ((0, 0.0), (1, 4 * held / 2)):
-        one = Footprint(job).memory(Choice(GridShape(pipe=4, data=2), 8, "full", zero=zero))
+        one = MemoryModel(job).memory(Candidate(GridShape(pipe=4, data=2), 8, "full", zero=zero))
         assert one.gradients == pytest.approx(4 * held)
         assert one.activations + one.gathered + one.buffers == pytest.approx(max(one.activations, beside), rel=1e-6)
 
@@ -78,17 +78,17 @@ def test_where_a_pipeline_computes_again_its_backwards_are_whole():
     assert replace(JOB, policy="zero-bubble").splits("full")
     assert not replace(JOB, split=False).splits("none")
     for in_flight, bounds in ((4, [4, 1]), (0, [6, 3])):
-        choices = [Choice(GridShape(pipe=4), 16, policy, in_flight=in_flight) for policy in ("none", "full")]
-        assert [Footprint(JOB).live(choice, 3) for choice in choices] == bounds
+        choices = [Candidate(GridShape(pipe=4), 16, policy, in_flight=in_flight) for policy in ("none", "full")]
+        assert [MemoryModel(JOB).live(choice, 3) for choice in choices] == bounds
 
 
 def test_memory_is_the_same_whatever_grid_was_asked_for_before():
     """Grids that divide data * z differently share what microbatches keep, unless `z` decides how features split."""
     shape = replace(JOB.shape, ffn=4 * JOB.shape.hidden + 4)
-    job = replace(JOB, shape=shape, batch=64, inner_features="auto")
+    job = replace(JOB, shape=shape, batch=64, residual_comm="auto")
     choices = [
-        Choice(GridShape(pipe, data, z, 1, 4), 2, "full") for pipe in (1, 2) for data, z in ((4, 1), (2, 2), (1, 4))
+        Candidate(GridShape(pipe, data, z, 1, 4), 2, "full") for pipe in (1, 2) for data, z in ((4, 1), (2, 2), (1, 4))
     ]
-    assert len({job.inner(one.grid, "full") for one in choices}) > 1
-    shared = Footprint(job)
-    assert [shared.memory(one) for one in choices] == [Footprint(job).memory(one) for one in choices]
+    assert len({job.comm(one.grid, "full") for one in choices}) > 1
+    shared = MemoryModel(job)
+    assert [shared.memory(one) for one in choices] == [MemoryModel(job).memory(one) for one in choices]

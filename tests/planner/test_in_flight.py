@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from axonn_jax.cli.planning import command, in_flight
+from axonn_jax.cli.plan_flags import command, in_flight
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.cost import CostModel
-from axonn_jax.planner.job import Choice, Job
-from axonn_jax.planner.machine_file import load_machine
-from axonn_jax.planner.refine import Prices, stage_times
+from axonn_jax.planner.cost_model.model import CostModel
+from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.request import Candidate, PlanRequest
 from axonn_jax.planner.search import search
-from axonn_jax.planner.simulator import simulate
-from axonn_jax.planner.space import Space
+from axonn_jax.planner.simulate.candidate import Prices
+from axonn_jax.planner.simulate.simulator import simulate
+from axonn_jax.planner.space import SearchSpace
 
 SHAPE = replace(preset("gpt-5b"), layers=64, vocab=512)
 ROOMY = 1e15
@@ -21,23 +21,23 @@ ROOMY = 1e15
 
 def job(latency, microbatches, pipe):
     """A job whose messages take `latency` forwards of a stage, on a machine with memory for everything."""
-    plain, choice = load_machine("perlmutter"), Choice(GridShape(pipe=pipe), microbatches)
+    plain, choice = load_machine("perlmutter"), Candidate(GridShape(pipe=pipe), microbatches)
     plain = replace(plain, device=replace(plain.device, memory_bytes=ROOMY))
-    made = Job(SHAPE, plain, microbatches, "bf16")
-    forward = max(s for (kind, _), s in stage_times(CostModel(made), choice).tasks.items() if kind.value == "F")
+    made = PlanRequest(SHAPE, plain, microbatches, "bf16")
+    forward = max(s for (kind, _), s in Prices(CostModel(made)).stage_times(choice).tasks.items() if kind.value == "F")
     node = replace(plain.node, latency_s=latency * forward, bytes_per_s=1e18)
     network = replace(plain.network, latency_s=latency * forward, bytes_per_s=1e18)
     return replace(made, machine=replace(plain, node=node, network=network))
 
 
 def simulated_whole(model, choice):
-    times, split = stage_times(model, choice), model.job.splits(choice.activations)
+    times, split = Prices(model).stage_times(choice), model.request.splits(choice.activations)
     of = {"task_time": times.task, "message_time": times.carried, "in_flight": choice.in_flight, "split": split}
     return simulate(times.layout, "message", **of).makespan
 
 
 def only(pipe, **fixed):
-    return Space(axes={"pipe": pipe, "data": 1, "z": 1, "y": 1, "x": 1}, virtual_stages=(1,), **fixed)
+    return SearchSpace(axes={"pipe": pipe, "data": 1, "z": 1, "y": 1, "x": 1}, virtual_stages=(1,), **fixed)
 
 
 @pytest.mark.parametrize("activations", ["none", "full"])
@@ -46,9 +46,9 @@ def only(pipe, **fixed):
 def test_the_answer_is_the_whole_simulations_and_the_closed_form_near_it(pipe, microbatches, latency, activations):
     model = CostModel(job(latency, microbatches, pipe))
     for depth in (pipe, 0, 2 * pipe):
-        choice = Choice(GridShape(pipe=pipe), microbatches, activations, in_flight=depth)
+        choice = Candidate(GridShape(pipe=pipe), microbatches, activations, in_flight=depth)
         whole = simulated_whole(model, choice)
-        once, closed = model.once_s(choice.grid, choice.place), model.estimate(choice)
+        once, closed = model.once_s(choice.grid, choice.placement), model.estimate(choice)
         assert Prices(model).price(choice).step_s - once == pytest.approx(whole, rel=0.005)
         assert closed.step_s - once == pytest.approx(whole, rel=0.1)
 
@@ -58,35 +58,35 @@ def test_a_long_message_takes_more_microbatches_in_flight():
     asked = job(1.0, 64, 8)
     best = search(asked, 8, only(8, activations=("none",), sequences=1), ROOMY).best[0]
     assert best.simulated
-    assert best.choice.in_flight in (16, 24)
-    model, usual = CostModel(asked), replace(best.choice, in_flight=0)
+    assert best.candidate.in_flight in (16, 24)
+    model, usual = CostModel(asked), replace(best.candidate, in_flight=0)
     assert best.step_s < 0.95 * Prices(model).price(usual).step_s
     assert best.step_s < 0.75 * Prices(model).price(replace(usual, in_flight=8)).step_s
-    assert f"--pipeline.in_flight {best.choice.in_flight}" in command("gpt-5b", asked, best.choice, None)
+    assert f"--pipeline.in_flight {best.candidate.in_flight}" in command("gpt-5b", asked, best.candidate, None)
 
 
 def test_where_messages_take_no_time_to_speak_of_the_default_stays():
     asked = job(0.01, 64, 8)
     best = search(asked, 8, only(8, activations=("none",)), ROOMY).best[0]
-    assert (best.choice.in_flight, in_flight(asked, best.choice)) == (0, 12)
-    assert "in_flight" not in command("gpt-5b", asked, best.choice, None)
+    assert (best.candidate.in_flight, in_flight(asked, best.candidate)) == (0, 12)
+    assert "in_flight" not in command("gpt-5b", asked, best.candidate, None)
 
 
 @pytest.mark.parametrize(("room", "depth"), [(8, 8), (12, 0), (16, 16)])
 def test_no_more_are_in_flight_than_there_is_memory_for(room, depth):
     asked = job(1.0, 64, 8)
     model, space = CostModel(asked), only(8, activations=("none",), offload=(False,), zero=(0,), sequences=1)
-    limit = model.footprint.memory(Choice(GridShape(pipe=8), 64, in_flight=room)).total + 1
+    limit = model.footprint.memory(Candidate(GridShape(pipe=8), 64, in_flight=room)).total + 1
     best = search(asked, 8, space, limit).best[0]
-    assert best.choice.in_flight == depth
+    assert best.candidate.in_flight == depth
     assert best.memory.total <= limit
-    assert ("--pipeline.in_flight" in command("gpt-5b", asked, best.choice, None)) == (depth > 0)
+    assert ("--pipeline.in_flight" in command("gpt-5b", asked, best.candidate, None)) == (depth > 0)
 
 
 def test_other_policies_have_no_such_number():
     asked = replace(job(1.0, 64, 8), policy="zero-bubble")
     best = search(asked, 8, only(8, activations=("none",)), ROOMY).best[0]
-    assert (best.choice.in_flight, in_flight(asked, best.choice)) == (0, 0)
+    assert (best.candidate.in_flight, in_flight(asked, best.candidate)) == (0, 0)
 
 
 def test_a_deep_pipeline_that_may_be_the_best_is_simulated():

@@ -7,11 +7,10 @@ import pytest
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.job import Job
-from axonn_jax.planner.machine import GIB
-from axonn_jax.planner.machine_file import dumps_machine, load_machine, loads_machine, machine_names
-from axonn_jax.planner.measured import Collective, MatmulShare, between, matmul_share
-from axonn_jax.planner.network import Links
+from axonn_jax.planner.machines.machine import GIB, CollectiveTime, MatmulShare, between, matmul_share
+from axonn_jax.planner.machines.machine_file import dumps_machine, load_machine, loads_machine, machine_names
+from axonn_jax.planner.machines.network import GroupLinks
+from axonn_jax.planner.request import PlanRequest
 
 GOOD = """
 title = "two boxes"
@@ -150,20 +149,20 @@ def test_a_file_of_ones_own(tmp_path):
 def test_links_share_what_a_node_sends():
     """beta_inter / min(G_node, inner): rings across nodes share the node's adapters."""
     machine = loads_machine(GOOD, "box")
-    links = Links(GridShape(1, 4, 2, 2, 2), machine)
+    links = GroupLinks(GridShape(1, 4, 2, 2, 2), machine)
     assert (links.inner(("x",)), links.inner(("y",)), links.inner(("z",)), links.inner(("data",))) == (1, 2, 4, 8)
     assert links.rate(("x",)) == links.rate(("y",)) == 1e10  # four neighbours are a node
     assert links.rate(("z",)) == links.rate(("data",)) == 2e9 / 4
-    assert Links(GridShape(1, 1, 8, 1, 1), machine).rate(("z",)) == 2e9  # one ring leaves the node
-    assert Links(GridShape(1, 1, 4, 1, 2), machine).rate(("z",)) == 2e9 / 2
+    assert GroupLinks(GridShape(1, 1, 8, 1, 1), machine).rate(("z",)) == 2e9  # one ring leaves the node
+    assert GroupLinks(GridShape(1, 1, 4, 1, 2), machine).rate(("z",)) == 2e9 / 2
 
 
 def test_latency_counts_hops():
     machine = loads_machine(GOOD, "box")
-    links = Links(GridShape(1, 1, 16, 1, 1), machine)  # four nodes of four
+    links = GroupLinks(GridShape(1, 1, 16, 1, 1), machine)  # four nodes of four
     assert links.latency("all-gather", ("z",)) == pytest.approx(12 * 1e-6 + 3 * 1e-5)
     assert links.latency("all-reduce", ("z",)) == pytest.approx(2 * 2 * 1e-6 + 2 * 2 * 1e-5)
-    assert Links(GridShape(x=2), machine).latency("all-gather", ("x",)) == pytest.approx(1e-6)
+    assert GroupLinks(GridShape(x=2), machine).latency("all-gather", ("x",)) == pytest.approx(1e-6)
 
 
 @pytest.mark.parametrize("name", machine_names())
@@ -189,7 +188,7 @@ def test_platforms_that_do_not_exist_are_refused(said, named):
 
 def test_a_file_without_a_platform_counts_on_no_fused_attention():
     machine = loads_machine(changed("peak_fp32 = 1e12", "peak_fp32 = 1e12\npeak_bf16 = 4e12\nattention = 0.5"), "box")
-    form = Job(preset("llama3-8b"), machine, 8, "bf16").attention_form
+    form = PlanRequest(preset("llama3-8b"), machine, 8, "bf16").attention_form
     assert (form.kernel, form.why) == ("blocked", "the machine file does not say device.platform")
     assert loads_machine(dumps_machine(machine), "box") == machine
 
@@ -199,7 +198,7 @@ MESSAGES = '[[messages]]\nchannel = "mpi4py"\nbytes_per_s = 5e9\nlatency_s = 3e-
 
 def test_measured_messages_are_those_inside_a_node():
     machine = loads_machine(GOOD + MESSAGES, "boxes")
-    inside, across = Links(GridShape(pipe=2), machine), Links(GridShape(pipe=2, x=4), machine)
+    inside, across = GroupLinks(GridShape(pipe=2), machine), GroupLinks(GridShape(pipe=2, x=4), machine)
     assert (inside.neighbour_rate(), inside.neighbour_latency()) == (5e9, 3e-5)
     assert (across.neighbour_rate(), across.neighbour_latency()) == (5e8, 1e-5)
     with pytest.raises(UserError, match="one entry for each channel"):
@@ -228,8 +227,10 @@ def test_measured_times_lie_between_measured_points():
 
 def test_measured_collectives_are_those_of_one_node_and_their_place():
     rows = [("all-reduce", 1, 2, 1e-3), ("all-reduce", 2, 2, 2e-3), ("all-gather", 1, 2, 3e-3)]
-    machine = replace(loads_machine(GOOD, "box"), collectives=tuple(Collective(*row[:3], 1e3, row[3]) for row in rows))
-    links = Links(GridShape(1, 2, 1, 2, 2), machine)
+    machine = replace(
+        loads_machine(GOOD, "box"), collectives=tuple(CollectiveTime(*row[:3], 1e3, row[3]) for row in rows)
+    )
+    links = GroupLinks(GridShape(1, 2, 1, 2, 2), machine)
     assert links.curve("all-reduce", ("x",)) == ((1e3, 1e-3),)
     assert links.curve("all-reduce", ("y",)) == ((1e3, 2e-3),)
     assert links.curve("all-gather", ("x",)) == ((1e3, 3e-3),)

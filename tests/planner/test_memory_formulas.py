@@ -1,7 +1,9 @@
 """Memory by formula against the published tables, tensor by tensor."""
 
 import pytest
+from published_memory import axonn_state, samo_state, ted_state
 
+from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.presets import preset
 from axonn_jax.planner import memory
 
@@ -9,9 +11,9 @@ PHI = 1e9
 
 
 def test_axonn_state_is_twenty_bytes_or_four_and_the_buffers():
-    assert memory.axonn_state(PHI) == 20 * PHI
-    assert memory.axonn_state(PHI, offload=True) == 4 * PHI + 16 * 16_000_000
-    assert memory.axonn_state(PHI, offload=True, bucket=4_000_000) == 4 * PHI + 16 * 4_000_000
+    assert axonn_state(PHI) == 20 * PHI
+    assert axonn_state(PHI, offload=True) == 4 * PHI + 16 * 16_000_000
+    assert axonn_state(PHI, offload=True, bucket=4_000_000) == 4 * PHI + 16 * 4_000_000
 
 
 def test_state_by_precision_and_place():
@@ -40,31 +42,31 @@ def test_zero_shares_optimizer_state_only():
 @pytest.mark.parametrize(("kept", "each"), [(0.2, 6.8), (0.1, 4.4), (0.75, 20.0)])
 def test_samo(kept, each):
     """2 phi + 24 f phi; the break-even with 20 phi is at a quarter pruned."""
-    found = memory.samo_state(PHI, kept)
+    found = samo_state(PHI, kept)
     assert found.total == pytest.approx(each * PHI)
     assert found.total == pytest.approx(2 * PHI + 24 * kept * PHI)
 
 
 def test_samo_tensor_by_tensor():
-    found = memory.samo_state(1000.0, 0.1)
+    found = samo_state(1000.0, 0.1)
     assert (found.weights, found.gradients, found.master, found.master_gradients) == (2000, 200, 400, 400)
     assert (found.moments, found.index, found.downcast) == (800, 400, 200)
 
 
 def test_samo_of_2_7_billion():
     """54 GB dense, 11.9 GB at nine tenths pruned."""
-    assert memory.axonn_state(2.7e9) == pytest.approx(54e9)
-    assert memory.samo_state(2.7e9, 0.1).total == pytest.approx(11.88e9)
+    assert axonn_state(2.7e9) == pytest.approx(54e9)
+    assert samo_state(2.7e9, 0.1).total == pytest.approx(11.88e9)
 
 
 @pytest.mark.parametrize(("experts", "tensor", "devices"), [(4, 2, 64), (16, 1, 32), (8, 8, 128)])
 def test_ted_collapses_to_the_published_bound(experts, tensor, devices):
-    found = memory.ted_state(PHI, experts, tensor, experts, devices)
+    found = ted_state(PHI, experts, tensor, experts, devices)
     assert found == pytest.approx(4 * PHI * (1 / tensor + (experts + 2) / devices))
 
 
 def test_ted_with_fewer_expert_groups_needs_more():
-    assert memory.ted_state(PHI, 8, 2, 4, 64) > memory.ted_state(PHI, 8, 2, 8, 64)
+    assert ted_state(PHI, 8, 2, 4, 64) > ted_state(PHI, 8, 2, 8, 64)
 
 
 def test_a_split_sequence_divides_what_is_kept_of_the_stream():
@@ -72,7 +74,7 @@ def test_a_split_sequence_divides_what_is_kept_of_the_stream():
     shape = preset("gpt-5b")
 
     def block(policy, split):
-        return memory.block_activations(shape, 1, 4, 2, policy, sequence_parallel=split)
+        return memory.block_activations(shape, 1, 4, 2, policy, comm=BlockComm(sequence_split=split))
 
     assert block("none", False).kept - block("none", True).kept == 2 * (4 * shape.hidden - 4 * shape.hidden / 4)
     assert block("full", True).kept == block("full", False).kept / 4 == 2 * shape.hidden / 4

@@ -9,16 +9,14 @@ import pytest
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.baselines import megatron
-from axonn_jax.planner.cost import CostModel
-from axonn_jax.planner.explain import explain
-from axonn_jax.planner.job import Choice, Job
-from axonn_jax.planner.machine import GIB
-from axonn_jax.planner.machine_file import load_machine
-from axonn_jax.planner.measured import Messages
-from axonn_jax.planner.network import Links, copies
+from axonn_jax.planner.cost_model.model import CostModel
+from axonn_jax.planner.machines.machine import GIB, Messages
+from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.machines.network import GroupLinks, copies
+from axonn_jax.planner.report import explain
+from axonn_jax.planner.request import Candidate, PlanRequest
 from axonn_jax.planner.search import search
-from axonn_jax.planner.space import AXES, Space
+from axonn_jax.planner.space import AXES, SearchSpace
 
 NODES = (4, 6, 8)
 SUMMIT = load_machine("summit")
@@ -80,7 +78,7 @@ def test_groups_lie_in_nodes_as_an_enumeration_of_all_devices_says(node):
     """Whether they leave a node, the rings that share a node's adapters, and the slowest group's hops."""
     seen = set()
     for grid in GRIDS:
-        links = Links(grid, machine(node))
+        links = GroupLinks(grid, machine(node))
         for wanted in OVER:
             axes = tuple(axis for axis in wanted if getattr(grid, axis) > 1)
             apart = axes == ("data", "y") and grid.z > 1
@@ -113,7 +111,7 @@ def test_a_pipelines_slowest_link_is_that_of_an_enumeration_of_all_devices(node)
     for grid in GRIDS:
         if grid.pipe == 1:
             continue
-        links, each = Links(grid, machine(node)), grid.stage_devices
+        links, each = GroupLinks(grid, machine(node)), grid.stage_devices
         pairs = [(one // node, (one + each) // node) for one in range(grid.devices - each)]
         leaving = Counter(here for here, there in pairs if here != there)
         kinds = {INSIDE} if any(here == there for here, there in pairs) else set()
@@ -126,9 +124,9 @@ def test_a_pipeline_that_leaves_a_node_is_no_faster_than_messages_inside():
     """Two devices a stage in nodes of six: stages 2 and 3 are in different nodes."""
     slow = replace(machine(6), messages=(Messages("mpi4py", 5e9, 3e-5),))
     for pipe, rate in ((2, 5e9), (3, 5e9), (4, 5e9)):
-        links = Links(GridShape(pipe=pipe, x=2), slow)
+        links = GroupLinks(GridShape(pipe=pipe, x=2), slow)
         assert (links.neighbour_rate(), links.neighbour_latency()) == (rate, 3e-5)
-    apart = Links(GridShape(pipe=2, x=6), slow)
+    apart = GroupLinks(GridShape(pipe=2, x=6), slow)
     assert (apart.neighbour_rate(), apart.neighbour_latency()) == (ACROSS / 6, FAR)
 
 
@@ -136,25 +134,27 @@ def test_groups_that_lie_in_two_nodes_are_not_what_was_measured_in_one():
     """Of three devices side by side some lie in two of Perlmutter's nodes of four: 100 GB/s, which two rings share."""
     perlmutter = load_machine("perlmutter")
     across = perlmutter.network.bytes_per_s
-    assert Links(GridShape(x=3), perlmutter).rate(("x",)) == perlmutter.measured(1, 3) == 76 * GIB
-    assert Links(GridShape(x=3, data=4), perlmutter).rate(("x",)) == min(perlmutter.node.bytes_per_s, across / 2)
-    assert Links(GridShape(x=10, data=4), perlmutter).rate(("x",)) == min(80 * GIB, across / 2)
-    assert Links(GridShape(x=12, data=4), perlmutter).rate(("x",)) == 80 * GIB
-    assert Links(GridShape(x=4, data=4), perlmutter).rate(("x",)) == 225 * GIB
+    assert GroupLinks(GridShape(x=3), perlmutter).rate(("x",)) == perlmutter.measured(1, 3) == 76 * GIB
+    assert GroupLinks(GridShape(x=3, data=4), perlmutter).rate(("x",)) == min(perlmutter.node.bytes_per_s, across / 2)
+    assert GroupLinks(GridShape(x=10, data=4), perlmutter).rate(("x",)) == min(80 * GIB, across / 2)
+    assert GroupLinks(GridShape(x=12, data=4), perlmutter).rate(("x",)) == 80 * GIB
+    assert GroupLinks(GridShape(x=4, data=4), perlmutter).rate(("x",)) == 225 * GIB
 
 
-JOB = Job(preset("gpt-5b"), SUMMIT, 256, "fp16")
+JOB = PlanRequest(preset("gpt-5b"), SUMMIT, 256, "fp16")
 
 
 def priced(y, pipe, data):
     model = CostModel(JOB)
-    return model, model.estimate(Choice(GridShape(pipe, data, 1, y, 1), JOB.batch // data // 2, "full", offload=True))
+    return model, model.estimate(
+        Candidate(GridShape(pipe, data, 1, y, 1), JOB.batch // data // 2, "full", offload=True)
+    )
 
 
 def test_y_of_four_leaves_summits_nodes_of_six():
     """The second of three groups of four is in two nodes; its all-reduces go through their adapters."""
     model, one = priced(4, 6, 2)
-    lines = model.traffic.lines(one.choice.grid, "block", "reduce")
+    lines = model.traffic.lines(one.candidate.grid, "block", "reduce")
     assert [line.near for line in lines] == [False]
     # Four devices alone are one node's, whatever was priced before.
     assert [line.near for line in model.traffic.lines(GridShape(y=4), "block", "reduce")] == [True]
@@ -162,26 +162,26 @@ def test_y_of_four_leaves_summits_nodes_of_six():
     assert lines[0].each == pytest.approx(wide * 40e9 / 23e9)
     for y, near in ((2, True), (4, False), (8, False)):
         model, one = priced(y, 6, 2)
-        assert all(line.near == near for line in model.traffic.lines(one.choice.grid, "block", "reduce"))
+        assert all(line.near == near for line in model.traffic.lines(one.candidate.grid, "block", "reduce"))
 
 
 @pytest.mark.parametrize(
     ("y", "says"), [(2, "stays inside"), (4, "does not divide a node of 6"), (8, "leaves the node of 6")]
 )
 def test_what_is_said_of_the_node_is_what_is_priced(y, says):
-    found = search(JOB, 48, Space(axes={"pipe": 6, "y": y, "x": 1}, offload=(True,), zero=(0,)), 1e12)
+    found = search(JOB, 48, SearchSpace(axes={"pipe": 6, "y": y, "x": 1}, offload=(True,), zero=(0,)), 1e12)
     assert sum(says in sentence for sentence in explain(JOB, found, found.best[0])) == 1
 
 
-def test_megatrons_tensor_parallelism_stays_inside_nodes_of_six():
+def test_axes_that_must_be_near_stay_inside_nodes_of_six():
     job = replace(JOB, shape=replace(JOB.shape, heads=24, kv_heads=24, hidden=3072, ffn=12288))
     for y in (4, 6, 12):
-        space = Space(axes={"y": y})
+        space = SearchSpace(axes={"z": 1, "y": y, "x": 1}, near=("y",))
         if y == 6:
-            assert megatron(job, 48, 1e12, space).choice.grid.y == 6
+            assert search(job, 48, space, 1e12).best[0].candidate.grid.y == 6
         else:
             with pytest.raises(ValueError, match="leave a node"):
-                megatron(job, 48, 1e12, space)
+                search(job, 48, space, 1e12)
 
 
 @pytest.mark.parametrize("node", NODES)
@@ -191,7 +191,7 @@ def test_a_mesh_is_priced_once_for_all_grids_it_lies_in_alike(node):
         few = replace(mesh, pipe=copies(grid, node, mesh.devices))
         assert few.devices <= grid.devices
         for axes in (("x",), ("y",), ("z",), ("z", "y", "x")):
-            whole, less = (Links(one, machine(node)) for one in (grid, few))
+            whole, less = (GroupLinks(one, machine(node)) for one in (grid, few))
             assert (whole.rate(axes), whole.latency("all-gather", axes)) == (
                 less.rate(axes),
                 less.latency("all-gather", axes),

@@ -5,8 +5,8 @@ import pytest
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.machine_file import load_machine
-from axonn_jax.planner.published import MIN_TENSOR, communication, search
+from axonn_jax.planner.cost_model.published import MIN_TENSOR, communication, search
+from axonn_jax.planner.machines.machine_file import load_machine
 
 BATCH = 8192
 

@@ -3,24 +3,25 @@
 import pytest
 
 from axonn_jax.errors import UserError
-from axonn_jax.planner.disturb import Disturbance, run
-from axonn_jax.planner.replay import Measured, parse_task, replay
-from axonn_jax.planner.steady import StageTimes
-from axonn_jax.schedule.tasks import Kind, Layout, Task
+from axonn_jax.planner.simulate.perturb import Perturbation, simulate_perturbed
+from axonn_jax.planner.simulate.replay import parse_task, replay
+from axonn_jax.planner.simulate.simulator import TaskRun
+from axonn_jax.planner.simulate.steady import StageTimes
+from axonn_jax.schedule.tasks import Kind, PipelineShape, Task
 
 TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 1.2, Kind.BACKWARD_WEIGHT: 0.9, Kind.BACKWARD: 2.1}
 
 
 def step(layout, policy, split=True, jitter=0.3, message=0.05):
     times = StageTimes(layout, {(k, stage): s for k, s in TIMES.items() for stage in range(layout.stages)}, message)
-    return run(times, policy, split, Disturbance(jitter=jitter)).simulation
+    return simulate_perturbed(times, policy, split, Perturbation(jitter=jitter)).simulation
 
 
 def measured(simulation, later=100.0):
-    return [Measured(span.task, span.rank, span.start + later, span.end + later) for span in simulation.spans]
+    return [TaskRun(span.task, span.rank, span.start + later, span.end + later) for span in simulation.spans]
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 8), Layout(4, 16), Layout(3, 9, 2)], ids=str)
+@pytest.mark.parametrize("layout", [PipelineShape(2, 8), PipelineShape(4, 16), PipelineShape(3, 9, 2)], ids=str)
 @pytest.mark.parametrize(
     ("policy", "split"), [("message", True), ("message", False), ("interleaved", False), ("gpipe", False)]
 )
@@ -34,7 +35,7 @@ def test_a_step_is_played_again(layout, policy, split):
 
 
 def test_without_jitter_messages_and_gaps_are_found_exactly():
-    ran = step(Layout(4, 12), "1f1b", jitter=0.0)
+    ran = step(PipelineShape(4, 12), "1f1b", jitter=0.0)
     played = replay(measured(ran), "1f1b")
     assert played.message_s == pytest.approx(0.05)
     assert played.gap_s == pytest.approx(0.0)
@@ -42,19 +43,19 @@ def test_without_jitter_messages_and_gaps_are_found_exactly():
 
 
 def test_another_policy_can_be_tried():
-    ran = step(Layout(4, 16), "gpipe", jitter=0.0, split=False)
+    ran = step(PipelineShape(4, 16), "gpipe", jitter=0.0, split=False)
     assert replay(measured(ran), "1f1b").simulation.makespan == pytest.approx(
-        step(Layout(4, 16), "1f1b", jitter=0.0).makespan
+        step(PipelineShape(4, 16), "1f1b", jitter=0.0).makespan
     )
-    split = step(Layout(4, 16), "message", jitter=0.0)
+    split = step(PipelineShape(4, 16), "message", jitter=0.0)
     fused = replay(measured(split), "1f1b").simulation
-    assert fused.makespan == pytest.approx(step(Layout(4, 16), "1f1b", jitter=0.0).makespan, rel=0.02)
+    assert fused.makespan == pytest.approx(step(PipelineShape(4, 16), "1f1b", jitter=0.0).makespan, rel=0.02)
     with pytest.raises(UserError, match="--replay = 'zero-bubble'"):
         replay(measured(ran), "zero-bubble")
 
 
 def test_incomplete_steps_are_refused():
-    whole = measured(step(Layout(2, 4), "1f1b"))
+    whole = measured(step(PipelineShape(2, 4), "1f1b"))
     with pytest.raises(ValueError, match="without tasks"):
         replay([], "1f1b")
     with pytest.raises(ValueError, match="7 forwards of 2 stages"):

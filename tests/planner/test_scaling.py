@@ -3,23 +3,23 @@
 import pytest
 
 from axonn_jax.models.presets import preset
-from axonn_jax.planner import scaling as module
-from axonn_jax.planner.job import Job
-from axonn_jax.planner.machine_file import load_machine
-from axonn_jax.planner.scaling import scaling
+from axonn_jax.planner import report as module
+from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.report import scaling
+from axonn_jax.planner.request import PlanRequest
 from axonn_jax.planner.search import search
-from axonn_jax.planner.space import Space
+from axonn_jax.planner.space import SearchSpace
 
 MACHINE = load_machine("summit")
 
 
 def job_on(devices):
-    return Job(preset("gpt-12b"), MACHINE.shared(devices), 192, "fp16")
+    return PlanRequest(preset("gpt-12b"), MACHINE.shared(devices), 192, "fp16")
 
 
 @pytest.mark.parametrize("least", [1, 3])
 def test_points_are_what_a_search_finds(least):
-    space, limit = Space(axes={"pipe": least}, virtual_stages=(1,), gather=("layer", "pass", "step")), 14e9
+    space, limit = SearchSpace(axes={"pipe": least}, virtual_stages=(1,), gather=("forward", "backward", "step")), 14e9
     found = search(job_on(48), 48, space, limit)
     points = scaling([job_on(24), job_on(12)], found.best, space, limit)
     assert [devices for devices, _ in points] == [48, 24, 12]
@@ -29,13 +29,13 @@ def test_points_are_what_a_search_finds(least):
 
 
 def test_it_ends_where_nothing_fits():
-    space = Space(axes={"pipe": 1}, offload=(False,))
+    space = SearchSpace(axes={"pipe": 1}, offload=(False,))
     found = search(job_on(48), 48, space, 14e9)
     assert len(scaling([job_on(24), job_on(12), job_on(6)], found.best, space, 14e9)) == 2
 
 
 def test_axes_that_are_fixed_stay(monkeypatch):
-    space, seen = Space(axes={"pipe": 1, "y": 2}), []
+    space, seen = SearchSpace(axes={"pipe": 1, "y": 2}), []
     found = search(job_on(48), 48, space, 14e9)
     monkeypatch.setattr(module, "search", lambda *asked: seen.append(asked) or search(*asked))
     scaling([job_on(24)], found.best, space, 14e9)

@@ -12,23 +12,21 @@ import pytest
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.baselines import megatron, tensor_1d
-from axonn_jax.planner.cost import CostModel
-from axonn_jax.planner.job import Choice, Job
-from axonn_jax.planner.machine_file import load_machine
-from axonn_jax.planner.ranking import TIE
-from axonn_jax.planner.search import search
-from axonn_jax.planner.space import Space, divisors, legal_grids
-from axonn_jax.planner.tasks import Switches
+from axonn_jax.planner.cost_model.model import CostModel
+from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.request import Candidate, OverlapFlags, PlanRequest
+from axonn_jax.planner.search import TIE, search
+from axonn_jax.planner.space import SearchSpace, divisors, legal_grids
+from axonn_jax.planner.steps import tensor_1d
 
 A100 = load_machine("perlmutter")
-JOB = Job(preset("gpt-5b"), A100, 512, "bf16")
+JOB = PlanRequest(preset("gpt-5b"), A100, 512, "bf16")
 LIMIT = JOB.memory_limit()
 
 
 def fits(grid, shape, batch):
     try:
-        grid.check_model(shape)
+        shape.check_grid(grid)
         grid.check_batch(batch, 1)
     except UserError:
         return False
@@ -46,13 +44,13 @@ def test_every_legal_grid_is_tried(devices):
     ]
     expected = {grid for grid in every if fits(grid, JOB.shape, JOB.batch)}
     rules = Counter()
-    assert set(legal_grids(JOB, devices, Space(), rules)) == expected
+    assert set(legal_grids(JOB, devices, SearchSpace(), rules)) == expected
     assert rules.total() == len(every) - len(expected)
 
 
 def test_the_best_is_the_best_of_all_without_pipelines():
     """Against pricing everything, without the bound that prunes the search."""
-    model, space = CostModel(JOB), Space(axes={"pipe": 1})
+    model, space = CostModel(JOB), SearchSpace(axes={"pipe": 1})
     found = search(JOB, 16, space, LIMIT).best[0]
     best = float("inf")
     for grid in legal_grids(JOB, 16, space, Counter()):
@@ -61,7 +59,7 @@ def test_the_best_is_the_best_of_all_without_pipelines():
             for policy in space.activations:
                 for offload in (False, True):
                     for zero in (0, 1) if grid.data > 1 else (0,):
-                        one = model.estimate(Choice(grid, each // size, policy, 1, offload, zero))
+                        one = model.estimate(Candidate(grid, each // size, policy, 1, offload, zero))
                         if one.memory.total <= LIMIT:
                             best = min(best, one.step_s)
     # The search leaves out sizes of microbatches that are no powers of two, or beyond what matmuls gain from.
@@ -69,14 +67,14 @@ def test_the_best_is_the_best_of_all_without_pipelines():
 
 
 def test_results_are_sorted_legal_and_fit():
-    plan = search(JOB, 64, Space(), LIMIT)
+    plan = search(JOB, 64, SearchSpace(), LIMIT)
     assert [one.step_s for one in plan.best] == sorted(one.step_s for one in plan.best)
-    assert len({one.choice.grid for one in plan.best}) == len(plan.best)
+    assert len({one.candidate.grid for one in plan.best}) == len(plan.best)
     for one in plan.best:
-        assert one.choice.grid.devices == 64
-        assert fits(one.choice.grid, JOB.shape, JOB.batch)
+        assert one.candidate.grid.devices == 64
+        assert fits(one.candidate.grid, JOB.shape, JOB.batch)
         assert one.memory.total <= LIMIT
-        assert JOB.batch % (one.choice.grid.batch_shards * one.choice.microbatches) == 0
+        assert JOB.batch % (one.candidate.grid.batch_shards * one.candidate.microbatches) == 0
     times, sizes = [one.step_s for one in plan.pareto], [one.memory.total for one in plan.pareto]
     assert times == sorted(times)
     assert sizes == sorted(sizes, reverse=True)
@@ -84,32 +82,32 @@ def test_results_are_sorted_legal_and_fit():
 
 
 def test_constraints_are_kept():
-    space = Space(axes={"pipe": 2, "x": 1}, sequences=2, activations=("full",), offload=(True,), zero=(0,))
+    space = SearchSpace(axes={"pipe": 2, "x": 1}, sequences=2, activations=("full",), offload=(True,), zero=(0,))
     for one in search(JOB, 32, space, LIMIT).best:
-        choice = one.choice
+        choice = one.candidate
         assert (choice.grid.pipe, choice.grid.x, choice.sequences(JOB.batch)) == (2, 1, 2)
         assert (choice.activations, choice.offload, choice.zero) == ("full", True, 0)
 
 
 def test_gathered_weights_are_kept_where_that_is_faster_and_fits():
-    space = Space(axes={"pipe": 1, "z": 16}, activations=("full",), sequences=1)
-    every = replace(space, gather=("layer", "pass", "step"))
-    job = replace(JOB, switches=Switches(False, False, False, False))  # hidden, gathers would cost nothing
+    space = SearchSpace(axes={"pipe": 1, "z": 16}, activations=("full",), sequences=1)
+    every = replace(space, gather=("forward", "backward", "step"))
+    job = replace(JOB, switches=OverlapFlags(False, False, False, False))  # hidden, gathers would cost nothing
     layer, best = (search(job, 64, one, 80e9).best[0] for one in (space, every))
-    assert layer.choice.gather == "layer"
-    assert best.choice.gather == "step"
+    assert layer.candidate.gather == "forward"
+    assert best.candidate.gather == "step"
     assert best.step_s < layer.step_s
     tight = search(job, 64, every, layer.memory.total).best[0]
     assert tight.memory.total <= layer.memory.total
-    fixed = search(job, 64, replace(space, gather=("pass",)), 80e9).best
-    assert {one.choice.gather for one in fixed} == {"pass"}
+    fixed = search(job, 64, replace(space, gather=("backward",)), 80e9).best
+    assert {one.candidate.gather for one in fixed} == {"backward"}
 
 
 def test_several_virtual_stages_drop_nothing_that_is_faster_once_simulated():
     """The closed form prefers several stages a rank, which need less memory too where a stage is computed again."""
     job, space = (
-        Job(preset("gpt-20b"), A100, 768, "bf16"),
-        Space(axes={"pipe": 4, "z": 1, "x": 1}, activations=("full",)),
+        PlanRequest(preset("gpt-20b"), A100, 768, "bf16"),
+        SearchSpace(axes={"pipe": 4, "z": 1, "x": 1}, activations=("full",)),
     )
     every, single = (search(job, 96, one, LIMIT).best[0] for one in (space, replace(space, virtual_stages=(1,))))
     assert every.step_s <= single.step_s
@@ -117,14 +115,14 @@ def test_several_virtual_stages_drop_nothing_that_is_faster_once_simulated():
 
 def test_a_pipeline_keeps_no_gathered_weights():
     rules = Counter()
-    assert list(legal_grids(JOB, 64, Space(axes={"pipe": 4}, gather=("step",)), rules)) == []
+    assert list(legal_grids(JOB, 64, SearchSpace(axes={"pipe": 4}, gather=("step",)), rules)) == []
     assert rules["a pipeline keeps no gathered weights"] > 0
-    found = search(JOB, 64, Space(axes={"pipe": 4}, gather=("layer", "step")), 80e9)
-    assert {one.choice.gather for one in found.best} == {"layer"}
+    found = search(JOB, 64, SearchSpace(axes={"pipe": 4}, gather=("forward", "step")), 80e9)
+    assert {one.candidate.gather for one in found.best} == {"forward"}
 
 
 def test_less_memory_costs_time_and_explains_itself():
-    wide, tight = (search(JOB, 16, Space(), limit) for limit in (80e9, 12e9))
+    wide, tight = (search(JOB, 16, SearchSpace(), limit) for limit in (80e9, 12e9))
     assert tight.best[0].step_s >= wide.best[0].step_s
     assert tight.best[0].memory.total <= 12e9
     assert any("12.0 GB are there" in one.why for one in tight.rejected)
@@ -133,20 +131,17 @@ def test_less_memory_costs_time_and_explains_itself():
 
 def test_nothing_fits():
     with pytest.raises(UserError, match=r"--devices = 1: .* GB a device"):
-        search(Job(preset("gpt-320b"), A100, 64, "bf16"), 1, Space(), LIMIT)
+        search(PlanRequest(preset("gpt-320b"), A100, 64, "bf16"), 1, SearchSpace(), LIMIT)
 
 
 def test_a_batch_that_no_grid_divides():
     with pytest.raises(UserError, match=r"--devices = 7.*(does not divide)"):
-        search(replace(JOB, batch=3), 7, Space(axes={"data": 7}), LIMIT)
+        search(replace(JOB, batch=3), 7, SearchSpace(axes={"data": 7}), LIMIT)
 
 
-def test_baselines_are_what_they_say():
-    theirs, flat = megatron(JOB, 64, LIMIT), tensor_1d(JOB, 16, LIMIT)
-    assert (theirs.choice.grid.z, theirs.choice.grid.x) == (1, 1)
-    assert theirs.choice.grid.y <= A100.node.devices
-    assert (flat.choice.grid.pipe, flat.choice.grid.z, flat.choice.grid.x) == (1, 1, 1)
-    assert search(JOB, 64, Space(), LIMIT).best[0].step_s <= theirs.step_s
+def test_one_dimensional_tensor_parallelism_is_what_it_says():
+    flat = tensor_1d(JOB, 16, LIMIT)
+    assert (flat.candidate.grid.pipe, flat.candidate.grid.z, flat.candidate.grid.x) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -169,25 +164,26 @@ def test_simulations_and_pictures_import_no_jax():
     assert done.stdout == "False\n"
 
 
-SUMMIT = Job(preset("gpt-12b"), load_machine("summit").shared(48), 2048, "fp16")
+SUMMIT = PlanRequest(preset("gpt-12b"), load_machine("summit").shared(48), 2048, "fp16")
 
 
 def test_more_memory_is_never_slower():
     """16 GB a device once took 1 % longer than 15: in closed form, which chose what was simulated, it was shorter."""
     times = [
-        search(SUMMIT, 48, Space(gather=("layer", "pass", "step")), limit).best[0].step_s for limit in (15e9, 16e9)
+        search(SUMMIT, 48, SearchSpace(gather=("forward", "backward", "step")), limit).best[0].step_s
+        for limit in (15e9, 16e9)
     ]
     assert times[1] <= times[0]
 
 
 def test_slower_but_smaller_is_what_it_says():
     """Of the best and what is beaten by nothing in time and memory; a pipeline in none of them without simulation."""
-    found = search(SUMMIT, 48, Space(gather=("layer", "pass", "step")), 14e9)
+    found = search(SUMMIT, 48, SearchSpace(gather=("forward", "backward", "step")), 14e9)
     assert found.pareto[0] is found.best[0]
     for faster, smaller in pairwise(found.pareto):
         assert faster.step_s <= smaller.step_s
         assert faster.memory.total > smaller.memory.total
-    assert all(one.simulated for one in (*found.best, *found.pareto) if one.choice.grid.pipe > 1)
+    assert all(one.simulated for one in (*found.best, *found.pareto) if one.candidate.grid.pipe > 1)
 
 
 @pytest.mark.slow
@@ -196,9 +192,13 @@ def test_more_memory_is_nowhere_slower_by_more_than_a_tie():
     asked += [("gpt-5b", "perlmutter", 16, 256), ("gpt-40b", "frontier", 64, 512), ("llama2-70b", "dgx-h100", 32, 256)]
     for model, name, devices, batch in asked:
         machine = load_machine(name).shared(devices)
-        job, most = Job(preset(model), machine, batch, machine.half), int(machine.device.memory_bytes / 1e9)
+        job, most = PlanRequest(preset(model), machine, batch, machine.half), int(machine.device.memory_bytes / 1e9)
         times = []
         for limit in range(most // 2, most + 1, most // 16):
             with suppress(UserError):  # nothing fits
-                times.append(search(job, devices, Space(gather=("layer", "pass", "step")), limit * 1e9).best[0].step_s)
+                times.append(
+                    search(job, devices, SearchSpace(gather=("forward", "backward", "step")), limit * 1e9)
+                    .best[0]
+                    .step_s
+                )
         assert all(more <= less * (1 + TIE) for less, more in pairwise(times)), (model, name, times)

@@ -5,9 +5,9 @@ import statistics
 
 import pytest
 
-from axonn_jax.planner.simulator import drive, simulate
-from axonn_jax.schedule.dispatcher import Follower
-from axonn_jax.schedule.tasks import Kind, Layout, Task
+from axonn_jax.planner.simulate.simulator import drive, simulate
+from axonn_jax.schedule.dispatcher import OrderedDispatcher
+from axonn_jax.schedule.tasks import Kind, PipelineShape, Task
 
 TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 
@@ -33,7 +33,7 @@ def even(layout, policy, **options):
 @pytest.mark.parametrize(("pipe", "microbatches", "chunks"), [(4, 8, 1), (8, 16, 1), (4, 8, 2), (2, 6, 3)])
 def test_published_bubbles(pipe, microbatches, chunks):
     """Bubbles of (P - 1) (F + B) for fused backwards, (P - 1) (F + I - W) for ZB-H1, in times of a chunk."""
-    layout = Layout(pipe, microbatches, chunks)
+    layout = PipelineShape(pipe, microbatches, chunks)
     work = 3.0 * microbatches * chunks
     assert even(layout, "gpipe").makespan == work + 3 * (pipe - 1)
     assert even(layout, "interleaved").makespan == work + 3 * (pipe - 1)
@@ -43,7 +43,9 @@ def test_published_bubbles(pipe, microbatches, chunks):
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(4, 8), Layout(8, 32), Layout(16, 32), Layout(4, 8, 2), Layout(8, 16, 4)], ids=str
+    "layout",
+    [PipelineShape(4, 8), PipelineShape(8, 32), PipelineShape(16, 32), PipelineShape(4, 8, 2), PipelineShape(8, 16, 4)],
+    ids=str,
 )
 def test_message_driven_equals_the_best_fixed_policy_without_jitter(layout):
     several = layout.virtual_stages > 1
@@ -56,7 +58,7 @@ def test_message_driven_equals_the_best_fixed_policy_without_jitter(layout):
     assert even(layout, "message").makespan == ours.makespan, "more in flight change nothing"
 
 
-@pytest.mark.parametrize("layout", [Layout(4, 16), Layout(8, 32), Layout(4, 16, 2)], ids=str)
+@pytest.mark.parametrize("layout", [PipelineShape(4, 16), PipelineShape(8, 32), PipelineShape(4, 16, 2)], ids=str)
 def test_message_driven_beats_fixed_orders_under_heavy_tailed_jitter(layout):
     def makespan(policy, **options):
         return statistics.median(simulate(layout, policy, **jitter(seed), **options).makespan for seed in range(7))
@@ -69,7 +71,7 @@ def test_message_driven_beats_fixed_orders_under_heavy_tailed_jitter(layout):
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.3])
-@pytest.mark.parametrize("layout", [Layout(4, 8), Layout(8, 32)], ids=str)
+@pytest.mark.parametrize("layout", [PipelineShape(4, 8), PipelineShape(8, 32)], ids=str)
 def test_fused_message_driven_is_1f1b_where_messages_take_the_same_time(layout, delay):
     times = {"task_time": lambda t: TIMES[t.kind], "message_time": lambda _: delay}
     ours, theirs = (
@@ -80,7 +82,7 @@ def test_fused_message_driven_is_1f1b_where_messages_take_the_same_time(layout, 
 
 
 def test_sums():
-    result = even(Layout(2, 3), "1f1b")
+    result = even(PipelineShape(2, 3), "1f1b")
     assert (result.makespan, result.busy, result.peak_live) == (12.0, [9.0, 9.0], [2, 1])
     assert result.idle_fraction == pytest.approx(0.25)
     assert [str(span.task) for span in result.spans if span.rank == 1] == [
@@ -95,15 +97,15 @@ def test_sums():
 
 
 def test_message_time_is_added_between_ranks():
-    result = simulate(Layout(2, 1), "1f1b", task_time=lambda _: 1.0, message_time=lambda _: 10.0)
+    result = simulate(PipelineShape(2, 1), "1f1b", task_time=lambda _: 1.0, message_time=lambda _: 10.0)
     assert result.makespan == 24.0
 
 
 def test_a_deadlock_has_the_state_of_every_rank():
-    ranks = [Follower(Layout(3, 1), rank) for rank in range(3)]
-    ranks[0].tell(Task(Kind.FORWARD, 0, 0))
-    ranks[1].tell(Task(Kind.BACKWARD, 1, 0))
-    ranks[2].tell(Task(Kind.FORWARD, 2, 0))
+    ranks = [OrderedDispatcher(PipelineShape(3, 1), rank) for rank in range(3)]
+    ranks[0].append(Task(Kind.FORWARD, 0, 0))
+    ranks[1].append(Task(Kind.BACKWARD, 1, 0))
+    ranks[2].append(Task(Kind.FORWARD, 2, 0))
     with pytest.raises(RuntimeError, match="wait for each other") as error:
         drive(ranks, task_time=lambda _: 1.0, message_time=lambda _: 0.0)
     assert "rank 0: 1 tasks started, 1 activations alive, told no more" in str(error.value)

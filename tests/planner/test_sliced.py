@@ -4,9 +4,9 @@ from fractions import Fraction
 
 import pytest
 
-from axonn_jax.planner.compiled import collectives
-from axonn_jax.planner.hlo import parse
-from axonn_jax.planner.sliced import sliced, totals_if_scattered
+from axonn_jax.planner.hlo.collectives import collectives
+from axonn_jax.planner.hlo.program import parse
+from axonn_jax.planner.hlo.scatterable import scatterable, totals_if_scattered
 
 # A gradient that only its shard is read of (through a fusion, and through a copy), one that is read whole too, one of
 # which a half is read of a sum over four devices, and one that is the program's result.
@@ -54,8 +54,8 @@ ENTRY %main (p0: f32[8,4], p1: f32[8,4], at: s32[]) -> (f32[2,4], f32[2,4], f32[
 def test_parts_that_are_read():
     module = parse(PROGRAM)
     first, second, half, given = collectives(module, {"z": 4})
-    assert [sliced(module, first, 0), sliced(module, second, 1)] == [4, 1]
-    assert [sliced(module, half), sliced(module, given)] == [2, 1]
+    assert [scatterable(module, first, 0), scatterable(module, second, 1)] == [4, 1]
+    assert [scatterable(module, half), scatterable(module, given)] == [2, 1]
 
 
 def test_bytes_as_reduce_scatters():

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from axonn_jax.planner.simulator import simulate
-from axonn_jax.planner.steady import StageTimes, pipelined
-from axonn_jax.schedule.tasks import Kind, Layout
+from axonn_jax.planner.simulate.simulator import simulate
+from axonn_jax.planner.simulate.steady import StageTimes, pipelined
+from axonn_jax.schedule.tasks import Kind, PipelineShape
 
 
 def random_pipeline(seed, least, most):
@@ -18,7 +18,7 @@ def random_pipeline(seed, least, most):
         microbatches = int(pipe * 2 ** rng.uniform(2, 7))
         if least <= 3 * pipe * chunks * microbatches <= most:
             break
-    layout, program = Layout(pipe, microbatches, chunks), rng.choice((0.0, 0.02))
+    layout, program = PipelineShape(pipe, microbatches, chunks), rng.choice((0.0, 0.02))
     uneven, back = rng.choice((0.0, 0.1, 0.3)), rng.uniform(0.8, 1.4)
     tasks = {}
     for stage in range(layout.stages):
@@ -50,7 +50,7 @@ def check(seeds, least, most):
 
 
 def test_a_long_step_takes_what_its_whole_simulation_takes():
-    assert check(range(40), 6_000, 20_000) >= 5
+    assert check(range(20), 6_000, 20_000) >= 3
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_500_long_steps_take_what_their_whole_simulations_take():
 def test_a_very_long_step_is_simulated_in_part():
     """8 stages and a million microbatches that divide evenly: exactly one forward a stage to fill, then work alone."""
     seconds = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
-    layout = Layout(8, 1_000_000)
+    layout = PipelineShape(8, 1_000_000)
     tasks = {(kind, stage): one for kind, one in seconds.items() for stage in range(8)}
     found = pipelined(StageTimes(layout, tasks, 0.0), "message")
     assert found.makespan == 3 * 1_000_000 + 7

@@ -7,12 +7,12 @@ import pytest
 
 from axonn_jax.errors import UserError
 from axonn_jax.schedule import partition as module
-from axonn_jax.schedule.partition import Cost, explicit, partition
+from axonn_jax.schedule.partition import SegmentCost, explicit, partition
 
 
 def costs(times, params=None):
     params = params or [1] * len(times)
-    return [Cost(f"piece {i}", t / 3, 2 * t / 3, p) for i, (t, p) in enumerate(zip(times, params, strict=True))]
+    return [SegmentCost(f"piece {i}", t / 3, 2 * t / 3, p) for i, (t, p) in enumerate(zip(times, params, strict=True))]
 
 
 def loads(values, ranges, pipe):

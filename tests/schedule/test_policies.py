@@ -4,7 +4,7 @@ import pytest
 
 from axonn_jax.errors import UserError
 from axonn_jax.schedule.policies import fixed_order, in_flight_limit, live_bound
-from axonn_jax.schedule.tasks import Kind, Layout, Message, Task, needs, sends, show
+from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task, needs, sends, show
 
 # PipeDream-Flush's 1F1B for 4 ranks and 8 microbatches: warm-up of P - r - 1, pairs, cool-down.
 ONE_F_ONE_B = """\
@@ -42,36 +42,36 @@ def orders(policy, layout):
 
 
 def test_1f1b_is_the_published_order():
-    assert show(orders("1f1b", Layout(4, 8))) == ONE_F_ONE_B
+    assert show(orders("1f1b", PipelineShape(4, 8))) == ONE_F_ONE_B
 
 
 def test_gpipe_runs_chunk_by_chunk():
-    assert show(orders("gpipe", Layout(2, 3, 2))) == GPIPE
-    assert show(orders("gpipe", Layout(4, 8))).splitlines()[3] == (
+    assert show(orders("gpipe", PipelineShape(2, 3, 2))) == GPIPE
+    assert show(orders("gpipe", PipelineShape(4, 8))).splitlines()[3] == (
         "rank 3: " + " ".join([f"F3.{m}" for m in range(8)] + [f"B3.{m}" for m in range(8)])
     )
 
 
 def test_interleaved_is_megatrons_order():
-    text = orders("interleaved", Layout(4, 8, 2))
+    text = orders("interleaved", PipelineShape(4, 8, 2))
     assert [" ".join(map(str, text[rank])) for rank in (0, 3)] == INTERLEAVED
 
 
 def test_interleaved_with_one_chunk_is_1f1b():
-    assert orders("interleaved", Layout(5, 7)) == orders("1f1b", Layout(5, 7))
+    assert orders("interleaved", PipelineShape(5, 7)) == orders("1f1b", PipelineShape(5, 7))
 
 
 def test_interleaved_leaves_out_microbatches_that_do_not_exist():
-    whole, part = orders("interleaved", Layout(4, 8, 2)), orders("interleaved", Layout(4, 6, 2))
+    whole, part = orders("interleaved", PipelineShape(4, 8, 2)), orders("interleaved", PipelineShape(4, 6, 2))
     assert part == [[task for task in order if task.microbatch < 6] for order in whole]
 
 
 def test_zero_bubble_is_zb_h1():
-    assert show(orders("zero-bubble", Layout(4, 8))) == ZERO_BUBBLE
+    assert show(orders("zero-bubble", PipelineShape(4, 8))) == ZERO_BUBBLE
 
 
 def test_zero_bubble_is_the_interleaved_order_with_late_weight_gradients():
-    layout = Layout(3, 6, 2)
+    layout = PipelineShape(3, 6, 2)
     for rank in range(3):
         names = [str(t) for t in fixed_order("zero-bubble", layout, rank) if t.kind is not Kind.BACKWARD_WEIGHT]
         assert [name.replace("I", "B") for name in names] == [str(t) for t in fixed_order("interleaved", layout, rank)]
@@ -79,7 +79,9 @@ def test_zero_bubble_is_the_interleaved_order_with_late_weight_gradients():
 
 @pytest.mark.parametrize("policy", ["gpipe", "interleaved", "zero-bubble"])
 @pytest.mark.parametrize(
-    "layout", [Layout(1, 1), Layout(1, 3, 2), Layout(4, 1, 3), Layout(3, 7, 2), Layout(4, 4)], ids=str
+    "layout",
+    [PipelineShape(1, 1), PipelineShape(1, 3, 2), PipelineShape(4, 1, 3), PipelineShape(3, 7, 2), PipelineShape(4, 4)],
+    ids=str,
 )
 def test_an_order_has_every_task_once(policy, layout):
     kinds = "FIW" if policy == "zero-bubble" else "FB"
@@ -90,25 +92,25 @@ def test_an_order_has_every_task_once(policy, layout):
 
 def test_1f1b_with_virtual_stages_is_refused():
     with pytest.raises(UserError, match=r'pipeline.virtual_stages = 2: .*"interleaved"'):
-        fixed_order("1f1b", Layout(4, 8, 2), 0)
+        fixed_order("1f1b", PipelineShape(4, 8, 2), 0)
 
 
 def test_an_unknown_policy_is_refused_with_the_nearest():
     with pytest.raises(UserError, match=r"pipeline.policy = '1f1': one of message, .*did you mean '1f1b'"):
-        fixed_order("1f1", Layout(4, 8), 0)
+        fixed_order("1f1", PipelineShape(4, 8), 0)
 
 
 @pytest.mark.parametrize("field", ["grid.pipe", "train.microbatches", "pipeline.virtual_stages"])
 def test_sizes_below_one_are_refused(field):
     sizes = {"grid.pipe": 2, "train.microbatches": 2, "pipeline.virtual_stages": 2} | {field: 0}
     with pytest.raises(UserError, match=f"{field} = 0"):
-        Layout(*sizes.values())
+        PipelineShape(*sizes.values())
 
 
 def test_live_bounds():
-    layout, chunks = Layout(4, 8), Layout(4, 8, 2)
+    layout, chunks = PipelineShape(4, 8), PipelineShape(4, 8, 2)
     assert [live_bound("1f1b", layout, r) for r in range(4)] == [4, 3, 2, 1]
-    assert [live_bound("1f1b", Layout(4, 2), r) for r in range(4)] == [2, 2, 2, 1]
+    assert [live_bound("1f1b", PipelineShape(4, 2), r) for r in range(4)] == [2, 2, 2, 1]
     assert [live_bound("zero-bubble", layout, r) for r in range(4)] == [4] * 4
     assert [live_bound("interleaved", chunks, r) for r in range(4)] == [11, 9, 7, 5]
     assert [live_bound("zero-bubble", chunks, r) for r in range(4)] == [11] * 4
@@ -123,26 +125,26 @@ def test_live_bounds():
 
 
 def test_in_flight_limits():
-    layout = Layout(4, 8)
+    layout = PipelineShape(4, 8)
     assert [in_flight_limit(layout, r) for r in range(4)] == [6, 5, 4, 3]
     assert [in_flight_limit(layout, r, 4) for r in range(4)] == [4, 3, 2, 1]
-    assert [in_flight_limit(Layout(2, 8), r) for r in range(2)] == [3, 2]
-    assert in_flight_limit(Layout(1, 8), 0) == 1
+    assert [in_flight_limit(PipelineShape(2, 8), r) for r in range(2)] == [3, 2]
+    assert in_flight_limit(PipelineShape(1, 8), 0) == 1
     assert [in_flight_limit(layout, r, 6) for r in range(4)] == [6, 5, 4, 3]
     assert [in_flight_limit(layout, r, 2) for r in range(4)] == [2, 2, 2, 1]
-    assert [in_flight_limit(Layout(4, 8, 2), r) for r in range(4)] == [8] * 4
-    assert [in_flight_limit(Layout(4, 8, 2), r, 3) for r in range(4)] == [3] * 4
+    assert [in_flight_limit(PipelineShape(4, 8, 2), r) for r in range(4)] == [8] * 4
+    assert [in_flight_limit(PipelineShape(4, 8, 2), r, 3) for r in range(4)] == [3] * 4
 
 
 def test_places():
-    layout = Layout(4, 8, 3)
+    layout = PipelineShape(4, 8, 3)
     assert (layout.stages, layout.first, layout.last) == (12, 0, 11)
     assert list(layout.stages_of(1)) == [1, 5, 9]
     assert {layout.rank_of(s) for s in layout.stages_of(1)} == {1}
 
 
 def test_messages():
-    layout = Layout(4, 8, 2)
+    layout = PipelineShape(4, 8, 2)
     assert sends(Task(Kind.FORWARD, 3, 5), layout) == Message("forward", 4, 5)
     assert sends(Task(Kind.FORWARD, 7, 5), layout) is None
     assert sends(Task(Kind.BACKWARD, 4, 5), layout) == sends(Task(Kind.BACKWARD_INPUT, 4, 5), layout)
@@ -152,7 +154,7 @@ def test_messages():
 
 
 def test_every_message_is_what_exactly_one_task_needs():
-    layout = Layout(3, 4, 2)
+    layout = PipelineShape(3, 4, 2)
     tasks = [Task(k, s, m) for k in (Kind.FORWARD, Kind.BACKWARD) for s in range(6) for m in range(4)]
     sent = sorted(message for task in tasks if (message := sends(task, layout)))
     needed = sorted(message for task in tasks if (message := needs(task, layout)))

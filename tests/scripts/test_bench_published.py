@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from axonn_jax.planner.machine_file import load_machine
+from axonn_jax.planner.machines.machine_file import load_machine
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "published"
 

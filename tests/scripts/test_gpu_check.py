@@ -15,8 +15,8 @@ from flax import nnx
 
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models import Transformer
-from axonn_jax.tensor.params import take_apart
-from axonn_jax.train.program import StageProgram
+from axonn_jax.tensor.params import split_module
+from axonn_jax.train.engines.program import StageProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu" / "check"
@@ -238,7 +238,7 @@ def test_the_parity_programs_lower_for_cuda(kind):
     from checks.sizes import parity_shape
 
     shape = parity_shape(kind, quick=True)
-    parts = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), attention="xla")))
+    parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), attention="xla")))
     grid = build_grid(GridShape(), jax.devices()[:1])
     for dtype, activations in ((jnp.float32, "none"), (jnp.bfloat16, "full"), (jnp.bfloat16, "dots")):
         program = StageProgram(parts, grid, jnp.dtype(dtype), activations)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from axonn_jax.grid import GridShape
-from axonn_jax.models.shape import ModelShape
+from axonn_jax.models.config import ModelShape
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=128, seq_len=32)

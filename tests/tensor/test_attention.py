@@ -11,9 +11,9 @@ from jax._src.cudnn import fused_attention_stablehlo as jaxs
 
 from axonn_jax import compat
 from axonn_jax.errors import UserError
-from axonn_jax.tensor.attention import causal_attention, rotary
-from axonn_jax.tensor.attention_forms import AttentionDevice, Tiles, against_cudnn, choose_form, tiles
-from axonn_jax.tensor.blocked_attention import blocked_attention
+from axonn_jax.hardware import AttentionDevice
+from axonn_jax.tensor.attention import blocked_attention, causal_attention, rotary
+from axonn_jax.tensor.kernel_choice import Tiles, against_cudnn, choose_form, tiles
 
 EPS = float(np.finfo(np.float32).eps)
 

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from axonn_jax.grid import GridShape
-from axonn_jax.planner.hlo import arrays, parse
-from axonn_jax.tensor import chunks
-from axonn_jax.tensor.chunks import loss_chunk
+from axonn_jax.models.block_comm import BlockComm
+from axonn_jax.planner.hlo.program import arrays, parse
+from axonn_jax.tensor import kernel_choice
+from axonn_jax.tensor.kernel_choice import loss_chunk
 from axonn_jax.tensor.loss import Projection, cross_entropy, total_loss
 
 
 @pytest.fixture
 def three_parts(monkeypatch):
     """Of a device's 64 tokens with 32 logits each: two of 22 and one of 20."""
-    monkeypatch.setattr(chunks, "LOGITS_BYTES", 3000)
+    monkeypatch.setattr(kernel_choice, "LOGITS_BYTES", 3000)
     assert loss_chunk(64, 32) == 22
 
 
@@ -30,10 +31,12 @@ def test_few_logits_are_one_part_and_many_are_equal_ones():
     ("model", "axes", "options"),  # a tied table, and a head of its own
     [
         ("gpt", GridShape(1, 1, 2, 2, 2), {}),
-        ("llama", GridShape(1, 1, 2, 2, 2), {"layout": {"sequence_parallel": True}, "ordered": True}),
-        pytest.param("gpt", GridShape(1, 2, 1, 2, 1), {"streams": 2, "gather": "step"}, marks=pytest.mark.slow),
+        ("llama", GridShape(1, 1, 2, 2, 2), {"layout": {"comm": BlockComm(sequence_split=True)}, "ordered": True}),
+        pytest.param(
+            "gpt", GridShape(1, 2, 1, 2, 1), {"sub_batches": 2, "reshard_after": "step"}, marks=pytest.mark.slow
+        ),
     ],
-    ids=["zyx", "split-ordered", "streams"],
+    ids=["zyx", "split-ordered", "sub-batches"],
 )
 def test_gradients_of_parts_are_those_of_the_plain_model(three_parts, model, axes, options):
     grids.check_gradients(grids.gradients(grids.MODELS[model], axes, **options), grids.reference(model))

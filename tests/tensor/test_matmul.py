@@ -11,31 +11,21 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from trainers import make_trainer
 
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.memory.held import whole
-from axonn_jax.models.matmuls import local_products
+from axonn_jax.memory.host_arrays import joined
 from axonn_jax.models.stacked import stack_layers
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.tensor.collectives import gather_weight, reduce_sum
-from axonn_jax.tensor.embedding import scores
+from axonn_jax.tensor.collectives import all_reduce, gather_weight
+from axonn_jax.tensor.embedding import tied_logits
 from axonn_jax.tensor.linear import matmul_4d
-from axonn_jax.tensor.matmul import (
-    AS_WRITTEN,
-    FORMS,
-    PLAIN,
-    Form,
-    MatmulLayouts,
-    matmul,
-    multiply,
-    products,
-    with_layouts,
-)
-from axonn_jax.tensor.params import take_apart
-from axonn_jax.tensor.region import manual
-from axonn_jax.train.own_state import own_params
-from axonn_jax.train.program import StageProgram
-from axonn_jax.train.trainer import Trainer
+from axonn_jax.tensor.matmul import AS_WRITTEN, FORMS, PLAIN, Form, MatmulLayouts, matmul, multiply, products
+from axonn_jax.tensor.params import split_module
+from axonn_jax.tensor.specs import shard_mapped
+from axonn_jax.train.engines.program import StageProgram
+from axonn_jax.train.engines.scan_layers import unstack_params
+from axonn_jax.train.matmul_layouts import local_products, with_layouts
 
 P = jax.sharding.PartitionSpec
 EPS = {"float32": float(np.finfo(np.float32).eps), "bfloat16": 2.0**-8}
@@ -101,8 +91,8 @@ def layers(layouts):
     def loss(params, x):
         h = jnp.tanh(matmul_4d(x, params["up"], "x", layouts))
         h = jnp.tanh(matmul_4d(h, params["down"], "y", layouts))
-        found = scores(gather_weight(params["table"], x.dtype), h, "y", "x", layouts)
-        return reduce_sum(jnp.sum(jnp.sin(found).astype(jnp.float32)), (*BATCH_AXES, "y"))
+        found = tied_logits(gather_weight(params["table"], x.dtype), h, "y", "x", layouts)
+        return all_reduce(jnp.sum(jnp.sin(found).astype(jnp.float32)), (*BATCH_AXES, "y"))
 
     return jax.value_and_grad(loss, (0, 1)), loss
 
@@ -140,7 +130,7 @@ def test_layers_on_every_grid_give_the_plain_values_and_gradients(axes, dtype, s
     ]
     _, loss = layers(turned(wanted, shift))
     specs = {"up": P(("x", "z"), "y"), "down": P(("y", "z"), "x"), "table": P(("y", "z"), "x")}
-    region = manual(loss, grids.lay(axes).mesh, (specs, P(BATCH_AXES, None, "x")), P())
+    region = shard_mapped(loss, grids.lay(axes).mesh, (specs, P(BATCH_AXES, None, "x")), P())
     value, grads = jax.jit(jax.value_and_grad(region, (0, 1)))(*operands(dtype))
     want_value, want_grads = reference(dtype)
     # Of a sum of a few thousand sines that cancel, in bfloat16, little is left.
@@ -153,17 +143,17 @@ def test_layers_on_every_grid_give_the_plain_values_and_gradients(axes, dtype, s
 
 def results(model, axes, layouts_for, *, scanned=False, **options):
     shape, grid = grids.MODELS[model], grids.lay(axes)
-    streams = options.get("streams", 1)
-    wanted = local_products(shape, axes, 8 // axes.batch_shards // streams * shape.seq_len, "float32")
-    made = take_apart(grids.model_on(shape, grid))
+    parts = options.get("sub_batches", 1)
+    wanted = local_products(shape, axes, 8 // axes.batch_shards // parts * shape.seq_len, "float32")
+    made = split_module(grids.model_on(shape, grid))
     abstract = with_layouts(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))), layouts_for(wanted))
-    parts = take_apart(abstract)
-    stack = stack_layers(parts.rebuild(made.params)) if scanned else None
+    parts = split_module(abstract)
+    stack = stack_layers(parts.merge(made.params), made) if scanned else None
     program = StageProgram(stack.parts if stack else parts, grid, jnp.dtype("float32"), **options)
     params = stack.join(made.params, grid.mesh) if stack else made.params
     batch = jax.device_put(grids.tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
     grads, loss, norm = jax.jit(program.gradients)(params, batch, None)
-    grads = whole(own_params(stack, grads)) if stack else grads
+    grads = joined(unstack_params(stack, grads)) if stack else grads
     return {name: np.asarray(g, np.float64) for name, g in grads.items()}, float(loss), float(norm)
 
 
@@ -179,7 +169,7 @@ def model_cases():
     few = [
         ("gpt", ALL, {"scanned": True}),
         ("llama", ALL, {"activations": "save_collectives"}),
-        ("gpt", grids.GridShape(1, 2, 2, 1, 2), {"streams": 2, "ordered": True}),
+        ("gpt", grids.GridShape(1, 2, 2, 1, 2), {"sub_batches": 2, "ordered": True}),
     ]
     for number, (model, axes, options) in enumerate(few):
         marks = [pytest.mark.slow] if number else []
@@ -217,7 +207,7 @@ def dots(closed, found):
 @pytest.mark.parametrize("axes", [grids.GridShape(), ALL, grids.GridShape(1, 2, 1, 4, 1)], ids=grids.name)
 def test_the_products_listed_are_those_of_the_program(model, axes):
     shape, grid = grids.MODELS[model], grids.lay(axes)
-    parts = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
+    parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
     program = StageProgram(parts, grid, jnp.dtype("float32"))
     batch = jax.ShapeDtypeStruct((2, 8, shape.seq_len + 1), jnp.int32)
     traced = dots(jax.make_jaxpr(program.gradients)(parts.params, batch, None).jaxpr, [])
@@ -239,7 +229,9 @@ def test_a_pipeline_computes_in_them_too(split):
         layouts = layouts_for(local_products(shape, axes, 4 * 8, "float32"))
         model = with_layouts(Transformer(shape, rngs=nnx.Rngs(0)), layouts)
         pipeline = PipelineConfig(split_backward=split)
-        made = Trainer(model, optax.adamw(3e-3), grids.lay(axes), microbatches=2, precision="fp32", pipeline=pipeline)
+        made = make_trainer(
+            model, optax.adamw(3e-3), grids.lay(axes), microbatches=2, precision="fp32", pipeline=pipeline
+        )
         losses.append([float(made.step(batch)["loss"]) for _ in range(4)])
         made.close()
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-6)

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import GridShape
-from axonn_jax.tensor.parallelize import parallelize
-from axonn_jax.tensor.wrap.report import sharding_report
+from axonn_jax.tensor.parallelize.api import parallelize
+from axonn_jax.tensor.parallelize.report import sharding_report
 
 EPS = float(np.finfo(np.float32).eps)
 STEPS = 20

@@ -13,8 +13,8 @@ from axonn_jax.memory.precision import precisions
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.embedding import lookup
 from axonn_jax.tensor.linear import Linear
-from axonn_jax.tensor.params import take_apart
-from axonn_jax.train.program import StageProgram
+from axonn_jax.tensor.params import split_module
+from axonn_jax.train.engines.program import StageProgram
 
 Z = grids.GridShape(z=2)
 
@@ -22,9 +22,9 @@ Z = grids.GridShape(z=2)
 def lowered(accumulate, *, apart=False):
     """The gradients of two microbatches in bf16 as they are handed to XLA, which on CPUs widens what is bf16."""
     shape, grid = grids.GPT, grids.lay(Z)
-    dtypes = precisions("bf16", accumulate, apart=apart)
-    parts = take_apart(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
-    program = StageProgram(parts, grid, dtypes.compute, sums=dtypes.sums)
+    dtypes = precisions("bf16", accumulate, separate_masters=apart)
+    parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
+    program = StageProgram(parts, grid, dtypes.compute, sums=dtypes.grad_dtype)
     sharding = program.shardings()
     params = {n: jax.ShapeDtypeStruct(p.shape, dtypes.weights, sharding=sharding[n]) for n, p in parts.params.items()}
     tokens = jax.ShapeDtypeStruct((2, 4, shape.seq_len + 1), jnp.int32, sharding=program.batch_sharding())

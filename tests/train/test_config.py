@@ -13,13 +13,20 @@ from hypothesis import strategies as st
 from axonn_jax.data.prepare import prepare
 from axonn_jax.errors import UserError
 from axonn_jax.grid import MOST_DEVICES, GridShape
+from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset, preset_names
-from axonn_jax.models.shape import ModelShape
-from axonn_jax.train import toml
-from axonn_jax.train.config import Config, DataConfig, LogConfig, ModelConfig, TrainConfig, to_toml
+from axonn_jax.train import config_file
+from axonn_jax.train.config import Config, DataConfig, LogConfig, ModelConfig, TensorConfig, TrainConfig
+from axonn_jax.train.config_file import to_toml
+from axonn_jax.train.validate import check
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ModelConfig(layers=2, hidden=32, heads=4, seq_len=16)
+
+
+def load(path, overrides=()):
+    """The config of a file and flags."""
+    return config_file.read(path, config_file.split_argv(overrides)[1])
 
 
 @pytest.fixture(scope="module")
@@ -77,24 +84,24 @@ def test_missing_fields_are_named():
 
 def test_check_fills_in_the_model_and_creates_nothing(config, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    checked = config.check()
+    checked = check(config)
     assert checked.model == ModelConfig(**asdict(TINY.shape(default_vocab=264)))
     assert checked.model.shape() == TINY.shape(default_vocab=264)
     assert checked == replace(config, model=checked.model, log=checked.log)
     assert checked.log.dir == "runs/run"
-    assert checked.check() == checked
+    assert check(checked) == checked
     assert list(tmp_path.iterdir()) == []
 
 
 def test_checked_preset_is_the_same_model(config):
-    checked = replace(config, model=ModelConfig(preset="gpt2", layers=1, seq_len=16)).check()
+    checked = check(replace(config, model=ModelConfig(preset="gpt2", layers=1, seq_len=16)))
     assert checked.model.preset == "gpt2"
     assert checked.model.shape() == preset("gpt2", layers=1, seq_len=16)
 
 
 def test_limits_are_allowed(config):
     train = TrainConfig(steps=5, warmup=5, clip=0, weight_decay=0, beta1=0, min_lr_ratio=1, seed=2**32 - 1)
-    replace(config, train=train).check()
+    check(replace(config, train=train))
 
 
 def number_fields():
@@ -109,7 +116,7 @@ def number_fields():
 
 
 def check_with(config, table, key, value):
-    replace(config, **{table: replace(getattr(config, table), **{key: value})}).check()
+    check(replace(config, **{table: replace(getattr(config, table), **{key: value})}))
 
 
 @pytest.mark.parametrize(("table", "key", "value"), number_fields())
@@ -119,15 +126,15 @@ def test_every_number_has_a_range(config, table, key, value):
 
 
 def test_a_pipeline_cannot_be_told_to_scan_layers(config):
-    scanned = replace(config, train=replace(config.train, scan_layers="yes", microbatches=2))
-    assert scanned.check().train.scan_layers == "yes"
-    with pytest.raises(UserError, match=r"train\.scan_layers = 'yes': auto or no"):
-        replace(scanned, grid=GridShape(pipe=2)).check()
+    scanned = replace(config, tensor=TensorConfig(scan_layers="yes"), train=replace(config.train, microbatches=2))
+    assert check(scanned).tensor.scan_layers == "yes"
+    with pytest.raises(UserError, match=r"tensor\.scan_layers = 'yes': auto or no"):
+        check(replace(scanned, grid=GridShape(pipe=2)))
 
 
 def test_log_directory_may_exist(config, tmp_path):
     for path in (tmp_path, tmp_path / "new" / "deep"):
-        assert replace(config, log=LogConfig(dir=str(path))).check().log.dir == str(path)
+        assert check(replace(config, log=LogConfig(dir=str(path)))).log.dir == str(path)
 
 
 # Text
@@ -165,7 +172,7 @@ configs = st.builds(Config, **{name: values(cls) for name, cls in get_type_hints
 
 @given(configs)
 def test_text_reads_back_as_the_same_config(config):
-    assert toml.loads(to_toml(config)) == config
+    assert config_file.loads(to_toml(config)) == config
 
 
 @given(configs)
@@ -177,15 +184,15 @@ def test_flags_say_the_same_as_a_file(config):
             value = getattr(getattr(config, table.name), key.name)
             if value is not None:
                 flags.append(f"--{table.name}.{key.name}={str(value).lower() if isinstance(value, bool) else value}")
-    rest, read = toml.split_argv(flags)
+    rest, read = config_file.split_argv(flags)
     assert rest == []
-    assert toml.loads(to_toml(plain), read) == config
+    assert config_file.loads(to_toml(plain), read) == config
 
 
 def test_written_config_of_a_checked_run_trains_the_same(config, tmp_path):
-    checked = config.check()
+    checked = check(config)
     (tmp_path / "config.toml").write_text(to_toml(checked), encoding="utf-8")
-    assert toml.load(tmp_path / "config.toml").check() == checked
+    assert check(load(tmp_path / "config.toml")) == checked
 
 
 def write(path, content):
@@ -195,13 +202,13 @@ def write(path, content):
 
 def test_load_with_overrides(tmp_path):
     path = write(tmp_path / "small.toml", '[data]\npath = "d"\n[train]\nsteps = 5\nlr = 1\n')
-    assert toml.load(path).train == TrainConfig(steps=5, lr=1.0)
+    assert load(path).train == TrainConfig(steps=5, lr=1.0)
     overrides = ["--train.steps", "7", "--train.lr=2e-3", "--train.eval-every", "3", "--log.tensorboard", "--grid.x=2"]
-    config = toml.load(path, overrides)
+    config = load(path, overrides)
     assert config.train == TrainConfig(steps=7, lr=2e-3, eval_every=3)
     assert (config.log.tensorboard, config.grid) == (True, GridShape(x=2))
-    assert toml.load(path, ["--train.steps", "7", "--train.steps", "8"]).train.steps == 8
-    assert isinstance(toml.load(path).train.lr, float)
+    assert load(path, ["--train.steps", "7", "--train.steps", "8"]).train.steps == 8
+    assert isinstance(load(path).train.lr, float)
 
 
 @pytest.mark.parametrize(
@@ -216,26 +223,49 @@ def test_load_with_overrides(tmp_path):
 )
 def test_switches(tmp_path, flags, value):
     path = write(tmp_path / "c.toml", '[data]\npath = "d"\n')
-    assert toml.load(path, flags).log.tensorboard is value
+    assert load(path, flags).log.tensorboard is value
 
 
 def test_switch_in_front_of_the_config_file():
-    assert toml.split_argv(["--log.tensorboard", "c.toml"]) == (["c.toml"], [("log.tensorboard", True)])
-    assert toml.split_argv(["--grid.x", "2", "c.toml"]) == (["c.toml"], [("grid.x", 2)])
+    assert config_file.split_argv(["--log.tensorboard", "c.toml"]) == (["c.toml"], [("log.tensorboard", True)])
+    assert config_file.split_argv(["--grid.x", "2", "c.toml"]) == (["c.toml"], [("grid.x", 2)])
 
 
 def test_texts_stay_as_they_are_typed(tmp_path):
     path = write(tmp_path / "c.toml", '[data]\npath = "d"\n')
-    assert toml.load(path, ["--data.path", "123"]).data.path == "123"
-    assert toml.load(path, ["--data.path", "true"]).data.path == "true"
-    assert toml.load(path, ["--log.dir=a=b"]).log.dir == "a=b"
+    assert load(path, ["--data.path", "123"]).data.path == "123"
+    assert load(path, ["--data.path", "true"]).data.path == "true"
+    assert load(path, ["--log.dir=a=b"]).log.dir == "a=b"
 
 
 def test_run_directory_is_named_after_the_file(tmp_path):
     path = write(tmp_path / "gpt.v2.toml", '[data]\npath = "d"\n')
-    assert toml.load(path).log.dir == "runs/gpt.v2"
-    assert toml.load(path, ["--log.dir", "/scratch/{name}/1"]).log.dir == "/scratch/gpt.v2/1"
-    assert toml.load(path, ["--log.dir", "here"]).log.dir == "here"
+    assert load(path).log.dir == "runs/gpt.v2"
+    assert load(path, ["--log.dir", "/scratch/{name}/1"]).log.dir == "/scratch/gpt.v2/1"
+    assert load(path, ["--log.dir", "here"]).log.dir == "here"
+
+
+def test_names_of_earlier_versions_are_taken_with_one_line_of_warning():
+    lines, new = [], TensorConfig(2, "xla", "gather", "no", "auto")
+    tables = {"train": {"scan_layers": "no", "matmul_layouts": "auto", "inner_features": "yx"}}
+    tables |= {"memory": {"gather": "pass"}, "overlap": {"streams": 2, "order": "xla"}}
+    old = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
+    assert old.keys() == config_file.RENAMED.keys()
+    flags = config_file.split_argv([f"--{name}={value}" for name, value in old.items()])[1]
+    for text, words in (("", flags), ("".join(f"{name} = {value!r}\n" for name, value in old.items()), [])):
+        config = config_file.loads('data.path = "d"\n' + text, words, warn=lines.append)
+        assert (config.tensor, config.memory.reshard_after) == (new, "backward")
+        (line,) = lines
+        assert all(f"{name} is now {now}" in line for name, (now, _) in config_file.RENAMED.items())
+        lines.clear()
+    assert config_file.loads(to_toml(config), warn=pytest.fail) == config
+
+
+def test_a_key_of_earlier_versions_that_says_nothing_is_passed_over():
+    text = 'data.path = "d"\nmemory.offload_to = {}\n'
+    assert config_file.loads(text.format('""')) == config_file.loads('data.path = "d"')
+    with pytest.raises(UserError, match=r"memory\.offload_to = '/disk': not a known key"):
+        config_file.loads(text.format('"/disk"'))
 
 
 # Documents
@@ -243,11 +273,11 @@ def test_run_directory_is_named_after_the_file(tmp_path):
 
 def test_every_field_is_documented_once_for_all():
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts/docs/config_reference", "--check"], capture_output=True, text=True, timeout=60
+        [sys.executable, ROOT / "scripts/docs/config_reference"], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
-    page = (ROOT / "docs/config.md").read_text(encoding="utf-8")
-    for table, keys in toml.tables().items():
+    page = done.stdout
+    for table, keys in config_file.tables().items():
         section = page.split(f"\n## [{table}]\n")[1].split("\n## ")[0]
         for key in keys:
             assert f"| `{key}` | " in section
@@ -264,10 +294,9 @@ def test_only_the_data_is_required():
 
 
 def test_the_example_is_good(data):
-    checked = toml.load(
-        ROOT / "examples" / "gpt-tiny.toml", ["--data.path", str(data), "--model.seq_len", "16"]
-    ).check()
+    flags = ["--data.path", str(data), "--model.seq_len", "16"]
+    checked = check(load(ROOT / "examples" / "gpt-tiny.toml", flags))
     assert checked.log.dir == "runs/gpt-tiny"
     for grid in (GridShape(x=2), GridShape(y=2, x=2), GridShape(data=2, z=2, y=2), GridShape(z=4), GridShape(y=4)):
-        grid.check_model(replace(checked.model, vocab=4096).shape())
+        replace(checked.model, vocab=4096).shape().check_grid(grid)
         grid.check_batch(checked.train.global_batch, checked.train.microbatches)

@@ -9,17 +9,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from trainers import make_trainer
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
 from axonn_jax.train.config import PipelineConfig
-from axonn_jax.train.trainer import Trainer
 
 STEPS = 3
 
 
 def made(axes, **pipeline):
-    return Trainer(
+    return make_trainer(
         lambda: ax.models.Transformer(grids.LLAMA, rngs=nnx.Rngs(0)),
         optax.adam(1e-3),
         grids.lay(GridShape(**axes)),
@@ -61,7 +61,9 @@ def test_a_step_that_was_broken_off_has_not_been(policy, place):
     got = []
     for step in range(STEPS):
         for task in (0, 1, 3):
-            (pipe,) = broken._pipes.values() if broken._pipes else [broken._prepare(batch(step))[0]]
+            (pipe,) = (
+                broken.engine._pipes.values() if broken.engine._pipes else [broken.engine._prepare(batch(step))[0]]
+            )
             break_at(pipe.ranks[place], task)
             with pytest.raises(Broken):
                 broken.step(batch(step))
@@ -73,7 +75,7 @@ def test_a_step_that_was_broken_off_has_not_been(policy, place):
         got.append(float(broken.step(batch(step))["loss"]))
     np.testing.assert_allclose(got, want, rtol=1e-6)  # what arrives first may change the order of sums
     assert broken.evaluate([batch(9)]) == pytest.approx(held_out, rel=1e-6)
-    assert broken._links.status.phase == "between steps"
+    assert broken.engine._links.status.phase == "between steps"
     whole.close()
     broken.close()
 
@@ -85,7 +87,7 @@ def test_a_step_broken_off_in_its_update_says_that_the_trainer_must_be_made_agai
     def stopped(grads, factor):
         raise Broken
 
-    trainer.holdings[1].apply = stopped
+    trainer.engine.stages[1].apply = stopped
     with pytest.raises(Broken):
         trainer.step(batch(1))
     with pytest.raises(RuntimeError, match=r"step 2 was broken off .* make the trainer again .* load a checkpoint"):
@@ -96,7 +98,7 @@ def test_a_step_broken_off_in_its_update_says_that_the_trainer_must_be_made_agai
 def forever(trainer, timer):
     timer.start()
     while True:
-        trainer.step(batch(trainer.steps_done))
+        trainer.step(batch(trainer.engine.steps_done))
 
 
 @pytest.mark.slow
@@ -111,15 +113,15 @@ def test_twenty_interrupts_at_random_moments(axes):
             forever(trainer, timer)
         timer.join()
         try:
-            trainer.step(batch(trainer.steps_done))
+            trainer.step(batch(trainer.engine.steps_done))
         except RuntimeError as error:
             told = str(error)
             trainer, lost = made(axes), lost + 1
     same = made(axes)
-    while same.steps_done < trainer.steps_done:
-        same.step(batch(same.steps_done))
-    for name, value in trainer.params.items():
-        np.testing.assert_allclose(value, same.params[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    while same.engine.steps_done < trainer.engine.steps_done:
+        same.step(batch(same.engine.steps_done))
+    for name, value in trainer.engine.params.items():
+        np.testing.assert_allclose(value, same.engine.params[name], rtol=1e-4, atol=1e-6, err_msg=name)
     assert lost < 10
     assert lost == 0 or "make the trainer again" in told
     trainer.close()

@@ -14,10 +14,11 @@ import time
 import pytest
 from launched import AXONN, CONFIG, UNDER_MPIRUN, alive, command, environment, errors, finished, flags
 
+from axonn_jax.distributed.host_sync import LocalSync
+from axonn_jax.documents import held
 from axonn_jax.errors import UserError
-from axonn_jax.locks import held
-from axonn_jax.state.agree import Alone
-from axonn_jax.train.lock import LOCK, only_run_in
+from axonn_jax.train.config import LOCK
+from axonn_jax.train.main import only_run_in
 from axonn_jax.train.metrics import read_metrics
 
 REFUSED = r"error: log\.dir = '.*': a directory that no other run trains in; (process (\d+) on \S+ since .*) does in"
@@ -55,6 +56,10 @@ class Contestant:
     @property
     def said(self):
         return self._err.read_text()
+
+
+def restarted(words, restarts):
+    return [*AXONN, "launch", "--restarts", str(restarts), *words[len(AXONN) :]]
 
 
 def saves(run):
@@ -132,7 +137,7 @@ def test_a_run_that_is_refused_has_touched_nothing(how, config, tmp_path):
         words = [*AXONN, "launch", "-n", "2", "train", str(config), "--log.dir", str(run), *flags(options)]
     with held(run / LOCK):
         before = contents(run)
-        done = finished([*words, *(["--restarts", "3"] if how == "restarts" else [])])
+        done = finished(restarted(words, 3) if how == "restarts" else words)
         assert contents(run) == before
     assert done.returncode == 2, done.stderr
     (line,) = errors(done.stderr)
@@ -162,7 +167,7 @@ def test_after_kill_9_the_next_run_gets_the_lock_though_a_child_lives(config, tm
 @pytest.mark.slow
 def test_a_restart_waits_for_what_is_left_of_the_job_before(config, tmp_path):
     run, err = tmp_path / "run", tmp_path / "stderr"
-    words = [*command(config, run, train_steps=60, train_eval_every=0), "--restarts", "1"]
+    words = restarted(command(config, run, train_steps=60, train_eval_every=0), 1)
     with err.open("w") as file, subprocess.Popen(words, stderr=file, env=environment()) as job:
         until(lambda: saves(run), job)
         os.kill(int((run / LOCK).read_text().split()[1]), signal.SIGKILL)
@@ -179,7 +184,7 @@ def test_where_a_file_system_has_no_locks_it_is_said_and_the_run_goes_on(tmp_pat
 
     monkeypatch.setattr(fcntl, "flock", none)
     told = []
-    with only_run_in(str(tmp_path / "run"), Alone(), told.append):
+    with only_run_in(str(tmp_path / "run"), LocalSync(), told.append):
         pass
     (line,) = told
     assert "has no locks: nothing keeps a second run out of it" in line
@@ -188,5 +193,5 @@ def test_where_a_file_system_has_no_locks_it_is_said_and_the_run_goes_on(tmp_pat
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     line = r"log.dir = .*file/run': a directory that can be written in: Not a directory"
-    with pytest.raises(UserError, match=line), only_run_in(str(tmp_path / "file/run"), Alone(), print):
+    with pytest.raises(UserError, match=line), only_run_in(str(tmp_path / "file/run"), LocalSync(), print):
         pass

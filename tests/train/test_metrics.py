@@ -12,11 +12,13 @@ import optax
 import pytest
 
 from axonn_jax.errors import UserError
-from axonn_jax.peaks import peak_flops
+from axonn_jax.hardware import peak_flops
+from axonn_jax.terminal import duration
 from axonn_jax.train.config import Config, DataConfig, LogConfig, TrainConfig
 from axonn_jax.train.metrics import MetricsLog, plot_loss, read_metrics
 from axonn_jax.train.optimizer import learning_rate
-from axonn_jax.train.progress import Progress, duration
+from axonn_jax.train.progress import Progress
+from axonn_jax.train.validate import check
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -155,7 +157,7 @@ def test_tensorboard_without_its_package_is_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = Config(data=DataConfig("nowhere"), log=LogConfig(tensorboard=True))
     with pytest.raises(UserError, match=r"log.tensorboard = True: false, or `pip install"):
-        config.check()
+        check(config)
 
 
 @pytest.mark.parametrize(

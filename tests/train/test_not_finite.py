@@ -4,17 +4,17 @@ import sys
 
 from launched import AXONN, CONFIG, command, errors, finished
 
+from axonn_jax.train.loop import MOST_SKIPPED
 from axonn_jax.train.metrics import read_metrics
-from axonn_jax.train.run import MOST_SKIPPED
 
 BROKEN = """
 import sys
 import jax
 import jax.numpy as jnp
 from axonn_jax.cli.main import main
-from axonn_jax.train.trainer import Trainer
+from axonn_jax.train.engines.spmd import SpmdEngine
 
-step = Trainer.step
+step = SpmdEngine.step
 
 def broken(self, batch):
     number, name = self.steps_done + 1, "norm.scale"
@@ -27,7 +27,7 @@ def broken(self, batch):
         self.train_state.model.weights[name] = good
     return metrics
 
-Trainer.step = broken
+SpmdEngine.step = broken
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 

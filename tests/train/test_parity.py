@@ -9,8 +9,8 @@ import numpy as np
 import plain
 import pytest
 
-from axonn_jax.tensor.params import take_apart
-from axonn_jax.train.program import StageProgram
+from axonn_jax.tensor.params import split_module
+from axonn_jax.train.engines.program import StageProgram
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -33,8 +33,8 @@ def reference(model: str):
 @pytest.mark.parametrize("axes", grids.all_grids(1, 2, 4, 8), ids=grids.name)
 def test_loss_gradients_and_norm_equal_the_plain_model(model, axes):
     shape, grid = grids.MODELS[model], grids.lay(axes)
-    axes.check_model(shape)
-    parts = take_apart(grids.model_on(shape, grid))
+    shape.check_grid(axes)
+    parts = split_module(grids.model_on(shape, grid))
     program = StageProgram(parts, grid, jnp.dtype("float32"), bucket=3000)  # small: several buckets
     batch = jax.device_put(grids.tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
     grads, loss, norm = jax.jit(program.gradients)(parts.params, batch, None)
@@ -53,9 +53,9 @@ def test_loss_gradients_and_norm_equal_the_plain_model(model, axes):
 @pytest.mark.parametrize("model", grids.MODELS)
 def test_parameters_are_born_sharded_and_do_not_depend_on_the_grid(model):
     shape = grids.MODELS[model]
-    whole = take_apart(grids.make_model(shape, grids.lay(grids.GridShape()))).params
+    whole = split_module(grids.make_model(shape, grids.lay(grids.GridShape()))).params
     grid = grids.lay(grids.GridShape(1, 1, 2, 2, 2))
-    parts = take_apart(grids.make_model(shape, grid))
+    parts = split_module(grids.make_model(shape, grid))
     for name, value in parts.params.items():
         np.testing.assert_array_equal(np.asarray(value), np.asarray(whole[name]), err_msg=name)
         spec_sharding = jax.sharding.NamedSharding(grid.mesh, parts.specs[name])
@@ -65,7 +65,7 @@ def test_parameters_are_born_sharded_and_do_not_depend_on_the_grid(model):
 def test_global_norm_counts_every_parameter_once():
     """The norm of the returned gradients, taken on the host, is the norm the program returned."""
     shape, grid = grids.GPT, grids.lay(grids.GridShape(1, 2, 2, 2, 1))
-    parts = take_apart(grids.model_on(shape, grid))
+    parts = split_module(grids.model_on(shape, grid))
     program = StageProgram(parts, grid, jnp.dtype("float32"))
     batch = jax.device_put(grids.tokens(shape.vocab, 2, 8, shape.seq_len), program.batch_sharding())
     grads, _, norm = jax.jit(program.gradients)(parts.params, batch, None)

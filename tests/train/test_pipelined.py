@@ -10,16 +10,16 @@ import optax
 import pytest
 from flax import nnx
 from shared_layers import Block
+from trainers import make_trainer
 
 import axonn_jax as ax
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.memory.account import unused
+from axonn_jax.memory.report import unused
 from axonn_jax.pipeline import build
-from axonn_jax.pipeline.timeline import last_whole_step
-from axonn_jax.train import pipelined
+from axonn_jax.timeline.spans import last_whole_step
 from axonn_jax.train.config import PipelineConfig
-from axonn_jax.train.trainer import Trainer
+from axonn_jax.train.engines import pipeline
 
 STEPS, MICROBATCHES, ROWS = 20, 4, 16
 # Sums of another order: within a stage as on any grid (test_trainer), and the norm's squares added stage by stage.
@@ -76,7 +76,7 @@ def trainer(model, axes, *, activations="none", lazy=True, clip=0.5, precision="
     def make():
         return ax.models.Transformer(shape, rngs=nnx.Rngs(0))
 
-    return Trainer(
+    return make_trainer(
         make if lazy else make(),
         optimizer or optax.adamw(3e-3),
         grid,
@@ -122,7 +122,7 @@ def test_loss_curve_equals_the_one_stage_curve(case):
 def test_a_stage_holds_its_own_parameters_only_and_a_tied_table_is_the_same_at_both_ends():
     made = trainer("gpt", {"pipe": 2})
     curve(made, GPT, steps=3)
-    first, last = (made.holdings[place].weights for place in (0, 1))
+    first, last = (made.engine.stages[place].weights for place in (0, 1))
     assert set(first) & set(last) == {"embedding.table"}
     assert "blocks.3.mlp.up.kernel" in last
     assert "positions.table" in first
@@ -132,9 +132,9 @@ def test_a_stage_holds_its_own_parameters_only_and_a_tied_table_is_the_same_at_b
 
 def test_a_model_given_whole_and_one_made_stage_by_stage_start_equal():
     lazy, whole = trainer("gpt", {"pipe": 2}), trainer("gpt", {"pipe": 2}, lazy=False)
-    for name, value in lazy.params.items():
+    for name, value in lazy.engine.params.items():
         # The same numbers are drawn; XLA may compute them in another fused loop, which has its own roundings: 2 ulp.
-        np.testing.assert_array_max_ulp(np.asarray(value), np.asarray(whole.params[name]), maxulp=2)
+        np.testing.assert_array_max_ulp(np.asarray(value), np.asarray(whole.engine.params[name]), maxulp=2)
     lazy.close()
     whole.close()
 
@@ -143,7 +143,9 @@ def test_bfloat16_travels_in_bfloat16():
     made = trainer("llama", {"pipe": 2, "x": 2}, precision="bf16")
     losses, _ = curve(made, LLAMA, steps=4)
     want, _ = one_stage("llama")
-    (pipe,) = made._pipes.values() if made._pipes else [made._prepare(batches(LLAMA.vocab, 9)[0])[0]]
+    (pipe,) = (
+        made.engine._pipes.values() if made.engine._pipes else [made.engine._prepare(batches(LLAMA.vocab, 9)[0])[0]]
+    )
     assert all(
         stage.y is None or stage.y.dtype == jnp.bfloat16 for r in pipe.ranks.values() for stage in r.stages.values()
     )
@@ -155,7 +157,7 @@ def test_bfloat16_travels_in_bfloat16():
 def test_every_task_is_on_the_timeline():
     made = trainer("gpt", {"pipe": 2})
     curve(made, GPT, steps=2)
-    spans = made.recorder.spans(2)
+    spans = made.engine._links.recorder.spans(2)
     for place in (0, 1):
         names = [span.name for span in spans if span.rank == place]
         assert names.count("update") == 1
@@ -168,7 +170,7 @@ def test_every_task_is_on_the_timeline():
                 assert ran in ([{"F", "I", "W"}] if late else [{"F", "B"}, {"F", "I", "W"}])
             else:  # the last stage has a forward and what follows it in one program
                 assert ran in ([{"FI", "W"}] if late else [{"FB"}, {"FI", "W"}])
-    assert last_whole_step(made.recorder.spans()) == 2
+    assert last_whole_step(made.engine._links.recorder.spans()) == 2
     assert all(span.end >= span.start for span in spans)
 
 
@@ -179,9 +181,11 @@ def test_with_recomputation_only_zero_bubble_lets_weight_gradients_wait(policy, 
     made = trainer("gpt", {"pipe": 2}, activations="full", policy=policy)
     made.step(batches(GPT.vocab, GPT.seq_len + 1)[0])
     kept = {
-        place: rank.stages[place].bytes_kept() for pipe in made._pipes.values() for place, rank in pipe.ranks.items()
+        place: rank.stages[place].bytes_kept()
+        for pipe in made.engine._pipes.values()
+        for place, rank in pipe.ranks.items()
     }
-    spans = made.recorder.spans(1)
+    spans = made.engine._links.recorder.spans(1)
     made.close()
     for place, programs in ((0, first), (1, last)):
         for microbatch in range(MICROBATCHES):
@@ -193,9 +197,9 @@ def test_with_recomputation_only_zero_bubble_lets_weight_gradients_wait(policy, 
 
 @pytest.mark.parametrize(("free", "later"), [(0, [2, 2]), (2**40, [3, 3])], ids=["full", "roomy"])
 def test_after_the_first_step_more_microbatches_are_in_flight_where_there_is_memory_for_them(monkeypatch, free, later):
-    asked, dispatcher = [], pipelined.Dispatcher
+    asked, dispatcher = [], pipeline.PolicyDispatcher
     monkeypatch.setattr(build, "unused", lambda mesh, processes: free)
-    monkeypatch.setattr(pipelined, "Dispatcher", lambda *given: asked.append(given[3]) or dispatcher(*given))
+    monkeypatch.setattr(pipeline, "PolicyDispatcher", lambda *given: asked.append(given[3]) or dispatcher(*given))
     made = trainer("llama", {"pipe": 2})
     for batch in batches(LLAMA.vocab, LLAMA.seq_len + 1)[:2]:
         made.step(batch)
@@ -222,10 +226,12 @@ def flax_layers():
 @pytest.mark.parametrize("axes", [{"pipe": 2}, {"pipe": 2, "data": 2, "z": 2}])
 def test_plain_flax_layers_train_over_a_pipeline(axes):
     def run(axes):
-        made = Trainer(flax_layers, optax.adam(1e-2), grids.lay(GridShape(**axes)), microbatches=MICROBATCHES, clip=1.0)
+        made = make_trainer(
+            flax_layers, optax.adam(1e-2), grids.lay(GridShape(**axes)), microbatches=MICROBATCHES, clip=1.0
+        )
         given = batches(32, 9)
         losses = [float(made.step(given[step % 4])["loss"]) for step in range(STEPS)]
-        for pipe in getattr(made, "_pipes", {}).values():
+        for pipe in getattr(made.engine, "_pipes", {}).values():
             for reduction in pipe.reductions.values():  # the gradients take the place of their sums
                 found = reduction.reduce.memory_analysis()
                 assert found.alias_size_in_bytes == found.argument_size_in_bytes > 0

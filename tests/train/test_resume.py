@@ -11,15 +11,16 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from trainers import make_trainer
 
 import axonn_jax as ax
+from axonn_jax.checkpoint.manifest import read
+from axonn_jax.checkpoint.restore import Checkpoint, load, load_weights, named_checkpoint
+from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.memory.held import whole
-from axonn_jax.state.checkpoint import Found, latest, load, load_weights
-from axonn_jax.state.manifest import read
+from axonn_jax.memory.host_arrays import joined
 from axonn_jax.train.config import PipelineConfig
-from axonn_jax.train.trainer import Trainer
 
 BEFORE, AFTER, MICROBATCHES, ROWS = 3, 10, 4, 16
 # As between grids without any checkpoint in between (test_pipelined).
@@ -68,7 +69,7 @@ AXES = [field.name for field in dataclasses.fields(GridShape)]
 def trainer(axes, *, shape=GPT, seed=0, optimizer=None):
     options = {key: value for key, value in axes.items() if key not in AXES}
     axes = {key: value for key, value in axes.items() if key in AXES}
-    return Trainer(
+    return make_trainer(
         lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(seed)),
         optimizer or optax.adamw(RATE),
         grids.lay(GridShape(**axes)),
@@ -95,7 +96,7 @@ def saved(tmp_path_factory):
         trained = trainer(GRIDS[name])
         steps(trained, 0, BEFORE)
         trained.save(path, BEFORE)
-        before = {name: np.asarray(value) for name, value in trained.params.items()}
+        before = {name: np.asarray(value) for name, value in trained.engine.params.items()}
         losses = steps(trained, BEFORE, AFTER)
         trained.close()
         return path / f"step_{BEFORE:08d}", before, losses
@@ -114,13 +115,13 @@ def cases():
 def test_any_grid_goes_on_from_any_other(source, target, saved):
     path, before, losses = saved(source)
     resumed = trainer(GRIDS[target])
-    assert resumed.load(path) == BEFORE == resumed.steps_done
-    for name, value in resumed.params.items():
+    assert resumed.load(path) == BEFORE == resumed.engine.steps_done
+    for name, value in resumed.engine.params.items():
         np.testing.assert_array_equal(np.asarray(value), before[name], err_msg=name)
-    state = {name: value for part in whole(resumed.state()).values() for name, value in part.items()}
+    state = joined(resumed.engine.state())
     (count,) = {int(value) for name, value in state.items() if name.endswith("count")}
     assert count == BEFORE
-    found = Found(path, read(path))
+    found = Checkpoint(path, read(path))
     one = NamedSharding(grids.lay(GridShape()).mesh, P())
     stored = load(found, {n: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=one) for n, v in state.items()})
     for name, value in state.items():
@@ -137,12 +138,12 @@ def test_the_weights_alone_start_another_run(saved):
     path, before, _ = saved("z 2 x 2")
     other = trainer({"y": 2}, optimizer=optax.sgd(1e-2, momentum=0.9), seed=1)
     other.load(path, weights_only=True)
-    assert other.steps_done == 0
-    for name, value in other.params.items():
+    assert other.engine.steps_done == 0
+    for name, value in other.engine.params.items():
         np.testing.assert_array_equal(np.asarray(value), before[name])
-    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(other.opt_state))
-    abstract = {n: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for n, p in other.params.items()}
-    read_alone = load_weights(latest(path.parent, pytest.fail), abstract)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(other.engine.opt_state))
+    abstract = {n: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for n, p in other.engine.params.items()}
+    read_alone = load_weights(named_checkpoint(path.parent, LocalSync(), pytest.fail, "checkpoint"), abstract)
     assert set(read_alone) == set(before)
 
 

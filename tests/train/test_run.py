@@ -6,12 +6,12 @@ import pytest
 from launched import AXONN, CONFIG, command, finished
 
 from axonn_jax.data.loader import Loader, TokenSamples
-from axonn_jax.train.batch import held_out
+from axonn_jax.train.loop import held_out
 
 LOGGED_BEFORE_SAVING = """
 import sys
 from axonn_jax.cli.main import main
-from axonn_jax.state.saver import Saver
+from axonn_jax.checkpoint.save import Saver
 from axonn_jax.train.metrics import read_metrics
 
 save = Saver.save

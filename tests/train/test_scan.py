@@ -5,26 +5,24 @@ from dataclasses import replace
 
 import grids
 import jax
-import jax.numpy as jnp
 import live
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from trainers import make_trainer
 
-from axonn_jax.compiling import Setting, compile_cost
+from axonn_jax.checkpoint import orbax
+from axonn_jax.checkpoint.snapshot import snapshot
+from axonn_jax.cli.bench.compile_time import Setting, compile_cost
 from axonn_jax.errors import UserError
 from axonn_jax.models import stacked
-from axonn_jax.models.sequence import SequenceModel
+from axonn_jax.models.sequential import SequenceModel
 from axonn_jax.models.stacked import stack_layers
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.state import part
-from axonn_jax.state.checkpoint import latest, load_weights
-from axonn_jax.state.snapshot import snapshot
-from axonn_jax.tensor.params import take_apart
-from axonn_jax.train import checkpoints
-from axonn_jax.train.scan import LAYERS, choose_stack
-from axonn_jax.train.trainer import Trainer
+from axonn_jax.tensor.params import split_module
+from axonn_jax.train import resume
+from axonn_jax.train.engines.scan_layers import LAYERS, choose_stack
 
 CURVE_TOLERANCE = 2e-6  # as for the curves of grids (test_trainer)
 
@@ -46,7 +44,7 @@ def cases():
             "gpt",
             0.25,
             grids.GridShape(1, 2, 2, 1, 2),
-            {"activations": "save_collectives", "streams": 2, "ordered": True},
+            {"activations": "save_collectives", "sub_batches": 2, "ordered": True},
         ),
     ]
     for model, dropout, axes, options in few:
@@ -74,7 +72,7 @@ def train(scan_layers, axes, optimizer=None, *, steps, **options):
     grid = grids.lay(axes)
     optimizer = optimizer or optax.adamw(3e-3, weight_decay=0.1, mask=decayed)
     model = grids.model_on(SMALL, grid)
-    trainer = Trainer(model, optimizer, grid, clip=0.5, scan_layers=scan_layers, **options)
+    trainer = make_trainer(model, optimizer, grid, clip=0.5, scan_layers=scan_layers, **options)
     batches = np.random.default_rng(0).integers(0, SMALL.vocab, (4, 8, SMALL.seq_len + 1))
     return trainer, [float(trainer.step(batches[step % 4])["loss"]) for step in range(steps)]
 
@@ -84,19 +82,19 @@ def test_the_curve_of_20_steps_and_what_users_see_are_those_of_unrolled_layers()
     scanned, curve = train("yes", ALL, steps=20, microbatches=2)
     np.testing.assert_allclose(curve, want, rtol=CURVE_TOLERANCE)
     assert curve[-1] < curve[0] - 0.2
-    assert jax.tree.structure(scanned.params) == jax.tree.structure(plain.params)
-    assert jax.tree.structure(scanned.opt_state) == jax.tree.structure(plain.opt_state)
-    mine, theirs = ((t.params, t.opt_state) for t in (scanned, plain))
+    assert jax.tree.structure(scanned.engine.params) == jax.tree.structure(plain.engine.params)
+    assert jax.tree.structure(scanned.engine.opt_state) == jax.tree.structure(plain.engine.opt_state)
+    mine, theirs = ((t.engine.params, t.engine.opt_state) for t in (scanned, plain))
     for (path, a), b in zip(jax.tree.leaves_with_path(mine), jax.tree.leaves(theirs), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), path
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5, err_msg=str(path))
-    specs = take_apart(grids.model_on(SMALL, scanned.grid)).specs
-    for name, value in scanned.params.items():
-        sharding = jax.sharding.NamedSharding(scanned.grid.mesh, specs[name])
+    specs = split_module(grids.model_on(SMALL, scanned.engine.grid)).specs
+    for name, value in scanned.engine.params.items():
+        sharding = jax.sharding.NamedSharding(scanned.engine.grid.mesh, specs[name])
         assert value.sharding.is_equivalent_to(sharding, value.ndim), name
-        moment = scanned.opt_state[0].mu[name]
+        moment = scanned.engine.opt_state[0].mu[name]
         assert moment.sharding.is_equivalent_to(sharding, value.ndim), name
-    assert scanned.train_state.model.weights["blocks.every.mlp.up.kernel"].shape == (
+    assert scanned.engine.train_state.model.weights["blocks.every.mlp.up.kernel"].shape == (
         SMALL.layers,
         SMALL.hidden,
         SMALL.ffn,
@@ -111,11 +109,11 @@ def test_weights_and_state_go_from_scanned_to_unrolled_layers_and_back(tmp_path)
     plain, _ = train("no", axes, steps=0)
     other, _ = train("yes", axes, steps=1)
     scanned.save(tmp_path, 2)
-    saved = load_weights(latest(tmp_path, pytest.fail), plain.params)
-    plain.restore(saved, jax.tree.map(jnp.copy, scanned.opt_state))  # steps use up what is not stacked
-    other.restore(*jax.tree.map(jnp.copy, (plain.params, plain.opt_state)))
-    for name, value in scanned.params.items():
-        np.testing.assert_array_equal(value, other.params[name], err_msg=name)
+    plain.load(tmp_path)
+    plain.save(tmp_path, 3)
+    other.load(tmp_path / "step_00000003")
+    for name, value in scanned.engine.params.items():
+        np.testing.assert_array_equal(value, other.engine.params[name], err_msg=name)
     batch = np.random.default_rng(1).integers(0, SMALL.vocab, (8, SMALL.seq_len + 1))
     losses = [[float(trainer.step(batch)["loss"]) for _ in range(3)] for trainer in (scanned, plain, other)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=CURVE_TOLERANCE)
@@ -130,7 +128,7 @@ def test_saves_and_loads_take_one_state_on_the_devices(tmp_path, monkeypatch, in
     compute in the host's memory have their copies made after that.
     """
     if in_memory == "of their own":
-        monkeypatch.setattr(part, "on_the_hosts_cores", lambda value: False)
+        monkeypatch.setattr(orbax, "on_the_hosts_cores", lambda value: False)
     before, most = jax.live_arrays(), {"save": 0, "read": 0, "join": 0}
 
     def sampled(name, function):
@@ -142,16 +140,18 @@ def test_saves_and_loads_take_one_state_on_the_devices(tmp_path, monkeypatch, in
         return sample
 
     make = functools.partial(Transformer, replace(SMALL, layers=8), rngs=nnx.Rngs(0))
-    trainer = Trainer(make, optax.adamw(1e-3), grids.lay(grids.GridShape()), scan_layers="yes")
+    trainer = make_trainer(make, optax.adamw(1e-3), grids.lay(grids.GridShape()), scan_layers="yes")
     trainer.step(np.zeros((2, 9), np.int32))
-    state = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.train_state.model))
-    monkeypatch.setattr(part, "snapshot", lambda state: sampled("save", len)(state) and snapshot(state))
-    monkeypatch.setattr(checkpoints, "load", sampled("read", checkpoints.load))
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.engine.train_state.model))
+    monkeypatch.setattr(orbax, "snapshot", lambda state: sampled("save", len)(state) and snapshot(state))
+    monkeypatch.setattr(resume, "load", sampled("read", resume.load))
     monkeypatch.setattr(stacked, "_joined", sampled("join", stacked._joined))
-    want = jax.tree.map(np.array, (trainer.params, trainer.opt_state))
+    want = jax.tree.map(np.array, (trainer.engine.params, trainer.engine.opt_state))
     trainer.save(tmp_path, 1)
     trainer.load(tmp_path / "step_00000001")
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, (trainer.params, trainer.opt_state)), want)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.tree.map(np.asarray, (trainer.engine.params, trainer.engine.opt_state)), want
+    )
     assert {name: size / state for name, size in most.items()} == {
         "save": pytest.approx(1.0, abs=0.01),
         "read": pytest.approx(1.0, abs=0.01),
@@ -177,8 +177,8 @@ def test_optimizers_that_look_at_dims_and_norms_see_a_layer_at_a_time(name):
     plain, want = train("no", grids.GridShape(), OPTIMIZERS[name], steps=5)
     scanned, curve = train("yes", grids.GridShape(x=2), OPTIMIZERS[name], steps=5)
     np.testing.assert_allclose(curve, want, rtol=CURVE_TOLERANCE)
-    assert jax.tree.structure(scanned.opt_state) == jax.tree.structure(plain.opt_state)
-    shapes = [[leaf.shape for leaf in jax.tree.leaves(trainer.opt_state)] for trainer in (scanned, plain)]
+    assert jax.tree.structure(scanned.engine.opt_state) == jax.tree.structure(plain.engine.opt_state)
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(trainer.engine.opt_state)] for trainer in (scanned, plain)]
     assert shapes[0] == shapes[1]
 
 
@@ -199,15 +199,15 @@ def frozen(index):
 def test_optimizers_that_tell_layers_apart_are_refused_and_auto_unrolls(optimizer, why):
     model = nnx.eval_shape(lambda: Transformer(SMALL, rngs=nnx.Rngs(0)))
     with pytest.raises(UserError, match=why):
-        choose_stack(model, optimizer, "yes")
+        choose_stack(model, split_module(model), optimizer, "yes")
     deep = nnx.eval_shape(lambda: Transformer(replace(SMALL, layers=LAYERS), rngs=nnx.Rngs(0)))
-    assert not choose_stack(deep, frozen(LAYERS - 1), "auto").own
+    assert not choose_stack(deep, split_module(deep), frozen(LAYERS - 1), "auto").own
 
 
 def test_auto_scans_many_layers_and_recomputed_ones_that_the_package_does_not_order():
     def scans(layers, **options):
         model = nnx.eval_shape(lambda: Transformer(replace(SMALL, layers=layers), rngs=nnx.Rngs(0)))
-        return bool(choose_stack(model, optax.sgd(0.1), "auto", **options).own)
+        return bool(choose_stack(model, split_module(model), optax.sgd(0.1), "auto", **options).own)
 
     assert scans(LAYERS)
     assert not scans(LAYERS - 1)
@@ -220,17 +220,17 @@ def test_what_cannot_be_scanned_is_refused_by_name():
     grid = grids.lay(grids.GridShape())
     layers = SequenceModel([nnx.Embed(8, 4, rngs=nnx.Rngs(0))], lambda x, t: x[..., 0])
     with pytest.raises(UserError, match="SequenceModel"):
-        Trainer(layers, optax.sgd(0.1), grid, scan_layers="yes")
+        make_trainer(layers, optax.sgd(0.1), grid, scan_layers="yes")
     one = nnx.eval_shape(lambda: Transformer(replace(SMALL, layers=1), rngs=nnx.Rngs(0)))
     with pytest.raises(UserError, match="1 layers"):
-        stack_layers(one)
+        stack_layers(one, split_module(one))
     unlike = Transformer(SMALL, rngs=nnx.Rngs(0))
     unlike.blocks[2].dropout = 0.5
     with pytest.raises(UserError, match=r"blocks.0 and blocks.2"):
-        stack_layers(unlike)
+        stack_layers(unlike, split_module(unlike))
     piped, model = grids.lay(grids.GridShape(2)), Transformer(SMALL, rngs=nnx.Rngs(0))
     with pytest.raises(UserError, match="scan_layers"):
-        Trainer(model, optax.sgd(0.1), piped, microbatches=2, scan_layers="yes")
+        make_trainer(model, optax.sgd(0.1), piped, microbatches=2, scan_layers="yes")
 
 
 @pytest.mark.slow

@@ -10,29 +10,32 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from trainers import make_trainer
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, GridShape
+from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.train.step import compile_abstract
-from axonn_jax.train.trainer import Trainer
+from axonn_jax.train.config import MemoryConfig, TensorConfig
+from axonn_jax.train.engines.step import compile_abstract
 
 CURVE_TOLERANCE = 2e-6  # as for the curves of grids (test_trainer)
 
+SPLIT = BlockComm(sequence_split=True)
 SMALL = replace(grids.LLAMA, layers=1)
 
 
 def split_model(shape):
-    return Transformer(shape, rngs=nnx.Rngs(0), sequence_parallel=True)
+    return Transformer(shape, rngs=nnx.Rngs(0), comm=SPLIT)
 
 
 def results(shape, axes, **options):
     """Gradients, loss and norm, under the layers' own names."""
-    return grids.gradients(shape, axes, layout={"sequence_parallel": True}, **options)
+    return grids.gradients(shape, axes, layout={"comm": SPLIT}, **options)
 
 
 def cases():
-    """Two that are quick; every grid with y of 2, 4 and 8, every policy, streams and orders are slow."""
+    """Two that are quick; every grid with y of 2, 4 and 8, every policy, sub-batches and orders are slow."""
     few = [
         ("gpt", GridShape(1, 1, 1, 2, 2), {"bucket": 3000}),
         ("gpt", GridShape(1, 1, 2, 4, 1), {"activations": "full", "scanned": True}),
@@ -45,7 +48,11 @@ def cases():
             options = {"activations": policy, "scanned": policy != "none"}
             name = f"{model}-{grids.name(axes)}-{policy}-slow"
             yield pytest.param(model, axes, options, id=name, marks=pytest.mark.slow)
-    ordered = ({"streams": 2}, {"ordered": True}, {"streams": 2, "ordered": True, "activations": "save_collectives"})
+    ordered = (
+        {"sub_batches": 2},
+        {"ordered": True},
+        {"sub_batches": 2, "ordered": True, "activations": "save_collectives"},
+    )
     for model, axes, options in product(grids.MODELS, (GridShape(1, 1, 2, 2, 2), GridShape(1, 2, 1, 2, 2)), ordered):
         name = "-".join([model, grids.name(axes), *options, "slow"])
         yield pytest.param(model, axes, options, id=name, marks=pytest.mark.slow)
@@ -57,7 +64,8 @@ def test_loss_gradients_and_norm_equal_the_plain_model(model, axes, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, *(pytest.param({"streams": 2, "activations": p}, marks=pytest.mark.slow) for p in ("none", "full"))]
+    "options",
+    [{}, *(pytest.param({"sub_batches": 2, "activations": p}, marks=pytest.mark.slow) for p in ("none", "full"))],
 )
 def test_dropout_drops_the_same_entries(options):
     shape = replace(grids.GPT, layers=1, dropout=0.25)
@@ -66,7 +74,7 @@ def test_dropout_drops_the_same_entries(options):
 
 
 def curve(model, axes, *, microbatches=2, **options):
-    trainer = Trainer(model, optax.adamw(3e-3), grids.lay(axes), clip=0.5, microbatches=microbatches, **options)
+    trainer = make_trainer(model, optax.adamw(3e-3), grids.lay(axes), clip=0.5, microbatches=microbatches, **options)
     batches = np.random.default_rng(0).integers(0, SMALL.vocab, (4, 8, SMALL.seq_len + 1))
     losses = [float(trainer.step(batches[step % 4])["loss"]) for step in range(6)]
     held_out = trainer.evaluate([batches[0]])
@@ -95,8 +103,8 @@ def test_training_follows_the_curve_of_one_device(axes, options):
     losses, trainer = curve(lambda: split_model(SMALL), axes, **options)
     np.testing.assert_allclose(losses, one_device(), rtol=CURVE_TOLERANCE)
     if axes.pipe > 1:
-        first, *_ = trainer._plan(8, SMALL.seq_len + 1)
-        assert first[-1].needs.y.sharding.spec == P(BATCH_AXES, "y", "x")
+        first, *_ = trainer.engine._plan(8, SMALL.seq_len + 1)
+        assert first[-1].stretch.y.sharding.spec == P(BATCH_AXES, "y", "x")
 
 
 @pytest.mark.slow
@@ -108,18 +116,21 @@ def test_a_program_needs_less_memory(activations):
     def temporaries(**options):
         grid = grids.lay(GridShape(y=4))
         return compile_abstract(
-            shape, grid, optax.sgd(0.1), sequences=4, activations=activations, scanned=True, **options
+            shape, grid, optax.sgd(0.1), sequences=4, memory=MemoryConfig(activations=activations),
+            tensor=TensorConfig(scan_layers="yes"), **options,
         ).memory_analysis().temp_size_in_bytes  # fmt: skip
 
-    assert temporaries(sequence_parallel=True) < 0.8 * temporaries()
+    assert temporaries(comm=SPLIT) < 0.8 * temporaries()
 
 
 def test_sequences_that_do_not_split_are_refused_before_anything_compiles():
     odd = replace(grids.GPT, seq_len=18)
     with pytest.raises(UserError, match=r"model.seq_len = 18: a multiple of y .* = 4; nearest: 16 or 20; or grid.y"):
-        Trainer(nnx.eval_shape(lambda: split_model(odd)), optax.sgd(0.1), grids.lay(GridShape(y=4)))
+        make_trainer(nnx.eval_shape(lambda: split_model(odd)), optax.sgd(0.1), grids.lay(GridShape(y=4)))
     with pytest.raises(UserError, match=r"model.seq_len = 18"):
-        Trainer(nnx.eval_shape(lambda: split_model(odd)), optax.sgd(0.1), grids.lay(GridShape(2, y=4)), microbatches=2)
-    trainer = Trainer(split_model(grids.GPT), optax.sgd(0.1), grids.lay(GridShape(y=4)))
+        make_trainer(
+            nnx.eval_shape(lambda: split_model(odd)), optax.sgd(0.1), grids.lay(GridShape(2, y=4)), microbatches=2
+        )
+    trainer = make_trainer(split_model(grids.GPT), optax.sgd(0.1), grids.lay(GridShape(y=4)))
     with pytest.raises(UserError, match=r"sequence length = 7: with sequence parallelism a multiple of y = 4"):
         trainer.step(np.zeros((2, 8), np.int32))

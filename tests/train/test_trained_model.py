@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import optax
 import pytest
+from trainers import make_trainer
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.tensor.params import take_apart
-from axonn_jax.train.trainer import Trainer
+from axonn_jax.tensor.params import split_module
+from axonn_jax.train.engines.spmd import SpmdEngine
 
 SHAPE = replace(grids.GPT, layers=1, seq_len=8)
 BATCH = np.random.default_rng(0).integers(0, SHAPE.vocab, (8, SHAPE.seq_len + 1))
@@ -28,15 +29,15 @@ CASES = {
 def test_the_trained_module_comes_back(case):
     axes, options = CASES[case]
     given = grids.model_on(replace(SHAPE, layers=2) if case == "scanned" else SHAPE, grids.lay(GridShape()))
-    initial = jax.tree.map(np.asarray, take_apart(given).params)
-    trainer = Trainer(given, optax.adam(1e-2), grids.lay(axes), **{"precision": "fp32", **options})
+    initial = jax.tree.map(np.asarray, split_module(given).params)
+    trainer = make_trainer(given, optax.adam(1e-2), grids.lay(axes), **{"precision": "fp32", **options})
     trainer.step(BATCH)
-    model, wanted = trainer.model, jax.tree.map(np.asarray, trainer.params)
+    model, wanted = trainer.model, jax.tree.map(np.asarray, trainer.engine.params)
     held_out = trainer.evaluate([BATCH]) if case == "offloaded" else 0.0
     trainer.step(BATCH)  # uses its own arrays up, not the module's
     trainer.close()
     assert type(model) is type(given)
-    parts = take_apart(model)
+    parts = split_module(model)
     assert list(parts.params) == list(initial)  # in the module's own order, layers that were stacked by themselves
     for name, value in parts.params.items():
         assert value.sharding.memory_kind == jax.devices()[0].default_memory().kind
@@ -48,9 +49,9 @@ def test_the_trained_module_comes_back(case):
 
 
 def test_without_the_weights_of_other_processes_there_is_no_module(monkeypatch):
-    trainer = Trainer(grids.model_on(SHAPE, grids.lay(GridShape())), optax.sgd(0.1), grids.lay(GridShape()))
-    here = dict(list(trainer.params.items())[1:])
-    monkeypatch.setattr(Trainer, "params", here)
+    trainer = make_trainer(grids.model_on(SHAPE, grids.lay(GridShape())), optax.sgd(0.1), grids.lay(GridShape()))
+    here = dict(list(trainer.engine.params.items())[1:])
+    monkeypatch.setattr(SpmdEngine, "params", here)
     count = len(here)
     with pytest.raises(UserError, match=f"'{count} of {count + 1} parameters here': a pipeline of one"):
         _ = trainer.model

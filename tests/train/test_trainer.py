@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import optax
 import pytest
+from trainers import make_trainer
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import MESH_AXES
-from axonn_jax.planner.compiled import collectives
-from axonn_jax.train.trainer import Trainer
+from axonn_jax.planner.hlo.collectives import collectives
 
 STEPS = 20
 SMALL = {name: shape.__class__(**{**shape.__dict__, "layers": 1, "seq_len": 8}) for name, shape in grids.MODELS.items()}
@@ -20,7 +20,7 @@ SMALL = {name: shape.__class__(**{**shape.__dict__, "layers": 1, "seq_len": 8}) 
 
 def train(model, axes, *, microbatches=1, optimizer=None, clip=0.5, steps=STEPS, **options):
     grid, shape = grids.lay(axes), SMALL[model]
-    trainer = Trainer(
+    trainer = make_trainer(
         grids.model_on(shape, grid),
         optimizer or optax.adamw(3e-3),
         grid,
@@ -65,11 +65,11 @@ def test_activation_policies_do_not_change_the_curve(policy):
 def compiled_collectives(microbatches, bucket):
     axes = grids.GridShape(1, 2, 2, 1, 2)
     grid = grids.lay(axes)
-    trainer = Trainer(
+    trainer = make_trainer(
         grids.model_on(SMALL["gpt"], grid), optax.adamw(1e-3), grid, microbatches=microbatches, clip=1.0, bucket=bucket
     )
     batch = np.zeros((4 * microbatches, SMALL["gpt"].seq_len + 1), np.int32)
-    return grid.mesh, trainer.compiled_step(batch).as_text()
+    return grid.mesh, trainer.engine.compiled_step(batch).as_text()
 
 
 @pytest.mark.parametrize("bucket", [16_000_000, 500])
@@ -120,9 +120,9 @@ def test_clipping_equals_optax():
 
 def test_state_is_sharded_like_its_parameter_and_buffers_are_donated():
     trainer, _ = train("gpt", grids.GridShape(1, 1, 2, 2, 2), steps=1)
-    before = dict(trainer.params)
-    mu = trainer.opt_state[0].mu
-    for name, param in trainer.params.items():
+    before = dict(trainer.engine.params)
+    mu = trainer.engine.opt_state[0].mu
+    for name, param in trainer.engine.params.items():
         assert mu[name].sharding.is_equivalent_to(param.sharding, param.ndim), name
     trainer.step(np.zeros((8, 9), np.int32))
     assert all(value.is_deleted() for value in before.values())
@@ -151,7 +151,7 @@ def test_dropout_drops_the_same_entries_on_every_grid():
 def loss_of_50_samples():
     """The loss of a training step on all of them, which is their mean."""
     grid = grids.lay(grids.GridShape())
-    trainer = Trainer(grids.model_on(SMALL["gpt"], grid), optax.sgd(0.0), grid)
+    trainer = make_trainer(grids.model_on(SMALL["gpt"], grid), optax.sgd(0.0), grid)
     return float(trainer.step(samples(50))["loss"])
 
 
@@ -166,7 +166,7 @@ ONE, FOUR, PIPE = grids.GridShape(), grids.GridShape(1, 2, 2, 1, 2), grids.GridS
 def test_an_evaluation_counts_every_sample_once_and_knows_the_vocabulary(axes, size):
     """An id beyond the vocabulary that is read only, in the first column, spoils the loss as a target does."""
     grid = grids.lay(axes)
-    trainer = Trainer(grids.model_on(SMALL["gpt"], grid), optax.sgd(0.0), grid, microbatches=2)
+    trainer = make_trainer(grids.model_on(SMALL["gpt"], grid), optax.sgd(0.0), grid, microbatches=2)
     batches = [samples(50)[at : at + size] for at in range(0, 50, size)]
     assert trainer.evaluate(batches) == pytest.approx(loss_of_50_samples(), rel=grids.SCALAR_TOLERANCE)
     for row, column, token in ((0, 0, 64), (3, 8, 64), (6, 4, -1)):
@@ -188,6 +188,6 @@ def test_a_step_on_a_token_beyond_the_vocabulary_is_skipped():
 @pytest.mark.parametrize(("rows", "width"), [(6, 9), (0, 9)])
 def test_a_batch_that_does_not_divide_is_refused(rows, width):
     grid = grids.lay(grids.GridShape(1, 2, 2, 1, 1))
-    trainer = Trainer(grids.model_on(SMALL["gpt"], grid), optax.sgd(0.0), grid)
+    trainer = make_trainer(grids.model_on(SMALL["gpt"], grid), optax.sgd(0.0), grid)
     with pytest.raises(UserError, match="multiple of"):
         trainer.step(np.zeros((rows, width), np.int32))

@@ -5,27 +5,28 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from axonn_jax.data import manifest
 from axonn_jax.data.prepare import prepare
+from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError
-from axonn_jax.state.agree import Agreement
-from axonn_jax.train.verify import verify_data
+from axonn_jax.train.main import verify_data
 
 
-class Together(Agreement):
+class ThreadSync(HostSync):
     """Ranks that are threads of this process."""
 
-    def __init__(self, rank, texts, barrier):
-        self.rank, self.size, self.texts, self.barrier = rank, len(texts), texts, barrier
+    def __init__(self, rank, rows, barrier):
+        self.rank, self.size, self.rows, self.barrier = rank, len(rows), rows, barrier
 
-    def gather(self, text):
-        self.texts[self.rank] = text
+    def _all_gather(self, own):
+        self.rows[self.rank] = own
         self.barrier.wait(30)
-        found = list(self.texts)
+        gathered = np.stack(self.rows)
         self.barrier.wait(30)
-        return found
+        return gathered
 
     def any_before(self, flag):
         raise NotImplementedError
@@ -52,11 +53,11 @@ def verified(paths, monkeypatch):
         return checksum(path)
 
     monkeypatch.setattr(manifest, "checksum", counting)
-    texts, barrier = [""] * len(paths), threading.Barrier(len(paths))
+    rows, barrier = [None] * len(paths), threading.Barrier(len(paths))
 
     def one(rank):
         try:
-            return verify_data(str(paths[rank]), Together(rank, texts, barrier))
+            return verify_data(str(paths[rank]), ThreadSync(rank, rows, barrier))
         except UserError as error:
             return error.accepted
 

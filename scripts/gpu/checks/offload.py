@@ -32,24 +32,22 @@ def _measure(ways: dict[str, Any], spec: dict[str, Any]) -> Row:
         grid,
         microbatches=ways["microbatches"],
         clip=1.0,
-        precision="bf16",
-        bucket=_BUCKET[spec["quick"]],
-        scan_layers="no",  # which offload needs, for the comparison's sake everywhere
-        **ways["options"],
+        memory=axonn_jax.MemoryConfig(precision="bf16", bucket=_BUCKET[spec["quick"]], **ways["options"]),
+        tensor=axonn_jax.TensorConfig(scan_layers="no"),  # as offload needs, for the comparison's sake everywhere
     )
     rows = ways["microbatches"] * ways["rows"]
     batch = np.random.default_rng(0).integers(0, shape.vocab, (rows, shape.seq_len + 1), dtype=np.int32)
     losses = [float(trainer.step(batch)["loss"])]  # compiles
     trainer.step(batch)
-    jax.block_until_ready(trainer.train_state)
+    jax.block_until_ready(trainer.engine.train_state)
     times = []
     for _ in range(spec["steps"]):
         begin = time.perf_counter()
         metrics = trainer.step(batch)
-        jax.block_until_ready(trainer.train_state)
+        jax.block_until_ready(trainer.engine.train_state)
         times.append(time.perf_counter() - begin)
     losses.append(float(metrics["loss"]))
-    found = trainer.memory()[0]
+    found = trainer.engine.memory()[0]
     step_s = statistics.median(times)
     travelled = 2 * found["planned"]["host"]  # there and back
     figures = {

@@ -12,8 +12,8 @@ from flax import nnx
 
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models import ModelShape, Transformer
-from axonn_jax.tensor.params import Parts, take_apart
-from axonn_jax.train.program import StageProgram
+from axonn_jax.tensor.params import SplitModule, split_module
+from axonn_jax.train.engines.program import StageProgram
 from checks import attention, promises
 from checks.report import Emit, Row, attempt
 from checks.sizes import parity_shape
@@ -79,9 +79,9 @@ class Subject:
             for name, value in self._parts("auto").params.items()
         }
 
-    def _parts(self, kernel: Any) -> Parts:
+    def _parts(self, kernel: Any) -> SplitModule:
         """The model's structure, without weights."""
-        return take_apart(nnx.eval_shape(lambda: Transformer(self.shape, rngs=nnx.Rngs(0), attention=kernel)))
+        return split_module(nnx.eval_shape(lambda: Transformer(self.shape, rngs=nnx.Rngs(0), attention=kernel)))
 
     def result(self, device: jax.Device, dtype: str, activations: str = "none", kernel: str = "auto") -> Result:
         """Loss, norm and gradients of two accumulated microbatches; fp32 in full precision (no TF32)."""

@@ -24,9 +24,9 @@ def trainer(shape: ModelShape) -> Row:
     model = Transformer(shape, rngs=nnx.Rngs(0))
     train = axonn_jax.Trainer(model, optax.adamw(1e-3), grid, microbatches=2, clip=1.0)
     batch = np.random.default_rng(3).integers(0, shape.vocab, (4, shape.seq_len + 1), dtype=np.int32)
-    state = jax.tree.leaves(train.train_state)
+    state = jax.tree.leaves(train.engine.train_state)
     state_bytes = sum(leaf.nbytes for leaf in state)
-    aliased = getattr(train.compiled_step(batch).memory_analysis(), "alias_size_in_bytes", None)
+    aliased = getattr(train.engine.compiled_step(batch).memory_analysis(), "alias_size_in_bytes", None)
     losses = [float(train.step(batch)["loss"])]
     kept = sum(not leaf.is_deleted() for leaf in state)
     losses += [float(train.step(batch)["loss"]) for _ in range(_STEPS - 1)]

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from axonn_jax.hardware import peak_flops
 from axonn_jax.models import ModelShape
-from axonn_jax.peaks import peak_flops
 
 
 def hardware_flops(shape: ModelShape, sequences: int, activations: str) -> int:

@@ -40,19 +40,18 @@ def _measure(config: TrainConfig, spec: dict[str, Any], trace: str | None, emit:
         grid,
         microbatches=config.accumulate,
         clip=1.0,
-        precision="bf16",
-        activations=config.activations,  # type: ignore[arg-type]
+        memory=axonn_jax.MemoryConfig(precision="bf16", activations=config.activations),
     )
     batch = np.random.default_rng(0).integers(0, shape.vocab, (sequences, shape.seq_len + 1), dtype=np.int32)
-    tokens = trainer.place(batch)
-    jax.block_until_ready(trainer.train_state)
+    tokens = trainer.engine.batches.shard(batch)
+    jax.block_until_ready(trainer.engine.train_state)
     ready = time.perf_counter()
-    compiled = trainer.compiled_step(batch)
+    compiled = trainer.engine.compiled_step(batch)
     compile_s = time.perf_counter() - ready
     attempt(emit, "program", config.name, lambda: _program(config, compiled))
 
     # The compiled step itself, so that no version of jax compiles it a second time for the call.
-    state, metrics = compiled(trainer.train_state, tokens, None)
+    state, metrics = compiled(trainer.engine.train_state, tokens, None)
     del trainer
     first_loss = float(metrics["loss"])
     for _ in range(spec["warm_up"] - 1):

@@ -1,1 +1,0 @@
-"""Measurements of the machine that a process runs on, for the planner."""

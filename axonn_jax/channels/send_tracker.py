@@ -1,0 +1,71 @@
+"""Messages of a channel that have not left: shared by its threads and its caller."""
+
+import itertools
+import threading
+
+from axonn_jax.channels.base import ChannelClosed, hanging
+from axonn_jax.schedule.tasks import Message
+
+
+class SendTracker:
+    """Counts messages in and out, and remembers what broke the channel."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._changed = threading.Condition()
+        self._unsent: dict[int, Message] = {}
+        self._numbers = itertools.count()
+        self._open = False
+        self._ended = False
+        self._error: BaseException | None = None
+
+    def open(self) -> None:
+        """Lets messages in; ``ChannelClosed`` the second time and after `end`."""
+        with self._changed:
+            if self._open or self._ended:
+                raise ChannelClosed(f"{self._name} channel: started twice, or after close")
+            self._open = True
+
+    def end(self) -> None:
+        """Lets no more messages in."""
+        with self._changed:
+            self._open, self._ended = False, True
+
+    def fail(self, error: BaseException) -> bool:
+        """Remembers what broke the channel; returns whether it is the first to do so."""
+        with self._changed:
+            first = self._error is None
+            if first:
+                self._error = error
+            self._changed.notify_all()
+        return first
+
+    def add(self, message: Message) -> int:
+        """Returns the number of a message to send; ``ChannelClosed`` where the channel does not run."""
+        with self._changed:
+            if not self._open or self._error is not None:
+                raise ChannelClosed(f"{self._name} channel: not running, so no {message}") from self._error
+            number = next(self._numbers)
+            self._unsent[number] = message
+        return number
+
+    def remove(self, number: int) -> None:
+        """The message has left."""
+        with self._changed:
+            del self._unsent[number]
+            self._changed.notify_all()
+
+    def unsent(self) -> list[Message]:
+        """Returns the messages that have not left, oldest first."""
+        with self._changed:
+            return list(self._unsent.values())
+
+    def flush(self, timeout: float) -> None:
+        """As `Channel.flush`."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: not self._unsent or self._error is not None, timeout)
+            left = list(self._unsent.values())
+        if self._error is not None:
+            raise ChannelClosed(f"{self._name} channel: failed, {len(left)} message(s) unsent") from self._error
+        if not done:
+            raise hanging(f"{self._name} channel", timeout, left)

@@ -1,0 +1,152 @@
+"""Sleep of a channel's thread until there is something to look for, also from another process of the same host.
+
+MPI has no sleeping wait: whoever wants to know of a message looks for it. A look takes a waking thread some 50 us of a
+core that computes, and looks every few milliseconds add up to 2 % of it. Who has sent something therefore notifies.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from axonn_jax.channels.base import Ports
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_EARLY_S = 0.02
+"""A notice may come so much before its message can be seen."""
+_GRAIN_S = 1e-3
+
+
+class Wakeup:
+    """Ends one thread's sleep; any thread of this process and any process that knows its `address` may do so.
+
+    `connect` lets the peers of a communicator notify each other. Until then, and where some peer cannot (another host,
+    a sandbox without sockets), the sleeps are short, as nobody says that a message has come.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.address: bytes | None = None
+        """Where other processes of this host notify; None where they cannot (no Linux, or no sockets)."""
+        self.peers: Mapping[int, bytes] = {}
+        """The addresses of the ranks that can be notified, and can notify this one."""
+        self.notified = False
+        """Whether every rank that sends to this process's stages notifies it."""
+        self._clock, self._since = clock, clock()
+        self._called = False  # by a peer, and not yet found what for
+        self._computing = False
+        self._own, self._hand = os.pipe()
+        self._ear: socket.socket | None = None
+        self._sleep = select.poll()
+        for end in (self._own, self._hand):
+            os.set_blocking(end, False)
+            self._keep_open(os.close, end)
+        self._sleep.register(self._own, select.POLLIN)
+        if sys.platform == "linux":
+            # A name without a file: it is gone with the process, and means nothing in another network namespace.
+            address = b"\0axonn_jax-" + os.urandom(16).hex().encode()
+            with contextlib.suppress(OSError):  # not every sandbox has such names, or such sockets
+                ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                self._keep_open(socket.socket.close, ear)
+                ear.setblocking(False)
+                ear.bind(address)
+                self._sleep.register(ear, select.POLLIN)
+                self._ear, self.address = ear, address
+
+    def _keep_open(self, close: Callable[[Any], None], end: object) -> None:
+        # When the interpreter ends a thread may still listen.
+        weakref.finalize(self, close, end).atexit = False
+
+    def connect(self, comm: "MPI.Comm", ports: Ports) -> None:
+        """Finds out which ranks of `comm` can notify each other; collective over it."""
+        addresses: list[bytes | None] = comm.allgather(self.address)
+        heard = {rank: address for rank, address in enumerate(addresses) if address is not None and self.send(address)}
+        mutual: list[set[int]] = comm.allgather(set(heard))
+        self.peers = {rank: address for rank, address in heard.items() if comm.Get_rank() in mutual[rank]}
+        neighbours = (stage + way for stage in ports.arriving for way in (-1, 1))
+        senders = {stage % comm.Get_size() for stage in neighbours if 0 <= stage < ports.stages}
+        self.notified = senders <= self.peers.keys()
+
+    def wake(self) -> None:
+        """Ends the sleep, or the next one if nobody sleeps."""
+        with contextlib.suppress(BlockingIOError):  # full of bytes that it has not read yet: it will look
+            os.write(self._hand, b"o")
+
+    def notify(self, rank: int) -> None:
+        """Tells a rank, where it has an address here, that there is a message for it."""
+        if rank in self.peers:
+            self.send(self.peers[rank])
+
+    def send(self, address: bytes) -> bool:
+        """Ends the sleep at another address, and says that a peer did; returns whether there is one."""
+        if self._ear is None:
+            return False
+        try:
+            self._ear.sendto(b"p", address)
+        except BlockingIOError:  # notices that it has not read yet fill its queue: it will look
+            return True
+        except OSError:  # nobody has this name, here or any more
+            return False
+        return True
+
+    def computing(self, active: bool) -> None:
+        """As `Channel.busy`."""
+        self._computing = active
+        if not self.notified:
+            self.wake()
+
+    def found(self, *, more: bool = False) -> None:
+        """Takes note that a look has found something; with `more`, what a peer's notice was for may be yet to come."""
+        self._called = self._called and more
+        self._since = self._clock()
+
+    def sleep(self, *, transferring: bool, sending: bool = False) -> None:
+        """Sleeps until it is time to look again.
+
+        `transferring` says that a transfer is under way whose other end waits for this one to go on, `sending` that a
+        send is, which needs looks only once its receiver has notified: until then that waits, too.
+        """
+        if self.notified:
+            sending = sending and self._called
+        soon = self._called and self._clock() - self._since < _EARLY_S
+        if (who := self.wait(self.seconds(transferring=transferring or sending or soon))) is not None:
+            self._called = self._called or who == "peer"
+            self._since = self._clock()
+
+    def seconds(self, *, transferring: bool) -> float:
+        """Returns the next sleep in seconds: a share of the wait so far, so that it costs neither core nor time.
+
+        Idle: a hundredth of the wait, from 50 us to 1 ms. Beside a computation a wake-up takes from it (30 us), and
+        what arrives is not urgent, as the channel looks whenever a program has been started: a sixteenth, from 4 ms to
+        16 ms; but a tenth, from 50 us to 1 ms, while a transfer is under way. Where peers notify 20 ms, in case a
+        notice came before what it was for, and that tenth for transfers.
+        """
+        waited = self._clock() - self._since
+        if self.notified and not transferring:
+            return 20e-3
+        if not (self._computing or self.notified):
+            return min(1e-3, max(50e-6, waited / 100))
+        if transferring:
+            return min(1e-3, max(50e-6, waited / 10))
+        return min(16e-3, max(4e-3, waited / 16))
+
+    def wait(self, seconds: float) -> Literal["own", "peer"] | None:
+        """Sleeps; returns who ended it, None if nobody did."""
+        if seconds < _GRAIN_S:  # of a time limit
+            time.sleep(seconds)
+            seconds = 0.0
+        ready = {file for file, _ in self._sleep.poll(seconds * 1e3)}
+        if self._own in ready:
+            os.read(self._own, 65_536)
+        if self._ear is None or ready <= {self._own}:
+            return "own" if ready else None
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._ear.recv(1)
+        return "peer"

@@ -1,0 +1,256 @@
+"""Manifest of a complete checkpoint: names of checkpoints, what lies in one, and whether that is what was written.
+
+A manifest's own checksum finds what an accident damaged. Who forges a manifest computes the checksum anew: so what it
+says is believed of files inside its own checkpoint only.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from axonn_jax.documents import flush, open_regular, parse_json, read_bytes, typed
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_MOST_BYTES = 64 << 20  # a few hundred thousand files and arrays
+_MOST_AROUND = 1 << 16
+_LONGEST, _DEEPEST = 512, 16  # of a file's name below a checkpoint
+_SHOWN = 3  # faults
+_KEPT_OPEN = ".nfs"
+"""What NFS names a removed file that somebody still has open."""
+_CONTENT = b'\n "content": '
+_PART = re.compile(r"part_[0-9]{3,}(/lot_[0-9]{3,})?")
+_DTYPE = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class CorruptCheckpoint(Exception):
+    """A checkpoint cannot be used; the text names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array of a checkpoint."""
+
+    part: str
+    """The folder below the checkpoint that Orbax wrote it into."""
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """What one process has written of a part."""
+
+    arrays: Mapping[str, StoredArray]
+    files: Mapping[str, File]
+
+
+@dataclass(frozen=True)
+class CheckpointManifest:
+    """Everything about a checkpoint but its arrays' values."""
+
+    step: int
+    grid: str
+    """The grid that saved it, for people: any other loads it."""
+    processes: int
+    saved: str
+    """When it was complete, in UTC."""
+    run: Mapping[str, Any]
+    """What a run needs to go on: data position, seeds, configuration."""
+    arrays: Mapping[str, StoredArray]
+    files: Mapping[str, File]
+    format: int = FORMAT
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(file.bytes for file in self.files.values())
+
+    def text(self) -> str:
+        """The manifest file: the content, and its checksum over the content's only spelling."""
+        content = asdict(self)
+        return _render({"content": content, "sha256": _digest(_render(content).encode())})
+
+
+def read(path: Path) -> CheckpointManifest:
+    """Reads the manifest of a checkpoint directory; fields of later versions are left out.
+
+    Raises ``CorruptCheckpoint`` unless the file is to the byte as it was written, and holds only what a save writes.
+    """
+    try:
+        raw = read_bytes(path / MANIFEST, _MOST_BYTES, inside=path)
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{MANIFEST} is missing") from None
+    except OSError as error:
+        raise CorruptCheckpoint(f"{MANIFEST} is not readable: {error.strerror}") from None
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{MANIFEST} is {error}") from None
+    try:
+        both = parse_json(raw)
+        content = both["content"] if _as_written(raw, both) else None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise CorruptCheckpoint(f"{MANIFEST} has been altered or cut off")
+    if (form := content.get("format", FORMAT)) != FORMAT:
+        raise CorruptCheckpoint(f"{MANIFEST} is of format {str(form)[:20]}; this version reads format {FORMAT}")
+    try:
+        manifest = typed(CheckpointManifest, content)
+        _check(manifest)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{MANIFEST} is not one that a save writes: {error}") from None
+    if path.name.startswith("step_") and path.name != name_of(manifest.step):
+        raise CorruptCheckpoint(f"{MANIFEST} is that of step {manifest.step}")
+    return manifest
+
+
+def _as_written(raw: bytes, both: Any) -> bool:
+    """Whether a manifest is spelled as `CheckpointManifest.text` spells it, and matches its checksum.
+
+    The content is compared as it stands in the file: to render it anew would take minutes where somebody made it large.
+    """
+    start = raw.find(_CONTENT) + len(_CONTENT)
+    if not isinstance(both, dict) or start < len(_CONTENT):
+        return False
+    end = min((at for at in (raw.find(b',\n "', start), raw.find(b"\n}", start)) if at >= 0), default=start)
+    content, around = raw[start:end], raw[:start] + b"0" + raw[end:]
+    if content.count(b"\n") != content.count(b"\n ") or len(around) > _MOST_AROUND:
+        return False
+    spelled = around == _render({**both, "content": 0}).encode()
+    return spelled and both.get("sha256") == _digest(content.replace(b"\n ", b"\n") + b"\n")
+
+
+def _check(manifest: CheckpointManifest) -> None:
+    """Raises ``ValueError`` for what no save writes, above all for names that lead out of the checkpoint's parts."""
+    if not (0 <= manifest.step < 10**15 and manifest.processes > 0):
+        raise ValueError(f"step = {manifest.step}, processes = {manifest.processes}")
+    saved = datetime.fromisoformat(manifest.saved)
+    if saved.tzinfo is None or not 1970 <= saved.year < 9999:
+        raise ValueError(f"saved = {_short(manifest.saved)}, not a time with its zone")
+    folders: set[str] = set()
+    for name, file in manifest.files.items():
+        steps = name.split("/")
+        plain = len(name) <= _LONGEST and len(steps) <= _DEEPEST and name.isprintable() and "\\" not in name
+        if not (plain and _PART.fullmatch(steps[0])) or {"", ".", ".."} & set(steps):
+            raise ValueError(f"files has {_short(name)}, which is no file in a part")
+        if file.bytes < 0 or not _SHA256.fullmatch(file.sha256):
+            raise ValueError(f"files[{_short(name)}] = {file.bytes} bytes with checksum {_short(file.sha256)}")
+        folders |= {steps[0], "/".join(steps[:2])}
+    for name, array in manifest.arrays.items():
+        if not _PART.fullmatch(array.part) or array.part not in folders:
+            raise ValueError(f"arrays[{_short(name)}].part = {_short(array.part)}, of which no file is listed")
+        if min(array.shape, default=0) < 0 or not _DTYPE.fullmatch(array.dtype):
+            raise ValueError(f"arrays[{_short(name)}] = {_short(array.dtype)} of shape {str(array.shape)[:80]}")
+
+
+def name_of(step: int) -> str:
+    """The directory name of a complete checkpoint."""
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a directory's name says it is a checkpoint of, if it is one's name."""
+    match = re.fullmatch(r"step_([0-9]{1,15})", path.name)
+    return int(match[1]) if match else None
+
+
+def all_steps(directory: Path) -> list[Path]:
+    """What is named as a complete checkpoint below `directory`, newest first; valid or not."""
+    try:
+        paths = list(directory.iterdir())
+    except OSError:
+        return []
+    steps = [(step, path) for path in paths if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(steps, reverse=True)]
+
+
+def _render(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True) + "\n"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:80]!r}..."
+
+
+def file_faults(
+    path: Path, manifest: CheckpointManifest, share: tuple[int, int] = (0, 1), *, fast: bool = False
+) -> list[str]:
+    """Reads the files of a checkpoint and says what is wrong with each, none if all is well.
+
+    `share` = (rank, size) reads only this process's share of them. The first process also looks for files beside them,
+    which nobody would check. `fast` looks at names and sizes alone.
+    """
+    rank, size = share
+    root = path.resolve()
+    wrong = []
+    largest_first = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
+    for name, file in largest_first[rank::size]:
+        try:
+            with open_regular(root / name, inside=root) as opened:
+                size_here = os.fstat(opened.fileno()).st_size
+                if size_here != file.bytes:
+                    wrong.append(f"{name} has {size_here} bytes, not {file.bytes}")
+                elif not fast and checksum(opened) != file.sha256:
+                    wrong.append(f"{name} has been altered: its checksum is not the manifest's")
+        except FileNotFoundError:
+            wrong.append(f"{name} is missing")
+        except OSError as error:
+            wrong.append(f"{name} is not readable: {error.strerror}")
+        except ValueError as error:
+            wrong.append(f"{name} is {error}")
+    if rank == 0:
+        wrong += [f"{name} is not in the manifest" for name in _unlisted(root, manifest)]
+    return wrong
+
+
+def shorten(wrong: list[str]) -> str:
+    """The first few faults, and how many more there are."""
+    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    return "; ".join(wrong[:_SHOWN]) + more
+
+
+def describe_files(root: Path, paths: Iterable[Path]) -> dict[str, File]:
+    """Sizes and checksums of files, named from `root`, once they are on the disk."""
+    described = {}
+    for path in sorted(paths):
+        flush(path)
+        with open(path, "rb") as file:
+            described[path.relative_to(root).as_posix()] = File(path.stat().st_size, checksum(file))
+    return described
+
+
+def checksum(file: BufferedReader) -> str:
+    """SHA-256 of a file."""
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _unlisted(root: Path, manifest: CheckpointManifest) -> Iterator[str]:
+    """Names of files in the parts of a checkpoint, and of links to directories, that the manifest does not have."""
+    for part in sorted({PurePosixPath(name).parts[0] for name in manifest.files}):
+        for place, folders, files in os.walk(root / part):
+            links = [folder for folder in folders if Path(place, folder).is_symlink()]
+            for path in (Path(place, name) for name in sorted((*files, *links))):
+                name = path.relative_to(root).as_posix()
+                if name not in manifest.files and not path.name.startswith(_KEPT_OPEN):
+                    yield name

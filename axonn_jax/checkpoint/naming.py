@@ -1,0 +1,54 @@
+"""A trainer's state as one flat mapping of dotted names that do not mention the grid, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+State = dict[str, Any]
+"""Arrays, or their shapes, by name: `params.<parameter>`, `optimizer.<path in the optax state>`."""
+
+PARAMS, OPTIMIZER, SCALE = "params.", "optimizer.", "scale."
+"""What names begin with. A count of skipped steps and a loss scale (fp16) are optional: a run without one does not mind
+it, one with begins anew."""
+
+
+def flatten(params: Mapping[str, Any], optimizer: Any, scale: Any = None) -> State:
+    """Names every array of parameters and optimizer state, such as `optimizer.0.mu.blocks.3.attention.qkv.kernel`.
+
+    An optax state's own structure gives the path, so the names are those of the optimizer, whatever the grid.
+    """
+    named = {PARAMS + name: value for name, value in params.items()}
+    if scale is not None:
+        named |= {SCALE + field: value for field, value in scale._asdict().items() if value is not None}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer):
+        named[_name(path)] = leaf
+    return named
+
+
+def unflatten(state: Mapping[str, Any], params: Mapping[str, Any], optimizer: Any) -> tuple[dict[str, Any], Any]:
+    """Returns parameters and optimizer state of the same structure as those given, with the mapping's values."""
+    values = {name: state[PARAMS + name] for name in params}
+    return values, jax.tree_util.tree_map_with_path(lambda path, _: state[_name(path)], optimizer)
+
+
+def unflatten_scale(state: Mapping[str, Any], scale: Any) -> Any:
+    """Returns a loss scale, or a count, with the mapping's values."""
+    fields = [field for field, value in scale._asdict().items() if value is not None]
+    return scale._replace(**{field: state[SCALE + field] for field in fields})
+
+
+def shapes(state: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The same names with shape, dtype and sharding alone, so that the arrays themselves can be let go."""
+    return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in state.items()}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return OPTIMIZER + ".".join(_word(key) for key in path)
+
+
+def _word(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):  # of a dict, a sequence, a named tuple or dataclass
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    raise TypeError(f"no name for {key!r} in an optimizer's state")

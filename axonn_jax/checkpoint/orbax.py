@@ -1,0 +1,279 @@
+"""Orbax: one jax world's shard of a checkpoint, written in the background; the world's processes fail together."""
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import json
+import logging
+import math
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from axonn_jax import compat
+from axonn_jax.checkpoint.manifest import StoredArray, describe_files
+from axonn_jax.checkpoint.naming import State
+from axonn_jax.checkpoint.snapshot import on_the_hosts_cores, snapshot
+from axonn_jax.distributed.cpu_allocator import GrowthLimit
+from axonn_jax.documents import replace_whole
+from axonn_jax.memory.host_arrays import HOST, LayerSlice, joined
+
+WORTH_IT = 32_000_000
+"""Bytes of copies from which on the memory of the process is looked after."""
+_TIMEOUT_S = 1800
+_POLL_S = 0.02
+_OTHERS_S = 30
+"""So long a write that failed waits for those beside it."""
+_GROWTH = 0.05
+"""Of the copies: by so much more the process may grow while they are written."""
+_WIDEST = 4
+"""Bytes of an element, however it was stored."""
+_OF_A_PROCESS = "ocdbt.process_"
+"""What the names of folders that Orbax lets one process write begin with; its number follows."""
+_NOBODY_WAITED = ("was never retrieved", "was destroyed but it is pending")
+"""What Python's event loops say of a task that failed, or still waited, beside the one whose failure was raised."""
+_LOTS = 24
+"""A lot of state in host memory is about this part of it: 0.5 bytes a parameter of 12."""
+
+
+class OrbaxWriter:
+    """Writes parts, one at a time; every process of a jax world makes the same calls.
+
+    `start` returns once the arrays are copied to the host, so they may be donated to the next step; `finish` waits
+    for the files, on any thread. State that lives in host memory is not copied there: `start` writes it in lots, one
+    after another, each in a folder of its own, and returns when Orbax has written all. Where one process fails, the
+    others of its world learn of it instead of waiting. While it writes, freed memory is not kept beyond a little.
+    `sizes` are true shapes, by name, of what is padded.
+    """
+
+    def __init__(self, name: str, sizes: Mapping[str, tuple[int, ...]]):
+        self.name, self._sizes = name, sizes
+        self._numbers = itertools.count()
+        self._barrier = compat.FailingBarrier() if jax.process_count() > 1 else None
+        options = ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S, barrier_sync_fn=self._barrier)
+        everyone = set(range(jax.process_count()))  # named, so that Orbax waits without collectives on the devices
+        # Without compression: weights hardly compress, and it takes cores.
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Arrays()))
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
+        self._checkpointer = ocp.AsyncCheckpointer(
+            handler,
+            async_options=options,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                active_processes=everyone if len(everyone) > 1 else None
+            ),
+        )
+        self._growth: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+    def start(self, folder: Path, state: State, progress: Callable[[str], None] = lambda what: None) -> None:
+        """Copies the arrays to the host and begins to write them below `folder`; raises what stops the copying.
+
+        `state` is used up, so that arrays that nobody else needs are freed one by one. `progress` is told of every lot.
+        """
+        if self._barrier is not None:
+            self._barrier.begin(next(self._numbers))
+        waits = any(map(_in_host_memory, state.values()))
+        lots = _lots(state) if waits else [list(state)]
+        parts = [self.name, *(f"{self.name}/lot_{number:03d}" for number in range(1, len(lots)))]
+        self._described = {
+            name: asdict(StoredArray(part, self._sizes.get(name, tuple(state[name].shape)), str(state[name].dtype)))
+            for part, lot in zip(parts, lots, strict=True)
+            for name in lot
+        }
+        with self._failing_together(), _quiet():
+            for name, value in state.items():
+                if isinstance(value, LayerSlice) and not on_the_hosts_cores(value):
+                    state[name] = value.on_host()
+            copied = 0 if waits else snapshot(state)
+            for number, (part, lot) in enumerate(zip(parts, lots, strict=True)):
+                progress(f"the checkpoint, lot {number + 1} of {len(lots)}")
+                arrays = {name: joined(state.pop(name)) for name in lot}
+                self._checkpointer.save(folder / part, args=ocp.args.PyTreeSave(arrays))
+                if waits:
+                    self._checkpointer.wait_until_finished()
+        watched = copied >= WORTH_IT
+        self._growth = contextlib.closing(GrowthLimit(int(copied * _GROWTH))) if watched else contextlib.nullcontext()
+
+    def finish(self, folder: Path) -> None:
+        """Waits until the part is written; each process then leaves the checksums of what it wrote beside it."""
+        with self._growth, self._failing_together():
+            with _quiet():
+                self._checkpointer.wait_until_finished()
+            number = jax.process_index()
+            files = describe_files(folder, written(folder / self.name, number))
+            arrays = self._described if number == 0 else {}
+            left = {"arrays": arrays, "files": {name: asdict(file) for name, file in files.items()}}
+            replace_whole(folder / marker(self.name, number), json.dumps(left).encode())
+
+    def close(self) -> None:
+        """Ends Orbax's threads."""
+        with _quiet(), contextlib.suppress(Exception):  # what went wrong has been reported when it did
+            self._checkpointer.close()
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if self._barrier is not None:
+                self._barrier.fail(str(error))
+            raise
+
+
+def _in_host_memory(value: Any) -> bool:
+    return bool(value.sharding.memory_kind == HOST)
+
+
+def _lots(state: State) -> list[list[str]]:
+    """Names whose arrays are together at most a small part of all, or one array."""
+    most = sum(value.nbytes for value in state.values()) // _LOTS
+    lots: list[list[str]] = []
+    room = 0
+    for name, value in state.items():
+        if not lots or value.nbytes > room:
+            lots.append([])
+            room = most
+        lots[-1].append(name)
+        room -= value.nbytes
+    return lots
+
+
+class _Arrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
+    """Orbax's writer of arrays, of which no write fails alone where one process writes; what it writes is the same."""
+
+    def __init__(self) -> None:
+        super().__init__(array_metadata_store=compat.array_metadata_store())
+
+    async def serialize(
+        self, values: Sequence[jax.Array], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        """See Orbax: copies the arrays to the host and returns what to wait for until they are written."""
+        if jax.process_count() == 1 and any(map(on_the_hosts_cores, values)):
+            writes = _Writes()
+            for info in infos:
+                info.byte_limiter = writes
+        return await super().serialize(values, infos, args)
+
+
+class _Writes:
+    """Orbax's limiter of bytes under way, used to let a write fail only when those beside it have ended.
+
+    At the first failure Orbax closes the event loop that the others still report to, and Python would tell of each.
+    """
+
+    def __init__(self) -> None:
+        self._writing, self._failed = 0, False
+
+    async def wait_for_bytes(self, requested_bytes: int) -> None:
+        """Begins a write."""
+        if self._failed:
+            raise OSError("a write beside this one has failed")
+        self._writing += 1
+
+    async def release_bytes(self, requested_bytes: int) -> None:
+        """Ends a write; one that failed waits for the others."""
+        self._writing -= 1
+        if sys.exc_info()[0] is not None:
+            self._failed, end = True, time.monotonic() + _OTHERS_S
+            while self._writing and time.monotonic() < end:
+                await asyncio.sleep(_POLL_S)
+
+
+def marker(part: str, process: int) -> str:
+    """The file in which a process leaves the checksums of what it wrote of a part."""
+    return f"{part}.{process}.json"
+
+
+def written(part: Path, process: int) -> list[Path]:
+    """What a process wrote of a part: its own folders, and for the first process also all that is in nobody's."""
+    own, files_found = f"{_OF_A_PROCESS}{process}", []
+    for folder, folders, files in os.walk(part):
+        folders[:] = [name for name in folders if name == own or not name.startswith(_OF_A_PROCESS)]
+        if process == 0 or own in Path(folder).relative_to(part).parts:
+            files_found += [Path(folder, name) for name in files]
+    return files_found
+
+
+def wait_for_markers(folder: Path, names: list[str], cancelled: Any) -> bool:
+    """Waits until all processes have left their checksums below `folder`; False if cancelled before."""
+    while not all((folder / name).exists() for name in names):
+        if cancelled.wait(_POLL_S):
+            return False
+    return True
+
+
+def read_shard(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
+    """Reads some arrays of a part into the shapes, types and layouts asked for; every process of the world calls it.
+
+    Arrays that are padded with zeros, here or in the part, are cut or padded: true shapes are in the manifest.
+    """
+    arguments = {
+        name: ocp.ArrayRestoreArgs(sharding=want.sharding, global_shape=want.shape, dtype=want.dtype, strict=False)
+        for name, want in wanted.items()
+    }
+    everyone = set(range(jax.process_count()))
+    options = ocp.options.MultiprocessingOptions(active_processes=everyone if len(everyone) > 1 else None)
+    restore = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments, partial_restore=True)
+    largest = max((math.prod(want.shape) * max(want.dtype.itemsize, _WIDEST) for want in wanted.values()), default=0)
+    at_a_time = 1 + largest // 10**9  # Orbax refuses an array, or a shard of one, that is larger than what it may read
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=at_a_time, multiprocessing_options=options)
+    with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
+        return dict(checkpointer.restore(path.absolute(), restore))
+
+
+def reason(error: BaseException) -> str:
+    """Why a save failed, in a few words."""
+    text = " ".join(str(error).split())
+    for known, short in (
+        ("No space left on device", "no space left on the device"),
+        ("Disk quota exceeded", "the disk quota is used up"),
+        ("Read-only file system", "the file system is read-only"),
+        ("Permission denied", "permission denied"),
+        ("Stale file handle", "the file system has gone (stale file handle)"),
+        ("No such file or directory", "the directory has gone"),
+        ("NOT_FOUND", "the directory has gone"),
+        ("Input/output error", "input/output error"),
+    ):
+        if known in text:
+            return short
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps off the terminal what Orbax and Python's event loops log of errors that are reported anyway.
+
+    Where one file cannot be written, others usually cannot either: Orbax raises the first failure, and Python tells of
+    the rest when they are collected as garbage, which is done here.
+    """
+    logs = [logging.getLogger("absl"), logging.getLogger("asyncio")]
+
+    def keep(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return "orbax" not in record.pathname and not any(words in message for words in _NOBODY_WAITED)
+
+    for log in logs:
+        log.addFilter(keep)
+    try:
+        yield
+    except BaseException as error:
+        cause: BaseException | None = error
+        while cause is not None:  # what failed beside it is held by its frames
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that were never awaited
+            gc.collect()
+        raise
+    finally:
+        for log in logs:
+            log.removeFilter(keep)

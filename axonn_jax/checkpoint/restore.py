@@ -1,0 +1,138 @@
+"""Restoring: finds a valid checkpoint and reads it into any grid's layout."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from axonn_jax.checkpoint.manifest import (
+    CheckpointManifest,
+    CorruptCheckpoint,
+    all_steps,
+    file_faults,
+    read,
+    shorten,
+    step_of,
+)
+from axonn_jax.checkpoint.naming import PARAMS, SCALE, State
+from axonn_jax.checkpoint.orbax import read_shard, reason
+from axonn_jax.distributed.host_sync import HostSync
+from axonn_jax.errors import UserError
+
+_SHOWN = 5
+
+
+class Checkpoint(NamedTuple):
+    """A valid checkpoint."""
+
+    path: Path
+    manifest: CheckpointManifest
+
+
+def newest(
+    directory: Path, sync: HostSync, warn: Callable[[str], None], *, below: int | None = None
+) -> Checkpoint | None:
+    """The newest valid checkpoint below `directory`, of steps under `below` if given; None without any.
+
+    Every corrupt one is passed over with a warning. All processes read a share of the files each and find
+    the same; of a directory that they do not all see, the first process's view counts.
+    """
+    own = [str(step_of(path)) for path in all_steps(directory)]
+    steps = [int(text) for text in sync.gather(",".join(own[:64]))[0].split(",") if text]
+    by_step = {step_of(path): path for path in all_steps(directory)}
+    for step in steps:
+        if below is not None and step >= below:
+            continue
+        path = by_step.get(step, directory / f"step_{step:08d}")
+        try:
+            return Checkpoint(path, validated(path, sync))
+        except CorruptCheckpoint as fault:
+            warn(f"warning: checkpoint {path} is damaged and passed over: {fault}")
+    return None
+
+
+def named_checkpoint(path: Path, sync: HostSync, warn: Callable[[str], None], field: str) -> Checkpoint:
+    """The checkpoint that a user names: a step_N, or the newest valid one of a run directory or its checkpoints/.
+
+    Raises ``UserError`` for `field` where there is none, or where the step_N itself is corrupt.
+    """
+    if step_of(path) is not None:
+        try:
+            return Checkpoint(path, validated(path, sync))
+        except CorruptCheckpoint as fault:
+            raise UserError(field, str(path), f"a valid checkpoint; {fault}") from None
+    inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    checkpoint = newest(inside, sync, warn)
+    if checkpoint is None:
+        raise UserError(field, str(path), "a step_N, or a run directory whose checkpoints/ holds a complete step_N")
+    return checkpoint
+
+
+def validated(path: Path, sync: HostSync) -> CheckpointManifest:
+    """The manifest of a checkpoint whose files all processes together have checked.
+
+    Raises ``CorruptCheckpoint`` on all of them.
+    """
+    manifest, fault_here = None, ""
+    try:
+        manifest = read(path)
+        fault_here = shorten(file_faults(path, manifest, (sync.rank, sync.size)))
+    except CorruptCheckpoint as fault:
+        fault_here = str(fault)
+    faults = [text for text in sync.gather(fault_here) if text]
+    if faults or manifest is None:
+        raise CorruptCheckpoint(shorten(list(dict.fromkeys(faults))))
+    return manifest
+
+
+def load(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
+    """Reads arrays into the shapes, types and layouts asked for, whatever grid wrote them.
+
+    Every process of a jax world calls it with the same names. Raises ``CorruptCheckpoint`` where reading fails.
+    """
+    loaded: State = {}
+    for part in sorted({checkpoint.manifest.arrays[name].part for name in wanted}):
+        names = {name: want for name, want in wanted.items() if checkpoint.manifest.arrays[name].part == part}
+        try:
+            loaded |= read_shard(checkpoint.path / part, names)
+        except Exception as error:
+            raise CorruptCheckpoint(f"{part}: {reason(error)}") from None
+    return {name: loaded[name] for name in wanted}
+
+
+def check_shapes(checkpoint: Checkpoint, names: Mapping[str, tuple[int, ...]], field: str, *, only: str = "") -> None:
+    """Raises ``UserError`` that lists what is missing, unexpected or of another shape in a checkpoint.
+
+    `names` are the shapes of the whole model's state; `only` is the prefix of the names that are looked at.
+    """
+    arrays = {name: array for name, array in checkpoint.manifest.arrays.items() if name.startswith(only)}
+    missing = sorted(set(names) - set(arrays))
+    extra = sorted(name for name in set(arrays) - set(names) if not name.startswith(SCALE))
+    reshaped = [
+        f"{name} {arrays[name].shape} instead of {shape}"
+        for name, shape in sorted(names.items())
+        if name in arrays and arrays[name].shape != tuple(shape)
+    ]
+    faults = [("missing", missing), ("unexpected", extra), ("of another shape", reshaped)]
+    if message := "; ".join(f"{len(which)} {word}: {_first_of(which)}" for word, which in faults if which):
+        raise UserError(field, str(checkpoint.path), f"a checkpoint of this model and optimizer; {message}")
+
+
+def load_weights(checkpoint: Checkpoint, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Reads the parameters alone, by their names in the model.
+
+    Raises ``UserError`` naming what is missing, unexpected or of another shape, or what cannot be read.
+    """
+    check_shapes(checkpoint, {PARAMS + name: want.shape for name, want in abstract.items()}, "checkpoint", only=PARAMS)
+    try:
+        loaded = load(checkpoint, {PARAMS + name: want for name, want in abstract.items()})
+    except CorruptCheckpoint as fault:
+        raise UserError("checkpoint", str(checkpoint.path), f"a valid checkpoint; {fault}") from None
+    return {name: loaded[PARAMS + name] for name in abstract}
+
+
+def _first_of(names: Iterable[str]) -> str:
+    listed_names = list(names)
+    more = f", and {len(listed_names) - _SHOWN} more" if len(listed_names) > _SHOWN else ""
+    return ", ".join(listed_names[:_SHOWN]) + more

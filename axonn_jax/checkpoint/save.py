@@ -1,0 +1,236 @@
+"""Saves checkpoints while training goes on: the parts of all stages, one commit point, retention, failures."""
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from axonn_jax.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    File,
+    StoredArray,
+    WrittenShard,
+    all_steps,
+    describe_files,
+    name_of,
+    step_of,
+)
+from axonn_jax.checkpoint.naming import State
+from axonn_jax.checkpoint.orbax import OrbaxWriter, marker, reason, wait_for_markers
+from axonn_jax.distributed.host_sync import HostSync
+from axonn_jax.documents import flush, replace_whole, typed
+from axonn_jax.grid import Grid
+
+_UNFINISHED, _REMOVED = "unfinished_", "removed_"
+_PACKAGES = ("axonn_jax", "jax", "jaxlib", "orbax-checkpoint")
+
+
+@dataclass
+class _Job:
+    """A save under way."""
+
+    step: int
+    folder: Path
+    began: float
+    error: str = ""
+    written: threading.Event = field(default_factory=threading.Event)
+    """This process's part is written, or has failed."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+
+
+class Saver:
+    """Writes `directory/step_N`; all processes of a run make the same calls, at the same steps.
+
+    A `step_N` appears by one rename, after every stage has left its part and the manifest names every file with its
+    checksum: it is complete or it is not there. A save that fails is told in one warning, leaves the checkpoints
+    before it as they were, and training goes on. `keep` newest ones stay, and those of steps that `keep_every` divides.
+    `sizes` are the shapes to write down of arrays that are padded.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        grid: Grid,
+        sync: HostSync,
+        *,
+        keep: int = 2,
+        keep_every: int = 0,
+        warn: Callable[[str], None] = lambda text: None,
+        sizes: Mapping[str, tuple[int, ...]] | None = None,
+    ):
+        self.directory, self._grid, self._sync = directory.absolute(), grid, sync
+        self._keep, self._keep_every, self._warn = keep, keep_every, warn
+        worlds = grid.shape.pipe if grid.size > 1 else 1
+        parts = [f"part_{number:03d}" for number in range(worlds)]
+        # Of an array that two parts hold, the first one's copy counts: it comes last.
+        self._markers = [marker(part, number) for part in reversed(parts) for number in range(grid.stage_processes)]
+        own = grid.rank // grid.stage_processes if grid.size > 1 and worlds > 1 else 0
+        self._writer = OrbaxWriter(parts[own], sizes or {})
+        self._first = sync.rank == 0
+        self._job: _Job | None = None
+        self._refused = ""
+        self.last: tuple[int, float] | None = None
+        """Step of the last complete save, and when it was complete on the monotonic clock (first process only)."""
+        self.took_s = 0.0
+        """Seconds from the start of the last complete save to its end (first process only)."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way here."""
+        return self._job is not None and self._job.thread is not None and self._job.thread.is_alive()
+
+    def clean(self) -> None:
+        """Removes what an earlier run left unfinished; the first process alone does it."""
+        if self._first and self.directory.is_dir():
+            for path in self.directory.iterdir():
+                if path.name.startswith((_UNFINISHED, _REMOVED)):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def resumed(self, step: int) -> None:
+        """Tells of the complete checkpoint that the run goes on from."""
+        self.last = (step, time.monotonic())
+
+    def save(
+        self, step: int, state: State, run: Mapping[str, Any], progress: Callable[[str], None] = lambda what: None
+    ) -> None:
+        """Begins a save; returns once the state is on the host. Waits first for the save before, if it still runs.
+
+        The mapping `state` is used up; its arrays may be donated once this has returned. State that lives on the host
+        is not copied: it is then written before this returns, and `progress` is told of its lots.
+        """
+        self.settle()
+        job = _Job(step, self.directory / (_UNFINISHED + name_of(step)), time.monotonic())
+        needed = sum(value.nbytes for value in state.values())
+        refusals = self._sync.gather(self._prepare(job.folder, needed) if self._first else "")
+        if refusals[0]:
+            return self.refuse(step, refusals[0])
+        self._job = job
+        try:
+            self._writer.start(job.folder, state, progress)
+        except Exception as error:
+            job.error = reason(error)
+        job.thread = threading.Thread(target=self._finish, args=(job, dict(run)), name="axonn-save")
+        job.thread.start()
+        return None
+
+    def refuse(self, step: int, why: str) -> None:
+        """Takes note of a save that is not to be, as one that failed; waits first for the save before."""
+        self.settle()
+        self._refused = why
+        self._failed(step, why)
+
+    def settle(self) -> str:
+        """Waits for the last save and agrees on how it went: an empty text, or why it failed (told once)."""
+        job, self._job = self._job, None
+        if job is None:
+            refused, self._refused = self._refused, ""
+            return refused
+        job.written.wait()
+        errors = [text for text in self._sync.gather(job.error) if text]
+        if errors:
+            job.cancelled.set()
+        assert job.thread is not None
+        job.thread.join()
+        error = errors[0] if errors else self._sync.gather(job.error)[0]
+        if error:
+            if self._first:
+                shutil.rmtree(job.folder, ignore_errors=True)
+            self._failed(job.step, error)
+        return error
+
+    def close(self) -> None:
+        """Ends what runs in the background; the save under way is waited for."""
+        self.settle()
+        self._writer.close()
+
+    def _prepare(self, folder: Path, needed: int) -> str:
+        """Makes room for the save; returns why it cannot be done."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            free = shutil.disk_usage(self.directory).free
+            if free < needed:
+                return (
+                    f"no space left on the device: {free / 1e6:,.1f} MB are free, at least {needed / 1e6:,.1f} needed"
+                )
+            folder.mkdir()
+        except OSError as error:
+            return reason(error)
+        return ""
+
+    def _finish(self, job: _Job, run: dict[str, Any]) -> None:
+        """The thread of a save: the part, and on the first process the commit."""
+        try:
+            if not job.error:
+                self._writer.finish(job.folder)
+        except Exception as error:
+            job.error = reason(error)
+        finally:
+            job.written.set()
+        if not self._first or job.error:
+            return
+        try:
+            if wait_for_markers(job.folder, self._markers, job.cancelled):
+                self._commit(job, run)
+                self.last, self.took_s = (job.step, time.monotonic()), time.monotonic() - job.began
+                self._retire(job.step)
+        except Exception as error:
+            job.error = reason(error)
+
+    def _commit(self, job: _Job, run: dict[str, Any]) -> None:
+        arrays: dict[str, StoredArray] = {}
+        files: dict[str, File] = {}
+        for name in self._markers:
+            left = job.folder / name
+            written = typed(WrittenShard, json.loads(left.read_text(encoding="utf-8")))
+            arrays |= written.arrays
+            files |= written.files
+            left.unlink()
+        seen = (Path(folder, name) for folder, _, names in os.walk(job.folder) for name in names)
+        missed = [path for path in seen if path.relative_to(job.folder).as_posix() not in files]
+        files |= describe_files(job.folder, missed)  # none, unless a file system showed its writer an old listing
+        manifest = CheckpointManifest(
+            job.step,
+            str(self._grid.shape),
+            self._grid.size,
+            datetime.now(UTC).isoformat(timespec="seconds"),
+            run,
+            arrays,
+            files,
+            versions={name: metadata.version(name) for name in _PACKAGES},
+        )
+        replace_whole(job.folder / MANIFEST, manifest.text().encode())
+        target = self.directory / name_of(job.step)
+        if target.exists():  # only a library's caller saves a step twice
+            replaced = self.directory / (_REMOVED + target.name)
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
+        job.folder.rename(target)
+        flush(self.directory)
+
+    def _retire(self, step: int) -> None:
+        """Removes checkpoints that need not be kept; one that cannot be removed stays."""
+        for path in all_steps(self.directory)[self._keep :]:
+            number = step_of(path)
+            if number is None or number >= step or (self._keep_every and number % self._keep_every == 0):
+                continue
+            removed = path.with_name(_REMOVED + path.name)
+            with contextlib.suppress(OSError):
+                path.rename(removed)
+                shutil.rmtree(removed, ignore_errors=True)
+
+    def _failed(self, step: int, why: str) -> None:
+        if not self._first:
+            return
+        before = f"the last complete one is step {self.last[0]}" if self.last else "there is no complete one yet"
+        self._warn(f"warning: the checkpoint of step {step} was not saved in {self.directory}: {why}; {before}")

@@ -1,0 +1,67 @@
+"""Copies of a state that training goes on beside: what the CPU backend shows as host memory is the arrays in use."""
+
+import mmap
+from typing import Any
+
+import jax
+import numpy as np
+
+from axonn_jax.checkpoint.naming import State
+
+_ALIGNED = 64
+"""Bytes: what XLA needs of memory that it takes over without copying it."""
+
+
+def snapshot(state: State) -> int:
+    """Puts copies in the place of arrays on the CPU backend, one after another; others stay, as saving copies them.
+
+    Returns the bytes of the copies.
+    An array in use that is being written cannot be donated: the next step would copy it, into memory that the
+    process then keeps. The copies are given back to the kernel when the last of them is let go.
+    """
+    copied = {name: _distinct(value) for name, value in state.items() if on_the_hosts_cores(value)}
+    size = sum(_room(data.nbytes) for parts in copied.values() for data in parts.values())
+    if not size:
+        return 0
+    memory, at = _memory(size), 0
+    for name, parts in copied.items():
+        value = state[name]
+        copies = {}
+        for key, data in parts.items():
+            copy = memory[at : at + data.nbytes].view(data.dtype).reshape(data.shape)
+            np.copyto(copy, np.asarray(data))
+            copies[key] = copy
+            at += _room(data.nbytes)
+        shards = [
+            jax.device_put(copies[_key(shard.index)], shard.device, may_alias=True)
+            for shard in value.addressable_shards
+        ]
+        kind = value.sharding.with_memory_kind(shards[0].sharding.memory_kind)
+        state[name] = jax.make_array_from_single_device_arrays(value.shape, kind, shards)
+    return size
+
+
+def on_the_hosts_cores(value: Any) -> bool:
+    """Whether the devices that an array is on compute with the cores of the host, in its memory."""
+    return all(device.platform == "cpu" for device in value.sharding.device_set)
+
+
+def _distinct(value: Any) -> dict[Any, Any]:
+    """The parts of an array that are here, each once however many devices have it."""
+    return {_key(shard.index): shard.data for shard in value.addressable_shards}
+
+
+def _key(index: tuple[slice, ...]) -> Any:
+    return tuple((part.start, part.stop) for part in index)
+
+
+def _room(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _memory(size: int) -> np.ndarray:
+    """Memory of the kernel's own, not the allocator's, in huge pages where it grants them: fewer faults."""
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages are never huge
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)

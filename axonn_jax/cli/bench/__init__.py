@@ -1,0 +1,1 @@
+"""Measurements that the package makes of itself, a file a benchmark."""

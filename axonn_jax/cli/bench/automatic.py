@@ -1,0 +1,162 @@
+"""The same model by automatic partitioning: `jax.jit` with layouts, and XLA to place the collectives.
+
+What the package's own program is measured against. The layers are called outside of any manual region, where they are
+the plain ones (`tensor.collectives`); parameters and batch are laid out exactly as for the explicit program, and the
+activations are constrained to the layouts that they have there.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.cli.bench.common import Constraints
+from axonn_jax.errors import UserError
+from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.memory.precision import precisions
+from axonn_jax.memory.remat import layer_runner
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.stacked import run_layers
+from axonn_jax.models.transformer import Block, Transformer
+from axonn_jax.options import AttentionKernel, Precision
+from axonn_jax.tensor.dropout import DropoutKey
+from axonn_jax.tensor.embedding import Embedding
+from axonn_jax.tensor.kernel_choice import Tiles
+from axonn_jax.tensor.linear import Linear, swapped
+from axonn_jax.tensor.loss import cross_entropy
+from axonn_jax.tensor.params import Params, split_module
+from axonn_jax.train.engines.program import OnMesh
+from axonn_jax.train.engines.step import TrainStep, abstract
+
+
+@dataclass(frozen=True)
+class AutomaticProgram(OnMesh):
+    """Gradients of a `Transformer` as XLA partitions them; takes the place of a `StageProgram` in a `TrainStep`."""
+
+    constraints: Constraints = "layers"
+    activations: str = "none"
+
+    @property
+    def ordered(self) -> bool:
+        """The order of computation is XLA's."""
+        return False
+
+    def gradients(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
+    ) -> tuple[Params, jax.Array, jax.Array]:
+        """Mean loss over [microbatches, sequences, seq + 1] tokens, its gradients and their global norm.
+
+        Microbatches run one after the other. Gradients are float32 in the parameters' layout. Collectives are those
+        that XLA chooses. Raises ``UserError`` for a loss scale.
+        """
+        if scale is not None:
+            raise UserError("memory.precision", "fp16", "fp32 or bf16 with automatic partitioning")
+        grads, loss = (
+            self._backward(params, tokens[0], key) if tokens.shape[0] == 1 else self._scan(params, tokens, key)
+        )
+        grads = jax.tree.map(lax.with_sharding_constraint, grads, self.shardings())
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(grad)) for grad in grads.values()))
+        return grads, loss, norm
+
+    def _backward(self, params: Params, batch: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array]:
+        loss, grads = jax.value_and_grad(self._loss)(params, batch, key)
+        return grads, loss
+
+    def _scan(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array]:
+        count = tokens.shape[0]
+
+        def add(total: Any, microbatch: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+            index, batch = microbatch
+            found = self._backward(params, batch, None if key is None else jax.random.fold_in(key, index))
+            return jax.tree.map(lambda a, b: a + b / count, total, found), None
+
+        zeros = (jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32))
+        total, _ = lax.scan(add, zeros, (jnp.arange(count), tokens))
+        return total
+
+    def _loss(self, params: Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
+        model: Any = self.parts.merge(params)
+        if self.constraints == "layers":
+            self._constrain_layers(model)
+        run_layer = layer_runner(model, self.activations)
+        dropout_key = None if key is None else DropoutKey(key)
+
+        def constrained(x: jax.Array) -> jax.Array:
+            return x if self.constraints == "none" else lax.with_sharding_constraint(x, self._rows("x"))
+
+        def run_block(block: Block, x: jax.Array, index: jax.Array | int) -> jax.Array:
+            key = None if dropout_key is None else dropout_key.of_layer(index)
+            return constrained(run_layer(block, (constrained(x),), key)[0])
+
+        # Of all logits: parts of the tokens are parts of a device's own tokens, and here there are only global arrays.
+        x = run_layers(model.blocks, run_block, model.embed(batch[:, :-1], self.dtype, dropout_key))
+        return jnp.mean(cross_entropy(model.logits(x), batch[:, 1:]))
+
+    def _rows(self, axis: str) -> NamedSharding:
+        """[batch, seq, features] with features over `axis`."""
+        return NamedSharding(self.grid.mesh, P(BATCH_AXES, None, axis))
+
+    def _constrain_layers(self, model: Transformer) -> None:
+        """Puts the model's layers, which are this trace's own, behind ones that constrain what they return."""
+        for block in model.blocks:
+            for home, names in ((block.attention, ("qkv", "out")), (block.mlp, ("gate", "up", "down"))):
+                for name in names:
+                    if (layer := getattr(home, name)) is not None:
+                        setattr(home, name, _Constrained(layer, self._rows(swapped(layer.in_axis))))
+        logits = self._rows("y")
+        model.embedding = _ConstrainedEmbedding(model.embedding, self._rows("x"), logits)  # type: ignore[assignment]
+        if model.head is not None:
+            model.head = _Constrained(model.head, logits)  # type: ignore[assignment]
+
+
+class _Constrained(nnx.Module):
+    """A linear layer whose output has a layout."""
+
+    comm = "all_reduce"
+
+    def __init__(self, layer: Linear, out: NamedSharding):
+        self.layer, self.out = layer, out
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(self.layer(x), self.out)
+
+
+class _ConstrainedEmbedding(nnx.Module):
+    """An embedding whose outputs, looked up and multiplied, have layouts."""
+
+    def __init__(self, layer: Embedding, out: NamedSharding, logits: NamedSharding):
+        self.layer, self.out, self.logits = layer, out, logits
+
+    def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        return lax.with_sharding_constraint(self.layer(ids, dtype), self.out)
+
+    def attend(self, h: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(self.layer.attend(h), self.logits)
+
+
+def compile_automatic(
+    shape: ModelShape,
+    grid: Grid,
+    optimizer: optax.GradientTransformation,
+    *,
+    sequences: int,
+    microbatches: int = 1,
+    clip: float = 1.0,
+    precision: Precision = "fp32",
+    activations: str = "none",
+    attention: AttentionKernel | Tiles = "auto",
+) -> jax.stages.Compiled:
+    """As `step.compile_abstract`, by automatic partitioning.
+
+    Raises ``UserError`` where model or batch do not divide over the grid.
+    """
+    model, batch = abstract(shape, grid, sequences, microbatches, attention=attention)
+    dtypes = precisions(precision)
+    program = AutomaticProgram(split_module(model), grid, dtypes.compute, activations=activations)
+    return TrainStep(program, optimizer, clip, dtypes).compiled(*batch)

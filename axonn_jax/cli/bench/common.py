@@ -1,0 +1,70 @@
+"""Devices, versions and the small model of benchmarks."""
+
+from dataclasses import replace
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Literal
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import MESH_AXES, GridShape
+from axonn_jax.models.config import ModelShape
+from axonn_jax.version import __version__
+
+if TYPE_CHECKING:
+    import jax
+
+Constraints = Literal["layers", "blocks", "none"]
+"""Where automatic partitioning is told layouts: behind every linear layer and block, behind blocks only, or nowhere."""
+
+SMALL = ModelShape(layers=12, hidden=256, heads=8, kv_heads=8, ffn=1024, vocab=4096, seq_len=256)
+"""What steps are run of, where large models are only compiled."""
+SMALL_ROWS = 4
+"""Sequences of a step that is run."""
+
+
+def make_devices(count: int) -> None:
+    """The CPU backend with virtual devices, also where there is an accelerator; too late once jax has started."""
+    import jax
+
+    from axonn_jax import compat
+
+    if not compat.backends_started():
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def mesh_sizes(grid: GridShape) -> dict[str, int]:
+    """The sizes of a mesh's axes, by name."""
+    return {axis: int(getattr(grid, axis)) for axis in MESH_AXES}
+
+
+def text_of(program: "jax.stages.Compiled") -> str:
+    """A compiled program as HLO."""
+    text = program.as_text()
+    assert text is not None  # XLA's backends print their programs
+    return text
+
+
+def temporary_bytes(program: "jax.stages.Compiled") -> int:
+    """Bytes that a device needs beside arguments and results."""
+    memory: Any = program.memory_analysis()
+    return int(memory.temp_size_in_bytes)
+
+
+def grid_of(grid: GridShape, devices: int | None) -> GridShape:
+    """The grid on so many devices (its own number where None): what its axes leave of them goes to `data`."""
+    if devices is None or devices == grid.devices:
+        return grid
+    if devices < 1 or devices % grid.devices:
+        raise UserError("--devices", devices, f"a multiple of the grid's product, which is {grid.devices}")
+    return replace(grid, data=grid.data * devices // grid.devices)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of this package and of those of `packages` that are installed."""
+    installed = {"axonn_jax": __version__}
+    for name in packages:
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed

@@ -1,0 +1,156 @@
+"""Costs of a step: to compile, layers scanned beside layers unrolled, and to run."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from axonn_jax.cli.bench.common import temporary_bytes, text_of
+from axonn_jax.grid import GridShape, build_grid
+from axonn_jax.models.config import ModelShape
+from axonn_jax.options import Activations
+from axonn_jax.planner.hlo.program import parse
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A step to compile, with AdamW and clipping, in float32."""
+
+    shape: ModelShape
+    grid: GridShape
+    scanned: bool
+    sequences: int
+    """Of a step, over all devices."""
+    microbatches: int = 1
+    activations: Activations = "none"
+
+
+@dataclass(frozen=True)
+class CompileCost:
+    """What compiling took and gave."""
+
+    layers: int
+    scanned: bool
+    model_s: tuple[float, ...]
+    """Seconds to lay the model out (shapes alone), of every round."""
+    compile_s: tuple[float, ...]
+    """Seconds from there to the compiled program, traced and lowered from nothing, of every round."""
+    instructions: int
+    """Instructions of the compiled program, all its computations together."""
+    argument_bytes: int
+    """Parameters, optimizer state and batch, of a device."""
+    temporary_bytes: int
+    """What a device needs beside them."""
+
+    @property
+    def median_s(self) -> float:
+        """Median of `compile_s`."""
+        return median(self.compile_s)
+
+
+def compile_cost(setting: Setting, rounds: int = 1) -> CompileCost:
+    """Compiles a setting's step for this process's (virtual) devices, as often as `rounds` says.
+
+    Neither weights are made nor steps run, and jax forgets what it has traced. A compilation cache on disk must be off
+    for the seconds to mean anything. Raises ``UserError`` where model, batch, grid and devices do not fit.
+    """
+    import jax
+
+    model_s, compile_s = [], []
+    rows = (setting.microbatches, setting.sequences // setting.microbatches, setting.shape.seq_len + 1)
+    for _ in range(rounds):
+        jax.clear_caches()
+        begin = time.perf_counter()
+        step = _step(setting)
+        laid = time.perf_counter()
+        program = step.compiled(rows)
+        compile_s.append(time.perf_counter() - laid)
+        model_s.append(laid - begin)
+    memory: Any = program.memory_analysis()
+    return CompileCost(
+        setting.shape.layers,
+        setting.scanned,
+        tuple(model_s),
+        tuple(compile_s),
+        instructions(program),
+        int(memory.argument_size_in_bytes),
+        temporary_bytes(program),
+    )
+
+
+def instructions(program: "jax.stages.Compiled") -> int:
+    """Instructions of a compiled program, all its computations together."""
+    return sum(len(one.instructions) for one in parse(text_of(program)).computations.values())
+
+
+def step_times(settings: Sequence[Setting], rounds: int) -> list[list[float]]:
+    """Seconds of real steps of every setting's trainer, in turns, after one that is not timed; same weights and tokens.
+
+    Raises ``UserError`` where model, batch, grid and devices do not fit, ``RuntimeError`` where the losses of two
+    settings differ by more than rounding.
+    """
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    from axonn_jax.models.transformer import Transformer
+    from axonn_jax.train.config import MemoryConfig, TensorConfig
+    from axonn_jax.train.trainer import Trainer
+
+    trainers = []
+    for setting in settings:
+        grid = build_grid(setting.grid, jax.devices()[: setting.grid.devices])
+        with jax.set_mesh(grid.mesh):
+            model = Transformer(setting.shape, rngs=nnx.Rngs(0))
+        trainers.append(
+            Trainer(
+                model,
+                optax.adamw(1e-3),
+                grid,
+                microbatches=setting.microbatches,
+                clip=1.0,
+                memory=MemoryConfig(precision="fp32", activations=setting.activations),
+                tensor=TensorConfig(scan_layers="yes" if setting.scanned else "no"),
+            )
+        )
+    shape = settings[0].shape
+    batch = np.random.default_rng(0).integers(0, shape.vocab, (settings[0].sequences, shape.seq_len + 1))
+    times: list[list[float]] = [[] for _ in settings]
+    for turn in range(rounds + 1):
+        losses = []
+        for trainer, seconds in zip(trainers, times, strict=True):
+            begin = time.perf_counter()
+            metrics = trainer.step(batch)
+            jax.block_until_ready(metrics)  # of the one program that also makes the parameters
+            if turn > 0:
+                seconds.append(time.perf_counter() - begin)
+            losses.append(float(metrics["loss"]))
+        if max(losses) - min(losses) > 1e-4 * abs(losses[0]):
+            raise RuntimeError(f"losses of step {turn + 1} differ: {losses}")
+    return times
+
+
+def _step(setting: Setting) -> Any:
+    """The step of a setting, for shapes alone."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from axonn_jax.models.stacked import stack_layers, unstacked
+    from axonn_jax.tensor.params import split_module
+    from axonn_jax.train.engines.program import StageProgram
+    from axonn_jax.train.engines.scan_layers import per_layer
+    from axonn_jax.train.engines.step import TrainStep, abstract
+
+    grid = build_grid(setting.grid, jax.devices()[: setting.grid.devices])
+    size = (setting.sequences, setting.microbatches)
+    model, _ = abstract(setting.shape, grid, *size)
+    parts = split_module(model)
+    stack = stack_layers(model, parts) if setting.scanned else unstacked(parts)
+    program = StageProgram(stack.parts, grid, jnp.dtype("float32"), setting.activations)
+    return TrainStep(program, per_layer(optax.adamw(1e-3), stack), 1.0)

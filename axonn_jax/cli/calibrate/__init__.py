@@ -1,0 +1,285 @@
+"""``axonn-jax calibrate``: measures the machine it runs on, for `plan` and `simulate`."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from axonn_jax.cli_args import Arg, Positive
+from axonn_jax.distributed.gpu_limits import fraction, host_memory
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.planner.cost_model.compute import usual_kernel
+from axonn_jax.planner.machines.machine import (
+    CollectiveTime,
+    Device,
+    Host,
+    Machine,
+    Matmul,
+    MatmulShare,
+    Messages,
+    Network,
+    Node,
+)
+from axonn_jax.planner.machines.machine_file import PLATFORMS, dumps_machine, loads_machine
+from axonn_jax.tensor.kernel_choice import choose_form
+from axonn_jax.version import __version__
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+_CPU_SIZES, _SIZES = (128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192)
+_CPU_TOKENS, _TOKENS = (1024, 1024), (8192, 4096)
+_MESSAGES = (256, 1 << 18, 1 << 21)
+_COLLECTIVES = (256, 1 << 12, 1 << 16, 1 << 18, 1 << 20)
+
+
+@dataclass(frozen=True)
+class Calibrate:
+    """Measure this machine and write a machine file for `axonn-jax plan --machine FILE`.
+
+    Measured are matmuls by size, attention, norms and activation functions, the optimizer, memory, collectives by kind,
+    size, axis and bytes, pipeline messages, and copies between devices and host, all devices at work at once. Start it
+    as runs are started: one process, or `mpirun -n N axonn-jax calibrate --devices N`. Where devices share cores, what
+    one gets depends on how many they are. Nothing else should run meanwhile.
+    """
+
+    devices: Annotated[int | None, Arg(default="all; of CPUs, the cores", least=1)] = None
+    """Devices of all processes together; in one process without accelerators, virtual ones."""
+    out: Path = Path("machine.toml")
+    """The machine file."""
+    rounds: Positive = 5
+    """Timed repetitions of everything; their median counts."""
+    seq: Positive = 1024
+    """Sequence length of the attention that is measured."""
+    head_dim: Positive = 64
+    """Features of its heads."""
+    json: bool = False
+    """Print one JSON object instead of the table."""
+
+
+def run(args: Calibrate) -> int:
+    """Measures, writes the file and prints what was found.
+
+    Raises:
+        UserError: a flag is wrong, or the devices are not as many as said.
+    """
+    if args.out.suffix != ".toml" or not _writable(args.out.absolute()):
+        raise UserError("--out", str(args.out), "a .toml file that can be written, in a directory that exists")
+    from axonn_jax.distributed.initialize import start
+
+    with libraries_on_stderr():
+        world, grid = start(GridShape(data=args.devices or _devices()))
+        figures, machine = _measure(grid.mesh, world.size, args)
+    text = dumps_machine(machine)
+    loads_machine(text, args.out.stem)  # what is written can be read
+    if world.rank == 0:
+        args.out.write_text(text, encoding="utf-8")
+        print(json.dumps(figures) if args.json else _table(figures))
+        print(f"wrote {args.out}", file=sys.stderr)
+    return 0
+
+
+@contextmanager
+def libraries_on_stderr() -> Iterator[None]:
+    """Sends what libraries below Python print to stdout, as gloo does, to stderr meanwhile."""
+    sys.stdout.flush()
+    real = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(real, 1)
+        os.close(real)
+
+
+def _writable(path: Path) -> bool:
+    if path.exists():
+        return path.is_file() and os.access(path, os.W_OK)
+    return path.parent.is_dir() and os.access(path.parent, os.W_OK)
+
+
+def _devices() -> int:
+    """What one process has."""
+    from axonn_jax import compat
+
+    if compat.accelerator_expected():
+        import jax
+
+        return jax.device_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, Any], Machine]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh
+
+    from axonn_jax import compat
+    from axonn_jax.cli.calibrate import device as on_device
+    from axonn_jax.cli.calibrate import links
+    from axonn_jax.cli.calibrate.timing import largest
+
+    def say(what: str) -> None:
+        if jax.process_index() == 0:
+            print(f"measuring {what}", file=sys.stderr, flush=True)
+
+    everywhere = list(mesh.devices.flat)
+    device = everywhere[0]
+    cpu, rounds = device.platform == "cpu", args.rounds
+    together = Mesh(np.asarray(everywhere), ("all",))
+    alone = Mesh(np.asarray(jax.local_devices()[:1]), ("all",))
+    dtypes = {"fp32": jnp.float32} if cpu else {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+    dtype, sizes = "fp32" if cpu else "bf16", _CPU_SIZES if cpu else _SIZES
+    say("matmuls")
+    matmuls = {name: on_device.matmul_rates(together, kind, sizes, rounds) for name, kind in dtypes.items()}
+    peak = max(matmuls[dtype].values())
+    lone = 0.0
+    if jax.process_index() == 0 and len(everywhere) > 1:  # while the others wait
+        lone = on_device.lone_matmul_rate(alone, dtypes[dtype], sizes[-1], rounds)
+    slower = max(1.0, largest(lone, together) / matmuls[dtype][sizes[-1]])
+    say("attention, norms and activation functions, the optimizer, memory")
+    heads = max(1, 8192 // args.seq)
+    asked = compat.attention_device(device, alone=True)
+    figures = {
+        "device": device.device_kind,
+        "devices": len(everywhere),
+        "processes": processes,
+        "matmul_flops_per_s": matmuls,
+        "lone_over_all": slower,
+        "attention_share": on_device.attention_share(
+            together, dtypes[dtype], peak, (1, args.seq, heads, args.head_dim), rounds
+        ),
+        "attention_kernel": choose_form("auto", asked, dtypes[dtype].dtype.name, args.head_dim, args.seq).kernel,
+        "light_bytes_per_s": on_device.light_rate(together, _CPU_TOKENS if cpu else _TOKENS, rounds),
+        "update_bytes_per_s": on_device.update_rate(together, rounds),
+        "memory_bytes_per_s": on_device.memory_rate(together, rounds),
+        "launch_s": on_device.launch_seconds(together, rounds),
+        "program_s": on_device.program_seconds(rounds),
+        "host_bytes_per_s": on_device.host_rate(rounds),
+    }
+    collectives = []
+    for inner, size, arranged in links.group_meshes(everywhere):
+        say(f"collectives of {size}, {inner} inside")
+        for kind in links.KINDS:
+            taken = links.collective_seconds(kind, arranged, _COLLECTIVES, rounds)
+            collectives += [
+                {"kind": kind, "inner": inner, "size": size, "bytes": moved, "seconds": seconds}
+                for moved, seconds in taken.items()
+            ]
+    say("messages")
+    figures |= {
+        "collectives": collectives,
+        "messages": _messages(everywhere, processes, rounds),
+        "versions": {"axonn_jax": __version__, "jax": jax.__version__},
+    }
+    return figures, _machine(figures, jax.local_devices()[0])
+
+
+def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict[str, float]]:
+    """By channel, of the one that runs choose here; none where there is one device."""
+    from axonn_jax.channels.choose import choose
+    from axonn_jax.cli.calibrate import links
+
+    if len(devices) < 2 or (processes > 1 and find_spec("mpi4py") is None):
+        return {}
+    name = choose("auto", processes)
+    if name == "local":
+        return {name: asdict(links.local_messages(devices, _MESSAGES, rounds))}
+    return {name: asdict(links.mpi_messages(name, _MESSAGES, rounds))}
+
+
+def platform_of(device: Any) -> dict[str, Any]:
+    """What a machine file says of a jax device so that plans take the form of attention that programs take."""
+    from axonn_jax import compat
+
+    attention = compat.attention_device(device, alone=False)
+    if attention.platform not in PLATFORMS:
+        return {}
+    return {"platform": attention.platform, "capability": float(".".join(map(str, attention.capability)))}
+
+
+def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
+    """The machine file's fields; a rate that no pair of devices has is a copy through memory."""
+    slower, count = figures["lone_over_all"], figures["devices"]
+    matmuls = figures["matmul_flops_per_s"]
+    peaks = {name: max(rates.values()) for name, rates in matmuls.items()}
+    shares = (
+        {size: rate / peaks["bf16"] for size, rate in matmuls["bf16"].items()}
+        if "bf16" in matmuls
+        else {size: rate / peaks["fp32"] for size, rate in matmuls["fp32"].items()}
+    )
+    collectives = tuple(CollectiveTime(**entry) for entry in figures["collectives"])
+    pairs = [entry for entry in collectives if entry.kind == "all-reduce" and entry.size == 2 and entry.inner == 1]
+    rate, latency = figures["memory_bytes_per_s"] / 2, figures["launch_s"]
+    if pairs:  # of two, whose all-reduce sends its bytes once
+        rate, latency = pairs[-1].bytes / pairs[-1].seconds, pairs[0].seconds
+    pool = (device.memory_stats() or {}).get("bytes_limit", 0) / (fraction() if device.platform == "gpu" else 1)
+    machine = Machine(
+        name="calibrated",
+        title=f"{count} x {figures['device']}, measured",
+        sources=(
+            f"axonn-jax calibrate {__version__} in {figures['processes']} process(es) on {platform.machine()}, "
+            f"jax {figures['versions']['jax']}",
+            "peaks are the best measured matmul rates; a node is taken to be all that was measured",
+        ),
+        device=Device(
+            kind=str(figures["device"]),
+            memory_bytes=float(pool or host_memory() / count),
+            memory_bytes_per_s=figures["memory_bytes_per_s"] * slower,
+            peak_fp32=slower * peaks["fp32"],
+            peak_bf16=slower * peaks.get("bf16", 0.0),
+            peak_fp16=slower * peaks.get("fp16", 0.0),
+            attention=figures["attention_share"],
+            launch_s=figures["launch_s"],
+            program_s=figures["program_s"],
+            **platform_of(device),
+            light_bytes_per_s=figures["light_bytes_per_s"] * slower,
+            update_bytes_per_s=figures["update_bytes_per_s"] * slower,
+        ),
+        matmul=Matmul(large=1.0),
+        node=Node(count, rate, latency, count / slower),
+        network=Network(rate, latency),
+        host=Host(float(host_memory()), figures["host_bytes_per_s"]),
+        messages=tuple(
+            Messages(name, entry["per_s"], entry["latency_s"]) for name, entry in figures["messages"].items()
+        ),
+        matmuls=tuple(MatmulShare(size, share) for size, share in shares.items()),
+        collectives=collectives,
+    )
+    if figures["attention_kernel"] != usual_kernel(machine):  # of heads that the usual form does not take
+        machine = replace(machine, device=replace(machine.device, attention=0.0))
+    return machine
+
+
+def _table(figures: Mapping[str, Any]) -> str:
+    lines = [
+        f"{figures['devices']} x {figures['device']} in {figures['processes']} process(es), all at work at once",
+        "",
+    ]
+    for name, rates in figures["matmul_flops_per_s"].items():
+        lines += [f"matmul {name} {size:>5}  {rate / 1e9:10,.1f} GFLOP/s a device" for size, rate in rates.items()]
+    lines += [
+        f"a device alone       {figures['lone_over_all']:10.2f} times that",
+        f"attention            {figures['attention_share']:10.2f} of the matmul rate",
+        f"norms, activations   {figures['light_bytes_per_s'] / 1e9:10,.1f} GB/s a device",
+        f"optimizer            {figures['update_bytes_per_s'] / 1e9:10,.1f} GB/s a device",
+        f"memory               {figures['memory_bytes_per_s'] / 1e9:10,.1f} GB/s a device",
+        f"host                 {figures['host_bytes_per_s'] / 1e9:10,.1f} GB/s",
+        f"an operation         {figures['launch_s'] * 1e6:10,.1f} us",
+        f"a program            {figures['program_s'] * 1e6:10,.1f} us",
+    ]
+    for entry in figures["collectives"]:
+        place = f"{entry['kind']:14} of {entry['size']}, {entry['inner']} inside"
+        lines.append(f"{place:32} {entry['bytes'] / 1e3:10,.0f} kB {entry['seconds'] * 1e6:10,.0f} us")
+    for name, entry in figures["messages"].items():
+        lines.append(f"messages {name:23} {entry['per_s'] / 1e9:8.2f} GB/s, {entry['latency_s'] * 1e6:8,.0f} us")
+    return "\n".join(lines)

@@ -1,0 +1,155 @@
+"""Rates of a device: matmuls, attention, norms and activation functions, the optimizer, copies."""
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.cli.calibrate.timing import Arrays, repeated, seconds, together
+from axonn_jax.tensor.attention import causal_attention
+
+_STREAMED = 1 << 24
+_LONE = 10
+_BUFFERS = 64
+_UPDATED = 1 << 23
+_LIGHT_BYTES = 4 * 3 * (2 + 2 + 3)
+"""Of a norm, an activation function and an addition, forward and (twice as many) backward, per float32 element."""
+_UPDATE_BYTES = 2 * 4 + 2 * 3 * 4
+"""Per parameter: gradients read, weights written; master weights and moments read and written."""
+
+
+def matmul_rates(mesh: Mesh, dtype: Any, sizes: Sequence[int], rounds: int) -> dict[int, float]:
+    """FLOP/s of a device in a linear layer's three products of [n, n] matrices by n, all devices of the mesh at work.
+
+    They are the output, and the gradients of input and weight, which read their operands in other orders.
+    """
+    return {
+        size: 6.0 * size**3 / together(repeated(_products, [(size, size)] * 2, dtype, mesh), mesh, rounds)
+        for size in sizes
+    }
+
+
+def lone_matmul_rate(mesh: Mesh, dtype: Any, size: int, rounds: int) -> float:
+    """The same on a process's own mesh, whatever other processes do."""
+    call = repeated(_products, [(size, size)] * 2, dtype, mesh)
+    return _LONE * 6.0 * size**3 / seconds(lambda: call(_LONE), rounds)
+
+
+def _products(held: Arrays) -> Arrays:
+    x, w = held
+    y = x @ w / x.shape[0]
+    return y @ w.T / x.shape[0], x.T @ y / x.shape[0]
+
+
+def attention_share(mesh: Mesh, dtype: Any, rate: float, shape: tuple[int, int, int, int], rounds: int) -> float:
+    """Rate of causal attention, [batch, seq, heads, head_dim], as a share of `rate`, its causal half counted.
+
+    Forward and backward, which counts 2.5 times as much as it computes the scores again.
+    """
+    batch, seq, heads, head_dim = shape
+
+    def body(held: Arrays) -> Arrays:
+        return jax.grad(lambda arrays: causal_attention(*arrays).astype(jnp.float32).sum())(held)
+
+    taken = together(repeated(body, [shape] * 3, dtype, mesh), mesh, rounds)
+    return min(1.0, 3.5 * 2.0 * batch * seq**2 * heads * head_dim / taken / rate)
+
+
+def memory_rate(mesh: Mesh, rounds: int) -> float:
+    """Bytes a second that a device reads and writes in an addition, all devices of the mesh at work."""
+
+    def body(held: Arrays) -> Arrays:  # in place, as donated state is: a fresh array has its pages to find first
+        return (held[0] + 1.0,)
+
+    return 2 * 4 * _STREAMED / together(repeated(body, [(_STREAMED,)], jnp.float32, mesh), mesh, rounds)
+
+
+def light_rate(mesh: Mesh, shape: tuple[int, int], rounds: int) -> float:
+    """Bytes a second of what a block does beside matmuls and attention, on float32 [tokens, features].
+
+    A norm, GELU and an addition, forward and backward, each by itself; bytes as the cost model counts them.
+    """
+
+    def light(a: jax.Array) -> jax.Array:
+        b = lax.optimization_barrier(jax.checkpoint(_norm)(a))
+        b = lax.optimization_barrier(jax.checkpoint(jax.nn.gelu)(b))
+        return lax.optimization_barrier(a + b)
+
+    def body(held: Arrays) -> Arrays:
+        out, back = jax.vjp(light, held[0])
+        return (back(out)[0] * 1e-3 + 1.0,)
+
+    return _LIGHT_BYTES * shape[0] * shape[1] / together(repeated(body, [shape], jnp.float32, mesh), mesh, rounds)
+
+
+def _norm(a: jax.Array) -> jax.Array:
+    mean = jnp.mean(a, -1, keepdims=True)
+    return (a - mean) * lax.rsqrt(jnp.mean(jnp.square(a - mean), -1, keepdims=True) + 1e-5)
+
+
+def update_rate(mesh: Mesh, rounds: int) -> float:
+    """Bytes a second of AdamW's update of float32 parameters with the gradients' norm, as the cost model counts."""
+    optimizer = optax.adamw(1e-3)
+    empty = optimizer.init(jnp.zeros((1,), jnp.float32))
+
+    def body(held: Arrays) -> Arrays:
+        params, grads, first, second = held
+        factor = jnp.minimum(1.0, lax.rsqrt(jnp.sum(jnp.square(grads))))
+        state = optax.tree_utils.tree_set(empty, mu=first, nu=second)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimizer.update(grads * factor, state, params)
+        got = optax.tree_utils.tree_get
+        return optax.apply_updates(params, updates), grads, got(state, "mu"), got(state, "nu")  # type: ignore[return-value]
+
+    return _UPDATE_BYTES * _UPDATED / together(repeated(body, [(_UPDATED,)] * 4, jnp.float32, mesh), mesh, rounds)
+
+
+def launch_seconds(mesh: Mesh, rounds: int) -> float:
+    """Seconds of one small operation in a program that runs many, one after the other."""
+
+    def body(held: Arrays) -> Arrays:
+        return (jnp.cos(held[0] @ held[0]),)
+
+    return max(1e-7, together(repeated(body, [(8, 8)], jnp.float32, mesh), mesh, rounds) / 2)
+
+
+def program_seconds(rounds: int) -> float:
+    """Seconds of calling a program on this process's first device, and waiting for it; it does next to nothing.
+
+    It takes and gives as many arrays as a stage of a pipeline has parameters.
+    """
+    mesh = _alone()
+    here = NamedSharding(mesh, P())
+    with jax.set_mesh(mesh):
+        values = [jax.device_put(np.ones((8, 8), np.float32), here) for _ in range(_BUFFERS)]
+        program = jax.jit(lambda arrays: [a + 1.0 for a in arrays])
+        return seconds(lambda: program(values), 20 * rounds)
+
+
+def host_rate(rounds: int, size: int = _STREAMED) -> float:
+    """Bytes a second of a copy between a device and the host, the slower way."""
+    mesh, taken = _alone(), []
+    here = NamedSharding(mesh, P())
+    with jax.set_mesh(mesh):
+        add = jax.jit(lambda a: a + 1.0)
+        held = jax.block_until_ready(add(jax.device_put(np.ones(size, np.float32), here)))
+        for _ in range(rounds + 1):
+            begin = time.perf_counter()
+            values = np.array(held)
+            copied = time.perf_counter()
+            moved = jax.block_until_ready(jax.device_put(values, here, may_alias=False))
+            taken.append(max(copied - begin, time.perf_counter() - copied))
+            held = jax.block_until_ready(add(moved))  # a new array: jax keeps the host's copy of an old one
+    return 4.0 * size / median(taken[1:])
+
+
+def _alone() -> Mesh:
+    return Mesh(np.asarray(jax.local_devices()[:1]), ("all",))

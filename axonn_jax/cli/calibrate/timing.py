@@ -1,0 +1,89 @@
+"""Timing of programs on every device of a mesh while all of them work."""
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.tensor.specs import live_axes, shard_mapped
+
+Arrays = tuple[jax.Array, ...]
+Shapes = Sequence[tuple[int, ...]]
+_TIMED_S, _LEAST, _MOST = 0.08, 5, 100_000
+
+
+def seconds(call: Callable[[], Any], rounds: int) -> float:
+    """Median of `rounds` timed calls, after one that is not; each is waited for."""
+    jax.block_until_ready(call())
+    taken = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        jax.block_until_ready(call())
+        taken.append(time.perf_counter() - begin)
+    return median(taken)
+
+
+def largest(value: float, mesh: Mesh) -> float:
+    """The largest of what the processes of the mesh have; all of them call it, and none goes on before the last."""
+    spread, same = NamedSharding(mesh, P(mesh.axis_names)), NamedSharding(mesh, P())
+    local = np.full(len(mesh.local_devices), value, np.float32)
+    with jax.set_mesh(mesh):
+        values = jax.make_array_from_process_local_data(spread, local)
+        return float(jax.jit(jnp.max, out_shardings=same)(values))
+
+
+def repeated(body: Callable[[Arrays], Arrays], shapes: Shapes, dtype: Any, mesh: Mesh) -> Callable[[int], Any]:
+    """A call that runs `body` so many times in a row in one program, on every device of the mesh at once.
+
+    `body` turns arrays of `shapes` on a device into such arrays; what it makes is what its next run starts with. They
+    are ones at first.
+    """
+    axes = live_axes(mesh) or mesh.axis_names[:1]
+    mesh = Mesh(mesh.devices.reshape([mesh.shape[axis] for axis in axes]), axes)
+    spec = (P(axes),) * len(shapes)
+
+    def make() -> Arrays:
+        return tuple(jnp.ones((shape[0] * mesh.size, *shape[1:]), dtype) for shape in shapes)
+
+    def loop(count: jax.Array, arrays: Arrays) -> Arrays:
+        return lax.fori_loop(0, count, lambda _, held: body(held), arrays)
+
+    with jax.set_mesh(mesh):
+        made = jax.jit(make, out_shardings=tuple(NamedSharding(mesh, each) for each in spec))()
+        program = jax.jit(shard_mapped(loop, mesh, (P(), spec), spec, differentiated=False))
+
+    def call(count: int) -> Any:
+        with jax.set_mesh(mesh):  # not the run's, which may have other axes or devices
+            return program(jnp.int32(count), made)
+
+    return call
+
+
+def together(call: Callable[[int], Any], mesh: Mesh, rounds: int) -> float:
+    """Seconds of one of many in a `repeated` call, as the slowest process sees them.
+
+    Every process starts when the last is ready and runs for a while, so that all are at work all the time; and often
+    enough that what a program copies at first does not count. Collective over the mesh.
+    """
+
+    def timed(count: int) -> float:
+        largest(0.0, mesh)
+        begin = time.perf_counter()
+        jax.block_until_ready(call(count))
+        return time.perf_counter() - begin
+
+    count = 1
+    while True:
+        few = largest(min(timed(count) for _ in range(2)), mesh) / count
+        if count >= _LEAST:
+            break
+        count = max(_LEAST, min(_MOST, int(_TIMED_S / few)))
+    count = max(count, min(_MOST, int(_TIMED_S / few)))  # a program's start was much of a short one
+    return largest(median(timed(count) for _ in range(rounds)), mesh) / count

@@ -1,0 +1,103 @@
+"""``axonn-jax doctor``: what is installed, which MPI, which devices, what would fail and how to fix it."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from axonn_jax.version import __version__
+
+if TYPE_CHECKING:
+    from axonn_jax.cli.doctor.probes import Row
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Tell what is installed, which MPI, which devices, what would fail and how to fix it.
+
+    The exit status is 1 if something is missing without which nothing works, otherwise 0.
+    """
+
+    timeout: float = 60.0
+    """Seconds to wait for an import, for the devices or for two MPI ranks before calling them broken."""
+
+    json: bool = False
+    """Print one JSON object with all findings, and nothing else, on standard output."""
+
+
+def run(args: Doctor) -> int:
+    """Looks at everything, prints it and returns the exit status.
+
+    Raises:
+        UserError: the time limit is of no use.
+    """
+    from axonn_jax.errors import UserError
+
+    if not args.timeout > 0:
+        raise UserError("--timeout", args.timeout, "a number of seconds above 0")
+    began = time.perf_counter()
+    with _working():
+        rows = examine(args.timeout)
+    seconds = round(time.perf_counter() - began, 2)
+    good = not any(row.broken for row in rows)
+    if args.json:
+        report = {"ok": good, "version": __version__, "seconds": seconds, "rows": [asdict(row) for row in rows]}
+        print(json.dumps(report))
+    else:
+        _show(rows)
+    return 0 if good else 1
+
+
+def examine(timeout: float) -> list["Row"]:
+    """Makes all checks, those that start other processes side by side, and returns the rows in a fixed order."""
+    from axonn_jax.cli.doctor import checks as checks
+    from axonn_jax.cli.doctor.mpi import mpi
+
+    parts: list[Callable[[], Iterable[Row]]] = [
+        checks.host,
+        lambda: checks.packages(timeout),
+        lambda: [checks.gpu_shares(timeout)],
+        lambda: mpi(timeout),
+        checks.places,
+        lambda: [checks.slurm(os.environ)],
+        checks.extras,
+    ]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return [row for rows in pool.map(lambda part: list(part()), parts) for row in rows]
+
+
+def _working() -> AbstractContextManager[object]:
+    """Shows on a terminal that something happens."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status("looking around ...")
+
+
+def _show(rows: list["Row"]) -> None:
+    """A table, plain when not on a terminal, and below it what to do, in lines that can be copied."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        colours = {"ok": "green", "warning": "yellow", "missing": "red"}
+        table = Table("check", "status", "found", title=f"axonn_jax {__version__}")
+        for row in rows:
+            table.add_row(row.check, f"[{colours[row.status]}]{row.status}[/]", escape(row.found))
+        Console().print(table)
+    else:
+        width = max(len(row.check) for row in rows)
+        for row in rows:
+            print(f"{row.check:{width}}  {row.status:7}  {row.found}")
+    for row in rows:
+        if row.status != "ok":
+            print(f"\n{row.check}: {row.found}\n  would fail: {row.fails}\n  to fix it:  {row.fix}")
+    wrong = [row.check for row in rows if row.broken]
+    print(f"\nbroken: {', '.join(wrong)}" if wrong else "\neverything required is there")

@@ -1,0 +1,292 @@
+"""Checks of packages, devices, host and launcher; nothing here imports jax or MPI into this process."""
+
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from axonn_jax.cli.doctor.probes import (
+    Probe,
+    Row,
+    checkout,
+    installed,
+    pip_command,
+    probe,
+    python,
+    ranges,
+    release,
+    satisfies,
+    setup_command,
+)
+from axonn_jax.distributed.gpu_limits import (
+    FRACTION,
+    FRACTION_VARIABLE,
+    GIB,
+    LIMIT,
+    VARIABLES,
+    XLAS_OWN,
+    fraction,
+    host_memory,
+    pinned_limit,
+)
+from axonn_jax.distributed.gpus import idle, shares
+from axonn_jax.distributed.launch import SLURM_STEP
+from axonn_jax.errors import UserError
+
+_FAILS = {
+    "jax": "everything that computes",
+    "jaxlib": "everything that computes",
+    "numpy": "everything that computes",
+    "flax": "models: train, generate, convert",
+    "optax": "training",
+    "orbax-checkpoint": "saving and resuming a run",
+    "grain": "reading training data",
+    "tokenizers": "prepare and generate",
+    "rich": "tables and progress on a terminal",
+    "matplotlib": "loss.png, timeline.png and plots of the planner",
+}
+_EXTRAS = {
+    "tensorboardX": ("tensorboard", "[log] tensorboard"),
+    "safetensors": ("hf", "convert"),
+    "transformers": ("hf", "fine-tuning of a Hugging Face checkpoint"),
+    "torch": ("", "only scripts that make oracle values or compare with PyTorch"),
+}
+_IMPORTS = """
+import importlib, json, sys
+for name in sys.argv[2:]:
+    try:
+        importlib.import_module(name)
+        note = ""
+    except BaseException as error:
+        note = (type(error).__name__ + ": " + " ".join(str(error).split()))[:300]
+    print(sys.argv[1] + json.dumps({"import": name, "note": note}), flush=True)
+import jax
+print(sys.argv[1] + json.dumps({"devices": [[d.platform, d.device_kind] for d in jax.devices()]}), flush=True)
+"""
+_RANKS_SHOWN = 16
+_GPUS = """
+import json, sys
+from axonn_jax.distributed.initialize import gpu_views
+print(sys.argv[1] + json.dumps({"gpus": gpu_views()}), flush=True)
+"""
+
+
+def packages(timeout: float) -> Iterator[Row]:
+    """The Python packages, in the versions supported, imported for real, and the devices jax finds."""
+    wanted = {name: range_ for name, (range_, extra) in ranges("axonn_jax").items() if not extra}
+    if not wanted:
+        fix = setup_command() or pip_command("-e", str(checkout()))
+        yield Row("axonn_jax", "missing", "not installed: no metadata", "the axonn-jax command", fix, True)
+        wanted = dict.fromkeys(_FAILS, "")
+    wanted["jaxlib"] = ranges("jax").get("jaxlib", ("", False))[0]
+    order = sorted(wanted, key=lambda name: [*_FAILS, name].index(name))
+    modules = {"flax": "flax.nnx", "orbax-checkpoint": "orbax.checkpoint"}
+    named = {name: modules.get(name, name.replace("-", "_")) for name in order}
+    seen = probe(python(_IMPORTS, *named.values()), timeout)
+    for name in order:
+        yield _package(name, wanted[name], seen.answers.get(named[name], seen.trouble(timeout)))
+    yield devices(seen, timeout)
+    if any(backend == "gpu" for backend, _ in seen.answers.get("devices", ())):
+        yield preallocated(os.environ)
+        yield pinned(os.environ)
+
+
+def _package(name: str, range_: str, trouble: str) -> Row:
+    fails = _FAILS.get(name, "whatever imports it")
+    version = installed(name)
+    fix = setup_command("--again") or pip_command("--upgrade", name + range_)
+    supported = f" (supported: {range_})" if range_ else ""
+    if version is None:
+        return Row(name, "missing", f"not installed{supported}", fails, fix, True)
+    if not satisfies(version, range_):
+        return Row(name, "missing", f"{version} is outside the supported range {range_}", fails, fix, True)
+    if trouble:
+        return Row(name, "missing", f"{version} does not import: {trouble}", fails, fix, True)
+    return Row(name, "ok", version + supported, fails, "", True)
+
+
+def devices(seen: Probe, timeout: float) -> Row:
+    """What jax computes on, and whether a GPU lies idle."""
+    fails = "everything that computes"
+    gpus = probe(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], 10)
+    names = [line.strip() for line in gpus.output.splitlines() if line.strip()] if gpus.ok else []
+    visible = seen.answers.get("devices")
+    if visible is None:
+        fix = "export JAX_PLATFORMS=cpu" if seen.timed_out or names else setup_command("--again") or pip_command("jax")
+        return Row("devices", "missing", f"jax.devices(): {seen.trouble(timeout)}", fails, fix, True)
+    kinds = Counter(f"{kind} ({backend})" if kind != backend else kind for backend, kind in visible)
+    summary = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    if names and all(backend == "cpu" for backend, _ in visible):
+        cuda = "cuda13" if release(names[0].rpartition(",")[2].strip()) >= (580,) else "cuda12"
+        setup = setup_command()
+        fix = f"AXONN_EXTRAS={cuda} {setup}" if setup else pip_command(f"axonn_jax[{cuda}]")
+        why = f"{summary}, though nvidia-smi shows {len(names)} x {names[0]}"
+        return Row("devices", "warning", why, "nothing, but it runs on the CPU", fix, True)
+    return Row("devices", "ok", summary, fails, "", True)
+
+
+def gpu_shares(timeout: float) -> Row:
+    """Which GPUs each process of this launch would take."""
+    fails = "runs of several processes on GPUs"
+    fix = "axonn-jax doctor under the same mpirun or srun, with as many processes a host as it has GPUs"
+    seen = probe(python(_GPUS), timeout, launched=True)
+    views = seen.answers.get("gpus")
+    if views is None:
+        return Row("gpus", "warning", f"which ones a process sees: {seen.trouble(timeout)}", fails, fix)
+    try:
+        taken = shares(views)
+    except UserError as error:
+        return Row("gpus", "warning", str(error), fails, fix)
+    lines = [
+        f"rank {rank} takes {','.join(map(str, own))} of {len(view)} ({', '.join(view[index] for index in own)})"
+        for rank, (view, own) in enumerate(zip(views, taken, strict=True))
+        if view
+    ]
+    unused = idle(views, taken)
+    return Row(
+        "gpus",
+        "ok",
+        "; ".join([*lines[:_RANKS_SHOWN], *([unused] if unused else [])]) or "none that jax would look for",
+        fails,
+    )
+
+
+def preallocated(environ: Mapping[str, str]) -> Row:
+    """How much of a GPU's memory runs take."""
+    name, fails = "device memory", "configurations that plan says fit"
+    by_user = [key for key in VARIABLES if environ.get(key)]
+    if not by_user:
+        return Row(name, "ok", f"{FRACTION_VARIABLE} is not set: runs take {FRACTION:.0%} of a GPU's", fails)
+    share = fraction(environ)
+    setting = f"{', '.join(f'{key} = {environ[key]}' for key in by_user)}: runs take at most {share:.0%} of a GPU's"
+    less = share < FRACTION
+    return Row(name, "warning" if less else "ok", setting, fails, f"unset {' '.join(by_user)}" if less else "")
+
+
+def pinned(environ: Mapping[str, str]) -> Row:
+    """How much of the host's memory a process may pin for its GPUs."""
+    fails = "[memory] offload = optimizer, where a process keeps more on the host"
+    have = f"the host has {host_memory() / GIB:.0f} GiB"
+    if LIMIT not in environ:
+        raised = f"{LIMIT} is not set: runs raise it from {XLAS_OWN} to their share of the host's memory; {have}"
+        return Row("pinned memory", "ok", raised, fails)
+    try:
+        allowed = pinned_limit(environ)
+    except UserError as error:
+        return Row("pinned memory", "warning", str(error), fails, f"unset {LIMIT}")
+    setting = f"{LIMIT} = {allowed // GIB}; {have}"
+    small = allowed < min(XLAS_OWN * GIB, host_memory())
+    return Row("pinned memory", "warning" if small else "ok", setting, fails, f"unset {LIMIT}" if small else "")
+
+
+def extras() -> Iterator[Row]:
+    """Packages that only some commands want."""
+    supported = ranges("axonn_jax")
+    for name, (extra, fails) in _EXTRAS.items():
+        version, range_ = installed(name), supported.get(name, ("", True))[0]
+        fix = (extra and setup_command("--again")) or pip_command("--upgrade", name + range_)
+        if version is None:
+            yield Row(name, "missing", "not installed (optional)", fails, fix)
+        elif not satisfies(version, range_):
+            yield Row(name, "warning", f"{version} is outside the supported range {range_}", fails, fix)
+        else:
+            yield Row(name, "ok", version, fails)
+
+
+def host() -> Iterator[Row]:
+    """Python and the machine."""
+    needs = (metadata.metadata("axonn_jax")["Requires-Python"] if installed("axonn_jax") else "") or ">=3.11,<3.14"
+    version, good = platform.python_version(), satisfies(platform.python_version(), needs)
+    fix = "" if good else f"AXONN_PYTHON=$(command -v python3.11) {setup_command() or 'bash scripts/setup'}"
+    shown = f"{version} ({sys.executable}; supported: {needs})"
+    yield Row("python", "ok" if good else "missing", shown, "everything", fix, True)
+    linux = sys.platform == "linux"
+    where = "" if linux else "use Linux (on Windows: wsl --install)"
+    yield Row("platform", "ok" if linux else "warning", platform.platform(), "not tested anywhere but on Linux", where)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Row("cores", "ok", f"{usable} usable of {os.cpu_count()}", "speed on the CPU")
+    yield _amount("memory", host_memory() / GIB, 4, "GiB", "training on the CPU, building mpi4jax", "free -h")
+
+
+def _amount(check: str, have: float, least: float, unit: str, fails: str, look: str) -> Row:
+    few = have < least
+    shown = f"{have:.1f} {unit}" + (f", less than {least:g}" if few else "")
+    return Row(check, "warning" if few else "ok", shown, fails, look if few else "")
+
+
+def places() -> Iterator[Row]:
+    """The network names and the disk space that runs count on."""
+    name = socket.gethostname()
+    code = f"import socket; print(socket.gethostbyname({name!r}))"
+    seen = probe(python(code), 10)  # a name server that does not answer can hold a process for a long time
+    joins = "processes finding each other: jax.distributed and mpirun"
+    if seen.ok:
+        yield Row("hostname", "ok", f"{name} is {seen.output.strip()}", joins)
+    else:
+        fix = f"echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts"
+        yield Row("hostname", "warning", f"{name} does not resolve: {seen.trouble(10)}", joins, fix)
+    trouble = loopback()
+    fix = "sudo ip link set lo up" if trouble else ""
+    yield Row("loopback", "warning" if trouble else "ok", trouble or "127.0.0.1 works", joins, fix)
+    try:
+        here = Path.cwd()
+        free = shutil.disk_usage(here).free / GIB
+        yield _amount("disk", free, 2, "GiB free here", "checkpoints, prepared data", f"df -h {here}")
+    except OSError as error:
+        yield Row("disk", "warning", f"the working directory: {error}", "paths that begin here", "cd")
+    if Path("/dev/shm").is_dir():
+        shared = shutil.disk_usage("/dev/shm").free / GIB
+        grow = "sudo mount -o remount,size=1G /dev/shm"
+        yield _amount("/dev/shm", shared, 0.25, "GiB free", "MPI between ranks of one machine, data workers", grow)
+
+
+def loopback() -> str:
+    """What is wrong with 127.0.0.1, empty where nothing is."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(3)
+            with socket.create_connection(server.getsockname(), 3) as client:
+                peer, _ = server.accept()
+                with peer:
+                    client.sendall(b"x")
+                    peer.settimeout(3)
+                    return "" if peer.recv(1) == b"x" else "127.0.0.1 loses data"
+    except OSError as error:
+        return f"127.0.0.1: {error}"
+
+
+def slurm(environ: Mapping[str, str]) -> Row:
+    """The Slurm variables, whether they are an srun task's, and whether they contradict each other or MPI's."""
+    fails = "a process started without srun or mpirun would take a wrong rank or number of processes"
+    seen = {name: environ[name] for name in (*SLURM_STEP, "SLURM_NTASKS") if name in environ}
+    if not seen:
+        return Row("slurm", "ok", "no Slurm variables", "nothing: processes are found without Slurm")
+    shown = " ".join(f"{name.removeprefix('SLURM_')}={value}" for name, value in seen.items())
+    if missing := [name.removeprefix("SLURM_") for name in SLURM_STEP if name not in seen]:
+        batch = f"{shown}; no {', '.join(missing)}: a batch shell, no srun task, so a command typed here is one process"
+        return Row("slurm", "ok", batch, fails)
+    pairs = [
+        ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
+        ("SLURM_PROCID", "PMI_RANK"),
+        ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"),
+        ("SLURM_STEP_NUM_TASKS", "PMI_SIZE"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    ]
+    wrong = [
+        f"{slurm_name}={environ[slurm_name]} but {mpi_name}={environ[mpi_name]}"
+        for slurm_name, mpi_name in pairs
+        if environ.get(mpi_name, environ[slurm_name]) != environ[slurm_name]
+    ]
+    numbers = [seen[name] for name in ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
+    if not all(number.isdecimal() and len(number) < 20 for number in numbers):
+        wrong.append("a rank or size that is no number")
+    elif not int(numbers[0]) <= int(numbers[1]) < int(numbers[2]):
+        wrong.append("they break LOCALID <= PROCID < STEP_NUM_TASKS")
+    if wrong:
+        return Row("slurm", "warning", f"{shown}: {'; '.join(wrong)}", fails, f"unset {' '.join(seen)}")
+    return Row("slurm", "ok", f"{shown}: they agree", fails)

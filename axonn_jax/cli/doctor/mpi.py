@@ -1,0 +1,154 @@
+"""Checks of MPI, all of them in other processes."""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from axonn_jax.cli.doctor.probes import Row, installed, pip_command, probe, python, setup_command, which
+from axonn_jax.distributed.network import exposed
+
+_RUNS = "runs under mpirun (one process needs no MPI)"
+_LIBRARY = """
+import ctypes, json, sys, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+text = " ".join(MPI.Get_library_version().strip("\\0 \\n").split(",")[0].split())
+print(sys.argv[1] + json.dumps({"library": text[:100]}), flush=True)
+level = MPI.Init_thread(MPI.THREAD_MULTIPLE)
+cuda = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", int)()
+print(sys.argv[1] + json.dumps({"multiple": level == MPI.THREAD_MULTIPLE, "cuda": bool(cuda)}), flush=True)
+MPI.Finalize()
+"""
+_MPI4JAX = """
+import json, sys, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always", UserWarning)
+    import mpi4jax
+told = [" ".join(str(w.message).split())[:140] for w in caught if "mpi4jax" in str(w.message)]
+print(sys.argv[1] + json.dumps({"mpi4jax": mpi4jax.has_cuda_support(), "warning": "; ".join(told)}), flush=True)
+"""
+_PING = """
+import json, os, sys, time
+from axonn_jax.distributed.network import keep_mpi_local, listening
+keep_mpi_local()
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+times = []
+for _ in range(100 if world.size == 2 else 0):
+    began = time.perf_counter()
+    if world.rank == 0:
+        world.send(None, 1)
+        world.recv(source=1)
+    else:
+        world.send(world.recv(source=0), 0)
+    times.append(time.perf_counter() - began)
+if world.rank == 0:
+    microseconds = sorted(times)[50] * 5e5 if times else 0.0
+    listens = {"mpirun": sorted(listening(os.getppid())), "each rank": sorted(listening(os.getpid()))}
+    print(sys.argv[1] + json.dumps({"ping": {"size": world.size, "us": microseconds}, "listens": listens}), flush=True)
+"""
+_ALONE = "unshare --user --map-root-user --net sh -c 'ip link set lo up && exec mpirun --allow-run-as-root ...'"
+
+
+def mpi(timeout: float) -> Iterator[Row]:
+    """Which MPI there is, whether its parts belong together, and whether two ranks can talk."""
+    library = probe(python(_LIBRARY), timeout)
+    text = str(library.answers.get("library", ""))
+    fix = _fix("openmpi", "mpi4py")
+    compiler, _ = which("mpicc")
+    yield Row(
+        "mpicc", "ok" if compiler else "missing", compiler or "not found", "building mpi4jax", "" if compiler else fix
+    )
+    launcher, typed = which("mpirun")
+    version_text = probe([launcher, "--version"], 10).output if launcher else ""
+    yield _mpirun(launcher, typed, version_text, text, fix)
+    version = installed("mpi4py")
+    if version is None or "library" not in library.answers:
+        trouble = f"{version} does not load: {library.trouble(timeout)}" if version else "not installed"
+        yield Row("mpi4py", "missing", trouble, _RUNS, fix)
+    elif not library.answers.get("multiple"):
+        level = "no MPI_THREAD_MULTIPLE" if library.ok else f"MPI_Init failed: {library.trouble(timeout)}"
+        how = fix if library.ok else "mpirun -n 1 axonn-jax doctor"
+        yield Row("mpi4py", "warning", f"{version}, {text}: {level}", "pipelines over MPI, which use threads", how)
+    else:
+        cuda = ", takes the memory of CUDA devices" if library.answers.get("cuda") else ""
+        yield Row("mpi4py", "ok", f"{version}, {text}, MPI_THREAD_MULTIPLE{cuda}", _RUNS)
+    yield mpi4jax(timeout)
+    yield from ping(launcher, version_text, timeout, fix)
+
+
+def _fix(*pip: str) -> str:
+    setup = setup_command("--again")
+    return f"AXONN_MPI=auto {setup}" if setup else pip_command(*pip)  # an earlier AXONN_MPI=none is remembered
+
+
+def _mpirun(launcher: str | None, typed: bool, version_text: str, library: str, fix: str) -> Row:
+    if launcher is None:
+        srun = ", but srun is there" if shutil.which("srun") else ""
+        return Row("mpirun", "warning" if srun else "missing", f"not found{srun}", _RUNS, fix)
+    version = next((line.strip() for line in version_text.splitlines() if line.strip()), "no answer to --version")
+    if library and not same_mpi(version_text, library):
+        mixed = f"{launcher} is {version}, but mpi4py uses {library}"
+        return Row("mpirun", "warning", mixed, "every rank would believe it is alone", fix)
+    if not typed:
+        mismatch = f"{launcher} ({version}), but typing mpirun starts {shutil.which('mpirun') or 'nothing'}"
+        activate = f"source {Path(sys.prefix) / 'bin/activate'}"
+        return Row("mpirun", "warning", mismatch, "mpirun as the manual writes it", activate)
+    return Row("mpirun", "ok", f"{launcher} ({version})", _RUNS)
+
+
+def same_mpi(mpirun: str, library: str) -> bool:
+    """Whether what mpirun says of itself can be the MPI library that mpi4py loaded."""
+    if "Open MPI" not in mpirun and "Open MPI" not in library:
+        return True  # MPICH and its kin start each other's ranks
+    versions = re.search(r"\d+\.\d+\.\d+", mpirun), re.search(r"\d+\.\d+\.\d+", library)
+    same = versions[0] is None or versions[1] is None or versions[0].group() == versions[1].group()
+    return same and ("Open MPI" in mpirun) == ("Open MPI" in library)
+
+
+def mpi4jax(timeout: float) -> Row:
+    """Whether mpi4jax imports here, and what it says about the JAX it finds."""
+    fails = "[pipeline] channel = mpi4jax (channel = mpi4py does without it)"
+    version = installed("mpi4jax")
+    seen = probe(python(_MPI4JAX), timeout)
+    fix = _fix("--no-cache-dir", "--no-build-isolation", "mpi4jax")
+    if "mpi4jax" not in seen.answers:
+        trouble = f"{version} does not import: {seen.trouble(timeout)}" if version else "not installed"
+        return Row("mpi4jax", "missing", trouble, fails, fix)
+    cuda = "with CUDA" if seen.answers["mpi4jax"] else "without CUDA"
+    if warning := seen.answers.get("warning"):
+        return Row("mpi4jax", "warning", f"{version}, {cuda}; it says: {warning}", fails, pip_command("-U", "mpi4jax"))
+    return Row("mpi4jax", "ok", f"{version}, {cuda}", fails)
+
+
+def ping(launcher: str | None, version_text: str, timeout: float, fix: str) -> Iterator[Row]:
+    """Whether two ranks on this machine start and talk, for real, and where they and mpirun listen meanwhile."""
+    fails = "runs under mpirun on this machine"
+    if launcher is None:
+        yield Row("mpi ping", "missing", "no mpirun to try it with", fails, fix)
+        return
+    flags = ["--oversubscribe"] if "Open MPI" in version_text else []
+    if flags and os.geteuid() == 0:
+        flags.append("--allow-run-as-root")
+    seen = probe([launcher, *flags, "-n", "2", *python(_PING)], timeout)
+    answer = seen.answers.get("ping")
+    if answer is None or not seen.ok:
+        yield Row("mpi ping", "warning", f"2 ranks do not talk: {seen.trouble(timeout)}", fails, fix)
+        return
+    if answer["size"] != 2:
+        yield Row("mpi ping", "warning", f"mpirun -n 2 made worlds of {answer['size']} rank", fails, fix)
+        return
+    root = ", --allow-run-as-root needed here" if "--allow-run-as-root" in flags else ""
+    yield Row("mpi ping", "ok", f"2 ranks, {answer['us']:.1f} us one way{root}", fails)
+    yield listens(seen.answers.get("listens", {}))
+
+
+def listens(listening: Mapping[str, Sequence[str]]) -> Row:
+    """On which addresses processes of a run on this host accept connections; nobody is asked who they are."""
+    shown = "; ".join(f"{name} on {', '.join(addresses) or 'none'}" for name, addresses in listening.items())
+    open_to = exposed({address for addresses in listening.values() for address in addresses})
+    fails = "keeping strangers of the network out of runs: see What listens in docs/launch.md"
+    return Row("listens", "warning" if open_to else "ok", shown or "not known", fails, _ALONE if open_to else "")

@@ -1,0 +1,196 @@
+"""Other processes that are asked for what may hang or crash, and versions of what is installed."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+_MARK = "axonn-doctor "
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding, what would fail because of it and the command that mends it."""
+
+    check: str
+    status: Literal["ok", "warning", "missing"]
+    found: str
+    fails: str
+    fix: str = ""
+    required: bool = False
+
+    @property
+    def broken(self) -> bool:
+        """Whether the project cannot be used at all like this."""
+        return self.required and self.status == "missing"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What another process printed before it ended, or before its time was up."""
+
+    answers: dict[str, Any]
+    output: str
+    error: str
+    timed_out: bool
+    status: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended well and in time."""
+        return self.status == 0 and not self.timed_out
+
+    def trouble(self, timeout: float) -> str:
+        """Why there is no answer, in one line."""
+        if self.timed_out:
+            return f"no answer within {timeout:g} s"
+        lines = [line.strip() for line in self.error.splitlines() if line.strip(" -*=")]
+        named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        return (named or lines or [f"exit status {self.status}"])[-1][:300]
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for other processes: without the launcher's variables, which would make them its ranks."""
+    kept = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_")
+    launched = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL")
+    clean = {k: v for k, v in environ.items() if k.startswith(kept) or not k.startswith(launched)}
+    # Looking at a GPU must not take its memory away from the run that uses it.
+    return {**clean, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def probe(command: list[str], timeout: float, *, launched: bool = False) -> Probe:
+    """Runs a command and collects the JSON objects it printed behind the mark; its children end with it.
+
+    `launched` keeps the launcher's variables, so that the command takes this process's rank.
+    """
+    # Files, not pipes: a grandchild that holds a pipe open would keep us waiting after the time is up.
+    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+        timed_out = False
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=dict(os.environ) if launched else environment(os.environ),
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Probe({}, "", str(error), False, 127)
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            _end(process)
+        out.seek(0)
+        err.seek(0)
+        answers: dict[str, Any] = {}
+        text = out.read()
+        for line in text.splitlines():
+            if line.startswith(_MARK):
+                answers |= _answer(line)
+        return Probe(answers, text, err.read(), timed_out, process.returncode)
+
+
+def _answer(line: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(line.removeprefix(_MARK))
+    except ValueError:  # cut off where the time was up
+        return {}
+    return {answer["import"]: answer["note"]} if "import" in answer else dict(answer)
+
+
+def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    """Ends a process group: politely, so that mpirun can end its ranks, then not."""
+    for number, wait in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(wait)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    """A command that runs code in this Python, without the working directory on its path."""
+    return [sys.executable, "-P", "-c", code, _MARK, *arguments]
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers a version starts with, without trailing zeros."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(n) for n in match.group().split(".")] if match else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def satisfies(version: str, range_: str) -> bool:
+    """Whether a version lies in a range such as ``>=3.11,<3.14``."""
+    have = release(version)
+    for operator, text in re.findall(r"(>=|<=|==|!=|~=|<|>)\s*([\d.]+)", range_):
+        want = release(text)
+        holds = {">=": have >= want, "~=": have >= want, "<=": have <= want, "<": have < want, ">": have > want}
+        if not holds.get(operator, (have == want) == (operator == "==")):
+            return False
+    return True
+
+
+def ranges(distribution: str) -> dict[str, tuple[str, bool]]:
+    """A distribution's requirements: name to (range, only in an extra)."""
+    wanted: dict[str, tuple[str, bool]] = {}
+    try:
+        requirements = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return wanted
+    for text in requirements:
+        requirement, _, marker = text.partition(";")
+        parts = re.match(r"\s*([\w.-]+)\s*(\[.*?\])?\s*\(?([^)]*)", requirement)
+        if parts:
+            wanted.setdefault(parts.group(1), (parts.group(3).strip(), "extra" in marker))
+    return wanted
+
+
+def installed(distribution: str) -> str | None:
+    """The version of an installed distribution."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def checkout() -> Path:
+    """The folder that this package is in: the repository's root, or site-packages."""
+    return Path(__file__).resolve().parents[3]
+
+
+def setup_command(*arguments: str) -> str | None:
+    """The checkout's own setup, where this Python is the one that it made."""
+    root = checkout()
+    script = root / "scripts/setup"
+    if not script.is_file() or Path(sys.prefix).resolve() != (root / ".venv").resolve():
+        return None
+    return " ".join(["bash", shlex.quote(str(script)), *arguments])
+
+
+def pip_command(*requirements: str) -> str:
+    """The pip command for this very Python."""
+    return " ".join([shlex.quote(sys.executable), "-m pip install", *map(shlex.quote, requirements)])
+
+
+def which(program: str) -> tuple[str | None, bool]:
+    """A program's path, this environment's first, and whether typing its name would start that one."""
+    on_path = shutil.which(program)
+    own = shutil.which(program, path=str(Path(sys.executable).parent))
+    return own or on_path, (own or on_path) == on_path

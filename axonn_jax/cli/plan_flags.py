@@ -1,0 +1,288 @@
+"""Flags of `plan` and `simulate`: a model, a machine and what is fixed, as one question to the planner."""
+
+import re
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
+from math import floor, prod
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from axonn_jax.cli.refusals import check_legal
+from axonn_jax.cli_args import Arg
+from axonn_jax.errors import UserError, nearest
+from axonn_jax.grid import MOST_DEVICES
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.presets import preset
+from axonn_jax.options import (
+    OLD_RESHARD_AFTER,
+    OLD_RESIDUAL_COMM,
+    Activations,
+    Offload,
+    PipelinePolicy,
+    Precision,
+    ReshardAfter,
+    ResidualComm,
+)
+from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.request import Candidate, OverlapFlags, PlanRequest
+from axonn_jax.planner.search import SearchResult, search
+from axonn_jax.planner.space import SEARCHED, SearchSpace
+from axonn_jax.schedule.policies import default_in_flight
+from axonn_jax.schedule.tasks import PipelineShape
+
+SEQUENCES = 8
+"""Sequences a device of a step where no batch is given."""
+_TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20}
+_BYTES = {"": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10**12}
+_MOST_SEQUENCES = 2**31 - 1  # as train.global_batch
+_OVERLAPS = tuple(f.name for f in fields(OverlapFlags))
+
+Count = Annotated[int, Arg(least=1, most=MOST_DEVICES)]
+Searched = Annotated[int | None, Arg(default="searched", least=1, most=MOST_DEVICES)]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Searcheds of the grid's axes that are fixed."""
+
+    pipe: Searched = None
+    """Pipeline stages."""
+    data: Searched = None
+    """Replicas."""
+    z: Searched = None
+    """Shards of batch and weights."""
+    y: Searched = None
+    """Shards of output features, heads, vocabulary."""
+    x: Searched = None
+    """Shards of input features."""
+
+    def fixed(self) -> dict[str, int]:
+        """Those that are given."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    """A model, a machine, and what is fixed of the candidates on it."""
+
+    model: str
+    """Name of a published model (docs/train.md lists them)."""
+    machine: str
+    """Name of a machine, or the path of a machine file (docs/plan.md)."""
+    devices: Count
+    """Number of devices: GPUs, or GCDs."""
+    batch_tokens: str | None
+    """Tokens a step over all devices: 16777216, or rounded, such as 16.8M."""
+    seq: Annotated[int | None, Arg(default="the model's", least=1)] = None
+    """Tokens of a sequence."""
+    grid: Axes = field(default_factory=Axes)
+    """Axes that are fixed."""
+    microbatch: Searched = None
+    """Sequences of a microbatch on a device."""
+    activations: Literal["auto"] | Activations = "auto"
+    """What the backward pass computes again; auto: searched."""
+    gather: Annotated[Literal["auto"] | ReshardAfter, Arg(renamed=OLD_RESHARD_AFTER)] = "auto"
+    """How long weights gathered over z live (memory.reshard_after); auto: searched."""
+    offload: Literal["auto"] | Offload = "auto"
+    """Whether optimizer state is on the host; auto: searched."""
+    zero: Literal["auto", "0", "1"] = "auto"
+    """Whether replicas share optimizer state (ZeRO-1); auto: searched."""
+    sequence_parallel: bool = False
+    """Whether the sequence of the residual stream is split over grid.y (memory.sequence_parallel)."""
+    inner_features: Annotated[ResidualComm, Arg(renamed=OLD_RESIDUAL_COMM)] = "all_reduce"
+    """How blocks communicate (tensor.residual_comm): all_reduce, gather or auto."""
+    virtual_stages: Searched = None
+    """Virtual stages of each pipeline rank; more than one: only pipelines are searched."""
+    policy: PipelinePolicy = "message"
+    """Who decides which task a stage runs next."""
+    precision: Precision = "auto"
+    """Of compute; auto: the machine's half precision."""
+    overlap: str = "all"
+    """Collectives that run beside matmuls: all, none, or some of gathers,scatters,gradients,forward."""
+    memory_limit: Annotated[str | None, Arg(default="what surely fits")] = None
+    """Memory of a device that may be used, such as 36GB."""
+    png: Annotated[Path | None, Arg(default="none")] = None
+    """Draw a picture of the answer into this file."""
+    json: bool = False
+    """Print one JSON object instead of the text."""
+
+
+class Question(NamedTuple):
+    """What the planner is asked."""
+
+    request: PlanRequest
+    devices: int
+    space: SearchSpace
+    limit: float
+    """Bytes of a device's memory that may be used."""
+
+    def answer(self, limited: bool = True) -> SearchResult:
+        """The search; `limited=False` takes no notice of the devices' memory. Raises ``UserError`` if nothing fits."""
+        try:
+            return search(self.request, self.devices, self.space, self.limit if limited else float("inf"))
+        except UserError as error:
+            if not limited or self.limit >= self.request.memory_limit():
+                raise
+            closest = str(error).partition("; ")[2]
+            raise UserError("--memory-limit", f"{self.limit / 1e9:g}GB", f"an amount that fits; {closest}") from None
+
+
+def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) -> Question:
+    """What the flags ask; `layers` replaces the model's, `split` is whether gradients of weights may be tasks.
+
+    Raises:
+        UserError: a flag is wrong, or flags exclude each other.
+    """
+    shape, machine = model_of(args), load_machine(args.machine).shared(args.devices)
+    shape = shape if layers is None else replace(shape, layers=layers)
+    batch = SEQUENCES * args.devices
+    if args.batch_tokens is not None:
+        batch = sequences(args.batch_tokens, shape.seq_len)
+    if args.sequence_parallel and args.inner_features == "gather":
+        raise UserError("--inner-features", args.inner_features, "all_reduce or auto with --sequence-parallel")
+    precision = machine.half if args.precision == "auto" else args.precision
+    machine.peak(precision)  # raises where the device does not have it
+    request = PlanRequest(
+        shape,
+        machine,
+        batch,
+        precision,
+        switches=_switches(args.overlap),
+        policy=args.policy,
+        split=split,
+        sequence_split=args.sequence_parallel,
+        residual_comm=args.inner_features,
+    )
+    limit, space = _limit(args.memory_limit, request), _space(args)
+    check_legal(request, args.devices, space)
+    return Question(request, args.devices, space, limit)
+
+
+def _space(args: PlanFlags) -> SearchSpace:
+    axes, stages = args.grid.fixed(), args.virtual_stages
+    if args.gather in ("backward", "step") and max(axes.get("pipe", 1), stages or 1) > 1:
+        raise UserError("--gather", args.gather, "auto or forward where --grid.pipe or --virtual-stages is above 1")
+    if stages is not None and stages > 1:
+        rest = prod(size for axis, size in axes.items() if axis != "pipe")
+        if axes.get("pipe") == 1 or ("pipe" not in axes and rest == args.devices):
+            raise UserError("--virtual-stages", stages, "1 without a pipeline, which --grid.pipe above 1 makes")
+        if args.policy == "1f1b":
+            raise UserError("--virtual-stages", stages, "1 with --policy 1f1b; interleaved is its order for more")
+    return SearchSpace(
+        axes=axes,
+        sequences=args.microbatch,
+        activations=SEARCHED if args.activations == "auto" else (args.activations,),
+        offload=(False, True) if args.offload == "auto" else (args.offload == "optimizer",),
+        zero=(0, 1) if args.zero == "auto" else (int(args.zero),),
+        virtual_stages=(1, 2, 4) if stages is None else (stages,),
+        gather=get_args(ReshardAfter) if args.gather == "auto" else (args.gather,),
+    )
+
+
+def model_of(args: PlanFlags) -> ModelShape:
+    """The preset, with sequences of `--seq` tokens where that is given."""
+    return preset(args.model) if args.seq is None else preset(args.model, seq_len=args.seq)
+
+
+def sequences(text: str, seq: int) -> int:
+    """Sequences of a batch given in tokens: exactly, or rounded such as `16.8M`.
+
+    A rounded number stands for the batch near it with the most factors of two: 16.8M at 2,048 is 8,192 sequences.
+    Raises ``UserError`` where there is no whole number of sequences.
+    """
+    accepted = "tokens a step, such as 16777216, 4Mi or 16.8M"
+    tokens, slack = _amount("--batch-tokens", text, _TOKENS, accepted)
+    if tokens > _MOST_SEQUENCES * seq:
+        raise UserError("--batch-tokens", text, f"at most {_MOST_SEQUENCES:,} sequences of {seq} tokens")
+    low, high = (tokens - slack) / seq, (tokens + slack) / seq
+    first, last = -floor(-low), floor(high)
+    if first > last or last < 1:
+        near = max(1, round(tokens / seq)) * seq
+        raise UserError("--batch-tokens", text, f"a multiple of the sequence length, {seq}; nearest: {near}")
+    step = 1
+    while (last // (2 * step)) * 2 * step >= max(first, 1):
+        step *= 2
+    return last // step * step
+
+
+def _amount(flag: str, text: str, units: dict[str, int], accepted: str) -> tuple[Fraction, Fraction]:
+    """The number, and the half of its last digit if it has a unit that makes it a rounded one."""
+    match = re.fullmatch(r"(\d+(?:\.(\d+))?)\s*([a-z]*)", text.strip().replace("_", "").replace(",", "").lower())
+    if match is None or match[3] not in units:
+        raise UserError(flag, text, accepted)
+    unit = units[match[3]]
+    return Fraction(match[1]) * unit, Fraction(unit, 2 * 10 ** len(match[2] or "")) if match[3] else Fraction(0)
+
+
+def _limit(text: str | None, request: PlanRequest) -> float:
+    """Bytes of device memory that may be used: what is given, else `PlanRequest.memory_limit`.
+
+    Raises ``UserError`` for what is no amount, or more than a device has.
+    """
+    if text is None:
+        return request.memory_limit()
+    amount, _ = _amount("--memory-limit", text, _BYTES, "an amount such as 36GB or 32GiB")
+    if amount <= 0:
+        raise UserError("--memory-limit", text, "an amount above 0, such as 36GB")
+    device = request.machine.device
+    if amount > device.memory_bytes:
+        raise UserError(
+            "--memory-limit", text, f"at most {device.memory_bytes / 1e9:.5g}GB, the memory of {device.kind}"
+        )
+    return float(amount)
+
+
+def _switches(text: str) -> OverlapFlags:
+    """Which collectives run beside matmuls: `all`, `none`, or names with commas."""
+    if text in ("all", "none"):
+        return OverlapFlags(**dict.fromkeys(_OVERLAPS, text == "all"))
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in _OVERLAPS:
+            raise UserError("--overlap", text, f"all, none, or some of {','.join(_OVERLAPS)}{nearest(name, _OVERLAPS)}")
+    return OverlapFlags(**{name: name in names for name in _OVERLAPS})
+
+
+def command(model: str, request: PlanRequest, candidate: Candidate, seq: int | None) -> str:
+    """The command that trains so, CONFIG.toml with the data aside."""
+    grid = candidate.grid
+    free = "--bind-to none " if grid.devices == 2 else ""  # two processes are bound to a core each
+    words = [f"mpirun {free}-n {grid.devices}" if grid.devices > 1 else "", "axonn-jax train CONFIG.toml"]
+    words.append(f"--model.preset {model}" + (f" --model.seq_len {seq}" if seq else ""))
+    words += [f"--model.layers {request.shape.layers}"] if request.shape.layers != preset(model).layers else []
+    words += [
+        f"--grid.{axis} {getattr(grid, axis)}" for axis in ("pipe", "data", "z", "y", "x") if getattr(grid, axis) > 1
+    ]
+    words.append(f"--train.global_batch {request.batch} --train.microbatches {candidate.microbatches}")
+    words.append(f"--memory.precision {request.precision} --memory.activations {candidate.activations}")
+    words += [f"--memory.reshard_after {candidate.gather}"] if candidate.gather != "forward" else []
+    words += ["--memory.offload optimizer"] if candidate.offload else []
+    words += ["--memory.zero 1"] if candidate.zero else []
+    words += ["--memory.sequence_parallel true"] if request.sequence_split else []
+    words += [f"--tensor.residual_comm {request.residual_comm}"] if request.residual_comm != "all_reduce" else []
+    if grid.pipe > 1:
+        words.append(f"--pipeline.policy {request.policy}")
+        words += ["--pipeline.split_backward false"] if request.policy == "message" and not request.split else []
+        words += [f"--pipeline.virtual_stages {candidate.virtual_stages}"] if candidate.virtual_stages > 1 else []
+        words += [f"--pipeline.in_flight {candidate.in_flight}"] if candidate.in_flight else []
+    return " ".join(word for word in words if word)
+
+
+def chosen(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
+    """The options of a candidate beside its grid, by name."""
+    return {
+        "microbatch": candidate.sequences(request.batch),
+        "microbatches": candidate.microbatches,
+        "virtual_stages": candidate.virtual_stages,
+        "in_flight": in_flight(request, candidate),
+        "activations": candidate.activations,
+        "gather": candidate.gather,
+        "offload": "optimizer" if candidate.offload else "none",
+        "zero": candidate.zero,
+    }
+
+
+def in_flight(request: PlanRequest, candidate: Candidate) -> int:
+    """Microbatches that the message-driven policy has in flight; 0 under another."""
+    layout = PipelineShape(candidate.grid.pipe, candidate.microbatches, candidate.virtual_stages)
+    return (candidate.in_flight or default_in_flight(layout)) if request.policy == "message" and layout.pipe > 1 else 0

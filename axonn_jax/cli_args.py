@@ -1,0 +1,301 @@
+"""Command lines as dataclasses: values, one-line errors and help, all from the fields and the texts below them."""
+
+import ast
+import inspect
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.terminal import say
+
+T = TypeVar("T")
+
+_NOUNS: Mapping[Any, tuple[str, str]] = {  # in help, in errors
+    int: ("INT", "an integer"),
+    float: ("FLOAT", "a number"),
+    str: ("STR", "a text"),
+    Path: ("PATH", "a path"),
+    bool: ("{true,false}", "true or false"),
+}
+_WIDTHS = (40, 400)  # the fewest and most columns of a help text, whatever the terminal says
+_INDENT = 24  # column at which the texts of flags begin
+
+
+@dataclass(frozen=True)
+class Arg:
+    """What a field's annotation adds to its type: ``Annotated[int | None, Arg(default="searched")]``."""
+
+    default: str = ""
+    """What help shows as the default, where the field's own says nothing."""
+    positional: str = ""
+    """The name of an argument without a flag, such as SOURCE_DIR."""
+    short: str = ""
+    """The flag, where it is not `--` and the field's name."""
+    least: int | None = None
+    most: int | None = None
+    """The smallest and the largest number that are accepted."""
+    renamed: Mapping[str, str] | None = None
+    """Choices that an earlier version called otherwise: taken still, with a line of warning."""
+    repeat: bool = False
+    """A flag of one value that may be given several times."""
+    rest: bool = False
+    """Takes the first word that is no flag, and all words behind it."""
+
+
+Positive = Annotated[int, Arg(least=1)]
+NotNegative = Annotated[int, Arg(least=0)]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One argument of a command line."""
+
+    path: tuple[str, ...]
+    """Names of the fields that lead to it."""
+    kind: Any
+    """The type of one value."""
+    many: bool
+    default: Any
+    """`MISSING` where it is required."""
+    doc: str
+    group: str
+    """What help says of the dataclass that it is in, empty for the outermost."""
+    arg: Arg
+
+    @property
+    def flag(self) -> str:
+        """The flag, or the name of a positional argument."""
+        return self.arg.positional or self.arg.short or "--" + ".".join(self.path).replace("_", "-")
+
+    @property
+    def metavar(self) -> str:
+        """What stands for a value in help."""
+        if get_origin(self.kind) is Literal:
+            return "{" + ",".join(map(str, get_args(self.kind))) + "}"
+        return _NOUNS[self.kind][0]
+
+    @property
+    def accepted(self) -> str:
+        """What an error says is accepted."""
+        if get_origin(self.kind) is Literal:
+            return f"one of {', '.join(map(str, get_args(self.kind)))}"
+        least = "" if self.arg.least is None else f" of at least {self.arg.least}"
+        return _NOUNS[self.kind][1] + least + ("" if self.arg.most is None else f" and at most {self.arg.most:,}")
+
+    def value(self, text: str) -> Any:
+        """One value from its text; raises ``UserError``."""
+        if get_origin(self.kind) is Literal:
+            choices = {str(choice): choice for choice in get_args(self.kind)}
+            if now := (self.arg.renamed or {}).get(text, ""):
+                say(f"warning: {self.flag} {text} is of an earlier version: it is now {now}")
+            if (text := now or text) in choices:
+                return choices[text]
+            raise UserError(self.flag, text, self.accepted + nearest(text, choices))
+        try:
+            value = {"true": True, "false": False}[text.lower()] if self.kind is bool else self.kind(text)
+        except (ValueError, KeyError):
+            raise UserError(self.flag, text, self.accepted) from None
+        least, most = self.arg.least, self.arg.most
+        if (least is not None and not value >= least) or (most is not None and not value <= most):
+            raise UserError(self.flag, value, self.accepted)
+        return value
+
+
+def parse(cls: type[T], argv: Sequence[str], prog: str) -> T:
+    """Returns the arguments as an instance of a dataclass; `--help` prints help and raises ``SystemExit(0)``.
+
+    A field `long_name` is the flag `--long-name value` or `--long-name=value`, a field of a dataclass in the field
+    `grid` is `--grid.x`, a boolean is `--name` or `--no-name`, a tuple takes the words up to the next flag.
+
+    Raises:
+        UserError: a flag is unknown, or a value is missing or not of its type.
+    """
+    options = list(_options(cls, False))
+    rest = next((option for option in options if option.arg.rest), None)
+    own = argv if rest is None else argv[: _first_word(options, argv)]
+    if any(word in ("-h", "--help") for word in own):
+        sys.stdout.write(help_text(cls, prog))
+        raise SystemExit(0)
+    given = _given(options, own, prog)
+    if rest is not None:
+        given[rest.path] = tuple(argv[len(own) :])
+    if missing := [option for option in options if option.path not in given and option.default is MISSING]:
+        names = [option.flag if option.arg.positional else f"{option.flag} {option.metavar}" for option in missing]
+        raise UserError(", ".join(names), NOT_GIVEN, f"required; see {prog} --help")
+    return _built(cls, {option.path: given.get(option.path, option.default) for option in options})
+
+
+def _first_word(options: Sequence[Option], argv: Sequence[str]) -> int:
+    """The index of the first word that is neither a flag nor a flag's value."""
+    takes = {option.flag for option in options if option.kind is not bool}
+    at = 0
+    while at < len(argv) and argv[at].startswith("-"):
+        at += 2 if argv[at] in takes else 1
+    return min(at, len(argv))
+
+
+def _given(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tuple[str, ...], Any]:
+    """The values on a command line, by path."""
+    positional = [option for option in options if option.arg.positional and not option.arg.rest]
+    flags = {option.flag: option for option in options if not option.arg.positional}
+    switches_off = {f"--no-{name[2:]}": option for name, option in flags.items() if option.kind is bool}
+    given, words = dict[tuple[str, ...], Any](), list(reversed(argv))
+    while words:
+        if not _is_flag(word := words.pop()):
+            if not positional:
+                raise UserError("argument", word, f"not taken by {prog}; see {prog} --help")
+            first = positional.pop(0)
+            given[first.path] = first.value(word)
+        else:
+            name, equals, text = word.partition("=")
+            plain = name.replace("_", "-")
+            option = flags.get(plain) or (None if equals else switches_off.get(plain))
+            if option is None:
+                following = words[-1] if words and not _is_flag(words[-1]) else NOT_GIVEN
+                hint = nearest(name, [*flags, "--help"]) or f", which has {', '.join([*flags, '--help'])}"
+                raise UserError(name, text or following, f"not a flag of {prog}{hint}")
+            if option.kind is bool:
+                given[option.path] = option.value(text) if equals else plain in flags
+            elif option.many and not option.arg.repeat:
+                texts = [text] if equals else []
+                while words and not _is_flag(words[-1]):
+                    texts.append(words.pop())
+                given[option.path] = tuple(map(option.value, texts))
+            else:
+                if not equals and (not words or words[-1].startswith("--")):
+                    raise UserError(option.flag, NOT_GIVEN, option.accepted)
+                value = option.value(text if equals else words.pop())
+                given[option.path] = (*given.get(option.path, ()), value) if option.many else value
+    return given
+
+
+def _is_flag(word: str) -> bool:
+    """Whether a word starts with a dash and is neither a dash alone nor a negative number."""
+    if not word.startswith("-") or word == "-":
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return True
+    return False
+
+
+def _built(cls: type[T], values: Mapping[tuple[str, ...], Any]) -> T:
+    given, hints = dict[str, Any](), get_type_hints(cls)
+    for field in fields(cls):  # type: ignore[arg-type]
+        if is_dataclass(kind := hints[field.name]):
+            inner = {path[1:]: value for path, value in values.items() if path[0] == field.name}
+            given[field.name] = _built(kind, inner)  # type: ignore[arg-type]
+        else:
+            given[field.name] = values[(field.name,)]
+    return cls(**given)
+
+
+def _options(
+    cls: type, texts: bool, path: tuple[str, ...] = (), group: str = "", default: Any = MISSING
+) -> Iterator[Option]:
+    """Every argument of a dataclass, those of the dataclasses in it last; with their `texts` for help alone."""
+    hints, docs = get_type_hints(cls, include_extras=True), field_docs(cls) if texts else {}
+    inner = []
+    for field in fields(cls):
+        kind, arg = hints[field.name], Arg()
+        if get_origin(kind) is Annotated:
+            kind, *notes = get_args(kind)
+            arg = next((note for note in notes if isinstance(note, Arg)), arg)
+        own = default_of(field) if default is MISSING else getattr(default, field.name)
+        if is_dataclass(kind):
+            text = f"{field.name}: {docs.get(field.name, '')}"
+            inner.append((kind, (*path, field.name), text, own))
+            continue
+        if get_origin(kind) in (Union, UnionType):
+            kinds = [option for option in get_args(kind) if option is not NoneType]
+            kind = kinds[0] if len(kinds) == 1 else Literal[sum(map(get_args, kinds), ())]
+        many = get_origin(kind) is tuple
+        value_kind = get_args(kind)[0] if many else kind
+        yield Option((*path, field.name), value_kind, many, own, docs.get(field.name, ""), group, arg)
+    for kind, below, text, own in inner:
+        yield from _options(kind, texts, below, text, own)  # type: ignore[arg-type]
+
+
+def default_of(field: "Field[Any]") -> Any:
+    """What a field has where it is not given; `MISSING` where it must be."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The text under each field of a dataclass and of those it inherits from, as one line."""
+    docs: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        if not is_dataclass(owner):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, text in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                docs[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    return docs
+
+
+def help_text(cls: type, prog: str, description: str = "", *, keys: bool = False) -> str:
+    """The help of a command; with `keys`, flags are written as the keys of a TOML file are."""
+    width = max(_WIDTHS[0], min(_WIDTHS[1], shutil.get_terminal_size().columns))
+    indent = min(_INDENT, width // 3)
+    options = list(_options(cls, True))
+    positional = [option for option in options if option.arg.positional]
+    flags = [option for option in options if not option.arg.positional]
+    needed = [option for option in flags if option.default is MISSING and not keys]
+    words = ["[OPTIONS]", *(f"{option.flag} {option.metavar}" for option in needed)]
+    words += [f"{option.flag}{' ...' * option.arg.rest}" for option in positional]
+    lines = [*_wrapped(f"usage: {prog} {' '.join(words)}", width, "  "), ""]
+    for paragraph in (description or inspect.getdoc(cls) or "").split("\n\n"):
+        lines += [*_wrapped(" ".join(paragraph.split()), width), ""]
+    sections = [("arguments:", positional)] if positional else []
+    for group in dict.fromkeys(option.group for option in flags):
+        sections.append((group or "options:", [option for option in flags if option.group == group]))
+    bold = "\x1b[1m{}\x1b[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else "{}"
+    for title, members in sections:
+        lines += [bold.format(line) for line in _wrapped(title, width)]
+        lines += [line for option in members for line in _entry(option, width, indent, keys)]
+        lines += [f"  {'-h, --help':{indent - 2}}print this text"] if title == "options:" else []
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _entry(option: Option, width: int, indent: int, keys: bool) -> list[str]:
+    """The lines of one argument: its flag, and its text beside or below it."""
+    name = option.flag
+    if keys:
+        name = f"--{'.'.join(option.path)} {option.metavar}"
+    elif option.kind is bool:
+        name += f", --no-{name[2:]}" if option.default else ""
+    elif not option.arg.positional:
+        name += f" {option.metavar}{' ...' if option.many and not option.arg.repeat else ''}"
+    notes = _note(option, keys)
+    text = f"{option.doc} ({notes})" if notes else option.doc
+    body = _wrapped(text, width - indent)
+    first = [f"  {name:{indent - 2}}{body.pop(0)}"] if len(name) + 4 <= indent else [f"  {name}"]
+    return [*first, *(" " * indent + line for line in body)]
+
+
+def _note(option: Option, keys: bool) -> str:
+    if option.default is MISSING:
+        return "" if option.arg.positional else "required"
+    if option.arg.repeat:
+        return "repeatable"
+    if option.arg.default:
+        return f"default: {option.arg.default}"
+    if option.default in (None, "", ()) or (option.default is False and not keys):
+        return ""
+    shown = " ".join(map(str, option.default)) if option.many else str(option.default)
+    return f"default: {shown.lower() if option.kind is bool else shown}"
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]

@@ -1,0 +1,180 @@
+"""News of the processes of a pipeline: a report of fixed size to a few neighbours at every beat.
+
+Neighbours are those that a process exchanges activations with, and those in a tree over all ranks. What all must know
+travels along the tree: when anything last moved anywhere, and who has fallen silent. No clock and no MPI in here.
+"""
+
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+from axonn_jax.schedule.tasks import Message
+
+Phase = Literal["compiling", "between steps", "in a step", "saving"]
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+PATIENT: frozenset[Phase] = frozenset({"compiling", "saving"})
+"""Phases that may take longer than the stall timeout, though not for ever (`heartbeat.PATIENCE`)."""
+
+SILENT_S = 4.0
+"""A living neighbour is heard of every half second; this long without a word is suspicious."""
+_CHILDREN = 8
+_NAMED = 2
+"""Silent ranks that a report and an error line have room for."""
+_NOBODY = -1
+_FIXED = struct.Struct("<qqqB24s120s")
+_ACCUSED = struct.Struct("<qqd")
+SIZE = _FIXED.size + _NAMED * _ACCUSED.size
+"""Bytes of a report."""
+
+
+@dataclass
+class RankStatus:
+    """The last thing that happened here, and what should happen next."""
+
+    phase: Phase = "compiling"
+    step: int = 0
+    finished: str = "nothing yet"
+    """The last task that ran to its end."""
+    running: str = ""
+    """The task on the device, or what else is being waited for."""
+    waiting: tuple[Message, ...] = ()
+    """Messages without which nothing can be started."""
+    since: float = field(default_factory=time.monotonic)
+    """When this last changed, on the monotonic clock."""
+
+    def now(self, phase: Phase | None = None, *, running: str = "", waiting: Sequence[Message] = ()) -> None:
+        """Something happened."""
+        self.running, self.waiting = running, tuple(waiting)
+        if phase is not None:
+            self.phase = phase
+        self.since = time.monotonic()
+
+    def describe(self) -> str:
+        """Returns what it does or waits for, from whom: for people."""
+        if self.phase != "in a step":
+            return f"is {self.phase}"
+        if self.running:
+            return f"is at {self.running}"
+        if self.waiting:
+            return f"waits for {wanted(self.waiting[0])}"
+        return "is between two tasks"
+
+
+def wanted(message: Message) -> str:
+    """Returns a message as what a receiver waits for, and from whom."""
+    what = "the activations" if message.direction == "forward" else "the gradient"
+    return f"{what} of microbatch {message.microbatch} from stage {message.sender}"
+
+
+class Report(NamedTuple):
+    """What a process says of itself."""
+
+    phase: Phase = "compiling"
+    step: int = 0
+    finished: str = "nothing yet"
+    does: str = "has not been heard of"
+
+
+class _Accused(NamedTuple):
+    times: int
+    """How often its neighbours have said so."""
+    since: float
+    """When it was last heard of."""
+    confirmed: float
+    """When they last said so, as far as it is known here."""
+
+
+class Gossip:
+    """One process's part; times are seconds on this process's own clock.
+
+    Clocks differ between hosts and reports lie about until they are read. So news carries no time but a count, which
+    only grows where it is still true: who hears a higher one knows that it was confirmed now, at most a beat a hop ago.
+    """
+
+    def __init__(self, rank: int, size: int, per_stage: int, now: float, beat: float):
+        self._rank = rank
+        self.neighbours = _neighbours(rank, size, per_stage)
+        """The ranks to send every report to."""
+        self.moved = now
+        """When anything last moved anywhere, as far as it is known here."""
+        self._moves = 0
+        self._heard = dict.fromkeys(self.neighbours, (Report(), now))
+        self._accused: dict[int, _Accused] = {}
+        depth, reach = 1, 1 + _CHILDREN
+        while reach < size:
+            depth, reach = depth + 1, reach * _CHILDREN + 1
+        self._fresh_s = SILENT_S + 2 * depth * beat
+
+    def tell(self, own: Report, moved: float, now: float) -> bytes:
+        """Returns the report to send at this beat; `moved` is when this process last did."""
+        if moved > self.moved:
+            self.moved, self._moves = moved, self._moves + 1
+        for rank, at in self._deaf(now):
+            known = self._accused.get(rank)
+            self._accused[rank] = _Accused(known.times + 1 if known else 1, at, now)
+        texts = (own.finished.encode(), own.does.encode())
+        record = _FIXED.pack(self._rank, own.step, self._moves, PHASES.index(own.phase), *texts)
+        accused = [(rank, news.times, now - news.since) for rank, news in self._news(now)]
+        for news in [*accused, *[(_NOBODY, 0, 0.0)] * _NAMED][:_NAMED]:
+            record += _ACCUSED.pack(*news)
+        return record
+
+    def hear(self, record: bytes | bytearray, now: float) -> None:
+        """Takes in a neighbour's report."""
+        sender, step, moves, phase, finished, does = _FIXED.unpack_from(record)
+        self._heard[sender] = Report(PHASES[phase], step, _text(finished), _text(does)), now
+        if moves > self._moves:
+            self.moved, self._moves = now, moves
+        for index in range(_NAMED):
+            rank, times, silent = _ACCUSED.unpack_from(record, _FIXED.size + index * _ACCUSED.size)
+            known = self._accused.get(rank)
+            if rank != _NOBODY and (known is None or times > known.times):
+                self._accused[rank] = _Accused(times, now - silent, now)
+
+    def report(self, rank: int) -> tuple[Report, float] | None:
+        """Returns what a neighbour last said and when; None for ranks that do not report to this one."""
+        return self._heard.get(rank)
+
+    def silent(self, now: float) -> dict[int, float]:
+        """Seconds since ranks were heard of that should have been: one's own neighbours first, then the nearest."""
+        silent = {rank: now - at for rank, (_, at) in self._heard.items() if now - at > SILENT_S}
+        for rank, news in sorted(self._news(now), key=lambda item: abs(item[0] - self._rank)):
+            silent.setdefault(rank, now - news.since)
+        return dict(list(silent.items())[:_NAMED])
+
+    def peer_failed(self, now: float) -> bool:
+        """Whether a process is silent that had no reason to be (while one compiles, its threads may stand still)."""
+        return bool(self._deaf(now) or self._news(now))
+
+    def _deaf(self, now: float) -> list[tuple[int, float]]:
+        """Returns the silent neighbours, and when each was last heard of, but for those that were at something long."""
+        return [
+            (rank, at)
+            for rank, (report, at) in self._heard.items()
+            if now - at > SILENT_S and report.phase not in PATIENT
+        ]
+
+    def _news(self, now: float) -> list[tuple[int, _Accused]]:
+        """Returns the accusations that hold, newest first; of its own neighbours each rank judges by itself."""
+        own = {rank for rank, _ in self._deaf(now)}
+        holds = [
+            (rank, news)
+            for rank, news in self._accused.items()
+            if now - news.confirmed < self._fresh_s and (rank in own or rank not in self._heard) and rank != self._rank
+        ]
+        return sorted(holds, key=lambda item: -item[1].confirmed)
+
+
+def _neighbours(rank: int, size: int, per_stage: int) -> tuple[int, ...]:
+    """Returns its neighbours on the pipe (a ring where ranks hold several stages), parent and children in the tree."""
+    pipe_neighbours = {(rank - per_stage) % size, (rank + per_stage) % size}
+    children = range(_CHILDREN * rank + 1, min(_CHILDREN * rank + _CHILDREN + 1, size))
+    parent = {(rank - 1) // _CHILDREN} if rank else set()
+    return tuple(sorted((pipe_neighbours | parent | set(children)) - {rank}))
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="ignore")

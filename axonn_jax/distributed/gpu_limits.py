@@ -1,0 +1,81 @@
+"""Memory limits on GPUs: how much of its own jax takes for a run, and how much of the host's a process may pin."""
+
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+from axonn_jax.errors import UserError
+
+LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""XLA's variable, in GiB, read when the backend starts; the memory is taken as it is needed."""
+GIB = 1 << 30
+XLAS_OWN = 64
+"""GiB without the variable."""
+
+FRACTION = 0.92
+"""Share of a GPU's memory that runs take and `plan` counts on; CUDA's context and NCCL's buffers have the rest."""
+JAXS_OWN = 0.75
+"""What jax takes without a variable."""
+FRACTION_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
+"""jax's variable for it, read when the backend starts."""
+_OLD_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+VARIABLES = (FRACTION_VARIABLE, _OLD_VARIABLE, "XLA_PYTHON_CLIENT_PREALLOCATE", _ALLOCATOR)
+"""What tells jax how to take a GPU's memory; it refuses the first two together."""
+
+
+def host_memory() -> int:
+    """Returns the bytes of this host's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def raise_pinned_limit(processes: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Lets this process, one of so many of its host, pin its share of the host's memory; call before jax starts.
+
+    Which model will train is not known yet where a script calls `init`; a limit that is not reached costs nothing. It
+    is left alone where the user has set it, and where XLA's own is larger.
+    """
+    share = host_memory() // processes // GIB
+    if LIMIT not in environ and share > XLAS_OWN:
+        environ[LIMIT] = str(share)
+
+
+def pinned_limit(environ: Mapping[str, str] = os.environ) -> int:
+    """Returns how many bytes XLA lets a process pin; ``UserError`` where the variable is no number of GiB."""
+    text = environ.get(LIMIT, str(XLAS_OWN))
+    if not text.isdecimal() or len(text) > 9:
+        raise UserError(LIMIT, text[:40], "a whole number of GiB")
+    return int(text) * GIB
+
+
+def check_pinned(each: int, devices: Sequence[Any], environ: Mapping[str, str] = os.environ) -> None:
+    """Raises ``UserError`` where this process may not pin `each` bytes for each of its devices, if they are GPUs."""
+    needed = each * len(devices)
+    if devices[0].platform != "gpu" or needed <= pinned_limit(environ):
+        return
+    raise UserError(
+        LIMIT, environ.get(LIMIT, f"not set, which is {XLAS_OWN}"),
+        f"at least {-(-needed // GIB)} before jax starts: memory.offload = optimizer keeps {needed / GIB:.1f} GiB of "
+        f"this process in pinned host memory; the host has {host_memory() / GIB:.0f} GiB",
+    )  # fmt: skip
+
+
+def raise_fraction(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Lets jax take `FRACTION` of each of this process's GPUs; call before jax starts.
+
+    It is left alone where the user has set any of jax's variables for device memory.
+    """
+    if not any(environ.get(name) for name in VARIABLES):
+        environ[FRACTION_VARIABLE] = str(FRACTION)
+
+
+def fraction(environ: Mapping[str, str] = os.environ) -> float:
+    """Returns the share of a GPU's memory that jax takes, or at most takes; ``UserError`` for what is no number."""
+    if environ.get(_ALLOCATOR, "").lower() == "platform":  # which has no pool
+        return 1.0
+    name = FRACTION_VARIABLE if environ.get(FRACTION_VARIABLE) else _OLD_VARIABLE
+    text = environ.get(name) or str(JAXS_OWN)
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(name, text[:40], "a share of the memory, such as 0.75") from None

@@ -1,0 +1,201 @@
+"""GPUs of a host shared out among its processes: found, agreed on and given to jax before it starts."""
+
+import contextlib
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from axonn_jax.errors import UserError
+
+View = tuple[str, ...] | None
+"""What identifies the GPUs that a process sees, in the order of their indexes there; None where jax is left alone."""
+
+_KFD = Path("/sys/class/kfd/kfd/topology/nodes")
+_DEV = Path("/dev")
+
+
+class Gpu(NamedTuple):
+    """A GPU that a process is allowed to use."""
+
+    name: str
+    """Its UUID, or what else tells it from all others."""
+    parts: tuple[str, ...] = ()
+    """The UUIDs of its MIG devices; with any, a process can use nothing but one of them."""
+
+
+def shares(views: Sequence[View], wanted: int | None = None) -> list[tuple[int, ...]]:
+    """The indexes, into what it sees, of the GPUs that each rank takes: `wanted` of them, or an equal share of all.
+
+    Ranks that see the same GPUs share them by rank; a rank that alone sees its GPUs, as where the launcher binds one
+    to each, takes of those. Empty where GPUs are none of jax's business. Raises ``UserError`` where they do not do.
+    """
+    groups: dict[frozenset[str], list[int]] = {}
+    for rank, view in enumerate(views):
+        if view is not None:
+            groups.setdefault(frozenset(view), []).append(rank)
+    without = groups.pop(frozenset(), [])
+    owner: dict[str, list[int]] = {}
+    taken: list[tuple[int, ...]] = [()] * len(views)
+    for gpus, ranks in groups.items():
+        if without:
+            raise UserError(f"GPUs seen by {_named(without)}", 0, f"GPUs for all or none; {_named(ranks)} has some")
+        for gpu in gpus:
+            if gpu in owner:
+                raise UserError(
+                    f"GPUs seen by {_named(ranks)}", ",".join(sorted(gpus)),
+                    f"the same ones as {_named(owner[gpu])}, or none of theirs; {gpu} is one of both",
+                )  # fmt: skip
+            owner[gpu] = ranks
+        each = len(gpus) // len(ranks) if wanted is None else wanted
+        if each * len(ranks) > len(gpus) or each == 0:
+            raise UserError(
+                f"GPUs seen by {_named(ranks)}", len(gpus),
+                f"at least {max(each, 1) * len(ranks)}, {max(each, 1)} for each of {len(ranks)} process(es); start "
+                "fewer processes on a host, or give the grid fewer devices for each",
+            )  # fmt: skip
+        order = views[ranks[0]] or ()
+        for index, rank in enumerate(ranks):
+            own = views[rank] or ()
+            taken[rank] = tuple(own.index(gpu) for gpu in order[index * each : (index + 1) * each])
+    return taken
+
+
+def idle(views: Sequence[View], taken: Sequence[Sequence[int]]) -> str:
+    """Returns one line where GPUs that ranks see are taken by none, else empty."""
+    seen = {gpu for view in views for gpu in view or ()}
+    used = sum(map(len, taken))
+    if not 0 < used < len(seen):
+        return ""
+    return f"warning: {len(seen) - used} of the {len(seen)} GPUs that the processes see stay idle"
+
+
+def visible(environ: Mapping[str, str], present: Sequence[Gpu], *, rocm: bool = False) -> tuple[str, ...]:
+    """Returns what identifies the GPUs that CUDA, or ROCm, would count in a process, in its order.
+
+    As these do, a list ends at its first entry that names no GPU; and with MIG devices CUDA sees the first alone.
+    """
+    if rocm:
+        allowed = _listed(environ.get("ROCR_VISIBLE_DEVICES"), present)
+        # HIP takes an empty variable for one that is not set.
+        hip = environ.get("HIP_VISIBLE_DEVICES") or environ.get("CUDA_VISIBLE_DEVICES") or None
+        return tuple(gpu.name for gpu in _listed(hip, allowed))
+    chosen = _listed(environ.get("CUDA_VISIBLE_DEVICES"), present)
+    parts = [gpu.parts[0] for gpu in chosen if gpu.parts]
+    return tuple(parts[:1] or [gpu.name for gpu in chosen])
+
+
+def _listed(value: str | None, present: Sequence[Gpu]) -> list[Gpu]:
+    if value is None:
+        return list(present)
+    chosen = []
+    for token in (text.strip() for text in value.split(",")):
+        gpu = _meant(token, present)
+        if gpu is None:
+            break
+        chosen.append(gpu)
+    return chosen
+
+
+def _meant(token: str, present: Sequence[Gpu]) -> Gpu | None:
+    """Returns the GPU that an entry of a list means: an index, or the beginning of a UUID."""
+    if token.isdecimal() and len(token) < 20:
+        return present[int(token)] if int(token) < len(present) else None
+    if not token.startswith(("GPU-", "MIG-")):
+        return None
+    for gpu in present:
+        if gpu.name.startswith(token):
+            return gpu
+        for part in gpu.parts:
+            if part.startswith(token):
+                return Gpu(gpu.name, (part,))
+    known = any(gpu.name.startswith("GPU-") for gpu in present)
+    return Gpu(token) if present and not known else None
+
+
+def look(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns what identifies the GPUs that jax would find in this process; starts neither jax nor CUDA."""
+    nvidia = [] if "rocm" in environ.get("JAX_PLATFORMS", "") else nvidia_gpus()
+    return visible(environ, nvidia) if nvidia else visible(environ, amd_gpus(), rocm=True)
+
+
+def nvidia_gpus() -> list[Gpu]:
+    """The NVIDIA GPUs that this process may use: as the driver lists them, or else those whose devices it can open."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
+        return parse(listing)
+    gpus = []
+    for device in sorted(_DEV.glob("nvidia[0-9]*"), key=lambda path: int(path.name.removeprefix("nvidia"))):
+        with contextlib.suppress(OSError):  # what a scheduler's control group forbids is there, but does not open
+            os.close(os.open(device, os.O_RDWR))
+            gpus.append(Gpu(f"{_host()}:{device.name}"))
+    return gpus
+
+
+def parse(listing: str) -> list[Gpu]:
+    """Returns the GPUs, with their MIG devices, that `nvidia-smi -L` lists."""
+    gpus: list[Gpu] = []
+    for line in listing.splitlines():
+        uuid = re.search(r"\(UUID: ([^)]+)\)", line)
+        if uuid and line.startswith("GPU "):
+            gpus.append(Gpu(uuid[1]))
+        elif uuid and gpus:
+            gpus[-1] = Gpu(gpus[-1].name, (*gpus[-1].parts, uuid[1]))
+    return gpus
+
+
+def amd_gpus() -> list[Gpu]:
+    """Returns the AMD GPUs that this process may use, in the order of ROCm's topology."""
+    gpus = []
+    for node in sorted(_KFD.glob("[0-9]*"), key=lambda path: int(path.name)):
+        with contextlib.suppress(OSError, ValueError):  # the kernel refuses to tell of those that are forbidden
+            if int((node / "gpu_id").read_text()) == 0:  # a processor
+                continue
+            unique = re.search(r"^unique_id (\d+)", (node / "properties").read_text(), re.MULTILINE)
+            number = int(unique[1]) if unique else 0
+            gpus.append(Gpu(f"GPU-{number:016x}" if number else f"{_host()}:kfd{node.name}"))
+    return gpus
+
+
+def _host() -> str:
+    """Returns what tells this machine from all others, also where containers of it have names of their own."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return os.uname().nodename
+
+
+def take(rank: int, wanted: int | None, gather: Callable[[View], Sequence[View]]) -> str:
+    """Tells jax which GPUs this process takes; returns a warning where some stay idle. Every rank calls it.
+
+    `gather` gives every rank's view in order. Raises ``UserError``, the same on all ranks, where GPUs do not do.
+    """
+    import jax
+
+    views = gather(own_view())
+    taken = shares(views, wanted)
+    if taken[rank]:
+        for platform in ("cuda", "rocm"):
+            jax.config.update(f"jax_{platform}_visible_devices", ",".join(map(str, taken[rank])))
+    return idle(views, taken)
+
+
+def own_view() -> View:
+    """Returns what this process sees; None where jax would not look for GPUs, or has been told which to take."""
+    from axonn_jax import compat
+
+    return look(os.environ) if compat.accelerator_expected() and not chosen_by_user() else None
+
+
+def chosen_by_user() -> bool:
+    """Returns whether jax's own variables or settings say which GPUs this process takes."""
+    import jax
+
+    names = ("jax_cuda_visible_devices", "jax_rocm_visible_devices")
+    return "JAX_LOCAL_DEVICE_IDS" in os.environ or any(jax.config.read(name) != "all" for name in names)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    first = ", ".join(map(str, ranks[:8]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {first}{', ...' if len(ranks) > 8 else ''}"

@@ -1,0 +1,249 @@
+"""Heartbeat of a pipelined run: a thread that ends a process which waits in vain, and says for whom.
+
+Every process tells a few neighbours about itself and what it has heard, twice a second (`distributed.gossip`). The
+thread also learns of SIGTERM, with which launchers end what is left of a run; a handler of the script's own keeps it.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from axonn_jax.distributed.gossip import PATIENT, SIZE, Gossip, RankStatus, Report
+from axonn_jax.grid import Grid
+from axonn_jax.schedule.tasks import PipelineShape
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+PATIENCE_S, PATIENCE = 1200.0, 10
+"""Seconds, or times `stall_timeout` if that is more, that compiling or saving may take without a sign.
+
+One stage's programs or one checkpoint take minutes where stages are large and disks slow; after twenty it is a hang.
+"""
+_BEAT_S = 0.5
+_ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
+"""Signals with which a run is told to end, or warned of it: a script's handlers of these may save."""
+_TERMINATED = 128 + signal.SIGTERM
+_GRACE_S = 0.6
+_PEER_FAILED = 255
+"""In the wake-up pipe, beside the numbers of signals: `peer_failed` has answered yes."""
+
+
+class Heartbeat:
+    """Heartbeat of a process: it ends the run when nothing has moved for `stall_timeout` seconds.
+
+    Of one of several processes it is collective over `world`, which it alone uses, and hears of the others, too.
+    """
+
+    def __init__(
+        self,
+        status: RankStatus,
+        pipe_shape: PipelineShape,
+        stall_timeout: float,
+        world: "MPI.Intracomm | None" = None,
+        grid: Grid | None = None,
+    ):
+        self._status, self._pipe_shape, self._timeout, self._comm = status, pipe_shape, stall_timeout, world
+        rank, size, self._per_stage = (0, 1, 1) if grid is None else (grid.rank, grid.size, grid.stage_processes)
+        own = (socket.gethostname(), os.getpid())
+        self._hosts: list[tuple[str, int]] = [own] if world is None else world.allgather(own)
+        here = self._hosts[rank][0]
+        self._rank = rank
+        self._same_host = [peer for peer, (host, _) in enumerate(self._hosts) if host == here and peer != rank]
+        self._gossip = Gossip(rank, size, self._per_stage, time.monotonic(), _BEAT_S)
+        self._sending: dict[int, Any] = {}
+        self._record = bytearray(SIZE)
+        self._wake_read = self._wake_write = -1
+        self._before: int | None = None
+        """The wake-up descriptor of signals that was there before; None where none was taken."""
+        self._signalled = 0.0
+        """When a signal came that a handler of the script may still be busy with."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="axonn-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread; over MPI, from the main thread, it also takes note of signals."""
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._take_signals()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and the attention to signals."""
+        if self._wake_read < 0 or self._closed.is_set():
+            return
+        self._leave_signals()
+        self._closed.set()
+        self._wake(0)
+        self._thread.join(5)
+        if self._before is None and not self._thread.is_alive():
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def peer_failed(self) -> bool:
+        """Returns whether a peer is known to have gone or is silent; then this process ends, saying which."""
+        failed = self._gossip.peer_failed(time.monotonic()) or bool(self._gone())
+        if failed:
+            self._wake(_PEER_FAILED)
+        return failed
+
+    def _wake(self, what: int) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, bytes([what]))
+
+    def _run(self) -> None:
+        wake = select.poll()
+        wake.register(self._wake_read, select.POLLIN)
+        while not self._closed.is_set():
+            ready = wake.poll(_BEAT_S * 1e3)
+            if self._closed.is_set():
+                return
+            signals = os.read(self._wake_read, 64) if ready else b""
+            try:
+                self._beat()
+                self._take_in(signals)
+                self._check()
+            except Exception as error:  # a heartbeat that fails must not take a healthy run with it
+                _say(f"warning: the pipeline's heartbeat: {type(error).__name__}: {error}")
+
+    def _check(self) -> None:
+        """Ends a process that has waited too long: in a step since anything moved anywhere, else since it moved."""
+        now = time.monotonic()
+        if self._patient():
+            quiet = now - max(self._status.since, self._signalled)
+            allowed, setting = max(PATIENCE_S, PATIENCE * self._timeout), "the longest time without a sign"
+        elif self._status.phase == "in a step":
+            quiet = now - max(self._status.since, self._gossip.moved)
+            allowed, setting = self._timeout, "pipeline.stall_timeout"
+        else:
+            return
+        if quiet > allowed:
+            _end(f"error: pipeline stalled: {self._story(now - self._status.since)} ({setting} = {allowed:g})", 1)
+
+    def _patient(self) -> bool:
+        """Returns whether this process is at something that may take long: a handler of signals, too, may save."""
+        return self._status.phase in PATIENT or self._signalled > self._status.since
+
+    def _take_signals(self) -> None:
+        if self._comm is not None and threading.current_thread() is threading.main_thread():
+            # A handler runs only when the main thread is in Python; the wake-up descriptor is written at once.
+            self._before = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, self._terminate)
+
+    def _leave_signals(self) -> None:
+        """Gives back what nobody else has taken over meanwhile."""
+        if self._before is not None and threading.current_thread() is threading.main_thread():
+            descriptor = signal.set_wakeup_fd(self._before)
+            if descriptor != self._wake_write:
+                signal.set_wakeup_fd(descriptor)
+            if signal.getsignal(signal.SIGTERM) == self._terminate:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._before = None
+
+    def _terminate(self, number: int, _: object) -> None:
+        """Stands in for SIGTERM's default action, so that the thread can say who is gone before it does the same."""
+        self._wake(number)
+
+    def _take_in(self, signals: bytes) -> None:
+        """Ends this process where a peer has gone or nobody else handles SIGTERM; a handler has its time."""
+        numbers = signals.replace(bytes([_PEER_FAILED]), b"")
+        if numbers and self._before not in (None, -1):
+            with contextlib.suppress(OSError):
+                os.write(self._before, numbers)
+        unhandled = signal.SIGTERM in signals and signal.getsignal(signal.SIGTERM) == self._terminate
+        if not _ENDING.isdisjoint(signals):
+            self._signalled = time.monotonic()
+        handling = self._signalled > self._status.since
+        if _PEER_FAILED in signals or unhandled or (handling and self._gone()):
+            self._terminated()
+
+    def _beat(self) -> None:
+        """Takes in the neighbours' reports and sends them its own."""
+        if self._comm is None:
+            return
+        now = time.monotonic()
+        while (message := self._comm.Improbe()) is not None:
+            message.Recv(self._record)
+            self._gossip.hear(self._record, now)
+        status = self._status
+        own = Report(status.phase, status.step, status.finished, status.describe())
+        record = self._gossip.tell(own, now if self._patient() else status.since, now)
+        for neighbour in self._gossip.neighbours:
+            pending = self._sending.get(neighbour)
+            if pending is None or pending.Test():  # one that does not listen gets no second message
+                self._sending[neighbour] = self._comm.Isend(record, neighbour)
+
+    def _terminated(self) -> None:
+        """Tells the survivors' side of a death. On this host it is known who is dead; elsewhere, who is silent."""
+        dead = self._gone()
+        waited = time.monotonic() - self._status.since
+        cause = "; ".join(f"{self._name(rank)} is gone{self._last('; it', rank)}" for rank in dead)
+        cause = cause or self._silent() or "told to end (SIGTERM)"
+        if dead or self._rank == 0:
+            _say(f"error: pipeline ended: {cause}; {self._story(waited)}")
+        time.sleep(_GRACE_S)  # the others look for the dead too, and must not find this process among them
+        _end("", _TERMINATED)
+
+    def _gone(self) -> list[int]:
+        """Returns the processes of this host that have ended."""
+        return [rank for rank in self._same_host if _has_ended(self._hosts[rank][1])]
+
+    def _silent(self) -> str:
+        return "; ".join(
+            f"nothing heard of {self._name(rank)} for {seconds:.0f} s{self._last(': it', rank)}"
+            for rank, seconds in self._gossip.silent(time.monotonic()).items()
+        )
+
+    def _last(self, lead: str, rank: int) -> str:
+        """Returns what a process last reported, where it reports to this one."""
+        heard = self._gossip.report(rank)
+        return f"{lead} had finished {heard[0].finished} in step {heard[0].step} and {heard[0].does}" if heard else ""
+
+    def _story(self, waited: float) -> str:
+        status, who = self._status, "this process"
+        if self._comm is not None:
+            who = f"rank {self._rank} (place {self._rank // self._per_stage} of the pipe)"
+        whom = ""
+        if status.waiting and not status.running:
+            pp_rank = self._pipe_shape.rank_of(status.waiting[0].sender)
+            rank = pp_rank * self._per_stage + self._rank % self._per_stage
+            if heard := self._gossip.report(rank):
+                ago = time.monotonic() - heard[1]
+                whom = f" ({self._name(rank)}: finished {heard[0].finished}, {heard[0].does}, heard {ago:.1f} s ago)"
+        silent = self._silent()
+        return (
+            f"step {status.step}: {who} has finished {status.finished} and "
+            f"{status.describe()}{whom}, for {waited:.1f} s" + (f"; {silent}" if silent else "")
+        )
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (place {rank // self._per_stage} of the pipe, host {self._hosts[rank][0]})"
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] in "ZX"
+    except FileNotFoundError:
+        return os.path.exists("/proc/self/stat")
+    except OSError:
+        return False
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(sys.stderr.fileno(), (line + "\n").encode(errors="replace"))
+
+
+def _end(line: str, status: int) -> None:
+    """Leaves at once: an orderly exit would wait in MPI or jax for the very process that is missing."""
+    if line:
+        _say(line)
+    os._exit(status)

@@ -1,0 +1,166 @@
+"""Small exchanges between processes through host memory: texts, flags, sums of numbers, and arrays of two stages."""
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from axonn_jax.grid import Grid
+
+if TYPE_CHECKING:
+    import jax
+    from mpi4py import MPI
+
+_TEXT_BYTES = 1000
+
+
+class HostSync(ABC):
+    """Exchanges between processes; every process makes the same calls in the same order."""
+
+    rank: int = 0
+    size: int = 1
+
+    @abstractmethod
+    def _all_gather(self, own: np.ndarray) -> np.ndarray:
+        """Returns every process's array of one shape and dtype, stacked by rank."""
+
+    @abstractmethod
+    def any_before(self, flag: bool) -> bool:
+        """Returns whether any process had its flag set at the call before this one; waits for nobody's present."""
+
+    def gather(self, text: str) -> list[str]:
+        """Returns every process's text, by rank; waits for all. Texts are cut at 1000 bytes."""
+        own = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.uint8)
+        return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in self._all_gather(own)]
+
+    def sums(self, numbers: Mapping[int, tuple[float, ...]]) -> list[float]:
+        """Adds up each of several numbers over all pipe ranks, in their order, so that all processes get the same.
+
+        `numbers` has an entry for each pipe rank of this process, as many on every process. Bytes: 8 a number.
+        """
+        own = np.array([numbers[pp_rank] for pp_rank in sorted(numbers)], np.float64)
+        everyone = self._all_gather(own).reshape(-1, own.shape[-1])
+        return [sum(column) for column in everyone.T.tolist()]
+
+
+class LocalSync(HostSync):
+    """The one process of a run: nothing is sent."""
+
+    def _all_gather(self, own: np.ndarray) -> np.ndarray:
+        return own[None]
+
+    def any_before(self, flag: bool) -> bool:
+        """Returns the flag: there is nobody to wait for."""
+        return flag
+
+    def swap(self, values: Mapping[int, "jax.Array"], first: int, last: int) -> dict[int, "jax.Array"]:
+        """As `MpiSync.swap`."""
+        import jax
+
+        return {
+            first: jax.device_put(values[last], values[first].sharding),
+            last: jax.device_put(values[first], values[last].sharding),
+        }
+
+
+class MpiSync(HostSync):
+    """Over a duplicate of an MPI communicator; waiting does not spin, which would take a core from the peer."""
+
+    def __init__(self, comm: "MPI.Comm"):
+        self._comm = comm.Dup()
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._pending: tuple[Any, np.ndarray, np.ndarray] | None = None
+
+    def _all_gather(self, own: np.ndarray) -> np.ndarray:
+        everyone = np.empty((self.size, *own.shape), own.dtype)
+        self._wait(self._comm.Iallgather(own, everyone))
+        return everyone
+
+    def any_before(self, flag: bool) -> bool:  # noqa: D102
+        from mpi4py import MPI
+
+        before = False
+        if self._pending is not None:
+            request, total, _ = self._pending
+            self._wait(request)
+            before = bool(total[0])
+        own, total = np.array([flag], np.uint8), np.zeros(1, np.uint8)
+        self._pending = (self._comm.Iallreduce(own, total, MPI.MAX), total, own)  # buffers live until it is done
+        return before
+
+    def swap(self, values: Mapping[int, "jax.Array"], first: int, last: int) -> dict[int, "jax.Array"]:
+        """Gives the pipe ranks `first` and `last` each other's array of one shape and layout, on their own meshes.
+
+        `values` has an entry for each of the two that this process holds; of the communicator, whose ranks are those
+        of the pipe, only these two call MPI. Bytes: those of the local shards, each way.
+        """
+        import jax
+
+        from axonn_jax.channels import shards
+
+        if not values:
+            return {}
+        ((pp_rank, value),) = values.items()
+        peer = last if pp_rank == first else first
+        form = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
+        outgoing = [shards.host_bytes(shard) for shard in shards.local_shards(value)]
+        incoming = [shards.empty_bytes(shards.shard_bytes(form)) for _ in outgoing]
+        requests = [self._comm.Irecv(buffer, peer, tag) for tag, buffer in enumerate(incoming)]
+        requests += [self._comm.Isend(buffer, peer, tag) for tag, buffer in enumerate(outgoing)]
+        for request in requests:
+            self._wait(request)
+        devices = shards.local_devices(value.sharding)
+        received = [shards.from_bytes(buffer, form, device) for buffer, device in zip(incoming, devices, strict=True)]
+        return {pp_rank: shards.rebuild(form, received)}
+
+    @staticmethod
+    def _wait(request: "MPI.Request") -> None:
+        pause = 20e-6
+        while not request.Test():
+            time.sleep(pause)
+            pause = min(pause * 1.5, 1e-3)
+
+
+class JaxSync(HostSync):
+    """Over the devices of one `jax.distributed` world, where no MPI connects the processes (`srun`)."""
+
+    def __init__(self, grid: Grid):
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        self.rank, self.size = grid.rank, grid.size
+        mesh = grid.mesh
+        self._split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._local = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+        self._largest = jax.jit(lambda flags: flags.max(), out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._pending: Any = None
+
+    def _all_gather(self, own: np.ndarray) -> np.ndarray:
+        from jax.experimental import multihost_utils
+
+        # As bytes: jax would round numbers of 8 bytes.
+        rows = np.asarray(multihost_utils.process_allgather(np.ascontiguousarray(own).reshape(-1).view(np.uint8)))
+        return rows.reshape(self.size, -1).view(own.dtype).reshape(self.size, *own.shape)
+
+    def any_before(self, flag: bool) -> bool:  # noqa: D102
+        import jax
+
+        before = self._pending is not None and bool(self._pending)
+        own = np.full((self._local,), flag, np.int32)
+        self._pending = self._largest(jax.make_array_from_process_local_data(self._split, own))
+        return before
+
+
+def host_sync(grid: Grid) -> HostSync:
+    """Returns what connects the processes of a run: MPI where it has them all, else jax; collective over them."""
+    if grid.size == 1:
+        return LocalSync()
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.Get_size() == grid.size:
+            return MpiSync(MPI.COMM_WORLD)
+    return JaxSync(grid)

@@ -1,0 +1,255 @@
+"""Initialization of jax for a run: devices, `jax.distributed`, the grid's mesh, the first collectives."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from axonn_jax import terminal
+from axonn_jax.distributed import gpus
+from axonn_jax.distributed.launch import Explicit, World, detect
+from axonn_jax.distributed.mpi_world import ask_mpi, check_same, world_comm
+from axonn_jax.distributed.network import listen_at, offer
+from axonn_jax.errors import UserError
+from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid, build_mesh
+
+if TYPE_CHECKING:
+    import jax
+
+_HEARTBEAT_S = 30
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+"""jax's own variable for the address at which a coordinator listens."""
+_WARM_UP_FLOATS = 65_536
+
+
+def init(
+    *,
+    pipe: int = 1,
+    data: int = 1,
+    z: int = 1,
+    y: int = 1,
+    x: int = 1,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> Grid:
+    """Finds this run's processes, starts jax for them and returns the grid, as the current mesh.
+
+    In one process on the CPU backend it makes as many virtual devices as the grid needs. Under `mpirun`, `srun` or
+    with explicit `coordinator` (host:port), `num_processes` and `process_id` it joins the processes with
+    `jax.distributed`. Process 0 prints what was chosen and why. Raises ``UserError`` where the grid does not fit the
+    devices or two sources contradict each other.
+    """
+    given = (coordinator, num_processes, process_id)
+    explicit = None
+    if coordinator is not None and num_processes is not None and process_id is not None:
+        explicit = Explicit(coordinator, num_processes, process_id)
+    elif any(value is not None for value in given):
+        raise UserError("init", given, "coordinator, num_processes and process_id together, or none of them")
+    world, grid = start(GridShape(pipe, data, z, y, x), explicit)
+    say(world, describe(world, grid))
+    return grid
+
+
+def describe(world: World, grid: Grid) -> str:
+    """Returns one line: processes and why, devices, grid."""
+    device = grid.mesh.devices.flat[0]
+    return f"{world}; {grid.shape.devices} x {device.device_kind} ({device.platform}); grid {grid.shape}"
+
+
+def start(shape: GridShape, explicit: Explicit | None = None, settings: str = "") -> tuple[World, Grid]:
+    """As `init`, without its line; without a pipeline the grid becomes the mesh that `jax.set_mesh` set.
+
+    `settings` (the run's configuration as text) must be the same on every process of an MPI run, as the grid must:
+    ``UserError`` names the first line that differs, before anything waits for a process that does something else.
+    """
+    import jax
+
+    from axonn_jax import compat
+    from axonn_jax.distributed.cpu_allocator import keep_freed_memory
+    from axonn_jax.distributed.gpu_limits import raise_fraction, raise_pinned_limit
+
+    if not compat.accelerator_expected():
+        keep_freed_memory()  # before MPI starts threads
+    world = detect(os.environ, ask_mpi, explicit)
+    if compat.accelerator_expected() and not compat.backends_started():
+        raise_pinned_limit(-(-world.size // world.hosts))
+        if compat.gpus_expected() and (world.size == 1 or not gpus.chosen_by_user()):  # who is told may share a GPU
+            raise_fraction()
+    if world.source == "MPI":
+        check_same(f"grid = {shape}\n{settings}")
+    say(world, world.notice)
+    if world.size > 1 and shape.pipe > 1:
+        return world, _start_stage(shape, world)
+    if world.size == 1:
+        _make_cpu_devices(shape.devices)
+    else:
+        if shape.devices % world.size:
+            raise UserError("grid", shape, f"a product that {world.size} processes divide, not {shape.devices}")
+        join(world)
+        say(world, gpus.take(world.rank, shape.devices // world.size, compat.gather))
+    grid = build_grid(shape, _devices(shape, world))._replace(rank=world.rank, size=world.size)
+    if shape.pipe == 1:
+        jax.set_mesh(grid.mesh)
+    if world.size > 1 and jax.default_backend() == "cpu":
+        warm_up(grid.mesh)
+    return world, grid
+
+
+def _start_stage(shape: GridShape, world: World) -> Grid:
+    """Starts jax for this process's stage: alone, or joined with the stage's other processes.
+
+    Ranks are dealt out stage by stage, so that a stage's processes are neighbours. Raises ``UserError`` where the
+    processes do not divide into stages or MPI does not connect them all.
+    """
+    import jax
+
+    from axonn_jax import compat
+
+    comm = world_comm(world)
+    per_stage, rest = divmod(world.size, shape.pipe)
+    if rest:
+        raise UserError(
+            "grid.pipe", shape.pipe, f"a divisor of the {world.size} processes (each holds one stage or part of one)"
+        )
+    if shape.stage_devices % per_stage:
+        raise UserError(
+            "grid", shape, f"stages of a multiple of {per_stage} devices, their number of processes, "
+            f"not data*z*y*x = {shape.stage_devices}",
+        )  # fmt: skip
+    pp_rank, within = divmod(world.rank, per_stage)
+    count = shape.stage_devices // per_stage
+    if compat.backends_started():
+        raise UserError("init", "called after jax started", "a call before any other use of jax devices")
+    say(world, gpus.take(world.rank, count, comm.allgather))
+    if per_stage == 1:
+        if not compat.accelerator_expected():
+            jax.config.update("jax_num_cpu_devices", count)
+    else:
+        from mpi4py import MPI
+
+        stage = comm.Split(pp_rank, world.rank)
+        on_host = stage.Split_type(MPI.COMM_TYPE_SHARED)
+        hosts = stage.allreduce(int(on_host.Get_rank() == 0))
+        offered = offer(hosts) if within == 0 else None
+        own = replace(world, rank=within, size=per_stage, hosts=hosts, coordinator=stage.bcast(offered))
+        on_host.Free()
+        stage.Free()
+        join(own)
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if len(devices) != shape.stage_devices:
+        raise UserError(
+            "grid", shape, f"data*z*y*x equal to the devices of a stage, which has {len(devices)} "
+            f"{devices[0].platform} device(s) in {per_stage} processes; this is {shape.stage_devices}",
+        )  # fmt: skip
+    mesh = build_mesh(shape, devices)
+    if per_stage > 1 and jax.default_backend() == "cpu":
+        warm_up(mesh)
+    return Grid(shape, mesh, {pp_rank: mesh}, world.rank, world.size)
+
+
+def gpu_views() -> "list[gpus.View]":
+    """Returns what every process of this launch sees of GPUs, by rank; for `axonn-jax doctor`."""
+    from axonn_jax import compat
+
+    world = detect(os.environ, ask_mpi)
+    if world.size == 1:
+        return [gpus.own_view()]
+    if world.source == "MPI":
+        from mpi4py import MPI
+
+        return MPI.COMM_WORLD.allgather(gpus.own_view())
+    join(world)
+    return compat.gather(gpus.own_view())
+
+
+def say(world: World, notice: str) -> None:
+    """Prints a line for people, where there is one, on the first process."""
+    if notice and world.rank == 0:
+        terminal.say(f"axonn_jax: {notice}")
+
+
+def _make_cpu_devices(count: int) -> None:
+    """Virtual CPU devices, if nothing has started jax yet and nobody asked for another number."""
+    import jax
+
+    from axonn_jax import compat
+
+    if not compat.backends_started() and getattr(jax.config, "jax_num_cpu_devices", -1) < 1:
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def _devices(shape: GridShape, world: World) -> "Sequence[object]":
+    import jax
+
+    devices = jax.devices()
+    virtual = world.size == 1 and jax.default_backend() == "cpu"
+    if virtual and len(devices) > shape.devices:
+        return devices[: shape.devices]
+    if len(devices) != shape.devices:
+        where = f"{len(devices)} {devices[0].platform} device(s) in {world.size} process(es)"
+        hint = ""
+        if virtual:
+            hint = "; start jax with at least as many CPU devices (jax_num_cpu_devices), or call init before jax"
+        elif world.size == 1:
+            hint = "; JAX_PLATFORMS=cpu rehearses any grid on virtual CPU devices"
+        raise UserError("grid", shape, f"a product equal to the device count, {where}; this is {shape.devices}{hint}")
+    # By process, then by device: `x`, the fastest axis, stays inside a process where it can.
+    return sorted(devices, key=lambda device: (device.process_index, device.id))
+
+
+def join(world: World) -> None:
+    """Joins the processes of a world with `jax.distributed`, one CPU device each."""
+    import jax
+
+    from axonn_jax import compat
+
+    if compat.backends_started():
+        raise UserError("init", "called after jax started", "a call before any other use of jax devices")
+    if not compat.accelerator_expected():
+        # One device a process: several, with many dispatches in flight, deadlock in gloo.
+        jax.config.update("jax_num_cpu_devices", 1)
+    # Its service for preemptions would take SIGTERM away from the script's own handler.
+    jax.config.update("jax_enable_preemption_service", False)
+    assert world.coordinator is not None
+    jax.distributed.initialize(
+        world.coordinator,
+        world.size,
+        world.rank,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=os.environ.get(_BIND) or listen_at(world.coordinator, world.hosts),
+        heartbeat_timeout_seconds=_HEARTBEAT_S,
+        shutdown_timeout_seconds=_HEARTBEAT_S,
+        initialization_timeout=120,
+    )
+
+
+def warm_up(mesh: "jax.sharding.Mesh") -> None:
+    """Lets every group of processes that a step uses meet now (`meet`)."""
+    for axes in (*((axis,) for axis in mesh.axis_names), BATCH_AXES, ("z", "y", "x")):
+        meet(mesh, axes)
+
+
+def meet(mesh: "jax.sharding.Mesh", axes: Sequence[str]) -> None:
+    """Lets the groups over these axes meet, with a message of a size that sets gloo's buffers right.
+
+    gloo makes a group's sockets at its first collective and gives up when a member is 30 s late; and where that
+    first one is a small reduce-scatter, every later large all-reduce of the group is 150 times slower.
+    Collective: one reduce-scatter of 256 KiB a device, none where every axis has size one.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    over = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    if not over:
+        return
+    count = prod(mesh.shape[axis] for axis in over)
+
+    def scatter(x: "jax.Array") -> "jax.Array":
+        return jax.lax.psum_scatter(jax.lax.pcast(x, over, to="varying"), over, tiled=True)
+
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(scatter, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(over))
+        jax.block_until_ready(jax.jit(run)(jnp.ones((count * _WARM_UP_FLOATS,), jnp.float32)))

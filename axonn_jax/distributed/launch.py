@@ -1,0 +1,180 @@
+"""Processes that make up this run, by explicit arguments, MPI, Slurm, or one process, in that order."""
+
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+from axonn_jax.errors import UserError
+
+SLURM_STEP = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NODELIST",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+)
+"""What srun sets for a task; a batch shell or an ssh session has only some of them."""
+_MPI = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
+"""MPI launchers' variables: number of processes, and a process's rank."""
+_LARGEST = 2**31 - 1
+_ENOUGH_CORES = 4
+"""Of a process whose devices are accelerators: its threads wait most of the time."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, as one of them sees it."""
+
+    rank: int
+    """This process's number among all, from 0."""
+    size: int
+    """Number of processes."""
+    hosts: int
+    """Number of hosts."""
+    coordinator: str | None
+    """`host:port` of process 0 for `jax.distributed`; None for one process."""
+    source: str
+    """Where this was found: explicit arguments, MPI, Slurm, or nothing (one process)."""
+    why: str
+    """The reason, for people."""
+    notice: str = ""
+    """What the launcher did that costs speed, in one line for people."""
+
+    def __str__(self) -> str:
+        processes = "1 process" if self.size == 1 else f"{self.size} processes on {self.hosts} host(s)"
+        return f"{processes}, by {self.source}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Explicit:
+    """Processes named by the caller."""
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+
+
+def detect(environ: Mapping[str, str], mpi: Callable[[], World], explicit: Explicit | None = None) -> World:
+    """Decides which processes make up the run, in the stated order; `mpi` is asked only under an MPI launcher.
+
+    `mpi` initialises MPI and returns the world as that sees it; its `why` is MPI's library.
+
+    Raises ``UserError`` where two sources contradict each other, with both values.
+    """
+    if explicit is not None:
+        return _from_explicit(explicit)
+    announced = next((name for name in _MPI if (number(environ, name, 1) or 1) > 1), None)
+    if announced is not None:
+        _check_rank(environ, _MPI[announced], announced)
+        return _from_mpi(environ, announced, mpi())
+    missing = [name for name in SLURM_STEP if not environ.get(name)]
+    if not missing and (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) > 1:
+        return _from_slurm(environ)
+    why = "no MPI launcher, no complete set of Slurm variables"
+    if missing and len(missing) < len(SLURM_STEP):
+        why = f"Slurm variables are incomplete (no {', '.join(missing)}), so this is not an srun task"
+    return World(0, 1, 1, None, "one process", why)
+
+
+def number(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
+    """A launcher's variable, None where it is not set or empty; ``UserError`` where it is no number from `least`."""
+    text = environ.get(name, "")
+    if not text:
+        return None
+    if re.fullmatch(r"[0-9]{1,10}", text) and least <= int(text) <= _LARGEST:
+        return int(text)
+    shown = text if len(text) <= 40 else f"{text[:40]}..."
+    raise UserError(
+        name, shown, f"a whole number from {least} to {_LARGEST}, as a launcher sets it, or no such variable"
+    )
+
+
+def _check_rank(environ: Mapping[str, str], name: str, of: str) -> int:
+    """Returns the rank that a launcher set; ``UserError`` where it is none of those below the number of processes."""
+    rank, size = number(environ, name) or 0, number(environ, of, 1) or 1
+    if rank >= size:
+        raise UserError(name, rank, f"0 to {of} - 1 = {size - 1}")
+    return rank
+
+
+def _from_explicit(explicit: Explicit) -> World:
+    if explicit.num_processes < 1:
+        raise UserError("num_processes", explicit.num_processes, "an integer of at least 1")
+    if not 0 <= explicit.process_id < explicit.num_processes:
+        raise UserError("process_id", explicit.process_id, f"0 to num_processes - 1 = {explicit.num_processes - 1}")
+    if not re.fullmatch(r"[^:\s]+:\d+|\[[0-9a-fA-F:]+\]:\d+", explicit.coordinator):
+        raise UserError("coordinator", explicit.coordinator, "host:port of process 0")
+    local = explicit.coordinator.startswith(("127.", "localhost:", "[::1]"))
+    return World(
+        explicit.process_id,
+        explicit.num_processes,
+        1 if local else explicit.num_processes,
+        explicit.coordinator,
+        "explicit arguments",
+        f"coordinator {explicit.coordinator}",
+    )
+
+
+def _from_mpi(environ: Mapping[str, str], announced: str, world: World) -> World:
+    size = number(environ, announced)
+    if world.size != size:
+        raise UserError(
+            announced,
+            size,
+            f"the number of processes mpi4py sees, which is {world.size} ({world.why}): mpi4py must use the "
+            "MPI that mpirun belongs to; `axonn-jax doctor` shows both",
+        )
+    why = f"{announced}={size} and mpi4py ({world.why}) agree"
+    if "SLURM_PROCID" in environ and environ.get("SLURM_PROCID") != str(world.rank):
+        why += "; Slurm variables describe the shell mpirun was started from and are left aside"
+    return replace(world, why=why)
+
+
+def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int], *, on_cpus: bool) -> str:
+    """Returns one line where mpirun leaves cores idle: those `bound` of a host's processes, and those `offered` to it.
+
+    Open MPI binds one or two processes to a core each, and more to a socket or memory domain each.
+    """
+    used: AbstractSet[int] = frozenset[int]().union(*bound)
+    idle = len(used) < len(offered)
+    if not idle or not (on_cpus or min(map(len, bound)) < _ENOUGH_CORES):
+        return ""
+    return (
+        f"warning: mpirun bound the {len(bound)} processes of this host to {len(used)} of its {len(offered)} cores; "
+        "`mpirun --bind-to none` lets them use all"
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> World:
+    size = number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1
+    if number(environ, "SLURM_NTASKS", 1) not in (None, size):
+        raise UserError(
+            "SLURM_STEP_NUM_TASKS",
+            size,
+            f"equal to SLURM_NTASKS = {environ['SLURM_NTASKS']}; start with srun -n",
+        )
+    rank = _check_rank(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    nodes = environ["SLURM_STEP_NODELIST"]
+    hosts = number(environ, "SLURM_STEP_NUM_NODES", 1) or number(environ, "SLURM_NNODES", 1) or 1
+    host = "127.0.0.1" if hosts == 1 else first_slurm_host(nodes)
+    # The same port on every task without a message: from job and step, in the dynamic range.
+    port = 49152 + zlib.crc32(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}".encode(errors="replace")) % 16384
+    return World(
+        rank,
+        size,
+        hosts,
+        f"{host}:{port}",
+        "Slurm",
+        f"step {environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']} has {size} tasks on {nodes}",
+    )
+
+
+def first_slurm_host(nodelist: str) -> str:
+    """Returns the first host of a Slurm node list: ``gpu[007-009,12],x1`` -> ``gpu007``."""
+    match = re.match(r"([\w.-]+)(?:\[(\w+)[^\]]*\])?([\w.-]*)(?:[,\[]|$)", nodelist, re.ASCII)
+    if match is None:
+        raise UserError("SLURM_STEP_NODELIST", nodelist, "a Slurm node list such as gpu[007-009]")
+    return match[1] + (match[2] or "") + match[3]

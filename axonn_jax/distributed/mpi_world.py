@@ -1,0 +1,88 @@
+"""MPI's world: what it says of a run's processes, and whether these have the same settings."""
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from axonn_jax.distributed.launch import World, binding_notice
+from axonn_jax.distributed.network import keep_mpi_local, offer
+from axonn_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def ask_mpi() -> World:
+    """Initialises MPI (THREAD_MULTIPLE) and lets process 0 offer an address for `jax.distributed`.
+
+    Returns the world as MPI sees it; its `why` is MPI's library.
+    """
+    keep_mpi_local()
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UserError(
+            "mpirun", os.environ.get("OMPI_COMM_WORLD_SIZE", "?"), f"one process without mpi4py ({error}); "
+            "`pip install mpi4py` or scripts/setup gives it",
+        ) from None  # fmt: skip
+    world = MPI.COMM_WORLD
+    on_host = world.Split_type(MPI.COMM_TYPE_SHARED)
+    hosts = world.allreduce(int(on_host.Get_rank() == 0))
+    offered = offer(hosts) if world.Get_rank() == 0 else None
+    library = MPI.Get_library_version().split(",")[0].strip("\x00\n ")
+    coordinator, notice = world.bcast(offered), _ask_cores(on_host)
+    return World(world.Get_rank(), world.Get_size(), hosts, coordinator, "MPI", library, notice)
+
+
+def _ask_cores(on_host: "MPI.Comm") -> str:
+    """The notice on cores that stay idle (`binding_notice`), where Open MPI's mpirun started this host's processes."""
+    from axonn_jax import compat
+
+    if not hasattr(os, "sched_getaffinity") or "OMPI_UNIVERSE_SIZE" not in os.environ:
+        return ""
+    own, offered = os.sched_getaffinity(0), set[int]()
+    with contextlib.suppress(OSError):
+        offered = os.sched_getaffinity(os.getppid())  # the launcher's: a job's share of the host
+    return binding_notice(on_host.allgather(own), offered, on_cpus=not compat.accelerator_expected())
+
+
+def check_same(settings: str) -> None:
+    """Raises ``UserError`` on every process where the processes of an MPI run have different settings."""
+    from mpi4py import MPI
+
+    everyone = [_by_key(text) for text in MPI.COMM_WORLD.allgather(settings)]
+    for rank, settings_of_rank in enumerate(everyone):
+        for key in {**everyone[0], **settings_of_rank}:
+            first, second = (values.get(key, "(left out)") for values in (everyone[0], settings_of_rank))
+            if first != second:
+                raise UserError(f"rank {rank}'s {key}", second, f"the same on every rank; rank 0 has {first!r}")
+
+
+def _by_key(settings: str) -> dict[str, str]:
+    """Returns the values of `key = value` lines by key, with the table's name in front where one is open."""
+    table, values = "", {}
+    for line in settings.splitlines():
+        if line.startswith("["):
+            table = line.strip("[]") + "."
+        elif line:
+            key, _, value = line.partition(" = ")
+            values[table + key] = value
+    return values
+
+
+def world_comm(world: World) -> "MPI.Intracomm":
+    """MPI's world, whatever launched the run; raises ``UserError`` where MPI does not see the run's processes."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UserError(
+            "grid.pipe", "above 1 in several processes",
+            f"mpi4py, which carries the messages between stages ({error}); scripts/setup installs it",
+        ) from None  # fmt: skip
+    if MPI.COMM_WORLD.Get_size() != world.size:
+        raise UserError(
+            "grid.pipe", "above 1 in several processes",
+            f"a launch that MPI takes part in (mpirun, or srun --mpi=pmix): MPI sees {MPI.COMM_WORLD.Get_size()} "
+            f"process(es), {world.source} {world.size}",
+        )  # fmt: skip
+    return MPI.COMM_WORLD

@@ -1,0 +1,117 @@
+"""Addresses of a run: which one a coordinator offers and listens at, and which ones a process listens on."""
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from axonn_jax.errors import UserError
+
+_LISTENS = "0A"
+"""What the kernel writes for a socket that accepts connections."""
+
+
+def keep_mpi_local(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Lets a rank whose run is all on one host use shared memory only, before MPI starts, unless the user has chosen.
+
+    Open MPI's TCP transport would listen on every address.
+    """
+    local_size, size = (environ.get(f"OMPI_COMM_WORLD_{name}SIZE") for name in ("LOCAL_", ""))
+    if local_size is not None and local_size == size:
+        environ.setdefault("OMPI_MCA_btl", "self,sm")
+
+
+def offer(hosts: int) -> str:
+    """Returns an address of this host and a free port, for a coordinator: `own_address`, as `host:port`."""
+    address = own_address(hosts)
+    return f"{f'[{address}]' if ':' in address else address}:{free_port(address)}"
+
+
+def own_address(hosts: int) -> str:
+    """Returns this host's address for a coordinator: loopback on one host; ``UserError`` where its name leads nowhere.
+
+    Of several hosts it is the first address of the host's name that others can reach, of IPv4 if there is one.
+    """
+    if hosts == 1:
+        return "127.0.0.1"
+    name = socket.gethostname()
+    try:
+        addresses = _addresses(name)
+    except OSError as error:
+        raise UserError("hostname", name, f"a name that resolves on this host ({error})") from None
+    reached = [address for address in addresses if not address.is_loopback and not address.is_link_local]
+    if not reached:
+        text = ", ".join(map(str, addresses))
+        raise UserError("hostname", name, f"an address other hosts can reach; it resolves to {text}")
+    return str(min(reached, key=lambda address: address.version))
+
+
+def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    texts = [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    return [ipaddress.ip_address(text.partition("%")[0]) for text in dict.fromkeys(texts)]
+
+
+def listen_at(coordinator: str, hosts: int) -> str:
+    """Returns where process 0 listens as coordinator: at the address that the others are told, nowhere else.
+
+    It is every address (`[::]`) only where the others must know it by another one: its name leads to loopback here,
+    as in many hosts' own /etc/hosts, or to an address that is none of this host's.
+    """
+    host, _, port = coordinator.rpartition(":")
+    if hosts == 1:
+        return coordinator
+    try:
+        for address in _addresses(host.strip("[]")):
+            if address.is_loopback:
+                raise OSError(f"{host} is loopback here")
+            free_port(str(address))
+    except OSError:
+        return f"[::]:{port}"
+    return coordinator
+
+
+def free_port(address: str = "") -> int:
+    """A TCP port of this address of this host that was free a moment ago; ``OSError`` where it has no such address."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses on which a process accepts TCP connections, as in `127.0.0.1` and `[::]`; empty if it is gone."""
+    addresses = set[str]()
+    with contextlib.suppress(OSError):
+        sockets = _sockets(pid)
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENS and fields[9] in sockets:
+                    addresses.add(_address(fields[1].partition(":")[0]))
+    return addresses
+
+
+def exposed(addresses: set[str]) -> set[str]:
+    """Returns those that are not loopback."""
+    return {text for text in addresses if not ipaddress.ip_address(text.strip("[]")).is_loopback}
+
+
+def _sockets(pid: int) -> set[str]:
+    """Returns the inodes of a process's sockets."""
+    inodes = set[str]()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if inode := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(file)):
+                inodes.add(inode[1])
+    return inodes
+
+
+def _address(digits: str) -> str:
+    """Returns an address as the kernel prints it, in words of four bytes, the last one first."""
+    raw = bytes.fromhex(digits)
+    address = ipaddress.ip_address(b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4)))
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(address.ipv4_mapped) if address.ipv4_mapped else f"[{address}]"
+    return str(address)

@@ -1,0 +1,74 @@
+"""Rates of accelerators: published peaks by name, and an H100 as times of programs are modelled; no jax."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+_BF16_FLOPS = {
+    "V100": 125e12,  # fp16: it has no bf16
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "MI250X": 191.5e12,  # one GCD
+    "MI300X": 1307e12,
+    # TPUs as jax names them, a chip, which from v4 on is a device (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e)
+    "TPU v4": 275e12,
+    "TPU v4 lite": 138e12,  # v4i (Jouppi et al., ISCA 2021)
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,  # v5p
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+}
+"""FLOP/s by a part of the device's name, from the vendors' data sheets (without sparsity); the longest name counts."""
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Half-precision matmul peak in FLOP/s of the device jax names so; None where it is not known."""
+    matches = [name for name in _BF16_FLOPS if name.lower() in device_kind.lower()]
+    return _BF16_FLOPS[max(matches, key=len)] if matches else None
+
+
+Link = Literal["node", "network"]
+"""Links that a collective's time depends on."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """Rates that times of programs are modelled with."""
+
+    name: str
+    flops_per_s: float
+    """Of large matmuls in half precision, as measured, not as advertised."""
+    bytes_per_s: float
+    """Of a device's memory."""
+    node_devices: int
+    """Devices that the fast links of a node join; consecutive devices of the mesh are a node."""
+    node_bytes_per_s: float
+    """What a device sends to others of its node."""
+    network_bytes_per_s: float
+    """What a node sends to other nodes."""
+    latency_s: float
+    """Of a collective."""
+
+
+# 813 TFLOP/s are the matmuls that SC 24 measured on an H100 (0.82 of its peak); memory as in XLA's description of it.
+# NVLink 4 has 450 GB/s a direction, and 8 ports of 400 Gb/s are 400 GB/s a node; rings reach about 0.8 of either.
+H100 = Accelerator("H100 SXM, 8 a node", 813e12, 3.35e12, 8, 0.8 * 450e9, 0.8 * 400e9, 1e-5)
+
+
+@dataclass(frozen=True)
+class AttentionDevice:
+    """What a choice of attention depends on, of a device and the libraries there."""
+
+    platform: Literal["cpu", "cuda", "rocm", "tpu"] | str
+    capability: tuple[int, int] = (0, 0)
+    """Of an NVIDIA GPU."""
+    cudnn: int = 0
+    """Version of cuDNN, such as 91100; 0: there is none."""
+    tokamax: bool = False
+    """Whether it can be imported."""
+    alone: bool = True
+    """Whether the program runs on one device: jax takes tokamax's kernels in no manual region that checks axes."""

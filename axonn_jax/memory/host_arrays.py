@@ -1,0 +1,177 @@
+"""Arrays in host memory, arrays that are kept cut or stacked, and moves between a host and its devices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+HOST = "pinned_host"
+"""The kind of host memory that devices copy from and to without a detour."""
+
+
+def has_host_memory(mesh: Mesh) -> bool:
+    """Whether the devices can address memory of their host, which arrays can live in."""
+    return _has(mesh.local_devices[0], HOST)
+
+
+def on_host(sharding: NamedSharding) -> NamedSharding:
+    """The same layout in host memory; as it is where the backend has one memory only (`has_host_memory`)."""
+    return sharding.with_memory_kind(HOST) if has_host_memory(sharding.mesh) else sharding  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class CutArray:
+    """An array that is kept in parts, cut along `dim` of every device's shard, and put together when asked for."""
+
+    parts: Sequence[jax.Array]
+    dim: int
+    shape: tuple[int, ...]
+    sharding: NamedSharding
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of its parts."""
+        return self.parts[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global array."""
+        return sum(part.nbytes for part in self.parts)
+
+    def joined(self) -> jax.Array:
+        """One array, a copy."""
+        shards = zip(*(part.addressable_shards for part in self.parts), strict=True)
+        arrays = {s[0].device: np.concatenate([np.asarray(part.data) for part in s], axis=self.dim) for s in shards}
+        return from_shards(self.shape, self.sharding, arrays)
+
+    def delete(self) -> None:
+        """Frees the parts."""
+        for part in self.parts:
+            part.delete()
+
+
+@dataclass(frozen=True)
+class HostShard:
+    """A device's part of an array, in memory of the host that is that of the array itself."""
+
+    index: tuple[slice, ...]
+    device: jax.Device
+    data: np.ndarray
+
+
+@dataclass(frozen=True)
+class LayerSlice:
+    """A layer's part of the array that has those of all layers, of which it is cut out when asked for."""
+
+    stacked: jax.Array
+    """[layers, ...], of which the layers' dim is not sharded."""
+    layer: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the layer's part."""
+        return self.stacked.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of the stacked array."""
+        return self.stacked.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's part."""
+        return self.stacked.nbytes // len(self.stacked)
+
+    @property
+    def sharding(self) -> Any:
+        """The layout that it has as an array."""
+        sharding: Any = self.stacked.sharding
+        if not isinstance(sharding, NamedSharding):
+            return sharding
+        return NamedSharding(sharding.mesh, P(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
+
+    @property
+    def addressable_shards(self) -> list[HostShard]:
+        """Its parts in this process: on the CPU backend views, elsewhere copies on the host of all layers."""
+        shards = self.stacked.addressable_shards
+        return [HostShard(shard.index[1:], shard.device, np.asarray(shard.data)[self.layer]) for shard in shards]
+
+    def joined(self) -> jax.Array:
+        """One array, a copy."""
+        return _cut_out(self.stacked, np.int32(self.layer), self.sharding)
+
+    def on_host(self) -> jax.Array:
+        """One array, a copy in host memory: what it takes on the devices is free again on return."""
+        copy = self.joined()
+        (kept,) = jax.block_until_ready(transferred([copy], HOST))
+        copy.delete()
+        return kept
+
+    def delete(self) -> None:
+        """Frees the stacked array, the parts of all layers."""
+        self.stacked.delete()
+
+
+@partial(jax.jit, static_argnames="sharding")
+def _cut_out(stacked: jax.Array, layer: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return lax.with_sharding_constraint(lax.dynamic_index_in_dim(stacked, layer, keepdims=False), sharding)
+
+
+def joined(tree: Any) -> Any:
+    """A tree with arrays in the place of what exists in another form."""
+    return jax.tree.map(lambda leaf: leaf.joined() if isinstance(leaf, (CutArray, LayerSlice)) else leaf, tree)
+
+
+def cut(array: jax.Array, dim: int, start: int, count: int) -> jax.Array:
+    """A copy of `count` rows along `dim` of every device's shard."""
+    sharding: Any = array.sharding
+    local = sharding.shard_shape(array.shape)
+    shape = tuple(size // local[at] * count if at == dim else size for at, size in enumerate(array.shape))
+    rows = (slice(None),) * dim + (slice(start, start + count),)
+    return from_shards(shape, sharding, {s.device: np.asarray(s.data)[rows].copy() for s in array.addressable_shards})
+
+
+def from_shards(shape: tuple[int, ...], sharding: NamedSharding, shards: Mapping[jax.Device, np.ndarray]) -> jax.Array:
+    """The global array that has these shards; a shard given as memory of the host may be taken over."""
+    kind = sharding.memory_kind
+    arrays = [jax.device_put(data, SingleDeviceSharding(at, memory_kind=kind)) for at, data in shards.items()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def transferred(tree: Any, kind: str) -> Any:
+    """Copies of a tree's arrays in a kind of memory of the same devices ("device" or `HOST`), on their way on return.
+
+    Numbers stay on the devices. Shard by shard where other processes hold some of an array: `jax.device_put` of all of
+    it would be a program, which waits its turn among the others.
+    """
+    arrays, structure = jax.tree.flatten(tree)
+    shardings = [_in_memory(array.sharding, kind if array.ndim else "device") for array in arrays]
+    if all(array.is_fully_addressable for array in arrays):
+        return jax.tree.unflatten(structure, jax.device_put(arrays, shardings, may_alias=False))
+    shards = [
+        (shard.data, SingleDeviceSharding(shard.device, memory_kind=sharding.memory_kind))
+        for array, sharding in zip(arrays, shardings, strict=True)
+        for shard in array.addressable_shards
+    ]
+    copies = iter(jax.device_put(*map(list, zip(*shards, strict=True)), may_alias=False))
+    made = [
+        jax.make_array_from_single_device_arrays(
+            array.shape, sharding, [next(copies) for _ in array.addressable_shards]
+        )
+        for array, sharding in zip(arrays, shardings, strict=True)
+    ]
+    return jax.tree.unflatten(structure, made)
+
+
+def _in_memory(sharding: Any, kind: str) -> Any:
+    return sharding.with_memory_kind(kind) if _has(next(iter(sharding.addressable_devices)), kind) else sharding
+
+
+def _has(device: Any, kind: str) -> bool:
+    return kind in {memory.kind for memory in device.addressable_memories()}

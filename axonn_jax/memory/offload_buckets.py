@@ -1,0 +1,279 @@
+"""Buckets of an offloaded update, parameters that are updated alike or some rows of a large one, and their programs."""
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.grid import BATCH_AXES
+from axonn_jax.memory.buckets import reduced_axes
+from axonn_jax.memory.optimizer_state import state_layout
+from axonn_jax.memory.precision import Precisions
+from axonn_jax.tensor.collectives import all_reduce, axis_index
+from axonn_jax.tensor.params import Params, Specs
+from axonn_jax.tensor.specs import shard_mapped, spec_axes, split_dim
+
+_MOST = 16
+"""Parameters updated by one program: more of them only take longer to compile."""
+
+
+@dataclass(frozen=True)
+class UpdateForm:
+    """All that the program of a parameter's update depends on; no name, so that layers share programs."""
+
+    shape: tuple[int, ...]
+    """Of its state on one device."""
+    spec: P
+    """The layout of its weights."""
+    state_spec: P
+    treatment: int
+    """The same for parameters whose updates are the same computation."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one form that are fetched, updated and written back together; methods are for local shards."""
+
+    names: tuple[str, ...]
+    """Sorted, as in a tree of arrays by name."""
+    form: UpdateForm
+    part: int = 0
+    """Which part this is of a parameter that is cut."""
+    dim: int = 0
+    """What it is cut along."""
+    start: int = 0
+    rows: int | None = None
+    """Along `dim`, on every device; None: its parameters are whole."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What it has of each parameter's state on one device."""
+        shape = self.form.shape
+        return shape if self.rows is None else (*shape[: self.dim], self.rows, *shape[self.dim + 1 :])
+
+    @property
+    def program(self) -> tuple[object, ...]:
+        """Buckets for which this is the same are updated by the same program; where a part begins is an operand."""
+        return self.form, len(self.names), self.dim, self.rows
+
+    def abstract(self, mesh: Mesh) -> dict[str, Any]:
+        """Shapes, by name, of what it has of each parameter's state, all devices together."""
+        dims = [*self.form.state_spec, *[None] * (len(self.shape) - len(self.form.state_spec))]
+        shape = tuple(
+            size * prod(mesh.shape[axis] for axis in spec_axes(P(dim)))
+            for size, dim in zip(self.shape, dims, strict=True)
+        )
+        return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in self.names}
+
+    def take(self, arrays: list[jax.Array], start: jax.Array) -> list[jax.Array]:
+        """Its part of arrays shaped like its parameters' state."""
+        if self.rows is None:
+            return arrays
+        return [lax.dynamic_slice_in_dim(array, start, self.rows, self.dim) for array in arrays]
+
+    def take_weights(self, weights: list[jax.Array], start: jax.Array) -> list[jax.Array]:
+        """The float32 elements of weights that a device keeps the state of."""
+        dim = split_dim(self.form.state_spec, "data")
+        if dim is not None:
+            size = self.form.shape[dim]
+            weights = [lax.dynamic_slice_in_dim(w, axis_index("data") * size, size, dim) for w in weights]
+        return [part.astype(jnp.float32) for part in self.take(weights, start)]
+
+    def write_weights(
+        self, weights: list[jax.Array], parts: list[jax.Array], start: jax.Array, finite: jax.Array
+    ) -> list[jax.Array]:
+        """Writes new values of what `take_weights` took into weights where they are `finite`.
+
+        Collectives: an all-gather over `data` of those that are split over it.
+        """
+        shape, at = self.form.shape, self.dim
+        dim = split_dim(self.form.state_spec, "data")
+        if dim is not None:  # a dim for the replicas goes before the one that they split
+            parts = list(lax.all_gather(jnp.stack(parts), "data", axis=dim + 1))
+            at += at >= dim
+        written = []
+        for weight, part in zip(weights, parts, strict=True):
+            view = weight if dim is None else weight.reshape(*shape[:dim], -1, *shape[dim:])
+            starts = [start if d == at else jnp.int32(0) for d in range(view.ndim)]
+            part = jnp.where(finite, part, lax.dynamic_slice(view, starts, part.shape))
+            written.append(lax.dynamic_update_slice(view, part, starts).reshape(weight.shape))
+        return written
+
+    def split(self, row: jax.Array) -> list[jax.Array]:
+        """What `reduce` put in a row."""
+        return [part.reshape(self.shape) for part in jnp.split(row, len(self.names))]
+
+    def reduce(self, sums: list[jax.Array], start: jax.Array, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+        """Its part of sums [1, ...] laid out by `unreduced_spec`, reduced, in a row, and the row's squares [1].
+
+        Of squares every element of the model counts once. Collective: one all-reduce, bytes as in `reduce_gradients`.
+        """
+        spec = self.form.spec
+        row = jnp.concatenate([part.reshape(-1) for part in self.take([g[0] for g in sums], start)])
+        row = all_reduce(row, reduced_axes(spec))
+        copies = prod(size for axis, size in mesh.shape.items() if axis not in spec_axes(spec))
+        return row, (jnp.sum(jnp.square(row.astype(jnp.float32))) / copies)[None]
+
+
+def plan_updates(
+    forms: Mapping[str, UpdateForm], capacity: int, shared: Collection[str] = (), *, cut: bool = True
+) -> list[Bucket]:
+    """Puts parameters of the same form together, at most `capacity` elements on a device; a larger one is `cut`.
+
+    That is along the first dim that has rows for so many parts, or else the longest. Those that are `shared` come
+    first, each in buckets of its own.
+    """
+    groups: dict[tuple[UpdateForm, str], list[str]] = {}
+    for name in sorted(forms, key=lambda name: (name not in shared, name)):
+        groups.setdefault((forms[name], name if name in shared else ""), []).append(name)
+    buckets: list[Bucket] = []
+    for (form, _), names in groups.items():
+        size = max(prod(form.shape), 1)
+        if size > capacity and cut:
+            parts = -(-size // capacity)
+            dim = next((d for d, n in enumerate(form.shape) if n >= parts), form.shape.index(max(form.shape)))
+            rows = -(-form.shape[dim] // min(parts, form.shape[dim]))
+            buckets += [
+                Bucket((name,), form, part, dim, start, min(rows, form.shape[dim] - start))
+                for name in names
+                for part, start in enumerate(range(0, form.shape[dim], rows))
+            ]
+            continue
+        count = -(-len(names) // min(max(capacity // size, 1), _MOST))
+        each = -(-len(names) // count)
+        buckets += [Bucket(tuple(names[at : at + each]), form) for at in range(0, len(names), each)]
+    return buckets
+
+
+def unreduced_spec(spec: P, mesh: Mesh) -> P:
+    """The layout of a parameter's unreduced sums [devices that add up, ...]: one for every device of `data` and `z`."""
+    over = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1 and axis not in spec_axes(spec))
+    return P(over or None, *spec)
+
+
+def unreduced_shardings(specs: Specs, mesh: Mesh) -> dict[str, NamedSharding]:
+    """Layouts of all parameters' unreduced sums."""
+    return {name: NamedSharding(mesh, unreduced_spec(spec, mesh)) for name, spec in specs.items()}
+
+
+Row = tuple[jax.Array, jax.Array]
+"""Of every device, a bucket's reduced gradients in a row, and the sum of the squares of all gradients so far."""
+
+
+class BucketPrograms:
+    """Functions of a bucket's arrays on one mesh, compiled at their first use."""
+
+    def __init__(self, optimizer: optax.GradientTransformation, mesh: Mesh, precisions: Precisions):
+        self.optimizer, self.mesh = optimizer, mesh
+        self.weights, self.master_weights = precisions.weights, precisions.master_weights
+        self.compiled: dict[Hashable, Any] = {}
+        self._row = P(mesh.axis_names)
+
+    def abstract_state(self, params: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Shapes of the state, masters and optax state, of such parameters."""
+        optimizer = jax.eval_shape(self.optimizer.init, dict(params))  # type: ignore[arg-type]
+        return params if self.master_weights else {}, optimizer
+
+    def first(self, bucket: Bucket, params: list[jax.Array]) -> Any:
+        """The first state, on the devices, of float32 parameters."""
+
+        def first(params: list[jax.Array], start: jax.Array) -> list[jax.Array]:
+            masters = self._masters_of(bucket, params, start)
+            return jax.tree.leaves((masters if self.master_weights else {}, self.optimizer.init(masters)))
+
+        shardings = self._state_shardings(bucket)
+        leaves = self._run(
+            ("first", bucket.program), first, lambda: jax.tree.leaves(shardings), (), params, np.int32(bucket.start)
+        )
+        return jax.tree.unflatten(jax.tree.structure(shardings), leaves)
+
+    def update(
+        self,
+        bucket: Bucket,
+        weights: list[jax.Array],
+        state: Any,
+        grads: list[jax.Array] | Row,
+        factor: Any,
+        finite: Any,
+        following: tuple[Bucket, list[jax.Array]] | None = None,
+    ) -> tuple[list[jax.Array], Any, jax.Array, Any]:
+        """New weights and state, what is ready when the program has run, and the row of the `following` bucket's sums.
+
+        Uses weights and state up. Collectives: those of `write_weights`, and of `reduce` for what follows.
+        """
+        names, leaves, tree = bucket.names, *jax.tree.flatten(state)
+        specs, states = ([spec] * len(names) for spec in (bucket.form.spec, bucket.form.state_spec))
+        reduced = isinstance(grads, list)
+
+        def update(weights: list[jax.Array], leaves: list[jax.Array], start: Any, grads: Any, *given: Any) -> Any:
+            factor, finite, ahead = given
+            masters, optimizer = jax.tree.unflatten(tree, leaves)
+            masters = masters or self._masters_of(bucket, weights, start)
+            row: Any = () if reduced else grads
+            if reduced:
+                parts = self._manual(bucket.take, (states, P()), states)(grads, start)
+            else:
+                parts = self._manual(bucket.split, (self._row,), states)(grads[0])
+            parts = {name: part.astype(jnp.float32) * factor for name, part in zip(names, parts, strict=True)}
+            with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
+                updates, optimizer = self.optimizer.update(parts, optimizer, masters)
+            masters = optax.apply_updates(masters, updates)
+            cast = [masters[name].astype(self.weights) for name in names]
+            write = self._manual(bucket.write_weights, (specs, states, P(), P()), specs)
+            after = jax.tree.leaves((masters if self.master_weights else {}, optimizer))
+            kept = [jnp.where(finite, new, old) for new, old in zip(after, leaves, strict=True)]
+            if following:
+                row, squares = self._reduction(following[0])(*ahead)
+                row = row, squares + grads[1]
+            return write(weights, cast, start, finite), kept, jnp.zeros((), jnp.int32), row
+
+        def shardings() -> Any:
+            rows = () if reduced else (NamedSharding(self.mesh, self._row),) * 2
+            own = [NamedSharding(self.mesh, spec) for spec in specs]
+            return own, jax.tree.leaves(self._state_shardings(bucket)), NamedSharding(self.mesh, P()), rows
+
+        ahead = (following[1], np.int32(following[0].start)) if following else ()
+        given = (weights, leaves, np.int32(bucket.start), grads, factor, finite, ahead)
+        key = (bucket.program, reduced, following and following[0].program)
+        new, leaves, done, row = self._run(key, update, shardings, (0, 1), *given)
+        return new, jax.tree.unflatten(tree, leaves), done, row
+
+    def reduce(self, bucket: Bucket, sums: list[jax.Array]) -> Row:
+        """The row of a bucket's sums; collectives of `Bucket.reduce`."""
+        given = (sums, np.int32(bucket.start))
+        shardings = (NamedSharding(self.mesh, self._row),) * 2
+        return self._run(("reduce", bucket.program), self._reduction(bucket), lambda: shardings, (), *given)  # type: ignore[no-any-return]
+
+    def _masters_of(self, bucket: Bucket, weights: list[jax.Array], start: jax.Array) -> Params:
+        specs, states = ([spec] * len(weights) for spec in (bucket.form.spec, bucket.form.state_spec))
+        parts = self._manual(bucket.take_weights, (specs, P()), states)(weights, start)
+        return dict(zip(bucket.names, parts, strict=True))
+
+    def _reduction(self, bucket: Bucket) -> Callable[..., Any]:
+        specs = [unreduced_spec(bucket.form.spec, self.mesh)] * len(bucket.names)
+        return self._manual(lambda sums, start: bucket.reduce(sums, start, self.mesh), (specs, P()), (self._row,) * 2)
+
+    def _manual(self, local: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
+        return shard_mapped(local, self.mesh, ins, outs, differentiated=False)
+
+    def _state_shardings(self, bucket: Bucket) -> Any:
+        shapes = bucket.abstract(self.mesh)
+        layouts = dict.fromkeys(shapes, NamedSharding(self.mesh, bucket.form.state_spec))
+        masters, optimizer = self.abstract_state(shapes)
+        return (layouts if masters else {}), state_layout(optimizer, shapes, layouts, NamedSharding(self.mesh, P()))
+
+    def _run(
+        self, key: Hashable, function: Any, shardings: Callable[[], Any], donated: tuple[int, ...], *given: Any
+    ) -> Any:
+        if key not in self.compiled:
+            options = {"donate_argnums": donated, "out_shardings": shardings(), "keep_unused": True}
+            self.compiled[key] = jax.jit(function, **options).lower(*given).compile()
+        return self.compiled[key](*given)

@@ -1,0 +1,184 @@
+"""Optimizer state on the devices: float32 masters, moments, the weights that layers read, and their update."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import tree_map_with_path
+
+from axonn_jax.memory.optimizer_traits import owner
+from axonn_jax.memory.precision import FULL, Precisions
+from axonn_jax.memory.report import Shapes, StateBytes, state_bytes
+from axonn_jax.memory.zero import whole_weights
+from axonn_jax.tensor.params import Params, Specs
+
+
+class ModelState(NamedTuple):
+    """All that an update changes."""
+
+    weights: Params
+    """What layers read: float32, or in the compute dtype where masters lie apart."""
+    masters: Params
+    """Float32 weights in the optimizer's layout; empty where `weights` are the masters, or with offload."""
+    optimizer: Any
+    """The optax state, laid out like the masters; with offload one for each bucket, with its masters before it."""
+
+
+Apply = Callable[[ModelState, Params, jax.Array], tuple[ModelState, jax.Array]]
+"""(state, gradients, their factor) -> the next state, and an array that is ready when it has run."""
+
+
+@dataclass(frozen=True)
+class DeviceOptimizer:
+    """An optimizer whose state is on the devices, for parameters on one mesh; any optax transformation."""
+
+    optimizer: optax.GradientTransformation
+    mesh: Mesh
+    shapes: Shapes
+    specs: Specs
+    """Layouts of the weights."""
+    state_specs: Specs
+    """Layouts of gradients, masters and optimizer state: the same, or with ZeRO split over `data` too."""
+    precisions: Precisions = FULL
+    bucket: int = 16_000_000
+    """Elements gathered together over `data`, where masters are split over it."""
+
+    def start(self, params: Params, *, owned: bool = True) -> ModelState:
+        """Float32 parameters -> the first state; they are used up where they are `owned`, and perhaps part of it."""
+        shardings = self.shardings(params)
+        if not self._separate:
+            return ModelState(params, {}, jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(params))
+        state = jax.jit(self._first, out_shardings=shardings)(params)
+        if owned:
+            jax.tree.map(lambda p: p.delete(), params)
+        return state  # type: ignore[no-any-return]
+
+    def after(self, state: ModelState, grads: Params, factor: jax.Array, finite: jax.Array | None = None) -> ModelState:
+        """The state after an update with `factor` times the gradients, in float32; as before where not `finite`.
+
+        None: the host has seen to that.
+
+        To be traced. Collectives: where masters are split over `data`, an all-gather of the weights over it, in
+        buckets, `(G-1)/G * itemsize * elements` bytes a device.
+        """
+        before = (state.masters or self._as_masters(state.weights), state.optimizer)
+
+        def updated(before: Any, grads: Params) -> Any:
+            masters, optimizer = before
+            grads = {name: grad.astype(jnp.float32) * factor for name, grad in grads.items()}
+            with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
+                updates, optimizer = self.optimizer.update(grads, optimizer, masters)
+            return optax.apply_updates(masters, updates), optimizer
+
+        on_cores = self.mesh.devices.flat[0].platform == "cpu"
+        masters, optimizer = _update_if(finite, updated, before, grads, on_cores=on_cores)
+        return self._from_masters(masters, optimizer)
+
+    def program(self, state: ModelState) -> Apply:
+        """The update as a compiled program that uses such a state up."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        done = NamedSharding(self.mesh, P())
+
+        def apply(state: ModelState, grads: Params, factor: jax.Array) -> tuple[ModelState, jax.Array]:
+            return self.after(state, grads, factor), jnp.zeros((), jnp.int32)
+
+        # Weights that lie apart from their masters are not read, but leave their place to the new ones.
+        return jax.jit(apply, donate_argnums=0, out_shardings=(shardings, done), keep_unused=True)
+
+    def restored(self, masters: Params, optimizer: Any, *, owned: bool = False) -> ModelState:
+        """The state that has these float32 weights, laid out as `masters` gives them, and this optimizer state."""
+        if not self._separate:
+            return ModelState(masters, {}, optimizer)
+        make = jax.jit(self._from_masters, out_shardings=self.shardings(masters))
+        return make(masters, optimizer)  # type: ignore[no-any-return]
+
+    def opt_state(self, state: ModelState) -> Any:
+        """The optax state."""
+        return state.optimizer
+
+    def masters(self, state: ModelState) -> Params:
+        """The float32 weights by name."""
+        return state.masters or state.weights
+
+    def bytes(self) -> StateBytes:
+        """Bytes of one device, by formula."""
+        layouts = (self.specs, self.state_specs)
+        return state_bytes(self.shapes, *layouts, self.mesh, self.precisions, self.optimizer)
+
+    def abstract(self) -> ModelState:
+        """Shapes and layouts of the state."""
+        full: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self.shapes.items()}
+        shapes, shardings = jax.eval_shape(self._first, full), self.shardings(full)
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)  # type: ignore[no-any-return]
+
+    def shardings(self, params: Params) -> Any:
+        """The layout of the state for such parameters, which may be shapes alone."""
+        scalar = NamedSharding(self.mesh, P())
+        masters = self._shardings(self.state_specs, params)
+        optimizer = state_layout(jax.eval_shape(self.optimizer.init, params), params, masters, scalar)
+        weights: Any = self._shardings(self.specs, params)
+        kept: Any = masters if self.precisions.master_weights else {}
+        return ModelState(weights, kept, optimizer)
+
+    @property
+    def _separate(self) -> bool:
+        return self.precisions.master_weights or self.state_specs != self.specs
+
+    def _first(self, params: Params) -> ModelState:
+        masters = self._as_masters(params)
+        return self._from_masters(masters, self.optimizer.init(masters))
+
+    def _as_masters(self, weights: Params) -> Params:
+        if not self._separate:
+            return weights
+        return jax.tree.map(lax.with_sharding_constraint, weights, self._shardings(self.state_specs, weights))
+
+    def _from_masters(self, masters: Params, optimizer: Any) -> ModelState:
+        if not self._separate:
+            return ModelState(masters, {}, optimizer)
+        layouts = (self.state_specs, self.specs)
+        weights = whole_weights(masters, layouts, self.mesh, self.precisions.weights, self.bucket)
+        return ModelState(weights, masters if self.precisions.master_weights else {}, optimizer)
+
+    def _shardings(self, specs: Specs, names: Iterable[str]) -> dict[str, NamedSharding]:
+        return {name: NamedSharding(self.mesh, specs[name]) for name in names}
+
+
+def state_layout(state: Any, params: Mapping[str, Any], shardings: Mapping[str, Any], scalar: Any) -> Any:
+    """The layout of an optax state: that of its parameter where a leaf has its shape, else `scalar`."""
+
+    def layout(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = owner(path, params)
+        return scalar if name is None or params[name].shape != leaf.shape else shardings[name]
+
+    return tree_map_with_path(layout, state)
+
+
+def clip_factor(norm: Any, clip: float) -> Any:
+    """What brings gradients of a global norm down to `clip` (0: nothing does).
+
+    The published coefficient (AxoNN, Megatron-LM): clip / (norm + 1e-6), never above one.
+    """
+    return jnp.minimum(1.0, clip / (norm + 1e-6)) if clip > 0.0 else jnp.ones_like(norm)
+
+
+def _update_if(
+    finite: jax.Array | None, update: Callable[[Any, Any], Any], state: Any, grads: Any, *, on_cores: bool
+) -> Any:
+    """The state after an update; the state as it was where not `finite` (None: always updated).
+
+    Accelerators choose number by number, in the fused kernel that has both at hand: a branch would make the host wait
+    for the gradients. XLA's CPU backend (`on_cores`) fuses each result by itself, would copy moments that another
+    still reads, and takes a branch for nothing.
+    """
+    if finite is None:
+        return update(state, grads)
+    if on_cores:
+        return lax.cond(finite, update, lambda state, grads: state, state, grads)
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(state, grads), state)

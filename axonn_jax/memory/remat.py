@@ -1,0 +1,114 @@
+"""Layers as a trainer runs them: in sub-batches, and with recomputation in the backward pass."""
+
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from axonn_jax.errors import UserError, nearest
+from axonn_jax.memory.host_arrays import HOST
+from axonn_jax.models.protocol import Model, RunLayer
+from axonn_jax.models.stacked import run_layers
+from axonn_jax.options import Activations
+from axonn_jax.tensor.collectives import BLOCK_REDUCTIONS
+from axonn_jax.tensor.dropout import DropoutKey
+from axonn_jax.tensor.linear import regather_residual
+from axonn_jax.tensor.loss import target_weights
+from axonn_jax.tensor.weight_gather import gather_weights
+
+SubBatches = tuple[jax.Array, ...]
+"""The residual streams of equal parts of a device's sequences: one computes while another communicates."""
+
+_LAYER_INPUT = "layer_input"
+
+
+def check_activations(activations: str) -> None:
+    """Raises ``UserError`` for what is no policy, such as ranges of layers, which earlier versions took."""
+    policies = get_args(Activations)
+    if activations not in policies:
+        accepted = f"one of {', '.join(policies)}, for all layers{nearest(activations, policies)}"
+        raise UserError("memory.activations", activations, accepted)
+
+
+def layer_runner(model: Model, activations: str, *, regather: bool = True) -> RunLayer:
+    """Returns how to run the model's layers under a policy; several sub-batches share a layer's gathered weights.
+
+    `none` keeps every intermediate; `full` keeps a layer's input and computes the layer again in the backward
+    pass, communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again;
+    `save_collectives` keeps what was reduced and computes the rest again without reducing anything twice (TED,
+    section on communication-aware activation checkpointing); `offload` is `full` with the layer's input in host
+    memory until the backward pass. With `regather` all of them but `none` gather weights again; else what a layer
+    computes again begins with gathered weights, which are kept. All of them, `none` too, gather again what
+    matmuls read of a stream with a split sequence. Raises ``UserError`` for another policy.
+    """
+    check_activations(activations)
+
+    def run(layer: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
+        if len(xs) == 1:
+            return (model.run_layer(layer, xs[0], key),)
+        layer = gather_weights(layer, xs[0].dtype)
+        keys = [None] * len(xs) if key is None else key.split(len(xs))
+        return tuple(model.run_layer(layer, x, key) for x, key in zip(xs, keys, strict=True))
+
+    def keep_all(layer: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
+        regather_residual(layer)
+        return run(layer, xs, key)
+
+    def recompute(layer: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
+        if not regather:
+            layer = gather_weights(layer, xs[0].dtype)
+        graphdef, state = nnx.split(layer)
+
+        def pure(state: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
+            if activations == "offload":  # the name, and not the argument, is what the backward pass then depends on
+                xs = tuple(checkpoint_name(x, _LAYER_INPUT) for x in xs)
+            return run(nnx.merge(graphdef, state), xs, key)
+
+        return jax.checkpoint(pure, policy=_saveable(activations))(state, xs, key)  # type: ignore[no-any-return]
+
+    return keep_all if activations == "none" else recompute
+
+
+def _saveable(activations: str) -> Any:
+    """Returns jax's policy for what a layer that is computed again keeps; None: its input alone."""
+    policies = jax.checkpoint_policies
+    if activations == "dots":
+        return policies.dots_with_no_batch_dims_saveable
+    if activations == "save_collectives":
+        return policies.save_only_these_names(*BLOCK_REDUCTIONS)
+    if activations == "offload":
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[_LAYER_INPUT],
+            offload_src="device",
+            offload_dst=HOST,
+        )
+    return None
+
+
+def batch_loss(
+    model: Model, batch: jax.Array, dtype: jnp.dtype, key: DropoutKey | None, run_layer: RunLayer, parts: int
+) -> jax.Array:
+    """Sum of the losses of local sequences [batch, seq + 1], each target counting what `target_weights` says.
+
+    The sequences go through the model in so many independent `parts`, so that one part's all-reduces can run beside
+    another's matmuls; bytes are the same, since the parts share gathered weights.
+    """
+    gathered: Any = model
+    model = gather_weights(gathered, dtype, skip=model.layer_list)
+
+    def split(sequences: jax.Array) -> list[jax.Array]:
+        return jnp.split(sequences, parts)
+
+    keys = [None] * parts if key is None else key.split(parts)
+    xs = tuple(model.embed(tokens, dtype, key) for tokens, key in zip(split(batch[:, :-1]), keys, strict=True))
+
+    def body(layer: Any, xs: SubBatches, index: jax.Array | int) -> SubBatches:
+        return run_layer(layer, xs, None if key is None else key.of_layer(index))
+
+    xs = run_layers(getattr(model, model.layer_list), body, xs)
+    weights = target_weights(batch, model.vocab)
+    first, *others = map(model.total_loss, xs, split(batch[:, 1:]), split(weights))
+    return sum(others, first)

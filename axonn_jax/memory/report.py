@@ -1,0 +1,177 @@
+"""Bytes of a model's state, by formula and counted among arrays, and whether its numbers are finite."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import tree_leaves_with_path
+
+from axonn_jax.memory.host_arrays import HOST, has_host_memory
+from axonn_jax.memory.optimizer_traits import owner
+from axonn_jax.memory.precision import Precisions
+from axonn_jax.tensor.params import Specs
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of model state of one device; masters and moments in its host's memory where they are `offloaded`."""
+
+    weights: int
+    gradients: int
+    """From the backward pass to the update."""
+    masters: int
+    moments: int
+    offloaded: bool
+
+    @property
+    def device(self) -> int:
+        """In the device's memory."""
+        return self.weights + self.gradients + (0 if self.offloaded else self.masters + self.moments)
+
+    @property
+    def host(self) -> int:
+        """In the host's memory."""
+        return self.masters + self.moments if self.offloaded else 0
+
+
+def state_bytes(
+    shapes: Shapes,
+    specs: Specs,
+    state_specs: Specs,
+    mesh: Mesh,
+    precisions: Precisions,
+    optimizer: optax.GradientTransformation,
+    *,
+    offload: bool = False,
+) -> StateBytes:
+    """The formula: elements a device holds times bytes an element, of every kind of state.
+
+    `specs` lay out the weights, `state_specs` gradients, masters and moments. The few numbers that an optimizer has
+    beside its moments (a step count) are left out. Under Adam, with nothing replicated and P parameters a device, that
+    is fp32 16 P; bf16 and fp16 16 P (weights are the float32 ones), 18 P with masters apart and float32 sums; with
+    offload on the device 4 P where sums are in the compute dtype and 6 P where they are float32, and 12 P on the host.
+    """
+    local = _elements(shapes, specs, mesh)
+    kept = _elements(shapes, state_specs, mesh)
+    full: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    moments = 0
+    for path, leaf in tree_leaves_with_path(jax.eval_shape(optimizer.init, full)):
+        name = owner(path, full)
+        if name is not None:
+            elements = kept[name] if leaf.shape == full[name].shape else leaf.size
+            moments += leaf.dtype.itemsize * elements
+    return StateBytes(
+        weights=precisions.weights.itemsize * sum(local.values()),
+        gradients=precisions.grad_dtype.itemsize * sum(kept.values()),
+        masters=4 * sum(kept.values()) if precisions.master_weights else 0,
+        moments=moments,
+        offloaded=offload,
+    )
+
+
+def counted(arrays: Iterable[Any], device: jax.Device) -> dict[str, int]:
+    """Bytes of arrays that one device has, by kind of memory: "device" and "host"; numbers are left out."""
+    sums = {"device": 0, "host": 0}
+    for array in arrays:
+        if not isinstance(array, jax.Array) or array.ndim == 0:
+            continue
+        where = "host" if array.sharding.memory_kind == HOST else "device"
+        sums[where] += sum(shard.data.nbytes for shard in array.addressable_shards if shard.device == device)
+    return sums
+
+
+def unused(mesh: Mesh, processes: int) -> int:
+    """Bytes that a device of this process has never had in use; 0 where that is not known.
+
+    Where a device has no memory of its own, its share of what the host has available: that of each of the run's
+    processes, as if all were on this host.
+    """
+    stats = mesh.local_devices[0].memory_stats() or {}
+    if "bytes_limit" in stats and "peak_bytes_in_use" in stats:
+        return max(0, stats["bytes_limit"] - stats["peak_bytes_in_use"])
+    try:
+        line = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        line = None
+    return 0 if line is None else int(line[1]) * 1024 // (processes * jax.local_device_count())
+
+
+def all_finite(state: Any) -> bool:
+    """Whether no array of a tree holds an infinity or a NaN; waits for the arrays.
+
+    Arrays on devices are looked at there, one after another and with no copy. Of one in host memory a process looks at
+    the shards that it has. Collectives: an all-reduce of a scalar for each array that is sharded.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    on_host = [leaf for leaf in leaves if leaf.sharding.memory_kind == HOST]
+    on_devices = [_finite(leaf) for leaf in leaves if leaf.sharding.memory_kind != HOST]
+    shards = (shard for leaf in on_host for shard in leaf.addressable_shards if shard.replica_id == 0)
+    return all(bool(np.isfinite(np.asarray(shard.data)).all()) for shard in shards) and all(map(bool, on_devices))
+
+
+@jax.jit
+def _finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
+
+
+def report(planned: StateBytes, counts: Mapping[str, int], mesh: Mesh, program: Any = None) -> dict[str, Any]:
+    """The bytes of one device: planned, counted, and of the step's `program` (a compiled one) where there is one."""
+    stats = mesh.local_devices[0].memory_stats() or {}
+    analysis = None if program is None else program.memory_analysis()
+    return {
+        "planned": {
+            **{kind: getattr(planned, kind) for kind in ("weights", "gradients", "masters", "moments")},
+            "device": planned.device,
+            "host": planned.host,
+        },
+        "counted_between_steps": dict(counts),
+        "program": {
+            kind: int(getattr(analysis, f"{kind}_size_in_bytes"))
+            for kind in ("argument", "output", "alias", "temp", "host_temp")
+            if hasattr(analysis, f"{kind}_size_in_bytes")
+        },
+        "device_peak": stats.get("peak_bytes_in_use"),
+        "host_memory": has_host_memory(mesh),
+    }
+
+
+def lines(made: Mapping[str, Any]) -> list[str]:
+    """A report for people."""
+    planned = made["planned"]
+    where = "host" if planned["host"] else "device"
+    if where == "host" and not made["host_memory"]:
+        where = "device: this backend has no host memory of its own"
+    kinds = ", ".join(f"{kind} {_size(planned[kind])}" for kind in ("weights", "gradients"))
+    states = ", ".join(f"{kind} {_size(planned[kind])}" for kind in ("masters", "moments"))
+    counted = made["counted_between_steps"]
+    text = [
+        f"memory of a device: {kinds} (device); {states} ({where})",
+        f"  counted between steps: {_size(counted['device'])} on the device, {_size(counted['host'])} on the host",
+    ]
+    if "temp" in made["program"]:
+        text.append(f"  temporaries of the compiled step: {_size(made['program']['temp'])}")
+    if made["device_peak"] is not None:
+        text.append(f"  peak of the device so far: {_size(made['device_peak'])}")
+    return text
+
+
+def _elements(shapes: Shapes, specs: Specs, mesh: Mesh) -> dict[str, int]:
+    return {name: prod(NamedSharding(mesh, specs[name]).shard_shape(shape)) for name, shape in shapes.items()}
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count = count / 1000  # type: ignore[assignment]
+    return f"{count:.3g} GB"

@@ -1,0 +1,74 @@
+"""Values that settings may take, each list once: for configuration, commands, layers, memory, channels and planner."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from axonn_jax.errors import UserError
+
+Optimizer = Literal["adamw", "adam", "sgd", "lion"]
+Schedule = Literal["cosine", "linear", "constant"]
+"""Of the learning rate, after its warm-up."""
+
+AttentionKernel = Literal["auto", "cudnn", "splash", "blocked", "xla"]
+
+Precision = Literal["fp32", "bf16", "fp16", "auto"]
+Accumulate = Literal["fp32", "compute"]
+"""What gradients add up in: float32, or what layers compute in."""
+Offload = Literal["none", "optimizer"]
+"""What is kept in host memory: nothing, or the optimizer's state with the float32 weights."""
+Zero = Literal[0, 1]
+Activations = Literal["none", "full", "dots", "save_collectives", "offload"]
+"""What of a layer the backward pass computes again (`offload`: all, its input kept in host memory meanwhile)."""
+ReshardAfter = Literal["forward", "backward", "step"]
+"""When weights gathered over `z` are let go: after a layer's forward, a microbatch's backward, or the whole step."""
+OLD_RESHARD_AFTER: Mapping[str, ReshardAfter] = MappingProxyType({"layer": "forward", "pass": "backward"})
+"""What an earlier version called them."""
+
+ResidualComm = Literal["all_reduce", "gather", "auto"]
+"""How the halves of a block communicate over `x`: all-reduces of wide features, or gathers of the residual stream."""
+OLD_RESIDUAL_COMM: Mapping[str, ResidualComm] = MappingProxyType({"y": "all_reduce", "yx": "gather"})
+"""What an earlier version called them."""
+Order = Literal["auto", "package", "xla"]
+"""Who orders a step's computation."""
+ScanLayers = Literal["auto", "yes", "no"]
+MatmulChoice = Literal["auto", "off", "measure"]
+
+PipelinePolicy = Literal["message", "gpipe", "1f1b", "interleaved", "zero-bubble"]
+"""How a rank chooses its next task: by what has arrived (`message`), or in a fixed order."""
+ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an option takes, where its type alone does not say; a note of its annotation."""
+
+    accepted: str
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """Raises ``UserError`` for a number outside of it."""
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        if not (above and below):  # written so that NaN fails
+            raise UserError(name, value, self.accepted)
+
+
+_INT32 = 2**31 - 1  # step counters live on the device as int32
+_UINT32 = 2**32 - 1  # seeds of PRNG keys, without 64-bit mode
+_POSITIVE = Range("a finite number above 0", 0, math.inf, open_low=True, open_high=True)
+
+Count = Annotated[int, Range(f"an integer from 1 to {_INT32}", 1, _INT32)]
+CountOrZero = Annotated[int, Range(f"an integer from 0 to {_INT32}", 0, _INT32)]
+Seed = Annotated[int, Range(f"an integer from 0 to {_UINT32}", 0, _UINT32)]
+Positive = Annotated[float, _POSITIVE]
+PositiveOrNone = Annotated[float | None, _POSITIVE]
+NotNegative = Annotated[float, Range("a finite number of at least 0", 0, math.inf, open_high=True)]
+Share = Annotated[float, Range("a number from 0 to 1", 0, 1)]
+Decay = Annotated[float, Range("a number of at least 0 and below 1", 0, 1, open_high=True)]
+ProbabilityOrNone = Annotated[float | None, Range("a probability of at least 0 and below 1", 0, 1, open_high=True)]

@@ -1,0 +1,161 @@
+"""Programs that run one after the other on a microbatch, compiled from the parts of one trace."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.options import Activations
+from axonn_jax.pipeline.partition_jaxpr import (
+    Keep,
+    cut,
+    keep_all,
+    keep_matmuls,
+    keep_none,
+    keep_reductions,
+    keep_ungathered,
+)
+from axonn_jax.pipeline.trace import Stretch, Traced, crossing
+from axonn_jax.tensor.specs import shard_mapped
+
+_KEEP: dict[Activations, Keep] = {
+    "none": keep_ungathered,
+    "full": keep_none,
+    "dots": keep_matmuls,
+    "save_collectives": keep_reductions,
+    "offload": keep_none,
+}
+
+
+class Result(NamedTuple):
+    """What a started program will give."""
+
+    value: jax.Array | None
+    """What goes on to a neighbour."""
+    loss: jax.Array | None
+    """The last stage's sum of losses (unreduced, see `Programs.losses`), of a program that has its forward."""
+    sums: dict[str, jax.Array]
+    done: jax.Array
+    """Ready when the program has run; nothing donates it."""
+
+
+class _StageProgram(NamedTuple):
+    compiled: Any
+    inputs: list[int]
+    """Which inputs of the whole function it takes."""
+    taken: list[tuple[int, int]]
+    """What it takes over from programs before it, as (part, position among what that hands over)."""
+    later: set[tuple[int, int]]
+    """What programs behind it take over of what it and those before handed over."""
+    reads: frozenset[str]
+    """Which inputs programs behind it take."""
+    adds: bool
+    """Whether it computes gradients of parameters."""
+    heads: list[int]
+    """What it computes beside them: 0 is the whole function's result, 1 the gradient of the input."""
+
+
+class StagePrograms:
+    """Programs that run one after the other on a microbatch and hand values on: compiled parts of one trace."""
+
+    def __init__(
+        self,
+        stretch: Stretch,
+        traced: Traced,
+        goals: Mapping[str, list[int]],
+        gradients: Mapping[int, str],
+        sums: Mapping[str, jax.ShapeDtypeStruct],
+        joined: Mapping[str, tuple[str, ...]] | None = None,
+    ):
+        self._stretch, self._traced = stretch, traced
+        self._gradients, self._sums = gradients, sums
+        free = [i for i, name in enumerate(traced.slots) if name in stretch.names]
+        keep = [_KEEP[stretch.work.activations] if "F" in goals else keep_all, keep_all, keep_all]
+        self._parts = cut(traced.closed, list(goals.values()), free, keep)
+        self._handed = [[crossing(var.aval, stretch.mesh) for var in part.handed] for part in self._parts]
+        number = {name: i for i, name in enumerate(goals)}
+        runs = {name: (name,) for name in goals} | dict(joined or {})
+        self._programs = {name: self._compile(tuple(map(number.__getitem__, parts))) for name, parts in runs.items()}
+
+    def bytes_kept(self) -> int:
+        """Returns the bytes that the first program hands to those behind it, over all devices of the stage."""
+        return sum(s.size * s.dtype.itemsize for s in self._handed[0] if not _is_key(s))
+
+    def reads(self, name: str) -> frozenset[str]:
+        """Inputs that programs behind one read."""
+        return self._programs[name].reads
+
+    def run(
+        self, name: str, given: Mapping[str, jax.Array], kept: list[list[Any]], sums: dict[str, jax.Array]
+    ) -> Result:
+        """Starts a program by its name in `goals` or `joined`.
+
+        `given` holds every input by name. `kept` is what this microbatch's earlier programs handed over; it grows by
+        this one's, and shrinks by what nothing needs any more. `sums` are donated to a program that adds to them.
+        """
+        program = self._programs[name]
+        inputs = [given[self._traced.slots[i]] for i in program.inputs]
+        taken = [kept[source][position] for source, position in program.taken]
+        heads, handed, sums, done = program.compiled(inputs, taken, sums if program.adds else {})
+        kept.append(handed)
+        for source, values in enumerate(kept):
+            for position in range(len(values)):
+                if (source, position) not in program.later:
+                    values[position] = None
+        results = dict(zip(program.heads, heads, strict=True))
+        loss = results.pop(0, None) if self._stretch.last else None
+        return Result(next(iter(results.values()), None), loss, sums, done)
+
+    def _compile(self, numbers: tuple[int, ...]) -> _StageProgram:
+        mesh, gradients, parts = self._stretch.mesh, self._gradients, [self._parts[number] for number in numbers]
+        known = self._stretch.all_inputs
+        which = list(dict.fromkeys(i for part in parts for i in part.inputs))
+        before = list(dict.fromkeys(pair for part in parts for pair in part.taken if pair[0] not in numbers))
+        adds = any(i in gradients for part in parts for i in part.outputs)
+        inputs = [known[self._traced.slots[i]] for i in which]
+        taken = [self._handed[source][position] for source, position in before]
+        sums = dict(self._sums) if adds else {}
+        loss = self._stretch.last
+
+        def body(inputs: list[Any], taken: list[Any], sums: dict[str, Any]) -> tuple[Any, ...]:
+            given = dict(zip(which, inputs, strict=True))
+            available = {pair: value[0] for pair, value in zip(before, taken, strict=True)}
+            tops: list[Any] = []
+            handed: list[Any] = []
+            for number, part in zip(numbers, parts, strict=True):
+                out, handed = part([given[i] for i in part.inputs], [available[pair] for pair in part.taken])
+                available |= {(number, position): value for position, value in enumerate(handed)}
+                values = dict(zip(part.outputs, out, strict=True))
+                added = {gradients[i]: value[None] for i, value in values.items() if i in gradients}
+                sums = sums | {name: sums[name] + value.astype(sums[name].dtype) for name, value in added.items()}
+                tops += [values[i][None] if i == 0 and loss else values[i] for i in part.outputs if i not in gradients]
+            # The last result tells that the program has run: unlike the sums it is never donated.
+            return tops, [value[None] for value in handed], sums, jnp.zeros((), jnp.int32)
+
+        done = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+        arguments = (inputs, taken, sums)
+        which_heads = [i for part in parts for i in part.outputs if i not in gradients]
+        heads = [self._head(i) for i in which_heads]
+        outputs = (heads, self._handed[numbers[-1]], sums, done)
+        specs = jax.tree.map(lambda s: s.sharding.spec, (arguments, outputs))
+        run = shard_mapped(body, mesh, specs[0], specs[1])
+        shardings = jax.tree.map(lambda s: s.sharding, outputs)
+        compiled = jax.jit(run, donate_argnums=2, out_shardings=shardings).lower(*arguments).compile()
+        behind = self._parts[numbers[-1] + 1 :]
+        later = {pair for after in behind for pair in after.taken if pair[0] <= numbers[-1]}
+        reads = frozenset(self._traced.slots[i] for after in behind for i in after.inputs)
+        return _StageProgram(compiled, which, before, later, reads, adds, which_heads)
+
+    def _head(self, position: int) -> jax.ShapeDtypeStruct:
+        if position == 0 and self._stretch.last:
+            return crossing(self._traced.closed.jaxpr.outvars[0].aval, self._stretch.mesh)
+        struct = self._stretch.y if position == 0 else self._stretch.x
+        assert struct is not None
+        return struct
+
+
+def _is_key(struct: jax.ShapeDtypeStruct) -> bool:
+    return bool(jnp.issubdtype(struct.dtype, jax.dtypes.prng_key))

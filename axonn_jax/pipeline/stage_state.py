@@ -1,0 +1,113 @@
+"""State of a pipe rank: its parameters, their optimizer state, and how they change."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.memory.offload import OffloadedOptimizer
+from axonn_jax.memory.optimizer_state import DeviceOptimizer
+from axonn_jax.memory.precision import Precisions
+from axonn_jax.memory.report import StateBytes
+from axonn_jax.memory.zero import split_over_data
+from axonn_jax.pipeline.stage import replicated
+from axonn_jax.tensor.params import Params, Specs, SplitModule, split_module
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """How every pipe rank keeps its state."""
+
+    optimizer: optax.GradientTransformation
+    precisions: Precisions
+    bucket: int
+    """Elements that travel together."""
+    offload: bool
+    """Whether optimizer state is in host memory."""
+    split: bool
+    """Whether masters and optimizer state are split over `data`."""
+    progress: Callable[[str], None] = lambda what: None
+    """Told what an update that takes long is at."""
+
+
+class StageState:
+    """The parameters of a pipe rank and their optimizer state.
+
+    `parts` is the whole model with abstract parameters, `names` what the rank has of it, and `shared` what others have
+    too: it is made and updated by programs of its own, the same at all of them, so that copies stay equal to the bit.
+    `model` is the model, or a function that makes it, of which then nothing but these parameters is made.
+    """
+
+    def __init__(
+        self,
+        parts: SplitModule,
+        names: Sequence[str],
+        shared: Collection[str],
+        mesh: Mesh,
+        keeping: StateOptions,
+        model: Any,
+    ):
+        self.mesh = mesh
+        self.specs = {name: parts.specs[name] for name in names}
+        sizes = {name: parts.params[name].shape for name in names}
+        self.state_specs: Specs = split_over_data(sizes, self.specs, mesh) if keeping.split else self.specs
+        layouts = (self.specs, self.state_specs)
+        update = DeviceOptimizer(keeping.optimizer, mesh, sizes, *layouts, keeping.precisions, keeping.bucket)
+        self._update: DeviceOptimizer | OffloadedOptimizer = update
+        if keeping.offload:
+            self._update = OffloadedOptimizer(update, shared=shared, progress=keeping.progress)
+        self.state = self._update.start(self._made(model, shared), owned=not isinstance(model, nnx.Module))
+        self._apply = self._update.program(self.state)
+
+    @property
+    def weights(self) -> Params:
+        """What the stages read."""
+        return self.state.weights
+
+    @property
+    def masters(self) -> Params:
+        """The float32 weights by name; with offload in host memory, `CutArray` where they are cut."""
+        return self._update.masters(self.state)
+
+    @property
+    def bytes(self) -> StateBytes:
+        """Bytes of one device, by formula."""
+        return self._update.bytes()
+
+    @property
+    def opt_state(self) -> Any:
+        """The optax state, with offload its arrays in host memory, `CutArray` where they are cut."""
+        return self._update.opt_state(self.state)
+
+    def restore(self, masters: Params, optimizer: Any) -> None:
+        """Replaces weights and optimizer state, as `masters` and `opt_state` give them; uses them up."""
+        self.state = self._update.restored(masters, optimizer, owned=True)
+
+    def apply(self, grads: Params, factor: float) -> jax.Array:
+        """Starts an update with `factor` times the gradients; returns an array that is ready when it has run."""
+        number = replicated(np.float32(factor), NamedSharding(self.mesh, P()))
+        self.state, done = self._apply(self.state, grads, number)
+        return done
+
+    def _made(self, model: Any, shared: Collection[str]) -> Params:
+        shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.specs.items()}
+        if isinstance(model, nnx.Module):
+            params = split_module(model).params
+            return jax.device_put({name: params[name] for name in shardings}, shardings)
+
+        def make(layouts: dict[str, NamedSharding]) -> Params:
+            def chosen() -> Params:
+                made = split_module(model()).params
+                return {name: made[name] for name in layouts}  # XLA drops what is not returned
+
+            return jax.jit(chosen, out_shardings=layouts)()  # type: ignore[no-any-return]
+
+        made = make({name: layout for name, layout in shardings.items() if name not in shared})
+        made |= make({name: shardings[name] for name in sorted(shared)}) if shared else {}
+        return {name: made[name] for name in shardings}

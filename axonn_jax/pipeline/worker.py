@@ -1,0 +1,125 @@
+"""Worker of a pipe rank: its stages, and what waits between their tasks."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.grid import BATCH_AXES
+from axonn_jax.pipeline.stage import Kept, Stage, replicated
+from axonn_jax.pipeline.stage_programs import Result
+from axonn_jax.pipeline.trace import KEY, MICROBATCH, SCALE, TOKENS
+from axonn_jax.schedule.tasks import Kind, Message, Task
+from axonn_jax.tensor.params import Params
+
+
+class StageWorker:
+    """Starts the programs of a pipe rank's virtual stages, and keeps activations and gradients between them."""
+
+    def __init__(self, pp_rank: int, stages: Mapping[int, Stage]):
+        self.pp_rank, self.stages = pp_rank, dict(stages)
+        stage = next(iter(self.stages.values()))
+        self.mesh = stage.mesh
+        self._work = stage.work
+        self._replicated = NamedSharding(self.mesh, P())
+        self._tokens_sharding = NamedSharding(self.mesh, P(BATCH_AXES))
+        self._numbers: list[jax.Array] = []
+        self._fold = jax.jit(
+            lambda seed, step: jax.random.fold_in(jax.random.key(seed), step), out_shardings=self._replicated
+        )
+        if stage.keyed:
+            numbers = range(stage.work.microbatches)
+            self._numbers = [replicated(np.uint32(m), self._replicated) for m in numbers]
+        self.losses: list[jax.Array] = []
+        self.sums: Params = {}
+        self._zero = _zero({name: form for stage in self.stages.values() for name, form in stage.sums.items()})
+        self._inbox: dict[Message, jax.Array] = {}
+        # By (stage, microbatch): what its programs left, until the last has started.
+        self._kept: dict[tuple[int, int], list[Kept]] = {}
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether one of its stages is the first or the last."""
+        return any(stage.first or stage.last for stage in self.stages.values())
+
+    def begin(
+        self,
+        params: Params,
+        rows: Sequence[np.ndarray],
+        key: jax.Array | None,
+        *,
+        train: bool,
+        scale: float | None = None,
+    ) -> None:
+        """Prepares a step on this process's rows of each microbatch, [rows, seq + 1]; `key` is the step's.
+
+        `scale` is what the loss is multiplied by before the backward pass, where it is at all.
+        """
+        self._params = params
+        self.losses, self._inbox, self._kept = [], {}, {}
+        self._given: list[dict[str, jax.Array]] = [{} for _ in range(self._work.microbatches)]
+        factor = replicated(np.float32(1.0 if scale is None else scale), self._replicated)
+        for number, given in enumerate(self._given):
+            if self._work.scaled:
+                given[SCALE] = factor
+            if self.reads_tokens:
+                shape = (self._work.rows, self._work.width)
+                given[TOKENS] = jax.make_array_from_process_local_data(
+                    self._tokens_sharding, rows[number].astype(np.int32, copy=False), shape
+                )
+            if self._numbers and key is not None:
+                given[KEY], given[MICROBATCH] = key, self._numbers[number]
+        self.sums = self._zero() if train else {}
+
+    def key(self, seed: int, step: int) -> jax.Array:
+        """Returns the step's dropout key on this rank's mesh."""
+        return self._fold(np.uint32(seed), np.uint32(step))  # type: ignore[no-any-return]
+
+    def take_sums(self) -> Params:
+        """Hands out the step's gradients and forgets them: whoever uses them up frees them."""
+        sums, self.sums = self.sums, {}
+        return sums
+
+    def arrived(self, message: Message, value: jax.Array) -> None:
+        """Keeps what a message brought until its task is started."""
+        self._inbox[message] = value
+
+    def joins(self, task: Task) -> bool:
+        """Whether a task is started together with the next one: a forward with its backward, on a last stage."""
+        return task.kind is Kind.FORWARD and self.stages[task.stage].joins
+
+    def start(self, *tasks: Task, train: bool = True) -> Result:
+        """Starts the program of a task, or of one that `joins` and the next; returns at once.
+
+        Unless `train`, the task is a forward of an evaluation.
+        """
+        kinds = [task.kind for task in tasks]
+        number, microbatch = own = tasks[0].stage, tasks[0].microbatch
+        stage, arrived = self.stages[number], None
+        if Kind.FORWARD in kinds and not stage.first:
+            arrived = self._inbox.pop(Message("forward", *own))
+        elif kinds[0] in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and not stage.last:
+            arrived = self._inbox.pop(Message("backward", *own))
+        given = {**self._params, **self._given[microbatch]}
+        if train:
+            ran = stage.run("".join(kinds), given, arrived, self._kept.setdefault(own, stage.kept()), self.sums)
+            if kinds[-1] in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                del self._kept[own]
+        else:
+            ran = stage.evaluate(given, arrived)
+        if ran.loss is not None:
+            self.losses.append(ran.loss)
+        return ran
+
+
+def _zero(forms: Mapping[str, jax.ShapeDtypeStruct]) -> Callable[[], Params]:
+    """Returns a compiled program that makes the sums a step starts with."""
+    shardings = {name: form.sharding for name, form in forms.items()}
+
+    def zeros() -> Params:
+        return {name: jnp.zeros(form.shape, form.dtype) for name, form in forms.items()}
+
+    return jax.jit(zeros, out_shardings=shardings).lower().compile()

@@ -1,0 +1,266 @@
+"""The corrected cost model: a candidate's step time, in closed form."""
+
+from collections.abc import Iterator
+from functools import cache
+
+from axonn_jax.grid import GridShape
+from axonn_jax.models.block_comm import BlockComm
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.segments import Segment, transformer_segments
+from axonn_jax.options import ReshardAfter
+from axonn_jax.planner.cost_model.compute import Compute
+from axonn_jax.planner.cost_model.part_times import PartTimes, Times
+from axonn_jax.planner.cost_model.traffic import Part, Traffic
+from axonn_jax.planner.machines.network import GroupLinks, copies
+from axonn_jax.planner.memory_model import Load, MemoryModel
+from axonn_jax.planner.request import Candidate, Estimate, PlanRequest, StatePlacement
+from axonn_jax.schedule.partition import SegmentCost, partition
+
+Parts = list[tuple[Part, float, Times]]
+"""The parts of a rank: which, how many there are of it, and what a microbatch takes in one."""
+
+Stages = tuple[tuple[Segment, ...], list[range]]
+"""Pieces of a model, and the range of them that each virtual stage holds."""
+
+_POWER = 8
+"""How sharply a pipeline's period turns from work to messages."""
+
+
+class CostModel:
+    """Predicts steps of one request; what candidates have in common is worked out once."""
+
+    def __init__(self, request: PlanRequest):
+        self.request = request
+        self.priced = cache(self._priced)
+        self.compute, self.traffic = self.priced(BlockComm(sequence_split=request.sequence_split))
+        self.footprint = MemoryModel(request)
+        self._tasks: dict[tuple[int, int, int, int, BlockComm], PartTimes] = {}
+        self._once: dict[GridShape, dict[StatePlacement, float]] = {}
+
+    def _priced(self, comm: BlockComm) -> tuple[Compute, Traffic]:
+        """What is computed and communicated where blocks communicate so."""
+        return Compute(self.request, comm), Traffic(self.request, comm)
+
+    def tasks(self, candidate: Candidate) -> PartTimes:
+        """The task times of a candidate's stages; of `pipe` and `data` counts alone where groups lie in nodes."""
+        grid, comm = candidate.grid, self.request.comm(candidate.grid, candidate.activations)
+        placed = copies(grid, self.request.machine.node.devices, grid.z * grid.y * grid.x)
+        key = (placed, grid.z, grid.y, grid.x, comm)
+        if key not in self._tasks:
+            mesh = GridShape(placed, 1, grid.z, grid.y, grid.x)
+            self._tasks[key] = PartTimes(mesh, self.request, *self.priced(comm))
+        return self._tasks[key]
+
+    def stages(self, pipe: int, virtual_stages: int) -> Stages:
+        """The model's pieces, and which of them each virtual stage holds, cut as a run cuts them.
+
+        Raises ``UserError`` where there are fewer pieces than virtual stages.
+        """
+        return _stages(self.request.shape, pipe, virtual_stages)
+
+    def bound(self, grid: GridShape, reductions: bool = True) -> float:
+        """Seconds that no candidate on this grid goes below, however its blocks communicate.
+
+        Blocks alone, without recomputation or bubble: the larger of what a device computes at the best microbatch size,
+        and what either kind of links carries; then, if asked for, the reductions over `data`, which nothing hides.
+        """
+        ways = {self.request.comm(grid, activations) for activations in ("none", "full")}
+        return min(self._bound(grid, *self.priced(comm), reductions) for comm in ways)
+
+    def _bound(self, grid: GridShape, of_compute: Compute, traffic: Traffic, reductions: bool) -> float:
+        each, layers = self.request.batch // grid.batch_shards, self.request.shape.layers / grid.pipe
+        sizes = {size for size in (1, 2, 4, 8, 16, 32, each) if each % size == 0}
+        blocks = [(of_compute.block(grid.x, grid.y, size), size) for size in sizes]
+        compute = min((one.forward + one.inputs + one.weights) / size for one, size in blocks) * each
+        carried = {True: 0.0, False: 0.0}
+        for role in ("reduce", "input"):
+            for line in traffic.lines(grid, "block", role):
+                carried[line.near] += line.each * each
+        # Once a microbatch, of which a pipeline has as many as stages.
+        for line in traffic.lines(grid, "block", "scatter"):
+            carried[line.near] += line.fixed * grid.pipe
+        zero = (4 + self.compute.item) / 8
+        lines = traffic.updates(grid) if reductions else ()
+        reduced = zero * sum(line.fixed for part, line in lines if part == "block")
+        return layers * (max(compute, *carried.values()) + reduced)
+
+    def pipeline_s(self, candidate: Candidate, parts: Parts | None = None) -> float:
+        """Seconds from the first microbatch to the last, offload and ZeRO aside; `parts` are of the busiest rank."""
+        parts = parts or self.busiest(candidate)
+        busy = candidate.microbatches * (
+            sum(count * times.total for _, count, times in parts) + self._programs(candidate)
+        )
+        wait, messages = self._waits(candidate, parts)
+        return busy + wait + messages + sum(seconds for _, seconds in self._once_for_all(candidate, parts))
+
+    def once_s(self, grid: GridShape, placement: StatePlacement) -> float:
+        """Seconds of what comes once a step after the last microbatch: reductions and the optimizer."""
+        of_grid = self._once.setdefault(grid, {})
+        if placement not in of_grid:
+            load = self._largest(grid)
+            of_grid[placement] = sum(seconds for _, seconds in self._reduced(grid, load, placement[1]))
+            of_grid[placement] += self._update(grid, load, placement)
+        return of_grid[placement]
+
+    def outside_s(self, candidate: Candidate) -> float:
+        """Seconds of a step outside the passes of its microbatches: what comes once, or is shared by all of them."""
+        shared = sum(seconds for _, seconds in self._once_for_all(candidate, self.busiest(candidate)))
+        return shared + self.once_s(candidate.grid, candidate.placement)
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Step time, its parts, and memory of a candidate.
+
+        A step is what the busiest rank does for all microbatches, the bubble, what is gathered and reduced once, and
+        the optimizer. The bubble is `(pipe - 1)` times a virtual stage's `F + I - W` where weight gradients are
+        tasks of their own, else its `F + B`; a message there and back for every stage comes on top.
+        """
+        parts, load, placement = self.busiest(candidate), self._largest(candidate.grid), candidate.placement
+        exposed, hidden = dict[str, float](), dict[str, float]()
+
+        def add(sums: dict[str, float], axis: str, seconds: float) -> None:
+            sums[axis] = sums.get(axis, 0.0) + seconds
+
+        for _, count, times in parts:
+            for sums, found in ((exposed, times.exposed), (hidden, times.hidden)):
+                for axis, seconds in found.items():
+                    add(sums, axis, count * candidate.microbatches * seconds)
+        wait, messages = self._waits(candidate, parts)
+        if candidate.grid.pipe > 1:
+            add(exposed, "pipe", messages)
+        for axis, seconds in (
+            *self._once_for_all(candidate, parts),
+            *self._reduced(candidate.grid, load, candidate.zero),
+        ):
+            add(exposed, axis, seconds)
+        return Estimate(
+            candidate,
+            step_s := self.pipeline_s(candidate) + self.once_s(candidate.grid, placement),
+            compute_s=candidate.microbatches * sum(count * times.compute for _, count, times in parts),
+            update_s=self._update(candidate.grid, load, placement),
+            bubble=wait / step_s,
+            memory=self.footprint.memory(candidate),
+            exposed=exposed,
+            hidden=hidden,
+        )
+
+    def message(self, candidate: Candidate) -> float:
+        """Seconds of a message between stages: a microbatch's residual stream on a device."""
+        links = GroupLinks(candidate.grid, self.request.machine)
+        tokens = candidate.sequences(self.request.batch) * self.request.shape.seq_len
+        parts = candidate.grid.x * (candidate.grid.y if self.request.sequence_split else 1)
+        carried = tokens * self.request.shape.hidden / parts * self.compute.item
+        return links.neighbour_latency() + carried / links.neighbour_rate()
+
+    def _programs(self, candidate: Candidate) -> float:
+        """Seconds a microbatch's programs take at least: a pipeline has one for each task of a virtual stage."""
+        tasks = 3 if self.request.splits(candidate.activations) else 2
+        return (
+            candidate.virtual_stages * tasks * self.request.machine.device.program_s if candidate.grid.pipe > 1 else 0.0
+        )
+
+    def busiest(self, candidate: Candidate) -> Parts:
+        """The parts of the busiest rank, whatever is in flight."""
+        return max(self._ranks(candidate), key=lambda parts: sum(count * times.total for _, count, times in parts))
+
+    def _ranks(self, candidate: Candidate) -> list[Parts]:
+        """The parts of every rank that may be the busiest."""
+        tasks, sequences = self.tasks(candidate), candidate.sequences(self.request.batch)
+        # One program loops over the microbatches and shares what it gathers; a pipeline's stage has one for each task.
+        gathers = candidate.grid.pipe > 1 or candidate.microbatches == 1
+        # Without recomputation it keeps them, too; a stage gathers again, as its programs keep none for one another.
+        kept = (candidate.activations == "none" and candidate.grid.pipe == 1) or candidate.gather != "forward"
+        gather: ReshardAfter = "step" if candidate.once else "backward" if kept else "forward"
+        block, first, last = (
+            tasks.times(part, sequences, candidate.activations, gathers, gather) for part in ("block", "first", "last")
+        )
+        found: list[Parts] = []
+        for load in self.footprint.loads(candidate.grid.pipe):
+            parts: Parts = [("block", load.blocks, block)]
+            parts += [("first", 1.0, first)] if load.first else []
+            parts += [("last", 1.0, last)] if load.last else []
+            found.append(parts)
+        return found
+
+    def _largest(self, grid: GridShape) -> Load:
+        """The rank with the most parameters."""
+        return max(self.footprint.loads(grid.pipe), key=lambda load: self.footprint.params(grid, load))
+
+    def _waits(self, candidate: Candidate, parts: Parts) -> tuple[float, float]:
+        """Seconds of the bubble, and of waits for messages.
+
+        These are the messages that fill and drain the pipeline (weight gradients run while it drains), and what every
+        microbatch takes longer where those in flight are back too late for a rank to be always at work.
+        """
+        pipe, stages = candidate.grid.pipe, candidate.virtual_stages
+        if pipe == 1:
+            return 0.0, 0.0
+        forward = sum(count * times.forward for _, count, times in parts)
+        inputs = sum(count * times.inputs for _, count, times in parts)
+        weights = sum(count * times.weights for _, count, times in parts)
+        split, message = self.request.splits(candidate.activations), self.message(candidate)
+        work = forward + inputs + weights
+        unit = forward + max(0.0, inputs - weights) if split else work
+        way = forward + inputs if split else work
+        kept = pipe * way + 2 * (pipe * stages - 1) * message + (weights / stages if split else 0.0)
+        late = self._period(candidate, work, kept) - work
+        messages = (pipe - 1) * (1 if split else 2) * message
+        # Several stages take microbatches by groups of `pipe`; the last ranks wait where the last group is not whole.
+        short = 0.0 if split else -candidate.microbatches % pipe * (stages - 1) / stages * (inputs + weights)
+        return (pipe - 1) * unit / stages + short, messages + candidate.microbatches * late
+
+    def _period(self, candidate: Candidate, work: float, kept: float) -> float:
+        """Seconds from one microbatch to the next where each takes a rank `work` and is kept for `kept`.
+
+        No less than either `work` or `kept` over the microbatches in flight; where both are about as long it is more,
+        since a rank is often in the middle of a task when a message comes. The power is fitted to simulations.
+        """
+        pipe, stages = candidate.grid.pipe, candidate.virtual_stages
+        # Of a rank's stages the deepest is left first: on average a microbatch keeps (V + 1) / 2 activations.
+        room = self.footprint.live(candidate, 0) * 2 * stages / (stages + 1)
+        if self.request.policy == "message" and stages > 1:
+            room = min(room, candidate.in_flight or 2 * pipe)
+        if candidate.microbatches <= room:
+            return work
+        if room <= pipe and stages == 1 and not self.request.splits(candidate.activations):
+            return max(work, kept / room)  # as regular as 1F1B
+        return float((work**_POWER + (kept / room) ** _POWER) ** (1 / _POWER))
+
+    def _once_for_all(self, candidate: Candidate, parts: Parts) -> Iterator[tuple[str, float]]:
+        """Seconds by axis of what all microbatches share over `z`.
+
+        The first one's compute hides gathers of blocks; where they are kept for a step they come before it, and what
+        is scattered, in the sums' precision, behind the last.
+        """
+        if candidate.grid.pipe > 1 or candidate.microbatches == 1:
+            return
+        grid, sequences = candidate.grid, candidate.sequences(self.request.batch)
+        compute, traffic = self.priced(self.request.comm(grid, candidate.activations))
+        forward = compute.block(grid.x, grid.y, sequences).forward
+        speed = 1.0 - self.request.machine.device.contention
+        for part, count, _ in parts:
+            for line in traffic.lines(grid, part, "gather"):
+                beside = forward if part == "block" and self.request.switches.gathers and not candidate.once else 0.0
+                yield line.axis, count * (line.fixed - min(speed * line.fixed, beside))
+            for line in traffic.lines(grid, part, "scatter") if candidate.once else ():
+                yield line.axis, count * line.fixed
+
+    def _reduced(self, grid: GridShape, load: Load, zero: int) -> Iterator[tuple[str, float]]:
+        """Seconds by axis of what is reduced once a step; ZeRO-1 scatters gradients and gathers weights instead.
+
+        Biases count as in the papers' layout: elsewhere they are a little smaller.
+        """
+        counts = {"block": load.blocks, "first": float(load.first), "last": float(load.last), "step": 1.0}
+        share = (4 + self.compute.item) / 8 if zero else 1.0
+        for part, line in self.traffic.updates(grid):
+            yield line.axis, counts[part] * line.fixed * (share if line.axis == "data" else 1.0)
+
+    def _update(self, grid: GridShape, load: Load, placement: StatePlacement) -> float:
+        (offload, zero), params = placement, self.footprint.params(grid, load)
+        return self.compute.update(params, params / (grid.data if zero else 1), self.request.accumulate, offload)
+
+
+@cache
+def _stages(shape: ModelShape, pipe: int, virtual_stages: int) -> Stages:
+    pieces = transformer_segments(shape)
+    costs = [SegmentCost(piece.name, piece.flops, 2 * piece.flops, piece.params) for piece in pieces]
+    return pieces, partition(costs, pipe, virtual_stages)

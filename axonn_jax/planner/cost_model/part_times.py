@@ -1,0 +1,127 @@
+"""Times of a microbatch in a block or the head of a stage: compute, and the communication that is left exposed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+
+from axonn_jax.grid import GridShape
+from axonn_jax.options import Activations, ReshardAfter
+from axonn_jax.planner.cost_model.compute import Compute, Seconds
+from axonn_jax.planner.cost_model.traffic import Line, Part, Role, Traffic
+from axonn_jax.planner.request import PlanRequest
+
+
+@dataclass
+class Times:
+    """Seconds of one microbatch in one part of a stage; tasks have the exposed communication in them."""
+
+    forward: float = 0.0
+    inputs: float = 0.0
+    """Gradients of inputs, recomputation with it."""
+    weights: float = 0.0
+    compute: float = 0.0
+    """Of all three, without communication."""
+    exposed: dict[str, float] = field(default_factory=dict)
+    """By axis, what the tasks are longer for communication."""
+    hidden: dict[str, float] = field(default_factory=dict)
+    """By axis, the rest of it."""
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.inputs + self.weights
+
+
+class PartTimes:
+    """Times of the parts of one grid's stages, by microbatch and activation policy, each worked out once."""
+
+    def __init__(self, grid: GridShape, request: PlanRequest, compute: Compute, traffic: Traffic):
+        self.grid, self.request, self.compute, self.traffic = grid, request, compute, traffic
+        self._known = cache(self._times)
+
+    def times(
+        self, part: Part, sequences: int, activations: Activations, gathers: bool, gather: ReshardAfter = "forward"
+    ) -> Times:
+        """Times of a part for a microbatch of so many sequences a device.
+
+        `gathers` says that the forward pass of every microbatch gathers its weights; else they are gathered once a
+        step, which is not in these times. `gather` says how long they live: after "forward" they are gathered again in
+        the backward pass, for "step" scatters are not in these times either.
+        """
+        if part != "block":
+            activations = "none"  # only blocks are computed again
+        return self._known(part, sequences, activations, gathers, gather)
+
+    def _times(
+        self, part: Part, sequences: int, activations: Activations, gathers: bool, gather: ReshardAfter
+    ) -> Times:
+        seconds = self._compute(part, sequences)
+        again = 0.0
+        if activations in ("full", "offload"):
+            again = seconds.forward
+        elif activations in ("dots", "save_collectives"):
+            again = seconds.light
+        back = again + seconds.inputs + seconds.weights
+        if activations == "offload":  # a block's input goes to the host and comes back, beside everything else
+            moved = self.compute.item * sequences * self.compute.seq * self.compute.shape.hidden / self.grid.x
+            copied = moved / self.request.machine.host.bytes_per_s
+            again += max(0.0, copied - back)
+            seconds = Seconds(max(seconds.forward, copied), seconds.inputs, seconds.weights, seconds.light)
+        on, times = self.request.switches, Times(compute=seconds.forward + again + seconds.inputs + seconds.weights)
+        half = seconds.forward / 2 if sequences % 2 == 0 else 0.0  # the other stream's matmuls, one of two
+        forward = self._window(seconds.forward, times, sequences)
+        forward.add(self._lines(part, "gather") if gathers else (), seconds.forward if on.gathers else 0.0)
+        forward.add(self._lines(part, "reduce"), half if on.forward else 0.0)
+        backward = self._window(back, times, sequences)
+        backward.add(self._lines(part, "input"), seconds.weights if on.gradients else 0.0)
+        recomputed = self._window(again, times, sequences)
+        if gather == "forward":
+            backward.add(self._lines(part, "regather"), back if on.gathers else 0.0)
+        if activations in ("full", "dots", "offload"):
+            recomputed.add(self._lines(part, "rereduce"), half if on.forward else 0.0)
+        if activations == "none":  # only gradients of weights read it
+            backward.add(self._lines(part, "reread"), seconds.inputs if on.gradients else 0.0)
+        else:
+            recomputed.add(self._lines(part, "reread"), half if on.forward else 0.0)
+        late = self._window(backward.left, times, sequences)
+        late.add(self._lines(part, "scatter") if gather != "step" else (), back if on.scatters else 0.0)
+        times.forward = seconds.forward + forward.exposed
+        times.inputs = again + seconds.inputs + backward.exposed + recomputed.exposed
+        times.weights = seconds.weights + late.exposed
+        return times
+
+    def _compute(self, part: Part, sequences: int) -> Seconds:
+        if part == "block":
+            return self.compute.block(self.grid.x, self.grid.y, sequences)
+        if part == "last":
+            columns = self.compute.shape.padded_vocab(self.grid.y * self.grid.z) // self.grid.y
+            return self.compute.head(self.grid.x, columns, sequences)
+        return Seconds(0.0, 0.0, 0.0, 0.0)
+
+    def _lines(self, part: Part, role: Role) -> tuple[Line, ...]:
+        return self.traffic.lines(self.grid, part, role)
+
+    def _window(self, compute: float | dict[bool, float], times: Times, sequences: int) -> "_Window":
+        return _Window(compute, 1.0 - self.request.machine.device.contention, times, sequences)
+
+
+class _Window:
+    """A stretch of compute that collectives run beside; links of a node, and between nodes, serve one at a time.
+
+    Compute keeps `speed` of its rate beside a collective; what it loses counts as communication that is not hidden.
+    """
+
+    def __init__(self, compute: float | dict[bool, float], speed: float, times: Times, sequences: int):
+        self.left = dict(compute) if isinstance(compute, dict) else {True: compute, False: compute}
+        self.speed, self.times, self.sequences, self.exposed = speed, times, sequences, 0.0
+
+    def add(self, lines: Iterable[Line], most: float) -> None:
+        """Adds collectives of which at most `most` seconds can be hidden here."""
+        for line in lines:
+            seconds = line.at(self.sequences)
+            hidden = max(0.0, min(self.speed * seconds, most, self.left[line.near]))
+            self.left[line.near] -= hidden
+            most -= hidden
+            self.exposed += seconds - hidden
+            self.times.exposed[line.axis] = self.times.exposed.get(line.axis, 0.0) + seconds - hidden
+            self.times.hidden[line.axis] = self.times.hidden.get(line.axis, 0.0) + hidden

@@ -1,0 +1,1 @@
+"""Machines as the planner sees them: rates, links, and the TOML files that say them."""

@@ -1,0 +1,291 @@
+"""A machine as the planner sees it: rates, latencies and sizes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, log, log2
+from typing import TypeVar, get_args
+
+from axonn_jax.distributed.gpu_limits import FRACTION
+from axonn_jax.errors import UserError, nearest
+from axonn_jax.planner.memory import Precision
+
+GIB = 2**30
+MEASURED_KINDS = ("all-reduce", "all-gather", "reduce-scatter")
+"""What `CollectiveTime.kind` may be."""
+
+
+@dataclass(frozen=True)
+class RingRate:
+    """A measured bandwidth of ring collectives, all groups of an axis at once."""
+
+    inner: int
+    """Product of the axes inside (faster) of this one; counts from here to the next entry's."""
+    size: int
+    """Devices of a group; counts from here to the next entry's."""
+    gib_per_s: float
+    """What a device sends, in 2^30 bytes a second."""
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """A measured time of one kind of collective, all groups of an axis at once."""
+
+    kind: str
+    """What it does: all-reduce, all-gather or reduce-scatter."""
+    inner: int
+    """Product of the axes inside (faster) of this one; counts from here to the next entry's."""
+    size: int
+    """Devices of a group; counts from here to the next entry's."""
+    bytes: float
+    """Of the whole buffer: gathered, or to be reduced."""
+    seconds: float
+    """What it took."""
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Measured messages between pipeline stages inside a node."""
+
+    channel: str
+    """What carried them, as in `pipeline.channel`."""
+    bytes_per_s: float
+    """Of long ones."""
+    latency_s: float
+    """Of short ones."""
+
+
+@dataclass(frozen=True)
+class MatmulShare:
+    """How much of the rate of large matmuls those of one size reach."""
+
+    size: int
+    """Cube root of the product of its three dims."""
+    share: float
+    """At most 1."""
+
+
+Curve = tuple[tuple[float, float], ...]
+"""Points (x, y), x ascending."""
+
+Row = TypeVar("Row", RingRate, CollectiveTime)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, as jax counts them (a GCD, a GPU; a CPU socket)."""
+
+    kind: str
+    """Its name."""
+    memory_bytes: float
+    """What it has."""
+    memory_bytes_per_s: float
+    """Of streaming kernels."""
+    peak_fp32: float
+    """FLOP/s advertised for matmuls of float32."""
+    peak_bf16: float = 0.0
+    """The same for bfloat16; 0: it has none."""
+    peak_fp16: float = 0.0
+    """The same for float16; 0: it has none."""
+    reserved_bytes: float = 0.0
+    """Taken by driver, runtime and communicators."""
+    attention: float = 0.0
+    """Rate of attention, in the form that half precision takes, as a share of matmuls'; 0: from what its blocks do."""
+    launch_s: float = 0.0
+    """Least time of a kernel."""
+    program_s: float = 0.0
+    """Least time of a program with a stage's arrays: every task of a pipeline is one."""
+    light_bytes_per_s: float = 0.0
+    """Of norms, activation functions and additions, by the bytes they must move; 0: memory's rate."""
+    update_bytes_per_s: float = 0.0
+    """Of the optimizer's update; 0: memory's rate."""
+    contention: float = 0.0
+    """Share of its speed that compute loses while a collective runs beside it (cores and memory bandwidth taken)."""
+    platform: str = ""
+    """What jax runs on: cpu, cuda, rocm or tpu; empty: not known, no fused attention is counted on."""
+    capability: float = 0.0
+    """Compute capability of a GPU with CUDA, such as 9.0."""
+
+    @property
+    def free_bytes(self) -> float:
+        """What driver, runtime and communicators leave of its memory."""
+        return self.memory_bytes - self.reserved_bytes
+
+    @property
+    def program_bytes(self) -> float:
+        """What a run gets of that: on a GPU, which is whatever does not say that it is none, jax's pool."""
+        return self.free_bytes * (1.0 if self.platform in ("cpu", "tpu") else FRACTION)
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """How much of the peak matmuls reach."""
+
+    large: float
+    """Share of the peak that large matmuls reach when measured alone."""
+    sustained: float = 1.0
+    """Share of that rate that is left in the middle of long training steps (clocks, power)."""
+    tile_rows: int = 0
+    """Rows of the output that a core computes at a time; 0: sizes do not matter."""
+    tile_columns: int = 0
+    """Columns of it."""
+    cores: int = 0
+    """Tiles computed at once."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What devices share inside a node."""
+
+    devices: int
+    """How many they are."""
+    bytes_per_s: float
+    """What a device sends to others of its node."""
+    latency_s: float
+    """Of one hop."""
+    at_once: float = 0.0
+    """Devices that compute at full speed together, where they share what computes; 0: all."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What joins the nodes; a machine of one node has any numbers here."""
+
+    bytes_per_s: float
+    """What a node sends to other nodes, all its adapters together."""
+    latency_s: float
+    """Of one hop of a collective."""
+    straggling: float = 0.0
+    """How much longer a job's devices take with every doubling of its nodes, as a share of one node's time: all wait
+    for the slowest of them."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The memory beside the devices."""
+
+    memory_bytes: float
+    """Of a node."""
+    bytes_per_s: float
+    """Between a device and the host, each way."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything that times and memory are predicted with."""
+
+    name: str
+    """What `--machine` calls it."""
+    title: str
+    """For people."""
+    sources: tuple[str, ...]
+    """Where the numbers come from."""
+    device: Device
+    matmul: Matmul
+    node: Node
+    network: Network
+    host: Host
+    bandwidth: tuple[RingRate, ...] = ()
+    """Measured rates of collectives; where there are none, the rates of the links decide."""
+    messages: tuple[Messages, ...] = ()
+    """By channel; where there are none, the rates of the links decide."""
+    matmuls: tuple[MatmulShare, ...] = ()
+    """By size; where there are none, all are large."""
+    collectives: tuple[CollectiveTime, ...] = ()
+    """By kind, place and bytes; they come before `bandwidth` and the links' latencies."""
+
+    def peak(self, precision: Precision) -> float:
+        """FLOP/s advertised for matmuls; raises ``UserError`` where the device has no such units."""
+        found = float(getattr(self.device, f"peak_{precision}"))
+        if found <= 0:
+            have = [name for name in get_args(Precision) if getattr(self.device, f"peak_{name}") > 0]
+            raise UserError("--precision", precision, f"one that a {self.device.kind} has: {', '.join(have)}")
+        return found
+
+    @property
+    def half(self) -> Precision:
+        """The precision that training uses by default here: bf16, else fp16, else fp32."""
+        return "bf16" if self.device.peak_bf16 > 0 else "fp16" if self.device.peak_fp16 > 0 else "fp32"
+
+    def slower(self, devices: int) -> float:
+        """How many times longer a device computes when so many do that share what computes."""
+        least = self.node.at_once
+        return max(1.0, min(devices, self.node.devices) / least) if least else 1.0
+
+    def shared(self, devices: int) -> "Machine":
+        """The machine as one of so many devices sees it that share what computes and the way to memory, and wait
+        for the slowest of them."""
+        slower, device = self.slower(devices), self.device
+        slower *= 1.0 + self.network.straggling * log2(max(1, ceil(devices / self.node.devices)))
+        if slower == 1.0:
+            return self
+        device = replace(
+            device,
+            memory_bytes_per_s=device.memory_bytes_per_s / slower,
+            light_bytes_per_s=device.light_bytes_per_s / slower,
+            update_bytes_per_s=device.update_bytes_per_s / slower,
+        )
+        return replace(self, device=device, matmul=replace(self.matmul, large=self.matmul.large / slower))
+
+    def matmul_share(self, size: float) -> float:
+        """Share of the rate of large matmuls that those of a size (cube root of their dims' product) reach."""
+        return matmul_share(self.matmuls, size)
+
+    def curve(self, kind: str, inner: int, size: int) -> Curve:
+        """Measured (bytes of the whole buffer, seconds) of a collective, ascending; empty where there are none."""
+        rows = at_place([row for row in self.collectives if row.kind == kind], inner, size)
+        return tuple(sorted((row.bytes, row.seconds) for row in rows))
+
+    def measured(self, inner: int, size: int, across: bool = False) -> float | None:
+        """Bytes/s a device sends in a measured collective of `size` devices, `inner` axes' product inside of it.
+
+        For groups `across` nodes only what was measured across nodes counts.
+        """
+        rows = [row for row in self.bandwidth if not across or row.inner * row.size > self.node.devices]
+        found = at_place(rows, inner, size)
+        return found[0].gib_per_s * GIB if found else None
+
+
+def at_place(rows: Sequence[Row], inner: int, size: int) -> list[Row]:
+    """Those of the largest measured product of inner axes, and then size, that are not larger."""
+    rows = [row for row in rows if row.inner <= inner]
+    level = max((row.inner for row in rows), default=0)
+    rows = [row for row in rows if row.inner == level and row.size <= size]
+    return [row for row in rows if row.size == max(other.size for other in rows)]
+
+
+def check_measured(matmuls: Sequence[MatmulShare], collectives: Sequence[CollectiveTime]) -> None:
+    """Raises ``UserError`` for what no single number's range can say."""
+    for at, row in enumerate(matmuls):
+        if row.share > 1:
+            raise UserError(f"matmuls[{at}].share", row.share, "a share above 0 and of at most 1")
+    for at, one in enumerate(collectives):
+        if one.kind not in MEASURED_KINDS:
+            accepted = f"one of {', '.join(MEASURED_KINDS)}{nearest(one.kind, MEASURED_KINDS)}"
+            raise UserError(f"collectives[{at}].kind", one.kind, accepted)
+
+
+def between(curve: Curve, at: float) -> float:
+    """The value of a curve: linear between its points, the first y before them, `slope` beyond the last."""
+    if at <= curve[0][0]:
+        return curve[0][1]
+    for (x, y), (further, higher) in pairwise(curve):
+        if at <= further:
+            return y + (at - x) * (higher - y) / (further - x)
+    return curve[-1][1] + (at - curve[-1][0]) * slope(curve)
+
+
+def slope(curve: Curve) -> float:
+    """How y grows with x where x is large: as between the last two points; in proportion to x if there is one."""
+    if len(curve) == 1:
+        return curve[0][1] / curve[0][0]
+    (x, y), (further, higher) = curve[-2:]
+    return max(0.0, higher - y) / (further - x)
+
+
+def matmul_share(rows: tuple[MatmulShare, ...], size: float) -> float:
+    """Share at a size, between measured ones by its logarithm; that of the nearest outside, 1 where there are none."""
+    if not rows:
+        return 1.0
+    points = tuple(sorted((log(row.size), row.share) for row in rows))
+    return between(points, min(log(size), points[-1][0]))

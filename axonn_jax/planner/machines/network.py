@@ -1,0 +1,206 @@
+"""Collectives on links: what a device sends on a ring, where groups lie in nodes, and how long they take."""
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from functools import cache
+from itertools import pairwise
+from math import ceil, gcd, log2, prod
+from typing import Literal, NamedTuple, Protocol, get_args
+
+from axonn_jax.grid import MESH_AXES, GridShape
+from axonn_jax.planner.machines.machine import Curve, Machine
+
+CollectiveKind = Literal["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
+KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+
+Totals = dict[tuple[str, str], Fraction]
+"""Bytes a device by (kind, axes joined by `*`)."""
+
+
+class Communication(Protocol):
+    """A collective, predicted or compiled."""
+
+    @property
+    def kind(self) -> CollectiveKind:
+        """What it does."""
+
+    @property
+    def over(self) -> str:
+        """The mesh axes it runs over, joined by `*`."""
+
+    @property
+    def bytes(self) -> Fraction:
+        """What a device sends for it in a step."""
+
+
+def ring_bytes(kind: CollectiveKind, whole: int, group: int) -> Fraction:
+    """Bytes a device sends for a collective of `group` devices, `whole` the bytes of the whole buffer.
+
+    All-gather, reduce-scatter and all-to-all (G-1)/G n, all-reduce 2 (G-1)/G n, and a permutation n: the ring
+    algorithms (Thakur et al. 2005). A fraction, so that sums compare exactly.
+    """
+    if kind == "collective-permute":
+        return Fraction(whole)
+    return Fraction((2 if kind == "all-reduce" else 1) * (group - 1) * whole, group)
+
+
+def totals(found: Iterable[Communication]) -> Totals:
+    """Bytes a device in a step by (kind, axes); ``ValueError`` where a compiled loop's trip count is unknown."""
+    sums: Totals = {}
+    for one in found:
+        key = (one.kind, one.over)
+        sums[key] = sums.get(key, Fraction(0)) + one.bytes
+    return dict(sorted(sums.items()))
+
+
+class GroupSpread(NamedTuple):
+    """Where the groups of a collective lie: all of them run at once, and the slowest decides."""
+
+    rings: int
+    """At most so many of those that leave a node pass through one; 0: none leaves a node."""
+    spreads: frozenset[tuple[int, int]]
+    """Nodes that a group touches, and its members in the fullest of them; every pair that there is."""
+
+
+@cache
+def placed(node: int, inner: int, size: int, devices: int) -> GroupSpread:
+    """Where groups of `size` devices lie, `inner` numbers apart, on so many devices in nodes of `node`.
+
+    Nodes are consecutive numbers, and so are blocks of `inner` groups side by side. What matters of a block is the
+    place in its node at which it begins; these places repeat.
+    """
+    span = inner * size
+    if node % span == 0 or devices <= node:
+        return GroupSpread(0, frozenset({(1, size)}))
+    if inner >= node:  # every device of a node is in another ring
+        return GroupSpread(node, frozenset({(size, 1)}))
+    begins = [block * span for block in range(min(devices // span, node // gcd(node, span)))]
+    spreads = frozenset(_spread(node, inner, size, (begin + one) % node) for begin in begins for one in range(inner))
+    looked_at = {begin // node for begin in begins} | {(devices - 1) // node}
+    return GroupSpread(max(_rings(node, inner, size, devices, at) for at in looked_at), spreads)
+
+
+def _spread(node: int, inner: int, size: int, first: int) -> tuple[int, int]:
+    """Nodes of a group whose first member has this place in its node, and its members in the fullest."""
+    nodes = (first + (size - 1) * inner) // node + 1
+    # Members before each node; from the second on their number repeats after at most `inner` nodes.
+    before = [min(size, max(0, -(-(at * node - first) // inner))) for at in range(min(nodes, inner + 1) + 1)]
+    return nodes, max(after - earlier for earlier, after in pairwise(before))
+
+
+def _rings(node: int, inner: int, size: int, devices: int, at: int) -> int:
+    """Groups that have members in a node, and others outside of it."""
+    low, high = at * node, min((at + 1) * node, devices)
+    span = inner * size
+    tail = min(-low % span, high - low)  # of a block that began before
+    head = (high - low - tail) % span  # of one that ends behind
+    return sum(min(inner, part) - max(0, part - (size - 1) * inner) for part in (tail, head))
+
+
+def copies(grid: GridShape, node: int, devices: int) -> int:
+    """How many blocks of so many devices of a grid have places of their own in nodes; further ones lie as these do."""
+    return 1 if node % devices == 0 else min(grid.devices // devices, node // gcd(node, devices))
+
+
+class GroupLinks:
+    """The groups of one grid on a machine, `x` fastest: neighbours along the fastest axes share a node."""
+
+    def __init__(self, grid: GridShape, machine: Machine):
+        self.machine = machine
+        self.sizes = {axis: int(getattr(grid, axis)) for axis in MESH_AXES}
+        self.stage_devices, self.devices = grid.stage_devices, grid.devices
+        self._known: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+
+    def inner(self, axes: Sequence[str]) -> int:
+        """Product of the axes inside (faster than) the fastest of these."""
+        fastest = max(MESH_AXES.index(axis) for axis in axes)
+        return prod(self.sizes[axis] for axis in MESH_AXES[fastest + 1 :])
+
+    def _runs(self, axes: Sequence[str]) -> list[tuple[int, int]]:
+        """Devices inside and of a group, of every run of neighbouring axes.
+
+        There is one, but for the gradients of positions, reduced over `data` and `y` alone where `y` splits the
+        sequence: they are as slow as the slower run and have the hops of both.
+        """
+        key = tuple(axes)
+        if key in self._known:
+            return self._known[key]
+        runs: list[list[str]] = []
+        for axis in sorted((axis for axis in axes if self.sizes[axis] > 1), key=MESH_AXES.index):
+            if runs and self.inner(runs[-1]) == self.inner([axis]) * self.sizes[axis]:
+                runs[-1].append(axis)
+            else:
+                runs.append([axis])
+        self._known[key] = [(self.inner(run), prod(self.sizes[axis] for axis in run)) for run in runs]
+        return self._known[key]
+
+    def _placed(self, inner: int, size: int) -> GroupSpread:
+        return placed(self.machine.node.devices, inner, size, self.devices)
+
+    def near(self, axes: Sequence[str]) -> bool:
+        """Whether all groups over these axes stay inside a node."""
+        return not any(self._placed(*run).rings for run in self._runs(axes))
+
+    def rate(self, axes: Sequence[str]) -> float:
+        """Bytes/s a device sends in a ring collective over these axes, all its sibling groups at once.
+
+        Measured where the machine file has it. Else a group inside a node has the links of a device; rings that leave a
+        node share what it sends: beta_inter / min(G_node, inner) where groups and nodes are nested.
+        """
+        return min((self._rate(*run) for run in self._runs(axes)), default=self.machine.node.bytes_per_s)
+
+    def _rate(self, inner: int, size: int) -> float:
+        node, rings = self.machine.node, self._placed(inner, size).rings
+        found = self.machine.measured(inner, size, across=rings > 0)
+        # What was measured across nodes are groups that they are nested in, or that are nested in them.
+        nested = inner >= node.devices or (node.devices % inner == 0 and inner * size % node.devices == 0)
+        if rings == 0 or (found is not None and nested):
+            return found or node.bytes_per_s
+        return min(found or node.bytes_per_s, self.machine.network.bytes_per_s / rings)
+
+    def curve(self, kind: CollectiveKind, axes: Sequence[str]) -> Curve:
+        """Measured seconds of a collective over these axes by the bytes of its buffer.
+
+        Empty where there are none, and across nodes: what was measured is taken to be one node.
+        """
+        runs = self._runs(axes)
+        return self.machine.curve(kind, *runs[0]) if len(runs) == 1 and self.near(axes) else ()
+
+    def latency(self, kind: CollectiveKind, axes: Sequence[str]) -> float:
+        """Seconds before the first byte of a collective counts: a launch, then the hops of the slowest group.
+
+        A ring has `size - 1` hops, as many between nodes as nodes take part less one; an all-reduce goes up and down a
+        binary tree, as communication libraries do where latency matters.
+        """
+        near, far = self.machine.node.latency_s, self.machine.network.latency_s
+        seconds = self.machine.device.launch_s
+        for inner, size in self._runs(axes):
+            spreads = self._placed(inner, size).spreads
+            if kind == "all-reduce":
+                seconds += max(2 * ceil(log2(most)) * near + 2 * ceil(log2(nodes)) * far for nodes, most in spreads)
+            else:
+                seconds += max((size - nodes) * near + (nodes - 1) * far for nodes, _ in spreads)
+        return seconds
+
+    def neighbour_rate(self) -> float:
+        """Bytes/s of a device's messages to the next pipeline stage, all devices of a node sending at once.
+
+        `pipe` is the slowest axis: the next stage is `stage_devices` numbers on, and a pipeline that is longer than a
+        node has neighbours in different nodes. Of its links the slowest counts, which every microbatch waits for.
+        """
+        node, each = self.machine.node, self.stage_devices
+        inside = max((one.bytes_per_s for one in self.machine.messages), default=node.bytes_per_s)
+        if self.devices <= max(node.devices, each):
+            return inside
+        # The last `each` of a node send to the next one, as far as they have a stage behind theirs.
+        leaving = min(node.devices, self.devices - each) - max(0, node.devices - each)
+        across = min(node.bytes_per_s, self.machine.network.bytes_per_s / leaving)
+        return across if each >= node.devices else min(inside, across)
+
+    def neighbour_latency(self) -> float:
+        """Seconds a message to the next stage takes at least, over the slowest of a pipeline's links."""
+        node, across = self.machine.node, self.machine.network.latency_s
+        inside = min((one.latency_s for one in self.machine.messages), default=node.latency_s)
+        if self.devices <= node.devices:
+            return inside
+        return across if self.stage_devices >= node.devices else max(inside, across)

@@ -1,0 +1,125 @@
+"""Sentences on why a candidate is what it is, and step times with fewer devices."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.planner.machines.machine import Machine
+from axonn_jax.planner.machines.network import GroupLinks
+from axonn_jax.planner.request import Estimate, PlanRequest
+from axonn_jax.planner.search import TIE, SearchResult, search
+from axonn_jax.planner.space import AXES, SearchSpace
+from axonn_jax.schedule.policies import default_in_flight
+
+
+def explain(request: PlanRequest, plan: SearchResult, one: Estimate) -> list[str]:
+    """Sentences about what decides the time of a candidate and what its memory is spent on."""
+    candidate, memory = one.candidate, one.memory
+    sentences = [_time(one)]
+    grid = candidate.grid
+    if grid.y * grid.x > 1:
+        sentences.append(_node(grid, request.machine))
+    if grid.pipe > 1:
+        sentences.append(
+            f"{candidate.microbatches} microbatches keep the bubble of {grid.pipe} stages at {one.bubble:.1%}"
+            + (f" with {candidate.virtual_stages} virtual stages each." if candidate.virtual_stages > 1 else ".")
+        )
+    if candidate.in_flight:
+        usual = default_in_flight(candidate.pipeline)
+        sentences.append(
+            f"{candidate.in_flight} microbatches in flight, with memory for all their activations, shorten waits."
+            if candidate.in_flight >= usual
+            else f"There is memory for {candidate.in_flight} microbatches in flight, fewer than by default."
+        )
+    if candidate.activations != "none":
+        sentences.append(_recomputed(candidate.activations))
+    if candidate.gather != "forward":
+        sentences.append(
+            f"Weights gathered over z stay for a {'step' if candidate.once else 'microbatch'} "
+            f"({memory.gathered / 1e9:.1f} GB) and are not gathered again."
+        )
+    if candidate.offload:
+        sentences.append(
+            f"Optimizer state is on the host ({memory.host / 1e9:.1f} GB a device): it does not fit beside the rest."
+        )
+    if candidate.zero:
+        sentences.append(f"ZeRO-1 shares optimizer state among {grid.data} replicas.")
+    if request.attention_form.why:
+        sentences.append(f"Attention is {request.attention_form.kernel} ({request.attention_form.why}).")
+    closest = next((other for other in plan.best if other is not one and other.step_s >= one.step_s), None)
+    if closest is not None and closest.step_s > one.step_s * (1 + TIE):
+        sentences.append(f"The next grid takes {closest.step_s / one.step_s - 1:.1%} longer.")
+    return sentences
+
+
+def _time(one: Estimate) -> str:
+    parts = {
+        "compute": one.compute_s,
+        "exposed communication": one.exposed_s,
+        "bubble": one.bubble * one.step_s,
+        "the optimizer": one.update_s,
+    }
+    shown = [f"{name} {seconds / one.step_s:.1%}" for name, seconds in parts.items() if seconds > 0.0005 * one.step_s]
+    hidden = sum(one.hidden.values())
+    beside = f", with {hidden:.2f} s of communication beside it" if hidden > 0 else ""
+    return f"{', '.join(shown)} of the step{beside}."
+
+
+def _node(grid: GridShape, machine: Machine) -> str:
+    both, node = f"x * y = {grid.x * grid.y}", machine.node.devices
+    if GroupLinks(grid, machine).near(("y", "x")):
+        return f"{both} stays inside a node of {node}."
+    if grid.x * grid.y > node:
+        return f"{both} leaves the node of {node}, which costs bandwidth."
+    return f"{both} does not divide a node of {node}: groups that lie in two nodes cost bandwidth."
+
+
+def _recomputed(activations: str) -> str:
+    return {
+        "full": "Blocks are computed again in the backward pass to save memory.",
+        "dots": "Results of matmuls are kept and the rest is computed again.",
+        "save_collectives": "What was all-reduced is kept and the rest computed again, without communicating twice.",
+        "offload": "Inputs of blocks wait on the host for the backward pass.",
+    }[activations]
+
+
+_KEPT = 5
+"""Grids of a number of devices from which those of half as many come."""
+
+
+def scaling(
+    requests: Sequence[PlanRequest], best: Sequence[Estimate], space: SearchSpace, limit: float
+) -> list[tuple[int, float]]:
+    """Devices and seconds a step: of a plan, and of half as many devices for each further request.
+
+    Searched are the best grids with an axis halved, and these with a factor of two on another axis. It ends where none
+    of them fits.
+    """
+    points = [(best[0].candidate.grid.devices, best[0].step_s)]
+    for request in requests:
+        halves = set(_halved((one.candidate.grid for one in best[:_KEPT]), space))
+        grids = halves | set(_doubled(_halved(halves, space), space))
+        devices = points[-1][0] // 2
+        try:
+            best = search(request, devices, replace(space, grids=sorted(grids, key=str)), limit).best
+        except UserError:
+            break
+        points.append((devices, best[0].step_s))
+    return points
+
+
+def _halved(grids: Iterable[GridShape], space: SearchSpace) -> Iterator[GridShape]:
+    """Grids with one axis halved that is not fixed."""
+    for grid in grids:
+        for axis in AXES:
+            if axis not in space.axes and getattr(grid, axis) % 2 == 0:
+                yield replace(grid, **{axis: getattr(grid, axis) // 2})
+
+
+def _doubled(grids: Iterable[GridShape], space: SearchSpace) -> Iterator[GridShape]:
+    """Grids with one axis doubled that is not fixed."""
+    for grid in grids:
+        for axis in AXES:
+            if axis not in space.axes:
+                yield replace(grid, **{axis: getattr(grid, axis) * 2})

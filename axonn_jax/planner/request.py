@@ -1,0 +1,215 @@
+"""Requests to the planner, the candidates it may choose, and what it predicts for one."""
+
+from dataclasses import dataclass, field
+
+from axonn_jax.grid import GridShape
+from axonn_jax.hardware import AttentionDevice
+from axonn_jax.models.block_comm import BlockComm, choose_residual_comm
+from axonn_jax.models.config import ModelShape
+from axonn_jax.options import Activations, AttentionKernel, PipelinePolicy, ReshardAfter, ResidualComm
+from axonn_jax.planner.machines.machine import Device, Machine
+from axonn_jax.planner.memory import Precision
+from axonn_jax.schedule.policies import may_split
+from axonn_jax.schedule.tasks import PipelineShape
+from axonn_jax.tensor.kernel_choice import AttentionForm, choose_form
+
+SHORT = 0.17
+"""How far below what a program takes its predicted memory was at worst, as a share of what it takes
+(docs/results.md)."""
+
+
+@dataclass(frozen=True)
+class OverlapFlags:
+    """Which collectives run beside matmuls; SC 24's names in brackets."""
+
+    gathers: bool = True
+    """The next layer's weights, beside this layer's compute (OAG)."""
+    scatters: bool = True
+    """Gradients of weights, beside the rest of the backward pass (ORS)."""
+    gradients: bool = True
+    """Gradients of inputs, beside those of weights (OAR)."""
+    forward: bool = True
+    """Forward outputs: one half of the rows beside the other's matmuls."""
+
+
+NO_OVERLAP = OverlapFlags(gathers=False, scatters=False, gradients=False, forward=False)
+
+
+_DTYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_CUDNN = 91100
+"""A version that refuses no GPU: which one a machine has is not in its file."""
+
+
+def described(device: Device) -> AttentionDevice:
+    """What the candidate of a form depends on, as a machine file says it.
+
+    On TPUs the fused form needs a package that may not be there, and a stage of one device: no plan counts on it.
+    """
+    if device.platform != "cuda":
+        return AttentionDevice(device.platform, alone=False)
+    major, minor = str(float(device.capability)).split(".")
+    return AttentionDevice("cuda", (int(major), int(minor)), _CUDNN)
+
+
+def form_taken(device: Device, precision: Precision, head_dim: int, seq: int) -> AttentionForm:
+    """The form that a program takes there which may choose."""
+    if not device.platform:
+        return AttentionForm("blocked", "the machine file does not say device.platform")
+    return choose_form("auto", described(device), _DTYPES[precision], head_dim, seq)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A training step on a machine, without the candidates of the planner."""
+
+    shape: ModelShape
+    machine: Machine
+    batch: int
+    """Sequences a step over all devices."""
+    precision: Precision
+    accumulate: int = 4
+    """Bytes of an accumulated gradient."""
+    bucket: int = 16_000_000
+    """Elements reduced, or updated on the host, together."""
+    switches: OverlapFlags = field(default_factory=OverlapFlags)
+    policy: PipelinePolicy = "message"
+    split: bool = True
+    """Whether gradients of weights may be tasks of their own (policy message; see `splits`)."""
+    sequence_split: bool = False
+    """Whether the sequence of the residual stream is split over `y`."""
+    residual_comm: ResidualComm = "all_reduce"
+    """How blocks are to communicate with it."""
+    attention: AttentionKernel = "auto"
+    """The form of attention; auto: what the program takes there. One that is said is not checked: another program's."""
+
+    @property
+    def attention_form(self) -> AttentionForm:
+        """The form that is computed."""
+        if self.attention != "auto":
+            return AttentionForm(self.attention)
+        return form_taken(self.machine.device, self.precision, self.shape.head_dim, self.shape.seq_len)
+
+    def comm(self, grid: GridShape, activations: Activations) -> BlockComm:
+        """How blocks communicate on a grid; raises ``UserError`` where they cannot as they are to."""
+        split = self.sequence_split
+        return choose_residual_comm(self.residual_comm, self.shape, grid, activations, sequence_split=split)
+
+    def splits(self, activations: Activations) -> bool:
+        """Whether a pipeline's gradients of weights are tasks of their own."""
+        return self.policy == "zero-bubble" or (self.policy == "message" and may_split(self.split, activations))
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a step without recomputation, as published counts have them."""
+        return self.shape.step_flops(self.batch)
+
+    def memory_limit(self) -> float:
+        """Bytes that training may be predicted to take of a device, so that it fits where it takes more by `SHORT`."""
+        return self.machine.device.program_bytes * (1.0 - SHORT)
+
+
+StatePlacement = tuple[bool, int]
+"""Where the optimizer's state is: whether on the host, and the stage of ZeRO that shares it among replicas."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What the planner decides."""
+
+    grid: GridShape
+    microbatches: int = 1
+    """Of a step, per pipeline."""
+    activations: Activations = "none"
+    virtual_stages: int = 1
+    offload: bool = False
+    zero: int = 0
+    gather: ReshardAfter = "forward"
+    """How long gathered weights live."""
+    in_flight: int = 0
+    """Microbatches in a pipeline at once (policy message), 0 for the default."""
+
+    @property
+    def once(self) -> bool:
+        """Whether weights are gathered, and gradients reduce-scattered over `z`, once a step."""
+        return self.gather == "step" and self.microbatches > 1
+
+    @property
+    def placement(self) -> StatePlacement:
+        """Where the optimizer's state is."""
+        return self.offload, self.zero
+
+    @property
+    def loops(self) -> bool:
+        """Whether one program runs several microbatches."""
+        return self.grid.pipe == 1 and self.microbatches > 1
+
+    @property
+    def again(self) -> bool:
+        """Whether recomputation gathers weights again."""
+        return self.gather == "forward" and self.activations != "none"
+
+    @property
+    def pipeline(self) -> PipelineShape:
+        """Its ranks, microbatches and virtual stages."""
+        return PipelineShape(self.grid.pipe, self.microbatches, self.virtual_stages)
+
+    def sequences(self, batch: int) -> int:
+        """Sequences of a microbatch on a device."""
+        return batch // (self.grid.batch_shards * self.microbatches)
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on the fullest device, by kind."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float
+    buffers: float
+    host: float = 0.0
+    """On the host, for each device; not part of the total."""
+
+    @property
+    def total(self) -> float:
+        """On the device."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.gathered + self.buffers
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a candidate is predicted to take."""
+
+    candidate: Candidate
+    step_s: float
+    compute_s: float
+    """Of the busiest stage, with recomputation."""
+    update_s: float
+    """The optimizer's."""
+    bubble: float
+    """Share of the step in which a stage waits for others."""
+    memory: MemoryUse
+    exposed: dict[str, float] = field(default_factory=dict)
+    """Seconds of communication that nothing runs beside, by axis, of the busiest stage."""
+    hidden: dict[str, float] = field(default_factory=dict)
+    """Seconds of communication beside compute, by axis."""
+    simulated: bool = False
+    """Whether the pipeline was run by its dispatchers, rather than estimated in closed form."""
+
+    def peak_share(self, request: PlanRequest, recompute: bool = False) -> float:
+        """FLOPs a second as a share of the devices' peak; with `recompute` the blocks' second forward counts too."""
+        flops = request.shape.step_flops(request.batch, recompute=recompute)
+        return flops / (self.step_s * self.candidate.grid.devices * request.machine.peak(request.precision))
+
+    @property
+    def comm_s(self) -> dict[str, float]:
+        """Seconds of communication by axis, exposed and hidden."""
+        return {
+            axis: self.exposed.get(axis, 0.0) + self.hidden.get(axis, 0.0) for axis in ("x", "y", "z", "data", "pipe")
+        }
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of exposed communication, all axes together."""
+        return sum(self.exposed.values())

@@ -1,0 +1,1 @@
+"""Steps in virtual time, run by the dispatchers that run real ones."""

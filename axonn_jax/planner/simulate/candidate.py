@@ -1,0 +1,124 @@
+"""A candidate's price: in closed form without a pipeline, else simulated by the real dispatchers."""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+
+from axonn_jax.models.segments import Segment
+from axonn_jax.planner.cost_model.model import CostModel
+from axonn_jax.planner.cost_model.part_times import Times
+from axonn_jax.planner.cost_model.traffic import Part
+from axonn_jax.planner.request import Candidate, Estimate
+from axonn_jax.planner.simulate.steady import Pipelined, StageTimes, pipelined
+from axonn_jax.schedule.tasks import Kind
+
+
+def _tasks(model: CostModel, candidate: Candidate) -> dict[tuple[Kind, int], float]:
+    """Seconds of the tasks of every virtual stage; without a pipeline of one that holds the whole model."""
+    times: dict[tuple[Kind, int], float] = {}
+    pipe, virtual = candidate.grid.pipe, candidate.virtual_stages
+    least = model.request.machine.device.program_s if pipe > 1 else 0.0
+
+    def add(stage: int, parts: Iterable[tuple[float, Times]]) -> None:
+        forward = inputs = weights = 0.0
+        for count, one in parts:
+            forward += count * one.forward
+            inputs += count * one.inputs
+            weights += count * one.weights
+        times[Kind.FORWARD, stage] = least + forward
+        times[Kind.BACKWARD_INPUT, stage] = least + inputs
+        times[Kind.BACKWARD_WEIGHT, stage] = least + weights
+        times[Kind.BACKWARD, stage] = least + inputs + weights
+
+    if pipe == 1:
+        add(0, ((count, one) for _, count, one in model.busiest(candidate)))
+        return times
+    tasks, sequences = model.tasks(candidate), candidate.sequences(model.request.batch)
+    block_flops = model.request.shape.layer_forward_flops(1)
+
+    def part(piece: Segment) -> tuple[float, Times]:
+        named: dict[str, Part] = {"embedding": "first", "head": "last"}
+        share = 1.0 if piece.name in named else piece.flops / block_flops
+        return share, tasks.times(named.get(piece.name, "block"), sequences, candidate.activations, True)
+
+    pieces, ranges = model.stages(pipe, virtual)
+    for stage, held in enumerate(ranges):
+        add(stage, map(part, pieces[held.start : held.stop]))
+    return times
+
+
+def simulate_candidate(
+    model: CostModel,
+    times: StageTimes,
+    candidate: Candidate,
+    shown: Collection[int] | None = (),
+    progress: Callable[[int], None] | None = None,
+) -> Pipelined:
+    """A candidate's step without what comes once in it; `shown` and `progress` are those of `pipelined`."""
+    split = model.request.splits(candidate.activations)
+    return pipelined(
+        times, model.request.policy, in_flight=candidate.in_flight, split=split, shown=shown, progress=progress
+    )
+
+
+class Prices:
+    """Prices of a request's candidates, as `plan` and `simulate` show them; equal pipelines are simulated once."""
+
+    def __init__(self, model: CostModel):
+        self.model = model
+        self.tasks = 0
+        """Simulated so far."""
+        self._pipelines: dict[tuple[object, ...], Pipelined] = {}
+        self._tasks: dict[tuple[object, ...], dict[tuple[Kind, int], float]] = {}
+
+    def price(self, candidate: Candidate) -> Estimate:
+        """Returns the closed form, with the pipeline in it replaced by its simulation.
+
+        The real cut balances FLOPs, not times, and the closed form rounds blocks up: the busiest rank has less, or
+        more, and with it what it computes and communicates.
+        """
+        closed = self.model.estimate(candidate)
+        if candidate.grid.pipe == 1:
+            return closed
+        done = self.pipelined(candidate)
+        busy = max(done.busy)
+        step = done.makespan + self.model.outside_s(candidate)
+        idle = done.makespan - busy
+        messages = min(closed.exposed.get("pipe", 0.0), idle)
+        inside = [seconds for axis, seconds in closed.exposed.items() if axis not in ("pipe", "data")]
+        scale = busy / (closed.compute_s + sum(inside))
+        exposed = {axis: seconds * (1.0 if axis == "data" else scale) for axis, seconds in closed.exposed.items()}
+        hidden = {axis: seconds * scale for axis, seconds in closed.hidden.items()}
+        return replace(
+            closed,
+            step_s=step,
+            compute_s=closed.compute_s * scale,
+            bubble=(idle - messages) / step,
+            exposed={**exposed, "pipe": messages},
+            hidden=hidden,
+            simulated=True,
+        )
+
+    def stage_times(self, candidate: Candidate) -> StageTimes:
+        """Times of a candidate's stages, cut as a run cuts them, and of its messages.
+
+        Raises:
+            UserError: the model has fewer pieces than there are virtual stages.
+        """
+        key = self._key(candidate)
+        if key not in self._tasks:
+            self._tasks[key] = _tasks(self.model, candidate)
+        return StageTimes(candidate.pipeline, self._tasks[key], self.model.message(candidate))
+
+    def _key(self, candidate: Candidate) -> tuple[object, ...]:
+        """What decides how long tasks take."""
+        grid, sequences = candidate.grid, candidate.sequences(self.model.request.batch)
+        return grid.pipe, grid.z, grid.y, grid.x, candidate.virtual_stages, sequences, candidate.activations
+
+    def pipelined(self, candidate: Candidate) -> Pipelined:
+        """The simulation of a candidate's step without what comes once in it."""
+        times = self.stage_times(candidate)
+        key = (*self._key(candidate), candidate.microbatches, candidate.in_flight, times.message)
+        if key not in self._pipelines:
+            done = self._pipelines[key] = simulate_candidate(self.model, times, candidate)
+            self.tasks += done.simulation.tasks
+        return self._pipelines[key]

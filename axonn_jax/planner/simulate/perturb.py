@@ -1,0 +1,126 @@
+"""Task times that differ from the model's: jitter, slow ranks, ranks that fail. The same seed gives the same times."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import exp, inf
+from statistics import NormalDist
+from typing import Any
+
+from axonn_jax.errors import UserError
+from axonn_jax.options import PipelinePolicy
+from axonn_jax.planner.simulate.simulator import Simulation, simulate
+from axonn_jax.planner.simulate.steady import StageTimes
+from axonn_jax.schedule.tasks import Kind, Message, Task
+
+_NORMAL = NormalDist()
+_KINDS = {kind: number for number, kind in enumerate(Kind)}
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """What makes a run differ from the model."""
+
+    jitter: float = 0.0
+    """Sigma of lognormal task and message times with the model's as their mean."""
+    slow: Mapping[int, float] = field(default_factory=dict)
+    """Factors of ranks that take longer."""
+    failed: Mapping[int, float] = field(default_factory=dict)
+    """Seconds into the step after which ranks finish nothing."""
+    members: int = 1
+    """Devices of a rank that wait for each other in every task: the slowest one's time counts."""
+    seed: int = 0
+
+    def check(self, ranks: int) -> None:
+        """Raises ``UserError`` for a rank that does not exist, or an amount that means nothing."""
+        if not 0.0 <= self.jitter < 5.0:
+            raise UserError("--jitter", self.jitter, "a number from 0 to 5, the sigma of lognormal times")
+        for flag, given, low in (("--slow", self.slow, 1.0), ("--fail", self.failed, 0.0)):
+            for rank, amount in given.items():
+                if not 0 <= rank < ranks:
+                    raise UserError(flag, rank, f"a rank of the pipeline, 0 to {ranks - 1}")
+                if not low <= amount < inf:
+                    raise UserError(flag, amount, "a factor of at least 1" if low else "seconds of at least 0")
+
+
+def uniform(*what: int) -> float:
+    """A number in (0, 1) that depends on the arguments alone (SplitMix64's mixing)."""
+    state = 0
+    for number in what:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return (state + 0.5) / 2**64
+
+
+def factor(sigma: float, members: int, *what: int) -> float:
+    """A lognormal factor with mean one; of several members, the largest of theirs."""
+    # The largest of n uniform numbers is the n-th root of one.
+    chance = min(uniform(*what) ** (1.0 / members), 1.0 - 2.0**-53)
+    return exp(sigma * _NORMAL.inv_cdf(chance) - sigma * sigma / 2)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A disturbed step."""
+
+    simulation: Simulation
+    """What happened; after a failure, the spans that ended."""
+    finished: bool
+    """Whether the step ended."""
+    stalled_at: float
+    """When the last task ended."""
+
+
+def simulate_perturbed(
+    times: StageTimes,
+    policy: PipelinePolicy,
+    split: bool,
+    by: Perturbation,
+    replica: int = 0,
+    in_flight: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """One pipeline's step under a disturbance; replicas differ in their jitter; `progress` is `simulate`'s."""
+    by.check(times.layout.pipe)
+    layout = times.layout
+
+    def task_time(task: Task) -> float:
+        seconds = times.task(task) * by.slow.get(layout.rank_of(task.stage), 1.0)
+        if by.jitter:
+            what = (by.seed, replica, _KINDS[task.kind], task.stage, task.microbatch)
+            seconds *= factor(by.jitter, by.members, *what)
+        return seconds
+
+    def message_time(message: Message) -> float:
+        seconds = times.carried(message)
+        if by.jitter:
+            way = 8 + (message.direction == "backward")
+            seconds *= factor(by.jitter, by.members, by.seed, replica, way, message.stage, message.microbatch)
+        return seconds
+
+    how: dict[str, Any] = {"message_time": message_time, "in_flight": in_flight, "split": split, "progress": progress}
+    healthy = simulate(layout, policy, task_time=task_time, **how)
+    if not by.failed:
+        return Outcome(healthy, True, healthy.makespan)
+    # Until it fails a rank does what it would have done anyway: the task that it does not finish is known.
+    lost = _lost(healthy, by.failed)
+    if not lost:
+        return Outcome(healthy, True, healthy.makespan)
+    broken = simulate(layout, policy, task_time=lambda task: inf if task in lost else task_time(task), **how)
+    ended = [span for span in broken.spans if span.end < inf]
+    last = max((span.end for span in ended), default=0.0)
+    busy, peak = [0.0] * layout.pipe, broken.peak_live
+    for span in ended:
+        busy[span.rank] += span.end - span.start
+    return Outcome(Simulation(layout, ended, last, busy, peak, tasks=len(ended)), False, last)
+
+
+def _lost(healthy: Simulation, failed: Mapping[int, float]) -> set[Task]:
+    """By rank that fails, the first task that would have ended after that."""
+    lost: dict[int, tuple[float, Task]] = {}
+    for span in healthy.spans:
+        if span.rank in failed and span.end > failed[span.rank]:
+            lost[span.rank] = min(lost.get(span.rank, (inf, span.task)), (span.start, span.task))
+    return {task for _, task in lost.values()}

@@ -1,0 +1,123 @@
+"""A measured step played again: its task times under the dispatchers that ran it, in virtual time."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from axonn_jax.errors import UserError
+from axonn_jax.options import PipelinePolicy
+from axonn_jax.planner.simulate.simulator import Simulation, TaskRun, simulate
+from axonn_jax.schedule.tasks import Kind, PipelineShape, Task, needs
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A measured step and its simulation."""
+
+    measured_s: float
+    """From the first task's start to the last one's end."""
+    simulation: Simulation
+    gap_s: float
+    """Between two tasks of a rank where nothing had to be waited for (median); added to every task."""
+    message_s: float
+    """From a task's end to the start of the task on another rank that waited for it (median)."""
+
+    @property
+    def error(self) -> float:
+        """Simulated makespan over measured, less one."""
+        return self.simulation.makespan / self.measured_s - 1
+
+
+def parse_task(name: str) -> Task:
+    """Reads a task's name, such as `F3.12`; raises ``ValueError`` for other text."""
+    if (found := re.fullmatch(r"([A-Z])([0-9]{1,9})\.([0-9]{1,9})", name)) is None:
+        raise ValueError(f"a task called {name!r}")
+    return Task(Kind(found[1]), int(found[2]), int(found[3]))
+
+
+def replay(measured: Iterable[TaskRun], policy: PipelinePolicy, in_flight: int = 0) -> Replay:
+    """Simulates a step with its own task times, and the gaps and message times that it shows.
+
+    The policy may be another one than ran; a backward in one takes what its measured parts took, and a part of one that
+    was measured in one takes what such parts took in its stage (median).
+
+    Raises:
+        UserError: the policy cannot run so: it needs the parts of backwards that were measured in one.
+        ValueError: there are no tasks, or not every stage has all of them.
+    """
+    spans = {one.task: one for one in measured}
+    layout, split = _layout(spans), any(task.kind is Kind.BACKWARD_WEIGHT for task in spans)
+    if policy == "zero-bubble" and not split:
+        raise UserError("--replay", policy, "a policy for backwards in one, as they were measured")
+    before = _before(spans)
+    waits, gaps = [], []
+    for task, one in spans.items():
+        message, previous = needs(task, layout), before.get(task)
+        sent = _sender(message.direction, task, spans) if message is not None else None
+        crossed = sent is not None and sent.rank != one.rank
+        if sent is not None and crossed and (previous is None or previous.end < sent.end):
+            waits.append(max(0.0, one.start - sent.end))
+        elif previous is not None:
+            gaps.append(max(0.0, one.start - previous.end))
+    gap, message_s = median(gaps or [0.0]), median(waits or [0.0])
+    usual = _medians(spans)
+    first = min(one.start for one in spans.values())
+    last = max(one.end for one in spans.values())
+    if last <= first:
+        raise ValueError("tasks that take no time")
+    done = simulate(
+        layout,
+        policy,
+        task_time=lambda task: _seconds(task, spans, usual) + gap,
+        message_time=lambda _: max(0.0, message_s - gap),
+        in_flight=in_flight,
+        split=split,
+    )
+    return Replay(last - first, done, gap, message_s)
+
+
+def _seconds(task: Task, spans: dict[Task, TaskRun], usual: dict[tuple[Kind, int], float]) -> float:
+    if task in spans:
+        return spans[task].end - spans[task].start
+    if task.kind is Kind.BACKWARD:
+        parts = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        return sum(_seconds(Task(kind, task.stage, task.microbatch), spans, usual) for kind in parts)
+    return usual[task.kind, task.stage]
+
+
+def _medians(spans: dict[Task, TaskRun]) -> dict[tuple[Kind, int], float]:
+    """Seconds of a kind of task in a stage."""
+    by_kind: dict[tuple[Kind, int], list[float]] = {}
+    for task, one in spans.items():
+        by_kind.setdefault((task.kind, task.stage), []).append(one.end - one.start)
+    return {kind: median(seconds) for kind, seconds in by_kind.items()}
+
+
+def _layout(spans: dict[Task, TaskRun]) -> PipelineShape:
+    if not spans:
+        raise ValueError("a step without tasks")
+    stages = max(task.stage for task in spans) + 1
+    pipe = max(one.rank for one in spans.values()) + 1
+    microbatches = max(task.microbatch for task in spans) + 1
+    forwards = sum(task.kind is Kind.FORWARD for task in spans)
+    if stages % pipe or forwards != stages * microbatches:
+        raise ValueError(f"{forwards} forwards of {stages} stages on {pipe} ranks and {microbatches} microbatches")
+    return PipelineShape(pipe, microbatches, stages // pipe)
+
+
+def _before(spans: dict[Task, TaskRun]) -> dict[Task, TaskRun]:
+    """The task that ran before on the same rank."""
+    by_rank: dict[int, list[TaskRun]] = {}
+    for one in sorted(spans.values(), key=lambda one: one.start):
+        by_rank.setdefault(one.rank, []).append(one)
+    return {later.task: one for row in by_rank.values() for one, later in pairwise(row)}
+
+
+def _sender(direction: str, task: Task, spans: dict[Task, TaskRun]) -> TaskRun | None:
+    """The task whose message this one needs."""
+    if direction == "forward":
+        return spans.get(Task(Kind.FORWARD, task.stage - 1, task.microbatch))
+    fused = spans.get(Task(Kind.BACKWARD, task.stage + 1, task.microbatch))
+    return fused or spans.get(Task(Kind.BACKWARD_INPUT, task.stage + 1, task.microbatch))

@@ -1,0 +1,157 @@
+"""A pipelined step in virtual time, run by the dispatchers that run the real one."""
+
+import heapq
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from axonn_jax.options import PipelinePolicy
+from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher
+from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task, sends
+from axonn_jax.timeline.spans import KIND_OF, Span
+
+_PROGRESS_TASKS = 4096
+"""Tasks between two calls of `progress`."""
+
+
+class TaskRun(NamedTuple):
+    """A task of a rank, simulated or measured; times in one unit, on one clock."""
+
+    task: Task
+    """What ran."""
+    rank: int
+    """Where it ran."""
+    start: float
+    """When it began."""
+    end: float
+    """When it was done."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came out of a simulated step; times in the unit of the task times."""
+
+    layout: PipelineShape
+    """What was simulated."""
+    spans: list[TaskRun] = field(repr=False)
+    """The tasks of the ranks that were asked for, in the order of their ends."""
+    makespan: float
+    """From the first start to the last end."""
+    busy: list[float]
+    """By rank, the time in which it computed."""
+    peak_live: list[int]
+    """By rank, the most activations alive at once, in (stage, microbatch) pairs."""
+    ends: list[float] = field(default_factory=list)
+    """By rank, when its last task ended."""
+    waited: list[float] = field(default_factory=list)
+    """By rank, when it last had nothing to do before its last forward; 0 where it was always at work."""
+    tasks: int = 0
+    """How many have ended."""
+
+    def timeline(self) -> list[Span]:
+        """Returns the tasks that have ended as spans of step 0, as measured ones are drawn and written."""
+        runs = (run for run in self.spans if run.end < inf)
+        return [Span(run.rank, str(run.task), KIND_OF[(run.task.kind,)], run.start, run.end, 0) for run in runs]
+
+    @property
+    def no_bubble(self) -> float:
+        """The makespan of a pipeline that never waits: the work of the busiest rank."""
+        return max(self.busy)
+
+    @property
+    def idle_fraction(self) -> float:
+        """Share of all ranks' time in which they did not compute."""
+        return 1.0 - sum(self.busy) / (self.makespan * self.layout.pipe) if self.makespan > 0 else 0.0
+
+
+def simulate(
+    layout: PipelineShape,
+    policy: PipelinePolicy,
+    *,
+    task_time: Callable[[Task], float],
+    message_time: Callable[[Message], float],
+    in_flight: int = 0,
+    split: bool = True,
+    shown: Collection[int] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Simulation:
+    """Runs one step under a policy in virtual time; `task_time` and `message_time` are asked once for each.
+
+    A rank runs one task at a time, and chooses it when the one before has ended; a message is on its way for its time
+    and takes none of its sender's. What happens at one instant is told to all ranks before any of them chooses.
+    `shown` are the ranks whose spans are kept, all if left out; `progress` is told now and then how many have ended.
+
+    Raises:
+        UserError: the policy cannot run with this layout.
+        RuntimeError: the ranks wait for each other; the message has the state of every rank.
+    """
+    ranks = [PolicyDispatcher(layout, rank, policy, in_flight, split) for rank in range(layout.pipe)]
+    return drive(ranks, task_time=task_time, message_time=message_time, shown=shown, progress=progress)
+
+
+def drive(
+    ranks: Sequence[OrderedDispatcher],
+    *,
+    task_time: Callable[[Task], float],
+    message_time: Callable[[Message], float],
+    shown: Collection[int] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Simulation:
+    """Runs one step of the given dispatchers or followers, one a rank, as `simulate` does."""
+    layout = ranks[0].shape
+    pipe, spans, keeps = layout.pipe, list[TaskRun](), [shown is None or rank in shown for rank in range(layout.pipe)]
+    busy, peak, since = [0.0] * pipe, [0] * pipe, [-1.0] * pipe  # since when a rank runs its task, -1 if idle
+    ends, gaps, waited = [0.0] * pipe, [0.0] * pipe, [0.0] * pipe
+    # (time, serial number, rank, what ended or arrived there); the number keeps ties in the order of their causes.
+    events: list[tuple[float, int, int, Task | Message]] = []
+    now, serial, ended = 0.0, 0, 0
+    concerned = set(range(pipe))
+    while True:
+        for rank in sorted(concerned) if len(concerned) > 1 else concerned:
+            task = ranks[rank].next() if since[rank] < 0 else None
+            if task is None:
+                continue
+            since[rank] = now
+            duration = task_time(task)
+            busy[rank] += duration
+            if now > ends[rank]:
+                gaps[rank] = now
+            if task.kind is Kind.FORWARD:
+                waited[rank] = gaps[rank]
+                peak[rank] = max(peak[rank], ranks[rank].live)
+            serial += 1
+            heapq.heappush(events, (now + duration, serial, rank, task))
+        if not events:
+            break
+        now = events[0][0]
+        concerned.clear()
+        while events and events[0][0] == now:
+            _, _, rank, event = heapq.heappop(events)
+            concerned.add(rank)
+            if isinstance(event, Message):
+                ranks[rank].arrived(event)
+                continue
+            if keeps[rank]:
+                spans.append(TaskRun(event, rank, since[rank], now))
+            ranks[rank].finished(event)
+            since[rank], ends[rank] = -1.0, now
+            ended += 1
+            if progress is not None and ended % _PROGRESS_TASKS == 0:
+                progress(ended)
+            message = sends(event, layout)
+            if message is not None:
+                serial += 1
+                heapq.heappush(events, (now + message_time(message), serial, message.stage % pipe, message))
+    if not all(rank.done for rank in ranks):
+        raise RuntimeError("the ranks wait for each other: " + "; ".join(map(_state, ranks)))
+    return Simulation(layout, spans, now, busy, peak, ends, waited, ended)
+
+
+def _state(rank: OrderedDispatcher) -> str:
+    state = f"rank {rank.rank}: {rank.started} tasks started, {rank.live} activations alive"
+    if rank.done:
+        return f"{state}, done"
+    waiting = rank.waiting_for()
+    first = f"waits for {waiting[0]}" if waiting else f"blocked at {rank.blocked}" if rank.blocked else "told no more"
+    return f"{state}, {first}" + (" or another" if len(waiting) > 1 else "")

@@ -1,0 +1,145 @@
+"""A pipelined step of any length: its beginning and end simulated, its steady stretch told from what was simulated."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from axonn_jax.options import PipelinePolicy
+from axonn_jax.planner.simulate.simulator import Simulation, simulate
+from axonn_jax.schedule.policies import in_flight_limit
+from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task
+
+_WHOLE = 6_000
+"""Tasks of a step that is simulated whole in any case."""
+_MOST = 2_500_000
+"""Tasks of a simulation that is not made longer to be sure of its period: some twenty seconds."""
+_SURE = 0.005
+"""Share of a step by which its length may be off if it went on to grow as it did in the simulation."""
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of the tasks of every virtual stage, and of a message."""
+
+    layout: PipelineShape
+    tasks: dict[tuple[Kind, int], float]
+    message: float
+
+    def task(self, task: Task) -> float:
+        """Seconds of a task."""
+        return self.tasks[task.kind, task.stage]
+
+    def carried(self, message: Message) -> float:
+        """Seconds of a message."""
+        del message
+        return self.message
+
+    def work(self, rank: int, policy: PipelinePolicy, split: bool) -> float:
+        """Seconds that a microbatch takes a rank at the least."""
+        total = 0.0
+        for stage in self.layout.stages_of(rank):
+            forward, *parts, whole = (self.tasks[kind, stage] for kind in _KINDS)
+            backward = {"message": min(sum(parts), whole) if split else whole, "zero-bubble": sum(parts)}
+            total += forward + backward.get(policy, whole)
+        return total
+
+    def way(self, split: bool) -> float:
+        """Seconds from a microbatch's first forward to the start of its last backward at the least."""
+        back = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
+        both = sum(self.tasks[Kind.FORWARD, stage] + self.tasks[back, stage] for stage in range(self.layout.stages))
+        return both - self.tasks[back, 0] + 2 * (self.layout.stages - 1) * self.message
+
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """A step without its update; times in seconds."""
+
+    simulation: Simulation
+    """Of all microbatches but those left out."""
+    left_out: int
+    """Microbatches of the steady stretch that were not simulated."""
+    makespan: float
+    """Of the whole step."""
+    busy: list[float]
+    """By rank, how long it works in the whole step."""
+
+
+def pipelined(
+    times: StageTimes,
+    policy: PipelinePolicy,
+    *,
+    in_flight: int = 0,
+    split: bool = True,
+    shown: Collection[int] | None = (),
+    progress: Callable[[int], None] | None = None,
+) -> Pipelined:
+    """Simulates a step, a long one without most of its steady stretch, where every microbatch takes the same time.
+
+    The period is that of the busiest rank's forwards once the pipeline is full. It is no less than that rank's work,
+    nor than the way of a microbatch over those in flight. What ranks settle on may show late, where some wait for
+    messages, or catch up with what they put off: the simulation is doubled until the step has grown by that period for
+    every microbatch more. `tests/planner/test_steady.py` has its errors against whole simulations.
+
+    Raises:
+        UserError: the policy cannot run with this layout.
+    """
+    layout, pipe = times.layout, times.layout.pipe
+    work = [times.work(rank, policy, split) for rank in range(pipe)]
+    busiest = max(range(pipe), key=work.__getitem__)
+
+    def run(microbatches: int) -> Simulation:
+        return simulate(
+            replace(layout, microbatches=microbatches),
+            policy,
+            task_time=times.task,
+            message_time=times.carried,
+            in_flight=in_flight,
+            split=split,
+            shown=None if shown is None else {*shown, busiest},
+            progress=progress,
+        )
+
+    full = in_flight_limit(layout, 0, in_flight) if policy == "message" else pipe
+    least = max(work[busiest], times.way(split) / full if policy == "message" else 0.0)
+    tasks, before = 3 * layout.stages, None
+    few, unit = full + full // 4 + 24, pipe if layout.virtual_stages > 1 else 1
+    if tasks * few >= _MOST:
+        few = full + full // 8
+    while policy != "gpipe" and 3 * few < layout.microbatches and tasks * layout.microbatches > _WHOLE:
+        # Several virtual stages take microbatches in groups of `pipe`: as many are in the last one.
+        left_out = (layout.microbatches - few) // unit * unit
+        done = run(layout.microbatches - left_out)
+        period, since = _period(done, busiest, full)
+        period = max(period, least)
+        # A rank that was at work all the time has a backlog, and only its own work more for every microbatch more.
+        own = [seconds / done.layout.microbatches for seconds in done.busy]
+        rates = [period if late > since else each for late, each in zip(done.waited, own, strict=True)]
+        makespan = max(end + left_out * rate for end, rate in zip(done.ends, rates, strict=True))
+        sure = tasks * few >= _MOST
+        if before is not None:
+            further = done.layout.microbatches - before.layout.microbatches
+            off = abs(done.makespan - before.makespan - further * period) / further
+            sure |= left_out * off < _SURE * makespan
+        if sure:
+            both = zip(done.busy, own, rates, strict=True)
+            busy = [seconds + left_out * min(each, rate) for seconds, each, rate in both]
+            return Pipelined(done, left_out, makespan, busy)
+        few, before = 2 * few, done
+    done = run(layout.microbatches)
+    return Pipelined(done, 0, done.makespan, done.busy)
+
+
+def _period(done: Simulation, rank: int, full: int) -> tuple[float, float]:
+    """Seconds from one microbatch's first forward on a rank to the next's late in a simulation, and since when."""
+    pipe, last = done.layout.pipe, done.layout.microbatches - 1
+    starts = [0.0] * (last + 1)
+    for span in done.spans:
+        if span.rank == rank and span.task.kind is Kind.FORWARD and span.task.stage < pipe:
+            starts[span.task.microbatch] = span.start
+    unit = pipe if done.layout.virtual_stages > 1 else 1  # several stages take microbatches in groups
+    last -= unit
+    count = max(unit, (last - full) // 2 // unit * unit)
+    since = starts[last - count]
+    return (starts[last] - since) / count, since

@@ -1,1 +1,0 @@
-"""State that outlives a run."""

@@ -1,0 +1,125 @@
+"""Choice of kernels: the form of attention on a device, and the parts in which a loss runs; no jax."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from axonn_jax.errors import UserError
+from axonn_jax.hardware import AttentionDevice
+from axonn_jax.options import AttentionKernel
+
+FIELD = "model.attention"
+_AMPERE, _HOPPER, _BLACKWELL_ULTRA = (8, 0), (9, 0), (10, 3)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes that blocked attention works in."""
+
+    queries: int
+    """Of a block."""
+    scores: int
+    """That a chunk of heads may have at a time."""
+
+    def blocks(self, seq: int) -> Iterator[slice]:
+        """Queries of each block."""
+        return (slice(start, min(start + self.queries, seq)) for start in range(0, seq, self.queries))
+
+    def computed(self, seq: int) -> int:
+        """Scores of a head that are computed: of each block with the keys up to its end."""
+        return sum((block.stop - block.start) * block.stop for block in self.blocks(seq))
+
+    def chunk(self, heads: int, seq: int) -> int:
+        """Heads taken at a time: the most that divide all of them and whose block of scores is no larger."""
+        most = max(1, self.scores // (min(seq, self.queries) * seq))
+        return next(size for size in range(min(heads, most), 0, -1) if heads % size == 0)
+
+
+def tiles(platform: str, seq: int) -> Tiles:
+    """On CPUs half a megabyte of float32 scores, within a core's level-2 cache; elsewhere a quarter of a gigabyte.
+
+    An accelerator takes at most 16 blocks, since each is compiled for itself and should fill the device.
+    """
+    if platform == "cpu":
+        return Tiles(128, 128 * 1024)
+    return Tiles(max(128, ceil(seq / 16)), 2**26)
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """The form taken."""
+
+    kernel: AttentionKernel
+    """Never auto."""
+    why: str = ""
+    """What stands against each form that would be faster."""
+
+    def __str__(self) -> str:
+        return f"attention: {self.kernel}" + (f" ({self.why})" if self.why else "")
+
+
+def choose_form(wanted: AttentionKernel, device: AttentionDevice, dtype: str, head_dim: int, seq: int) -> AttentionForm:
+    """The form of attention for operands of a dtype: the one wanted, or with auto the best that the device has.
+
+    Raises ``UserError`` where the one wanted cannot be had.
+    """
+    against = {"cudnn": against_cudnn(device, dtype, head_dim), "splash": against_splash(device, dtype, seq)}
+    if wanted == "auto":
+        best = next((kernel for kernel, fault in against.items() if not fault), None)
+        if best is not None:
+            return AttentionForm("cudnn" if best == "cudnn" else "splash")
+        faults = [f"not {kernel}: {fault}" for kernel, fault in against.items() if (kernel == "splash") == _tpu(device)]
+        return AttentionForm("blocked", "; ".join(faults))
+    if fault := against.get(wanted):
+        raise UserError(FIELD, wanted, f"auto, blocked or xla: {fault}")
+    return AttentionForm(wanted)
+
+
+def _tpu(device: AttentionDevice) -> bool:
+    return device.platform == "tpu"
+
+
+def against_cudnn(device: AttentionDevice, dtype: str, head_dim: int) -> str:
+    """Why cuDNN's fused attention cannot be had, by the checks of jax 0.10.2; empty where it can."""
+    if device.platform != "cuda":
+        return "it needs an NVIDIA GPU"
+    if device.capability < _AMPERE:
+        return f"it needs compute capability 8.0, this is {_version(device)}"
+    if dtype not in ("bfloat16", "float16"):
+        return f"it needs bf16 or fp16, this is {dtype}"
+    widest = 256 if device.capability >= _HOPPER else 128
+    if head_dim % 8 or head_dim > widest:
+        least = f"at most {widest} on compute capability {_version(device)}"
+        return f"it needs a head_dim that is a multiple of 8 and {least}, this is {head_dim}"
+    if not device.cudnn:
+        return "jax finds no cuDNN"
+    if device.capability == _BLACKWELL_ULTRA and device.cudnn < 91100:
+        return "it needs cuDNN 9.11 on compute capability 10.3"
+    return ""
+
+
+def _version(device: AttentionDevice) -> str:
+    return ".".join(map(str, device.capability))
+
+
+def against_splash(device: AttentionDevice, dtype: str, seq: int) -> str:
+    """Why tokamax's splash attention cannot be had, by the checks of tokamax 0.0.12; empty where it can."""
+    if device.platform != "tpu":
+        return "it needs a TPU"
+    if not device.tokamax:
+        return "it needs tokamax, which is not installed"
+    if not device.alone:
+        return "tokamax's kernels run where a stage has one device"
+    if dtype not in ("bfloat16", "float32"):
+        return f"it needs bf16 or fp32, this is {dtype}"
+    return f"it needs sequences of a multiple of 128 tokens, this is {seq}" if seq % 128 else ""
+
+
+LOGITS_BYTES = 2**30
+"""Float32 logits of a part at the most. Every part reads and writes the weight's gradient once, which costs a GPU about
+an eighth of the part's matmuls at this size with a vocabulary of 128,256, and less with a smaller one."""
+
+
+def loss_chunk(tokens: int, columns: int) -> int:
+    """Tokens of a part, of `tokens` with `columns` logits each on a device; all of them where they fit in one."""
+    return ceil(tokens / ceil(4 * tokens * columns / LOGITS_BYTES))

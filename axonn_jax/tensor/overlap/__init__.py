@@ -1,0 +1,1 @@
+"""An order of computation that hides communication."""

@@ -1,0 +1,212 @@
+"""An order of computation found in virtual time: one compute unit, a network, and what is ready on each."""
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.extend.core import JaxprEqn, Var
+
+from axonn_jax.hardware import H100, Link
+from axonn_jax.tensor.overlap.op_cost import OpTimes, axes_of, flops, is_collective
+
+_ON_THE_WAY = frozenset({"reshape", "transpose", "convert_element_type", "squeeze", "add_any", "pvary", "pcast"})
+_SUMMED = _ON_THE_WAY | {"add", "concatenate"}
+"""And what is between a gradient and its reduction over replicas: the sum over microbatches, a bucket."""
+_PATIENCE = 6  # matmuls: a weight gradient and what leads to it wait no longer, or its operands would fill the memory
+_SLACK = 3.0  # times its seconds: a reduce-scatter shares the links with gathers, and only memory waits for it
+
+
+@dataclass
+class Window:
+    """A collective and what ran beside it and behind it."""
+
+    collective: int
+    overlapping: int | None = None
+    """The last matmul that ran while it was under way."""
+    next: int | None = None
+    """The first matmul after it."""
+
+
+class ListScheduler:
+    """Virtual time: one compute unit, and links inside and between nodes that each serve one collective at a time."""
+
+    def __init__(self, eqns: Sequence[JaxprEqn], costs: OpTimes, recomputes: bool):
+        self.eqns = eqns
+        # A large collective then leaves the links to a small one first. Matmuls that are computed again would run in
+        # the meantime, long before they have to, and fill the memory that this is to save.
+        self.yield_links = not recomputes
+        producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        self.before = [
+            sorted({producer[v] for v in eqn.invars if isinstance(v, Var) and v in producer}) for eqn in eqns
+        ]
+        self.after: list[list[int]] = [[] for _ in eqns]
+        for i, sources in enumerate(self.before):
+            for source in sources:
+                self.after[source].append(i)
+        # Weights are there from the start; a split stream (over `y`) is not.
+        early = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == "all_gather" and axes_of(eqn) == ("z",)}
+        self.seconds = [0.0 if i in early else costs.seconds(eqn) for i, eqn in enumerate(eqns)]
+        self.links = [costs.link(eqn) if is_collective(eqn) else None for eqn in eqns]
+        self.rank = [0.0] * len(eqns)  # length of the longest chain that starts here
+        for i in reversed(range(len(eqns))):
+            self.rank[i] = self.seconds[i] + max((self.rank[j] for j in self.after[i]), default=0.0)
+        self.matmul = _matmuls(eqns)
+        self.ahead = [0] * len(eqns)  # matmuls of the longest chain behind it: of what leads to a weight gradient one
+        for i in reversed(range(len(eqns))):
+            self.ahead[i] = max((self.ahead[j] + (j in self.matmul) for j in self.after[i]), default=0)
+        self.urgent = [False] * len(eqns)  # stands between a matmul and its collective: the network waits for it
+        reduced = [False] * len(eqns)  # stands between a gradient and its reduction over replicas
+        for i in reversed(range(len(eqns))):
+            if eqns[i].primitive.name in _ON_THE_WAY:
+                self.urgent[i] = any(is_collective(eqns[j]) or self.urgent[j] for j in self.after[i])
+            if eqns[i].primitive.name in _SUMMED:
+                reduced[i] = any(_over_replicas(eqns[j]) or reduced[j] for j in self.after[i])
+                self.urgent[i] = self.urgent[i] or reduced[i]
+
+    def run(self) -> "OpOrder":
+        """The order in which everything has run at the end of virtual time."""
+        missing = [len(sources) for sources in self.before]
+        now = 0.0
+        matmuls_run = 0
+        lanes: dict[Link | None, float] = {}  # when links are free
+        ready: list[tuple[bool, float, int]] = []
+        waiting: list[tuple[int, int]] = []  # what is ready, by how many matmuls had run when its last matmul had
+        started: set[int] = set()
+        under_way: list[tuple[float, Window]] = []
+        sinces: dict[int, int] = {}
+        windows: list[Window] = []
+        over_last: list[Window] = []  # those that no matmul has followed yet
+        sequence: list[int] = []
+        done: set[int] = set()
+        yields: dict[int, list[int]] = {}
+        yielding: dict[int, list[int]] = {}  # collectives that start after a small one
+
+        def arrive(i: int, since: int) -> None:
+            if not is_collective(self.eqns[i]):
+                heapq.heappush(ready, (not self.urgent[i], -self.rank[i], i))
+                sinces[i] = since
+                if i in self.matmul or self.ahead[i] <= 1:
+                    heapq.heappush(waiting, (since, i))
+                return
+            if (
+                self.yield_links
+                and i not in yields
+                and not self.small(i)
+                and (first := self._next_small(over_last, done))
+            ):
+                yields[i] = first
+                missing[i] = len(first)
+                for j in first:
+                    yielding.setdefault(j, []).append(i)
+                return
+            lane = self.links[i]
+            begin = now if self.small(i) else max(lanes.get(lane, 0.0), now)  # small ones pass the others
+            lanes[lane] = max(lanes.get(lane, 0.0), begin + self.seconds[i])
+            sequence.append(i)
+            windows.append(Window(i))
+            slack = _SLACK if self.eqns[i].primitive.name == "reduce_scatter" else 1.0
+            under_way.append((begin + slack * self.seconds[i], windows[-1]))
+
+        def release(i: int, since: int) -> None:
+            done.add(i)
+            for j in (*self.after[i], *yielding.get(i, ())):
+                missing[j] -= 1
+                if missing[j] == 0:
+                    arrive(j, since)
+
+        def finish(window: Window) -> None:
+            under_way[:] = [(end, running) for end, running in under_way if running is not window]
+            over_last.append(window)
+            release(window.collective, matmuls_run)
+
+        for i in [i for i, count in enumerate(missing) if count == 0]:
+            arrive(i, 0)
+        while ready or under_way:
+            ended = [window for end, window in under_way if end <= now]
+            over = [window for window in ended if window.overlapping is not None or self.small(window.collective)]
+            for window in over:
+                finish(window)
+            while waiting and waiting[0][1] in started:
+                heapq.heappop(waiting)
+            while ready and ready[0][2] in started:
+                heapq.heappop(ready)
+            if not ready:
+                later = [end for end, _ in under_way if end > now]
+                if not over and later:
+                    now = min(later)
+                elif not over:  # nothing else can run beside it
+                    finish(ended[0])
+                continue
+            patient = not waiting or matmuls_run - waiting[0][0] < _PATIENCE
+            i = heapq.heappop(ready)[2] if patient or ready[0][0] is False else heapq.heappop(waiting)[1]
+            since = sinces.pop(i)
+            started.add(i)
+            if i in self.matmul:
+                matmuls_run += 1
+                for window in over_last:
+                    window.next = i
+                over_last.clear()
+                for _, window in under_way:
+                    window.overlapping = i
+            now += self.seconds[i]
+            sequence.append(i)
+            release(i, matmuls_run if i in self.matmul else since)
+        return OpOrder(sequence, windows, self, yields)
+
+    def _next_small(self, over: Iterable[Window], done: set[int]) -> list[int]:
+        """Small collectives that follow what has just arrived with nothing but elementwise work before them.
+
+        They would wait for a large one that took the links first, and all else for them.
+        """
+        small: list[int] = []
+        seen: set[int] = set()
+        ahead = [j for window in over for j in self.after[window.collective]]
+        while ahead:
+            i = ahead.pop()
+            if i in seen or i in self.matmul:
+                continue
+            seen.add(i)
+            if not is_collective(self.eqns[i]):
+                ahead += self.after[i]
+            elif self.small(i) and i not in done and self._only_elementwise(i, done):
+                small.append(i)
+        return small
+
+    def _only_elementwise(self, i: int, done: set[int]) -> bool:
+        """Whether nothing that has yet to run before an equation is a matmul or collective."""
+        behind = [j for j in self.before[i] if j not in done]
+        seen: set[int] = set()
+        while behind:
+            j = behind.pop()
+            if j in self.matmul or is_collective(self.eqns[j]):
+                return False
+            if j not in seen:
+                seen.add(j)
+                behind += [k for k in self.before[j] if k not in done]
+        return True
+
+    def small(self, i: int) -> bool:
+        """Whether a collective is a matter of latency, as a norm's sums are."""
+        return self.seconds[i] < 2 * H100.latency_s
+
+
+@dataclass
+class OpOrder:
+    """An order found: positions of equations, and what ran beside each collective."""
+
+    sequence: list[int]
+    windows: list[Window]
+    scheduler: ListScheduler
+    yields: dict[int, list[int]]
+    """Small collectives that large ones start after."""
+
+
+def _over_replicas(eqn: JaxprEqn) -> bool:
+    return is_collective(eqn) and "data" in axes_of(eqn)
+
+
+def _matmuls(eqns: Iterable[JaxprEqn]) -> Mapping[int, float]:
+    """Matmuls worth hiding a collective behind, by position."""
+    each = {i: count for i, eqn in enumerate(eqns) if (count := flops(eqn))}
+    least = max(each.values(), default=0.0) / 100
+    return {i: count for i, count in each.items() if count >= least}

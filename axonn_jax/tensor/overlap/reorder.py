@@ -1,0 +1,220 @@
+"""An order of computation that leaves every collective something to run beside.
+
+XLA's scheduler hides a collective behind a matmul only if it happens to put one there, and before that its fusions
+join the elementwise work of independent streams into kernels that wait for all of them. Here the order is decided
+first: a traced function is run in virtual time on one compute unit and one network, the longest chain first, and the
+order found is written into the program as dependencies that carry no data.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
+from jax.interpreters import mlir
+
+from axonn_jax.grid import MESH_AXES
+from axonn_jax.tensor.collectives import axis_size
+from axonn_jax.tensor.overlap.list_scheduler import ListScheduler, OpOrder
+from axonn_jax.tensor.overlap.op_cost import OpTimes, aval_of, is_collective
+
+_INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
+
+
+# `x` as it is, computed after `earlier`. A primitive of its own because the result varies over the mesh axes that `x`
+# varies over, whatever `earlier` does.
+_tie = Primitive("tie")
+_tie.def_abstract_eval(lambda x, earlier: x)
+
+
+def _barrier(x: jax.Array, earlier: jax.Array) -> jax.Array:
+    """Nothing is computed or copied: XLA's GPU backend drops a barrier when it has scheduled, and not before.
+
+    `jax.experimental.control_deps` does not compile there (no GPU pipeline of jax 0.10.2 to 0.12 rewrites them).
+    """
+    return jax.lax.optimization_barrier((x, earlier))[0]
+
+
+def _added_zero(x: jax.Array, earlier: jax.Array) -> jax.Array:
+    """The CPU backend drops barriers before it schedules; `fmin` leaves a NaN of `earlier` where it is."""
+    return x + jnp.fmin(jnp.abs(earlier.ravel()[0]), 0).astype(x.dtype)
+
+
+mlir.register_lowering(_tie, mlir.lower_fun(_barrier, multiple_results=False))
+mlir.register_lowering(_tie, mlir.lower_fun(_added_zero, multiple_results=False), platform="cpu")
+
+
+def after(x: jax.Array, earlier: jax.Array) -> jax.Array:
+    """`x` as it is, computed after `earlier`; not differentiable."""
+    return _tie.bind(x, earlier)  # type: ignore[no-any-return]
+
+
+def in_order(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with its order of computation fixed; for use inside a manual region, and not differentiable.
+
+    Gradients are taken inside `f`. Values and collectives are those of `f`.
+    """
+
+    def run(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
+        ordered = reorder(closed)
+        flat = jaxpr_as_fun(ordered)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), flat)
+
+    return run
+
+
+def reorder(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A traced function with its equations in the order found, and the dependencies that keep XLA to it.
+
+    One that communicates nothing is left as it is.
+    """
+    costs = OpTimes({axis: axis_size(axis) for axis in MESH_AXES})
+    eqns, outvars = _flat(closed.jaxpr, costs)
+    if not any(map(is_collective, eqns)):
+        return closed
+    return _with_ties(closed, eqns, outvars, ListScheduler(eqns, costs, _recomputes(closed.jaxpr)).run())
+
+
+def _recomputes(jaxpr: Jaxpr, inside: bool = False) -> bool:
+    """Whether matmuls are computed again in the backward pass."""
+    if inside and any(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns):
+        return True
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _INLINED:
+            body = eqn.params[_INLINED[eqn.primitive.name]]
+            again = inside or bool(eqn.params.get("prevent_cse") and eqn.params.get("differentiated"))
+            if _recomputes(body.jaxpr if isinstance(body, ClosedJaxpr) else body, again):
+                return True
+    return False
+
+
+def _flat(jaxpr: Jaxpr, costs: OpTimes) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations with calls inlined; what a call recomputes on purpose is kept apart from what it recomputes."""
+    out: list[JaxprEqn] = []
+
+    def add(jaxpr: Jaxpr, names: dict[Var, Any], outer: bool) -> None:
+        def name(v: Any) -> Any:
+            return v if isinstance(v, Literal) else names.get(v, v)
+
+        for eqn in jaxpr.eqns:
+            key = _INLINED.get(eqn.primitive.name)
+            invars = [name(v) for v in eqn.invars]
+            inner = eqn.params[key] if key is not None else None
+            if inner is None or (isinstance(inner, ClosedJaxpr) and inner.consts):
+                outvars = list(eqn.outvars) if outer else [_like(v) for v in eqn.outvars]
+                names.update(zip(eqn.outvars, outvars, strict=True))
+                out.append(_with_ordered_body(eqn, costs).replace(invars=invars, outvars=outvars))
+                continue
+            body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
+                invars = _apart(invars, out)
+            mapping = dict(zip(body.invars, invars, strict=True))
+            add(body, mapping, False)
+            results = [v if isinstance(v, Literal) else mapping.get(v, v) for v in body.outvars]
+            names.update(zip(eqn.outvars, results, strict=True))
+
+    top: dict[Var, Any] = {}
+    add(jaxpr, top, True)
+    return out, [v if isinstance(v, Literal) else top.get(v, v) for v in jaxpr.outvars]
+
+
+def _with_ordered_body(eqn: JaxprEqn, costs: OpTimes) -> JaxprEqn:
+    """A loop over layers with the body in an order of its own; what is no loop, or communicates nothing, as it is."""
+    if eqn.primitive.name != "scan":
+        return eqn
+    body = eqn.params["jaxpr"]
+    eqns, outvars = _flat(body.jaxpr, costs)
+    if not any(map(is_collective, eqns)):
+        return eqn
+    scheduler = ListScheduler(eqns, costs, _recomputes(body.jaxpr))
+    return eqn.replace(params={**eqn.params, "jaxpr": _with_ties(body, eqns, outvars, scheduler.run())})
+
+
+def _like(v: Any) -> Var:
+    return type(v)(v.aval)  # type: ignore[no-any-return]
+
+
+def _apart(values: list[Any], out: list[JaxprEqn]) -> list[Any]:
+    """Puts values behind a barrier, as `jax.checkpoint` does: XLA would find the first computation's results."""
+    (eqn,) = jax.make_jaxpr(jax.lax.optimization_barrier)(jnp.zeros(())).jaxpr.eqns
+    apart = []
+    for value in values:
+        if isinstance(value, Var):
+            out.append(eqn.replace(invars=[value], outvars=[_like(value)]))  # one each: they vary over different axes
+            value = out[-1].outvars[0]
+        apart.append(value)
+    return apart
+
+
+def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any], reorder: OpOrder) -> ClosedJaxpr:
+    """Writes the order into the program.
+
+    A matmul comes after the one before it, and what uses a collective's result comes after the last matmul that ran
+    beside the collective.
+    """
+    scheduler, tie = reorder.scheduler, _ties()
+    ancestors: dict[int, int] = {}  # bit sets
+    out: list[JaxprEqn] = []
+    names: dict[Var, Any] = {}
+
+    def tied(x: Any, earlier: Var) -> Var:
+        out.append(tie(x, earlier))
+        return out[-1].outvars[0]
+
+    last: int | None = None
+    delayed: dict[int, list[int]] = {}  # whose users wait for a matmul beside them, by that matmul
+    awaited: dict[int, list[int]] = {}  # what nothing else would wait for before the end, by the matmul that does
+    for window in reorder.windows:
+        if window.overlapping is None:
+            continue
+        delayed.setdefault(window.overlapping, []).append(window.collective)
+        if window.next is not None and not scheduler.small(window.collective):
+            awaited.setdefault(window.next, []).append(window.collective)
+    for i in reorder.sequence:
+        eqn = eqns[i]
+        seen = 0
+        first = reorder.yields.get(i, ())
+        for source in (*scheduler.before[i], *first):
+            seen |= ancestors[source] | (1 << source)
+        invars = [v if isinstance(v, Literal) else names.get(v, v) for v in eqn.invars]
+        for small in first:
+            invars[0] = tied(invars[0], eqns[small].outvars[0])
+        if i in scheduler.matmul:
+            side = _carrier(eqn)
+            if last is not None and not seen >> last & 1:
+                invars[side] = tied(invars[side], _result(eqns[last]))
+                seen |= ancestors[last] | (1 << last)
+            for collective in awaited.get(i, ()):
+                invars[side] = tied(invars[side], eqns[collective].outvars[0])
+            last = i
+        ancestors[i] = seen
+        out.append(eqn.replace(invars=invars))
+        for collective in delayed.get(i, ()):
+            result = eqns[collective].outvars[0]
+            names[result] = tied(result, _result(eqn))
+    results = [v if isinstance(v, Literal) else names.get(v, v) for v in outvars]
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=out, outvars=results), closed.consts)
+
+
+def _carrier(eqn: JaxprEqn) -> int:
+    """Which operand of a matmul, or of a loop of them, takes the dependency: the smallest, should it become a copy."""
+    variables = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and _is_number(v)]
+    return min(variables, key=lambda i: aval_of(eqn.invars[i]).size)
+
+
+def _result(eqn: JaxprEqn) -> Var:
+    """What tells that an equation has been computed: a result that is not dropped."""
+    return next(v for v in eqn.outvars if type(v) is Var and _is_number(v))
+
+
+def _is_number(v: Var) -> bool:
+    """Whether it is neither an index nor a key."""
+    return bool(jnp.issubdtype(aval_of(v).dtype, jnp.floating))
+
+
+def _ties() -> Callable[[Any, Any], JaxprEqn]:
+    """Makes ties of two variables; an equation belongs to the mesh that it was traced on."""
+    (eqn,) = jax.make_jaxpr(_tie.bind)(jnp.zeros(()), jnp.zeros(())).jaxpr.eqns
+    return lambda x, earlier: eqn.replace(invars=[x, earlier], outvars=[_like(x)])

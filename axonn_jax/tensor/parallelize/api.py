@@ -1,0 +1,168 @@
+"""Any Flax NNX model on a 4D grid: its layers become sharded ones, everything else stays as it is."""
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.errors import UserError, nearest
+from axonn_jax.grid import Grid
+from axonn_jax.tensor.parallelize.convolution import by_rows
+from axonn_jax.tensor.parallelize.layers import SHARDED
+from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
+from axonn_jax.tensor.parallelize.propagate import Chooser, plans_by_flow, plans_by_order
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+_OVERRIDES = ("x", "y", "replicated")
+
+
+def parallelize(
+    model: Model,
+    grid: Grid,
+    *,
+    call: Callable[[Model], Any] | None = None,
+    overrides: Mapping[str, str] | None = None,
+) -> Model:
+    """Returns a copy of a Flax NNX model whose layers run 4D-sharded over the grid, its parameters placed on it.
+
+    Type, attributes, parameter names and results stay; so do `nnx.jit`, `nnx.value_and_grad`, `nnx.Optimizer`,
+    `nnx.split` and train/eval modes. Linear, LinearGeneral, Einsum, Conv, ConvTranspose, Embed, LayerNorm and
+    RMSNorm (alone or inside MultiHeadAttention and modules of your own) are split as DESIGN section 4 says, with
+    explicit collectives; other modules stay, their parameters replicated. `sharding_report` lists both, with reasons
+    and bytes.
+
+    `call` is how the model is called, such as ``lambda m: m(tokens)``; it is traced, not run, and tells which layer
+    feeds which. Without it, roles of `x` and `y` alternate in the order in which layers were defined. `overrides`
+    maps path patterns (``"decoder.*.out"``) to "replicated", or to the axis to contract over, "x" or "y" (for an
+    embedding or a norm: the axis of its features); the last pattern that matches counts.
+
+    Nothing is communicated here but parameters on their way to their devices. A grid of one device returns `model`
+    itself. Raises ``UserError`` for what is no NNX module, a grid with a pipeline, an override that matches nothing,
+    a grouped `jax.lax` convolution between layers where XLA would make wrong gradients of it (seen with `call` alone).
+    """
+    _check(model, grid)
+    if grid.shape.devices == 1:
+        return model
+    members = modules(model)
+    layers = {path: module for path, module in members.items() if type(module) in SHARDED}
+    chosen = _overrides(overrides or {}, layers)
+    chooser = Chooser(grid.mesh)
+    known: dict[str, LayerPlan] = {}
+    if call is not None:
+        probe = nnx.clone(model)
+        by_rows(modules(probe).values(), grid.mesh)
+        known = plans_by_flow(chooser, probe, _same(probe, layers), chosen, call)
+    plans = plans_by_order(chooser, layers.items(), chosen, known)
+    for path, module in members.items():
+        if path not in plans and own_variables(module):
+            plans[path] = chooser.plan(module, None, None)
+    return _apply(model, plans, grid.mesh)
+
+
+def _check(model: Any, grid: Any) -> None:
+    if not isinstance(grid, Grid):
+        raise UserError("grid", type(grid).__name__, "a Grid, as ax.init(x=2, y=2) returns it")
+    if not isinstance(model, nnx.Module):
+        names = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
+        if "flax.linen.module.Module" in names:
+            raise UserError(
+                "model", type(model).__name__, "a flax.nnx.Module; Linen makes its layers anew in every call, so "
+                "there is nothing to exchange: write it with flax.nnx, or wrap it in flax.nnx.bridge.ToNNX, which "
+                "trains with its batch split over data and z and its parameters replicated",
+            )  # fmt: skip
+        raise UserError("model", type(model).__name__, "an instance of a flax.nnx.Module")
+    if grid.shape.pipe > 1:
+        raise UserError(
+            "grid.pipe", grid.shape.pipe, "1 for parallelize; ax.models.SequenceModel and ax.Trainer pipeline a model"
+        )
+    if any(hasattr(module, PLAN) for module in modules(model).values()):
+        raise UserError("model", type(model).__name__, "a model that is not parallelized already")
+
+
+def _overrides(patterns: Mapping[str, str], layers: Mapping[str, Any]) -> dict[str, str]:
+    """The override of each layer that has one."""
+    chosen = {}
+    for pattern, value in patterns.items():
+        field = f"overrides[{pattern!r}]"
+        if value not in _OVERRIDES:
+            raise UserError(field, value, f"one of {', '.join(map(repr, _OVERRIDES))}{nearest(str(value), _OVERRIDES)}")
+        matching = [path for path in layers if fnmatchcase(path, pattern)]
+        if not matching:
+            close = nearest(pattern, layers)
+            raise UserError(field, value, f"a pattern that matches the path of some layer that can be split{close}")
+        chosen.update(dict.fromkeys(matching, value))
+    return chosen
+
+
+def _same(model: nnx.Module, paths: Mapping[str, Any]) -> dict[str, nnx.Module]:
+    """The modules of a copy at the given paths."""
+    members = modules(model)
+    return {path: members[path] for path in paths}
+
+
+def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
+    """A copy with the plans carried out: layers of a sharded type, every variable on the mesh."""
+    copy = nnx.clone(model)
+    by_rows(modules(copy).values(), mesh)
+    for path, module in _same(copy, plans).items():
+        setattr(module, PLAN, plans[path])
+        if plans[path].sharded:
+            module.__class__ = SHARDED[type(module)]
+    placed = []
+    for keys, variable in nnx.to_flat_state(nnx.state(copy)):
+        *owner, name = map(str, keys)
+        plan = plans.get(".".join(owner))
+        sharding = NamedSharding(mesh, P() if plan is None else plan.spec(name))
+        if isinstance(variable, nnx.Variable):
+            placed.append((keys, variable.replace(_put(variable.get_value(), sharding))))
+        else:  # an array that is an attribute, such as a convolution's mask
+            placed.append((keys, _put(variable, sharding)))
+    state: nnx.State[Any, Any] = nnx.from_flat_state(placed)
+    nnx.update(copy, state)
+    return copy
+
+
+def _put(value: Any, sharding: NamedSharding) -> Any:
+    """The value laid out, in memory of its own: the copy's step may donate it and leave the original intact."""
+    if isinstance(value, jax.ShapeDtypeStruct):  # of a model made by nnx.eval_shape
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    return jax.device_put(value, sharding, may_alias=False)
+
+
+def modules(model: nnx.Module) -> dict[str, nnx.Module]:
+    """Every module in the model by dotted path, each once, attributes in the order they were first set.
+
+    A model that was merged from its parts has forgotten that order (Flax sorts them by name).
+    """
+    members: dict[str, nnx.Module] = {}
+    seen: set[int] = set()
+    for path, module in _walk(model, ()):
+        if id(module) not in seen:
+            seen.add(id(module))
+            members[".".join(path)] = module
+    return members
+
+
+def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
+    if isinstance(value, nnx.Module):
+        yield path, value
+        inside = {name: child for name, child in vars(value).items() if not name.startswith("_pytree__")}
+    elif isinstance(value, dict):
+        inside = {str(name): child for name, child in value.items()}
+    elif isinstance(value, list | tuple):
+        inside = {str(index): child for index, child in enumerate(value)}
+    else:
+        return
+    for name, child in inside.items():
+        yield from _walk(child, (*path, name))
+
+
+def own_variables(module: nnx.Module) -> dict[str, nnx.Variable[Any]]:
+    """The variables a module holds itself, not through another module; those of random streams left out."""
+    values = vars(module).items()
+    return {n: v for n, v in values if isinstance(v, nnx.Variable) and not isinstance(v, nnx.RngState)}

@@ -1,0 +1,90 @@
+"""Convolutions that have no sharded form: by hand over rows, since XLA's partitioner gets some of them wrong.
+
+The kernel gradient of a grouped convolution (`feature_group_count` above 1) comes out a multiple of what it is where
+rows are split over some devices and the same on others (jaxlib 0.10.2; `jax.jit` with layouts is enough to see it).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import BATCH_AXES
+from axonn_jax.tensor.collectives import mark_varying
+from axonn_jax.tensor.parallelize.layouts import describe
+from axonn_jax.tensor.specs import shard_mapped
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """A convolution [rows, ..., channels] in a manual region: rows over `data` and `z` if they divide.
+
+    Collectives: all-reduce of the kernel's gradient over `data` and `z`, its bytes twice on a ring.
+    """
+
+    mesh: Mesh
+    convolve: Callable[..., jax.Array]
+
+    def __call__(self, x: jax.Array, kernel: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        """As `jax.lax.conv_general_dilated`, rows first."""
+        split = x.shape[0] % (self.mesh.shape["data"] * self.mesh.shape["z"]) == 0
+        rows = P(BATCH_AXES) if split else P()
+
+        def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            if split:  # gradients are summed over devices in float32
+                kernel = mark_varying(kernel.astype(jnp.float32), BATCH_AXES).astype(kernel.dtype)
+            return self.convolve(x, kernel, *args, **kwargs)
+
+        return shard_mapped(local, self.mesh, (rows, P()), rows, among_others=True)(x, kernel)  # type: ignore[no-any-return]
+
+
+def by_rows(modules: Iterable[nnx.Module], mesh: Mesh) -> None:
+    """Has convolutions without a sharded form (masked or stacked ones, types of your own) run by rows."""
+    for module in modules:
+        if isinstance(module, nnx.Conv) and isinstance(describe(module), str):
+            module.conv_general_dilated = ByRows(mesh, module.conv_general_dilated)
+
+
+def check_grouped(jaxpr: Any, mesh: Mesh, layer: str) -> None:
+    """Raises ``UserError`` for a grouped convolution that XLA would partition, if its kernel is computed from inputs.
+
+    Manual regions and equations whose name begins with `layer` are not looked into.
+    """
+    rows = mesh.shape["data"] * mesh.shape["z"]
+    if rows > 1 and mesh.size > rows:
+        _check(jaxpr, set(jaxpr.invars), layer)
+
+
+def _check(jaxpr: Any, computed: set[Any], layer: str) -> None:
+    """`computed` are the variables that depend on the inputs, at first the jaxpr's own inputs."""
+    for eqn in jaxpr.eqns:
+        inputs = [not hasattr(var, "val") and var in computed for var in eqn.invars]
+        by_hand = eqn.primitive.name == "shard_map" or str(eqn.params.get("name", "")).startswith(layer)
+        if not any(inputs) or by_hand:
+            continue
+        computed.update(eqn.outvars)
+        for inner in bodies(eqn):
+            known = zip(inner.invars, inputs, strict=True) if len(inner.invars) == len(inputs) else None
+            _check(inner, {var for var, is_input in known if is_input} if known else set(inner.invars), layer)
+        groups = eqn.params.get("feature_group_count", 1)
+        if eqn.primitive.name == "conv_general_dilated" and groups > 1 and inputs[1]:
+            raise UserError(
+                "model", f"a jax.lax convolution of {groups} groups",
+                "an nnx.Conv in its place (or none on a grid with x or y beside data or z): XLA, which partitions what "
+                "stands between layers, makes a wrong kernel gradient of it",
+            )  # fmt: skip
+
+
+def bodies(eqn: Any) -> Iterator[Any]:
+    """The jaxprs that an equation runs."""
+    for param in eqn.params.values():
+        for each in param if isinstance(param, tuple | list) else (param,):
+            inner = getattr(each, "jaxpr", each)
+            if hasattr(inner, "eqns"):
+                yield inner

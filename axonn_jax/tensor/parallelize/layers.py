@@ -1,0 +1,279 @@
+"""Layers of `flax.nnx`, 4D-sharded, each in a manual region of its own: same attributes, parameters and results."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.grid import BATCH_AXES
+from axonn_jax.tensor.collectives import all_reduce, gather_weight, mark_varying
+from axonn_jax.tensor.embedding import lookup, tied_logits
+from axonn_jax.tensor.norm import layer_norm, rms_norm
+from axonn_jax.tensor.parallelize.layouts import LayerPlan, spec_of, without_z
+from axonn_jax.tensor.specs import shard_mapped
+
+
+class LocalLayer:
+    """Stands in for a layer as `self` of its own Flax method: some attributes replaced, all others the layer's."""
+
+    def __init__(self, layer: Any, **replaced: Any):
+        self._layer = layer
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+Local = Callable[[jax.Array, dict[str, Any], bool], jax.Array]
+"""A layer on local shards: its input, its parameters by name (None for one it lacks), whether rows are split."""
+
+
+def in_region(
+    plan: LayerPlan,
+    local: Local,
+    x: jax.Array,
+    params: Mapping[str, jax.Array | None],
+    *,
+    x_feature: tuple[int, str | None] | None,
+    y_spec: P,
+    rows: tuple[int, int] | None = (0, 0),
+) -> jax.Array:
+    """Runs `local` on local shards of an input [rows, ..., features] and of the layer's parameters.
+
+    `x_feature` is the input's dim of features (None: it has none, as ids) and the axis that splits it, `y_spec` the
+    layout of the output's features, `rows` the batch dim of input and of output. Rows are split over `data` and `z`
+    if they divide; a weight gathered over `z` is then not kept for the backward pass but gathered again, as DESIGN
+    section 4 has it. Where they do not, every device of `data` and `z` computes the same, and the parameters come in
+    whole along `z` (XLA gathers them).
+    """
+    x_spec = spec_of(x.ndim) if x_feature is None else spec_of(x.ndim, x_feature)
+    is_row = rows is not None and x.ndim > 0 and (x_feature is None or rows[0] != x_feature[0] % x.ndim)
+    split = is_row and rows is not None and x.shape[rows[0]] % plan.size(*BATCH_AXES) == 0
+    if split and rows is not None:
+        x_spec = P(*(BATCH_AXES if dim == rows[0] else axis for dim, axis in enumerate(x_spec)))
+        y_spec = P(*(BATCH_AXES if dim == rows[1] else axis for dim, axis in enumerate(y_spec)))
+    held = {name: value for name, value in params.items() if value is not None}
+    specs = {name: plan.spec(name) if split else without_z(plan.spec(name)) for name in held}
+
+    def run(x: jax.Array, held: dict[str, jax.Array]) -> jax.Array:
+        return local(x, {**dict.fromkeys(params), **held}, split)
+
+    if split and plan.z_dim is not None and plan.size("z") > 1:
+        run = jax.checkpoint(run)  # nothing but the gather: the rest of the forward pass is dead code in the backward
+    return shard_mapped(run, plan.mesh, (x_spec, specs), y_spec, among_others=True)(x, held)  # type: ignore[no-any-return]
+
+
+def gather_kernel(plan: LayerPlan, kernel: jax.Array, split: bool, dtype: jnp.dtype) -> jax.Array:
+    """The kernel gathered over `z` in `dtype`; one that `z` does not split is cast to it.
+
+    It is made to vary over `data` before it is gathered: autodiff then scatters its gradient over `z` first and
+    reduces over `data` what is left, a `Gz`-th.
+    """
+    if not split or plan.z_dim is None:
+        return kernel.astype(dtype)
+    return gather_weight(mark_varying(kernel, ("data",)), dtype, dim=plan.z_dim)
+
+
+def contract(
+    layer: Any, plan: LayerPlan, x: jax.Array, flax_call: Callable[[Any, jax.Array], jax.Array], **replaced: Any
+) -> jax.Array:
+    """A layer `Y = X W + b` (matmul, einsum or convolution) by the 4D algorithm, on global arrays.
+
+    `flax_call(stand_in, x)` is the layer's own Flax code; it runs on local shards, with all its options but those that
+    are `replaced`. Where one axis splits both sides, each shard is a layer by itself. Collectives else as in
+    `tensor.linear.matmul_4d`: forward all-gather of W over `z`, all-reduce of Y over `in_axis`; backward
+    all-gather of W over `z` again, all-reduce of dX over `out_axis`, reduce-scatter of dW over `z`, all-reduce of
+    what is left over `data` (bytes: DESIGN section 4).
+    """
+    dims = plan.dims
+
+    def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
+        kernel, bias = params["kernel"], params["bias"]
+        if split:  # before they are cast, so that gradients are summed over devices in the parameters' own dtype
+            kernel = mark_varying(kernel, BATCH_AXES if plan.z_dim is None else ("data",))
+            bias = None if bias is None else mark_varying(bias, BATCH_AXES)
+        x, cast, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
+        kernel = gather_kernel(plan, kernel, split, cast.dtype)
+        if plan.out_axis is not None:
+            x = mark_varying(x, (plan.out_axis,))
+        y = flax_call(LocalLayer(layer, kernel=kernel, bias=None, use_bias=False, **replaced), x)
+        y = y if plan.in_axis in (None, plan.out_axis) else all_reduce(y, plan.in_axis)
+        if bias is None:
+            return y
+        shape = [1] * y.ndim
+        for size, dim in zip(bias.shape, dims.bias, strict=True):
+            shape[dim] = size
+        return y + bias.reshape(shape)
+
+    bias = None if layer.bias is None else layer.bias[...]
+    y_spec = spec_of(x.ndim + dims.rank, (dims.y, plan.out_axis))
+    params = {"kernel": layer.kernel[...], "bias": bias}
+    return in_region(plan, local, x, params, x_feature=(dims.x, plan.in_axis), y_spec=y_spec, rows=dims.rows)
+
+
+class ShardedLinear(nnx.Linear):
+    """`nnx.Linear` by the 4D algorithm: [..., in] -> [..., out]; collectives as in `contract`."""
+
+    axonn_plan: LayerPlan
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """As the Flax layer; the layout is the plan's, `out_sharding` is not looked at."""
+
+        def flat(layer: Any, x: jax.Array) -> jax.Array:
+            # 2-D: batched operands cost the CPU backend a tenth of a step
+            y = nnx.Linear.__call__(layer, x.reshape(-1, x.shape[-1]))
+            return y.reshape(*x.shape[:-1], y.shape[-1])
+
+        return contract(self, self.axonn_plan, inputs, flat)
+
+
+class ShardedLinearGeneral(nnx.LinearGeneral):
+    """`nnx.LinearGeneral` by the 4D algorithm, heads or the like split; collectives as in `contract`."""
+
+    axonn_plan: LayerPlan
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """As the Flax layer; the layout is the plan's, `out_sharding` is not looked at."""
+        return contract(self, self.axonn_plan, inputs, nnx.LinearGeneral.__call__)
+
+
+class ShardedEinsum(nnx.Einsum):
+    """`nnx.Einsum` by the 4D algorithm; collectives as in `contract`."""
+
+    axonn_plan: LayerPlan
+
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
+        """As the Flax layer; the layout is the plan's, `out_sharding` is not looked at."""
+        if einsum_str is not None:  # the plan was made for the string of the constructor: Flax says what is wrong
+            return super().__call__(inputs, einsum_str)
+        return contract(self, self.axonn_plan, inputs, nnx.Einsum.__call__)
+
+
+class ShardedConv(nnx.Conv):
+    """`nnx.Conv` with channels split as features are, or whole groups of them, space whole; as in `contract`."""
+
+    axonn_plan: LayerPlan
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """As the Flax layer; the layout is the plan's, `out_sharding` is not looked at."""
+        plan = self.axonn_plan
+        if inputs.ndim < len(self.kernel_size) + 2:  # one example without a batch dim
+            return self(inputs[None])[0]
+        if self.feature_group_count == 1:
+            return contract(self, plan, inputs, nnx.Conv.__call__)
+        parts = plan.size(plan.in_axis)
+        groups, features = self.feature_group_count // parts, self.in_features // parts
+        return contract(self, plan, inputs, nnx.Conv.__call__, feature_group_count=groups, in_features=features)
+
+
+class ShardedConvTranspose(nnx.ConvTranspose):
+    """`nnx.ConvTranspose` with channels split as features are, space whole; collectives as in `contract`."""
+
+    axonn_plan: LayerPlan
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """As the Flax layer."""
+        if inputs.ndim < len(self.kernel_size) + 2:  # one example without a batch dim
+            return self(inputs[None])[0]
+        return contract(self, self.axonn_plan, inputs, nnx.ConvTranspose.__call__)
+
+
+class ShardedEmbed(nnx.Embed):
+    """`nnx.Embed` with the vocabulary over `in_axis` and `z`, features over `out_axis`."""
+
+    axonn_plan: LayerPlan
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Ids [rows, ...] -> [rows, ..., features].
+
+        Collectives: all-gather of the table over `z`, all-reduce of the result over `in_axis`; backward a
+        reduce-scatter of the table's gradient over `z`, an all-reduce over `data`. Ids of one dim are taken for
+        positions, which all rows share, and not split.
+        """
+        if not jnp.issubdtype(inputs.dtype, jnp.integer):
+            raise ValueError("Input type must be an integer or unsigned integer.")
+        plan, total = self.axonn_plan, self.num_embeddings
+
+        def local(ids: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
+            (cast,) = self.promote_dtype((params["embedding"],), dtype=self.dtype, inexact=False)
+            table = gather_kernel(plan, params["embedding"], split, cast.dtype)
+            ids = jnp.where(ids < 0, ids + total, ids)
+            rows = lookup(table, ids, plan.in_axis or "")
+            # As jnp.take: what is outside the table is NaN, not a neighbour's row.
+            inside = (ids >= 0) & (ids < total)
+            return jnp.where(inside[..., None], rows, jnp.full((), jnp.nan, rows.dtype))
+
+        ids = inputs.astype(jnp.int32)
+        y_spec = spec_of(ids.ndim + 1, (-1, plan.out_axis))
+        rows = (0, 0) if ids.ndim > 1 else None
+        return in_region(plan, local, ids, {"embedding": self.embedding[...]}, x_feature=None, y_spec=y_spec, rows=rows)
+
+    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Logits of every id, [rows, ..., features] -> [rows, ..., vocabulary].
+
+        Collectives: those of `contract` with features over `out_axis` and the vocabulary over `in_axis`.
+        """
+        plan = self.axonn_plan
+
+        def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
+            x, cast = self.promote_dtype((x, params["embedding"]), dtype=self.dtype)
+            table = gather_kernel(plan, params["embedding"], split, cast.dtype)
+            return tied_logits(table, x, plan.in_axis or "", plan.out_axis or "")
+
+        y_spec = spec_of(query.ndim, (-1, plan.in_axis))
+        params = {"embedding": self.embedding[...]}
+        return in_region(plan, local, query, params, x_feature=(-1, plan.out_axis), y_spec=y_spec)
+
+
+class ShardedLayerNorm(nnx.LayerNorm):
+    """`nnx.LayerNorm` over features split over `in_axis`; collectives as in `tensor.norm.layer_norm`."""
+
+    axonn_plan: LayerPlan
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """As the Flax layer, the variance by two passes; with a mask it is the Flax layer, laid out by XLA."""
+        return super().__call__(x, mask=mask) if mask is not None else _normed(self, x, layer_norm, ("scale", "bias"))
+
+
+class ShardedRMSNorm(nnx.RMSNorm):
+    """`nnx.RMSNorm` over features split over `in_axis`; collectives as in `tensor.norm.rms_norm`."""
+
+    axonn_plan: LayerPlan
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """As the Flax layer; with a mask it is the Flax layer, laid out by XLA."""
+        return super().__call__(x, mask=mask) if mask is not None else _normed(self, x, rms_norm, ("scale",))
+
+
+def _normed(layer: Any, x: jax.Array, norm: Callable[..., jax.Array], names: tuple[str, ...]) -> jax.Array:
+    plan = layer.axonn_plan
+
+    def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
+        x, *held = layer.promote_dtype((x, *(params[name] for name in names)), dtype=layer.dtype)
+        return norm(x, *map(_wide, held), layer.epsilon, plan.in_axis or "")
+
+    given = {name: getattr(layer, name) for name in names}
+    params = {name: None if param is None else param[...] for name, param in given.items()}
+    feature = (-1, plan.in_axis)
+    return in_region(plan, local, x, params, x_feature=feature, y_spec=spec_of(x.ndim, feature))
+
+
+def _wide(param: jax.Array | None) -> jax.Array | None:
+    """Norms compute in float32; strict dtype promotion wants it said."""
+    return None if param is None else param.astype(jnp.float32)
+
+
+SHARDED: dict[type[nnx.Module], type[nnx.Module]] = {
+    nnx.Linear: ShardedLinear,
+    nnx.LinearGeneral: ShardedLinearGeneral,
+    nnx.Einsum: ShardedEinsum,
+    nnx.Conv: ShardedConv,
+    nnx.ConvTranspose: ShardedConvTranspose,
+    nnx.Embed: ShardedEmbed,
+    nnx.LayerNorm: ShardedLayerNorm,
+    nnx.RMSNorm: ShardedRMSNorm,
+}
+"""The sharded form of each Flax layer that has one."""

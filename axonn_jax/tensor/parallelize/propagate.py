@@ -1,0 +1,280 @@
+"""Propagation of layouts: the plan of every layer from how its input arrives, in the order of layers or of the data."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.tensor.linear import TensorAxis, swapped
+from axonn_jax.tensor.parallelize.convolution import bodies, check_grouped
+from axonn_jax.tensor.parallelize.layouts import ActivationSplit, Kernel, LayerPlan, Norm, Side, describe, spec_of
+
+
+class Chooser:
+    """Makes plans on one mesh; knows nothing of the order of layers."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+
+    def plan(self, layer: Any, arrives: ActivationSplit | None, override: str | None) -> LayerPlan:
+        """The plan of a layer whose input arrives as said (None: not split over `x` or `y`).
+
+        `override` is "replicated", or the axis to contract over ("x", "y": for an embedding or a norm the one that
+        splits its features).
+        """
+        described = describe(layer)
+        kind = type(layer).__name__
+        if isinstance(described, str):
+            return LayerPlan(kind, self.mesh, False, note=described)
+        if override == "replicated":
+            return self._by_rows(kind, described, "by an override")
+        # Ids are not split over x or y: an embedding starts a residual stream, over x, wherever it stands.
+        axis: TensorAxis = "x" if arrives is None or isinstance(layer, nnx.Embed) else arrives.axis
+        if override is not None:
+            axis = "y" if override == "y" else "x"
+        if isinstance(described, Norm):
+            return self._norm(kind, described, arrives, axis, forced=override is not None)
+        if described.groups > 1:
+            return self._grouped(kind, described, arrives, axis, forced=override is not None)
+        if isinstance(layer, nnx.Embed):
+            return self._kernel(kind, described, swapped(axis), axis)
+        plan = self._kernel(kind, described, axis, swapped(axis))
+        if plan.sharded and arrives is not None and axis != arrives.axis:
+            return replace(plan, note="; ".join(filter(None, (plan.note, f"its input arrives over {arrives.axis}"))))
+        return plan
+
+    def leaves(
+        self, layer: Any, plan: LayerPlan, arrives: ActivationSplit | None, method: str = "__call__"
+    ) -> ActivationSplit | None:
+        """How the output of a layer lies that has this plan."""
+        described = describe(layer)
+        if not plan.sharded or not isinstance(described, Kernel):
+            return arrives
+        if method == "attend":
+            return None if plan.in_axis is None else ActivationSplit(plan.in_axis, described.shape[0], True)
+        if plan.out_axis is None:
+            return None
+        side = next(s for s in described.outs if s.activation == plan.dims.y)
+        return ActivationSplit(plan.out_axis, side.size, side.activation == -1)
+
+    def _norm(
+        self, kind: str, norm: Norm, arrives: ActivationSplit | None, axis: TensorAxis, *, forced: bool
+    ) -> LayerPlan:
+        if not forced and (arrives is None or not arrives.last or arrives.size != norm.features):
+            return LayerPlan(kind, self.mesh, False, note="the features it normalises are not split where it stands")
+        if norm.features % self.mesh.shape[axis]:
+            note = _uneven("features", norm.features, axis, self.mesh.shape[axis])
+            return LayerPlan(kind, self.mesh, False, note=note)
+        specs = tuple((name, P(axis)) for name in norm.names)
+        return LayerPlan(kind, self.mesh, True, axis, axis, specs, sizes=(norm.features, norm.features))
+
+    def _grouped(
+        self, kind: str, kernel: Kernel, arrives: ActivationSplit | None, axis: TensorAxis, *, forced: bool
+    ) -> LayerPlan:
+        """Groups of features stay where they arrive: each device has the kernels of its own."""
+        (side_in,), (side_out,) = kernel.ins, kernel.outs
+        if not forced and (arrives is None or not arrives.last or arrives.size != side_in.size):
+            return self._by_rows(kind, kernel, "the features of its groups are not split where it stands")
+        if kernel.groups % self.mesh.shape[axis]:
+            return self._by_rows(kind, kernel, _uneven("groups", kernel.groups, axis, self.mesh.shape[axis]))
+        specs = ((kernel.name, spec_of(len(kernel.shape), (side_out.kernel, axis))), ("bias", P(axis)))
+        dims = kernel.dims(side_in, side_out)
+        return LayerPlan(kind, self.mesh, True, axis, axis, specs, dims, sizes=kernel.features)
+
+    def _by_rows(self, kind: str, layer: Kernel | Norm, note: str) -> LayerPlan:
+        """Whole parameters on every device; a kernel's layer has its rows split by hand all the same.
+
+        XLA's partitioner gets the kernel gradient of a grouped convolution wrong (jaxlib 0.10.2: rows split over some
+        devices, and the same on others).
+        """
+        if isinstance(layer, Norm):
+            return LayerPlan(kind, self.mesh, False, note=note)
+        return LayerPlan(kind, self.mesh, True, dims=layer.dims(None, None), note=note, sizes=layer.features)
+
+    def _kernel(self, kind: str, kernel: Kernel, in_axis: TensorAxis, out_axis: TensorAxis) -> LayerPlan:
+        ends = ("vocabulary", "features") if kernel.name == "embedding" else ("input", "output")
+        side_in, note_in = self._side(kernel.ins, in_axis, ends[0])
+        side_out, note_out = self._side(kernel.outs, out_axis, ends[1])
+        split: dict[int, tuple[str, ...]] = {}
+        if side_in is not None:
+            split[side_in.kernel] = (in_axis,)
+        if side_out is not None:
+            split[side_out.kernel] = (out_axis,)
+        # z preferably where the algorithm has it, on the contracted dim.
+        order = [*split, *(side.kernel for side in (*kernel.ins, *kernel.outs)), *range(len(kernel.shape))]
+        z_dim, z = None, self.mesh.shape["z"]
+        for dim in order:
+            parts = z
+            for axis in split.get(dim, ()):
+                parts *= self.mesh.shape[axis]
+            if kernel.shape[dim] % parts == 0:
+                z_dim, split[dim] = dim, (*split.get(dim, ()), "z")
+                break
+        note_z = "" if z_dim is not None else f"no dim of its weight {kernel.shape} divides by z = {z}"
+        notes = "; ".join(filter(None, (note_in, note_out, note_z)))
+        if side_in is None and side_out is None:
+            return self._by_rows(kind, kernel, notes)
+        spec = P(*(split.get(dim) for dim in range(len(kernel.shape))))
+        specs: tuple[tuple[str, P], ...] = ((kernel.name, spec),)
+        if kernel.bias is not None:
+            y = None if side_out is None else side_out.activation
+            specs += (("bias", P(*(out_axis if dim == y else None for dim in kernel.bias))),)
+        return LayerPlan(
+            kind,
+            self.mesh,
+            True,
+            in_axis if side_in is not None else None,
+            out_axis if side_out is not None else None,
+            specs,
+            kernel.dims(side_in, side_out),
+            z_dim,
+            notes,
+            kernel.features,
+        )
+
+    def _side(self, sides: tuple[Side, ...], axis: TensorAxis, end: str) -> tuple[Side | None, str]:
+        """The first candidate that divides over the axis, or why there is none."""
+        parts = self.mesh.shape[axis]
+        for side in sides:
+            if side.size % parts == 0:
+                return side, ""
+        return None, _uneven(end, sides[0].size, axis, parts)
+
+
+def _uneven(what: str, size: int, axis: str, parts: int) -> str:
+    return f"{what} {size} does not divide by {axis} = {parts}"
+
+
+_BRANCHES = (
+    frozenset({"q", "k", "v"}),
+    frozenset({"wq", "wk", "wv"}),
+    frozenset({"query", "key", "value"}),
+    frozenset({"q_proj", "k_proj", "v_proj"}),
+    frozenset({"gate", "up"}),
+    frozenset({"gate_proj", "up_proj"}),
+)
+"""Names of layers that take the same input side by side."""
+
+
+def _side_by_side(first: str, second: str) -> bool:
+    (parent, _, name), (parent_2, _, name_2) = first.rpartition("."), second.rpartition(".")
+    return parent == parent_2 and any(name in names and name_2 in names for names in _BRANCHES)
+
+
+def plans_by_order(
+    chooser: Chooser, layers: Iterable[tuple[str, Any]], overrides: dict[str, str], known: dict[str, LayerPlan]
+) -> dict[str, LayerPlan]:
+    """A plan for each layer, in their order; those `known` already are kept.
+
+    The first layer takes an input that is not split. Layers whose names say that they branch (query, key, value and
+    the like) take the same input.
+    """
+    plans: dict[str, LayerPlan] = {}
+    split: ActivationSplit | None = None
+    before = ("", split)
+    for path, layer in layers:
+        arrives = before[1] if before[0] and _side_by_side(before[0], path) else split
+        plan = known.get(path) or chooser.plan(layer, arrives, overrides.get(path))
+        plans[path] = plan
+        if plan.sharded:
+            before = (path, arrives)
+            split = chooser.leaves(layer, plan, arrives)
+    return plans
+
+
+_MARK = "axonn_layer"
+_INDEX = "axonn_index"
+
+
+def plans_by_flow(
+    chooser: Chooser,
+    model: nnx.Module,
+    layers: dict[str, nnx.Module],
+    overrides: dict[str, str],
+    call: Callable[[Any], Any],
+) -> dict[str, LayerPlan]:
+    """A plan for each layer that `call(model)` reaches, with the sizes of its calls; nothing is computed.
+
+    `model` (a copy: its layers become probes) is traced to a jaxpr in which every layer is one marked equation. An
+    activation carries the axis that splits it through everything between two layers; where two meet (a residual
+    sum, attention's products) the first that is known counts.
+    """
+    paths = list(layers)
+    for index, layer in enumerate(layers.values()):
+        setattr(layer, _INDEX, index)
+        layer.__class__ = _probe(type(layer))
+    graphdef, state = nnx.split(model)
+    jaxpr = jax.make_jaxpr(lambda state: jax.tree.leaves(call(nnx.merge(graphdef, state))))(state).jaxpr
+    check_grouped(jaxpr, chooser.mesh, _MARK)
+    originals = list(layers.values())
+    plans: dict[str, LayerPlan] = {}
+
+    def at_layer(
+        index: int, method: str, shape: Shape, out_size: int, arrives: ActivationSplit | None
+    ) -> ActivationSplit | None:
+        path, layer = paths[index], originals[index]
+        # As layers do: the first dim is the batch, and ids of one dim are positions.
+        split = len(shape) > 1 and shape[0] % (chooser.mesh.shape["data"] * chooser.mesh.shape["z"]) == 0
+        if path not in plans:
+            plans[path] = chooser.plan(layer, arrives, overrides.get(path))
+        plans[path] = plans[path].called_with(math.prod(shape), out_size, split=split)
+        return chooser.leaves(layer, plans[path], arrives, method)
+
+    for layer in originals:
+        layer.__class__ = type(layer).__mro__[1]
+    _follow(jaxpr, [None] * len(jaxpr.invars), at_layer)
+    return plans
+
+
+Shape = tuple[int, ...]
+AtLayer = Callable[[int, str, Shape, int, ActivationSplit | None], ActivationSplit | None]
+
+
+@functools.cache
+def _probe(kind: type[nnx.Module]) -> type[nnx.Module]:
+    """The layer type with each call traced as one equation that names the layer."""
+
+    def marked(method: str) -> Callable[..., Any]:
+        def call(self: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
+            def layer(x: jax.Array) -> Any:
+                return getattr(kind, method)(self, x, *args, **kwargs)
+
+            layer.__name__ = f"{_MARK}:{getattr(self, _INDEX)}:{method}:{','.join(map(str, x.shape))}"
+            return jax.jit(layer)(x)
+
+        return call
+
+    methods = [name for name in ("__call__", "attend") if hasattr(kind, name)]
+    return type(f"Probed{kind.__name__}", (kind,), {name: marked(name) for name in methods})
+
+
+def _follow(jaxpr: Any, splits: list[ActivationSplit | None], at_layer: AtLayer) -> list[ActivationSplit | None]:
+    """Carries layouts through a jaxpr's equations, from its inputs to its outputs."""
+    known: dict[Any, ActivationSplit | None] = dict(zip(jaxpr.invars, splits, strict=True))
+
+    def of(var: Any) -> ActivationSplit | None:
+        return None if hasattr(var, "val") else known.get(var)  # a literal has a value and is not hashable
+
+    for eqn in jaxpr.eqns:
+        arrive = [of(var) for var in eqn.invars]
+        first = next((split for split in arrive if split is not None), None)
+        mark = str(eqn.params.get("name", "")).split(":")
+        # What it runs (jit, remat, scan, a custom derivative), if that takes and gives the same values.
+        sizes = (len(eqn.invars), len(eqn.outvars))
+        inner = next((body for body in bodies(eqn) if (len(body.invars), len(body.outvars)) == sizes), None)
+        if mark[0] == _MARK:
+            out_size = math.prod(eqn.outvars[0].aval.shape)
+            shape = tuple(int(size) for size in mark[3].split(",") if size)
+            leave = [at_layer(int(mark[1]), mark[2], shape, out_size, first)] * len(eqn.outvars)
+        elif inner is not None:
+            leave = _follow(inner, arrive, at_layer)
+        else:
+            leave = [first] * len(eqn.outvars)
+        known.update(zip(eqn.outvars, leave, strict=True))
+    return [of(var) for var in jaxpr.outvars]

@@ -1,0 +1,182 @@
+"""Report of what `parallelize` did: every layer with its roles, bytes and communication, or why it stayed."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+
+from axonn_jax.grid import BATCH_AXES
+from axonn_jax.tensor.parallelize.api import modules, own_variables
+from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
+
+
+class Transfer(NamedTuple):
+    """One collective of a layer."""
+
+    kind: str
+    """"all-gather", "all-reduce" or "reduce-scatter"."""
+    axes: tuple[str, ...]
+    backward: bool
+    buffer: int
+    """Bytes of the whole buffer on a device: gathered, to be reduced, or to be scattered."""
+    bytes: int
+    """Bytes a device sends on a ring: `(G-1)/G` of the buffer, twice that for an all-reduce."""
+
+
+def transfers(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[Transfer]:
+    """Every collective of a forward and backward pass over all of the layer's calls, `shapes` those of its parameters.
+
+    Activations and travelling weights take `itemsize` bytes an element, gradients of parameters four.
+    """
+    if not plan.sharded:
+        return []
+    each = _norm(plan, shapes) if plan.kind in ("LayerNorm", "RMSNorm") else _contraction(plan, shapes, itemsize)
+    return [transfer for transfer in each if transfer.bytes]
+
+
+def _contraction(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: int) -> Iterator[Transfer]:
+    embed = plan.kind == "Embed"
+    kernel = "embedding" if embed else "kernel"
+    weight = _local(plan, shapes[kernel], kernel) * (1 if plan.z_dim is None else plan.size("z"))
+    split = plan.size(*BATCH_AXES) if plan.rows_known and plan.rows_split else 1
+    x_size, y_size = (size // split for size in plan.sizes)
+    if plan.z_dim is not None:
+        yield _transfer(plan, "all-gather", ("z",), False, weight * itemsize)
+        if not embed and plan.rows_split:  # a lookup's backward does not need the table
+            yield _transfer(plan, "all-gather", ("z",), True, weight * itemsize)
+        if plan.rows_split:
+            yield _transfer(plan, "reduce-scatter", ("z",), True, weight * itemsize)
+    alone = plan.in_axis == plan.out_axis  # groups of features that do not mix, or none split
+    if plan.in_axis is not None and not alone:
+        yield _transfer(plan, "all-reduce", (plan.in_axis,), False, y_size // plan.size(plan.out_axis) * itemsize)
+    if plan.out_axis is not None and not alone and not embed:
+        yield _transfer(plan, "all-reduce", (plan.out_axis,), True, x_size // plan.size(plan.in_axis) * itemsize)
+    if not plan.rows_split:  # every device of data and z has the whole gradient
+        return
+    for name, shape in shapes.items():
+        axes = ("data",) if name == kernel and plan.z_dim is not None else BATCH_AXES
+        yield _transfer(plan, "all-reduce", axes, True, _local(plan, shape, name) * 4)
+
+
+def _norm(plan: LayerPlan, shapes: dict[str, tuple[int, ...]]) -> Iterator[Transfer]:
+    assert plan.in_axis is not None
+    split = plan.size(*BATCH_AXES) if plan.rows_known and plan.rows_split else 1
+    features = max((prod(shape) for shape in shapes.values()), default=plan.sizes[0])
+    rows = max(1, plan.sizes[0] // features // split)
+    # LayerNorm combines mean, centred and squared sums; backward, the cotangents of mean and factor.
+    forward, backward = (3, 2) if plan.kind == "LayerNorm" else (1, 1)
+    yield _transfer(plan, "all-reduce", (plan.in_axis,), False, forward * rows * 4)
+    yield _transfer(plan, "all-reduce", (plan.in_axis,), True, backward * rows * 4)
+    for name, shape in shapes.items():
+        yield _transfer(plan, "all-reduce", BATCH_AXES, True, _local(plan, shape, name) * 4)
+
+
+def _local(plan: LayerPlan, shape: tuple[int, ...], name: str) -> int:
+    """Elements of a parameter on one device."""
+    spec = plan.spec(name)
+    axes = [axis for dim in spec for axis in ((dim,) if isinstance(dim, str) else dim or ())]
+    return prod(shape) // plan.size(*axes)
+
+
+def _transfer(plan: LayerPlan, kind: str, axes: tuple[str, ...], backward: bool, buffer: int) -> Transfer:
+    over = tuple(axis for axis in axes if plan.mesh.shape[axis] > 1)
+    group = plan.size(*over)
+    times = 2 if kind == "all-reduce" else 1
+    return Transfer(kind, over, backward, buffer, times * (group - 1) * buffer // group)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One layer."""
+
+    path: str
+    plan: LayerPlan
+    bytes: int
+    """Bytes of its parameters and statistics altogether."""
+    device_bytes: int
+    """Those of one device."""
+    transfers: tuple[Transfer, ...]
+    """Its collectives in a training call."""
+
+    @property
+    def roles(self) -> str:
+        """The axes of input and output, such as ``x -> y``; a dot where one is not split."""
+        axes = (self.plan.in_axis, self.plan.out_axis)
+        if axes == (None, None):
+            return "replicated"
+        shown = axes if self.plan.kind not in ("LayerNorm", "RMSNorm") else axes[:1]
+        return " -> ".join(axis or "." for axis in shown)
+
+
+@dataclass(frozen=True)
+class ShardingReport:
+    """Every layer of a parallelized model that has parameters; `str` is a table."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parameters and statistics."""
+        return sum(entry.bytes for entry in self.entries)
+
+    @property
+    def device_bytes(self) -> int:
+        """Those of one device."""
+        return sum(entry.device_bytes for entry in self.entries)
+
+    @property
+    def traffic(self) -> dict[str, int]:
+        """Bytes a device sends in a training call, by axis (``data+z`` for a reduction over both)."""
+        total: Counter[str] = Counter()
+        for entry in self.entries:
+            for transfer in entry.transfers:
+                total["+".join(transfer.axes)] += transfer.bytes
+        return dict(total)
+
+    def __str__(self) -> str:
+        known = any(entry.plan.rows_known for entry in self.entries)
+        unit = "B a call, ring" if known else "B a row and its weights, ring; pass call= for a call's"
+        head = ("layer", "type", "roles", "B a device", "of B", f"forward ({unit})", "backward")
+        rows = [head, *(_row(entry) for entry in self.entries)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [f"{e.path}: {e.plan.note}" for e in self.entries if e.plan.note]
+        sent = ", ".join(f"{axes} {count:,} B" for axes, count in self.traffic.items()) or "nothing"
+        lines.append(f"parameters: {self.device_bytes:,} of {self.bytes:,} B a device; a device sends {sent}")
+        return "\n".join(lines)
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    sums = ["", ""]
+    for backward in (False, True):
+        by_axis: Counter[str] = Counter()
+        for transfer in entry.transfers:
+            if transfer.backward == backward:
+                by_axis["+".join(transfer.axes)] += transfer.bytes
+        sums[backward] = " ".join(f"{axes} {count:,}" for axes, count in by_axis.items()) or "-"
+    return (entry.path, entry.plan.kind, entry.roles, f"{entry.device_bytes:,}", f"{entry.bytes:,}", *sums)
+
+
+def sharding_report(model: nnx.Module) -> ShardingReport:
+    """What `parallelize` did to this model, in the order in which its attributes stand; `print` it.
+
+    Communication is that of forward and backward in one call, by ring formulas, for the inputs that `call` had, or
+    else for one row; replicated layers' gradient reductions, which XLA places, are not in it.
+    """
+    plans = ((path, module, getattr(module, PLAN, None)) for path, module in modules(model).items())
+    entries = (_entry(path or "(model)", module, plan) for path, module, plan in plans if plan is not None)
+    return ShardingReport(tuple(entries))
+
+
+def _entry(path: str, module: Any, plan: LayerPlan) -> Entry:
+    held = {name: variable.get_value() for name, variable in own_variables(module).items()}
+    arrays = {name: value for name, value in held.items() if hasattr(value, "sharding") and hasattr(value, "dtype")}
+    size = sum(value.size * value.dtype.itemsize for value in arrays.values())
+    local = sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays.values())
+    dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None) or jnp.float32
+    shapes = {name: value.shape for name, value in arrays.items()}
+    return Entry(path, plan, size, local, tuple(transfers(plan, shapes, jnp.dtype(dtype).itemsize)))

@@ -1,0 +1,67 @@
+"""Layouts: what a `PartitionSpec` splits, and the manual region in which a function sees local shards."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+
+def spec_axes(spec: P) -> frozenset[str]:
+    """Returns the mesh axes that a layout splits over."""
+    return frozenset(a for dim in spec if dim is not None for a in ((dim,) if isinstance(dim, str) else dim))
+
+
+def split_dim(spec: P, axis: str) -> int | None:
+    """Returns the dim that a layout splits over an axis."""
+    return next((at for at, dim in enumerate(spec) if axis in spec_axes(P(dim))), None)
+
+
+def live_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Returns the mesh's axes that are larger than one, slowest first."""
+    return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+
+
+def shard_mapped(
+    f: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    *,
+    among_others: bool = False,
+    differentiated: bool = True,
+) -> Callable[..., Any]:
+    """Returns a function of global arrays that runs `f` on their local shards; itself where no axis is above one.
+
+    The region is over the mesh's axes that are larger than one. Leaving out an axis keeps its collectives of one out of
+    the program. The mesh itself is made smaller because a region manual over only some axes of a mesh crashes XLA's CPU
+    compiler on bfloat16 sums (jaxlib 0.10.2).
+    A region `among_others` in a program has the whole mesh, as arrays between regions carry it in their type and jax
+    refuses one other than the mesh that `jax.set_mesh` set; its layouts leave the axes of size one out all the same.
+    A region that is not `differentiated` may say of a result that it is the same on devices where jax cannot see why:
+    jax then does not track what varies over which axes, which is what makes gradients right.
+    """
+    axes = live_axes(mesh)
+    if not axes:
+        return f
+    auto = (jax.sharding.AxisType.Auto,) * len(axes)
+    live = mesh if among_others else Mesh(mesh.devices.squeeze(), axes, axis_types=auto)
+    specs = jax.tree.map(lambda spec: _over(spec, axes), (in_specs, out_specs), is_leaf=_is_spec)
+    region = jax.shard_map(f, mesh=live, in_specs=specs[0], out_specs=specs[1], check_vma=differentiated)
+
+    def run(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(live.abstract_mesh):  # `jax.set_mesh` may have set the 4D one
+            return region(*args)
+
+    return run
+
+
+def _is_spec(leaf: object) -> bool:
+    return isinstance(leaf, P)
+
+
+def _over(spec: P, axes: tuple[str, ...]) -> P:
+    """The part of a layout that concerns `axes`."""
+    dims = [() if dim is None else (dim,) if isinstance(dim, str) else dim for dim in spec]
+    return P(*(tuple(axis for axis in dim if axis in axes) or None for dim in dims))

@@ -1,0 +1,1 @@
+"""Timeline of a pipelined step, measured or simulated: spans, their picture, a file for Perfetto."""

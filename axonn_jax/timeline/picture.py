@@ -1,0 +1,296 @@
+"""Picture of a step, measured or simulated: a row a pipe rank, as wide as a page shows it.
+
+A step whose tasks would be too narrow to tell apart is continued on up to three lines. Of a longer one three parts are
+shown: where it fills, its middle, and where it drains. Above them a strip has all of it, dark where ranks work.
+"""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from axonn_jax.documents import replace_whole
+from axonn_jax.timeline.spans import KINDS, Kind, Span, last_whole_step, ranks_of, usage, window
+
+PICTURE = "timeline.png"
+
+COLORS: dict[Kind, str] = {
+    "forward": "#0072b2",
+    "backward": "#e69f00",
+    "input_gradient": "#d55e00",
+    "weight_gradient": "#009e73",
+    "forward_and_backward": "#56b4e9",
+    "forward_and_input_gradient": "#f0e442",
+    "communication": "#cc79a7",
+    "optimizer": "#4d4d4d",
+}
+"""Okabe and Ito's colours, which the colour-blind tell apart."""
+_WITHOUT_MICROBATCH: tuple[Kind, ...] = ("communication", "optimizer")
+_IDLE, _INK, _GREY = "#e9e9ec", "#22252b", "#5b606b"
+_WIDTH, _DPI = 8.0, 200
+"""Inches and their pixels: shown 800 pixels wide, an inch is 100 of them."""
+_ACROSS = 6.9
+"""Inches of the data beside the labels."""
+_NARROWEST, _LEGIBLE = 0.06, 0.11
+"""Inches of the usual task of the shortest kind: below the first a step is cut, into lines of the second at best."""
+_MOST_LINES = 3
+_STRIP_PIXELS = 1400
+# A row's parts, in rows: its tasks, and the strip of its communication below them.
+_TASKS = (-0.44, 0.7)
+_STRIP = (0.28, 0.13)
+_MIDDLE = _TASKS[0] + _TASKS[1] / 2
+_MOST_NUMBERS = 6000
+
+
+class _Scale(NamedTuple):
+    """How a step is shown."""
+
+    start: float
+    """Of the first task, in seconds of the spans' clock."""
+    per_second: float
+    unit: str
+    """What times are shown in, of which a second has so many."""
+    ranks: int
+    chunks: int
+    """Virtual stages of a rank; the further ones are paler."""
+
+    def at(self, seconds: float) -> float:
+        """Returns a moment of the spans' clock in units from the first task's start."""
+        return (seconds - self.start) * self.per_second
+
+    def face(self, span: Span) -> tuple[float, float, float]:
+        """Returns the colour of a span."""
+        from matplotlib.colors import to_rgb
+
+        pale = 0.6 * ((span.stage or 0) // self.ranks) / self.chunks if span.is_task else 0.0
+        red, green, blue = (channel + (1 - channel) * pale for channel in to_rgb(COLORS[span.kind]))
+        return red, green, blue
+
+
+class _Line(NamedTuple):
+    """A stretch of a step that is drawn on a line of its own, in seconds from the first task's start."""
+
+    title: str
+    start: float
+    end: float
+
+
+def draw(
+    spans: Sequence[Span], path: Path, title: str | None = None, *, step: int | None = None, heading: str | None = None
+) -> None:
+    """Draws one step as a PNG, the last whole one unless `step` says which; `heading` stands for its length and idle.
+
+    Tasks bear the number of their microbatch where it fits; virtual stages of a rank differ in shade. What lies outside
+    the time from the first task to the end of the last is not shown.
+
+    Raises:
+        ValueError: there is no task in that step.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    step = last_whole_step(spans) if step is None else step
+    ranks = ranks_of(spans)
+    spans = [span for span in spans if span.step == step]
+    start, end = window(spans)
+    if end <= start:
+        raise ValueError(f"no tasks in step {step} to draw")
+    spans = [span for span in spans if span.end > start and span.start < end]
+    used = [one.idle for one in usage(spans, ranks)]
+    lines = _lines(spans, end - start)
+    rows = min(max(1.1 / ranks, 0.34 if ranks <= 4 else 0.26), 2.6 / ranks)  # inches a rank
+    strip = [max(0.35, min(0.14 * ranks, 0.9))] if len(lines) > 1 else []
+    heights = [*strip, *[rows * ranks] * len(lines)]
+    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.5 * len(heights) + 0.75), layout="constrained", dpi=_DPI)
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    whole = end - start
+    length = f"{whole:,.3f} s" if whole >= 10 else f"{whole * 1e3:,.{1 if whole >= 0.01 else 3}f} ms"
+    heading = heading or f"step {step}: {length}, idle {sum(used) / ranks:.1%}"
+    figure.suptitle(
+        f"{title} \N{EM DASH} {heading}" if title else heading, fontsize=10, color=_INK, parse_math=False, wrap=True
+    )
+    shown = [
+        [span for span in spans if span.start - start < line.end and span.end - start > line.start] for line in lines
+    ]
+    stages = max((span.stage or 0 for part in shown for span in part), default=0) + 1
+    scale = _Scale(start, *((1.0, "s") if whole >= 10 else (1e3, "ms")), ranks, -(-stages // ranks))
+    if strip:
+        _draw_strip(panels[0], spans, lines, scale, used, strip[0])
+    for axes, line, part in zip(panels[len(strip) :], lines, shown, strict=True):
+        _decorate(axes, line, scale, used, rows * ranks, idle=not strip)
+        _draw_boxes(axes, part, scale)
+    _draw_legend(figure, [kind for kind in KINDS if any(span.kind == kind for span in spans)])
+    figure.draw_without_rendering()  # the layout decides how wide a box is, and need not be found again
+    figure.set_layout_engine("none")
+    for axes, line, part in zip(panels[len(strip) :], lines, shown, strict=True):
+        tasks = [span for span in part if span.kind not in _WITHOUT_MICROBATCH and span.microbatch is not None]
+        inside = [span for span in tasks if line.start <= (span.start + span.end) / 2 - start < line.end]
+        _draw_numbers(axes, inside, scale)
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    replace_whole(path, png.getvalue())
+
+
+def _lines(spans: Sequence[Span], whole: float) -> list[_Line]:
+    """Returns the stretches to draw: the whole step, on several lines if need be, or its two ends and its middle."""
+    shortest = max(min(_usual_widths(spans).values(), default=whole), whole * 1e-7)
+    most = shortest * _ACROSS / _NARROWEST  # seconds on a line
+    count = -(-whole // most)
+    if count <= 1:
+        return [_Line("", 0.0, whole)]
+    if count <= _MOST_LINES:
+        count = min(_MOST_LINES, -(-whole * _LEGIBLE // (shortest * _ACROSS)))
+        return [_Line("", whole * at / count, whole * (at + 1) / count) for at in range(int(count))]
+    # A line has the time until every rank has had a backward, and half as much, where tasks do not get far too narrow.
+    start, _ = window(spans)
+    first: dict[int, float] = {}
+    for span in spans:
+        if span.is_task and span.kind != "forward":
+            first[span.rank] = min(first.get(span.rank, whole), span.start - start)
+    across = min(max(shortest * _ACROSS / _LEGIBLE, 1.5 * max(first.values(), default=0.0)), 3 * most, whole / 4)
+    starts = {"fill": 0.0, "steady": (whole - across) / 2, "drain": whole - across}
+    return [_Line(title, start, start + across) for title, start in starts.items()]
+
+
+def _bare(axes: Any, used: Sequence[float], inches: float, *, right: bool) -> None:
+    """Labels ranks on the left and their idle shares on the `right`, as many as fit, and takes all frames away."""
+    shown = range(0, len(used), -int(-len(used) // max(1, inches // 0.115)))
+    heights = [rank + _MIDDLE for rank in shown]
+    size = 8 if len(shown) <= 8 else 6.5
+    axes.set_yticks(heights, [f"rank {rank}" for rank in shown], fontsize=size, color=_INK)
+    sides = [axes]
+    if right:
+        sides.append(axes.secondary_yaxis("right"))
+        sides[1].set_yticks(heights, [f"{used[rank]:.0%} idle" for rank in shown], fontsize=size, color=_GREY)
+    for side in sides:
+        side.tick_params(axis="y", length=0)
+        side.spines[:].set_visible(False)
+
+
+def _decorate(axes: Any, line: _Line, scale: _Scale, used: Sequence[float], inches: float, *, idle: bool) -> None:
+    """The axes of a line: its ranks, its time, and rows in the colour of idle time."""
+    ends = (line.start * scale.per_second, line.end * scale.per_second)
+    axes.set_xlim(*ends)
+    axes.set_ylim(len(used) - 0.5, -0.5)
+    _bare(axes, used, inches, right=idle)
+    _add_boxes(axes, [(*ends, rank + _TASKS[0]) for rank in range(len(used))], _TASKS[1], _IDLE, "none", 0.0)
+    axes.spines["bottom"].set(visible=True, color="#9aa0ab")
+    axes.tick_params(axis="x", color="#9aa0ab", labelsize=8)
+    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+    title = f"{line.title}, " if line.title else ""
+    axes.set_xlabel(f"{title}time ({scale.unit})", fontsize=8, color=_INK)
+
+
+def _draw_strip(
+    axes: Any, spans: Sequence[Span], lines: Sequence[_Line], scale: _Scale, used: Sequence[float], inches: float
+) -> None:
+    """The whole step in little: how much of each pixel's time a rank works; marks where the lines are."""
+    import numpy as np
+    from matplotlib.colors import LinearSegmentedColormap
+
+    end = scale.start + lines[-1].end
+    edges = np.linspace(scale.start, end, _STRIP_PIXELS + 1)
+    busy = np.zeros((len(used), _STRIP_PIXELS))
+    by_rank: dict[int, list[Span]] = {}
+    for span in sorted((span for span in spans if span.is_task), key=lambda span: span.start):
+        by_rank.setdefault(span.rank, []).append(span)
+    for rank, tasks in by_rank.items():
+        until = np.maximum.accumulate([span.end for span in tasks])
+        begin = np.maximum([span.start for span in tasks], np.concatenate([[scale.start], until[:-1]]))
+        times = np.stack([begin, np.maximum(until, begin)], 1).ravel()
+        worked = np.concatenate([[0.0], np.cumsum(np.diff(times) * (np.arange(len(times) - 1) % 2 == 0))])
+        busy[rank] = np.diff(np.interp(edges, times, worked)) / np.diff(edges)
+    extent = (0.0, scale.at(end), len(used) - 0.5, -0.5)
+    shades = LinearSegmentedColormap.from_list("busy", [_IDLE, "#6b7280"])
+    axes.imshow(busy, aspect="auto", interpolation="nearest", cmap=shades, vmin=0.0, vmax=1.0, extent=extent)
+    _bare(axes, used, inches, right=True)
+    if lines[0].title:
+        for line in lines:
+            axes.axvspan(
+                line.start * scale.per_second, line.end * scale.per_second, color="#cc3311", alpha=0.35, linewidth=0
+            )
+    axes.tick_params(axis="x", color="#9aa0ab", labelsize=8)
+    cut = "; below, the parts in red: fill, middle, drain" if lines[0].title else f"; below, on {len(lines)} lines"
+    axes.set_xlabel(f"the whole step, dark where a rank works, time ({scale.unit}){cut}", fontsize=8, color=_INK)
+
+
+def _draw_boxes(axes: Any, spans: Sequence[Span], scale: _Scale) -> None:
+    for tasks, (top, height) in ((True, _TASKS), (False, _STRIP)):
+        shown = [span for span in spans if span.is_task == tasks]
+        boxes = [(scale.at(span.start), scale.at(span.end), span.rank + top) for span in shown]
+        faces = [scale.face(span) for span in shown]
+        # A white seam parts tasks; the strip has edges of its own colour, or short messages would vanish.
+        _add_boxes(axes, boxes, height, faces, *(("white", 0.3) if tasks else (faces, 0.4)))
+
+
+def _add_boxes(
+    axes: Any, boxes: Sequence[tuple[float, float, float]], height: float, faces: Any, edges: Any, seam: float
+) -> None:
+    """Adds boxes (left, right, top), in the order of their calls."""
+    from matplotlib.collections import PolyCollection
+
+    corners = [[(a, top), (b, top), (b, top + height), (a, top + height)] for a, b, top in boxes]
+    axes.add_collection(PolyCollection(corners, facecolors=faces, edgecolors=edges, linewidths=seam), autolim=False)
+
+
+def _draw_numbers(axes: Any, tasks: Sequence[Span], scale: _Scale) -> None:
+    """Microbatch numbers, of one size and direction for tasks of one kind except in unusually narrow ones."""
+    if len(tasks) > _MOST_NUMBERS:
+        return
+    area = axes.get_window_extent()
+    left, right = axes.get_xlim()
+    wide = area.width / (right - left) * scale.per_second * 72 / _DPI  # points a second
+    high = area.height * _TASKS[1] / abs(axes.get_ylim()[0] - axes.get_ylim()[1]) * 72 / _DPI  # points
+    digits = max((len(str(span.microbatch)) for span in tasks), default=0)
+    usual = {kind: _fit(width * wide, high, digits) for kind, width in _usual_widths(tasks).items()}
+    for span in tasks:
+        text = str(span.microbatch)
+        most, angle = usual[span.kind]
+        size, angle = _fit((span.end - span.start) * wide, high, len(text), turn=angle == 90)
+        size = round(2 * min(size, most)) / 2  # of few sizes, which matplotlib remembers
+        if size < 3.5:
+            continue
+        red, green, blue = scale.face(span)
+        axes.text(
+            scale.at((span.start + span.end) / 2),
+            span.rank + _MIDDLE,
+            text,
+            fontsize=size,
+            rotation=angle,
+            ha="center",
+            va="center",
+            color="white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.52 else _INK,
+            clip_on=True,
+            zorder=3,
+        ).set_in_layout(False)
+
+
+def _fit(width: float, height: float, digits: int, turn: bool = False) -> tuple[float, int]:
+    """The size of a number that fits into a box, all in points, and its angle: turned where only that is legible."""
+    # A digit of the default font is 0.64 of its size wide and 0.73 of it high.
+    upright = min(8.0, (width - 1.0) / (0.64 * digits), (height - 2) / 0.8)
+    turned = min(6.0, (width - 0.6) / 0.74, (height - 1.5) / (0.64 * digits))
+    return (turned, 90) if turn or upright < min(4.5, turned) else (upright, 0)
+
+
+def _usual_widths(spans: Sequence[Span]) -> dict[Kind, float]:
+    """Returns the median duration in seconds of each kind of task that is of a microbatch."""
+    lengths: dict[Kind, list[float]] = {}
+    for span in spans:
+        if span.kind not in _WITHOUT_MICROBATCH:
+            lengths.setdefault(span.kind, []).append(span.end - span.start)
+    return {kind: median(seconds) for kind, seconds in lengths.items()}
+
+
+def _draw_legend(figure: Any, kinds: Sequence[Kind]) -> None:
+    from matplotlib.patches import Patch
+
+    colors = {kind.replace("_", " "): COLORS[kind] for kind in kinds} | {"idle": _IDLE}
+    columns = len(colors) if sum(len(label) + 8 for label in colors) <= 100 else 4
+    entries = [Patch(facecolor=color, label=label) for label, color in colors.items()]
+    figure.legend(
+        handles=entries, loc="outside lower center", ncols=columns, fontsize=8, frameon=False, labelcolor=_INK,
+        columnspacing=1.2, handlelength=1.4,
+    )  # fmt: skip

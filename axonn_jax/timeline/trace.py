@@ -1,0 +1,156 @@
+"""Trace file of a timeline: Chrome's trace event format, which Perfetto opens."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from axonn_jax.documents import parse_json, read_bytes, replace_whole
+from axonn_jax.errors import UserError
+from axonn_jax.timeline.spans import KINDS, Kind, Span, merge
+
+TIMELINE = "timeline.json"
+
+MOST_RANKS = 1024
+"""Pipe ranks of a timeline that is read: a picture with a row for each stays one that can be opened."""
+_MOST_BYTES, _MOST_SPANS, _MOST_LINE = 300_000_000, 500_000, 1000
+_SLICE = b'\n{"ph": "X"'
+_EVENT = re.compile(_SLICE + rb"[^\n]*")
+_LONGEST_S = 1e9
+
+
+_WAYS: dict[Kind, tuple[tuple[str, int], ...]] = {
+    "forward": (("activation", 1),),
+    "backward": (("gradient", -1),),
+    "input_gradient": (("gradient", -1),),
+    "forward_and_backward": (("activation", 1), ("gradient", -1)),
+    "forward_and_input_gradient": (("activation", 1), ("gradient", -1)),
+}
+"""What a task hands on, and to the stage how far away."""
+# The thread of a stage on which its communication is shown; its tasks are on threads from 0.
+_COMMUNICATION_THREAD = 1000
+
+
+def write_trace(path: Path, spans: Sequence[Span]) -> None:
+    """Writes the spans in Chrome's trace event format, which Perfetto opens; times count from the first span's start.
+
+    A process is a stage, its threads are its tasks and its communication; arrows lead from stage to stage. The oldest
+    steps are left out where there are more spans than `read_trace` reads.
+    """
+    spans = _newest(spans)
+    lines = ",\n".join(json.dumps(event, allow_nan=False) for event in _events(spans))
+    # A viewer may look while a run writes: the file is there whole, or as it was.
+    replace_whole(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'.encode())
+
+
+def _newest(spans: Sequence[Span]) -> Sequence[Span]:
+    left = Counter(span.step for span in spans)
+    while left.total() > _MOST_SPANS and len(left) > 1:
+        del left[min(left)]
+    return [span for span in spans if span.step in left]
+
+
+def _events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+    origin = min((span.start for span in spans), default=0.0)
+    threads = _threads(spans)
+    for rank in sorted({span.rank for span in spans}):
+        yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"stage {rank}"}}
+        yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
+    for rank, thread in sorted({(span.rank, thread) for span, thread in threads}):
+        what = "tasks" if thread < _COMMUNICATION_THREAD else "communication"
+        lane = thread % _COMMUNICATION_THREAD
+        name = f"stage {rank} {what}" + (f" {lane + 1}" if lane else "")
+        yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+    slices = [(span, _slice(span, thread, origin)) for span, thread in threads]
+    yield from (event for _, event in slices)
+    yield from _arrows(slices)
+
+
+def _threads(spans: Sequence[Span]) -> list[tuple[Span, int]]:
+    """Returns each span's thread: what overlaps in one thread is not shown, so what overlaps goes to a further one."""
+    ends: dict[tuple[int, bool], list[float]] = {}
+    threads = []
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        lanes = ends.setdefault((span.rank, span.is_task), [])
+        lane = next((at for at, end in enumerate(lanes) if end <= span.start), len(lanes))
+        lanes[lane : lane + 1] = [span.end]
+        threads.append((span, lane + (0 if span.is_task else _COMMUNICATION_THREAD)))
+    return threads
+
+
+def _slice(span: Span, thread: int, origin: float) -> dict[str, Any]:
+    # The format counts in microseconds; rounded ends, not durations, keep neighbours from overlapping.
+    start, end = (round((time - origin) * 1e6, 3) for time in (span.start, span.end))
+    args = {"stage": span.rank if span.stage is None else span.stage, "step": span.step}
+    if span.microbatch is not None:
+        args["microbatch"] = span.microbatch
+    times = {"ts": start, "dur": round(end - start, 3)}
+    return {"ph": "X", "pid": span.rank, "tid": thread, "name": span.name, "cat": span.kind, **times, "args": args}
+
+
+def _arrows(slices: Sequence[tuple[Span, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Arrows along a microbatch's way: forward to the next stage, the gradient of the input to the one before."""
+    at = {
+        (what, span.step, span.stage, span.microbatch): event
+        for span, event in slices
+        if span.stage is not None
+        for what, _ in _WAYS.get(span.kind, ())
+    }
+    number = 0
+    ends: tuple[tuple[str, dict[str, Any], float, dict[str, str]], ...]
+    handing = ((span, event, *way) for span, event in slices for way in _WAYS.get(span.kind, ()))
+    for span, event, what, onwards in handing:
+        if span.stage is None:
+            continue
+        target = at.get((what, span.step, span.stage + onwards, span.microbatch))
+        # An arrow within a stage says nothing, and one back in time means clocks that are off by more than a task.
+        if target is None or target["pid"] == event["pid"] or target["ts"] < event["ts"]:
+            continue
+        number += 1
+        ends = (("s", event, event["ts"] + event["dur"] / 2, {}), ("f", target, target["ts"], {"bp": "e"}))
+        for phase, end, time, more in ends:
+            position = {"pid": end["pid"], "tid": end["tid"], "ts": round(time, 3)}
+            yield {"ph": phase, "id": number, "name": what, "cat": "flow", **position, **more}
+
+
+def read_trace(path: Path) -> list[Span]:
+    """Returns the spans of a file that `write_trace` wrote, by their start; seconds from the first one's.
+
+    Raises:
+        UserError: there is no such file, it is not such a trace, or one beyond what a pipelined run leaves.
+    """
+    try:
+        raw = read_bytes(path, _MOST_BYTES)
+        if not raw.startswith(b'{"displayTimeUnit"') or not raw.endswith(b"\n]}\n"):
+            raise ValueError("cut off, or written by something else")
+        if raw.count(_SLICE) > _MOST_SPANS:
+            raise ValueError(f"more than {_MOST_SPANS:,} spans")
+        spans: list[Span] = []
+        for line in _EVENT.finditer(raw):
+            if line.end() - line.start() > _MOST_LINE:
+                raise ValueError(f"an event of over {_MOST_LINE:,} characters")
+            spans.append(_span(parse_json(line[0].strip(b"\n,"))))
+        return merge([spans])
+    except FileNotFoundError:
+        raise UserError(TIMELINE, str(path), "a file; only a pipelined run (grid.pipe above 1) leaves one") from None
+    except OSError as error:
+        raise UserError(TIMELINE, str(path), f"a file that can be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(TIMELINE, str(path), f"a whole trace as a pipelined run leaves it; {error}") from None
+
+
+def _span(event: Any) -> Span:
+    try:
+        rank, name, kind, step = event["pid"], event["name"], event["cat"], event["args"]["step"]
+        start, end = (round(time, 3) / 1e6 for time in (event["ts"], event["ts"] + event["dur"]))  # as it is written
+    except (KeyError, TypeError, OverflowError):
+        raise ValueError("an event without a task's fields") from None
+    if not (type(rank) is int and 0 <= rank < MOST_RANKS):
+        raise ValueError(f"a pid that is none of at most {MOST_RANKS:,} stages")
+    known = type(name) is str and type(kind) is str and kind in KINDS
+    if not (known and 0 <= start <= end <= _LONGEST_S and type(step) is int and 0 <= step < 2**31):
+        raise ValueError("an event of no task's kind, time or step")
+    return Span(rank, name, kind, start, end, step)

@@ -1,0 +1,252 @@
+"""Config files: a TOML file and command-line overrides become a `Config`, and a `Config` becomes TOML."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from axonn_jax.documents import TOML_BYTES, parse_toml, read_bytes
+from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.options import OLD_RESHARD_AFTER, OLD_RESIDUAL_COMM
+from axonn_jax.train.config import Config
+
+RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "overlap.streams": ("tensor.sub_batches", {}),
+    "overlap.order": ("tensor.order", {}),
+    "train.scan_layers": ("tensor.scan_layers", {}),
+    "train.matmul_layouts": ("tensor.matmul_layouts", {}),
+    "train.inner_features": ("tensor.residual_comm", OLD_RESIDUAL_COMM),
+    "memory.gather": ("memory.reshard_after", OLD_RESHARD_AFTER),
+}
+"""Keys of earlier versions: what each is called now, and the values that are called otherwise. This version takes both,
+and warns."""
+DROPPED: Mapping[str, object] = {"memory.offload_to": ""}
+"""Keys of earlier versions without a successor, with the value that says nothing: a config with that is read as if it
+were not there, any other value is refused."""
+_WORDS = {"true": True, "True": True, "false": False, "False": False}
+_NOUNS: Mapping[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+
+
+@cache
+def tables() -> Mapping[str, Mapping[str, Any]]:
+    """Returns the type of every key by table, in the order of the dataclasses."""
+    return MappingProxyType(
+        {name: MappingProxyType(get_type_hints(cls)) for name, cls in get_type_hints(Config).items()}
+    )
+
+
+def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]]:
+    """Returns the arguments that belong to no flag, and every flag's dotted name with its value, in order.
+
+    The value of a text is kept as it is; of others, it is a number or a boolean where it reads as one. A boolean is
+    true where no value follows; any other flag then has the value `NOT_GIVEN`.
+
+    Raises:
+        UserError: an argument starts with a single dash.
+    """
+    kinds = {f"{table}.{key}": _not_none(kind) for table, keys in tables().items() for key, kind in keys.items()}
+    texts = [name for name, kind in kinds.items() if kind is str or isinstance((get_args(kind) or (0,))[0], str)]
+    switches = [name for name, kind in kinds.items() if kind is bool]
+    rest: list[str] = []
+    flags: list[tuple[str, object]] = []
+    words = list(reversed(argv))
+    while words:
+        word = words.pop()
+        if not word.startswith("--"):
+            if word.startswith("-"):
+                raise UserError("flag", word, f"flags start with two dashes, as in --{word.lstrip('-')}")
+            rest.append(word)
+            continue
+        name, equals, text = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        value: object = NOT_GIVEN
+        # A switch in front of the config file takes no value: what follows it is the file.
+        file_next = name in switches and bool(words) and words[-1].endswith(".toml")
+        if not equals and words and not words[-1].startswith("--") and not file_next:
+            equals, text = "=", words.pop()
+        if equals:
+            value = text if name in texts else _scalar(text)
+        elif name in switches:
+            value = True
+        flags.append((name, value))
+    return rest, flags
+
+
+def _scalar(text: str) -> object:
+    if text in _WORDS:
+        return _WORDS[text]
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            pass
+    return text
+
+
+def read(
+    path: str | Path, flags: Iterable[tuple[str, object]] = (), *, warn: Callable[[str], None] = lambda line: None
+) -> Config:
+    """Reads a TOML file, over which the flags win; `warn` is given one line where keys have names of earlier versions.
+
+    Raises:
+        UserError: the file cannot be read or is not TOML, or a key or flag is unknown or of the wrong type.
+    """
+    path = Path(path)
+    try:
+        text = read_bytes(path, TOML_BYTES).decode("utf-8")
+    except FileNotFoundError:
+        raise UserError("CONFIG.toml", str(path), "no such file; give the path of a TOML file") from None
+    except OSError as error:
+        raise UserError("CONFIG.toml", str(path), f"a TOML file that can be read; {error.strerror}") from None
+    except ValueError as error:
+        accepted = f"a TOML file, which is UTF-8 text; {error}"
+        if path.is_dir():
+            accepted = "is a directory; give the path of a TOML file"
+        raise UserError("CONFIG.toml", str(path), accepted) from None
+    return loads(text, flags, source=str(path), name=path.stem, warn=warn)
+
+
+def loads(
+    text: str,
+    flags: Iterable[tuple[str, object]] = (),
+    *,
+    source: str = "text",
+    name: str | None = None,
+    warn: Callable[[str], None] = lambda line: None,
+) -> Config:
+    """Returns the config of a TOML text; flags are dotted names with values, `name` replaces `{name}` in log.dir.
+
+    `warn` is given one line where keys have names of earlier versions.
+
+    Raises:
+        UserError: the text is not TOML, or a key or flag is unknown or of the wrong type.
+    """
+    try:
+        raw = parse_toml(text)
+    except ValueError as error:
+        raise UserError("CONFIG.toml", source, f"valid TOML; {error}") from None
+    checked: dict[str, dict[str, Any]] = {table: {} for table in tables()}
+    old_names: list[str] = []
+    for dotted, value in (*_entries(raw), *flags):
+        if dotted in RENAMED:
+            old_names.append(dotted)
+            dotted, values = RENAMED[dotted]
+            value = values.get(value, value) if isinstance(value, str) else value
+        if dotted in DROPPED and value == DROPPED[dotted]:
+            continue
+        table, key = _known(dotted, value)
+        checked[table][key] = _typed(dotted, value, tables()[table][key])
+    if old_names:
+        now = ", ".join(f"{old} is now {RENAMED[old][0]}" for old in dict.fromkeys(old_names))
+        warn(f"warning: {source} or flags have names of an earlier version: {now} (axonn-jax train --help)")
+    if name is not None and "{name}" in (folder := checked["log"].get("dir", "runs/{name}")):
+        checked["log"]["dir"] = folder.replace("{name}", name)
+    return Config(**{table: _build(table, values) for table, values in checked.items()})
+
+
+def _entries(raw: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
+    for table, content in raw.items():
+        if isinstance(content, dict):
+            if not content or not (table in tables() or any(f"{table}.{key}" in RENAMED for key in content)):
+                _known_table(table, content)
+            yield from ((f"{table}.{key}", value) for key, value in content.items())
+        elif table in tables():
+            raise UserError(table, content, f"a table, [{table}] on a line of its own and its keys below")
+        else:
+            home = [f"{known}.{table}" for known, keys in tables().items() if table in keys]
+            hint = f"; did you mean {' or '.join(home)}?" if home else ""
+            raise UserError(table, content, f"not inside a table; the tables are {_listed(tables())}{hint}")
+
+
+def _known_table(table: str, value: object) -> None:
+    if table in tables():
+        return
+    raise UserError(table, value, f"not a known table{nearest(table, tables())}; the tables are {_listed(tables())}")
+
+
+def _known(dotted: str, value: object) -> tuple[str, str]:
+    table, _, key = dotted.partition(".")
+    if not key:
+        everywhere = [f"{name}.{k}" for name, keys in tables().items() for k in keys]
+        same = [name for name in everywhere if name.endswith(f".{table}")]
+        hint = f"; did you mean {' or '.join(map(repr, same))}?" if same else nearest(table, everywhere)
+        raise UserError(dotted, value, f"not a known flag, which are --table.key{hint}")
+    if table not in tables():
+        raise UserError(
+            dotted, value, f"no table {table!r}{nearest(table, tables())}; the tables are {_listed(tables())}"
+        )
+    keys = tables()[table]
+    if key not in keys:
+        hint = nearest(key, keys) or f"; the keys of [{table}] are {_listed(keys)}"
+        raise UserError(dotted, value, f"not a known key{hint}")
+    return table, key
+
+
+def _typed(dotted: str, value: object, annotation: Any) -> Any:
+    """Returns the value as the annotated type; only an integer for a number is converted, nothing is guessed."""
+    wanted = _not_none(annotation)
+    if get_origin(wanted) is Literal:
+        choices = get_args(wanted)
+        if value not in choices or type(value) is not type(choices[0]):
+            hint = nearest(value, map(str, choices)) if isinstance(value, str) else ""
+            raise UserError(dotted, value, f"one of {_listed(choices)}{hint}")
+        return value
+    if type(value) is wanted and not (isinstance(value, str) and not _plain(value)):
+        return value
+    if wanted is float and type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            pass
+    raise UserError(dotted, value, _NOUNS[wanted] + (" without NUL" if type(value) is wanted else ""))
+
+
+def _not_none(annotation: Any) -> Any:
+    if get_origin(annotation) in (Union, UnionType):
+        return next(option for option in get_args(annotation) if option is not NoneType)
+    return annotation
+
+
+def _plain(text: str) -> bool:
+    """Whether the text can be a path and be written into config.toml (bytes that are not UTF-8 cannot)."""
+    return "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _build(table: str, values: Mapping[str, Any]) -> Any:
+    cls = get_type_hints(Config)[table]
+    for f in fields(cls):
+        if f.default is MISSING and f.name not in values:
+            noun = "a directory written by `axonn-jax prepare`" if table == "data" else "a value"
+            raise UserError(f"{table}.{f.name}", NOT_GIVEN, f"required; {noun}")
+    return cls(**values)
+
+
+def _listed(names: Iterable[object]) -> str:
+    return ", ".join(map(str, names))
+
+
+def to_toml(config: Config) -> str:
+    """Returns the config as TOML text that reads back as the same config."""
+    lines: list[str] = []
+    for table in fields(config):
+        value = getattr(config, table.name)
+        assert is_dataclass(value)
+        lines += [f"[{table.name}]"]
+        for key in fields(value):
+            entry = getattr(value, key.name)
+            if entry is not None:  # TOML has no null: what is left out reads back as None
+                lines.append(f"{key.name} = {_literal(entry)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, except that TOML also wants DEL escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

@@ -1,0 +1,158 @@
+"""Engine: what a `Trainer` drives, a run's loop asks and checkpoints save; one for SPMD programs, one for pipelines."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.checkpoint.naming import State, shapes
+from axonn_jax.errors import UserError
+from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.tensor.params import Params, SplitModule
+from axonn_jax.train.engines.step import StepMetrics
+
+
+class BatchShards:
+    """Sequences of a global batch: which of them this process loads, and how they become one sharded array."""
+
+    def __init__(self, grid: Grid, microbatches: int):
+        self.grid, self.microbatches = grid, microbatches
+        self.sharding = NamedSharding(grid.mesh, P(None, BATCH_AXES))
+        """The layout of a step's tokens [microbatches, sequences, seq + 1]."""
+        self._local: dict[int, list[int]] = {}
+
+    def local(self, global_batch: int) -> list[int]:
+        """Numbers of the global batch's sequences that this process's devices hold, ascending.
+
+        Number `m * (global_batch / microbatches) + r` is sequence `r` of microbatch `m`. Raises ``UserError`` where the
+        batch does not divide.
+        """
+        if global_batch not in self._local:
+            self.grid.shape.check_batch(global_batch, self.microbatches)
+            each = global_batch // self.microbatches
+            index_map = self.sharding.addressable_devices_indices_map((self.microbatches, each, 1))
+            held: set[int] = set()
+            for index in index_map.values():
+                assert index is not None  # None stands for devices of other processes
+                held.update(range(*index[1].indices(each)))
+            self._local[global_batch] = [m * each + r for m in range(self.microbatches) for r in sorted(held)]
+        return self._local[global_batch]
+
+    @property
+    def least(self) -> int:
+        """Sequences of the smallest global batch."""
+        return self.grid.shape.batch_shards * self.microbatches
+
+    @property
+    def share(self) -> int:
+        """Those of them that this process holds."""
+        return len(self.local(self.least))
+
+    def global_batch(self, batch: np.ndarray) -> int:
+        """Sequences of the global batch of which this process's are [sequences, seq + 1].
+
+        Raises ``UserError`` for any other shape, or number of sequences.
+        """
+        if batch.ndim != 2 or len(batch) == 0 or len(batch) % self.share:
+            accepted = f"[sequences, seq_len + 1] token ids, sequences in a multiple of {self.share}"
+            raise UserError("batch", batch.shape, accepted)
+        return len(batch) // self.share * self.least
+
+    def shard(self, batch: np.ndarray) -> jax.Array:
+        """Makes [microbatches, global_batch / microbatches, seq + 1] on the mesh from this process's sequences."""
+        global_batch, width = self.global_batch(batch), batch.shape[1]
+        each = global_batch // self.microbatches
+        position = {number: at for at, number in enumerate(self.local(global_batch))}
+
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            sequences = range(*index[1].indices(each))
+            chosen = [[position[m * each + r] for r in sequences] for m in range(self.microbatches)]
+            return batch[np.asarray(chosen)].astype(np.int32)
+
+        return jax.make_array_from_callback((self.microbatches, each, width), self.sharding, shard)
+
+
+class Engine(Protocol):
+    """Steps of a model on a grid; `SpmdEngine` and `PipelineEngine` are the two.
+
+    Every process of the run makes the same calls, but for `params`, `opt_state`, `memory` and `peer_failed`.
+    """
+
+    grid: Grid
+    batches: BatchShards
+    steps_done: int
+
+    @property
+    def parts(self) -> SplitModule:
+        """The whole model taken apart: shapes and layouts of all parameters under the model's own names."""
+
+    @property
+    def params(self) -> Params:
+        """The float32 weights that this process holds, by name."""
+
+    @property
+    def opt_state(self) -> Any:
+        """The optimizer's state for `params`; of a pipeline by rank of the pipe."""
+
+    def step(self, batch: np.ndarray) -> StepMetrics:
+        """One optimizer step on this process's [sequences, seq + 1] token ids of a global batch."""
+
+    def mean_loss(self, batch: np.ndarray) -> Any:
+        """The mean loss over all targets of a batch, without dropout; of a host or a device."""
+
+    def state(self) -> State:
+        """What this process's jax world saves: arrays in use by names without the grid, each once in the whole run.
+
+        The next step takes them over; what is offloaded in parts is `memory.host_arrays.CutArray`, a scanned layer's
+        `memory.host_arrays.LayerSlice`.
+        """
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes of the whole model's state, without padding of the vocabulary."""
+
+    def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Takes over what `read` makes of shapes, types and layouts by name, of the names that are `wanted`.
+
+        Their arrays are freed first, so that the devices never hold two copies.
+        """
+
+    def finite(self) -> bool:
+        """Whether weights and optimizer state are finite numbers, as far as this process sees; waits for them."""
+
+    def memory(self) -> dict[int, dict[str, Any]]:
+        """Where the bytes of one device are: planned by formula, counted, and of the compiled step once it has run.
+
+        By rank of the pipe, of the ranks here (0 without a pipeline); see `memory.report.report`.
+        """
+
+    def compiled_step(self, batch: np.ndarray) -> jax.stages.Compiled | None:
+        """The compiled program of a step on such a batch; None of a pipeline, whose step is many programs."""
+
+    def saving(self) -> AbstractContextManager[Callable[[str], None]]:
+        """Around what may take long between steps, so that no peer takes this process for stuck; gives whom to tell."""
+
+    def peer_failed(self) -> bool:
+        """Whether another process of the run is known to have gone, so that no step will end any more."""
+
+    def explain(self, sequences: int) -> list[str]:
+        """Lines for people on how a step of so many sequences runs."""
+
+    def write_timeline(self, directory: Path) -> list[Path]:
+        """Writes what was measured of the last steps; returns the pictures for people, none without a pipeline."""
+
+    def close(self) -> None:
+        """Ends what runs beside the devices; results of the last step stay readable."""
+
+
+def read_anew(state: State, read: Callable[[State], State], wanted: Callable[[str], bool]) -> State:
+    """A state whose wanted arrays are freed, then made by `read` from their shapes, types and layouts."""
+    asked = shapes({name: value for name, value in state.items() if wanted(name)})
+    for name in asked:
+        state[name].delete()
+    return {**state, **read(asked)}

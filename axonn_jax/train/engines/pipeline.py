@@ -1,0 +1,294 @@
+"""Pipeline engine: layers spread over the ranks of a pipe, many programs a step, messages between stages."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from math import isfinite, sqrt
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from axonn_jax.channels.choose import choose
+from axonn_jax.checkpoint.naming import State
+from axonn_jax.grid import Grid
+from axonn_jax.memory.optimizer_state import clip_factor
+from axonn_jax.memory.optimizer_traits import check_offload, check_separable
+from axonn_jax.memory.precision import HostScale, precisions
+from axonn_jax.models.protocol import check_model
+from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
+from axonn_jax.pipeline import build
+from axonn_jax.pipeline.stage_state import StateOptions
+from axonn_jax.pipeline.trace import StepShape
+from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher, forward_only
+from axonn_jax.schedule.policies import backwards, default_in_flight, joins, may_split
+from axonn_jax.tensor.params import Params, shapes_of, split_module
+from axonn_jax.timeline.picture import draw
+from axonn_jax.timeline.spans import collect
+from axonn_jax.timeline.trace import TIMELINE, write_trace
+from axonn_jax.train.config import MemoryConfig, PipelineConfig
+from axonn_jax.train.engines.engine import BatchShards, read_anew
+from axonn_jax.train.engines.pipeline_state import PipelineState
+from axonn_jax.train.engines.step import StepMetrics
+from axonn_jax.train.validate import check_pipeline
+
+
+class PipelineEngine:
+    """Steps of a model whose layers are spread over the ranks of a pipe; see `engine.Engine` for each member.
+
+    `model` is a `models.protocol.Model`. The optimizer must treat every parameter by itself; the loss, the gradients'
+    global norm and clipping are those of the whole model. Metrics are numbers of the host.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module | Callable[[], nnx.Module],
+        optimizer: optax.GradientTransformation,
+        grid: Grid,
+        *,
+        microbatches: int,
+        clip: float,
+        seed: int,
+        memory: MemoryConfig,
+        pipeline: PipelineConfig,
+    ):
+        if isinstance(model, nnx.Module):
+            model = abstract = fit_vocabulary(model, grid.shape)
+        else:
+            make = model
+
+            def model() -> nnx.Module:
+                return fit_vocabulary(make(), grid.shape)
+
+            abstract = nnx.eval_shape(model)
+        self._padding = padding_of(abstract)
+        checked = check_model(abstract)
+        checked.check_grid(grid.shape)
+        self._split = may_split(pipeline.split_backward, memory.activations)
+        self._pieces = list(checked.segments)
+        self.layout, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._pieces)
+        self.grid, self.batches, self.pipeline = grid, BatchShards(grid, microbatches), pipeline
+        split = memory.zero > 0 and grid.shape.data > 1
+        offload = memory.offload != "none"
+        if offload:
+            check_offload(optimizer, "memory.offload = optimizer")
+        self.precisions = precisions(memory.precision, memory.accumulate, separate_masters=split or offload)
+        self.parts = shapes_of(split_module(abstract), self.precisions.weights)
+        self._scale = HostScale(scaled=self.precisions.scaled)
+        self.steps_done = 0
+        self._clip, self._bucket, self._activations = clip, memory.bucket, memory.activations
+        self._seed = seed
+        self._keyed = checked.drops_out
+        self._pipes = build.PipelineCache()
+        self._half_done: Literal["", "tasks", "update"] = ""  # in a step, what an exception would leave half done
+        self._channel = choose(pipeline.channel, grid.size)
+        self._links = build.connect(grid, self.layout, pipeline.policy, pipeline.stall_timeout)
+        self._links.heartbeat.start()
+        # Which stage holds which parameters does not depend on the batch, so any small one will do.
+        seq_len = checked.seq_len or 2
+        names = build.names_by_pp_rank(self._plan(grid.shape.batch_shards, seq_len + 1), self.layout)
+        self._shared = build.shared(names)
+        for pp_rank in grid.meshes:
+            check_separable(optimizer, self.parts.params, names[pp_rank])
+        options = StateOptions(optimizer, self.precisions, memory.bucket, offload, split, self._at)
+        self._states = PipelineState(self.parts, names, grid.meshes, options, model, self._scale)
+        self.stages = self._states.stages
+        self._links.status.now("between steps")
+
+    @property
+    def params(self) -> Params:
+        """The float32 weights that this process holds, by name; of one held at both ends of the pipe the first copy."""
+        by_rank = sorted(self._states.params.items(), reverse=True)
+        return {name: p for _, params in by_rank for name, p in params.items()}
+
+    @property
+    def opt_state(self) -> Any:
+        """The optimizer state by rank of the pipe, of the ranks here."""
+        return self._states.opt_state
+
+    def close(self) -> None:
+        """Ends threads and channels; call it before the process ends (the last step's results stay readable)."""
+        self._pipes.close()
+        self._links.close()
+
+    def compiled_step(self, batch: np.ndarray) -> None:
+        """A pipeline has no single program of a step."""
+
+    def step(self, batch: np.ndarray) -> StepMetrics:
+        """One optimizer step on this process's [sequences, seq + 1] token ids of a global batch.
+
+        Waits for the gradients, since clipping needs all stages' norms, and all ranks skip a step that is not finite;
+        the update itself is still under way on return.
+        Messages: activations between neighbouring stages, [sequences, seq, hidden] in the compute dtype each way a
+        microbatch; once a step 16 bytes a rank, and the gradient of a tied table between its two holders.
+        Collectives within a stage are those of `StageProgram.gradients`.
+        """
+        pipe, microbatches = self._prepare(batch)
+        with self._started():
+            return self._run(pipe, microbatches)
+
+    def _run(self, pipe: build.CompiledPipeline, microbatches: list[np.ndarray]) -> StepMetrics:
+        status, sync, step = self._links.status, self._links.sync, self.steps_done + 1
+        scale = self._scale.factor
+        for pp_rank, rank in pipe.ranks.items():
+            key = rank.key(self._seed, self.steps_done) if self._keyed else None
+            rank.begin(self.stages[pp_rank].weights, microbatches, key, train=True, scale=scale)
+        pipe.executor.run({pp_rank: self._dispatcher(pp_rank, pipe) for pp_rank in pipe.ranks}, step)
+        begin = time.monotonic()
+        status.now(running="the reduction of the gradients")
+        grads = {pp_rank: pipe.reductions[pp_rank].reduce(rank.take_sums()) for pp_rank, rank in pipe.ranks.items()}
+        for name, pp_ranks in self._shared.items():
+            status.now(running=f"the exchange of the gradients of {name} between ranks {pp_ranks} of the pipe")
+            received = sync.swap({pp_rank: grads[pp_rank][name] for pp_rank in pp_ranks if pp_rank in grads}, *pp_ranks)
+            for pp_rank in list(received):  # each is free again once it is added
+                grads[pp_rank][name] = _add(grads[pp_rank][name], received.pop(pp_rank))
+        squares = {pp_rank: pipe.reductions[pp_rank].squares(grads[pp_rank]) for pp_rank in grads}
+        losses = pipe.losses()
+        own = {pp_rank: (float(squares[pp_rank]), float(losses.get(pp_rank, 0.0))) for pp_rank in grads}
+        status.now(running="the agreement on loss and norm")
+        square, loss = sync.sums(own)
+        norm = sqrt(square) / (scale or 1.0)
+        finite = isfinite(norm) and isfinite(loss)
+        self._scale.tell(finite=finite)
+        if finite:
+            factor = float(clip_factor(norm, self._clip)) / (scale or 1.0)
+            self._half_done = "update"
+            for pp_rank, stage in self.stages.items():
+                pipe.executor.then(pp_rank, stage.apply(grads[pp_rank], factor), "update", "optimizer", step, begin)
+        pipe.find_room(self.grid.size)
+        self.steps_done += 1
+        skipped = np.int32(self._scale.skipped)
+        metrics: StepMetrics = {"loss": np.float32(loss), "grad_norm": np.float32(norm), "skipped": skipped}
+        if scale is not None:
+            metrics["loss_scale"] = np.float32(scale)
+        return metrics
+
+    def memory(self) -> dict[int, dict[str, Any]]:  # noqa: D102
+        return self._states.memory()
+
+    def mean_loss(self, batch: np.ndarray) -> float:  # noqa: D102
+        pipe, microbatches = self._prepare(batch)
+        with self._started():
+            for pp_rank, rank in pipe.ranks.items():
+                rank.begin(self.stages[pp_rank].weights, microbatches, None, train=False)
+            orders = {pp_rank: forward_only(self.layout, pp_rank) for pp_rank in pipe.ranks}
+            pipe.executor.run(orders, self.steps_done, train=False)
+            losses = pipe.losses()
+            self._links.status.now(running="the agreement on the loss")
+            return self._links.sync.sums({r: (float(losses.get(r, 0.0)),) for r in pipe.ranks})[0]
+
+    def finite(self) -> bool:  # noqa: D102
+        return self._states.finite()
+
+    def state(self) -> State:  # noqa: D102
+        return self._states.saved()
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
+        return without_padding(self._states.shapes(), self._padding)
+
+    def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Takes over what `read` makes of the wanted names' shapes, types and layouts; called for each rank here."""
+        states = self._states.by_rank()
+        self._states.put({pp_rank: read_anew(state, read, wanted) for pp_rank, state in states.items()})
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[Callable[[str], None]]:  # noqa: D102
+        self._links.status.now("saving")
+        yield self._at
+        self._links.status.now("between steps")
+
+    def peer_failed(self) -> bool:
+        """Whether another process is known to have gone; if so, the watch says which and ends this one."""
+        return self._links.heartbeat.peer_failed()
+
+    def explain(self, sequences: int) -> list[str]:
+        """Lines for people: the pieces and parameters of every stage, and what the schedule is like."""
+        return build.describe(self._pieces, self.ranges, self.layout, self.pipeline.policy, self._channel)
+
+    def write_timeline(self, directory: Path) -> list[Path]:
+        """Writes timeline.json and timeline.png of the last steps; every process of the run must call it."""
+        first_of_stage = self.grid.rank % self.grid.stage_processes == 0
+        spans = collect(self._links.recorder, self._links.pipe) if first_of_stage else []
+        if self.grid.rank != 0 or not spans:
+            return []
+        write_trace(directory / TIMELINE, spans)
+        picture = directory / "timeline.png"
+        draw(spans, picture)
+        return [picture]
+
+    def _at(self, what: str) -> None:
+        self._links.status.now(running=what)
+
+    def _prepare(self, batch: np.ndarray) -> tuple[build.CompiledPipeline, list[np.ndarray]]:
+        """The pipeline for batches of this shape, and the batch as [microbatches, sequences, seq + 1]."""
+        rows, width = self.batches.global_batch(batch) // self.batches.microbatches, batch.shape[1]
+        if self._half_done:
+            self._recover()
+        pipe = self._pipes.get((rows, width), lambda: self._make_pipe(rows, width))
+        return pipe, list(batch.reshape(self.batches.microbatches, -1, width))
+
+    def _make_pipe(self, rows: int, width: int) -> build.CompiledPipeline:
+        self._links.status.now("compiling")
+        try:
+            return build.CompiledPipeline(
+                self._plan(rows, width),
+                self.grid,
+                self.layout,
+                self._links,
+                {pp_rank: stage.state_specs for pp_rank, stage in self.stages.items()},
+                channel=self._channel,
+                backwards=backwards(self.pipeline.policy, self.layout, self._split),
+                joins=joins(self.pipeline.policy, self.layout),
+                bucket=self._bucket,
+            )
+        finally:
+            self._links.status.now("between steps")
+
+    @contextlib.contextmanager
+    def _started(self) -> Iterator[None]:
+        """Around what an exception, Ctrl-C say, would leave half done."""
+        self._half_done = "tasks"
+        try:
+            yield
+            self._half_done = ""
+        finally:
+            self._links.status.now("between steps")
+
+    def _recover(self) -> None:
+        """Makes good for a step that an exception ended, Ctrl-C say: it is as if that step had not begun.
+
+        Raises ``RuntimeError`` where that cannot be.
+        """
+        if self._half_done == "update" or self.grid.size > 1:
+            half = "the others went on" if self._half_done == "tasks" else "some weights are of it and some are not"
+            raise RuntimeError(
+                f"step {self.steps_done + 1} was broken off in process {self.grid.rank}, and {half}: make the trainer "
+                "again (in every process) and load a checkpoint"
+            )
+        self._pipes.reopen()
+        self._half_done = ""
+
+    def _plan(self, rows: int, width: int) -> build.Plan:
+        dtypes, microbatches = self.precisions, self.batches.microbatches
+        shape = StepShape(
+            rows, width, microbatches, dtypes.compute, self._activations, dtypes.grad_dtype, dtypes.scaled
+        )
+        return build.plan(self.parts, self.grid, self.layout, self.ranges, shape, keyed=self._keyed)
+
+    def _dispatcher(self, pp_rank: int, pipe: build.CompiledPipeline) -> OrderedDispatcher:
+        leader = self._links.leader
+        if leader is not None and not leader.leads:
+            return OrderedDispatcher(self.layout, pp_rank)
+        in_flight = self.pipeline.in_flight
+        if in_flight == 0 and self.layout.virtual_stages == 1:  # the first step tells how much memory there is for more
+            in_flight = min(default_in_flight(self.layout), self.layout.pipe + pipe.room.get(pp_rank, 0))
+        return PolicyDispatcher(self.layout, pp_rank, self.pipeline.policy, in_flight, self._split)
+
+
+@jax.jit
+def _add(mine: jax.Array, received: jax.Array) -> jax.Array:
+    """The sum, the same to the last bit at both holders, since addition of two commutes."""
+    return mine + received

@@ -1,0 +1,272 @@
+"""The compiled programs of a one-stage model: gradients of a step, evaluation, logits."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax import compat
+from axonn_jax.errors import UserError
+from axonn_jax.grid import BATCH_AXES, Grid, GridShape
+from axonn_jax.memory.offload_buckets import unreduced_spec
+from axonn_jax.memory.remat import batch_loss, layer_runner
+from axonn_jax.memory.zero import reduce_gradients, split_over_data
+from axonn_jax.models.protocol import Model
+from axonn_jax.models.stacked import Stacked
+from axonn_jax.options import ReshardAfter
+from axonn_jax.tensor.collectives import all_reduce, mark_varying
+from axonn_jax.tensor.dropout import DropoutKey
+from axonn_jax.tensor.overlap.reorder import after, in_order
+from axonn_jax.tensor.params import Params, Specs, SplitModule, global_norm, square_sum
+from axonn_jax.tensor.specs import shard_mapped
+from axonn_jax.tensor.weight_gather import (
+    MaybeGathered,
+    as_gathered,
+    cast_for_reduction,
+    gather_once,
+    gather_params,
+    scatter_grads,
+)
+
+_FLOAT32 = jnp.dtype("float32")
+
+BATCH_SPEC = P(None, BATCH_AXES)
+"""Layout of a step's tokens [microbatches, sequences, seq + 1]."""
+
+
+def sub_batches_of(wanted: int, grid: GridShape, rows: int) -> int:
+    """Returns the parts that a device's rows run in; 0 is two on accelerators where that can help, else one.
+
+    Raises ``UserError`` where the rows do not divide into those wanted.
+    """
+    if wanted:
+        if rows % wanted:
+            raise UserError("tensor.sub_batches", wanted, f"0 or a divisor of a device's {rows} rows")
+        return wanted
+    helps = jax.default_backend() != "cpu" and max(grid.x, grid.y) > 1
+    return 2 if helps and rows % 2 == 0 else 1
+
+
+def exposed(sub_batches: int, grid: GridShape, rows: int) -> list[str]:
+    """A line for people where a device's rows cannot be halved, so that nothing runs beside all-reduces."""
+    if sub_batches or sub_batches_of(0, grid, 2) == sub_batches_of(0, grid, rows):
+        return []
+    cause = f"{rows} sequence{'s' if rows > 1 else ''} of a microbatch on a device cannot be halved"
+    effect = "nothing is computed while all-reduces over grid.x and grid.y run; an even number would hide them"
+    return [f"overlap: {cause}: {effect}"]
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """A model that lives on one 4D mesh, and the layouts that follow."""
+
+    parts: SplitModule
+    grid: Grid
+    dtype: jnp.dtype
+
+    def shardings(self) -> dict[str, NamedSharding]:
+        """The layout of every parameter on the mesh."""
+        return {name: NamedSharding(self.grid.mesh, spec) for name, spec in self.parts.specs.items()}
+
+    @property
+    def grad_specs(self) -> Specs:
+        """The layout of every gradient: its parameter's."""
+        return self.parts.specs
+
+    def batch_sharding(self) -> NamedSharding:
+        """The layout of a step's tokens on the mesh."""
+        return NamedSharding(self.grid.mesh, BATCH_SPEC)
+
+
+@dataclass(frozen=True)
+class StageProgram(OnMesh):
+    """Pure functions on global arrays for a model that lives on one 4D mesh; jit them to run them."""
+
+    activations: str = "none"
+    """What the backward pass computes again (`memory.remat`)."""
+    bucket: int = 16_000_000
+    sub_batches: int = 1
+    """Parts of a microbatch's local rows that run side by side, so that communication hides behind compute; 0: two
+    on accelerators where that can help, else one."""
+    ordered: bool = False
+    """Whether the order of a microbatch's computation is found here (`tensor.overlap.reorder`) and not left to XLA."""
+    sums: jnp.dtype = _FLOAT32
+    """What gradients add up in, and are reduced in over `z` and `data`."""
+    zero: bool = False
+    """Whether gradients are scattered over `data` (ZeRO-1), each device then having a part of most."""
+    reshard_after: ReshardAfter = "forward"
+    """When gathered weights are let go (docs/memory.md); "step" is "backward" where there is one microbatch."""
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that split tokens, over which gradients of parameters not split over them add up."""
+        return self._model(self.parts.params).token_axes
+
+    @property
+    def grad_specs(self) -> Specs:
+        """The layout of every gradient: its parameter's, with ZeRO split over `data` too."""
+        if not self.zero:
+            return super().grad_specs
+        shapes = {name: p.shape for name, p in self.parts.params.items()}
+        return split_over_data(shapes, self.parts.specs, self.grid.mesh)
+
+    def gradients(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
+    ) -> tuple[Params, jax.Array, jax.Array]:
+        """Mean loss over a global batch, its gradients and their global norm.
+
+        `tokens` is [microbatches, sequences, seq + 1]; gradients are laid out by `grad_specs`. Microbatches run one
+        after the other and add up unreduced; then every gradient is summed once, in buckets, over `data` (and over
+        `z`, with sequence parallelism `y`, where a parameter is replicated over it). With `reshard_after` "step" and
+        several microbatches all weights are gathered before the first, and gradients are reduce-scattered over `z`
+        behind the last, in `sums`. Other collectives are those of the layers. Where a loss `scale` is given the
+        gradients are multiplied by it, loss and norm are not; an overflow makes the norm infinite or NaN.
+        """
+        out_specs = (self.grad_specs, P(), P())
+        region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P(), P()), out_specs)
+        return region(params, tokens, key, scale)
+
+    def unreduced(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None
+    ) -> tuple[Params, jax.Array, jax.Array]:
+        """As `gradients`, each device's own sums over microbatches, the mean loss, and the sum of all their squares.
+
+        Sums are laid out by `offload_buckets.unreduced_spec`; nothing but two numbers is reduced over `data`. Where
+        the sum of squares, over all devices, is finite, so are the gradients that the sums add up to.
+        """
+        each = P((*BATCH_AXES, "y", "x"))  # every device's count, copies too
+
+        def local(params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array, jax.Array]:
+            sums, loss = self._local_sums(params, tokens, key, None)
+            squares = square_sum(sums, dict.fromkeys(sums, each))
+            return {name: value[None] for name, value in sums.items()}, loss, squares
+
+        sums = {name: unreduced_spec(spec, self.grid.mesh) for name, spec in self.parts.specs.items()}
+        region = self._manual(local, (self.parts.specs, BATCH_SPEC, P()), (sums, P(), P()))
+        return region(params, tokens, key)  # type: ignore[no-any-return]
+
+    def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
+        """Mean loss of [microbatches, sequences, seq + 1] tokens, without dropout."""
+
+        def local(params: Params, tokens: jax.Array) -> jax.Array:
+            def add(total: jax.Array, batch: jax.Array) -> tuple[jax.Array, None]:
+                return total + self._loss_sum(params, batch, None), None
+
+            total, _ = lax.scan(add, mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES), tokens)
+            return all_reduce(total, BATCH_AXES) / self._targets(tokens)
+
+        return self._manual(local, (self.parts.specs, BATCH_SPEC), P())(params, tokens)
+
+    def _manual(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return shard_mapped(f, self.grid.mesh, in_specs, out_specs)
+
+    def _model(self, params: Mapping[str, Any]) -> Model:
+        model: Any = self.parts.merge(params)
+        return model  # type: ignore[no-any-return]
+
+    @property
+    def _last_apart(self) -> bool:
+        """Whether replicas add up beside a backward pass: in an order found here, but not behind a loop over layers."""
+        model = self._model(self.parts.params)
+        scanned = isinstance(getattr(model, model.layer_list), Stacked)
+        return self.ordered and self.grid.shape.data > 1 and not scanned
+
+    def _targets(self, tokens: jax.Array) -> int:
+        """Number of target tokens in the global batch of which `tokens` is this device's part."""
+        microbatches, rows, width = tokens.shape
+        return microbatches * rows * self.grid.shape.batch_shards * (width - 1)
+
+    def _loss_sum(self, params: MaybeGathered | Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
+        model = self._model(params)
+        run_layer = layer_runner(model, self.activations, regather=self.reshard_after == "forward")
+        parts = sub_batches_of(self.sub_batches, self.grid.shape, batch.shape[0])
+        return batch_loss(model, batch, self.dtype, None if key is None else DropoutKey(key), run_layer, parts)
+
+    def _local_gradients(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
+    ) -> tuple[Params, jax.Array, jax.Array]:
+        layouts = (self.parts.specs, self.grad_specs)
+
+        def reduced(sums: Params) -> Params:
+            # The order found has buckets one after the other as gradients come.
+            in_turn = not self._last_apart
+            return reduce_gradients(sums, *layouts, self.bucket, self.grid.mesh, self.token_axes, in_turn=in_turn)
+
+        grads, loss = self._local_sums(params, tokens, key, scale, reduced)
+        norm = global_norm(grads, self.grad_specs)
+        return grads, loss, norm if scale is None else norm / scale
+
+    def _local_sums(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        key: jax.Array | None,
+        scale: jax.Array | None,
+        finish: Callable[[Params], Params] | None = None,
+    ) -> tuple[Params, jax.Array]:
+        """What `finish` makes of each device's sums of gradients over microbatches, and the mean loss.
+
+        With `_last_apart` the last microbatch is apart from the loop over the others, so that `finish` runs beside its
+        backward pass.
+        """
+        # Varying over what splits tokens on purpose: autodiff then leaves gradients unreduced over it (a z-sharded
+        # kernel is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
+        shards = {name: mark_varying(p, self.token_axes) for name, p in params.items()}
+        count = tokens.shape[0]
+        once = self.reshard_after == "step" and count > 1
+        own: MaybeGathered = gather_params(shards, self.parts.specs, self.dtype) if once else {**shards}
+        # XLA moves these gathers out of the loop by itself on CPUs, not on GPUs.
+        several = count > 1 and not once
+        wholes = gather_once(shards, self.parts.specs, self.dtype, f"{self._model(own).layer_list}.") if several else {}
+        targets = self._targets(tokens)
+
+        def backward(p: MaybeGathered, index: jax.Array, batch: jax.Array) -> tuple[jax.Array, MaybeGathered]:
+            key_here = None if key is None else jax.random.fold_in(key, index)
+
+            def scaled(p: MaybeGathered) -> tuple[jax.Array, jax.Array]:
+                loss = self._loss_sum(as_gathered(p, wholes, self.parts.specs), batch, key_here) / targets
+                return (loss if scale is None else loss * scale), loss
+
+            p = cast_for_reduction(self.sums, p, self.parts.specs)
+            (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(p)
+            return loss, grads
+
+        if self.ordered:  # traced once for the loop and the last
+            backward = jax.jit(backward)
+
+        def plus(sums: MaybeGathered, grads: MaybeGathered) -> MaybeGathered:
+            return jax.tree.map(lambda a, grad: a + grad.astype(self.sums), sums, grads)
+
+        def add(
+            carry: tuple[jax.Array, MaybeGathered], microbatch: tuple[jax.Array, jax.Array]
+        ) -> tuple[tuple[jax.Array, MaybeGathered], None]:
+            total, sums = carry
+            loss, grads = (in_order(backward) if self.ordered else backward)(own, *microbatch)
+            return (total + loss, plus(sums, grads)), None
+
+        def finished(sums: MaybeGathered) -> Params:
+            shards = scatter_grads(sums, self.parts.specs)
+            return shards if finish is None else finish(shards)
+
+        def last(own: MaybeGathered, sums: MaybeGathered, batch: jax.Array) -> tuple[jax.Array, Params]:
+            loss, grads = backward(own, jnp.int32(count - 1), batch)
+            return loss, finished(plus(sums, grads))
+
+        zeros = jax.tree.map(lambda p: mark_varying(jnp.zeros_like(p, self.sums), compat.varying_axes(p)), own)
+        start = (mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES), zeros)
+        apart = finish is not None and self._last_apart
+        looped = count - 1 if apart else count
+        total, sums = start
+        if looped:
+            (total, sums), _ = lax.scan(add, start, (jnp.arange(looped), tokens[:looped]))
+        if looped and apart:  # XLA takes a loop of one apart, and would run both microbatches at once
+            own = jax.tree.map(after, own, sums)
+        if not apart:
+            return finished(sums), all_reduce(total, BATCH_AXES)
+        loss, grads = in_order(last)(own, sums, tokens[-1])
+        return grads, all_reduce(total + loss, BATCH_AXES)

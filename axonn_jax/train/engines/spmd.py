@@ -1,0 +1,191 @@
+"""SPMD engine: one compiled program a step on one mesh, parameters and optimizer state donated to it."""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from axonn_jax.checkpoint.naming import State, flatten, unflatten, unflatten_scale
+from axonn_jax.distributed.cpu_allocator import TemporariesInPlace
+from axonn_jax.grid import Grid
+from axonn_jax.memory.host_arrays import joined
+from axonn_jax.memory.report import all_finite, counted, report
+from axonn_jax.models.protocol import check_model
+from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
+from axonn_jax.tensor.params import Params, split_module
+from axonn_jax.train.config import MemoryConfig, TensorConfig
+from axonn_jax.train.engines.engine import BatchShards, read_anew
+from axonn_jax.train.engines.offloaded import OffloadedStep
+from axonn_jax.train.engines.program import exposed
+from axonn_jax.train.engines.scan_layers import stack_state, unstack_params, unstack_state
+from axonn_jax.train.engines.step import StepMetrics, TrainState, build_step
+
+
+class SpmdEngine:
+    """Steps of a model that lies whole on one mesh; see `engine.Engine`, which says what each member is for.
+
+    A step dispatches and returns: its metrics are device values.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module | Callable[[], nnx.Module],
+        optimizer: optax.GradientTransformation,
+        grid: Grid,
+        *,
+        microbatches: int,
+        clip: float,
+        seed: int,
+        memory: MemoryConfig,
+        tensor: TensorConfig,
+    ):
+        owned = not isinstance(model, nnx.Module)
+        if not isinstance(model, nnx.Module):
+            model = model()
+        model = fit_vocabulary(model, grid.shape)
+        self._padding = padding_of(model)
+        checked = check_model(model)
+        checked.check_grid(grid.shape)
+        self.grid, self.optimizer, self.batches = grid, optimizer, BatchShards(grid, microbatches)
+        made = split_module(model)
+        self._stack, self.program, step = build_step(model, made, optimizer, grid, clip, memory, tensor)
+        self._step, self.precisions, self.parts = step, step.precisions, self._stack.per_layer
+        self._key = jax.random.key(seed) if checked.drops_out else None
+        params = self._stack.shard(made.params, grid.mesh, used_up=owned)
+        del made  # what is stacked is freed kind by kind
+        self.offloaded = OffloadedStep(step, self.program) if memory.offload != "none" else None
+        self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
+        self.update = self.offloaded.update if self.offloaded else step.update
+        self.train_state = TrainState(self.update.start(params, owned=owned), step.first_scale())
+        self._temporaries: dict[tuple[int, ...], TemporariesInPlace] = {}
+        self._last: StepMetrics | None = None
+        self._loss = jax.jit(self.program.loss)
+        self.steps_done = 0
+        self._in_step = False
+
+    @property
+    def params(self) -> Params:
+        """The float32 weights by name, however layers are run; of scanned ones copies, with offload in host memory."""
+        return joined(self._masters)  # type: ignore[no-any-return]
+
+    @property
+    def opt_state(self) -> Any:
+        """The optimizer's state for `params`; of scanned layers, copies."""
+        return joined(self._opt_state)
+
+    @property
+    def _masters(self) -> Params:
+        """As `params`; what is offloaded in parts is a `CutArray`, of scanned layers a `LayerSlice`."""
+        return unstack_params(self._stack, self.update.masters(self.train_state.model))
+
+    @property
+    def _opt_state(self) -> Any:
+        """As `opt_state`, in the forms of `_masters`."""
+        return unstack_state(self.optimizer, self._stack, self.update.opt_state(self.train_state.model))
+
+    def step(self, batch: np.ndarray) -> StepMetrics:
+        """Dispatches an optimizer step and returns.
+
+        It waits only where optimizer state is in host memory (`memory.offload`), or the CPU backend has large
+        temporaries to free first (`distributed.cpu_allocator`). Collectives are those of `StageProgram.gradients`.
+        """
+        if self._in_step:
+            self._check_whole()
+        tokens, key = self.batches.shard(batch), self._step_key(self.steps_done)
+        program = self._compile(tokens, key)
+        if self.offloaded is None:
+            self._temporaries[tokens.shape].wait(self._last)
+        run: Callable[..., Any] = program if self.offloaded is None else partial(self.offloaded.run, program)
+        self._in_step = True
+        # One statement: Ctrl-C comes before all of it or after.
+        (self.train_state, metrics), self.steps_done = run(self.train_state, tokens, key), self.steps_done + 1
+        self._in_step = False
+        if self.offloaded is None:
+            self._last = metrics
+        return metrics  # type: ignore[no-any-return]
+
+    def _check_whole(self) -> None:
+        """Goes on behind a step that an exception broke off, Ctrl-C say, as if it had not begun.
+
+        Raises ``RuntimeError`` where that step had used the state up.
+        """
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self.train_state)):
+            raise RuntimeError(
+                f"step {self.steps_done + 1} was broken off while it changed the weights: make the trainer again and "
+                "load a checkpoint"
+            )
+        self._in_step = False
+
+    def compiled_step(self, batch: np.ndarray) -> jax.stages.Compiled:
+        """The step's compiled program for batches of this shape; with offload that of the gradients."""
+        return self._compile(self.batches.shard(batch), self._step_key(0))
+
+    def _step_key(self, step: int) -> jax.Array | None:
+        return None if self._key is None else jax.random.fold_in(self._key, step)
+
+    def _compile(self, tokens: jax.Array, key: jax.Array | None) -> jax.stages.Compiled:
+        if tokens.shape not in self._compiled:
+            if self.offloaded is None:
+                lowered = self._step.jitted().lower(self.train_state, tokens, key)
+            else:
+                lowered = self.offloaded.measured.lower(
+                    self.train_state.model.weights, self.train_state.scale, tokens, key
+                )
+            self._compiled[tokens.shape] = lowered.compile()
+            self._temporaries[tokens.shape] = TemporariesInPlace(self._compiled[tokens.shape], self.grid.mesh)
+        return self._compiled[tokens.shape]
+
+    def memory(self) -> dict[int, dict[str, Any]]:  # noqa: D102
+        arrays = counted(jax.tree.leaves(self.train_state.model), self.grid.mesh.local_devices[0])
+        program = next(iter(self._compiled.values()), None)
+        return {0: report(self.update.bytes(), arrays, self.grid.mesh, program)}
+
+    def mean_loss(self, batch: np.ndarray) -> Any:  # noqa: D102
+        return self._loss(self.train_state.model.weights, self.batches.shard(batch))
+
+    def finite(self) -> bool:  # noqa: D102
+        return all_finite(self.train_state.model)
+
+    def state(self) -> State:  # noqa: D102
+        return flatten(self._masters, self._opt_state, self.train_state.scale)
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
+        like: Any = self._stack.per_layer.params
+        state = flatten(like, jax.eval_shape(self.optimizer.init, like), self.train_state.scale)
+        return without_padding({name: value.shape for name, value in state.items()}, self._padding)
+
+    def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Takes over what `read` makes of the wanted names' shapes, types and layouts."""
+        state = read_anew(self.state(), read, wanted)
+        like: Any = self._stack.per_layer.params
+        params, opt_state = unflatten(state, like, jax.eval_shape(self.optimizer.init, like))
+        masters = self._stack.join(params, self.grid.mesh, used_up=True)
+        optimizer = stack_state(self._stack, opt_state, self.train_state.model.optimizer, used_up=True)
+        model = self.update.restored(masters, optimizer, owned=True)
+        self.train_state = TrainState(model, unflatten_scale(state, self.train_state.scale))
+
+    def saving(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        """Tells nobody: no peer watches this process."""
+        return contextlib.nullcontext(lambda what: None)
+
+    def peer_failed(self) -> bool:
+        """Never known: jax ends a process whose peer is gone."""
+        return False
+
+    def explain(self, sequences: int) -> list[str]:
+        """Lines for people: what nothing hides in a step of so many sequences."""
+        missing = [f"overlap: this XLA has no {name}, which is left out" for name in self._step.missing_options()]
+        return [*exposed(self.program.sub_batches, self.grid.shape, sequences // self.batches.least), *missing]
+
+    def write_timeline(self, directory: Path) -> list[Path]:
+        """Writes nothing: a step is one program."""
+        return []
+
+    def close(self) -> None:
+        """Has nothing to end."""

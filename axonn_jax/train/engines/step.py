@@ -1,0 +1,255 @@
+"""One optimizer step as a compiled program, for real arrays or for shapes alone."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax import compat
+from axonn_jax.grid import Grid
+from axonn_jax.memory.optimizer_state import DeviceOptimizer, ModelState, clip_factor
+from axonn_jax.memory.precision import FULL, Precisions, Scale, first_scale, next_scale, on_mesh, precisions
+from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.protocol import check_model
+from axonn_jax.models.stacked import Stack
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.models.vocabulary import fit_vocabulary
+from axonn_jax.options import AttentionKernel, ScanLayers
+from axonn_jax.tensor.kernel_choice import Tiles
+from axonn_jax.tensor.params import Params, Specs, SplitModule, split_module
+from axonn_jax.train.config import MemoryConfig, TensorConfig
+from axonn_jax.train.engines.program import StageProgram
+from axonn_jax.train.engines.scan_layers import LAYERS, choose_stack, per_layer
+
+
+class StepMetrics(TypedDict):
+    """Results of a step. Without a pipeline they are still on the devices: reading one waits for the step."""
+
+    loss: Any
+    grad_norm: Any
+    skipped: Any
+    """Steps of the run so far that changed nothing, since their loss or gradients were not finite."""
+    loss_scale: NotRequired[Any]
+    """Under fp16: what the loss was multiplied by."""
+
+
+class GradientProgram(Protocol):
+    """What a step needs of the program that it takes its gradients from; `StageProgram` is the package's."""
+
+    @property
+    def parts(self) -> SplitModule:
+        """The model taken apart."""
+
+    @property
+    def grid(self) -> Grid:
+        """Where it runs."""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether its order of computation is the package's, for which XLA needs options."""
+
+    def shardings(self) -> dict[str, NamedSharding]:
+        """The layout of every parameter."""
+
+    def batch_sharding(self) -> NamedSharding:
+        """The layout of a step's tokens."""
+
+    @property
+    def grad_specs(self) -> Specs:
+        """The layout of every gradient, and of the masters and optimizer state with it."""
+
+    def gradients(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
+    ) -> tuple[Params, jax.Array, jax.Array]:
+        """Gradients (times `scale`), mean loss and the gradients' global norm of [microbatches, sequences, seq + 1]."""
+
+
+class TrainState(NamedTuple):
+    """All that a step changes."""
+
+    model: ModelState
+    scale: Scale
+    """Of which the factor is there under fp16."""
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """Gradients, clipping and the optimizer's update as one function on global arrays."""
+
+    program: GradientProgram
+    optimizer: optax.GradientTransformation
+    clip: float = 0.0
+    """Gradients are scaled down to this global norm; 0: not clipped."""
+    precisions: Precisions = FULL
+    bucket: int = 16_000_000
+    """Elements gathered together over `data`, where masters are split over it."""
+
+    def __call__(self, state: TrainState, tokens: jax.Array, key: jax.Array | None) -> tuple[TrainState, StepMetrics]:
+        """The state after a step, and the step's loss and gradient norm; collectives: gradients' and update's.
+
+        Where loss or norm are not finite, which all devices know alike, weights and optimizer state stay as they were.
+        """
+        measured = self.measured(state.model.weights, state.scale, tokens, key)
+        model = self.update.after(state.model, measured.grads, measured.factor, measured.finite)
+        return TrainState(model, measured.scale), measured.metrics
+
+    def measured(self, weights: Params, scale: Scale, tokens: jax.Array, key: jax.Array | None) -> "MeasuredStep":
+        """What a step does before its update."""
+        grads, loss, norm = self.program.gradients(weights, tokens, key, scale.factor)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        after, factor = next_scale(scale, finite), clip_factor(norm, self.clip)
+        metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": after.skipped}
+        if scale.factor is not None:
+            metrics["loss_scale"], factor = scale.factor, factor / scale.factor
+        return MeasuredStep(grads, metrics, factor, finite, after)
+
+    @property
+    def update(self) -> DeviceOptimizer:
+        """The optimizer's part."""
+        program = self.program
+        shapes = {name: p.shape for name, p in program.parts.params.items()}
+        layouts = (program.parts.specs, program.grad_specs)
+        return DeviceOptimizer(self.optimizer, program.grid.mesh, shapes, *layouts, self.precisions, self.bucket)
+
+    def first_scale(self) -> Scale:
+        """The count of skipped steps that a run starts with, and the loss scale."""
+        return on_mesh(first_scale(scaled=self.precisions.scaled), self.program.grid.mesh)
+
+    def jitted(self) -> Any:
+        """The step under `jax.jit`; the state is donated to it and keeps its layout."""
+        names = ("loss", "grad_norm", "skipped", *(("loss_scale",) if self.precisions.scaled else ()))
+        state = self.abstract()
+        shardings = (jax.tree.map(lambda s: s.sharding, state), dict.fromkeys(names, self.scalar))
+        options = self.compiler_options()
+        return jax.jit(self.__call__, donate_argnums=0, out_shardings=shardings, compiler_options=options)
+
+    def compiler_options(self) -> dict[str, Any] | None:
+        """What XLA needs to keep the program's order of computation, as far as it has such options."""
+        return compat.known_options(self._wanted_options) or None
+
+    def missing_options(self) -> list[str]:
+        """Those that XLA does not have."""
+        return sorted(self._wanted_options.keys() - (self.compiler_options() or {}).keys())
+
+    @property
+    def _wanted_options(self) -> dict[str, Any]:
+        platform = self.program.grid.mesh.devices.flat[0].platform
+        return compat.overlap_options(platform) if self.program.ordered else {}
+
+    def compiled(
+        self, tokens: tuple[int, int, int], key: Any = None, compiler_options: dict[str, str] | None = None
+    ) -> jax.stages.Compiled:
+        """The step compiled for the program's parameters and [microbatches, sequences, seq + 1] tokens.
+
+        Parameters may be shapes alone; no array is made. `key` is one, or its shape, where the model has dropout.
+        """
+        batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=self.program.batch_sharding())
+        return self.jitted().lower(self.abstract(), batch, key).compile(compiler_options)
+
+    def abstract(self) -> TrainState:
+        """Shapes and layouts of the state."""
+        scale = first_scale(scaled=self.precisions.scaled)
+        scale = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.scalar), scale)
+        return TrainState(self.update.abstract(), scale)
+
+    @property
+    def scalar(self) -> NamedSharding:
+        """The layout of a number."""
+        return NamedSharding(self.program.grid.mesh, P())
+
+
+class MeasuredStep(NamedTuple):
+    """A step before its update."""
+
+    grads: Params
+    """Times the loss scale."""
+    metrics: StepMetrics
+    factor: Any
+    """What the update multiplies the gradients by: clipping, and one over the loss scale; None: nothing to."""
+    finite: jax.Array
+    """Whether the loss and all gradients are finite."""
+    scale: Scale
+    """The next step's."""
+
+
+def abstract(
+    shape: ModelShape, grid: Grid, sequences: int, microbatches: int, **options: Any
+) -> tuple[Transformer, tuple[tuple[int, int, int], Any]]:
+    """A transformer of shapes alone, made with `options`, and what `TrainStep.compiled` takes for its batch.
+
+    Raises ``UserError`` where the model or its `sequences` a step do not divide over the grid.
+    """
+    model = nnx.eval_shape(lambda: fit_vocabulary(Transformer(shape, rngs=nnx.Rngs(0), **options), grid.shape))
+    model.check_grid(grid.shape)
+    grid.shape.check_batch(sequences, microbatches)
+    key = jax.eval_shape(lambda: jax.random.key(0)) if shape.dropout > 0.0 else None
+    return model, ((microbatches, sequences // microbatches, shape.seq_len + 1), key)
+
+
+def build_step(
+    model: nnx.Module,
+    parts: SplitModule,
+    optimizer: optax.GradientTransformation,
+    grid: Grid,
+    clip: float,
+    memory: MemoryConfig,
+    tensor: TensorConfig,
+) -> tuple[Stack, StageProgram, TrainStep]:
+    """How a step holds the parameters of a split model, the program of its gradients, and the step; makes no array.
+
+    Raises ``UserError`` where layers cannot be scanned as `tensor` says.
+    """
+    checked = check_model(model)
+    # Replicas add up beside layers that are unrolled, and to unroll many for that alone does not pay.
+    few = not checked.identical_layers or len(getattr(model, checked.layer_list)) < LAYERS
+    communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.data > 1 and few)
+    auto = communicates and jax.default_backend() != "cpu"
+    ordered = tensor.order == "package" or (tensor.order == "auto" and auto)
+    zero, offloads = memory.zero > 0 and grid.shape.data > 1, memory.offload != "none"
+    dtypes = precisions(memory.precision, memory.accumulate, separate_masters=zero or offloads)
+    scan: ScanLayers = "no" if offloads else tensor.scan_layers
+    stack = choose_stack(model, parts, optimizer, scan, activations=memory.activations, ordered=ordered)
+    program = StageProgram(
+        stack.parts,
+        grid,
+        dtypes.compute,
+        memory.activations,
+        memory.bucket,
+        tensor.sub_batches,
+        ordered,
+        dtypes.grad_dtype,
+        zero,
+        memory.reshard_after,
+    )
+    return stack, program, TrainStep(program, per_layer(optimizer, stack), clip, dtypes, memory.bucket)
+
+
+def compile_abstract(
+    shape: ModelShape,
+    grid: Grid,
+    optimizer: optax.GradientTransformation,
+    *,
+    sequences: int,
+    microbatches: int = 1,
+    clip: float = 1.0,
+    memory: MemoryConfig = MemoryConfig(),  # noqa: B008 (frozen)
+    tensor: TensorConfig = TensorConfig(),  # noqa: B008
+    attention: AttentionKernel | Tiles = "auto",
+    comm: BlockComm = ALL_REDUCE,
+    compiler_options: dict[str, str] | None = None,
+) -> jax.stages.Compiled:
+    """The step that a `Trainer` with these settings runs on `sequences` a step, compiled without making any array.
+
+    So a step for hundreds of virtual devices can be compiled on one machine. What is chosen by the default backend
+    (`attention`, `memory.precision`, `tensor.order`, `tensor.sub_batches`) has to be said where the grid's devices are
+    not of it. Raises ``UserError`` where model or batch do not divide over the grid.
+    """
+    model, batch = abstract(shape, grid, sequences, microbatches, attention=attention, comm=comm)
+    _, _, step = build_step(model, split_module(model), optimizer, grid, clip, memory, tensor)
+    return step.compiled(*batch, compiler_options)

@@ -1,0 +1,269 @@
+"""Loop around a trainer: data, evaluation, metrics, progress, pictures, checkpoints."""
+
+import json
+import math
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from axonn_jax.checkpoint.manifest import name_of
+from axonn_jax.data.loader import Loader
+from axonn_jax.distributed.host_sync import HostSync
+from axonn_jax.distributed.initialize import describe
+from axonn_jax.distributed.launch import World
+from axonn_jax.documents import replace_whole
+from axonn_jax.errors import UserError
+from axonn_jax.hardware import peak_flops
+from axonn_jax.memory.report import lines as memory_lines
+from axonn_jax.models.config import ModelShape
+from axonn_jax.tensor.loss import without_targets
+from axonn_jax.terminal import duration
+from axonn_jax.train.config import Config
+from axonn_jax.train.config_file import to_toml
+from axonn_jax.train.engines.step import StepMetrics
+from axonn_jax.train.metrics import MetricsLog, plot_loss
+from axonn_jax.train.optimizer import learning_rate
+from axonn_jax.train.progress import Progress
+from axonn_jax.train.resume import Checkpoints
+from axonn_jax.train.signals import StopSignals
+from axonn_jax.train.trainer import Trainer
+
+MOST_SKIPPED = 20
+"""Steps in a row that are not finite after which a run ends: fp16's scale falls from its largest to its least in 14."""
+
+
+class Run:
+    """The loop around a trainer: data, evaluation, metrics, progress, pictures, weights."""
+
+    def __init__(self, config: Config, shape: ModelShape, world: World, trainer: Trainer, sync: HostSync):
+        self.config, self.shape, self.trainer, self.engine = config, shape, trainer, trainer.engine
+        self.directory = Path(config.log.dir)
+        self.first = world.rank == 0
+        self.rows = trainer.rows(config.train.global_batch)
+        self.progress = Progress(config.train.steps, shown=self.first)
+        self.say(describe(world, self.engine.grid))
+        self.checkpoints = Checkpoints(config, self.engine, sync, self.say)
+        self.train_data = self._loader("train", position=self.checkpoints.resume())
+        self.held_out, self.samples = held_out(
+            self._loader("valid", shuffle=False), config.train.eval_batches, config.train.global_batch
+        )
+        self.tokens = config.train.global_batch * shape.seq_len
+        self.rate = learning_rate(config.train)
+        self.start = self.engine.steps_done
+        self.first_position = self.train_data.position
+        self.skipped_in_row = 0
+        self.log: MetricsLog | None = None
+        if self.first:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._put("config.toml", to_toml(config).encode())
+            self._put("tokenizer.json", (Path(config.data.path) / "tokenizer.json").read_bytes())
+            self.log = MetricsLog(self.directory, tensorboard=config.log.tensorboard, resumed=self.start, warn=self.say)
+
+    def _put(self, name: str, raw: bytes) -> None:
+        try:
+            replace_whole(self.directory / name, raw)
+        except OSError as error:
+            accepted = f"a directory that {name} can be written in; {error.strerror}"
+            raise UserError("log.dir", str(self.directory), accepted) from None
+
+    def say(self, text: str) -> None:
+        """Prints a line, on the first process only."""
+        self.progress.say(text)
+
+    def go(self, stop: StopSignals) -> int:
+        """Trains to the last step or until told to stop, evaluates, draws, saves; returns the exit status."""
+        steps, every = self.config.train.steps, self.config.train.eval_every
+        save_every = self.config.checkpoint.every
+        if self.start >= steps:
+            self.say(
+                f"step {self.start} of {steps} is done already: nothing left to train. A larger train.steps goes on, "
+                "checkpoint.resume never starts anew"
+            )
+            return 0
+        self.say(f"{self.shape.params():,} parameters; {self.tokens:,} tokens a step; run directory {self.directory}")
+        start = mark = time.monotonic()
+        stopping = False
+        with self.progress:
+            for line in self.engine.explain(self.config.train.global_batch):
+                self.say(line)
+            self.say("compiling the step (the first time takes a while)")
+            waiting: StepMetrics | None = None
+            for step in range(self.start + 1, steps + 1):
+                if save_every > 0 and step % save_every == 0:
+                    self.checkpoints.settle()  # so that a run that dies is never more than one save behind
+                metrics = self.trainer.step(next(self.train_data))
+                if waiting is not None:  # one step behind: the devices are never waited for with nothing to do
+                    mark = self._report(step - 1, waiting, mark)
+                waiting = metrics
+                if isinstance(metrics["loss"], np.generic):  # a pipeline's step ends on the host: nothing to wait for
+                    mark = self._report(step, waiting, mark)
+                    waiting = None
+                if self.skipped_in_row >= MOST_SKIPPED:
+                    return self._given_up(step)
+                stopping = stop.requested() and step < steps
+                evaluates = step == steps or (every > 0 and step % every == 0 and not stopping)
+                saves = step == steps or stopping or (save_every > 0 and step % save_every == 0)
+                if waiting is not None and (evaluates or saves):  # what a checkpoint goes on after has its line
+                    mark = self._report(step, waiting, mark)
+                    waiting = None
+                if evaluates:
+                    self._evaluate(step)
+                    mark = time.monotonic()
+                if saves:
+                    self.checkpoints.save(step, self.train_data.position)
+                if stopping:
+                    break
+        if stopping:
+            return self._stopped(stop, step)
+        error = self.checkpoints.settle()
+        saved = "error: the last checkpoint was not saved" if error else f"checkpoint {self._checkpoint(steps)}"
+        self.say(
+            "; ".join([f"trained {steps} steps in {duration(time.monotonic() - start)}", *self._pictures(), saved])
+        )
+        return 1 if error else 0
+
+    def _pictures(self) -> list[str]:
+        """Draws what is to be seen of the run; returns the files, comma by comma, or nothing."""
+        drawn: list[Path] = []
+        try:
+            pictures = self.engine.write_timeline(self.directory)
+            if self.log is not None:
+                self._close_log()
+                drawn = [plot_loss(self.directory, self._entropy), *pictures]
+        except (OSError, ValueError) as error:
+            self.say(f"warning: the run's pictures could not be written: {getattr(error, 'strerror', None) or error}")
+        return [", ".join(map(str, drawn))] if drawn else []
+
+    def _close_log(self) -> None:
+        if self.log is not None:
+            self.log.close()
+            if self.log.trouble:
+                self.say(f"warning: lines of {self.log.path} could not be written in time: {self.log.trouble}")
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.checkpoints.directory / name_of(step)
+
+    def _stopped(self, stop: StopSignals, step: int) -> int:
+        """Ends a run that was told to: 128 plus the signal's number once its checkpoint is complete, else 1."""
+        error, number = self.checkpoints.settle(), stop.number()
+        self._close_log()
+        name = signal.Signals(number).name
+        if error:
+            self.say(f"error: ended by {name} after step {step} without a checkpoint of it: {error}")
+            return 1
+        self.say(f"ended by {name} after step {step}; checkpoint {self._checkpoint(step)}")
+        return 128 + number
+
+    def _given_up(self, step: int) -> int:
+        """Ends a run whose steps change nothing any more, without a checkpoint of it."""
+        self.checkpoints.settle()
+        self._close_log()
+        finite, last = self.checkpoints.finite(), self.checkpoints.saver.last
+        state = "the weights still are: look at the data and train.lr" if finite else "the weights are not, either"
+        before = f"the last checkpoint is that of step {last[0]}" if last else "there is no checkpoint"
+        self.say(
+            f"error: ended after step {step}: loss or gradients of the last {MOST_SKIPPED} steps were not finite; "
+            f"{state}; {before}"
+        )
+        return 1
+
+    @property
+    def _entropy(self) -> float:
+        return self.train_data.manifest.unigram_entropy
+
+    def _report(self, step: int, metrics: StepMetrics, mark: float) -> float:
+        """Waits for a step, the run's one sync a step, and writes it down; returns when it was done."""
+        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        now = time.monotonic()
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        self.skipped_in_row = 0 if finite else self.skipped_in_row + 1
+        if not self.first:
+            return now
+        step_s, skipped = now - mark, int(metrics["skipped"])
+        if not finite:
+            self.say(f"step {step} changed nothing: its loss ({loss:.4g}) or gradients ({norm:.4g}) are not finite")
+        if step % self.config.log.every == 0 or step == self.config.train.steps or not finite:
+            record: dict[str, Any] = {
+                "step": step,
+                "loss": loss,
+                "tokens": self._tokens_at(step),
+                "tokens_per_s": self.tokens / step_s,
+                "step_s": step_s,
+                "grad_norm": norm,
+                "lr": float(self.rate(step - 1)),
+                "skipped": skipped,
+                **({"loss_scale": float(metrics["loss_scale"])} if "loss_scale" in metrics else {}),
+                **self._usage(step_s),
+            }
+            assert self.log is not None
+            self.log.write(record)
+        if step == 1:
+            self._remember()
+        self.progress.update(step, loss, self.tokens / step_s, step_s, self.checkpoints.saver.last, skipped)
+        return now
+
+    def _tokens_at(self, step: int) -> int:
+        """Tokens trained on after a step, those of other batch sizes before a resumption included."""
+        samples = self.first_position + (step - self.start) * self.config.train.global_batch
+        return samples * self.shape.seq_len
+
+    def _usage(self, step_s: float) -> dict[str, float]:
+        """Percent of peak and device memory, where they can be known."""
+        devices = self.engine.grid.mesh.devices
+        used: dict[str, float] = {}
+        peak = peak_flops(devices.flat[0].device_kind)
+        if peak is not None:
+            flops = self.shape.step_flops(self.config.train.global_batch)
+            used["mfu"] = flops / (step_s * self.config.grid.devices * peak)
+        local = [device for device in devices.flat if device.process_index == jax.process_index()]
+        stats = local[0].memory_stats() if local else None
+        if stats and "peak_bytes_in_use" in stats:
+            used["device_bytes"] = stats["peak_bytes_in_use"]
+        return used
+
+    def _remember(self) -> None:
+        """Says where the bytes are, once a step has run, and writes it down."""
+        reports = self.engine.memory()
+        if self.first:
+            try:
+                replace_whole(self.directory / "memory.json", (json.dumps(reports, indent=1) + "\n").encode())
+            except OSError as error:
+                self.say(f"warning: memory.json could not be written: {error.strerror or error}")
+            for line in memory_lines(next(iter(reports.values()))):
+                self.say(line)
+
+    def _evaluate(self, step: int) -> None:
+        loss = self.trainer.evaluate(self.held_out, samples=self.samples)
+        if self.log is not None:
+            self.log.write({"step": step, "eval_loss": loss, "unigram_entropy": self._entropy})
+        self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {self._entropy:.4f})")
+
+    def _loader(self, split: str, **options: Any) -> Loader:
+        return Loader(
+            self.config.data.path,
+            split=split,
+            seq_len=self.shape.seq_len,
+            global_batch=self.config.train.global_batch,
+            rows=self.rows,
+            seed=self.config.data.seed,
+            verify=False,  # `train` has done it
+            **options,
+        )
+
+
+def held_out(loader: Loader, most: int, global_batch: int) -> tuple[list[np.ndarray], int]:
+    """The evaluation's batches, the first of the held-out split and at most so many, and their samples.
+
+    Each sample is there once; behind the last of the split a batch is filled up. They are read once, and `loader`
+    closed.
+    """
+    batches = [next(loader) for _ in range(min(most, -(-loader.num_samples // global_batch)))]
+    loader.close()
+    for number, batch in enumerate(batches):
+        behind = np.array(loader.samples(number), dtype=int) >= loader.num_samples
+        batches[number] = without_targets(batch, behind)
+    return batches, min(most * global_batch, loader.num_samples)

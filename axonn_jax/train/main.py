@@ -1,0 +1,164 @@
+"""Run of training: a checked config becomes a model, a trainer and a run directory."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from axonn_jax import compat
+from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
+from axonn_jax.distributed.host_sync import HostSync, host_sync
+from axonn_jax.distributed.initialize import start
+from axonn_jax.distributed.launch import World
+from axonn_jax.documents import Held, held, made
+from axonn_jax.errors import UserError
+from axonn_jax.grid import Grid
+from axonn_jax.memory.precision import precisions
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.tensor.kernel_choice import AttentionForm, choose_form
+from axonn_jax.terminal import last_flush, say
+from axonn_jax.train.config import LOCK, Config
+from axonn_jax.train.config_file import to_toml
+from axonn_jax.train.loop import Run
+from axonn_jax.train.matmul_layouts import choose_layouts, with_layouts
+from axonn_jax.train.optimizer import make_optimizer
+from axonn_jax.train.signals import StopSignals
+from axonn_jax.train.trainer import Trainer
+from axonn_jax.train.validate import residual_comm_of
+
+
+def train(config: Config, report: Callable[[BaseException], int], notes: Sequence[str] = ()) -> int:
+    """Trains as a checked config says and leaves a run directory; returns the exit status.
+
+    `report` prints an error for people and gives its exit status: of several processes one that fails ends at once.
+    `notes` are lines about the configuration for people, which the first process says.
+    """
+    world, grid = start(config.grid, settings=to_toml(config))
+    with _all_or_nothing(world, report):
+        sync = host_sync(grid)
+        with only_run_in(config.log.dir, sync, say):
+            status = _train(config, world, grid, sync, notes)
+        if status and world.size > 1:
+            _leave(status)
+    return status
+
+
+def _train(config: Config, world: World, grid: Grid, sync: HostSync, notes: Sequence[str]) -> int:
+    shape = config.model.shape()
+    comm = residual_comm_of(config, shape)
+    if config.data.verify:
+        verify_data(config.data.path, sync)
+    layouts, lines = choose_layouts(config, shape, grid, sync)
+    lines += [str(comm)] if config.tensor.residual_comm != "all_reduce" else []
+    form, kernel = attention_form(config, shape, grid), config.model.attention
+    lines += [str(form)] if kernel != "auto" or jax.default_backend() != "cpu" else []
+
+    def model() -> Transformer:
+        rngs = nnx.Rngs(config.train.seed)
+        made = Transformer(shape, rngs=rngs, attention=kernel, comm=comm)
+        return with_layouts(made, layouts)
+
+    trainer = Trainer(
+        model,
+        make_optimizer(config.train),
+        grid,
+        microbatches=config.train.microbatches,
+        clip=config.train.clip,
+        seed=config.train.seed,
+        memory=config.memory,
+        tensor=config.tensor,
+        pipeline=config.pipeline,
+    )
+    run = Run(config, shape, world, trainer, sync)
+    for line in (*notes, *lines):
+        run.say(line)
+    with StopSignals(sync, trainer.engine.peer_failed) as stop:
+        status = run.go(stop)
+        run.checkpoints.close()
+        sync.gather("")  # the launcher ends all at the first exit, and the first process may still write
+    trainer.close()
+    return status
+
+
+def attention_form(config: Config, shape: ModelShape, grid: Grid) -> AttentionForm:
+    """The form of attention that the run's devices take; raises ``UserError`` where they cannot as the config says."""
+    device = compat.attention_device(grid.mesh.devices.flat[0], alone=grid.mesh.devices.size == 1)
+    dtype = precisions(config.memory.precision, config.memory.accumulate).compute.name
+    return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(world: World, report: Callable[[BaseException], int]) -> Iterator[None]:
+    """In a run of several processes, one that fails ends at once, so that its launcher ends the others.
+
+    The orderly exit would wait in `jax.distributed` for peers that wait for this process.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if world.size == 1 or isinstance(error, SystemExit):
+            raise
+        _leave(report(error))
+
+
+def _leave(status: int) -> None:
+    """Ends at once; the launcher ends what is left."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    last_flush()
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def only_run_in(directory: str, sync: HostSync, say: Callable[[str], None]) -> Iterator[None]:
+    """Holds a run's directory; the run's first process does that for all of them.
+
+    It makes the directory, and removes it in the end where nothing has been put into it, bad input for instance.
+
+    Raises ``UserError`` on all processes where another run holds it, or it cannot be written; nothing in it has been
+    touched then.
+    """
+    with contextlib.ExitStack() as stack:
+        fault = ""
+        if sync.rank == 0:
+            try:
+                stack.enter_context(made(Path(directory)))  # and a run that cannot start leaves none
+                if not stack.enter_context(held(Path(directory) / LOCK)):
+                    say(f"warning: the file system of {directory} has no locks: nothing keeps a second run out of it")
+            except Held as holder:
+                fault = f"a directory that no other run trains in; {holder} does in this one"
+            except OSError as error:
+                fault = f"a directory that can be written in: {error.strerror or error}"
+        if (fault := sync.gather(fault)[0]) != "":
+            raise UserError("log.dir", directory, fault)
+        yield
+
+
+def verify_data(path: str, sync: HostSync) -> None:
+    """Compares shards and tokenizer with their checksums; collective over all processes.
+
+    Processes that see the same files, on one host or through a shared file system, read a share of them each; a
+    host with a copy of its own reads that. Raises ``UserError``, the same on all, where one finds a fault or another
+    data set.
+    """
+    status = (Path(path) / MANIFEST).stat()
+    # A shared file is the same one everywhere; copies of it are not, also where they were made alike.
+    which = f"{status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}"
+    content = checksum(Path(path) / MANIFEST)
+    everyone = [text.rpartition(" ") for text in sync.gather(f"{which} {content}")]
+    for rank, (_, _, content_there) in enumerate(everyone):
+        if content_there != everyone[0][2]:
+            raise UserError("data.path", path, f"the same data on every process; rank {rank}'s is not rank 0's")
+    sharing = [rank for rank, (file, _, _) in enumerate(everyone) if file == which]
+    fault = ""
+    try:
+        Manifest.load(path).verify(share=(sharing.index(sync.rank), len(sharing)))
+    except UserError as error:
+        fault = error.accepted
+    if faults := [text for text in sync.gather(fault) if text]:
+        raise UserError("data.path", path, faults[0])

@@ -1,0 +1,237 @@
+"""Checkpoints of a trainer and of a run: what a run needs to go on, and where it goes on."""
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint, all_steps, name_of, step_of
+from axonn_jax.checkpoint.naming import PARAMS, SCALE
+from axonn_jax.checkpoint.orbax import reason
+from axonn_jax.checkpoint.restore import Checkpoint, check_shapes, load, named_checkpoint, newest
+from axonn_jax.checkpoint.save import Saver
+from axonn_jax.data.manifest import Manifest as DataManifest
+from axonn_jax.distributed.host_sync import HostSync, host_sync
+from axonn_jax.errors import UserError
+from axonn_jax.train.config import Config
+from axonn_jax.train.config_file import to_toml
+from axonn_jax.train.engines.engine import Engine
+
+FOLDER = "checkpoints"
+_FACTS: Mapping[str, type] = {
+    "position": int,
+    "data.seed": int,
+    "train.seed": int,
+    "model.seq_len": int,
+    "data": str,
+}
+_OTHERWISE = "or checkpoint.resume never to start anew, or checkpoint.weights to start from its parameters alone"
+
+
+def save_checkpoint(engine: Engine, directory: Path, step: int) -> Path:
+    """Saves all of an engine's state and waits; raises ``OSError`` with the reason where it cannot."""
+    sync = host_sync(engine.grid)
+    saver = Saver(directory, engine.grid, sync, keep=2**31, sizes=engine.state_shapes())
+    _begin_save(saver, engine, sync, step, {})
+    with engine.saving():
+        error = saver.settle()
+        saver.close()
+    if error:
+        raise OSError(f"the checkpoint of step {step} was not saved in {directory}: {error}")
+    return directory / name_of(step)
+
+
+def _begin_save(saver: Saver, engine: Engine, sync: HostSync, step: int, facts: Mapping[str, Any]) -> None:
+    """Begins to save all of an engine's state, or refuses where that is not finite anywhere in the run."""
+    with engine.saving() as progress:
+        if finite(engine, sync):
+            saver.save(step, engine.state(), facts, progress)
+        else:
+            saver.refuse(step, "weights or optimizer state are not finite numbers")
+
+
+def finite(engine: Engine, sync: HostSync) -> bool:
+    """Whether an engine's state is finite in all processes of the run, which all must ask."""
+    return not any(sync.gather("" if engine.finite() else "not finite"))
+
+
+def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
+    """Loads a checkpoint that the caller names; returns its step."""
+    sync = host_sync(engine.grid)
+    checkpoint = named_checkpoint(path, sync, lambda line: None, "checkpoint")
+    _take(engine, checkpoint, sync, "checkpoint", weights_only=weights_only)
+    return checkpoint.manifest.step
+
+
+def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> None:
+    """Puts a valid checkpoint's arrays into an engine.
+
+    Raises ``CorruptCheckpoint`` on all processes where one cannot read it.
+    """
+    only = PARAMS if weights_only else ""
+    has = checkpoint.manifest.arrays
+
+    def wanted(name: str) -> bool:
+        return name.startswith(only) and (name in has or not name.startswith(SCALE))
+
+    names = {name: shape for name, shape in engine.state_shapes().items() if wanted(name)}
+    check_shapes(checkpoint, names, field, only=only)
+    fault = ""
+    try:
+        engine.load(lambda abstract: load(checkpoint, abstract), wanted)
+        if not weights_only:
+            engine.steps_done = checkpoint.manifest.step
+    except CorruptCheckpoint as error:
+        fault = str(error)
+    if faults := [text for text in sync.gather(fault) if text]:
+        raise CorruptCheckpoint(faults[0])
+
+
+class Checkpoints:
+    """The checkpoints of a training run: resumes it, saves it."""
+
+    def __init__(self, config: Config, engine: Engine, sync: HostSync, say: Callable[[str], None]):
+        self._config, self._engine, self._sync, self._say = config, engine, sync, say
+        self.directory = Path(config.log.dir) / FOLDER
+        keep = config.checkpoint
+        often = {"keep": keep.keep, "keep_every": keep.keep_every}
+        self.saver = Saver(self.directory, engine.grid, sync, warn=say, sizes=engine.state_shapes(), **often)
+        self.saved_step = 0
+        """The step whose state is the newest that has been given to the saver, or that was resumed."""
+
+    def resume(self) -> int:
+        """Goes on where the configuration says; returns the data position. 0: a new run.
+
+        Raises ``UserError`` where a checkpoint is of another model or optimizer, other data or other seeds.
+        """
+        where = self._config.checkpoint.resume
+        if (fault := self._sync.gather(self._unwritable() if self._sync.rank == 0 else "")[0]) != "":
+            raise UserError("log.dir", self._config.log.dir, f"a directory that checkpoints can be written in: {fault}")
+        self.saver.clean()
+        checkpoint = self._resumed(where)
+        step = checkpoint.manifest.step if checkpoint is not None else 0
+        self._set_aside(step)
+        if checkpoint is None:
+            if self._config.checkpoint.weights:
+                self._start_from(Path(self._config.checkpoint.weights))
+            return 0
+        self.saved_step = step if checkpoint.path.parent.absolute() == self.directory.absolute() else 0
+        if self.saved_step:
+            self.saver.resumed(step)
+        facts = checkpoint.manifest
+        self._say(
+            f"resumed at step {step} from {checkpoint.path} (saved on grid {facts.grid}, {facts.processes} process(es))"
+        )
+        position: int = facts.run["position"]
+        return position
+
+    def save(self, step: int, position: int) -> None:
+        """Begins to save the state after a step; waits for the save before, if it still runs."""
+        _begin_save(self.saver, self._engine, self._sync, step, self._facts(position))
+        self.saved_step = step
+
+    def finite(self) -> bool:
+        """Whether the state is finite, in all processes of the run."""
+        with self._engine.saving():
+            return finite(self._engine, self._sync)
+
+    def settle(self) -> str:
+        """Waits for the save under way; returns why it failed, on all processes, or an empty text."""
+        with self._engine.saving():
+            return self.saver.settle()
+
+    def close(self) -> None:
+        """Ends what runs in the background."""
+        self.saver.close()
+
+    def _resumed(self, where: str) -> Checkpoint | None:
+        """Finds a checkpoint and loads it; one that cannot be read after all gives way to the one before."""
+        if where == "never":
+            return None
+        if where != "auto":
+            named = named_checkpoint(Path(where), self._sync, self._say, "checkpoint.resume")
+            try:
+                self._load(named)
+            except CorruptCheckpoint as fault:
+                raise UserError("checkpoint.resume", where, f"a valid checkpoint; {fault}") from None
+            return named
+        below: int | None = None
+        while (checkpoint := newest(self.directory, self._sync, self._say, below=below)) is not None:
+            try:
+                self._load(checkpoint)
+                return checkpoint
+            except CorruptCheckpoint as fault:
+                self._say(f"warning: checkpoint {checkpoint.path} cannot be read and is passed over: {fault}")
+                below = checkpoint.manifest.step
+        return None
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        self._check_same(checkpoint)
+        _take(self._engine, checkpoint, self._sync, "checkpoint.resume", weights_only=False)
+
+    def _start_from(self, path: Path) -> None:
+        checkpoint = named_checkpoint(path, self._sync, self._say, "checkpoint.weights")
+        try:
+            _take(self._engine, checkpoint, self._sync, "checkpoint.weights", weights_only=True)
+        except CorruptCheckpoint as fault:
+            raise UserError("checkpoint.weights", str(path), f"a valid checkpoint; {fault}") from None
+        self._say(
+            f"parameters of step {checkpoint.manifest.step} from {checkpoint.path}; optimizer and data start anew"
+        )
+
+    def _check_same(self, checkpoint: Checkpoint) -> None:
+        """A run goes on only with the seeds and the data that it began with: all else may change."""
+        now, then = self._facts(0), checkpoint.manifest.run
+        if not set(_FACTS) <= set(then):
+            raise UserError(
+                "checkpoint.resume", str(checkpoint.path), f"a checkpoint of `axonn-jax train`; {_OTHERWISE}"
+            )
+        for key, kind in _FACTS.items():
+            if type(then[key]) is not kind or (kind is int and not 0 <= then[key] < 2**63):
+                raise CorruptCheckpoint(f"{MANIFEST} is not one that a save writes: run[{key!r}] is no {kind.__name__}")
+        for key in ("data.seed", "train.seed", "model.seq_len"):
+            if now[key] != then[key]:
+                raise UserError(key, now[key], f"{then[key]}, as in {checkpoint.path}, {_OTHERWISE}")
+        if now["data"] != then["data"]:
+            raise UserError(
+                "data.path", self._config.data.path, f"the data that {checkpoint.path} was trained on, {_OTHERWISE}"
+            )
+
+    def _facts(self, position: int) -> Mapping[str, Any]:
+        config = self._config
+        shards = DataManifest.load(config.data.path).splits["train"].shards
+        return {
+            "position": position,
+            "global_batch": config.train.global_batch,
+            "data.seed": config.data.seed,
+            "train.seed": config.train.seed,
+            "model.seq_len": config.model.seq_len,
+            "data": hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest(),
+            "config": to_toml(config),
+        }
+
+    def _unwritable(self) -> str:
+        """Why nothing can be written where checkpoints go: better told before the first step than after hours."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                return ""
+        except OSError as error:
+            return reason(error)
+
+    def _set_aside(self, step: int) -> None:
+        """Keeps, under other names, what the directory holds of later steps than this run goes on from."""
+        if self._sync.rank == 0:
+            for path in all_steps(self.directory):
+                if (step_of(path) or 0) > step:
+                    path.rename(_free_name(path.with_name(f"aside_{path.name}")))
+        self._sync.gather("")
+
+
+def _free_name(path: Path) -> Path:
+    number, candidate = 1, path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}.{number}")
+    return candidate

@@ -1,0 +1,88 @@
+"""Signals that end a run: the first lets it save, a second ends it at once."""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from axonn_jax.distributed.host_sync import HostSync
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""SIGUSR1 is what Slurm and mpirun pass on as a warning before the end; SIGHUP says that the terminal was closed."""
+_SAME_S = 0.5  # launchers repeat a signal that they have also passed on
+
+
+def handled() -> list[signal.Signals]:
+    """Those of `SIGNALS` to act upon: not SIGHUP where whoever started this process ignores it, as ``nohup`` does."""
+    return [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
+class StopSignals:
+    """Notes signals from a thread, so that a second one works while the devices are waited for.
+
+    `peer_failed` is asked at SIGTERM, with which launchers end what is left of a run whose other processes have died:
+    where it says so there is nothing to save together, and this class stands back.
+    """
+
+    def __init__(self, sync: HostSync, peer_failed: Callable[[], bool]):
+        self._sync, self._peer_failed = sync, peer_failed
+        self._number, self._at = 0, 0.0
+        self._before: dict[int, Any] = {}
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="axonn-stop", daemon=True)
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():  # only there can signals be taken
+            for number in handled():
+                self._before[number] = signal.signal(number, lambda *_: None)
+            self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before:
+            signal.set_wakeup_fd(self._fd_before)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            self._closed.set()
+            with contextlib.suppress(OSError):
+                os.write(self._write, b"\0")
+            self._thread.join(5)
+
+    def requested(self) -> bool:
+        """Whether the run shall end after this step; the same on every process, and asked by all after each step."""
+        return self._sync.any_before(bool(self._number))
+
+    def number(self) -> int:
+        """The signal that ended the run, agreed by all processes: some of them may not have had it."""
+        return max(int(text) for text in self._sync.gather(str(self._number)))
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            select.select([self._read], [], [])
+            for number in os.read(self._read, 64):
+                if number in SIGNALS and not self._closed.is_set():
+                    self._note(number)
+
+    def _note(self, number: int) -> None:
+        now = time.monotonic()
+        if not self._number:
+            if number == signal.SIGTERM and self._peer_failed():
+                return
+            self._number, self._at = number, now
+            self._say(f"{signal.Signals(number).name}: saving after this step, then ending; once more: ending at once")
+        elif number != signal.SIGHUP and now - self._at > _SAME_S:  # a shell repeats the kernel's SIGHUP
+            self._say(f"{signal.Signals(number).name} once more: ended without saving")
+            os._exit(128 + number)
+
+    def _say(self, line: str) -> None:
+        if self._sync.rank == 0:
+            with contextlib.suppress(OSError):
+                os.write(sys.stderr.fileno(), (line + "\n").encode())

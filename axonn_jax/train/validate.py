@@ -1,0 +1,163 @@
+"""Validation of a training configuration, without jax or a device."""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Annotated, get_args, get_origin, get_type_hints
+
+from axonn_jax.data.manifest import Manifest
+from axonn_jax.errors import UserError
+from axonn_jax.models.block_comm import BlockComm, choose_residual_comm
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.segments import Segment, transformer_segments
+from axonn_jax.options import Range
+from axonn_jax.schedule.partition import SegmentCost, explicit, partition
+from axonn_jax.schedule.policies import check_policy
+from axonn_jax.schedule.tasks import PipelineShape
+from axonn_jax.train.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MemoryConfig,
+    ModelConfig,
+    PipelineConfig,
+    TensorConfig,
+)
+
+
+def check(config: Config) -> Config:
+    """Checks the config, cheap checks first; returns it with every model field and the run directory filled in.
+
+    Raises:
+        UserError: a value is out of range, contradicts another or the data, or names something unusable.
+    """
+    _check_ranges(config)
+    if config.train.warmup > config.train.steps:
+        raise UserError("train.warmup", config.train.warmup, f"at most train.steps, which is {config.train.steps}")
+    config.grid.check_batch(config.train.global_batch, config.train.microbatches)
+    if config.log.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise UserError("log.tensorboard", True, "false, or `pip install axonn_jax[tensorboard]`")
+    log = _check_log(config.log)
+    _check_checkpoint(config.checkpoint)
+    if config.model.preset is not None or config.model.vocab is not None:
+        config.model.shape()  # a mistake in the model is reported even where the data is not there yet
+    manifest = _load(config.data)
+    shape = config.model.shape(default_vocab=manifest.vocab)
+    if shape.vocab < manifest.vocab:
+        accepted = f"at least the prepared data's vocabulary, which is {manifest.vocab}"
+        raise UserError("model.vocab", shape.vocab, accepted)
+    manifest.check_seq_len(shape.seq_len)
+    shape.check_grid(config.grid, sequence_split=config.memory.sequence_parallel)
+    residual_comm_of(config, shape)
+    check_settings(config.grid.pipe, config.memory, config.tensor)
+    if config.grid.pipe > 1:
+        check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_segments(shape))
+    check_sub_batches(config)
+    model = ModelConfig(preset=config.model.preset, attention=config.model.attention, **asdict(shape))
+    return replace(config, model=model, log=log)
+
+
+def _check_ranges(config: Config) -> None:
+    for table in fields(config):
+        values = getattr(config, table.name)
+        for key, hint in get_type_hints(type(values), include_extras=True).items():
+            value = getattr(values, key)
+            for note in get_args(hint) if get_origin(hint) is Annotated and value is not None else ():
+                if isinstance(note, Range):
+                    note.check(f"{table.name}.{key}", value)
+
+
+def residual_comm_of(config: Config, shape: ModelShape) -> BlockComm:
+    """Returns how blocks communicate; raises ``UserError`` where they cannot as `tensor.residual_comm` says."""
+    wanted, memory = config.tensor.residual_comm, config.memory
+    split = memory.sequence_parallel
+    return choose_residual_comm(wanted, shape, config.grid, memory.activations, sequence_split=split)
+
+
+def check_sub_batches(config: Config) -> None:
+    """Raises ``UserError`` where a device's sequences of a microbatch do not divide into the parts asked for."""
+    parts, train = config.tensor.sub_batches, config.train
+    sequences = train.global_batch // train.microbatches // config.grid.batch_shards
+    if parts and sequences % parts and config.grid.pipe == 1:
+        accepted = f"0 or a divisor of a device's {sequences} sequences of a microbatch"
+        raise UserError("tensor.sub_batches", parts, accepted)
+
+
+def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> None:
+    """Raises ``UserError`` where options cannot go together, or not with a pipeline.
+
+    A pipeline's programs are cut out of one traced function equation by equation, and a loop over layers is a single
+    one; its forward and backward passes are programs of their own, and each gathers what it reads. The buckets of
+    offloaded optimizer state are of the layers' own parameters.
+    """
+    if pipe > 1 and tensor.scan_layers == "yes":
+        raise UserError("tensor.scan_layers", tensor.scan_layers, "auto or no where grid.pipe is above 1")
+    if pipe > 1 and memory.reshard_after != "forward":
+        raise UserError("memory.reshard_after", memory.reshard_after, "forward where grid.pipe is above 1")
+    if memory.offload != "none" and tensor.scan_layers == "yes":
+        accepted = f"auto or no where memory.offload is {memory.offload}"
+        raise UserError("tensor.scan_layers", tensor.scan_layers, accepted)
+
+
+def check_pipeline(
+    pipe: int, microbatches: int, pipeline: PipelineConfig, pieces: Sequence[Segment]
+) -> tuple[PipelineShape, list[range]]:
+    """Returns the pipeline's sizes and the pieces of every virtual stage.
+
+    Raises:
+        UserError: the policy cannot run so, or the model does not split so.
+    """
+    layout = PipelineShape(pipe, microbatches, pipeline.virtual_stages)
+    check_policy(pipeline.policy, layout)
+    if pipeline.split:
+        words = pipeline.split.split(",")
+        if not all(word.strip().isdecimal() and len(word) < 10 for word in words):
+            raise UserError("pipeline.split", pipeline.split, 'numbers of pieces with commas, such as "9,8"')
+        return layout, explicit([int(word) for word in words], len(pieces), layout.stages)
+    costs = [SegmentCost(piece.name, piece.flops, 2 * piece.flops, piece.params) for piece in pieces]
+    return layout, partition(costs, pipe, pipeline.virtual_stages)
+
+
+def _load(data: DataConfig) -> Manifest:
+    if not data.path:
+        raise UserError("data.path", data.path, "a directory written by `axonn-jax prepare`")
+    manifest = Manifest.load(data.path)
+    manifest.check_tokenizer()  # small, and the run's directory gets a copy
+    return manifest
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    if checkpoint.every and checkpoint.keep_every % checkpoint.every:
+        raise UserError(
+            "checkpoint.keep_every",
+            checkpoint.keep_every,
+            f"a multiple of checkpoint.every, which is {checkpoint.every}",
+        )
+    if not checkpoint.resume:
+        raise UserError("checkpoint.resume", checkpoint.resume, "auto, never, or the path of a checkpoint")
+    named = {"checkpoint.weights": checkpoint.weights}
+    if checkpoint.resume not in ("auto", "never"):
+        named["checkpoint.resume"] = checkpoint.resume
+    for name, path in named.items():
+        if path and not Path(path).is_dir():
+            words = "auto, never, or " if name == "checkpoint.resume" else ""
+            raise UserError(name, path, f"{words}the directory of a checkpoint (step_N) or of a run")
+
+
+def _check_log(log: LogConfig) -> LogConfig:
+    """Nothing is created here: a run directory should not appear for a run that cannot start."""
+    if not log.dir:
+        raise UserError("log.dir", log.dir, "the path of a directory that can be written")
+    path = log.dir.replace("{name}", "run")  # only a config that did not come from a file still has it
+    existing = Path(path)
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        what = "is not a directory" if existing == Path(path) else f"{existing} is not a directory"
+        raise UserError("log.dir", log.dir, f"a directory that can be written; {what}")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError("log.dir", log.dir, f"a directory that can be written; {existing} cannot")
+    return replace(log, dir=path)

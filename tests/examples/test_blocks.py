@@ -1,0 +1,144 @@
+"""Every block of code in README and documentation runs: Python page by page, commands line by line."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from launched import AXONN, MPIRUN, environment
+
+from axonn_jax.cli.main import main
+from axonn_jax.data.prepare import prepare
+from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.train.config_file import read, split_argv
+from axonn_jax.train.validate import check
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHORT = "--train.warmup 0 --train.eval_batches 1 --model.layers 2 --model.hidden 32 --model.seq_len 32"
+NOT_RUN = {  # what a line begins with, and why
+    "scripts/setup": "the suite runs behind it",
+    "scripts/test": "it is this suite",
+    "scripts/demo": "trains for minutes",
+    "AXONN_EXTRAS": "installs",
+    "source": "a shell's own",
+    "python3 scripts/gpu/check --out": "needs a GPU",
+    "srun": "needs Slurm",
+    "#SBATCH": "needs Slurm",
+    "export": "a shell's own",
+    "unshare": "needs user namespaces",
+    "axonn-jax calibrate": "measures for a minute; tests/cli/test_calibrate_command.py runs it",
+    "axonn-jax plan --model gpt2 --machine here.toml": "needs calibrate's file",
+}
+
+
+def blocks(language):
+    found = defaultdict(list)
+    for page in PAGES:
+        for block in re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M):
+            found[page.name].append(block)
+    return found
+
+
+def lines(page):
+    return [line.partition("  #")[0].strip() for block in SHELL[page] for line in block.splitlines() if line.strip()]
+
+
+PYTHON, SHELL = blocks("python"), blocks("sh")
+ALL = sorted({line for page in SHELL for line in lines(page)})
+TRAIN = [line for line in ALL if "axonn-jax train examples" in line]
+PLAN = [line for line in ALL if re.match("axonn-jax (plan|simulate) ", line) and "here.toml" not in line]
+
+
+def test_every_block_names_its_language():
+    for page in PAGES:
+        opening = re.findall(r"^```(.*)$", page.read_text(), re.M)[::2]
+        assert set(opening) <= {"python", "sh", "toml", "text"}, page.name
+
+
+@pytest.mark.parametrize("line", TRAIN)
+def test_the_configuration_of_a_training_line_is_good(line, checkout, monkeypatch):
+    monkeypatch.chdir(checkout)
+    file, *flags = shlex.split(line.partition("axonn-jax train ")[2].rstrip("'"))
+    check(read(file, split_argv(flags)[1]))
+
+
+@pytest.mark.parametrize("line", PLAN)
+def test_a_planning_line_answers(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(line)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+def test_the_files_shown_are_good(checkout, monkeypatch):
+    monkeypatch.chdir(checkout)
+    for shown in blocks("toml").values():
+        for block in shown:
+            Path("shown.toml").write_text(block)
+            if "device" in tomllib.loads(block):
+                load_machine("shown.toml")
+            else:
+                check(read("shown.toml"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("blocks") / "text"
+    prepare(ROOT / "axonn_jax", path, vocab=512, include=["cli/*.py", "train/*.py"])
+    return path
+
+
+@pytest.fixture
+def checkout(text, tmp_path):
+    """A folder laid out as a reader has it; `axonn-jax train` is made short, and each run goes on for one more step."""
+    for name in ("examples", "scripts", "axonn_jax", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/text").symlink_to(text)
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    short = f'case " $* " in *" train "*) set -- "$@" {SHORT} --train.steps "$STEPS";; esac'
+    (commands / "axonn-jax").write_text(f'#!/bin/sh\n{short}\nexec {shlex.join(AXONN)} "$@"\n')
+    for name in ("python", "python3"):
+        (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for command in commands.iterdir():
+        command.chmod(0o755)
+    return tmp_path
+
+
+def run(line, folder, step=1):
+    path = [str(folder / "commands"), *([str(Path(MPIRUN).parent)] if MPIRUN else []), os.environ["PATH"]]
+    env = {**environment(), "PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), "STEPS": str(step)}
+    done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    return done.returncode, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+# test_library.py runs the others.
+@pytest.mark.parametrize("page", [page for page in PYTHON if page not in ("README.md", "pipeline.md")])
+def test_the_python_of_a_page_runs(page, checkout):
+    (checkout / "page.py").write_text("\n".join(PYTHON[page]))
+    status, said = run("python page.py", checkout)
+    assert status == 0, said
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIRUN is None or shutil.which("sh") is None, reason="no MPI; scripts/setup installs one")
+@pytest.mark.parametrize("page", list(SHELL))
+def test_the_commands_of_a_page_run(page, checkout):
+    if any("axonn-jax prepare" in line for line in lines(page)):
+        (checkout / "runs/text").unlink()
+    elif "axonn-jax train" not in lines(page)[0]:
+        assert run("axonn-jax train examples/gpt-tiny.toml --data.path runs/text", checkout)[0] == 0
+    for step, line in enumerate(lines(page), 2):
+        if not line.startswith(tuple(NOT_RUN)):
+            status, said = run(line, checkout, step)
+            assert status == 0, said
+        elif line.startswith("scripts/"):
+            assert os.access(ROOT / line.split()[0], os.X_OK)
