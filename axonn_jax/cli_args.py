@@ -263,8 +263,7 @@ def help_text(cls: type, prog: str, description: str = "", *, keys: bool = False
     for title, members in sections:
         lines += [bold.format(line) for line in _wrapped(title, width)]
         lines += [line for option in members for line in _entry(option, width, indent, keys)]
-        lines += [f"  {'-h, --help':{indent - 2}}print this text"] if title == "options:" else []
-        lines.append("")
+        lines += [f"  {'-h, --help':{indent - 2}}print this text", ""] if title == "options:" else [""]
     return "\n".join(lines)
 
 

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from axonn_jax.errors import UserError
+from axonn_jax.grid import divisors
 from axonn_jax.planner.request import PlanRequest
-from axonn_jax.planner.space import SearchSpace, divisors, legal_grids, pieces
+from axonn_jax.planner.space import SearchSpace, legal_grids, pieces
 
 _SHOWN = 8
 """Values that a message names."""

@@ -192,11 +192,11 @@ def _finished(figures: dict[str, Any], done: SimulatedStep) -> list[str]:
 
 def _stalled(done: SimulatedStep) -> str:
     simulation = done.slowest.simulation
-    layout = simulation.layout
+    pipe_shape = simulation.pipe_shape
     each = 3 if any(span.task.kind.value == "W" for span in simulation.spans) else 2
     return (
         f"The step does not end: after {done.slowest.stalled_at:,.4f} s nothing moves any more, "
-        f"{simulation.tasks:,} of {each * layout.stages * layout.microbatches:,} tasks done. "
+        f"{simulation.tasks:,} of {each * pipe_shape.stages * pipe_shape.microbatches:,} tasks done. "
         "All of it is lost; a run resumes from its checkpoint."
     )
 

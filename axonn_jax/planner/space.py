@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax.grid import GridShape, divisors
 from axonn_jax.options import Activations, ReshardAfter
 from axonn_jax.planner.cost_model.model import CostModel
 from axonn_jax.planner.machines.network import GroupLinks
@@ -93,12 +93,6 @@ def _grids(devices: int, space: SearchSpace) -> Iterator[GridShape]:
 
     for sizes in factors(devices, AXES):
         yield GridShape(*sizes)
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of a number, smallest first."""
-    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
 
 
 def pieces(request: PlanRequest) -> int:

@@ -78,7 +78,7 @@ def step(
     grid, policy, split = candidate.grid, model.request.policy, model.request.splits(candidate.activations)
     by.check(grid.pipe)
     times, behind = prices.stage_times(candidate), model.outside_s(candidate)
-    tasks = (3 if split else 2) * times.layout.stages * times.layout.microbatches
+    tasks = (3 if split else 2) * times.pipe_shape.stages * times.pipe_shape.microbatches
     if not by.jitter and not by.failed:
         done = None if by.slow or drawn else prices.pipelined(candidate)
         if done is None:

@@ -215,11 +215,6 @@ def usage(spans: Sequence[Span], ranks: int) -> list[Usage]:
     return used
 
 
-def idle_share(spans: Sequence[Span], ranks: int) -> float:
-    """The idle share of the device time of `ranks` ranks between one step's first task and the end of its last."""
-    return sum(one.idle for one in usage(spans, ranks)) / ranks if ranks else 0.0
-
-
 def _covered(parts: Iterable[tuple[float, float]]) -> float:
     """Returns the seconds in which at least one of the parts, from and to, lasts."""
     total, until = 0.0, -math.inf

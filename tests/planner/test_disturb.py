@@ -14,15 +14,15 @@ from axonn_jax.schedule.tasks import Kind, PipelineShape
 PARTS = {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0, Kind.BACKWARD: 2.0}
 
 
-def even(layout, message=0.1):
+def even(pipe_shape, message=0.1):
     return StageTimes(
-        layout, {(kind, stage): s for kind, s in PARTS.items() for stage in range(layout.stages)}, message
+        pipe_shape, {(kind, stage): s for kind, s in PARTS.items() for stage in range(pipe_shape.stages)}, message
     )
 
 
 def test_nothing_disturbed_is_the_plain_simulation():
     times = even(PipelineShape(4, 16))
-    plain = simulate(times.layout, "1f1b", task_time=times.task, message_time=times.carried)
+    plain = simulate(times.pipe_shape, "1f1b", task_time=times.task, message_time=times.carried)
     found = simulate_perturbed(times, "1f1b", True, Perturbation())
     assert found.finished
     assert found.simulation.makespan == plain.makespan

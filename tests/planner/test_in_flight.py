@@ -33,7 +33,7 @@ def job(latency, microbatches, pipe):
 def simulated_whole(model, choice):
     times, split = Prices(model).stage_times(choice), model.request.splits(choice.activations)
     of = {"task_time": times.task, "message_time": times.carried, "in_flight": choice.in_flight, "split": split}
-    return simulate(times.layout, "message", **of).makespan
+    return simulate(times.pipe_shape, "message", **of).makespan
 
 
 def only(pipe, **fixed):

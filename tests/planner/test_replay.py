@@ -12,8 +12,10 @@ from axonn_jax.schedule.tasks import Kind, PipelineShape, Task
 TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 1.2, Kind.BACKWARD_WEIGHT: 0.9, Kind.BACKWARD: 2.1}
 
 
-def step(layout, policy, split=True, jitter=0.3, message=0.05):
-    times = StageTimes(layout, {(k, stage): s for k, s in TIMES.items() for stage in range(layout.stages)}, message)
+def step(pipe_shape, policy, split=True, jitter=0.3, message=0.05):
+    times = StageTimes(
+        pipe_shape, {(k, stage): s for k, s in TIMES.items() for stage in range(pipe_shape.stages)}, message
+    )
     return simulate_perturbed(times, policy, split, Perturbation(jitter=jitter)).simulation
 
 
@@ -21,15 +23,15 @@ def measured(simulation, later=100.0):
     return [TaskRun(span.task, span.rank, span.start + later, span.end + later) for span in simulation.spans]
 
 
-@pytest.mark.parametrize("layout", [PipelineShape(2, 8), PipelineShape(4, 16), PipelineShape(3, 9, 2)], ids=str)
+@pytest.mark.parametrize("pipe_shape", [PipelineShape(2, 8), PipelineShape(4, 16), PipelineShape(3, 9, 2)], ids=str)
 @pytest.mark.parametrize(
     ("policy", "split"), [("message", True), ("message", False), ("interleaved", False), ("gpipe", False)]
 )
-def test_a_step_is_played_again(layout, policy, split):
-    ran = step(layout, policy, split)
+def test_a_step_is_played_again(pipe_shape, policy, split):
+    ran = step(pipe_shape, policy, split)
     played = replay(measured(ran), policy)
     assert played.measured_s == pytest.approx(ran.makespan)
-    assert played.simulation.layout == layout
+    assert played.simulation.pipe_shape == pipe_shape
     assert abs(played.error) < 0.02
     assert played.simulation.busy == pytest.approx(ran.busy)
 

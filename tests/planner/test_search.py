@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 
 from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax.grid import GridShape, divisors
 from axonn_jax.models.presets import preset
 from axonn_jax.planner.cost_model.model import CostModel
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.request import Candidate, OverlapFlags, PlanRequest
 from axonn_jax.planner.search import TIE, search
-from axonn_jax.planner.space import SearchSpace, divisors, legal_grids
+from axonn_jax.planner.space import SearchSpace, legal_grids
 from axonn_jax.planner.steps import tensor_1d
 
 A100 = load_machine("perlmutter")

@@ -18,11 +18,11 @@ def random_pipeline(seed, least, most):
         microbatches = int(pipe * 2 ** rng.uniform(2, 7))
         if least <= 3 * pipe * chunks * microbatches <= most:
             break
-    layout, program = PipelineShape(pipe, microbatches, chunks), rng.choice((0.0, 0.02))
+    pipe_shape, program = PipelineShape(pipe, microbatches, chunks), rng.choice((0.0, 0.02))
     uneven, back = rng.choice((0.0, 0.1, 0.3)), rng.uniform(0.8, 1.4)
     tasks = {}
-    for stage in range(layout.stages):
-        forward = 1.0 + uneven * rng.random() + (rng.random() if stage == layout.last else 0.0)
+    for stage in range(pipe_shape.stages):
+        forward = 1.0 + uneven * rng.random() + (rng.random() if stage == pipe_shape.last else 0.0)
         inputs, weights = forward * back * rng.uniform(0.95, 1.05), forward * rng.uniform(0.8, 1.1)
         parts = {Kind.FORWARD: forward, Kind.BACKWARD_INPUT: inputs, Kind.BACKWARD_WEIGHT: weights}
         tasks |= {(kind, stage): program + seconds for kind, seconds in parts.items()}
@@ -30,7 +30,7 @@ def random_pipeline(seed, least, most):
     policy = rng.choice(("message",) * 6 + ("interleaved", "zero-bubble", "gpipe"))
     depth = rng.choice((0, 0, 2 * pipe, 3 * pipe) if chunks > 1 else (0, 0, pipe, 2 * pipe, 3 * pipe))
     message = rng.choice((0.0, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0, 1.5)) * rng.uniform(0.7, 1.3)
-    return StageTimes(layout, tasks, message), policy, {"in_flight": depth, "split": rng.random() < 0.6}
+    return StageTimes(pipe_shape, tasks, message), policy, {"in_flight": depth, "split": rng.random() < 0.6}
 
 
 def check(seeds, least, most):
@@ -38,13 +38,13 @@ def check(seeds, least, most):
     for seed in seeds:
         times, policy, how = random_pipeline(seed, least, most)
         work = {"task_time": times.task, "message_time": times.carried}
-        whole, found = simulate(times.layout, policy, **work, **how, shown=()), pipelined(times, policy, **how)
+        whole, found = simulate(times.pipe_shape, policy, **work, **how, shown=()), pipelined(times, policy, **how)
         shortened += found.left_out > 0
         assert found.makespan == pytest.approx(whole.makespan, rel=0.005 if found.left_out else 1e-12), seed
-        assert found.simulation.layout.microbatches + found.left_out == times.layout.microbatches
+        assert found.simulation.pipe_shape.microbatches + found.left_out == times.pipe_shape.microbatches
         # No rank works longer than the step, which has a microbatch's least work for every one of them.
-        most_work = max(times.work(rank, policy, how["split"]) for rank in range(times.layout.pipe))
-        assert found.makespan >= max(found.busy) >= most_work * times.layout.microbatches * (1 - 1e-9)
+        most_work = max(times.work(rank, policy, how["split"]) for rank in range(times.pipe_shape.pipe))
+        assert found.makespan >= max(found.busy) >= most_work * times.pipe_shape.microbatches * (1 - 1e-9)
         assert max(found.busy) == pytest.approx(max(whole.busy), rel=0.005)
     return shortened
 
@@ -61,9 +61,9 @@ def test_500_long_steps_take_what_their_whole_simulations_take():
 def test_a_very_long_step_is_simulated_in_part():
     """8 stages and a million microbatches that divide evenly: exactly one forward a stage to fill, then work alone."""
     seconds = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
-    layout = PipelineShape(8, 1_000_000)
+    pipe_shape = PipelineShape(8, 1_000_000)
     tasks = {(kind, stage): one for kind, one in seconds.items() for stage in range(8)}
-    found = pipelined(StageTimes(layout, tasks, 0.0), "message")
+    found = pipelined(StageTimes(pipe_shape, tasks, 0.0), "message")
     assert found.makespan == 3 * 1_000_000 + 7
     assert found.left_out > 999_000
     assert found.busy == [3_000_000.0] * 8

@@ -15,6 +15,8 @@ from axonn_jax.planner.hlo.program import parse
 if TYPE_CHECKING:
     import jax
 
+    from axonn_jax.train.config import MemoryConfig, TensorConfig
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -99,7 +101,6 @@ def step_times(settings: Sequence[Setting], rounds: int) -> list[list[float]]:
     from flax import nnx
 
     from axonn_jax.models.transformer import Transformer
-    from axonn_jax.train.config import MemoryConfig, TensorConfig
     from axonn_jax.train.trainer import Trainer
 
     trainers = []
@@ -107,17 +108,9 @@ def step_times(settings: Sequence[Setting], rounds: int) -> list[list[float]]:
         grid = build_grid(setting.grid, jax.devices()[: setting.grid.devices])
         with jax.set_mesh(grid.mesh):
             model = Transformer(setting.shape, rngs=nnx.Rngs(0))
-        trainers.append(
-            Trainer(
-                model,
-                optax.adamw(1e-3),
-                grid,
-                microbatches=setting.microbatches,
-                clip=1.0,
-                memory=MemoryConfig(precision="fp32", activations=setting.activations),
-                tensor=TensorConfig(scan_layers="yes" if setting.scanned else "no"),
-            )
-        )
+        memory, tensor = _configs(setting)
+        options: Any = {"microbatches": setting.microbatches, "clip": 1.0, "memory": memory, "tensor": tensor}
+        trainers.append(Trainer(model, optax.adamw(1e-3), grid, **options))
     shape = settings[0].shape
     batch = np.random.default_rng(0).integers(0, shape.vocab, (settings[0].sequences, shape.seq_len + 1))
     times: list[list[float]] = [[] for _ in settings]
@@ -138,19 +131,19 @@ def step_times(settings: Sequence[Setting], rounds: int) -> list[list[float]]:
 def _step(setting: Setting) -> Any:
     """The step of a setting, for shapes alone."""
     import jax
-    import jax.numpy as jnp
     import optax
 
-    from axonn_jax.models.stacked import stack_layers, unstacked
     from axonn_jax.tensor.params import split_module
-    from axonn_jax.train.engines.program import StageProgram
-    from axonn_jax.train.engines.scan_layers import per_layer
-    from axonn_jax.train.engines.step import TrainStep, abstract
+    from axonn_jax.train.engines.step import abstract, build_step
 
     grid = build_grid(setting.grid, jax.devices()[: setting.grid.devices])
-    size = (setting.sequences, setting.microbatches)
-    model, _ = abstract(setting.shape, grid, *size)
-    parts = split_module(model)
-    stack = stack_layers(model, parts) if setting.scanned else unstacked(parts)
-    program = StageProgram(stack.parts, grid, jnp.dtype("float32"), setting.activations)
-    return TrainStep(program, per_layer(optax.adamw(1e-3), stack), 1.0)
+    model, _ = abstract(setting.shape, grid, setting.sequences, setting.microbatches)
+    _, _, step = build_step(model, split_module(model), optax.adamw(1e-3), grid, 1.0, *_configs(setting))
+    return step
+
+
+def _configs(setting: Setting) -> "tuple[MemoryConfig, TensorConfig]":
+    from axonn_jax.train.config import MemoryConfig, TensorConfig
+
+    memory = MemoryConfig(precision="fp32", activations=setting.activations)
+    return memory, TensorConfig(scan_layers="yes" if setting.scanned else "no")

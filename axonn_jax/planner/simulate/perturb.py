@@ -83,11 +83,11 @@ def simulate_perturbed(
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """One pipeline's step under a disturbance; replicas differ in their jitter; `progress` is `simulate`'s."""
-    by.check(times.layout.pipe)
-    layout = times.layout
+    by.check(times.pipe_shape.pipe)
+    pipe_shape = times.pipe_shape
 
     def task_time(task: Task) -> float:
-        seconds = times.task(task) * by.slow.get(layout.rank_of(task.stage), 1.0)
+        seconds = times.task(task) * by.slow.get(pipe_shape.rank_of(task.stage), 1.0)
         if by.jitter:
             what = (by.seed, replica, _KINDS[task.kind], task.stage, task.microbatch)
             seconds *= factor(by.jitter, by.members, *what)
@@ -101,20 +101,20 @@ def simulate_perturbed(
         return seconds
 
     how: dict[str, Any] = {"message_time": message_time, "in_flight": in_flight, "split": split, "progress": progress}
-    healthy = simulate(layout, policy, task_time=task_time, **how)
+    healthy = simulate(pipe_shape, policy, task_time=task_time, **how)
     if not by.failed:
         return Outcome(healthy, True, healthy.makespan)
     # Until it fails a rank does what it would have done anyway: the task that it does not finish is known.
     lost = _lost(healthy, by.failed)
     if not lost:
         return Outcome(healthy, True, healthy.makespan)
-    broken = simulate(layout, policy, task_time=lambda task: inf if task in lost else task_time(task), **how)
+    broken = simulate(pipe_shape, policy, task_time=lambda task: inf if task in lost else task_time(task), **how)
     ended = [span for span in broken.spans if span.end < inf]
     last = max((span.end for span in ended), default=0.0)
-    busy, peak = [0.0] * layout.pipe, broken.peak_live
+    busy, peak = [0.0] * pipe_shape.pipe, broken.peak_live
     for span in ended:
         busy[span.rank] += span.end - span.start
-    return Outcome(Simulation(layout, ended, last, busy, peak, tasks=len(ended)), False, last)
+    return Outcome(Simulation(pipe_shape, ended, last, busy, peak, tasks=len(ended)), False, last)
 
 
 def _lost(healthy: Simulation, failed: Mapping[int, float]) -> set[Task]:

@@ -48,13 +48,13 @@ def replay(measured: Iterable[TaskRun], policy: PipelinePolicy, in_flight: int =
         ValueError: there are no tasks, or not every stage has all of them.
     """
     spans = {one.task: one for one in measured}
-    layout, split = _layout(spans), any(task.kind is Kind.BACKWARD_WEIGHT for task in spans)
+    pipe_shape, split = _pipe_shape(spans), any(task.kind is Kind.BACKWARD_WEIGHT for task in spans)
     if policy == "zero-bubble" and not split:
         raise UserError("--replay", policy, "a policy for backwards in one, as they were measured")
     before = _before(spans)
     waits, gaps = [], []
     for task, one in spans.items():
-        message, previous = needs(task, layout), before.get(task)
+        message, previous = needs(task, pipe_shape), before.get(task)
         sent = _sender(message.direction, task, spans) if message is not None else None
         crossed = sent is not None and sent.rank != one.rank
         if sent is not None and crossed and (previous is None or previous.end < sent.end):
@@ -68,7 +68,7 @@ def replay(measured: Iterable[TaskRun], policy: PipelinePolicy, in_flight: int =
     if last <= first:
         raise ValueError("tasks that take no time")
     done = simulate(
-        layout,
+        pipe_shape,
         policy,
         task_time=lambda task: _seconds(task, spans, usual) + gap,
         message_time=lambda _: max(0.0, message_s - gap),
@@ -95,7 +95,7 @@ def _medians(spans: dict[Task, TaskRun]) -> dict[tuple[Kind, int], float]:
     return {kind: median(seconds) for kind, seconds in by_kind.items()}
 
 
-def _layout(spans: dict[Task, TaskRun]) -> PipelineShape:
+def _pipe_shape(spans: dict[Task, TaskRun]) -> PipelineShape:
     if not spans:
         raise ValueError("a step without tasks")
     stages = max(task.stage for task in spans) + 1

@@ -32,7 +32,7 @@ class TaskRun(NamedTuple):
 class Simulation:
     """What came out of a simulated step; times in the unit of the task times."""
 
-    layout: PipelineShape
+    pipe_shape: PipelineShape
     """What was simulated."""
     spans: list[TaskRun] = field(repr=False)
     """The tasks of the ranks that were asked for, in the order of their ends."""
@@ -62,11 +62,11 @@ class Simulation:
     @property
     def idle_fraction(self) -> float:
         """Share of all ranks' time in which they did not compute."""
-        return 1.0 - sum(self.busy) / (self.makespan * self.layout.pipe) if self.makespan > 0 else 0.0
+        return 1.0 - sum(self.busy) / (self.makespan * self.pipe_shape.pipe) if self.makespan > 0 else 0.0
 
 
 def simulate(
-    layout: PipelineShape,
+    pipe_shape: PipelineShape,
     policy: PipelinePolicy,
     *,
     task_time: Callable[[Task], float],
@@ -83,10 +83,10 @@ def simulate(
     `shown` are the ranks whose spans are kept, all if left out; `progress` is told now and then how many have ended.
 
     Raises:
-        UserError: the policy cannot run with this layout.
+        UserError: the policy cannot run with this shape of the pipeline.
         RuntimeError: the ranks wait for each other; the message has the state of every rank.
     """
-    ranks = [PolicyDispatcher(layout, rank, policy, in_flight, split) for rank in range(layout.pipe)]
+    ranks = [PolicyDispatcher(pipe_shape, rank, policy, in_flight, split) for rank in range(pipe_shape.pipe)]
     return drive(ranks, task_time=task_time, message_time=message_time, shown=shown, progress=progress)
 
 
@@ -99,8 +99,12 @@ def drive(
     progress: Callable[[int], None] | None = None,
 ) -> Simulation:
     """Runs one step of the given dispatchers or followers, one a rank, as `simulate` does."""
-    layout = ranks[0].shape
-    pipe, spans, keeps = layout.pipe, list[TaskRun](), [shown is None or rank in shown for rank in range(layout.pipe)]
+    pipe_shape = ranks[0].shape
+    pipe, spans, keeps = (
+        pipe_shape.pipe,
+        list[TaskRun](),
+        [shown is None or rank in shown for rank in range(pipe_shape.pipe)],
+    )
     busy, peak, since = [0.0] * pipe, [0] * pipe, [-1.0] * pipe  # since when a rank runs its task, -1 if idle
     ends, gaps, waited = [0.0] * pipe, [0.0] * pipe, [0.0] * pipe
     # (time, serial number, rank, what ended or arrived there); the number keeps ties in the order of their causes.
@@ -139,13 +143,13 @@ def drive(
             ended += 1
             if progress is not None and ended % _PROGRESS_TASKS == 0:
                 progress(ended)
-            message = sends(event, layout)
+            message = sends(event, pipe_shape)
             if message is not None:
                 serial += 1
                 heapq.heappush(events, (now + message_time(message), serial, message.stage % pipe, message))
     if not all(rank.done for rank in ranks):
         raise RuntimeError("the ranks wait for each other: " + "; ".join(map(_state, ranks)))
-    return Simulation(layout, spans, now, busy, peak, ends, waited, ended)
+    return Simulation(pipe_shape, spans, now, busy, peak, ends, waited, ended)
 
 
 def _state(rank: OrderedDispatcher) -> str:

@@ -20,7 +20,7 @@ _SURE = 0.005
 class StageTimes:
     """Seconds of the tasks of every virtual stage, and of a message."""
 
-    layout: PipelineShape
+    pipe_shape: PipelineShape
     tasks: dict[tuple[Kind, int], float]
     message: float
 
@@ -36,7 +36,7 @@ class StageTimes:
     def work(self, rank: int, policy: PipelinePolicy, split: bool) -> float:
         """Seconds that a microbatch takes a rank at the least."""
         total = 0.0
-        for stage in self.layout.stages_of(rank):
+        for stage in self.pipe_shape.stages_of(rank):
             forward, *parts, whole = (self.tasks[kind, stage] for kind in _KINDS)
             backward = {"message": min(sum(parts), whole) if split else whole, "zero-bubble": sum(parts)}
             total += forward + backward.get(policy, whole)
@@ -45,8 +45,8 @@ class StageTimes:
     def way(self, split: bool) -> float:
         """Seconds from a microbatch's first forward to the start of its last backward at the least."""
         back = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
-        both = sum(self.tasks[Kind.FORWARD, stage] + self.tasks[back, stage] for stage in range(self.layout.stages))
-        return both - self.tasks[back, 0] + 2 * (self.layout.stages - 1) * self.message
+        both = sum(self.tasks[Kind.FORWARD, stage] + self.tasks[back, stage] for stage in range(self.pipe_shape.stages))
+        return both - self.tasks[back, 0] + 2 * (self.pipe_shape.stages - 1) * self.message
 
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
@@ -83,15 +83,15 @@ def pipelined(
     every microbatch more. `tests/planner/test_steady.py` has its errors against whole simulations.
 
     Raises:
-        UserError: the policy cannot run with this layout.
+        UserError: the policy cannot run with this shape of the pipeline.
     """
-    layout, pipe = times.layout, times.layout.pipe
+    pipe_shape, pipe = times.pipe_shape, times.pipe_shape.pipe
     work = [times.work(rank, policy, split) for rank in range(pipe)]
     busiest = max(range(pipe), key=work.__getitem__)
 
     def run(microbatches: int) -> Simulation:
         return simulate(
-            replace(layout, microbatches=microbatches),
+            replace(pipe_shape, microbatches=microbatches),
             policy,
             task_time=times.task,
             message_time=times.carried,
@@ -101,25 +101,25 @@ def pipelined(
             progress=progress,
         )
 
-    full = in_flight_limit(layout, 0, in_flight) if policy == "message" else pipe
+    full = in_flight_limit(pipe_shape, 0, in_flight) if policy == "message" else pipe
     least = max(work[busiest], times.way(split) / full if policy == "message" else 0.0)
-    tasks, before = 3 * layout.stages, None
-    few, unit = full + full // 4 + 24, pipe if layout.virtual_stages > 1 else 1
+    tasks, before = 3 * pipe_shape.stages, None
+    few, unit = full + full // 4 + 24, pipe if pipe_shape.virtual_stages > 1 else 1
     if tasks * few >= _MOST:
         few = full + full // 8
-    while policy != "gpipe" and 3 * few < layout.microbatches and tasks * layout.microbatches > _WHOLE:
+    while policy != "gpipe" and 3 * few < pipe_shape.microbatches and tasks * pipe_shape.microbatches > _WHOLE:
         # Several virtual stages take microbatches in groups of `pipe`: as many are in the last one.
-        left_out = (layout.microbatches - few) // unit * unit
-        done = run(layout.microbatches - left_out)
+        left_out = (pipe_shape.microbatches - few) // unit * unit
+        done = run(pipe_shape.microbatches - left_out)
         period, since = _period(done, busiest, full)
         period = max(period, least)
         # A rank that was at work all the time has a backlog, and only its own work more for every microbatch more.
-        own = [seconds / done.layout.microbatches for seconds in done.busy]
+        own = [seconds / done.pipe_shape.microbatches for seconds in done.busy]
         rates = [period if late > since else each for late, each in zip(done.waited, own, strict=True)]
         makespan = max(end + left_out * rate for end, rate in zip(done.ends, rates, strict=True))
         sure = tasks * few >= _MOST
         if before is not None:
-            further = done.layout.microbatches - before.layout.microbatches
+            further = done.pipe_shape.microbatches - before.pipe_shape.microbatches
             off = abs(done.makespan - before.makespan - further * period) / further
             sure |= left_out * off < _SURE * makespan
         if sure:
@@ -127,18 +127,18 @@ def pipelined(
             busy = [seconds + left_out * min(each, rate) for seconds, each, rate in both]
             return Pipelined(done, left_out, makespan, busy)
         few, before = 2 * few, done
-    done = run(layout.microbatches)
+    done = run(pipe_shape.microbatches)
     return Pipelined(done, 0, done.makespan, done.busy)
 
 
 def _period(done: Simulation, rank: int, full: int) -> tuple[float, float]:
     """Seconds from one microbatch's first forward on a rank to the next's late in a simulation, and since when."""
-    pipe, last = done.layout.pipe, done.layout.microbatches - 1
+    pipe, last = done.pipe_shape.pipe, done.pipe_shape.microbatches - 1
     starts = [0.0] * (last + 1)
     for span in done.spans:
         if span.rank == rank and span.task.kind is Kind.FORWARD and span.task.stage < pipe:
             starts[span.task.microbatch] = span.start
-    unit = pipe if done.layout.virtual_stages > 1 else 1  # several stages take microbatches in groups
+    unit = pipe if done.pipe_shape.virtual_stages > 1 else 1  # several stages take microbatches in groups
     last -= unit
     count = max(unit, (last - full) // 2 // unit * unit)
     since = starts[last - count]

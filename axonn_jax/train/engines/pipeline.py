@@ -17,7 +17,7 @@ from axonn_jax.checkpoint.naming import State
 from axonn_jax.grid import Grid
 from axonn_jax.memory.optimizer_state import clip_factor
 from axonn_jax.memory.optimizer_traits import check_offload, check_separable
-from axonn_jax.memory.precision import HostScale, precisions
+from axonn_jax.memory.precision import HostScale
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pipeline import build
@@ -32,7 +32,7 @@ from axonn_jax.timeline.trace import TIMELINE, write_trace
 from axonn_jax.train.config import MemoryConfig, PipelineConfig
 from axonn_jax.train.engines.engine import BatchShards, read_anew
 from axonn_jax.train.engines.pipeline_state import PipelineState
-from axonn_jax.train.engines.step import StepMetrics
+from axonn_jax.train.engines.step import StepMetrics, masters
 from axonn_jax.train.validate import check_pipeline
 
 
@@ -69,13 +69,11 @@ class PipelineEngine:
         checked.check_grid(grid.shape)
         self._split = may_split(pipeline.split_backward, memory.activations)
         self._pieces = list(checked.segments)
-        self.layout, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._pieces)
+        self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._pieces)
         self.grid, self.batches, self.pipeline = grid, BatchShards(grid, microbatches), pipeline
-        split = memory.zero > 0 and grid.shape.data > 1
-        offload = memory.offload != "none"
-        if offload:
+        zero, offloads, self.precisions = masters(memory, grid)
+        if offloads:
             check_offload(optimizer, "memory.offload = optimizer")
-        self.precisions = precisions(memory.precision, memory.accumulate, separate_masters=split or offload)
         self.parts = shapes_of(split_module(abstract), self.precisions.weights)
         self._scale = HostScale(scaled=self.precisions.scaled)
         self.steps_done = 0
@@ -85,15 +83,15 @@ class PipelineEngine:
         self._pipes = build.PipelineCache()
         self._half_done: Literal["", "tasks", "update"] = ""  # in a step, what an exception would leave half done
         self._channel = choose(pipeline.channel, grid.size)
-        self._links = build.connect(grid, self.layout, pipeline.policy, pipeline.stall_timeout)
+        self._links = build.connect(grid, self.pipe_shape, pipeline.policy, pipeline.stall_timeout)
         self._links.heartbeat.start()
         # Which stage holds which parameters does not depend on the batch, so any small one will do.
         seq_len = checked.seq_len or 2
-        names = build.names_by_pp_rank(self._plan(grid.shape.batch_shards, seq_len + 1), self.layout)
+        names = build.names_by_pp_rank(self._plan(grid.shape.batch_shards, seq_len + 1), self.pipe_shape)
         self._shared = build.shared(names)
         for pp_rank in grid.meshes:
             check_separable(optimizer, self.parts.params, names[pp_rank])
-        options = StateOptions(optimizer, self.precisions, memory.bucket, offload, split, self._at)
+        options = StateOptions(optimizer, self.precisions, memory.bucket, offloads, zero, self._at)
         self._states = PipelineState(self.parts, names, grid.meshes, options, model, self._scale)
         self.stages = self._states.stages
         self._links.status.now("between steps")
@@ -174,7 +172,7 @@ class PipelineEngine:
         with self._started():
             for pp_rank, rank in pipe.ranks.items():
                 rank.begin(self.stages[pp_rank].weights, microbatches, None, train=False)
-            orders = {pp_rank: forward_only(self.layout, pp_rank) for pp_rank in pipe.ranks}
+            orders = {pp_rank: forward_only(self.pipe_shape, pp_rank) for pp_rank in pipe.ranks}
             pipe.executor.run(orders, self.steps_done, train=False)
             losses = pipe.losses()
             self._links.status.now(running="the agreement on the loss")
@@ -206,7 +204,7 @@ class PipelineEngine:
 
     def explain(self, sequences: int) -> list[str]:
         """Lines for people: the pieces and parameters of every stage, and what the schedule is like."""
-        return build.describe(self._pieces, self.ranges, self.layout, self.pipeline.policy, self._channel)
+        return build.describe(self._pieces, self.ranges, self.pipe_shape, self.pipeline.policy, self._channel)
 
     def write_timeline(self, directory: Path) -> list[Path]:
         """Writes timeline.json and timeline.png of the last steps; every process of the run must call it."""
@@ -236,12 +234,12 @@ class PipelineEngine:
             return build.CompiledPipeline(
                 self._plan(rows, width),
                 self.grid,
-                self.layout,
+                self.pipe_shape,
                 self._links,
                 {pp_rank: stage.state_specs for pp_rank, stage in self.stages.items()},
                 channel=self._channel,
-                backwards=backwards(self.pipeline.policy, self.layout, self._split),
-                joins=joins(self.pipeline.policy, self.layout),
+                backwards=backwards(self.pipeline.policy, self.pipe_shape, self._split),
+                joins=joins(self.pipeline.policy, self.pipe_shape),
                 bucket=self._bucket,
             )
         finally:
@@ -276,16 +274,18 @@ class PipelineEngine:
         shape = StepShape(
             rows, width, microbatches, dtypes.compute, self._activations, dtypes.grad_dtype, dtypes.scaled
         )
-        return build.plan(self.parts, self.grid, self.layout, self.ranges, shape, keyed=self._keyed)
+        return build.plan(self.parts, self.grid, self.pipe_shape, self.ranges, shape, keyed=self._keyed)
 
     def _dispatcher(self, pp_rank: int, pipe: build.CompiledPipeline) -> OrderedDispatcher:
         leader = self._links.leader
         if leader is not None and not leader.leads:
-            return OrderedDispatcher(self.layout, pp_rank)
+            return OrderedDispatcher(self.pipe_shape, pp_rank)
         in_flight = self.pipeline.in_flight
-        if in_flight == 0 and self.layout.virtual_stages == 1:  # the first step tells how much memory there is for more
-            in_flight = min(default_in_flight(self.layout), self.layout.pipe + pipe.room.get(pp_rank, 0))
-        return PolicyDispatcher(self.layout, pp_rank, self.pipeline.policy, in_flight, self._split)
+        if (
+            in_flight == 0 and self.pipe_shape.virtual_stages == 1
+        ):  # the first step tells how much memory there is for more
+            in_flight = min(default_in_flight(self.pipe_shape), self.pipe_shape.pipe + pipe.room.get(pp_rank, 0))
+        return PolicyDispatcher(self.pipe_shape, pp_rank, self.pipeline.policy, in_flight, self._split)
 
 
 @jax.jit

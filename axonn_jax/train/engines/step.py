@@ -192,6 +192,12 @@ def abstract(
     return model, ((microbatches, sequences // microbatches, shape.seq_len + 1), key)
 
 
+def masters(memory: MemoryConfig, grid: Grid) -> tuple[bool, bool, Precisions]:
+    """Whether masters and optimizer state are split over `data`, whether they lie in host memory, and all dtypes."""
+    zero, offloads = memory.zero > 0 and grid.shape.data > 1, memory.offload != "none"
+    return zero, offloads, precisions(memory.precision, memory.accumulate, separate_masters=zero or offloads)
+
+
 def build_step(
     model: nnx.Module,
     parts: SplitModule,
@@ -211,8 +217,7 @@ def build_step(
     communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.data > 1 and few)
     auto = communicates and jax.default_backend() != "cpu"
     ordered = tensor.order == "package" or (tensor.order == "auto" and auto)
-    zero, offloads = memory.zero > 0 and grid.shape.data > 1, memory.offload != "none"
-    dtypes = precisions(memory.precision, memory.accumulate, separate_masters=zero or offloads)
+    zero, offloads, dtypes = masters(memory, grid)
     scan: ScanLayers = "no" if offloads else tensor.scan_layers
     stack = choose_stack(model, parts, optimizer, scan, activations=memory.activations, ordered=ordered)
     program = StageProgram(
