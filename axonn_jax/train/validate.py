@@ -110,15 +110,15 @@ def check_pipeline(
     Raises:
         UserError: the policy cannot run so, or the model does not split so.
     """
-    layout = PipelineShape(pipe, microbatches, pipeline.virtual_stages)
-    check_policy(pipeline.policy, layout)
+    shape = PipelineShape(pipe, microbatches, pipeline.virtual_stages)
+    check_policy(pipeline.policy, shape)
     if pipeline.split:
         words = pipeline.split.split(",")
         if not all(word.strip().isdecimal() and len(word) < 10 for word in words):
             raise UserError("pipeline.split", pipeline.split, 'numbers of pieces with commas, such as "9,8"')
-        return layout, explicit([int(word) for word in words], len(pieces), layout.stages)
+        return shape, explicit([int(word) for word in words], len(pieces), shape.stages)
     costs = [SegmentCost(piece.name, piece.flops, 2 * piece.flops, piece.params) for piece in pieces]
-    return layout, partition(costs, pipe, pipeline.virtual_stages)
+    return shape, partition(costs, pipe, pipeline.virtual_stages)
 
 
 def _load(data: DataConfig) -> Manifest:
