@@ -65,6 +65,8 @@ class ModelConfig:
     """Whether each head's queries and keys pass an RMSNorm before they are rotated (Qwen3). Left out: false."""
     embedding_scale: bool | None = None
     """Whether embeddings are multiplied by sqrt(hidden) (Gemma). Left out: false."""
+    window: int | None = None
+    """Tokens that a token sees, itself and those right before it. Left out or 0: all before it."""
     rope_scaling: RopeScaling | None = None
     """How rotary frequencies are slowed down for sequences longer than those trained on first. Left out: none."""
     rope_factor: PositiveOrNone = None
