@@ -54,7 +54,7 @@ def check(config: Config) -> Config:
         from axonn_jax.models.huggingface.reader import Pretrained  # reads headers: needs a library, and a moment
 
         check_shape(shape, weights, "checkpoint.weights")
-        Pretrained(weights, "checkpoint.weights").files.close()
+        Pretrained(weights, "checkpoint.weights")
     manifest.check_seq_len(shape.seq_len)
     shape.check_grid(config.grid, sequence_split=config.memory.sequence_parallel)
     residual_comm_of(config, shape)

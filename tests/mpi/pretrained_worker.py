@@ -1,4 +1,4 @@
-"""A script for `mpirun`: begins from a pretrained directory, prints the bytes that this process read, and steps once."""
+"""A script for `mpirun`: begins from a pretrained directory, steps once, and prints what this process read."""
 
 import sys
 from pathlib import Path
