@@ -114,9 +114,10 @@ def all_finite(state: Any) -> bool:
     """
     leaves = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     on_host = [leaf for leaf in leaves if leaf.sharding.memory_kind == HOST]
-    on_devices = [_finite(leaf) for leaf in leaves if leaf.sharding.memory_kind != HOST]
+    # Each is waited for: CPU devices that share cores stand still with many programs of collectives under way.
+    on_devices = [bool(_finite(leaf)) for leaf in leaves if leaf.sharding.memory_kind != HOST]
     shards = (shard for leaf in on_host for shard in leaf.addressable_shards if shard.replica_id == 0)
-    return all(bool(np.isfinite(np.asarray(shard.data)).all()) for shard in shards) and all(map(bool, on_devices))
+    return all(bool(np.isfinite(np.asarray(shard.data)).all()) for shard in shards) and all(on_devices)
 
 
 @jax.jit

@@ -111,6 +111,7 @@ class Trainer:
             filled, width = pad_batch(batch, sequences), batch.shape[1] - 1
             targets = shards.least / share * width  # of all processes, for a sequence here
             means.append((self.engine.mean_loss(filled), targets * len(filled), targets * samples_in(filled)))
+            jax.block_until_ready(means[-2:][0][0])  # one behind: CPU devices stand still with very many under way
         counted = sum(count for _, _, count in means) if samples is None else samples * width
         if not counted:
             raise UserError("evaluate", "no samples", "at least one sample")
