@@ -9,13 +9,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.memory.host_arrays import HOST
+from axonn_jax.models.packed import targets_of
 from axonn_jax.models.protocol import Model, RunLayer
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import Activations
 from axonn_jax.tensor.collectives import BLOCK_REDUCTIONS
 from axonn_jax.tensor.dropout import DropoutKey
 from axonn_jax.tensor.linear import regather_residual
-from axonn_jax.tensor.loss import target_weights
 from axonn_jax.tensor.weight_gather import gather_weights
 
 SubBatches = tuple[jax.Array, ...]
@@ -63,7 +63,7 @@ def layer_runner(model: Model, activations: str, *, regather: bool = True) -> Ru
 
         def pure(state: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
             if activations == "offload":  # the name, and not the argument, is what the backward pass then depends on
-                xs = tuple(checkpoint_name(x, _LAYER_INPUT) for x in xs)
+                xs = jax.tree.map(lambda x: checkpoint_name(x, _LAYER_INPUT), xs)
             return run(nnx.merge(graphdef, state), xs, key)
 
         return jax.checkpoint(pure, policy=_saveable(activations))(state, xs, key)  # type: ignore[no-any-return]
@@ -109,6 +109,6 @@ def batch_loss(
         return run_layer(layer, xs, None if key is None else key.of_layer(index))
 
     xs = run_layers(getattr(model, model.layer_list), body, xs)
-    weights = target_weights(batch, model.vocab)
-    first, *others = map(model.total_loss, xs, split(batch[:, 1:]), split(weights))
+    targets, weights = targets_of(model, batch)
+    first, *others = map(model.total_loss, xs, split(targets), split(weights))
     return sum(others, first)

@@ -39,6 +39,10 @@ class Model(Protocol):
         """Whether training takes a `DropoutKey`."""
 
     @property
+    def packed(self) -> bool:
+        """Whether tokens are the words of `models.packed`; `embed` then gives a `PackedStream`."""
+
+    @property
     def residual_spec(self) -> P:
         """Layout of what one segment hands to the next, batch dim first."""
 
@@ -55,6 +59,9 @@ class Model(Protocol):
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> jax.Array:
         """Token ids [batch, seq] -> what the first layer takes, in `dtype`."""
+
+    def continued(self, x: jax.Array, tokens: jax.Array | None) -> Any:
+        """What the first layer of a later stage takes: what has arrived, and of a packed model these tokens."""
 
     def run_layer(self, layer: Any, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
         """Calls one of the layers, with its own key."""

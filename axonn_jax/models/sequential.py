@@ -38,6 +38,7 @@ class SequenceModel(nnx.Module):
         between: P | None = None,
     ):
         self.vocab, self.seq_len, self.drops_out, self.token_axes = None, None, False, BATCH_AXES
+        self.packed = False
         self.layers = nnx.List(list(layers))
         self._loss = loss
         self._flops = None if flops is None else tuple(flops)
@@ -75,6 +76,10 @@ class SequenceModel(nnx.Module):
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> jax.Array:
         """Returns the tokens, which the first layer takes; layers choose their own dtype."""
         return tokens
+
+    def continued(self, x: jax.Array, tokens: jax.Array | None) -> jax.Array:
+        """Returns what has arrived."""
+        return x
 
     def run_layer(self, layer: Any, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
         """Runs a layer, which takes no key."""

@@ -17,10 +17,11 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.packed import PackedStream, Stream, documents_of, token_ids, values_of
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
-from axonn_jax.tensor.attention import Attention, Rotation
+from axonn_jax.tensor.attention import Attention, Documents, Rotation
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight
 from axonn_jax.tensor.dropout import DropoutKey, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
@@ -96,16 +97,20 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(shape)
         self.mlp = Mlp(shape, comm, out_std=out_std, key=key_mlp)
 
-    def __call__(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+    def __call__(self, x: Stream, key: DropoutKey | None = None) -> Stream:
         """[batch, seq, hidden/Gx] -> same; dropout where `key` is given."""
         return self.feed_forward(self.attend(x, key), key)
 
-    def attend(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+    def attend(self, x: Stream, key: DropoutKey | None = None, documents: Documents | None = None) -> Stream:
         """Runs the first half of the block."""
-        return x + self._drop(self.attention(self.attention_norm(x)), key, 0)
+        if isinstance(x, PackedStream):
+            return x._replace(values=values_of(self.attend(x.values, key, x.documents)))
+        return x + self._drop(self.attention(self.attention_norm(x), documents), key, 0)
 
-    def feed_forward(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+    def feed_forward(self, x: Stream, key: DropoutKey | None = None) -> Stream:
         """Runs the second half of the block."""
+        if isinstance(x, PackedStream):
+            return x._replace(values=values_of(self.feed_forward(x.values, key)))
         return x + self._drop(self.mlp(self.mlp_norm(x)), key, 1)
 
     def _drop(self, branch: jax.Array, key: DropoutKey | None, half: int) -> jax.Array:
@@ -119,7 +124,8 @@ class Transformer(nnx.Module):
 
     Every block draws its weights from a key of its own (folded with its index), so a stage that holds some of the
     blocks makes the same weights as a process that holds them all. `comm` says how blocks communicate with the
-    residual stream; parameters and results do not depend on it.
+    residual stream; parameters and results do not depend on it. A `packed` model takes rows of `models.packed`, where
+    no document sees another.
     """
 
     layer_list, identical_layers = "blocks", True
@@ -131,8 +137,9 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
         attention: AttentionKernel | Tiles = "auto",
         comm: BlockComm = ALL_REDUCE,
+        packed: bool = False,
     ):
-        self.shape, self.comm = shape, comm
+        self.shape, self.comm, self.packed = shape, comm, packed
         self.vocab, self.seq_len, self.drops_out = shape.vocab, shape.seq_len, shape.dropout > 0.0
         layers, hidden, std, split = shape.layers, shape.hidden, shape.init_std, comm.sequence_split
         self.residual_spec = P(BATCH_AXES, SEQUENCE_AXIS if split else None, "x")
@@ -162,14 +169,26 @@ class Transformer(nnx.Module):
         """Token ids and targets [batch, seq] -> `total_loss`."""
         return self.total_loss(self._residual(tokens, dtype, key), targets)
 
-    def _residual(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None) -> jax.Array:
-        def run(block: Block, x: jax.Array, index: jax.Array | int) -> jax.Array:
+    def _residual(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None) -> Stream:
+        def run(block: Block, x: Stream, index: jax.Array | int) -> Stream:
             return block(x, None if key is None else key.of_layer(index))
 
         return run_layers(self.blocks, run, self.embed(tokens, dtype, key))
 
-    def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> jax.Array:
+    def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> Stream:
         """Token ids [batch, seq] -> residual stream in `dtype`, which every later layer computes in."""
+        if self.packed:
+            documents = documents_of(tokens)
+            return PackedStream(self._embedded(token_ids(tokens), dtype, key, documents.positions), documents)
+        return self._embedded(tokens, dtype, key, None)
+
+    def continued(self, x: jax.Array, tokens: jax.Array | None) -> Stream:
+        """The stream that another stage has begun on these tokens."""
+        return x if tokens is None else PackedStream(x, documents_of(tokens))
+
+    def _embedded(
+        self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None, positions: jax.Array | None
+    ) -> jax.Array:
         seq = tokens.shape[1]
         parts = axis_size(SEQUENCE_AXIS) if self.comm.sequence_split else 1
         if seq > self.shape.seq_len:
@@ -178,19 +197,19 @@ class Transformer(nnx.Module):
             raise UserError("sequence length", seq, f"with sequence parallelism a multiple of y = {parts}")
         x = self.embedding(tokens, dtype)
         x = x * jnp.asarray(self.shape.hidden**0.5, dtype) if self.shape.embedding_scale else x
-        x = x if self.positions is None else x + self.positions(seq, dtype)
+        x = x if self.positions is None else x + self.positions(seq, dtype, positions)
         if key is None or self.shape.dropout == 0.0:
             return x
         key = key.fold_in(self.shape.layers)
         return dropout(x, self.shape.dropout, key, sequence_split=self.comm.sequence_split)
 
-    def logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: Stream) -> jax.Array:
         """Residual stream -> logits of the local shard of the vocabulary; minus infinity beyond it."""
-        h = self.norm(x)
+        h = self.norm(values_of(x))
         logits = self.embedding.attend(h) if self.head is None else self.head(h)
         return masked(logits, self._used(logits.shape[-1]))
 
-    def total_loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    def total_loss(self, x: Stream, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
         """Residual stream, targets [batch, seq] -> sum of their cross-entropy in nats, a float32 scalar.
 
         `weights` [batch, seq] say what each target counts (left out: one); to them there is no gradient. Collectives
@@ -200,14 +219,14 @@ class Transformer(nnx.Module):
         layer, weight = (self.embedding, self.embedding.table) if self.head is None else (self.head, self.head.kernel)
         gathered = gather_weight(weight.get_value(), x.dtype)
         projection = Projection(gathered, tied, layer.layouts, self._used(gathered.shape[0 if tied else 1]))
-        h = self.norm(x)
+        h = self.norm(values_of(x))
         return total_loss(gather_sequence(h) if self.comm.sequence_split else h, projection, targets, weights)
 
-    def run_layer(self, layer: Block, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+    def run_layer(self, layer: Block, x: Stream, key: DropoutKey | None = None) -> Stream:
         """Runs a block."""
         return layer(x, key)
 
-    def run_segment(self, number: int, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+    def run_segment(self, number: int, x: Stream, key: DropoutKey | None = None) -> Stream:
         """Runs half a block; the embedding and the head, which hold none, give `x` as it is."""
         index, half = divmod(number - 1, 2)
         if not 0 <= index < len(self.blocks):

@@ -210,7 +210,7 @@ class CompiledPipeline:
     def losses(self) -> dict[int, jax.Array]:
         """Returns the mean loss of the step that has run, at the last pipe rank if it is here."""
         return {
-            pp_rank: mean(rank.losses)
+            pp_rank: mean(rank.losses, rank.counted)
             for pp_rank, rank in self.ranks.items()
             if (mean := self.reductions[pp_rank].mean)
         }

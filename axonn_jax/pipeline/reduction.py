@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -59,17 +60,23 @@ class Reduction:
         return jax.jit(run, donate_argnums=0).lower(sums).compile()
 
     def _mean(self) -> Callable[..., Any] | None:
-        """Results of the last stage's forwards -> mean loss, an all-reduce of a scalar over `data` and `z`."""
+        """Results of the last stage's forwards, targets -> mean loss, an all-reduce of a scalar over `data` and `z`.
+
+        Targets are those that count of packed rows, else None: they are known.
+        """
         last = next((stage for stage in self._stages if stage.last), None)
         if last is None or last.losses is None:
             return None
         losses, targets = [last.losses] * last.work.microbatches, last.work.targets
+        counted = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self._mesh, P()))
 
-        def local(losses: list[jax.Array]) -> jax.Array:
-            return all_reduce(sum((value[0] for value in losses[1:]), losses[0][0]), BATCH_AXES) / targets
+        def local(losses: list[jax.Array], counted: jax.Array | None) -> jax.Array:
+            total = all_reduce(sum((value[0] for value in losses[1:]), losses[0][0]), BATCH_AXES)
+            return total / (targets if counted is None else counted)
 
         specs = [last.losses.sharding.spec] * len(losses)
-        return jax.jit(shard_mapped(local, self._mesh, (specs,), P())).lower(losses).compile()
+        run = jax.jit(shard_mapped(local, self._mesh, (specs, P()), P()))
+        return run.lower(losses, counted if last.model.packed else None).compile()
 
     def _squares(self, counted: dict[str, P]) -> Callable[..., Any]:
         """Gradients -> their sum of squares, a parameter that another rank also holds counted there."""

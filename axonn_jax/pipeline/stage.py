@@ -80,7 +80,7 @@ class Stage:
         """The model, with abstract parameters."""
         self.x, self.y = first.x, groups[-1].stretch.y
         """What arrives (None for the first), and what goes on (None for the last)."""
-        read = next((group.stretch for group in groups if group.stretch.first or group.stretch.last), None)
+        read = next((group.stretch for group in groups if group.stretch.reads_tokens), None)
         self.tokens = None if read is None else read.inputs(())[TOKENS]
         """A microbatch's tokens, where it reads them."""
         self.joins, self.losses = last.joins, last.losses

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.grid import BATCH_AXES
+from axonn_jax.models.packed import targets_of, values_of
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.segments import Segment
 from axonn_jax.options import Activations
 from axonn_jax.pipeline.partition_jaxpr import cut, keep_all
 from axonn_jax.tensor.collectives import mark_varying
 from axonn_jax.tensor.dropout import DropoutKey
-from axonn_jax.tensor.loss import target_weights
 from axonn_jax.tensor.params import SplitModule
 from axonn_jax.tensor.specs import live_axes, shard_mapped, spec_axes
 from axonn_jax.tensor.weight_gather import cast_for_reduction
@@ -83,6 +83,16 @@ class Stretch:
         return self.pieces.stop == self.total
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether it takes the tokens: the first, the last, and all that keep documents apart."""
+        return self.first or self.last or self.model.packed
+
+    @property
+    def counts(self) -> bool:
+        """Whether it takes what its loss's gradient begins with: the loss scale, over the targets that count."""
+        return self.last and (self.work.scaled or self.model.packed)
+
+    @property
     def model(self) -> Model:
         """The model, with abstract parameters."""
         model: Any = self.parts.merge(self.parts.params)
@@ -97,13 +107,13 @@ class Stretch:
         given = {name: struct(self.parts.params[name], self.parts.specs[name]) for name in names}
         if self.x is not None:
             given[X] = self.x
-        if self.first or self.last:
+        if self.reads_tokens:
             given[TOKENS] = struct(jax.ShapeDtypeStruct((self.work.rows, self.work.width), jnp.int32), P(BATCH_AXES))
         if self.keyed:
             given[KEY] = struct(jax.eval_shape(lambda: jax.random.key(0)), P())
             given[MICROBATCH] = struct(jax.ShapeDtypeStruct((), jnp.uint32), P())
             given[LATER] = struct(jax.ShapeDtypeStruct((), jnp.uint32), P())
-        if self.last and self.work.scaled:
+        if self.counts:
             given[SCALE] = struct(jax.ShapeDtypeStruct((), jnp.float32), P())
         return given
 
@@ -118,13 +128,15 @@ class Stretch:
         if self.keyed:
             key = DropoutKey(jax.random.fold_in(given[KEY], given[MICROBATCH]), given[LATER])
         model: Any = self.parts.merge({**self.parts.params, **params})
-        x = model.embed(given[TOKENS][:, :-1], self.work.dtype, key) if self.first else given[X]
+        if self.first:
+            x = model.embed(given[TOKENS][:, :-1], self.work.dtype, key)
+        else:
+            x = model.continued(given[X], given[TOKENS][:, :-1] if model.packed else None)
         for number in self.pieces:
             x = model.run_segment(number, x, key)
         if not self.last:
-            return x  # type: ignore[no-any-return]
-        tokens = given[TOKENS]
-        return model.total_loss(x, tokens[:, 1:], target_weights(tokens, model.vocab))  # type: ignore[no-any-return]
+            return values_of(x)
+        return model.total_loss(x, *targets_of(model, given[TOKENS]))  # type: ignore[no-any-return]
 
     def own(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns the parameters, varying over what splits tokens on purpose: gradients then stay unreduced over it."""
@@ -141,7 +153,7 @@ class Stretch:
 
         y, pull = jax.vjp(forward, cast_for_reduction(self.work.sums, self.own(given), self.parts.specs), x)
         if dy is None:  # the loss is the mean over all targets of the step
-            seed = given.get(SCALE, jnp.float32(1.0)) / self.work.targets
+            seed = given.get(SCALE, jnp.float32(1.0)) / (1 if self.model.packed else self.work.targets)
             dy = mark_varying(jnp.full(y.shape, seed, y.dtype), compat.varying_axes(y))
         dp, dx = pull(dy)
         return [y, *([] if x is None else [dx]), *(dp[name] for name in given if name in dp)]

@@ -5,15 +5,18 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
+from axonn_jax.models.packed import counted
 from axonn_jax.pipeline.stage import Kept, Stage, replicated
 from axonn_jax.pipeline.stage_programs import Result
 from axonn_jax.pipeline.trace import KEY, MICROBATCH, SCALE, TOKENS
 from axonn_jax.schedule.tasks import Kind, Message, Task
+from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.params import Params
+from axonn_jax.tensor.specs import shard_mapped
 
 
 class StageWorker:
@@ -33,6 +36,11 @@ class StageWorker:
         if stage.keyed:
             numbers = range(stage.work.microbatches)
             self._numbers = [replicated(np.uint32(m), self._replicated) for m in numbers]
+        self._count = None
+        if stage.model.packed and any(stage.last for stage in self.stages.values()):
+            self._count = _counting(self.mesh, stage.work.microbatches)
+        self.counted: jax.Array | None = None
+        """Targets of the step that count, where rows are packed and the last stage is here."""
         self.losses: list[jax.Array] = []
         self.sums: Params = {}
         self._zero = _zero({name: form for stage in self.stages.values() for name, form in stage.sums.items()})
@@ -42,8 +50,8 @@ class StageWorker:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether one of its stages is the first or the last."""
-        return any(stage.first or stage.last for stage in self.stages.values())
+        """Whether one of its stages does."""
+        return any(stage.tokens is not None for stage in self.stages.values())
 
     def begin(
         self,
@@ -72,6 +80,10 @@ class StageWorker:
                 )
             if self._numbers and key is not None:
                 given[KEY], given[MICROBATCH] = key, self._numbers[number]
+        if self._count is not None:
+            self.counted, seed = self._count([given[TOKENS] for given in self._given], factor)
+            for given in self._given:
+                given[SCALE] = seed
         self.sums = self._zero() if train else {}
 
     def key(self, seed: int, step: int) -> jax.Array:
@@ -113,6 +125,20 @@ class StageWorker:
         if ran.loss is not None:
             self.losses.append(ran.loss)
         return ran
+
+
+def _counting(mesh: Mesh, microbatches: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Returns a program: packed tokens of all microbatches and the loss scale -> targets that count, scale over them.
+
+    Collective: an all-reduce of one number over `data` and `z`.
+    """
+
+    def local(tokens: list[jax.Array], scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        own = sum(jnp.sum(counted(words), dtype=jnp.float32) for words in tokens)
+        total = all_reduce(jnp.asarray(own), BATCH_AXES)
+        return total, scale / total
+
+    return jax.jit(shard_mapped(local, mesh, ([P(BATCH_AXES)] * microbatches, P()), (P(), P())))
 
 
 def _zero(forms: Mapping[str, jax.ShapeDtypeStruct]) -> Callable[[], Params]:

@@ -27,18 +27,38 @@ class Rotation(NamedTuple):
     """What rotated features are multiplied by."""
 
 
-def rotary(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """Rotates features [batch, seq, heads, head_dim] by position (RoFormer, eq. 34; halves layout as in Llama)."""
+class Documents(NamedTuple):
+    """Which tokens of [batch, seq] are of one document, where rows hold several."""
+
+    numbers: jax.Array
+    """Of a token's document in its row, int32."""
+    positions: jax.Array
+    """Of a token in its document, int32."""
+
+
+def rotary(x: jax.Array, rotation: Rotation, positions: jax.Array | None = None) -> jax.Array:
+    """Rotates features [batch, seq, heads, head_dim] by position (RoFormer, eq. 34; halves layout as in Llama).
+
+    `positions` [batch, seq] are below seq; left out, they are the places in a row.
+    """
     half = x.shape[-1] // 2
     angles = np.outer(np.arange(x.shape[1], dtype=np.float64), np.array(rotation.frequencies))
-    cos = jnp.asarray(rotation.amplitude * np.cos(angles), jnp.float32)[None, :, None, :]
-    sin = jnp.asarray(rotation.amplitude * np.sin(angles), jnp.float32)[None, :, None, :]
+    cos = _turns(rotation.amplitude * np.cos(angles), positions)
+    sin = _turns(rotation.amplitude * np.sin(angles), positions)
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
     return turned.astype(x.dtype)
 
 
-def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, sizes: Tiles, window: int) -> jax.Array:
+def _turns(table: np.ndarray[Any, Any], positions: jax.Array | None) -> jax.Array:
+    """A table [seq, features] for all heads, of each token's position."""
+    values = jnp.asarray(table, jnp.float32)
+    return values[None, :, None, :] if positions is None else jnp.take(values, positions, axis=0)[:, :, None, :]
+
+
+def _blocked(
+    q: jax.Array, k: jax.Array, v: jax.Array, sizes: Tiles, window: int, numbers: jax.Array | None
+) -> jax.Array:
     """`blocked_attention` on [batch, seq, heads, head_dim], each KV head repeated for its queries."""
     batch, seq, heads, head_dim = q.shape
     group = heads // k.shape[2]
@@ -47,31 +67,39 @@ def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, sizes: Tiles, window: int
         a = jnp.repeat(a, repeat, axis=2) if repeat > 1 else a
         return a.transpose(0, 2, 1, 3).reshape(batch * heads, seq, head_dim)
 
-    out = blocked_attention(heads_first(q, 1), heads_first(k, group), heads_first(v, group), sizes, window)
+    rows = None if numbers is None else jnp.repeat(numbers, heads, axis=0)
+    out = blocked_attention(heads_first(q, 1), heads_first(k, group), heads_first(v, group), sizes, window, rows)
     return out.reshape(batch, heads, seq, head_dim).transpose(0, 2, 1, 3)
 
 
 def causal_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, kernel: AttentionKernel | Tiles = "auto", window: int = 0
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kernel: AttentionKernel | Tiles = "auto",
+    window: int = 0,
+    numbers: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention of each token over itself and the tokens before it, on local heads; no collectives.
 
     Shapes: `q` [batch, seq, heads, head_dim], `k` and `v` [batch, seq, kv_heads, head_dim] -> like `q`. A token sees
-    `window` tokens, itself included, or with 0 all. The form is that of `kernel_choice.choose_form` on the default
+    `window` tokens, itself included, or with 0 all, and of these only such with its own number in `numbers`
+    [batch, seq] (`Documents`). The form is that of `kernel_choice.choose_form` on the default
     backend's device; `Tiles` are the blocked one in such sizes.
     """
     if isinstance(kernel, Tiles):
-        return _blocked(q, k, v, kernel, window)
+        return _blocked(q, k, v, kernel, window, numbers)
     device = compat.attention_device(jax.local_devices()[0], alone=not compat.varying_axes(q))
-    form = choose_form(kernel, device, q.dtype.name, q.shape[-1], q.shape[1], window)
+    form = choose_form(kernel, device, q.dtype.name, q.shape[-1], q.shape[1], window, packed=numbers is not None)
     if form.kernel == "blocked":
-        return _blocked(q, k, v, tiles(device.platform, q.shape[1]), window)
+        return _blocked(q, k, v, tiles(device.platform, q.shape[1]), window, numbers)
     if form.kernel == "splash":
         return _splash(q, k, v)
     implementation: Any = form.kernel
     before = (window - 1, 0) if window else None
+    same = None if numbers is None else (numbers[:, :, None] == numbers[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, local_window_size=before, implementation=implementation
+        q, k, v, mask=same, is_causal=True, local_window_size=before, implementation=implementation
     )
 
 
@@ -87,33 +115,42 @@ def _splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 # left out, and the backward computes the scores again. Source: FlashAttention (Dao et al. 2022), algorithms 1 and 4,
 # without their tiling over keys.
 Arrays = tuple[jax.Array, ...]
+Saved = tuple[jax.Array | None, Arrays]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, window: int = 0) -> jax.Array:
-    """Causal softmax attention of [heads, seq, head_dim] arrays (batch and heads as one dim); no collectives."""
-    return _in_chunks(partial(_forward, window), tiles, q, k, v)[0]
+def blocked_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, window: int = 0, numbers: jax.Array | None = None
+) -> jax.Array:
+    """Causal softmax attention of [heads, seq, head_dim] arrays (batch and heads as one dim); no collectives.
+
+    `window` and `numbers` [heads, seq] are as for `causal_attention`.
+    """
+    return _in_chunks(partial(_forward, window), tiles, numbers, q, k, v)[0]
 
 
-def _forward_rule(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, window: int) -> tuple[jax.Array, Arrays]:
-    out, log_sum = _in_chunks(partial(_forward, window), tiles, q, k, v)
-    return out, (q, k, v, out, log_sum)
+def _forward_rule(
+    q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, window: int, numbers: jax.Array | None
+) -> tuple[jax.Array, Saved]:
+    out, log_sum = _in_chunks(partial(_forward, window), tiles, numbers, q, k, v)
+    return out, (numbers, (q, k, v, out, log_sum))
 
 
-def _backward_rule(tiles: Tiles, window: int, saved: Arrays, d_out: jax.Array) -> Arrays:
-    return _in_chunks(partial(_backward, window), tiles, *saved, d_out)
+def _backward_rule(tiles: Tiles, window: int, saved: Saved, d_out: jax.Array) -> tuple[jax.Array | None, ...]:
+    numbers, arrays = saved
+    return (*_in_chunks(partial(_backward, window), tiles, numbers, *arrays, d_out), None)
 
 
 blocked_attention.defvjp(_forward_rule, _backward_rule)
 
 
-def _in_chunks(f: Callable[..., Arrays], tiles: Tiles, *arrays: jax.Array) -> Arrays:
+def _in_chunks(f: Callable[..., Arrays], tiles: Tiles, numbers: jax.Array | None, *arrays: jax.Array) -> Arrays:
     """Runs `f` on chunks of the leading dim, one after the other, as many heads at a time as the tiles allow."""
     heads, seq = arrays[0].shape[:2]
     chunk = tiles.chunk(heads, seq)
     if chunk == heads:
-        return f(tiles, *arrays)
-    split = tuple(a.reshape(heads // chunk, chunk, *a.shape[1:]) for a in arrays)
+        return f(tiles, numbers, *arrays)
+    split = jax.tree.map(lambda a: a.reshape(heads // chunk, chunk, *a.shape[1:]), (numbers, *arrays))
     joined = lax.map(lambda parts: f(tiles, *parts), split)
     return tuple(a.reshape(heads, *a.shape[2:]) for a in joined)
 
@@ -128,21 +165,24 @@ def _seen(block: slice, window: int) -> slice:
     return slice(max(0, block.start - window + 1) if window else 0, block.stop)
 
 
-def _scores(q: jax.Array, k: jax.Array, block: slice, window: int) -> jax.Array:
+def _scores(q: jax.Array, k: jax.Array, block: slice, window: int, numbers: jax.Array | None) -> jax.Array:
     """Masked scores of a block of queries against the keys that it sees some of, float32."""
     seen = _seen(block, window)
     scores = _dot(q[:, block], k[:, seen], 2, 2) * q.shape[-1] ** -0.5
     query = block.start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     key = lax.broadcasted_iota(jnp.int32, scores.shape, 2)
-    if not window:
-        return jnp.where(query >= key, scores, -jnp.inf)
-    return jnp.where((query >= key + seen.start) & (query < key + seen.start + window), scores, -jnp.inf)
+    visible = query >= key
+    if window:
+        visible = (query >= key + seen.start) & (query < key + seen.start + window)
+    if numbers is not None:
+        visible &= numbers[:, block, None] == numbers[:, None, seen]
+    return jnp.where(visible, scores, -jnp.inf)
 
 
-def _forward(window: int, tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
+def _forward(window: int, tiles: Tiles, numbers: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
     out, log_sum = [], []
     for block in tiles.blocks(q.shape[1]):
-        scores = _scores(q, k, block, window)
+        scores = _scores(q, k, block, window, numbers)
         top = jnp.max(scores, -1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, -1, keepdims=True)
@@ -154,6 +194,7 @@ def _forward(window: int, tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array
 def _backward(
     window: int,
     tiles: Tiles,
+    numbers: jax.Array | None,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -166,7 +207,7 @@ def _backward(
     d_k = d_v = None
     for block in reversed(list(tiles.blocks(q.shape[1]))):  # the last one's end is that of the keys: it starts the sums
         seen = _seen(block, window)
-        weights = jnp.exp(_scores(q, k, block, window) - log_sum[:, block])
+        weights = jnp.exp(_scores(q, k, block, window, numbers) - log_sum[:, block])
         d_here = d_out[:, block]
         d_scores = weights * (_dot(d_here, v[:, seen], 2, 2) - delta[:, block]) * q.shape[-1] ** -0.5
         d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
@@ -218,7 +259,7 @@ class Attention(nnx.Module):
             heads * head_dim, hidden, in_axis="y", bias=bias == "all", std=out_std, key=key_out, comm=comm
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
         """[batch, seq, hidden/Gx] -> same; collectives are those of its two `Linear` layers.
 
         With `comm` "sequence" `x` and the result are [batch, seq/Gy, hidden/Gx].
@@ -231,6 +272,8 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotation is not None:
-            q, k = rotary(q, self.rotation), rotary(k, self.rotation)
-        attended = causal_attention(q, k, v, self.kernel, self.window)
+            positions = None if documents is None else documents.positions
+            q, k = rotary(q, self.rotation, positions), rotary(k, self.rotation, positions)
+        numbers = None if documents is None else documents.numbers
+        attended = causal_attention(q, k, v, self.kernel, self.window, numbers)
         return self.out(attended.reshape(batch, seq, -1))

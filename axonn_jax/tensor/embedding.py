@@ -126,7 +126,10 @@ class PositionEmbedding(nnx.Module):
         self.sequence_split = sequence_split
         self.table = normal_param(key, (seq_len, hidden), std, P("z", "x"))
 
-    def __call__(self, length: int, dtype: jnp.dtype) -> jax.Array:
-        """The first `length` positions, [length, hidden/Gx]; collective: all-gather over `z`."""
-        table = gather_weight(self.table.get_value(), dtype)[:length]
+    def __call__(self, length: int, dtype: jnp.dtype, positions: jax.Array | None = None) -> jax.Array:
+        """The first `length` positions, [length, hidden/Gx], or those given of [batch, length]; all-gather over `z`."""
+        table = gather_weight(self.table.get_value(), dtype)
+        if positions is not None:
+            return _rows(table, local_sequence(positions, 1) if self.sequence_split else positions)
+        table = table[:length]
         return local_sequence(table, 0) if self.sequence_split else table

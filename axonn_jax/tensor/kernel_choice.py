@@ -59,13 +59,22 @@ class AttentionForm:
 
 
 def choose_form(
-    wanted: AttentionKernel, device: AttentionDevice, dtype: str, head_dim: int, seq: int, window: int = 0
+    wanted: AttentionKernel,
+    device: AttentionDevice,
+    dtype: str,
+    head_dim: int,
+    seq: int,
+    window: int = 0,
+    *,
+    packed: bool = False,
 ) -> AttentionForm:
     """The form of attention for operands of a dtype: the one wanted, or with auto the best that the device has.
 
     Raises ``UserError`` where the one wanted cannot be had.
     """
     against = {"cudnn": against_cudnn(device, dtype, head_dim), "splash": against_splash(device, dtype, seq, window)}
+    if packed:  # neither is known to take masks that depend on the batch
+        against = {kernel: fault or "it is not used for packed documents" for kernel, fault in against.items()}
     if wanted == "auto":
         best = next((kernel for kernel, fault in against.items() if not fault), None)
         if best is not None:

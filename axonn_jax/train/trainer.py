@@ -10,9 +10,12 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from axonn_jax.distributed.host_sync import host_sync
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.remat import check_activations
+from axonn_jax.models.packed import counted as counted_targets
+from axonn_jax.models.protocol import check_model
 from axonn_jax.tensor.loss import pad_batch, samples_in
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, TensorConfig
 from axonn_jax.train.engines.engine import Engine
@@ -106,16 +109,21 @@ class Trainer:
         shards = self.engine.batches
         share = shards.share
         means, sequences, width = [], 0, 0
+        packed = check_model(self.engine.parts.merge(self.engine.parts.params)).packed
+        sync = host_sync(self.engine.grid) if packed else None
         for batch in batches:
             sequences = max(sequences, -(-len(batch) // share) * share)  # what is left runs in the same program
             filled, width = pad_batch(batch, sequences), batch.shape[1] - 1
             targets = shards.least / share * width  # of all processes, for a sequence here
-            means.append((self.engine.mean_loss(filled), targets * len(filled), targets * samples_in(filled)))
+            whole, count = targets * len(filled), targets * samples_in(filled)
+            if sync is not None:  # in as many copies as each process's rows have
+                whole = count = sum(map(int, sync.gather(str(int(counted_targets(filled).sum())))))
+            means.append((self.engine.mean_loss(filled), whole, count))
             jax.block_until_ready(means[-2:][0][0])  # one behind: CPU devices stand still with very many under way
-        counted = sum(count for _, _, count in means) if samples is None else samples * width
+        counted = samples * width if samples is not None and not packed else sum(count for *_, count in means)
         if not counted:
             raise UserError("evaluate", "no samples", "at least one sample")
-        return sum(float(mean) * targets for mean, targets, _ in means) / counted
+        return sum(float(mean) * targets for mean, targets, _ in means if targets) / counted
 
     def save(self, directory: str | Path, step: int) -> Path:
         """Writes all state to `directory/step_N` and waits for it; every process of the run must call it.

@@ -16,6 +16,7 @@ from axonn_jax.grid import BATCH_AXES, Grid, GridShape
 from axonn_jax.memory.offload_buckets import unreduced_spec
 from axonn_jax.memory.remat import batch_loss, layer_runner
 from axonn_jax.memory.zero import reduce_gradients, split_over_data
+from axonn_jax.models.packed import counted
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.stacked import Stacked
 from axonn_jax.options import ReshardAfter
@@ -176,8 +177,13 @@ class StageProgram(OnMesh):
         scanned = isinstance(getattr(model, model.layer_list), Stacked)
         return self.ordered and self.grid.shape.data > 1 and not scanned
 
-    def _targets(self, tokens: jax.Array) -> int:
-        """Number of target tokens in the global batch of which `tokens` is this device's part."""
+    def _targets(self, tokens: jax.Array) -> int | jax.Array:
+        """Number of target tokens in the global batch of which `tokens` is this device's part.
+
+        Of packed rows those that count, by an all-reduce of one number over `data` and `z`.
+        """
+        if self._model(self.parts.params).packed:
+            return all_reduce(jnp.sum(counted(tokens), dtype=jnp.float32), BATCH_AXES)
         microbatches, rows, width = tokens.shape
         return microbatches * rows * self.grid.shape.batch_shards * (width - 1)
 

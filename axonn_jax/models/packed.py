@@ -1,0 +1,103 @@
+"""Packed rows: several documents in one row of tokens, none of which sees another, and the targets that count.
+
+A packed row is one of words: the low 24 bits are a token's id, bit 30 says that it counts as a target, bit 31 that a
+document begins with it. So a batch stays one array of integers, whatever reads it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from axonn_jax.errors import UserError
+from axonn_jax.models.protocol import Model
+from axonn_jax.tensor.attention import Documents
+from axonn_jax.tensor.loss import target_weights
+
+_ID, _COUNTED, _START = (1 << 24) - 1, 1 << 30, -(1 << 31)
+
+
+class PackedStream(NamedTuple):
+    """The residual stream of packed rows, and the documents in them."""
+
+    values: jax.Array
+    documents: Documents
+
+    @property
+    def dtype(self) -> Any:
+        """That of the stream."""
+        return self.values.dtype
+
+
+Stream = jax.Array | PackedStream
+"""What one layer hands to the next."""
+
+
+def token_ids(words: jax.Array) -> jax.Array:
+    """The ids of packed words."""
+    return words & _ID
+
+
+def documents_of(words: jax.Array) -> Documents:
+    """The documents in packed rows [batch, seq]: which one a token is in, and its place there; no collectives."""
+    starts = (words < 0).astype(jnp.int32)
+    place = lax.broadcasted_iota(jnp.int32, words.shape, 1)
+    begins = lax.cummax(jnp.where(starts == 1, place, 0), axis=1)
+    return Documents(jnp.cumsum(starts, axis=1), place - begins)
+
+
+def counted(words: Any) -> Any:
+    """Whether each of the words [..., seq + 1] behind the first is a target that counts, [..., seq].
+
+    A document's first token is none: what stands before it is of another one.
+    """
+    targets = words[..., 1:]
+    return (targets & _COUNTED != 0) & (targets >= 0)
+
+
+def targets_of(model: Model, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Targets of a batch [rows, seq + 1] and what each counts in a sum of losses, [rows, seq] int32 and float32."""
+    if not model.packed:
+        return batch[:, 1:], target_weights(batch, model.vocab)
+    return token_ids(batch[:, 1:]), packed_weights(batch, model.vocab)
+
+
+def packed_weights(words: jax.Array, vocab: int | None) -> jax.Array:
+    """What each target of packed rows counts; NaN in a row that counts and has an id outside of the vocabulary."""
+    counts = counted(words)
+    known = jnp.bool_(True) if vocab is None else jnp.all(token_ids(words) < vocab, axis=1, keepdims=True)
+    weights = jnp.where(known | ~jnp.any(counts, axis=1, keepdims=True), 1.0, jnp.nan)
+    return jnp.where(counts | jnp.isnan(weights), weights, 0.0).astype(jnp.float32)
+
+
+def values_of(x: Stream) -> jax.Array:
+    """The residual stream alone."""
+    return x.values if isinstance(x, PackedStream) else x
+
+
+def pack(
+    documents: Sequence[Sequence[int]], width: int, targets: Sequence[Sequence[bool]] | None = None
+) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """One packed row of `width` words that holds documents one behind another, [width] int32.
+
+    `targets` say which of their tokens count (left out: all); what is left of the row is a document of its own that
+    does not. Raises ``UserError`` where they do not fit, or an id has more than 24 bits.
+    """
+    row = np.zeros(width, np.int32)
+    at = 0
+    for number, ids in enumerate(documents):
+        words = np.asarray(ids, np.int64)
+        if len(words) == 0 or words.min() < 0 or words.max() > _ID:
+            raise UserError(f"document {number}", list(ids)[:8], f"ids from 0 to {_ID:,}, at least one")
+        if at + len(words) > width:
+            raise UserError("documents", sum(map(len, documents)), f"at most {width} tokens, the width of a row")
+        counts = np.ones(len(words), bool) if targets is None else np.asarray(targets[number], bool)
+        row[at : at + len(words)] = words | np.where(counts, _COUNTED, 0)
+        row[at] |= _START
+        at += len(words)
+    if at < width:
+        row[at] |= _START
+    return row

@@ -1,0 +1,161 @@
+"""Packed rows: several documents in one, each as if it were alone, and a loss over the targets that count."""
+
+from dataclasses import replace
+
+import grids
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import axonn_jax as ax
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.models.block_comm import BlockComm
+from axonn_jax.models.packed import counted, documents_of, pack
+from axonn_jax.models.stacked import stack_layers, unstacked
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.tensor.params import split_module
+from axonn_jax.train.engines.program import StageProgram
+from axonn_jax.train.engines.scan_layers import unstack_params
+
+GPT = replace(grids.GPT, seq_len=16)
+LLAMA = replace(grids.LLAMA, heads=8, window=5)
+SHAPES = {"gpt": GPT, "llama": LLAMA}
+LENGTHS = [(7, 4, 6), (17,), (2, 15), (5, 5, 5), (1, 3, 9), (16,), (8, 8), (3, 3, 3, 3)]
+
+
+def documents(vocab):
+    draw = np.random.default_rng(5)
+    return [[draw.integers(0, vocab, size).tolist() for size in sizes] for sizes in LENGTHS]
+
+
+def gradients(shape, axes, rows, *, scanned=False, comm=None, **options):
+    """Gradients, loss and norm of two microbatches of packed rows [rows, seq + 1]."""
+    grid = grids.lay(axes)
+    model = grids.model_on(shape, grid, packed=True, **({} if comm is None else {"comm": comm}))
+    made = split_module(model)
+    stack = stack_layers(model, made) if scanned else unstacked(made)
+    program = StageProgram(stack.parts, grid, jnp.dtype("float32"), **options)
+    batch = jax.device_put(rows.reshape(2, -1, rows.shape[1]), program.batch_sharding())
+    grads, loss, norm = jax.jit(program.gradients)(stack.join(made.params, grid.mesh), batch, None)
+    return {n: np.asarray(g, np.float64) for n, g in unstack_params(stack, grads).items()}, float(loss), float(norm)
+
+
+def alone(shape, kinds, weights=None):
+    """The same of each document in a row of its own, summed one by one with a model that knows nothing of packing."""
+    model = grids.model_on(shape, grids.lay(GridShape()))
+    parts = split_module(model)
+
+    def total(params):
+        losses, count = 0.0, 0
+        for row, sizes in enumerate(kinds):
+            for number, ids in enumerate(sizes):
+                if len(ids) > 1:
+                    words = jnp.asarray([ids])
+                    weight = np.ones(len(ids) - 1) if weights is None else np.asarray(weights[row][number][1:], float)
+                    x = parts.merge(params).embed(words[:, :-1], jnp.float32)
+                    merged = parts.merge(params)
+                    for block in merged.blocks:
+                        x = block(x)
+                    losses += merged.total_loss(x, words[:, 1:], jnp.asarray([weight]))
+                    count += weight.sum()
+        return losses / count
+
+    with jax.default_device(jax.devices()[0]):
+        loss, grads = jax.jit(jax.value_and_grad(total))(parts.params)
+    grads = {name: np.asarray(g, np.float64) for name, g in grads.items()}
+    return grads, float(loss), sum(float((g**2).sum()) for g in grads.values()) ** 0.5
+
+
+WANT = {}
+
+
+def want(kind):
+    if kind not in WANT:
+        WANT[kind] = alone(SHAPES[kind], documents(SHAPES[kind].vocab))
+    return WANT[kind]
+
+
+def packed(kind):
+    return np.stack([pack(row, 17) for row in documents(SHAPES[kind].vocab)])
+
+
+CASES = {
+    "one": ("gpt", GridShape(), {}),
+    "y": ("gpt", GridShape(y=2), {"activations": "full"}),
+    "one window": ("llama", GridShape(), {"scanned": True}),
+    "4d": ("llama", GridShape(z=2, y=2, x=2), {"sub_batches": 2}),
+    "sequence": ("gpt", GridShape(data=2, y=2), {"comm": BlockComm(sequence_split=True), "activations": "dots"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_documents_of_a_row_are_as_if_they_were_alone(case):
+    kind, axes, options = CASES[case]
+    # Sums over the same targets in another order, and attention over fewer keys in other blocks.
+    grids.check_gradients(gradients(SHAPES[kind], axes, packed(kind), **options), want(kind))
+
+
+def uneven(vocab):
+    """Rows of which few, all or no targets count, and what each row holds."""
+    draw = np.random.default_rng(7)
+    kinds = [[draw.integers(0, vocab, size).tolist() for size in (9, 8)] for _ in range(8)]
+    counts = [
+        [(draw.random(len(ids)) < share).tolist() for ids in row]
+        for row, share in zip(kinds, (0.0, 0.1, 1.0, 0.9, 0.2, 0.0, 0.5, 1.0), strict=True)
+    ]
+    return kinds, counts, np.stack([pack(row, 17, count) for row, count in zip(kinds, counts, strict=True)])
+
+
+@pytest.mark.parametrize("axes", [GridShape(data=2), GridShape(pipe=2, data=2)], ids=["data", "pipe"])
+def test_an_uneven_mask_over_microbatches_is_one_batch(axes):
+    kinds, counts, rows = uneven(GPT.vocab)
+    grads, loss, norm = alone(GPT, kinds, counts)
+    grid = ax.grid.build_grid(axes, jax.devices()[: axes.devices])
+
+    def model():
+        made = Transformer(GPT, rngs=nnx.Rngs(0), packed=True)
+        host = grids.host_params(GPT)
+        parts = split_module(made)
+        return parts.merge({name: jnp.asarray(host[name], jnp.float32) for name in parts.params})
+
+    trainer = ax.Trainer(model, optax.sgd(1.0), grid, microbatches=4, memory=ax.MemoryConfig(precision="fp32"))
+    before = {name: np.asarray(value, np.float64) for name, value in trainer.engine.params.items()}
+    held_out = trainer.evaluate([rows[:5], rows[5:]]) if axes.pipe == 1 else trainer.evaluate([rows])
+    metrics = trainer.step(rows)
+    after = {name: np.asarray(value, np.float64) for name, value in trainer.engine.params.items()}
+    trainer.close()
+    assert abs(held_out - loss) <= grids.SCALAR_TOLERANCE * loss
+    assert abs(float(metrics["loss"]) - loss) <= grids.SCALAR_TOLERANCE * loss
+    assert abs(float(metrics["grad_norm"]) - norm) <= grids.SCALAR_TOLERANCE * norm
+    for name, grad in grads.items():
+        # The difference of two float32 weights: rounded to their last bit.
+        least = grids.EPS * np.abs(before[name]).max()
+        error = np.abs(before[name] - after[name] - grad).max()
+        assert error <= grids.GRADIENT_TOLERANCE * np.abs(grad).max() + least, name
+
+
+def test_words():
+    row = pack([[5, 6, 7], [1 << 23]], 6, [[True, False, True], [True]])
+    assert (row & 0xFFFFFF).tolist() == [5, 6, 7, 1 << 23, 0, 0]
+    assert counted(row).tolist() == [False, True, False, False, False]
+    found = documents_of(jnp.asarray(row[None]))
+    assert found.positions[0].tolist() == [0, 1, 2, 0, 0, 1]
+    assert len(set(found.numbers[0].tolist())) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        (([[1, 2], [3]], 2), "documents = 3: at most 2 tokens"),
+        (([[1 << 24]], 4), "document 0 = "),
+        (([[]], 4), "document 0 = "),
+    ],
+)
+def test_what_does_not_fit_is_one_line(given, fault):
+    with pytest.raises(UserError) as error:
+        pack(*given)
+    assert str(error.value).startswith(fault)
