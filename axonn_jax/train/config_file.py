@@ -137,7 +137,8 @@ def loads(
             old_names.append(dotted)
             dotted, values = RENAMED[dotted]
             value = values.get(value, value) if isinstance(value, str) else value
-        value = OLD_VALUES.get(dotted, {}).get(str(value).lower(), value)
+        if isinstance(value, bool | str):
+            value = OLD_VALUES.get(dotted, {}).get(str(value).lower(), value)
         if dotted in DROPPED and value == DROPPED[dotted]:
             continue
         table, key = _known(dotted, value)

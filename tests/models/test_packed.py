@@ -13,6 +13,7 @@ from flax import nnx
 import axonn_jax as ax
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.memory.host_arrays import joined
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.packed import counted, documents_of, pack
 from axonn_jax.models.stacked import stack_layers, unstacked
@@ -41,7 +42,11 @@ def gradients(shape, axes, rows, *, scanned=False, comm=None, **options):
     program = StageProgram(stack.parts, grid, jnp.dtype("float32"), **options)
     batch = jax.device_put(rows.reshape(2, -1, rows.shape[1]), program.batch_sharding())
     grads, loss, norm = jax.jit(program.gradients)(stack.join(made.params, grid.mesh), batch, None)
-    return {n: np.asarray(g, np.float64) for n, g in unstack_params(stack, grads).items()}, float(loss), float(norm)
+    return (
+        {n: np.asarray(g, np.float64) for n, g in joined(unstack_params(stack, grads)).items()},
+        float(loss),
+        float(norm),
+    )
 
 
 def alone(shape, kinds, weights=None):
