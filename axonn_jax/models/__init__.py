@@ -1,5 +1,6 @@
 """Models and their sizes."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from axonn_jax.models.config import ModelShape
@@ -7,24 +8,22 @@ from axonn_jax.models.presets import preset, preset_names
 
 if TYPE_CHECKING:
     from axonn_jax.models.huggingface.load import from_pretrained
+    from axonn_jax.models.packed import pack
     from axonn_jax.models.sequential import SequenceModel
     from axonn_jax.models.transformer import Transformer
 
-__all__ = ["ModelShape", "SequenceModel", "Transformer", "from_pretrained", "preset", "preset_names"]
+__all__ = ["ModelShape", "SequenceModel", "Transformer", "from_pretrained", "pack", "preset", "preset_names"]
+
+# Sizes are known without jax; only the models themselves need it.
+_HOME = {
+    "SequenceModel": "axonn_jax.models.sequential",
+    "Transformer": "axonn_jax.models.transformer",
+    "from_pretrained": "axonn_jax.models.huggingface.load",
+    "pack": "axonn_jax.models.packed",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Sizes are known without jax; only the model itself needs it.
-    if name == "Transformer":
-        from axonn_jax.models.transformer import Transformer
-
-        return Transformer
-    if name == "SequenceModel":
-        from axonn_jax.models.sequential import SequenceModel
-
-        return SequenceModel
-    if name == "from_pretrained":
-        from axonn_jax.models.huggingface.load import from_pretrained
-
-        return from_pretrained
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'axonn_jax.models' has no attribute {name!r}")

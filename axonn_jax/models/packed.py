@@ -60,9 +60,10 @@ def counted(words: Any) -> Any:
 
 def targets_of(model: Model, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Targets of a batch [rows, seq + 1] and what each counts in a sum of losses, [rows, seq] int32 and float32."""
-    if not model.packed:
-        return batch[:, 1:], target_weights(batch, model.vocab)
-    return token_ids(batch[:, 1:]), packed_weights(batch, model.vocab)
+    if model.packed:
+        return token_ids(batch[:, 1:]), packed_weights(batch, model.vocab)
+    weights = target_weights(batch, model.vocab)
+    return batch[:, 1:], weights
 
 
 def packed_weights(words: jax.Array, vocab: int | None) -> jax.Array:

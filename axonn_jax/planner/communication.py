@@ -129,7 +129,7 @@ def predict(work: StepSpec) -> tuple[Predicted, ...]:
     work.shape.check_grid(work.grid, sequence_split=work.comm.sequence_split)
     work.comm.check(work.shape, work.grid)
     work.grid.check_batch(work.sequences, work.microbatches)
-    return tuple(one for one in (*predict_microbatch(work), *predict_update(work)) if one.group > 1)
+    return tuple(sent for sent in (*predict_microbatch(work), *predict_update(work)) if sent.group > 1)
 
 
 def predict_microbatch(work: StepSpec) -> Iterator[Predicted]:

@@ -67,6 +67,7 @@ class Trainer:
             self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, **given)
         else:
             self.engine = SpmdEngine(model, optimizer, grid, tensor=tensor, **given)
+        self._packed = check_model(self.engine.parts.merge(self.engine.parts.params)).packed
 
     @property
     def model(self) -> nnx.Module:
@@ -95,8 +96,10 @@ class Trainer:
 
         An id that is not in a transformer's vocabulary makes the loss NaN. A step whose loss or gradients are not
         finite leaves weights and optimizer state as they were, on every device, and is counted in the metrics'
-        `skipped`. Without a pipeline the metrics are device values, and nothing is waited for.
+        `skipped`; of a packed model such is a step without targets. Raises ``UserError`` for one in a single process. Without a pipeline the metrics are device values, and nothing is waited for.
         """
+        if self._packed and self.engine.grid.size == 1 and not counted_targets(batch).any():
+            raise UserError("batch", batch.shape, "packed rows with at least one target that counts")
         return self.engine.step(batch)
 
     def evaluate(self, batches: Iterable[np.ndarray], *, samples: int | None = None) -> float:
@@ -109,16 +112,16 @@ class Trainer:
         shards = self.engine.batches
         share = shards.share
         means, sequences, width = [], 0, 0
-        packed = check_model(self.engine.parts.merge(self.engine.parts.params)).packed
+        packed = self._packed
         sync = host_sync(self.engine.grid) if packed else None
         for batch in batches:
             sequences = max(sequences, -(-len(batch) // share) * share)  # what is left runs in the same program
             filled, width = pad_batch(batch, sequences), batch.shape[1] - 1
             targets = shards.least / share * width  # of all processes, for a sequence here
-            whole, count = targets * len(filled), targets * samples_in(filled)
+            every, count = targets * len(filled), targets * samples_in(filled)
             if sync is not None:  # in as many copies as each process's rows have
-                whole = count = sum(map(int, sync.gather(str(int(counted_targets(filled).sum())))))
-            means.append((self.engine.mean_loss(filled), whole, count))
+                every = count = sum(map(int, sync.gather(str(int(counted_targets(filled).sum())))))
+            means.append((self.engine.mean_loss(filled), every, count))
             jax.block_until_ready(means[-2:][0][0])  # one behind: CPU devices stand still with very many under way
         counted = samples * width if samples is not None and not packed else sum(count for *_, count in means)
         if not counted:

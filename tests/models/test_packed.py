@@ -143,6 +143,14 @@ def test_an_uneven_mask_over_microbatches_is_one_batch(axes):
         assert error <= grids.GRADIENT_TOLERANCE * np.abs(grad).max() + least, name
 
 
+def test_a_step_without_targets_is_one_line():
+    model = Transformer(GPT, rngs=nnx.Rngs(0), packed=True)
+    trainer = ax.Trainer(model, optax.sgd(1.0), grids.lay(GridShape()))
+    rows = np.stack([pack([[1, 2]], 17, [[True, False]])] * 2)
+    with pytest.raises(UserError, match=r"^batch = \(2, 17\): packed rows with at least one target that counts$"):
+        trainer.step(rows)
+
+
 def test_words():
     row = pack([[5, 6, 7], [1 << 23]], 6, [[True, False, True], [True]])
     assert (row & 0xFFFFFF).tolist() == [5, 6, 7, 1 << 23, 0, 0]
