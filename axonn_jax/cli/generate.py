@@ -18,7 +18,7 @@ class Generate:
     """Continue a prompt with the weights of a run directory, on one device."""
 
     run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
-    """A directory left by `axonn-jax train`."""
+    """A directory left by `axonn-jax train` or `convert`, or a Hugging Face model's."""
     prompt: str
     """The text to continue."""
     tokens: Positive = 100
@@ -41,11 +41,18 @@ def run(args: Generate) -> int:
     """
     if not (math.isfinite(args.temperature) and args.temperature >= 0):
         raise UserError("--temperature", args.temperature, "a finite number of at least 0")
-    if not (args.run_dir / "config.toml").is_file():
-        raise UserError("RUN_DIR", str(args.run_dir), "a directory left by `axonn-jax train`, with a config.toml")
-    from axonn_jax.train.config_file import read
+    from axonn_jax.models.huggingface.pretrained import is_pretrained, read_config
 
-    shape = read(str(args.run_dir / "config.toml"), []).model.shape()
+    if is_pretrained(args.run_dir):
+        from axonn_jax.models.huggingface.families import shape_from_config
+
+        shape = shape_from_config(read_config(args.run_dir, "RUN_DIR"))
+    elif (args.run_dir / "config.toml").is_file():
+        from axonn_jax.train.config_file import read
+
+        shape = read(str(args.run_dir / "config.toml"), []).model.shape()
+    else:
+        raise UserError("RUN_DIR", str(args.run_dir), "a directory left by `axonn-jax train`, with a config.toml")
     from axonn_jax.data.tokenize import load, prompt_ids
 
     tokenizer = load(args.run_dir / "tokenizer.json", "RUN_DIR")

@@ -31,6 +31,7 @@ COMMANDS = (
     Command("inspect", "list the checkpoints of a run, and check that they are sound"),
     Command("prepare", "turn a directory of text or code into tokenised shards"),
     Command("generate", "continue a prompt with a trained model"),
+    Command("convert", "turn a Hugging Face model into one to train from, and a run into a Hugging Face model"),
     Command("timeline", "draw what the stages of a pipelined run did, and their idle time"),
     Command("plan", "find the best grids for a model on a machine, before a node-hour is spent"),
     Command("simulate", "run one step in virtual time, with jitter, slow ranks and failures"),
@@ -46,8 +47,6 @@ BENCHES = (
     Command("matmuls", "rates of a step's matmuls in every layout of their operands, and which one is chosen"),
     Command("overlap", "what runs beside a step's collectives in the schedule that XLA makes for a GPU"),
 )
-
-_LATER = ("convert",)  # names that documents promise
 
 # Not imported for --version, only looked up: importing jax takes a second and may start a device.
 _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py", "mpi4jax")
@@ -121,8 +120,7 @@ def _command(commands: Sequence[Command], name: str, field: str) -> Command:
         if command.name == name:
             return command
     names = [command.name for command in commands]
-    later = "not built yet; " if name in _LATER else ""
-    raise UserError(field, name, f"{later}one of {', '.join(names)}{'' if later else nearest(name, names)}")
+    raise UserError(field, name, f"one of {', '.join(names)}{nearest(name, names)}")
 
 
 def _overview() -> str:

@@ -34,8 +34,9 @@ EXCLUDE = (
 class Prepare:
     """Turn a directory of text or code into tokenised shards to train on.
 
-    Trains a byte-level BPE on the files, encodes them, and holds some of them out for evaluation. OUT_DIR is
-    what `[data] path` of a training configuration names; it appears complete or not at all.
+    Trains a byte-level BPE on the files (or takes a tokenizer that exists), encodes them, and holds some of them out
+    for evaluation. OUT_DIR is what `[data] path` of a training configuration names; it appears complete or not at
+    all.
     """
 
     source: Annotated[Path, Arg(positional="SOURCE_DIR")]
@@ -46,8 +47,11 @@ class Prepare:
     """The directory to write; new, or empty. One prepare at a time writes it, and what others put there meanwhile is
     never removed: what was prepared is then kept beside it, and the error says where."""
 
-    vocab: int
-    """Entries of the vocabulary, from 257. Above 65535 tokens take 4 bytes instead of 2."""
+    vocab: Annotated[int | None, Arg(default="that of --tokenizer")] = None
+    """Entries of the vocabulary to train, from 257. Above 65535 tokens take 4 bytes instead of 2."""
+
+    tokenizer: Annotated[Path | None, Arg(default="trained")] = None
+    """Take this tokenizer.json, or that of this directory (a pretrained model's, another prepared one), instead."""
 
     include: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
     """Read only files that match this pattern; repeat it for more. A pattern with a slash is compared with the
@@ -82,11 +86,12 @@ def run(args: Prepare) -> int:
     from axonn_jax.data.prepare import prepare
 
     began = time.perf_counter()
-    with _terminated(), Ticker("reading") as ticker:
+    with terminated(), Ticker("reading") as ticker:
         manifest, source = prepare(
             args.source,
             args.out,
             vocab=args.vocab,
+            tokenizer=args.tokenizer,
             include=args.include or INCLUDE,
             exclude=(*EXCLUDE, *args.exclude),
             holdout=args.holdout,
@@ -125,7 +130,7 @@ def _lines(manifest: "Manifest", seconds: float) -> str:
 
 
 @contextmanager
-def _terminated() -> Iterator[None]:
+def terminated() -> Iterator[None]:
     """Makes SIGTERM, which a batch system sends at the time limit, and SIGHUP clean up as an interrupt does."""
 
     def stop(number: int, _: object) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from axonn_jax.data import tokenize
 from axonn_jax.data.manifest import MANIFEST, TOKENIZER, Manifest, ShardWriter, Split, checksum
 from axonn_jax.data.output import appearing, is_partial
-from axonn_jax.errors import UserError
+from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.version import __version__
 
 SHARD_TOKENS = 16 << 20
@@ -47,7 +47,8 @@ def prepare(
     source: Path,
     out: Path,
     *,
-    vocab: int,
+    vocab: int | None = None,
+    tokenizer: Path | None = None,
     include: Sequence[str],
     exclude: Sequence[str] = (),
     holdout: float = 0.05,
@@ -58,11 +59,21 @@ def prepare(
 ) -> tuple[Manifest, Source]:
     """Writes the prepared directory ``out`` from the files below ``source``, at once whole or not at all.
 
+    A tokenizer of ``vocab`` entries is trained, or one that exists is taken (`tokenize.load_given`).
+
     Raises:
         UserError: an argument is out of range, nothing usable matches, the text gives no vocabulary of that size,
             ``out`` holds something else or cannot be written, or another prepare writes it.
     """
-    tokenize.check_vocab(vocab)
+    given = None
+    if tokenizer is not None:
+        if vocab is not None:
+            raise UserError("--vocab", vocab, "left out beside --tokenizer, which has its own")
+        given = tokenize.load_given(tokenizer, "--tokenizer")
+    else:
+        if vocab is None:
+            raise UserError("--vocab", NOT_GIVEN, "the size of the vocabulary to train; or --tokenizer")
+        tokenize.check_vocab(vocab)
     if not 0 < holdout < 1:
         raise UserError("--holdout", holdout, "a share of the files above 0 and below 1")
     if seed < 0:
@@ -75,20 +86,25 @@ def prepare(
     with appearing(source, out, force=force) as partial:
         texts = scan(source, include, exclude, out, report)
         names = split(texts, holdout, seed)
-        tokenizer = tokenize.train(_texts(texts, names["train"], report), vocab)
-        _write(partial / TOKENIZER, tokenizer.to_str(pretty=True))
+        if given is None:
+            assert vocab is not None
+            trained = tokenize.train(_texts(texts, names["train"], report), vocab)
+            given = trained, trained.to_str(pretty=True).encode(), tokenize.EOT_ID
+        encoder, raw, end = given
+        _write(partial / TOKENIZER, raw)
+        vocab = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
         dtype = np.dtype("uint16" if vocab <= 65535 else "uint32")
         splits: dict[str, Split] = {}
         counts: dict[str, NDArray[np.int64]] = {}
         for name, members in names.items():
-            with ShardWriter(partial, name, dtype, vocab, tokenize.EOT_ID, shard_tokens) as sink:
-                splits[name] = _encode(tokenizer, texts, members, sink, report)
+            with ShardWriter(partial, name, dtype, vocab, end, shard_tokens) as sink:
+                splits[name] = _encode(encoder, end, texts, members, sink, report)
             counts[name] = sink.counts
         manifest = Manifest(
             path=out,
             vocab=vocab,
             dtype=dtype.name,
-            eot_id=tokenize.EOT_ID,
+            eot_id=end,
             splits=splits,
             unigram_entropy=unigram_entropy(counts["valid"]),
             skipped=dict(sorted(texts.skipped.items())),
@@ -101,13 +117,13 @@ def prepare(
             },
             tokenizer_sha256=checksum(partial / TOKENIZER),
         )
-        _write(partial / MANIFEST, json.dumps(manifest.as_json(), indent=1) + "\n")
+        _write(partial / MANIFEST, (json.dumps(manifest.as_json(), indent=1) + "\n").encode())
     return manifest, texts
 
 
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
+def _write(path: Path, raw: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(raw)
         file.flush()
         os.fsync(file.fileno())
 
@@ -234,9 +250,9 @@ def _texts(texts: Source, names: Sequence[str], report: Report) -> Iterator[str]
     report("learning merges", 0, 0)
 
 
-def _encode(tokenizer: Any, texts: Source, names: Sequence[str], sink: ShardWriter, report: Report) -> Split:
+def _encode(tokenizer: Any, end: int, texts: Source, names: Sequence[str], sink: ShardWriter, report: Report) -> Split:
     total, files, size = sum(texts.sizes[name] for name in names), 0, 0
-    batches = tokenize.encode_files(tokenizer, (texts.root / name for name in names))
+    batches = tokenize.encode_files(tokenizer, (texts.root / name for name in names), end)
     for ended, read, ids in _steady(batches, texts.root):
         sink.add(ids)
         files, size = files + ended, size + read

@@ -1,7 +1,8 @@
-"""Tokens: training of byte-level BPE, and token ids of files in bounded memory."""
+"""Tokens: training of byte-level BPE, tokenizers of others, and token ids of files in bounded memory."""
 
 import codecs
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from axonn_jax.data.manifest import MAX_TOKENIZER, MAX_VOCAB
-from axonn_jax.documents import read_json, typed
+from axonn_jax.data.manifest import MAX_TOKENIZER, MAX_VOCAB, TOKENIZER
+from axonn_jax.documents import read_bytes, read_json, typed
 from axonn_jax.errors import UserError
+from axonn_jax.models.huggingface.pretrained import SAVE_TOKENIZER, end_token, root_of
 
 EOT = "<|endoftext|>"
 EOT_ID = 0  # the trainer numbers special tokens first
 MIN_VOCAB = 257  # the 256 bytes and EOT
-_EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`"
+_EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare` or of a pretrained model"
 _PIECE = 1 << 20
 _BATCH = 4 << 20
 _BATCH_ENTRIES = 1024
@@ -97,13 +99,19 @@ class _File:
 
 
 def load(file: str | Path, field: str = "data.path") -> Any:
-    """Reads a ``tokenizer.json`` that ``train`` made: its vocabulary and merges, and nothing else that it may hold.
+    """Reads a ``tokenizer.json``.
+
+    Of one that ``train`` made its vocabulary and merges are taken, and nothing else that it may hold; another one, such
+    as that of a pretrained model, is the library's to read.
 
     Raises:
-        UserError: the file is missing or is no such tokenizer; ``field`` is what the line names.
+        UserError: the file is missing or is no tokenizer; ``field`` is what the line names.
     """
     try:
-        model = typed(_File, read_json(Path(file), MAX_TOKENIZER, inside=Path(file).parent)).model
+        raw = read_json(Path(file), MAX_TOKENIZER, inside=root_of(Path(file).parent))
+        if not is_ours(raw):
+            return _others(raw)
+        model = typed(_File, raw).model
         if model.type != "BPE" or model.vocab.get(EOT) != EOT_ID:
             raise ValueError(f"no BPE with {EOT} as token {EOT_ID}")
         if sorted(model.vocab.values()) != [*range(len(model.vocab))]:
@@ -119,6 +127,53 @@ def load(file: str | Path, field: str = "data.path") -> Any:
     tokenizer = _byte_level(models.BPE(dict(model.vocab), [(left, right) for left, right in model.merges]))
     tokenizer.add_special_tokens([EOT])
     return tokenizer
+
+
+def is_ours(raw: Any) -> bool:
+    """Whether what a tokenizer.json holds has the form of what ``train`` makes, sound or not."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("model"), dict):
+        return True
+    before, added = raw.get("pre_tokenizer"), raw.get("added_tokens")
+    plain = not isinstance(before, dict) or before.get("type") == "ByteLevel"
+    ids = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else [EOT_ID]
+    return plain and ids == [EOT_ID] and not isinstance(raw.get("post_processor") or raw.get("normalizer"), dict)
+
+
+def _others(raw: Mapping[str, Any]) -> Any:
+    """A tokenizer that somebody else made; raises ``ValueError``."""
+    try:
+        tokenizer = Tokenizer.from_str(json.dumps(raw))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(" ".join(str(error).split())[:200]) from None
+    if not 0 <= largest < MAX_VOCAB:
+        raise ValueError(f"its largest token is {largest}")
+    return tokenizer
+
+
+def load_given(path: Path, field: str) -> tuple[Any, bytes, int]:
+    """A tokenizer that exists: itself, its file's bytes and the id that ends a document.
+
+    ``path`` is the file, or a directory with ``tokenizer.json``, such as one that `prepare` wrote or a pretrained
+    model's. Raises ``UserError`` for what ``load`` refuses, and where nothing says which token ends a document.
+    """
+    file = path / TOKENIZER if path.is_dir() else path
+    if not file.exists() and (file.parent / "tokenizer.model").exists():
+        accepted = f"a {TOKENIZER}; the form of sentencepiece is not read: {SAVE_TOKENIZER}"
+        raise UserError(field, str(file.parent / "tokenizer.model"), accepted)
+    tokenizer = load(file, field)
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    end = end_token(file.parent, vocab, field)
+    end = vocab.get(EOT) if end is None else end
+    if end is None:
+        accepted = "a tokenizer beside whose file tokenizer_config.json says which token is the eos_token"
+        raise UserError(field, str(path), accepted)
+    tokenizer.encode_special_tokens = True  # as in `_byte_level`
+    return tokenizer, read_bytes(file, MAX_TOKENIZER, inside=root_of(file.parent)), end
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
@@ -142,13 +197,15 @@ def _byte_level(model: Any) -> Any:
     return tokenizer
 
 
-def encode_files(tokenizer: Any, paths: Iterable[Path]) -> Iterator[tuple[int, int, NDArray[np.uint32]]]:
-    """Yields ``(files ended, bytes, token ids)`` batch by batch; the end-of-text token ends each file's ids.
+def encode_files(
+    tokenizer: Any, paths: Iterable[Path], end: int = EOT_ID
+) -> Iterator[tuple[int, int, NDArray[np.uint32]]]:
+    """Yields ``(files ended, bytes, token ids)`` batch by batch; the token ``end`` ends each file's ids.
 
     Raises:
         BinaryFile, UnicodeDecodeError, OSError: as ``pieces`` does.
     """
-    eot = [EOT_ID]
+    eot = [end]
     for batch in _batches(paths):
         texts = [text for text in batch if text is not None]
         # The "fast" form leaves out character offsets, which nobody here needs.

@@ -1,6 +1,7 @@
-"""Text from a run directory's weights: one token at a time, the window so far computed anew for each."""
+"""Text from the weights of a run or a pretrained directory: token by token, the window so far computed anew."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.huggingface.load import Pretrained
+from axonn_jax.models.huggingface.pretrained import is_pretrained
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import Params, SplitModule, split_module
 from axonn_jax.tensor.specs import shard_mapped
@@ -40,8 +43,9 @@ class Generator:
         if grid.shape.devices != 1:
             raise UserError("grid", grid.shape, "one device: generation on several is not supported by this version")
         self.shape, self.tokenizer = shape, tokenizer
-        checkpoint = named_checkpoint(run, LocalSync(), warn, "checkpoint")
-        if shape.layers > len(checkpoint.manifest.arrays):  # before all of them are traced
+        pretrained = Pretrained(run, "RUN_DIR") if is_pretrained(run) else None
+        checkpoint = None if pretrained else named_checkpoint(run, LocalSync(), warn, "checkpoint")
+        if checkpoint and shape.layers > len(checkpoint.manifest.arrays):  # before all of them are traced
             accepted = f"the layers of the checkpoint, whose arrays are {len(checkpoint.manifest.arrays)}"
             raise UserError("model.layers", shape.layers, accepted)
         parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
@@ -49,13 +53,21 @@ class Generator:
             name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(grid.mesh, parts.specs[name]))
             for name, p in parts.params.items()
         }
-        self._path = checkpoint.path
-        self.params = load_weights(checkpoint, abstract)
+        self._path = checkpoint.path if checkpoint else run
+        self.params: Params = {}
+        if pretrained:
+            self.params = pretrained.load(abstract)
+        elif checkpoint:
+            self.params = load_weights(checkpoint, abstract)
 
         def scores(params: Params, window: jax.Array, last: jax.Array) -> jax.Array:
             return logits(parts, grid.mesh, params, window)[0, last]
 
-        self._scores = jax.jit(scores)
+        self._parts, self._mesh, self._scores = parts, grid.mesh, jax.jit(scores)
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Float32 logits [sequences, seq, vocab] of [sequences, seq] tokens."""
+        return np.asarray(jax.jit(partial(logits, self._parts, self._mesh))(self.params, tokens))
 
     def continue_prompt(self, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[str]:
         """Yields the continuation piece by piece; temperature 0 always takes the likeliest token.

@@ -258,8 +258,8 @@ class CheckpointConfig:
     """Where to go on: auto (the newest valid checkpoint of log.dir, if any), never (what log.dir holds is set aside),
     or the path of a step_N or of a run directory."""
     weights: str = ""
-    """Where nothing is resumed: start from the parameters of this checkpoint (a step_N, or a run directory), with new
-    optimizer state, at step 0."""
+    """Where nothing is resumed: start from the parameters of this checkpoint (a step_N, or a run directory) or of this
+    pretrained directory (Hugging Face's, or one from `axonn-jax convert`), with new optimizer state, at step 0."""
 
 
 @dataclass(frozen=True)

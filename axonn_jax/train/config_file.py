@@ -234,13 +234,13 @@ def to_toml(config: Config) -> str:
     for table in fields(config):
         value = getattr(config, table.name)
         assert is_dataclass(value)
-        lines += [f"[{table.name}]"]
-        for key in fields(value):
-            entry = getattr(value, key.name)
-            if entry is not None:  # TOML has no null: what is left out reads back as None
-                lines.append(f"{key.name} = {_literal(entry)}")
-        lines.append("")
+        lines += [table_toml(table.name, {key.name: getattr(value, key.name) for key in fields(value)}), ""]
     return "\n".join(lines)
+
+
+def table_toml(name: str, values: Mapping[str, object]) -> str:
+    """Returns a table of a config as TOML text; TOML has no null: what is None is left out and reads back so."""
+    return "\n".join([f"[{name}]", *(f"{key} = {_literal(v)}" for key, v in values.items() if v is not None)])
 
 
 def _literal(value: object) -> str:

@@ -13,7 +13,11 @@ from axonn_jax.checkpoint.restore import Checkpoint, check_shapes, load, named_c
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.data.manifest import Manifest as DataManifest
 from axonn_jax.distributed.host_sync import HostSync, host_sync
+from axonn_jax.documents import replace_whole
 from axonn_jax.errors import UserError
+from axonn_jax.models.huggingface.load import Pretrained
+from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
+from axonn_jax.models.huggingface.pretrained import TOKENIZER, is_pretrained, small_files
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.engine import Engine
@@ -57,8 +61,13 @@ def finite(engine: Engine, sync: HostSync) -> bool:
 
 
 def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
-    """Loads a checkpoint that the caller names; returns its step."""
+    """Loads a checkpoint, or a pretrained directory, that the caller names; returns its step."""
     sync = host_sync(engine.grid)
+    if is_pretrained(path):
+        if not weights_only:
+            raise UserError("checkpoint", str(path), "a checkpoint; or weights_only=True for a pretrained directory")
+        _take_pretrained(engine, path, sync, "checkpoint")
+        return 0
     checkpoint = named_checkpoint(path, sync, lambda line: None, "checkpoint")
     _take(engine, checkpoint, sync, "checkpoint", weights_only=weights_only)
     return checkpoint.manifest.step
@@ -86,6 +95,45 @@ def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *,
         fault = str(error)
     if faults := [text for text in sync.gather(fault) if text]:
         raise CorruptCheckpoint(faults[0])
+
+
+def _take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> None:
+    """Puts a pretrained directory's weights into an engine, each process the parts that its devices hold.
+
+    Raises ``UserError`` on all processes where one finds a fault, before anything of the engine's has changed.
+    """
+    pretrained, fault = None, ""
+    try:
+        pretrained = Pretrained(path, field)
+        theirs = {PARAMS + name: entry.size for name, entry in pretrained.entries.items()}
+        ours = {name: size for name, size in engine.state_shapes().items() if name.startswith(PARAMS)}
+        if wrong := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
+            least = wrong[0].removeprefix(PARAMS)
+            raise UserError(field, str(path), f"a model of the same parameters; {len(wrong)} differ, such as {least}")
+    except UserError as error:
+        fault = _packed(error)
+    _agree(sync, fault)
+    assert pretrained is not None
+
+    def read(abstract: Mapping[str, Any]) -> dict[str, Any]:
+        loaded = pretrained.load({name.removeprefix(PARAMS): want for name, want in abstract.items()})
+        return {PARAMS + name: value for name, value in loaded.items()}
+
+    try:
+        engine.load(read, lambda name: name.startswith(PARAMS))
+    except UserError as error:  # a head that is not tied, in a shard of this process
+        fault = _packed(error)
+    _agree(sync, fault)
+
+
+def _packed(error: UserError) -> str:
+    return "\0".join((error.field, str(error.value), error.accepted))
+
+
+def _agree(sync: HostSync, fault: str) -> None:
+    """Raises the same ``UserError`` on all processes where one has a fault."""
+    if faults := [text for text in sync.gather(fault) if text]:
+        raise UserError(*faults[0].split("\0", 2))
 
 
 class Checkpoints:
@@ -171,6 +219,11 @@ class Checkpoints:
         _take(self._engine, checkpoint, self._sync, "checkpoint.resume", weights_only=False)
 
     def _start_from(self, path: Path) -> None:
+        if is_pretrained(path):
+            _take_pretrained(self._engine, path, self._sync, "checkpoint.weights")
+            self._keep_small_files(path)
+            self._say(f"parameters from {path}; optimizer and data start anew")
+            return
         checkpoint = named_checkpoint(path, self._sync, self._say, "checkpoint.weights")
         try:
             _take(self._engine, checkpoint, self._sync, "checkpoint.weights", weights_only=True)
@@ -179,6 +232,29 @@ class Checkpoints:
         self._say(
             f"parameters of step {checkpoint.manifest.step} from {checkpoint.path}; optimizer and data start anew"
         )
+        run = checkpoint.path.parent.parent if checkpoint.path.parent.name == FOLDER else checkpoint.path.parent
+        if (run / PRETRAINED).is_dir():
+            self._keep_small_files(run / PRETRAINED)
+
+    def _keep_small_files(self, source: Path) -> None:
+        """Keeps config, tokenizer and templates of the model that the run begins from, for `axonn-jax convert`."""
+        fault, folder = "", Path(self._config.log.dir) / PRETRAINED
+        if self._sync.rank == 0:
+            try:
+                folder.mkdir(exist_ok=True)
+                for name, raw in small_files(source, "checkpoint.weights"):
+                    replace_whole(folder / name, raw)
+                    if name == TOKENIZER and raw != (Path(self._config.data.path) / TOKENIZER).read_bytes():
+                        self._say(
+                            f"warning: {self._config.data.path} was prepared with another tokenizer than that of "
+                            f"{source}; `axonn-jax prepare --tokenizer {source}` takes it"
+                        )
+            except OSError as error:
+                accepted = f"a directory whose small files can be kept in {folder}; {error.strerror}"
+                fault = _packed(UserError("checkpoint.weights", str(source), accepted))
+            except UserError as error:
+                fault = _packed(error)
+        _agree(self._sync, fault)
 
     def _check_same(self, checkpoint: Checkpoint) -> None:
         """A run goes on only with the seeds and the data that it began with: all else may change."""

@@ -11,6 +11,7 @@ from axonn_jax.data.manifest import Manifest
 from axonn_jax.errors import UserError
 from axonn_jax.models.block_comm import BlockComm, choose_residual_comm
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.options import Range
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition
@@ -49,6 +50,8 @@ def check(config: Config) -> Config:
     if shape.vocab < manifest.vocab:
         accepted = f"at least the prepared data's vocabulary, which is {manifest.vocab}"
         raise UserError("model.vocab", shape.vocab, accepted)
+    if config.checkpoint.weights and is_pretrained(weights := Path(config.checkpoint.weights)):
+        check_shape(shape, weights, "checkpoint.weights")
     manifest.check_seq_len(shape.seq_len)
     shape.check_grid(config.grid, sequence_split=config.memory.sequence_parallel)
     residual_comm_of(config, shape)
@@ -144,7 +147,8 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
     for name, path in named.items():
         if path and not Path(path).is_dir():
             words = "auto, never, or " if name == "checkpoint.resume" else ""
-            raise UserError(name, path, f"{words}the directory of a checkpoint (step_N) or of a run")
+            pretrained = "" if words else ", or a pretrained directory"
+            raise UserError(name, path, f"{words}the directory of a checkpoint (step_N) or of a run{pretrained}")
 
 
 def _check_log(log: LogConfig) -> LogConfig:

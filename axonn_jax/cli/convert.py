@@ -1,0 +1,232 @@
+"""``axonn-jax convert``: a Hugging Face model to a directory to train from, and a run to a Hugging Face model."""
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from axonn_jax.cli.prepare import terminated
+from axonn_jax.cli_args import Arg
+from axonn_jax.documents import TOML_BYTES, read_bytes
+from axonn_jax.errors import UserError
+from axonn_jax.terminal import Ticker, printable, say, size
+
+if TYPE_CHECKING:
+    from axonn_jax.models.config import ModelShape
+
+Dtype = Literal["keep", "bf16", "fp32"]
+_STORED = {"bf16": "bfloat16", "fp32": "float32"}
+_CONFIG = "config.toml"
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.toml")
+_CHECKED_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Convert a Hugging Face model into a directory to train from, or a trained run into a Hugging Face model.
+
+    What SOURCE is decides the direction. DEST appears complete or not at all. Both sides have config.json, safetensors
+    and the tokenizer's files, byte for byte; one to train from also a config.toml with the whole [model].
+    """
+
+    source: Annotated[Path, Arg(positional="SOURCE")]
+    """A Hugging Face directory (config.json and safetensors), or what convert made of one; or a run directory, or one
+    of its step_N."""
+    dest: Annotated[Path, Arg(positional="DEST")]
+    """The directory to write; new, or empty."""
+    dtype: Dtype = "keep"
+    """What weights are stored in; keep: as in SOURCE, which is fp32 in a run."""
+    check: bool = False
+    """Also compute logits of 64 random tokens, with the model that this package makes of one side and with transformers
+    (in torch) on the other, and print the largest difference; both have to be installed."""
+    shard_size: float = 5.0
+    """The most GB in one file."""
+    force: bool = False
+    """Replace DEST if it is an earlier converted directory."""
+    json: bool = False
+    """Print one JSON object with the result, and nothing else, on standard output."""
+
+
+def run(args: Convert) -> int:
+    """Converts, prints what came out and returns the exit status.
+
+    Raises:
+        UserError: SOURCE is damaged or not computed, or DEST cannot be written.
+    """
+    if not 1e-6 <= args.shard_size <= 1e6:
+        raise UserError("--shard-size", args.shard_size, "a number of GB, from 0.000001 to 1000000")
+    if args.check and (missing := [name for name in ("torch", "transformers") if find_spec(name) is None]):
+        raise UserError("--check", True, f"{' and '.join(missing)} installed beside this package; or no --check")
+    if not args.source.is_dir():
+        raise UserError("SOURCE", str(args.source), "a directory of a Hugging Face model or of a run")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # accelerators are none of its business
+    began = time.perf_counter()
+    with terminated(), Ticker("reading") as ticker:
+        side = _opened(args.source)
+        result = _write(side, args, ticker)
+        if args.check:
+            ticker.now("comparing logits")
+            run_side, other = (args.dest, args.source) if side.to_run else (args.source, args.dest)
+            result |= compare(run_side, other, side.shape)
+    result |= {"path": str(args.dest), "seconds": round(time.perf_counter() - began, 3)}
+    print(json.dumps(result) if args.json else _lines(result))
+    return 0
+
+
+@dataclass(frozen=True)
+class Side:
+    """What there is to convert: weights under Hugging Face's names, and the small files that go with them."""
+
+    shape: "ModelShape"
+    weights: Any
+    """A `Pretrained` or `StoredParameters`: `tensors`, and `pieces` of each."""
+    small: Mapping[str, bytes]
+    to_run: bool
+    trained: bool = False
+    """Whether the weights are a run's, whose dtype config.json may not have."""
+
+
+def _opened(source: Path) -> Side:
+    from axonn_jax.models.huggingface.pretrained import is_pretrained, small_files
+
+    if not is_pretrained(source):
+        return _opened_run(source)
+    from axonn_jax.models.huggingface.load import Pretrained
+
+    pretrained = Pretrained(source, "SOURCE")
+    to_run = not (source / _CONFIG).exists()
+    return Side(pretrained.shape, pretrained, dict(small_files(source, "SOURCE")), to_run)
+
+
+def _opened_run(source: Path) -> Side:
+    from axonn_jax.checkpoint.export import StoredParameters
+    from axonn_jax.checkpoint.restore import named_checkpoint
+    from axonn_jax.distributed.host_sync import LocalSync
+    from axonn_jax.models.huggingface.pretrained import FOLDER, check_shape, small_files
+    from axonn_jax.train.config_file import loads
+
+    checkpoint = named_checkpoint(source, LocalSync(), say, "SOURCE")
+    folder = checkpoint.path.absolute().parent
+    folder = folder.parent if folder.name == "checkpoints" else folder
+    text = checkpoint.manifest.run.get("config")
+    if not isinstance(text, str):  # saved from Python
+        text = _text(folder / _CONFIG)
+    shape = loads(text, source=str(source)).model.shape()
+    weights = StoredParameters(checkpoint, shape, "SOURCE")
+    if (folder / FOLDER).is_dir():
+        check_shape(shape, folder / FOLDER, "SOURCE")
+        return Side(shape, weights, dict(small_files(folder / FOLDER, "SOURCE")), False, trained=True)
+    return Side(shape, weights, _own_small_files(folder, shape), False, trained=True)
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_bytes(path, TOML_BYTES, inside=path.parent).decode()
+    except (OSError, ValueError):
+        accepted = f"a run directory with a {_CONFIG} that has its [model], or a checkpoint of `axonn-jax train`"
+        raise UserError("SOURCE", str(path.parent), accepted) from None
+
+
+def _own_small_files(folder: Path, shape: "ModelShape") -> dict[str, bytes]:
+    """Config and tokenizer of a model that did not begin as a pretrained one."""
+    from axonn_jax.data.tokenize import EOT, load
+    from axonn_jax.models.huggingface.families import config_from_shape
+    from axonn_jax.models.huggingface.pretrained import CONFIG, TOKENIZER
+
+    made, end = {}, None
+    if (folder / TOKENIZER).exists():
+        end = load(folder / TOKENIZER, "SOURCE").token_to_id(EOT)
+        made[TOKENIZER] = read_bytes(folder / TOKENIZER, 256 << 20, inside=folder)
+        settings: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": shape.seq_len,
+            "clean_up_tokenization_spaces": False,
+        }
+        settings |= {} if end is None else {"bos_token": EOT, "eos_token": EOT}
+        made["tokenizer_config.json"] = _json(settings)
+    made[CONFIG] = _json(config_from_shape(shape, "float32", end))
+    return made
+
+
+def _write(side: Side, args: Convert, ticker: Ticker) -> dict[str, Any]:
+    import ml_dtypes
+    import numpy as np
+
+    from axonn_jax.data.output import OutputKind, appearing
+    from axonn_jax.models.huggingface.export import Planned, dtype_name, write_tensors
+    from axonn_jax.models.huggingface.pretrained import CONFIG, SMALL, with_dtype
+    from axonn_jax.train.config_file import table_toml
+
+    kinds = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp32": np.dtype(np.float32)}
+    planned = [Planned(name, kinds.get(args.dtype, dtype), shape) for name, dtype, shape in side.weights.tensors]
+    ours = re.compile(f"{_WEIGHTS.pattern}|{SMALL.pattern}")
+    kind = OutputKind("convert", "converted", "SOURCE", "DEST", ours, CONFIG)
+    small = dict(side.small)
+    if args.dtype != "keep" or side.trained:
+        small[CONFIG] = with_dtype(small[CONFIG], dtype_name(planned))
+    if side.to_run:
+        model = table_toml("model", asdict(side.shape))
+        small[_CONFIG] = f"{model}\n\n{table_toml('checkpoint', {'weights': str(args.dest.absolute())})}\n".encode()
+    source, dest = args.source.resolve(), args.dest.resolve()
+    with appearing(source, dest, force=args.force, kind=kind) as partial:
+
+        def report(done: int, total: int) -> None:
+            ticker.now("writing", total >> 20, "MiB", done >> 20)
+
+        write_tensors(partial, planned, side.weights.pieces, int(args.shard_size * 1e9), report)
+        for name, raw in small.items():
+            (partial / name).write_bytes(raw)
+        files = len(list(partial.glob("*.safetensors")))
+    return {
+        "to": "run" if side.to_run else "huggingface",
+        "parameters": side.shape.params(),
+        "dtype": dtype_name(planned),
+        "bytes": sum(tensor.nbytes for tensor in planned),
+        "files": files,
+    }
+
+
+def compare(run_side: Path, other: Path, shape: "ModelShape") -> dict[str, float]:
+    """The largest difference of logits between this package's model and transformers', and the largest logit.
+
+    Both compute in float32 on the CPU.
+    """
+    import jax
+    import numpy as np
+    import torch
+    import transformers
+
+    from axonn_jax.grid import GridShape, build_grid
+    from axonn_jax.inference.generate import Generator
+
+    grid = build_grid(GridShape(), jax.devices()[:1])
+    length = min(_CHECKED_TOKENS, shape.seq_len)
+    tokens = np.random.default_rng(0).integers(0, shape.vocab, (1, length), dtype=np.int32)
+    ours = Generator(run_side, shape, None, grid, say).logits(tokens)
+    model = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens).long()).logits.numpy()
+    return {
+        "largest_difference": float(np.abs(ours[..., : shape.vocab] - theirs).max()),
+        "largest_logit": float(np.abs(theirs).max()),
+    }
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _lines(result: Mapping[str, Any]) -> str:
+    count, stored = f"{result['parameters']:,} parameters", f"{size(result['bytes'])} of {result['dtype']}"
+    noun = "a directory to train from" if result["to"] == "run" else "a Hugging Face model"
+    lines = [f"{count}, {stored} in {result['files']} file(s)"]
+    if "largest_difference" in result:
+        pair = f"{result['largest_difference']:.3g}, of logits up to {result['largest_logit']:.3g}"
+        lines.append(f"largest difference of logits to transformers: {pair}")
+    return "\n".join([*lines, printable(f"{result['path']} is {noun}, written in {result['seconds']:.1f} s")])

@@ -1,0 +1,111 @@
+"""Export of tensors as safetensors: one at a time and piece by piece, into files of a size, with their index."""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from axonn_jax.models.huggingface.files import DTYPES, INDEX, SINGLE
+
+Pieces = Callable[[str], Iterator[NDArray[Any]]]
+"""Gives a tensor by name, in pieces along its first dim."""
+Report = Callable[[int, int], None]
+"""Called with the bytes that are written and the bytes in all."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+"""What config.json calls a dtype, by its name in a file."""
+_ALIGNED = 8
+
+
+class Planned(NamedTuple):
+    """A tensor to be written."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(folder: Path, tensors: Sequence[Planned], pieces: Pieces, most: int, report: Report) -> None:
+    """Writes `model.safetensors`, or several files of at most `most` bytes (or one tensor) each and their index.
+
+    Every tensor is asked for once, in their order where all have one dtype. Pieces are cast to the dtype planned.
+    """
+    files = _shards(tensors, most)
+    total, done = sum(tensor.nbytes for tensor in tensors), 0
+    names = [SINGLE] if len(files) == 1 else [_shard_name(at, len(files)) for at in range(len(files))]
+    for name, shard in zip(names, files, strict=True):
+        with (folder / name).open("xb") as file:
+            file.write(_header(shard))
+            for tensor in shard:
+                for size in _write(file, tensor, pieces(tensor.name)):
+                    done += size
+                    report(done, total)
+            file.flush()
+            os.fsync(file.fileno())
+    if len(files) > 1:
+        weight_map = {tensor.name: name for name, shard in zip(names, files, strict=True) for tensor in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(file: BinaryIO, tensor: Planned, pieces: Iterator[NDArray[Any]]) -> Iterator[int]:
+    left = tensor.nbytes
+    for piece in pieces:
+        raw = np.ascontiguousarray(piece.astype(tensor.dtype, copy=False)).reshape(-1).view(np.uint8)
+        file.write(raw.data)
+        left -= raw.nbytes
+        yield raw.nbytes
+    assert left == 0, tensor.name
+
+
+def _shards(tensors: Sequence[Planned], most: int) -> list[list[Planned]]:
+    """The tensors of each file; in one, larger elements come first, so that all are aligned."""
+    shards: list[list[Planned]] = [[]]
+    room = most
+    for tensor in tensors:
+        if shards[-1] and tensor.nbytes > room:
+            shards.append([])
+            room = most
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _header(tensors: Sequence[Planned]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _ALIGNED)
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def dtype_name(tensors: Sequence[Planned]) -> str:
+    """What config.json calls the dtype that most bytes are in."""
+    bytes_of: dict[str, int] = {}
+    for tensor in tensors:
+        name = TORCH_NAMES[_NAMES[tensor.dtype]]
+        bytes_of[name] = bytes_of.get(name, 0) + tensor.nbytes
+    return max(bytes_of, key=lambda name: bytes_of[name])

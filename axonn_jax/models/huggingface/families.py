@@ -1,0 +1,264 @@
+"""Families of Hugging Face models: their config.json as `ModelShape`, and a `ModelShape` as config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from axonn_jax.errors import UserError, nearest
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.huggingface.settings import Config, flag, number, only, rope_config, rope_fields, whole
+
+Layout = Literal["gpt2", "llama"]
+"""How tensors are named and laid out."""
+
+_GPT2 = {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": "all", "qk_norm": False}
+_LLAMA = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": "none", "qk_norm": False}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an architecture of transformers fixes, and what its config leaves out."""
+
+    architecture: str
+    traits: Mapping[str, object]
+    """Fields of `ModelShape` that all models of the family have; those about rotary positions aside."""
+    tied: bool = False
+    """What a missing `tie_word_embeddings` means."""
+    kv_heads: int | None = None
+    """What a missing `num_key_value_heads` means; None: as many as heads."""
+    head_dim: int | None = None
+    """What a missing `head_dim` means; None: `hidden_size / num_attention_heads`."""
+    activations: tuple[str, ...] = ("silu",)
+    window: Literal["none", "always", "chosen"] = "none"
+    """Whether there is a sliding window: never, as `sliding_window` says, or only with `use_sliding_window`."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Fields of config.json with the one value that is computed."""
+
+
+_NO_BIAS = {"attention_bias": False}
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": Family("GPT2LMHeadModel", _GPT2),
+    "llama": Family("LlamaForCausalLM", _LLAMA),
+    "mistral": Family("MistralForCausalLM", _LLAMA, kv_heads=8, window="always", fixed=_NO_BIAS),
+    "qwen2": Family("Qwen2ForCausalLM", _LLAMA | {"bias": "qkv"}, kv_heads=32, window="chosen"),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", _LLAMA | {"qk_norm": True}, kv_heads=32, head_dim=128, window="chosen", fixed=_NO_BIAS
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        _LLAMA | {"norm": "rmsnorm_1p", "mlp": "geglu", "embedding_scale": True},
+        tied=True,
+        kv_heads=16,
+        head_dim=256,
+        activations=("gelu_pytorch_tanh", "gelu"),  # the first files say gelu and mean the tanh form
+        fixed=_NO_BIAS | {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
+    ),
+}
+_NEVER = ("attn_logit_softcapping", "final_logit_softcapping", "quantization_config")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_SAME = "nothing else is supported"
+
+
+def shape_from_config(config: Config) -> ModelShape:
+    """Returns the sizes that a Hugging Face ``config.json`` of one of the `FAMILIES` describes.
+
+    Dropout stays 0: it is a choice of the training run, not of the model. Raises ``UserError``, naming field and
+    value, for whatever this package's transformer does not compute.
+    """
+    for key in _EXPERTS:
+        if config.get(key):
+            raise UserError(f"config.{key}", config[key], "absent: models with experts are not computed")
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        hint = nearest(name, FAMILIES) if isinstance(name, str) else ""
+        raise UserError("config.model_type", name, f"one of {', '.join(FAMILIES)}{hint}")
+    for key in _NEVER:
+        only(config, key)
+    only(config, "is_encoder_decoder", False)
+    only(config, "add_cross_attention", False)
+    return _gpt2_shape(config) if name == "gpt2" else _llama_shape(config, FAMILIES[name])
+
+
+def _gpt2_shape(config: Config) -> ModelShape:
+    only(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+    only(config, "scale_attn_weights", True)
+    only(config, "scale_attn_by_inverse_layer_idx", False)
+    hidden, heads = whole(config, "n_embd"), whole(config, "n_head")
+    return ModelShape(
+        layers=whole(config, "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=whole(config, "n_inner", 4 * hidden),
+        vocab=whole(config, "vocab_size"),
+        seq_len=whole(config, "n_positions"),
+        tied=flag(config, "tie_word_embeddings", True),
+        norm_eps=number(config, "layer_norm_epsilon", 1e-5),
+        init_std=number(config, "initializer_range", 0.02),
+        **_GPT2,  # type: ignore[arg-type]
+    )
+
+
+def _llama_shape(config: Config, family: Family) -> ModelShape:
+    only(config, "hidden_act", *family.activations)
+    for key, value in family.fixed.items():
+        only(config, key, value)
+    heads, seq_len = whole(config, "num_attention_heads"), whole(config, "max_position_embeddings")
+    missing = heads if family.kv_heads is None or "num_key_value_heads" in config else family.kv_heads
+    own: dict[str, Any] = {}
+    if config.get("head_dim") is not None or ("head_dim" not in config and family.head_dim is not None):
+        own["head_dim"] = whole(config, "head_dim", family.head_dim)
+    if window := _window(config, family):
+        if "window" not in {f.name for f in fields(ModelShape)}:
+            raise UserError("config.sliding_window", window, f"absent; {_SAME}")
+        own["window"] = window
+    traits = dict(family.traits)
+    if family is FAMILIES["llama"]:
+        traits["bias"] = _llama_bias(config)
+    return ModelShape(
+        layers=whole(config, "num_hidden_layers"),
+        hidden=whole(config, "hidden_size"),
+        heads=heads,
+        kv_heads=whole(config, "num_key_value_heads", missing),
+        ffn=whole(config, "intermediate_size"),
+        vocab=whole(config, "vocab_size"),
+        seq_len=seq_len,
+        tied=flag(config, "tie_word_embeddings", family.tied),
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        init_std=number(config, "initializer_range", 0.02),
+        **rope_fields(config, seq_len),
+        **traits,  # type: ignore[arg-type]
+        **own,
+    )
+
+
+def _llama_bias(config: Config) -> str:
+    attention, mlp = flag(config, "attention_bias", False), flag(config, "mlp_bias", False)
+    if attention != mlp:
+        key = "attention_bias" if attention else "mlp_bias"
+        raise UserError(f"config.{key}", True, "false, or true for attention and MLP both")
+    return "all" if attention else "none"
+
+
+def _window(config: Config, family: Family) -> int:
+    """The window that all layers share; 0: none."""
+    if family.window == "none":
+        return 0
+    layers, types = whole(config, "num_hidden_layers"), config.get("layer_types")
+    uses = family.window == "always" or flag(config, "use_sliding_window", False)
+    given = config.get("sliding_window", 4096)
+    size = whole(config, "sliding_window") if uses and "sliding_window" in config and given is not None else given
+    size = size if uses and size is not None else 0
+    if types is not None:
+        if not isinstance(types, list) or not types or any(kind != types[0] for kind in types):
+            raise UserError("config.layer_types", types, f"all alike: a window that differs by layer; {_SAME}")
+        if types[0] not in (_FULL, _SLIDING):
+            raise UserError("config.layer_types", types[0], f"{_FULL} or {_SLIDING}; {_SAME}")
+        return size if types[0] == _SLIDING or family.window == "always" else 0
+    if family.window == "chosen" and size:
+        first = whole(config, "max_window_layers", 28, least=0)
+        if 0 < first < layers:
+            raise UserError("config.max_window_layers", first, f"0, or num_hidden_layers = {layers}; {_SAME}")
+        return 0 if first else size
+    return int(size)
+
+
+def family_of(shape: ModelShape) -> str:
+    """The model type that a model of these sizes is exported as; raises ``UserError`` where there is none."""
+    window = getattr(shape, "window", 0)
+    for name, family in FAMILIES.items():
+        traits: dict[str, object] = {"embedding_scale": False, **family.traits}
+        if name == "llama" and shape.bias == "all":
+            traits["bias"] = "all"
+        if not all(getattr(shape, trait) == value for trait, value in traits.items()):
+            continue
+        if name == "gpt2" and shape.kv_heads != shape.heads:
+            raise UserError("model.kv_heads", shape.kv_heads, f"heads = {shape.heads} for a GPT-2")
+        own_head_dim = shape.heads * shape.head_dim != shape.hidden
+        if (name == "gpt2" and own_head_dim) or (name == "llama" and shape.hidden % shape.heads):
+            continue
+        if window and family.window == "none":
+            continue
+        return name
+    named = [*_LLAMA, "embedding_scale", *(["window"] if window else [])]
+    given = " ".join(f"{key}={getattr(shape, key)}" for key in named)
+    accepted = "; ".join(f"{name}: {' '.join(map(str, family.traits.values()))}" for name, family in FAMILIES.items())
+    raise UserError("model", given, f"what a family of transformers has ({accepted})")
+
+
+def layout_of(shape: ModelShape) -> Layout:
+    """How the tensors of a model are named and laid out; raises ``UserError`` for a shape that no family has."""
+    return "gpt2" if family_of(shape) == "gpt2" else "llama"
+
+
+def config_from_shape(shape: ModelShape, dtype: str, end: int | None) -> dict[str, Any]:
+    """A config.json that transformers 4 and 5 read, for a model that did not come from one.
+
+    `dtype` is that of its tensors; `end` is the token behind a text. Raises ``UserError`` for a shape of no family.
+    """
+    name = family_of(shape)
+    config: dict[str, Any] = {
+        "architectures": [FAMILIES[name].architecture],
+        "model_type": name,
+        "torch_dtype": dtype,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": shape.tied,
+        "initializer_range": shape.init_std,
+        "bos_token_id": end,
+        "eos_token_id": end,
+    }
+    if name == "gpt2":
+        return config | {
+            "n_layer": shape.layers,
+            "n_embd": shape.hidden,
+            "n_head": shape.heads,
+            "n_inner": shape.ffn,
+            "n_positions": shape.seq_len,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": shape.norm_eps,
+            "embd_pdrop": shape.dropout,
+            "resid_pdrop": shape.dropout,
+            "attn_pdrop": 0.0,
+        }
+    return config | _llama_config(shape, FAMILIES[name]) | rope_config(shape)
+
+
+def _llama_config(shape: ModelShape, family: Family) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "max_position_embeddings": shape.seq_len,
+        "rms_norm_eps": shape.norm_eps,
+        "hidden_act": family.activations[0],
+        **family.fixed,
+    }
+    if family is FAMILIES["llama"]:
+        config |= {"attention_bias": shape.bias == "all", "mlp_bias": shape.bias == "all"}
+    window = getattr(shape, "window", 0)
+    if family.window != "none":
+        config["sliding_window"] = window or None
+    if family.window == "chosen":
+        config |= {"use_sliding_window": bool(window), "max_window_layers": 0 if window else shape.layers}
+    return config
+
+
+def differences(given: ModelShape, stored: ModelShape) -> list[str]:
+    """Fields of a run's model that are not those of a pretrained one, as "model.heads = 4 (8 there)".
+
+    Dropout and the spread of initial weights are the run's own; a run may use shorter sequences where positions are
+    rotary.
+    """
+    own = {"dropout", "init_std"}
+    if stored.positions == "rope" and given.seq_len <= stored.seq_len:
+        own.add("seq_len")
+    names = [f.name for f in fields(ModelShape) if f.name not in own]
+    return [
+        f"model.{name} = {getattr(given, name)} ({getattr(stored, name)} there)"
+        for name in names
+        if getattr(given, name) != getattr(stored, name)
+    ]

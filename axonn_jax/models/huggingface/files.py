@@ -1,0 +1,145 @@
+"""Files of tensors: safetensors of a stranger's directory, checked, of which any part is read and its bytes counted."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from axonn_jax.documents import open_regular, read_json
+from axonn_jax.errors import UserError
+from axonn_jax.models.huggingface.pretrained import no_model, root_of
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+"""What weights may be stored in, by the name in a file."""
+_MOST_INDEX = 64 << 20
+_MOST_FILES = 100_000
+_PIECE = 32 << 20
+
+
+class StoredTensor(NamedTuple):
+    """What a file's header says of a tensor."""
+
+    file: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+class TensorFiles:
+    """The tensors of a directory's `model.safetensors`, or of the files that its index names.
+
+    Only headers are read at first. `field` is what errors call the directory. Raises ``UserError`` where a file is
+    missing, damaged, no regular file of this directory, or holds what the index does not say.
+    """
+
+    def __init__(self, directory: Path, field: str):
+        self.directory, self._field = directory, field
+        self.bytes_read = 0
+        """Bytes of tensors that `read` has given."""
+        self._open: dict[str, Any] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        """All tensors, by the names in the files."""
+        index = self._index()
+        for name in sorted(set(index.values())) if index is not None else [SINGLE]:
+            self.tensors |= self._header(name)
+        if index is not None:
+            self._compare(index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
+
+    def read(self, name: str, window: tuple[tuple[int, int], ...]) -> NDArray[Any]:
+        """The part of a tensor between two entries of each dim; nothing else of its file is read."""
+        if not window:
+            part = self._open[self.tensors[name].file].get_tensor(name)
+        else:
+            part = self._open[self.tensors[name].file].get_slice(name)[tuple(slice(*bounds) for bounds in window)]
+        self.bytes_read += part.nbytes
+        return part  # type: ignore[no-any-return]
+
+    def pieces(self, name: str) -> Iterator[NDArray[Any]]:
+        """A tensor in pieces along its first dim, so that one of any size takes little memory."""
+        shape, dtype = self.tensors[name].shape, self.tensors[name].dtype
+        if not shape:
+            yield self.read(name, ())
+            return
+        rest = tuple((0, size) for size in shape[1:])
+        rows = max(1, _PIECE // max(1, math.prod(shape[1:]) * dtype.itemsize))
+        for at in range(0, shape[0], rows):
+            yield self.read(name, ((at, min(at + rows, shape[0])), *rest))
+
+    def close(self) -> None:
+        """Lets the files go."""
+        self._open.clear()
+
+    def _bad(self, name: str, accepted: str) -> UserError:
+        return UserError(self._field, str(self.directory / name), accepted)
+
+    def _index(self) -> dict[str, str] | None:
+        """The file of each tensor, where there are several."""
+        if (self.directory / SINGLE).is_symlink() or (self.directory / SINGLE).exists():
+            return None
+        try:
+            raw = read_json(self.directory / INDEX, _MOST_INDEX, inside=root_of(self.directory))
+        except FileNotFoundError:
+            raise no_model(self.directory, self._field, SINGLE) from None
+        except OSError as error:
+            raise self._bad(INDEX, f"an index that can be read; {error.strerror}") from None
+        except ValueError as error:
+            raise self._bad(INDEX, f"an index in JSON; {error}") from None
+        index = raw.get("weight_map") if isinstance(raw, dict) else None
+        if not isinstance(index, dict) or not index:
+            raise self._bad(INDEX, "an index with a weight_map of tensors to files")
+        for tensor, name in index.items():
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                raise UserError(f"{self._field}: file of {tensor}", name, f"a .safetensors file beside {INDEX}")
+        if len(set(index.values())) > _MOST_FILES:
+            raise self._bad(INDEX, f"at most {_MOST_FILES:,} files")
+        return index
+
+    def _header(self, name: str) -> dict[str, StoredTensor]:
+        path = self.directory / name
+        try:
+            open_regular(path, inside=root_of(self.directory)).close()
+            opened = safe_open(path, framework="numpy")
+            slices = {tensor: opened.get_slice(tensor) for tensor in opened.keys()}  # noqa: SIM118
+            stored = {tensor: (part.get_dtype(), tuple(part.get_shape())) for tensor, part in slices.items()}
+        except FileNotFoundError:
+            raise self._bad(name, "a file that is there; it is missing") from None
+        except OSError as error:
+            raise self._bad(name, f"a file that can be read; {error.strerror or error}") from None
+        except (SafetensorError, ValueError) as error:
+            why = str(error).removeprefix("Error while deserializing header: ").replace("\n", " ")
+            raise self._bad(name, f"a sound safetensors file; {why[:200]}") from None
+        found = {}
+        for tensor, (dtype, shape) in stored.items():
+            if dtype not in DTYPES:
+                if tensor.endswith((".attn.bias", ".attn.masked_bias")):  # masks of old files, left out anyway
+                    continue
+                accepted = f"one of {', '.join(DTYPES)}; quantised weights are not computed"
+                raise UserError(f"{self._field}: dtype of {tensor}", str(dtype), accepted)
+            found[tensor] = StoredTensor(name, DTYPES[dtype], shape)
+        if twice := found.keys() & self.tensors.keys():
+            raise self._bad(name, f"tensors of its own; {min(twice)[:200]!r} is in {self.tensors[min(twice)].file} too")
+        self._open[name] = opened
+        return found
+
+    def _compare(self, index: Mapping[str, str]) -> None:
+        for tensor, name in index.items():
+            if tensor not in self.tensors or self.tensors[tensor].file != name:
+                raise self._bad(name, f"a file with the tensor {tensor[:200]!r}, as {INDEX} says")
+        for tensor, stored in self.tensors.items():
+            if tensor not in index:
+                raise self._bad(stored.file, f"only tensors that {INDEX} has; {tensor[:200]!r} is not among them")

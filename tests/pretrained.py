@@ -1,0 +1,93 @@
+"""Pretrained directories of every family: tiny configs, random weights, and a tokenizer."""
+
+import json
+import zlib
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+
+from axonn_jax.models.huggingface import shape_from_config
+from axonn_jax.models.huggingface.entries import entries_of
+
+BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+_SIZES = {
+    "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "vocab_size": 301, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+CONFIGS = {
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_inner": None, "n_layer": 2, "n_positions": 64,
+        "vocab_size": 301, "layer_norm_epsilon": 1e-5, "dtype": "float32", "bos_token_id": 0, "eos_token_id": 0,
+    },
+    "llama": {"model_type": "llama", **_SIZES, "rope_theta": 1e4, "rope_scaling": None},
+    "llama3": {
+        "model_type": "llama", **_SIZES, "rope_theta": 5e5, "tie_word_embeddings": True,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "linear": {"model_type": "llama", **_SIZES, "rope_theta": 1e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "yarn": {
+        "model_type": "qwen3", **_SIZES, "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    },
+    "mistral": {"model_type": "mistral", **_SIZES, "head_dim": 16, "sliding_window": None, "rope_theta": 1e6},
+    "qwen2": {"model_type": "qwen2", **_SIZES, "use_sliding_window": False, "rope_theta": 1e6},
+    "qwen3": {
+        "model_type": "qwen3", **_SIZES, "head_dim": 16, "tie_word_embeddings": True, "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "gemma": {"model_type": "gemma", **_SIZES, "hidden_act": "gelu_pytorch_tanh", "head_dim": 16, "rope_theta": 1e4},
+}  # fmt: skip
+SMALL = {
+    "generation_config.json": b'{ "eos_token_id":0 }',
+    "tokenizer_config.json": b'{"eos_token": "<|endoftext|>"}\n\n',
+    "chat_template.jinja": "{{ messages }} \u00e9".encode(),
+    "special_tokens_map.json": b"{}",
+}
+
+
+def weights(config: dict, dtype: np.dtype = F32) -> dict[str, np.ndarray]:
+    """A random state dict under the names of files; norms near 1, the rest small."""
+    state = {}
+    for entry in entries_of(shape_from_config(config)):
+        for name, size in entry.theirs.items():
+            drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(size, np.float32)
+            norm = name.endswith("norm.weight") or ".ln_" in name
+            state[name] = (0.2 * drawn + (norm and name.endswith("weight"))).astype(dtype)
+    return state
+
+
+def write_model(folder: Path, config: dict, state: dict[str, np.ndarray], files: int = 1) -> Path:
+    """A directory as transformers writes it, by the library's own writer; its tensors in several files if asked."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for name, raw in SMALL.items():
+        (folder / name).write_bytes(raw)
+    if files == 1:
+        safetensors.numpy.save_file(state, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    index = {}
+    for number in range(files):
+        name = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        part = {key: state[key] for key in sorted(state)[number::files]}
+        safetensors.numpy.save_file(part, folder / name, {"format": "pt"})
+        index |= dict.fromkeys(part, name)
+    total = sum(value.nbytes for value in state.values())
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    (folder / "model.safetensors.index.json").write_text(text)
+    return folder
+
+
+def read_model(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a directory, by the library's own reader."""
+    state: dict[str, np.ndarray] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        state |= safetensors.numpy.load_file(path)
+    return state
