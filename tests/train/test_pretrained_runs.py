@@ -1,0 +1,143 @@
+"""From a pretrained directory to a trained run and back: on pipelines and grids, with its own tokenizer and files."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pretrained
+import pytest
+import tokenizers
+
+from axonn_jax.checkpoint.manifest import read
+from axonn_jax.cli.main import main
+from axonn_jax.models.huggingface.families import shape_from_config
+
+CONFIG = pretrained.CONFIGS["llama"]
+SHORT = ["--train.global_batch", "4", "--train.microbatches", "2", "--train.eval_batches", "1", "--model.seq_len", "16"]
+
+
+def foreign_tokenizer(path):
+    """A BPE of another kind than `prepare` trains: a normalizer, two special tokens, an end that is not number 0."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.normalizer = tokenizers.normalizers.NFC()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=290, special_tokens=["<pad>", "<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["the token of the mesh and the shard of the token"] * 50, trainer)
+    path.write_text(made.to_str())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A pretrained model, data prepared with its tokenizer, and a run of two steps on a pipeline that began from it."""
+    root = tmp_path_factory.mktemp("pretrained")
+    source = pretrained.write_model(root / "hf", CONFIG, pretrained.weights(CONFIG, pretrained.BF16), files=2)
+    foreign_tokenizer(source / "tokenizer.json")
+    (root / "text").mkdir()
+    for number in range(4):
+        (root / "text" / f"{number}.txt").write_text("the token of the mesh and the shard\n" * (20 + number))
+    data = str(root / "data")
+    assert main(["prepare", str(root / "text"), data, "--tokenizer", str(source), "--holdout", "0.3"]) == 0
+    assert main(["convert", str(source), str(root / "base")]) == 0
+    argv = ["train", str(root / "base" / "config.toml"), "--data.path", data, "--log.dir", str(root / "run"), *SHORT]
+    assert main([*argv, "--grid.pipe", "2", "--grid.y", "2", "--train.steps", "2", "--train.lr", "1e-9"]) == 0
+    return root
+
+
+def test_data_has_the_tokens_of_the_tokenizer_given(trained):
+    manifest = json.loads((trained / "data" / "manifest.json").read_text())
+    tokenizer = tokenizers.Tokenizer.from_file(str(trained / "hf" / "tokenizer.json"))
+    assert (trained / "data" / "tokenizer.json").read_bytes() == (trained / "hf" / "tokenizer.json").read_bytes()
+    assert manifest["eot_id"] == tokenizer.token_to_id("<|endoftext|>") == 1
+    assert manifest["vocab"] == tokenizer.get_vocab_size()
+    ids = np.fromfile(trained / "data" / "train-00000.bin", manifest["dtype"])
+    assert tokenizer.decode(ids[: list(ids).index(1)].tolist()).startswith("the token of the mesh and the shard\n")
+
+
+def test_a_run_keeps_the_small_files(trained):
+    kept = {path.name: path.read_bytes() for path in (trained / "run" / "pretrained").iterdir()}
+    assert kept == {path.name: path.read_bytes() for path in (trained / "hf").iterdir() if path.name in kept}
+    assert {"config.json", "tokenizer.json", *pretrained.SMALL} == kept.keys()
+
+
+def test_a_run_begins_from_the_weights_and_goes_back(trained, capsys):
+    """With a learning rate of nearly nothing it ends where it began, but for the last bits of float32."""
+    assert main(["convert", str(trained / "run"), str(trained / "out"), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["to"], answer["dtype"]) == ("huggingface", "float32")
+    got, want = pretrained.read_model(trained / "out"), pretrained.weights(CONFIG, pretrained.BF16)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name].dtype == np.float32
+        # AdamW moves an entry by at most about lr a step, 1e-9, and rounding by half an ulp of at most 2.
+        np.testing.assert_allclose(got[name], value.astype(np.float32), rtol=0, atol=2e-9 + 2.0**-23, err_msg=name)
+    for name, raw in pretrained.SMALL.items():
+        assert (trained / "out" / name).read_bytes() == raw
+    assert json.loads((trained / "out" / "config.json").read_text()) == CONFIG  # which says float32
+
+
+def test_an_export_is_the_checkpoint(trained, capsys):
+    """Of a step_N in bf16: what the checkpoint has of each parameter, rounded."""
+    step = trained / "run" / "checkpoints" / "step_00000002"
+    assert main(["convert", str(step), str(trained / "step"), "--dtype", "bf16", "--shard-size", "0.00005"]) == 0
+    from axonn_jax.checkpoint.export import StoredParameters
+    from axonn_jax.checkpoint.restore import Checkpoint
+
+    shape = shape_from_config(CONFIG)
+    stored = StoredParameters(Checkpoint(step, read(step)), shape, "SOURCE")
+    whole = {name: np.concatenate(list(stored.pieces(name))) for name, _, _ in stored.tensors}
+    got = pretrained.read_model(trained / "step")
+    assert got.keys() == whole.keys()
+    for name, value in whole.items():
+        assert got[name].tobytes() == value.astype(pretrained.BF16).tobytes(), name
+    assert json.loads((trained / "step" / "config.json").read_text()) == CONFIG | {"torch_dtype": "bfloat16"}
+
+
+def test_generate_reads_any_of_the_directories(trained, capsys):
+    texts = []
+    for name in ("hf", "base", "run"):
+        argv = ["generate", str(trained / name), "--prompt", "the ", "--tokens", "4", "--temperature", "0", "--json"]
+        assert main(argv) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1] == texts[2] != ""
+
+
+def test_a_model_of_other_sizes_is_one_line(trained, capsys):
+    argv = ["train", str(trained / "base" / "config.toml"), "--data.path", str(trained / "data"), *SHORT]
+    for flags, says in (
+        (["--model.layers", "3", "--model.rope_theta", "5"], "model.layers = 3 (2 there), model.rope_theta = 5.0 (1"),
+        (["--model.seq_len", "128"], "a model as [model] says; model.seq_len = 128 (64 there)"),
+    ):
+        assert main([*argv, "--log.dir", str(trained / "no"), *flags]) == 2
+        line = capsys.readouterr().err
+        assert line.startswith("error: checkpoint.weights = ")
+        assert line.count("\n") == 1
+        assert says in line
+    assert not (trained / "no").exists()
+
+
+def test_data_of_another_tokenizer_is_told(trained, tmp_path, capsys):
+    other = str(tmp_path / "data")
+    assert main(["prepare", str(trained / "text"), other, "--vocab", "260", "--holdout", "0.3"]) == 0
+    argv = ["train", str(trained / "base" / "config.toml"), "--data.path", other, "--log.dir", str(tmp_path / "run")]
+    assert main([*argv, *SHORT, "--train.steps", "1"]) == 0
+    assert f"prepared with another tokenizer than that of {trained / 'base'}" in capsys.readouterr().err
+
+
+def test_a_model_from_scratch_gets_config_and_tokenizer(trained, tmp_path, capsys):
+    data, run = str(tmp_path / "data"), str(tmp_path / "run")
+    assert main(["prepare", str(trained / "text"), data, "--vocab", "260", "--holdout", "0.3"]) == 0
+    (tmp_path / "new.toml").write_text("[model]\nlayers = 1\nhidden = 32\nheads = 2\nseq_len = 16\n")
+    flags = ["--data.path", data, "--log.dir", run, "--train.steps", "1", "--train.global_batch", "4"]
+    assert main(["train", str(tmp_path / "new.toml"), *flags]) == 0
+    assert main(["convert", run, str(tmp_path / "out")]) == 0
+    made = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (made["model_type"], made["vocab_size"], made["eos_token_id"]) == ("gpt2", 260, 0)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (Path(data) / "tokenizer.json").read_bytes()
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings["eos_token"] == "<|endoftext|>"
+    state = pretrained.read_model(tmp_path / "out")
+    assert sum(value.size for value in state.values()) == shape_from_config(made).params()
