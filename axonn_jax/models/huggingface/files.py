@@ -24,7 +24,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 """What weights may be stored in, by the name in a file."""
 _MOST_INDEX = 64 << 20
 _MOST_FILES = 100_000
-_PIECE = 32 << 20
+_PIECE = 1 << 20  # small enough that its memory is used again: new pages for each piece take longer than the copy
 
 
 class StoredTensor(NamedTuple):
