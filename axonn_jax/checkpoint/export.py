@@ -45,6 +45,9 @@ class StoredParameters:
             for name, size in entry.theirs.items()
         ]
 
+    def span(self, name: str) -> None:
+        """Nowhere: no file has a tensor as Hugging Face lays it out."""
+
     def pieces(self, name: str) -> Iterator[NDArray[Any]]:
         """A tensor in pieces along its first dim; quick where tensors are asked for in order."""
         entry, number = self._homes[name]

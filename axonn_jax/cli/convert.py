@@ -63,9 +63,6 @@ def run(args: Convert) -> int:
         raise UserError("--check", True, f"{' and '.join(missing)} installed beside this package; or no --check")
     if not args.source.is_dir():
         raise UserError("SOURCE", str(args.source), "a directory of a Hugging Face model or of a run")
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")  # accelerators are none of its business
     began = time.perf_counter()
     with terminated(), Ticker("reading") as ticker:
         side = _opened(args.source)
@@ -85,7 +82,7 @@ class Side:
 
     shape: "ModelShape"
     weights: Any
-    """A `Pretrained` or `StoredParameters`: `tensors`, and `pieces` of each."""
+    """A `Pretrained` or `StoredParameters`: `tensors`, and `span` and `pieces` of each."""
     small: Mapping[str, bytes]
     to_run: bool
     trained: bool = False
@@ -97,7 +94,7 @@ def _opened(source: Path) -> Side:
 
     if not is_pretrained(source):
         return _opened_run(source)
-    from axonn_jax.models.huggingface.load import Pretrained
+    from axonn_jax.models.huggingface.reader import Pretrained
 
     pretrained = Pretrained(source, "SOURCE")
     to_run = not (source / _CONFIG).exists()
@@ -105,12 +102,15 @@ def _opened(source: Path) -> Side:
 
 
 def _opened_run(source: Path) -> Side:
+    import jax
+
     from axonn_jax.checkpoint.export import StoredParameters
     from axonn_jax.checkpoint.restore import named_checkpoint
     from axonn_jax.distributed.host_sync import LocalSync
     from axonn_jax.models.huggingface.pretrained import FOLDER, check_shape, small_files
     from axonn_jax.train.config_file import loads
 
+    jax.config.update("jax_platforms", "cpu")  # accelerators are none of its business
     checkpoint = named_checkpoint(source, LocalSync(), say, "SOURCE")
     folder = checkpoint.path.absolute().parent
     folder = folder.parent if folder.name == "checkpoints" else folder
@@ -179,7 +179,7 @@ def _write(side: Side, args: Convert, ticker: Ticker) -> dict[str, Any]:
         def report(done: int, total: int) -> None:
             ticker.now("writing", total >> 20, "MiB", done >> 20)
 
-        write_tensors(partial, planned, side.weights.pieces, int(args.shard_size * 1e9), report)
+        write_tensors(partial, planned, side.weights, int(args.shard_size * 1e9), report)
         for name, raw in small.items():
             (partial / name).write_bytes(raw)
         files = len(list(partial.glob("*.safetensors")))
@@ -205,6 +205,7 @@ def compare(run_side: Path, other: Path, shape: "ModelShape") -> dict[str, float
     from axonn_jax.grid import GridShape, build_grid
     from axonn_jax.inference.generate import Generator
 
+    jax.config.update("jax_platforms", "cpu")
     grid = build_grid(GridShape(), jax.devices()[:1])
     length = min(_CHECKED_TOKENS, shape.seq_len)
     tokens = np.random.default_rng(0).integers(0, shape.vocab, (1, length), dtype=np.int32)

@@ -18,8 +18,9 @@ from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface.load import Pretrained
+from axonn_jax.models.huggingface.load import load_into
 from axonn_jax.models.huggingface.pretrained import is_pretrained
+from axonn_jax.models.huggingface.reader import Pretrained
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import Params, SplitModule, split_module
 from axonn_jax.tensor.specs import shard_mapped
@@ -56,7 +57,7 @@ class Generator:
         self._path = checkpoint.path if checkpoint else run
         self.params: Params = {}
         if pretrained:
-            self.params = pretrained.load(abstract)
+            self.params = load_into(pretrained, abstract)
         elif checkpoint:
             self.params = load_weights(checkpoint, abstract)
 

@@ -15,9 +15,10 @@ from axonn_jax.data.manifest import Manifest as DataManifest
 from axonn_jax.distributed.host_sync import HostSync, host_sync
 from axonn_jax.documents import replace_whole
 from axonn_jax.errors import UserError
-from axonn_jax.models.huggingface.load import Pretrained
+from axonn_jax.models.huggingface.load import load_into
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import TOKENIZER, is_pretrained, small_files
+from axonn_jax.models.huggingface.reader import Pretrained
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.engine import Engine
@@ -116,7 +117,7 @@ def _take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> 
     assert pretrained is not None
 
     def read(abstract: Mapping[str, Any]) -> dict[str, Any]:
-        loaded = pretrained.load({name.removeprefix(PARAMS): want for name, want in abstract.items()})
+        loaded = load_into(pretrained, {name.removeprefix(PARAMS): want for name, want in abstract.items()})
         return {PARAMS + name: value for name, value in loaded.items()}
 
     try:

@@ -12,7 +12,7 @@ import axonn_jax as ax
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.huggingface import from_huggingface
-from axonn_jax.models.huggingface.load import Pretrained
+from axonn_jax.models.huggingface.reader import Pretrained
 from axonn_jax.tensor.params import split_module
 
 GRIDS = [GridShape(), GridShape(z=2, y=2, x=2), GridShape(data=2, z=2, y=2), GridShape(x=2), GridShape(z=4, y=2)]

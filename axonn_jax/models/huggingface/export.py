@@ -1,20 +1,20 @@
 """Export of tensors as safetensors: one at a time and piece by piece, into files of a size, with their index."""
 
+import errno
 import json
 import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from axonn_jax.models.huggingface.files import DTYPES, INDEX, SINGLE
+from axonn_jax.models.huggingface.files import DTYPES, INDEX, SINGLE, Span
 
-Pieces = Callable[[str], Iterator[NDArray[Any]]]
-"""Gives a tensor by name, in pieces along its first dim."""
 Report = Callable[[int, int], None]
 """Called with the bytes that are written and the bytes in all."""
 
@@ -22,6 +22,18 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 """What config.json calls a dtype, by its name in a file."""
 _ALIGNED = 8
+_CHUNK = 64 << 20
+_CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
+
+
+class Tensors(Protocol):
+    """Tensors by name, from wherever they are."""
+
+    def span(self, name: str) -> Span | None:
+        """Where a tensor lies in a file as it is to be written; None where it does not."""
+
+    def pieces(self, name: str) -> Iterator[NDArray[Any]]:
+        """A tensor in pieces along its first dim."""
 
 
 class Planned(NamedTuple):
@@ -37,7 +49,7 @@ class Planned(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(folder: Path, tensors: Sequence[Planned], pieces: Pieces, most: int, report: Report) -> None:
+def write_tensors(folder: Path, tensors: Sequence[Planned], source: Tensors, most: int, report: Report) -> None:
     """Writes `model.safetensors`, or several files of at most `most` bytes (or one tensor) each and their index.
 
     Every tensor is asked for once, in their order where all have one dtype. Pieces are cast to the dtype planned.
@@ -46,13 +58,12 @@ def write_tensors(folder: Path, tensors: Sequence[Planned], pieces: Pieces, most
     total, done = sum(tensor.nbytes for tensor in tensors), 0
     names = [SINGLE] if len(files) == 1 else [_shard_name(at, len(files)) for at in range(len(files))]
     for name, shard in zip(names, files, strict=True):
-        with (folder / name).open("xb") as file:
-            file.write(_header(shard))
+        with (folder / name).open("xb", buffering=0) as file:
+            _put(file, _header(shard))
             for tensor in shard:
-                for size in _write(file, tensor, pieces(tensor.name)):
+                for size in _write(file, tensor, source):
                     done += size
                     report(done, total)
-            file.flush()
             os.fsync(file.fileno())
     if len(files) > 1:
         weight_map = {tensor.name: name for name, shard in zip(names, files, strict=True) for tensor in shard}
@@ -60,14 +71,47 @@ def write_tensors(folder: Path, tensors: Sequence[Planned], pieces: Pieces, most
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write(file: BinaryIO, tensor: Planned, pieces: Iterator[NDArray[Any]]) -> Iterator[int]:
-    left = tensor.nbytes
-    for piece in pieces:
+def _write(file: FileIO, tensor: Planned, source: Tensors) -> Iterator[int]:
+    span, start, left = source.span(tensor.name), file.tell(), tensor.nbytes
+    if span is not None and span.dtype == tensor.dtype:
+        for size in _copied(file, span, left):
+            left -= size
+            yield size
+        if left == 0:
+            return
+        file.seek(start)
+        file.truncate()
+        yield left - tensor.nbytes
+        left = tensor.nbytes
+    for piece in source.pieces(tensor.name):
         raw = np.ascontiguousarray(piece.astype(tensor.dtype, copy=False)).reshape(-1).view(np.uint8)
-        file.write(raw.data)
+        _put(file, raw.data)
         left -= raw.nbytes
         yield raw.nbytes
     assert left == 0, tensor.name
+
+
+def _copied(file: FileIO, span: Span, left: int) -> Iterator[int]:
+    """Copies bytes as they are, by the kernel; ends before where the file systems cannot."""
+    with span.path.open("rb") as source:
+        at = span.start
+        while left:
+            try:
+                size = os.copy_file_range(source.fileno(), file.fileno(), min(left, _CHUNK), offset_src=at)
+            except OSError as error:
+                if error.errno in _CANNOT_COPY:
+                    return
+                raise
+            if not size:  # the end of a file that somebody is changing
+                return
+            at, left = at + size, left - size
+            yield size
+
+
+def _put(file: FileIO, raw: bytes | memoryview) -> None:
+    view = memoryview(raw)
+    while view:
+        view = view[file.write(view) :]
 
 
 def _shards(tensors: Sequence[Planned], most: int) -> list[list[Planned]]:

@@ -1,6 +1,7 @@
 """Files of tensors: safetensors of a stranger's directory, checked, of which any part is read and its bytes counted."""
 
 import math
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from axonn_jax.documents import open_regular, read_json
+from axonn_jax.documents import open_regular, parse_json, read_json
 from axonn_jax.errors import UserError
 from axonn_jax.models.huggingface.pretrained import no_model, root_of
 
@@ -25,6 +26,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 _MOST_INDEX = 64 << 20
 _MOST_FILES = 100_000
 _PIECE = 1 << 20  # small enough that its memory is used again: new pages for each piece take longer than the copy
+_LENGTH = 8  # bytes in front of a header that say how long it is
 
 
 class StoredTensor(NamedTuple):
@@ -33,6 +35,14 @@ class StoredTensor(NamedTuple):
     file: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
+
+
+class Span(NamedTuple):
+    """Where the bytes of a tensor are."""
+
+    path: Path
+    start: int
+    dtype: np.dtype[Any]
 
 
 class TensorFiles:
@@ -47,6 +57,7 @@ class TensorFiles:
         self.bytes_read = 0
         """Bytes of tensors that `read` has given."""
         self._open: dict[str, Any] = {}
+        self._starts: dict[str, dict[str, int]] = {}
         self.tensors: dict[str, StoredTensor] = {}
         """All tensors, by the names in the files."""
         index = self._index()
@@ -80,9 +91,17 @@ class TensorFiles:
         for at in range(0, shape[0], rows):
             yield self.read(name, ((at, min(at + rows, shape[0])), *rest))
 
-    def close(self) -> None:
-        """Lets the files go."""
-        self._open.clear()
+    def span(self, name: str) -> Span:
+        """Where a tensor's bytes are in its file; the header was found to be sound."""
+        stored = self.tensors[name]
+        path = self.directory / stored.file
+        if stored.file not in self._starts:
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(_LENGTH))
+                header = parse_json(file.read(length))
+            offsets = {key: entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"}
+            self._starts[stored.file] = {key: _LENGTH + length + at for key, at in offsets.items()}
+        return Span(path, self._starts[stored.file][name], stored.dtype)
 
     def _bad(self, name: str, accepted: str) -> UserError:
         return UserError(self._field, str(self.directory / name), accepted)
