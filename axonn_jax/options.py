@@ -12,6 +12,12 @@ Optimizer = Literal["adamw", "adam", "sgd", "lion"]
 Schedule = Literal["cosine", "linear", "constant"]
 """Of the learning rate, after its warm-up."""
 
+Positions = Literal["learned", "rope"]
+Norm = Literal["layernorm", "rmsnorm", "rmsnorm_1p"]
+Mlp = Literal["gelu", "swiglu", "geglu"]
+Bias = Literal["all", "qkv", "none"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+
 AttentionKernel = Literal["auto", "cudnn", "splash", "blocked", "xla"]
 
 Precision = Literal["fp32", "bf16", "fp16", "auto"]

@@ -90,5 +90,5 @@ def _less_attention(shape: ModelShape, y: int, again: bool) -> bool:
 
 
 def _less_mlp(shape: ModelShape, y: int, again: bool) -> bool:
-    wide = shape.ffn * (2 if shape.mlp == "swiglu" else 1)
+    wide = shape.ffn * shape.mlp_inputs
     return (4 + again) * shape.hidden * y < 2 * (wide * (1 + again) + shape.ffn)

@@ -1,16 +1,14 @@
 """Sizes of a decoder-only transformer: parameters and FLOPs by formula, without jax."""
 
+import math
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal, get_args, get_origin
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape, divides, divisors
-
-Positions = Literal["learned", "rope"]
-Norm = Literal["layernorm", "rmsnorm"]
-Mlp = Literal["gelu", "swiglu"]
-
+from axonn_jax.models.rope import Rope
+from axonn_jax.options import Bias, Mlp, Norm, Positions, RopeScaling
 
 MOST = MappingProxyType(
     {
@@ -21,9 +19,16 @@ MOST = MappingProxyType(
         "ffn": 2**22,
         "vocab": 2**24,
         "seq_len": 2**27,
+        "head_dim": 2**16,
+        "window": 2**27,
+        "rope_original_seq_len": 2**27,
     }
 )
 """Largest sizes: ten times or more those of any published model, and checked in seconds."""
+
+
+class DerivedSize(int):
+    """A size that follows from others, and goes on doing so in `dataclasses.replace`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class ModelShape:
     hidden: int
     """Width of the residual stream (features a token)."""
     heads: int
-    """Number of query heads; divides `hidden`."""
+    """Number of query heads; divides `hidden`, where `head_dim` is left out."""
     kv_heads: int
     """Number of key/value heads; divides `heads` (equal to it: multi-head, fewer: grouped-query)."""
     ffn: int
@@ -50,11 +55,11 @@ class ModelShape:
     positions: Positions = "learned"
     """How a token knows its place: a learned table, or rotary embeddings of queries and keys."""
     norm: Norm = "layernorm"
-    """Normalisation in front of each half of a block."""
+    """Normalisation in front of each half of a block; rmsnorm_1p multiplies by 1 + its weight, as Gemma's."""
     mlp: Mlp = "gelu"
-    """Feed-forward: two matmuls around GELU (tanh form), or the gated three-matmul SwiGLU."""
-    bias: bool = True
-    """Whether linear layers have biases."""
+    """Feed-forward: two matmuls around GELU (tanh form), or three, gated by SiLU (swiglu) or by that GELU (geglu)."""
+    bias: Bias = "all"
+    """Which linear layers have biases: all, those to queries, keys and values, or none; True is all, False none."""
     tied: bool = True
     """Whether the output projection is the embedding table."""
     dropout: float = 0.0
@@ -65,29 +70,81 @@ class ModelShape:
     """Base of the rotary frequencies."""
     init_std: float = 0.02
     """Standard deviation of initial weights; output layers of a block take it over sqrt(2 layers)."""
+    head_dim: int = DerivedSize(0)
+    """Features of one head; left out: hidden / heads."""
+    qk_norm: bool = False
+    """Whether each head's queries and keys pass an RMSNorm before they are rotated, as in Qwen3."""
+    embedding_scale: bool = False
+    """Whether embeddings are multiplied by sqrt(hidden), as Gemma's."""
+    window: int = 0
+    """Tokens that a token sees, itself and those right before it; 0: all before it."""
+    rope_scaling: RopeScaling = "none"
+    """How rotary frequencies are slowed down for sequences longer than those trained on first (`models.rope.Rope`)."""
+    rope_factor: float = 1.0
+    """By how much, at most."""
+    rope_low_freq_factor: float = 1.0
+    """llama3: turns in `rope_original_seq_len` below which a frequency is divided by the whole factor."""
+    rope_high_freq_factor: float = 4.0
+    """llama3: turns above which it stays."""
+    rope_original_seq_len: int = 0
+    """llama3, yarn: tokens of the sequences trained on first."""
+    rope_beta_fast: float = 32.0
+    """yarn: turns in `rope_original_seq_len` above which a frequency stays."""
+    rope_beta_slow: float = 1.0
+    """yarn: turns below which it is divided by the whole factor."""
+    rope_attention_factor: float = 0.0
+    """yarn: what rotated queries and keys are multiplied by; 0: 0.1 ln(factor) + 1."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.bias, bool):
+            object.__setattr__(self, "bias", "all" if self.bias else "none")
+        if derived := isinstance(self.head_dim, DerivedSize):
+            object.__setattr__(self, "head_dim", DerivedSize(self.hidden // max(self.heads, 1)))
         for f in fields(self):
             value = getattr(self, f.name)
             if get_origin(f.type) is Literal and value not in get_args(f.type):
                 raise UserError(f"model.{f.name}", value, "one of " + ", ".join(get_args(f.type)))
-            if f.type is int and not 1 <= value <= MOST[f.name]:
-                raise UserError(f"model.{f.name}", value, f"an integer of at least 1 and at most {MOST[f.name]:,}")
+            least = 0 if f.name in ("window", "rope_original_seq_len") else 1
+            if f.type is int and not least <= value <= MOST[f.name] and not (derived and f.name == "head_dim"):
+                raise UserError(
+                    f"model.{f.name}", value, f"an integer of at least {least} and at most {MOST[f.name]:,}"
+                )
         for name in ("norm_eps", "rope_theta", "init_std"):
             if not getattr(self, name) > 0:
                 raise UserError(f"model.{name}", getattr(self, name), "a number above 0")
-        if self.hidden % self.heads:
+        if derived and self.hidden % self.heads:
             raise UserError("model.heads", self.heads, _divisors("a divisor of hidden", self.hidden, self.heads))
         if self.heads % self.kv_heads:
             raise UserError("model.kv_heads", self.kv_heads, _divisors("a divisor of heads", self.heads, self.kv_heads))
         if not 0.0 <= self.dropout < 1.0:
             raise UserError("model.dropout", self.dropout, "a probability of at least 0 and below 1")
         if self.positions == "rope" and self.head_dim % 2:
+            if not derived:
+                raise UserError("model.head_dim", self.head_dim, "an even number, which rotary positions need")
             raise UserError(
                 "model.heads",
                 self.heads,
                 f"rotary positions need an even hidden/heads, this is {self.head_dim}",
             )
+        self._check_rope()
+
+    def _check_rope(self) -> None:
+        if self.rope_scaling == "none":
+            return
+        if self.positions != "rope":
+            raise UserError("model.rope_scaling", self.rope_scaling, f"none where positions are {self.positions}")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            if not 0 < (value := getattr(self, f"rope_{name}")) < math.inf:
+                raise UserError(f"model.rope_{name}", value, "a number above 0")
+        if not 0 <= self.rope_attention_factor < math.inf:
+            raise UserError("model.rope_attention_factor", self.rope_attention_factor, "a number of at least 0")
+        if self.rope_scaling != "linear" and not self.rope_original_seq_len:
+            accepted = f"the tokens of the sequences trained on first, which {self.rope_scaling} needs"
+            raise UserError("model.rope_original_seq_len", self.rope_original_seq_len, accepted)
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            least, most = getattr(self, f"rope_{low}"), getattr(self, f"rope_{high}")
+            if not least < most:
+                raise UserError(f"model.rope_{high}", most, f"a number above model.rope_{low} = {least}")
 
     def check_grid(self, grid: GridShape, *, sequence_split: bool = False) -> None:
         """Raises ``UserError`` unless every parameter and activation of the model divides over the grid.
@@ -107,9 +164,17 @@ class ModelShape:
             divides("model.seq_len", self.seq_len, y, "y (memory.sequence_parallel)", axis="grid.y", legal_axis=True)
 
     @property
-    def head_dim(self) -> int:
-        """Features of one head."""
-        return self.hidden // self.heads
+    def rope(self) -> Rope | None:
+        """How queries and keys turn; None with learned positions."""
+        if self.positions != "rope":
+            return None
+        names = [f.name for f in fields(Rope)]
+        return Rope(**{name: getattr(self, f"rope_{name}") for name in names})
+
+    @property
+    def mlp_inputs(self) -> int:
+        """Matmuls from the residual stream into the feed-forward layer: one, or two where it is gated."""
+        return 1 if self.mlp == "gelu" else 2
 
     @property
     def qkv_width(self) -> int:
@@ -122,13 +187,21 @@ class ModelShape:
 
     def layer_matmul_params(self) -> int:
         """Entries of one block's weight matrices, biases and norms left out."""
-        mlp_matrices = 3 if self.mlp == "swiglu" else 2
-        return self.hidden * (self.qkv_width + self.heads * self.head_dim + mlp_matrices * self.ffn)
+        mlp = (self.mlp_inputs + 1) * self.ffn
+        return self.hidden * (self.qkv_width + self.heads * self.head_dim + mlp)
 
     def layer_params(self) -> int:
         """Parameters of one block."""
-        biases = self.qkv_width + 2 * self.hidden + self.ffn * (2 if self.mlp == "swiglu" else 1)
-        return self.layer_matmul_params() + 2 * self._norm_params() + (biases if self.bias else 0)
+        return self.layer_matmul_params() + 2 * self.norm_params() + self.attention_vector_params() + self.mlp_biases()
+
+    def attention_vector_params(self) -> int:
+        """Biases of a block's attention, and the weights of its norms of queries and keys."""
+        biases = {"all": self.qkv_width + self.hidden, "qkv": self.qkv_width, "none": 0}[self.bias]
+        return biases + (2 * self.head_dim if self.qk_norm else 0)
+
+    def mlp_biases(self) -> int:
+        """Biases of a block's feed-forward layer."""
+        return self.hidden + self.mlp_inputs * self.ffn if self.bias == "all" else 0
 
     def embedding_params(self) -> int:
         """Parameters in front of the first block: the token table and, if learned, the positions."""
@@ -136,13 +209,14 @@ class ModelShape:
 
     def head_params(self) -> int:
         """Parameters behind the last block: the final norm and, if not tied, the output projection."""
-        return self._norm_params() + (0 if self.tied else self.hidden * self.vocab)
+        return self.norm_params() + (0 if self.tied else self.hidden * self.vocab)
 
     def params(self) -> int:
         """All parameters of the model."""
         return self.embedding_params() + self.layers * self.layer_params() + self.head_params()
 
-    def _norm_params(self) -> int:
+    def norm_params(self) -> int:
+        """Parameters of one norm of the residual stream."""
         return self.hidden * (2 if self.norm == "layernorm" else 1)
 
     def layer_forward_flops(self, batch: int, seq_len: int | None = None) -> int:

@@ -15,7 +15,7 @@ def _llama(
 ) -> ModelShape:
     return ModelShape(
         layers, hidden, heads, kv_heads, ffn, vocab, seq_len,
-        positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False, rope_theta=theta,
+        positions="rope", norm="rmsnorm", mlp="swiglu", bias="none", tied=False, rope_theta=theta,
     )  # fmt: skip
 
 

@@ -30,9 +30,7 @@ def transformer_segments(shape: ModelShape) -> tuple[Segment, ...]:
     seq, width = shape.seq_len, shape.heads * shape.head_dim
     attention_matrices = shape.hidden * (shape.qkv_width + width)
     mlp_matrices = shape.layer_matmul_params() - attention_matrices
-    mlp_biases = shape.hidden + shape.ffn * (2 if shape.mlp == "swiglu" else 1) if shape.bias else 0
-    norm = shape.hidden * (2 if shape.norm == "layernorm" else 1)
-    mlp = norm + mlp_matrices + mlp_biases
+    mlp = shape.norm_params() + mlp_matrices + shape.mlp_biases()
     segments = [Segment("embedding", 0, shape.embedding_params())]
     for block in range(shape.layers):
         scores = 4 * seq * seq * width

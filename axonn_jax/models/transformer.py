@@ -20,7 +20,7 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
-from axonn_jax.tensor.attention import Attention
+from axonn_jax.tensor.attention import Attention, Rotation
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight
 from axonn_jax.tensor.dropout import DropoutKey, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
@@ -31,25 +31,33 @@ from axonn_jax.tensor.norm import LayerNorm, RMSNorm
 
 FLOAT32 = jnp.dtype("float32")
 
-# Both keep their inputs for the backward pass and nothing in between: what they compute again is cheaper than the
+# All keep their inputs for the backward pass and nothing in between: what they compute again is cheaper than the
 # memory it would pass through.
 _gelu = jax.checkpoint(lambda h: jax.nn.gelu(h, approximate=True))
 _swiglu = jax.checkpoint(lambda gate, h: jax.nn.silu(gate) * h)
+_geglu = jax.checkpoint(lambda gate, h: jax.nn.gelu(gate, approximate=True) * h)
 
 
 def _norm(shape: ModelShape) -> LayerNorm | RMSNorm:
-    kind = LayerNorm if shape.norm == "layernorm" else RMSNorm
-    return kind(shape.hidden, eps=shape.norm_eps)
+    if shape.norm == "layernorm":
+        return LayerNorm(shape.hidden, eps=shape.norm_eps)
+    return RMSNorm(shape.hidden, eps=shape.norm_eps, offset=1.0 if shape.norm == "rmsnorm_1p" else 0.0)
+
+
+def _rotation(shape: ModelShape) -> Rotation | None:
+    rope = shape.rope
+    return None if rope is None else Rotation(tuple(rope.frequencies(shape.head_dim).tolist()), rope.amplitude)
 
 
 class Mlp(nnx.Module):
-    """Two matmuls around GELU, or SwiGLU's three."""
+    """Two matmuls around GELU, or the three of SwiGLU and GEGLU."""
 
     def __init__(self, shape: ModelShape, comm: BlockComm, *, out_std: float, key: jax.Array):
         keys = jax.random.split(key, 3)
-        linear = partial(Linear, bias=shape.bias, comm=comm.of(comm.mlp))
+        linear = partial(Linear, bias=shape.bias == "all", comm=comm.of(comm.mlp))
         up = partial(linear, shape.hidden, shape.ffn, in_axis="x", std=shape.init_std)
-        self.gate = up(key=keys[0]) if shape.mlp == "swiglu" else None
+        self.gated = _geglu if shape.mlp == "geglu" else _swiglu
+        self.gate = up(key=keys[0]) if shape.mlp_inputs == 2 else None
         self.up = up(key=keys[1])
         self.down = linear(shape.ffn, shape.hidden, in_axis="y", std=out_std, key=keys[2])
 
@@ -59,7 +67,7 @@ class Mlp(nnx.Module):
             (h,) = column_parallel((self.up,), x)
             return self.down(_gelu(h))
         h, gate = column_parallel((self.up, self.gate), x)
-        return self.down(_swiglu(gate, h))
+        return self.down(self.gated(gate, h))
 
 
 class Block(nnx.Module):
@@ -74,10 +82,12 @@ class Block(nnx.Module):
             shape.hidden,
             shape.heads,
             shape.kv_heads,
+            head_dim=shape.head_dim,
             bias=shape.bias,
             std=shape.init_std,
             out_std=out_std,
-            rope_theta=shape.rope_theta if shape.positions == "rope" else None,
+            rotation=_rotation(shape),
+            norm_eps=shape.norm_eps if shape.qk_norm else None,
             kernel=attention,
             key=key_attention,
             comm=comm.of(comm.attention),
@@ -166,6 +176,7 @@ class Transformer(nnx.Module):
         if seq % parts:
             raise UserError("sequence length", seq, f"with sequence parallelism a multiple of y = {parts}")
         x = self.embedding(tokens, dtype)
+        x = x * jnp.asarray(self.shape.hidden**0.5, dtype) if self.shape.embedding_scale else x
         x = x if self.positions is None else x + self.positions(seq, dtype)
         if key is None or self.shape.dropout == 0.0:
             return x

@@ -28,6 +28,7 @@ from axonn_jax.planner.machines.network import CollectiveKind, ring_bytes
 
 Phase = Literal["forward", "recompute", "backward", "update"]
 
+_LAST = "blocks.mlp.down"  # of a block: recomputation leaves its all-reduce out
 _FLOAT32 = 4
 _DATA, _Z, _Y, _X = "data", "z", "y", "x"
 
@@ -128,8 +129,7 @@ def predict(work: StepSpec) -> tuple[Predicted, ...]:
     work.shape.check_grid(work.grid, sequence_split=work.comm.sequence_split)
     work.comm.check(work.shape, work.grid)
     work.grid.check_batch(work.sequences, work.microbatches)
-    collectives = (*predict_microbatch(work), *predict_update(work))
-    return tuple(collective for collective in collectives if collective.group > 1)
+    return tuple(one for one in (*predict_microbatch(work), *predict_update(work)) if one.group > 1)
 
 
 def predict_microbatch(work: StepSpec) -> Iterator[Predicted]:
@@ -138,15 +138,18 @@ def predict_microbatch(work: StepSpec) -> Iterator[Predicted]:
     head = _Matmul("head", shape.hidden, work.vocab, _X)
     yield from _embedding(work)
     for matmul in block_matmuls(shape, work.comm):
-        last = matmul.name == "blocks.mlp.down"
         yield from _weight(work, matmul, shape.layers, again)
-        yield from (_spread if matmul.spread else _matmul)(work, matmul, shape.layers, again, last=last)
+        yield from (_spread if matmul.spread else _matmul)(work, matmul, shape.layers, again)
     for name in ("blocks.attention_norm", "blocks.mlp_norm"):
         yield from _norm(work, name, shape.layers, again)
+    for name in ("q_norm", "k_norm") if shape.qk_norm else ():  # the gradient of a weight that all heads have
+        over = () if work.comm.sequence_split else (_Y, _X) if work.comm.attention else (_Y,)
+        each = shape.layers * work.microbatches
+        yield _one(work, f"blocks.{name}", "backward", "all-reduce", over, shape.head_dim * _FLOAT32, each)
     yield from _norm(work, "norm", 1, False)
     if not shape.tied:  # else it goes with the embedding
         yield from _weight(work, head, 1, False)
-    yield from _matmul(work, head, 1, False, last=False)
+    yield from _matmul(work, head, 1, False)
     # Cross-entropy: the largest logit of a token, then the sum of exponentials beside the target's logit.
     yield _one(work, "loss", "forward", "all-reduce", (_Y,), work.rows * _FLOAT32, work.microbatches)
     yield _one(work, "loss", "forward", "all-reduce", (_Y,), 2 * work.rows * _FLOAT32, work.microbatches)
@@ -154,14 +157,14 @@ def predict_microbatch(work: StepSpec) -> Iterator[Predicted]:
 
 def block_matmuls(shape: ModelShape, comm: BlockComm = ALL_REDUCE) -> tuple[_Matmul, ...]:
     """The linear layers of a block; `x` and `y` swap roles from one to the next."""
-    up = _Matmul("blocks.mlp.up", shape.hidden, shape.ffn, _X, shape.bias, spread=comm.mlp)
+    up = _Matmul("blocks.mlp.up", shape.hidden, shape.ffn, _X, shape.bias == "all", spread=comm.mlp)
     width, heads = shape.heads * shape.head_dim, comm.attention
     gate = replace(up, name="blocks.mlp.gate", joins_next=True)
     return (
-        _Matmul("blocks.attention.qkv", shape.hidden, shape.qkv_width, _X, shape.bias, spread=heads),
-        _Matmul("blocks.attention.out", width, shape.hidden, _Y, shape.bias, spread=heads),
-        *((gate, up) if shape.mlp == "swiglu" else (up,)),
-        _Matmul("blocks.mlp.down", shape.ffn, shape.hidden, _Y, shape.bias, spread=comm.mlp),
+        _Matmul("blocks.attention.qkv", shape.hidden, shape.qkv_width, _X, shape.bias != "none", spread=heads),
+        _Matmul("blocks.attention.out", width, shape.hidden, _Y, shape.bias == "all", spread=heads),
+        *((gate, up) if shape.mlp_inputs == 2 else (up,)),
+        _Matmul("blocks.mlp.down", shape.ffn, shape.hidden, _Y, shape.bias == "all", spread=comm.mlp),
     )
 
 
@@ -187,7 +190,7 @@ def _weight(work: StepSpec, layer: _Matmul, count: int, again: bool) -> Iterator
     yield _scatter(work, layer.name, weight, count)
 
 
-def _matmul(work: StepSpec, layer: _Matmul, count: int, again: bool, last: bool) -> Iterator[Predicted]:
+def _matmul(work: StepSpec, layer: _Matmul, count: int, again: bool) -> Iterator[Predicted]:
     """What a linear layer communicates of activations.
 
     In-axis: all-reduce Y, 2 (Gin-1)/Gin m n e/Gout. Out-axis: all-reduce dX, 2 (Gout-1)/Gout m k e/Gin, once for layers
@@ -200,7 +203,7 @@ def _matmul(work: StepSpec, layer: _Matmul, count: int, again: bool, last: bool)
     operand = work.rows * layer.features_in * work.itemsize // _size(work, x)
     reduction: CollectiveKind = "reduce-scatter" if adds else "all-reduce"
     yield _one(work, layer.name, "forward", reduction, (x,), result, each)
-    if again and not last and work.activations != "save_collectives":
+    if again and layer.name != _LAST and work.activations != "save_collectives":
         yield _one(work, layer.name, "recompute", reduction, (x,), result, each)
     if adds:
         yield _one(work, layer.name, "backward", "all-gather", (x,), result, each)
@@ -212,7 +215,7 @@ def _matmul(work: StepSpec, layer: _Matmul, count: int, again: bool, last: bool)
         yield _one(work, layer.name, "backward", "reduce-scatter" if reads else "all-reduce", (y,), operand, each)
 
 
-def _spread(work: StepSpec, layer: _Matmul, count: int, again: bool, last: bool) -> Iterator[Predicted]:
+def _spread(work: StepSpec, layer: _Matmul, count: int, again: bool) -> Iterator[Predicted]:
     """The same of a layer with inner features over `y` and `x`.
 
     A layer that reads the stream has it all-gathered over `x`, (Gx-1)/Gx m k e, once for layers that share it; dX is
@@ -224,7 +227,7 @@ def _spread(work: StepSpec, layer: _Matmul, count: int, again: bool, last: bool)
     each = count * work.microbatches
     reads = layer.in_axis == _X
     row = work.rows * (layer.features_in if reads else layer.features_out) * work.itemsize
-    repeated = again and not last and work.activations != "save_collectives"
+    repeated = again and layer.name != _LAST and work.activations != "save_collectives"
     phases: tuple[Phase, ...] = ("forward", "recompute") if repeated else ("forward",)
     for phase in ("backward",) if reads else phases:
         yield _one(work, layer.name, phase, "reduce-scatter", (_X,), row, each)
@@ -241,13 +244,11 @@ def _scatter(work: StepSpec, name: str, weight: int, count: int) -> Predicted:
 
 def _norm(work: StepSpec, name: str, count: int, again: bool) -> Iterator[Predicted]:
     """LayerNorm: three float32 numbers a token forward, two backward (mean and factor); RMSNorm: one each way."""
-    forward, backward = (3, 2) if work.shape.norm == "layernorm" else (1, 1)
-    each = count * work.microbatches
     token = work.rows // (work.grid.y if work.comm.sequence_split else 1) * _FLOAT32
-    yield _one(work, name, "forward", "all-reduce", (_X,), forward * token, each)
-    if again and work.activations != "save_collectives":
-        yield _one(work, name, "recompute", "all-reduce", (_X,), forward * token, each)
-    yield _one(work, name, "backward", "all-reduce", (_X,), backward * token, each)
+    repeated: tuple[Phase, ...] = ("recompute",) if again and work.activations != "save_collectives" else ()
+    for phase in ("forward", *repeated, "backward"):
+        numbers = 1 if work.shape.norm != "layernorm" else 2 if phase == "backward" else 3
+        yield _one(work, name, phase, "all-reduce", (_X,), numbers * token, count * work.microbatches)
 
 
 def _embedding(work: StepSpec) -> Iterator[Predicted]:
@@ -275,7 +276,6 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
     bytes. Then the mean loss and the global norm, a scalar each.
     """
     shape = work.shape
-    norm = 2 if shape.norm == "layernorm" else 1
     over = (_DATA, _Z, _Y) if work.comm.sequence_split else (_DATA, _Z)
 
     def reduced(name: str, elements: int, split: tuple[str, ...], count: int) -> Predicted:
@@ -291,8 +291,9 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
             reads = (_Y, _X) if layer.spread else (_Y,)
             split = reads if layer.in_axis == _X else (_X,)
             yield reduced(f"{layer.name}.bias", layer.features_out, split, shape.layers)
-    yield reduced("blocks.norms", shape.hidden, (_X,), 2 * norm * shape.layers)
-    yield reduced("norm", shape.hidden, (_X,), norm)
+    yield reduced("blocks.attention.norms", shape.head_dim, (), 2 * shape.layers * shape.qk_norm)
+    yield reduced("blocks.norms", shape.norm_params(), (_X,), 2 * shape.layers)
+    yield reduced("norm", shape.norm_params(), (_X,), 1)
     if not shape.tied:
         yield reduced("head", shape.hidden * work.vocab, (_X, _Y, _Z), 1)
     yield _one(work, "mean loss", "update", "all-reduce", (_DATA, _Z), _FLOAT32, 1)

@@ -133,7 +133,7 @@ def block_activations(
     over, mlp = (x * y if one else y for one in spread)
     split = comm.sequence_split and y > 1
     stream, width = shape.hidden / x, shape.heads * shape.head_dim / over
-    gates = 2 if shape.mlp == "swiglu" else 1
+    gates = shape.mlp_inputs
     scores = 2 * shape.heads / over * shape.seq_len if attention == "xla" else 0.0
     statistics = shape.heads / over * _FP32 if attention != "xla" else 0.0
     wide = (shape.qkv_width / over, gates * shape.ffn / mlp)
@@ -144,7 +144,10 @@ def block_activations(
     reads = [shape.hidden if one else read for one in spread]
     # Both inputs of norms, both normalised streams, queries to values, attention's result, the MLP's two widths.
     # The scale of an RMSNorm has its gradient from the stream before it, which is kept too.
-    everything = (4 if shape.norm == "rmsnorm" else 2) * part + sum(reads) + sum(wide) + width + shape.ffn / mlp
+    normed = (shape.heads + shape.kv_heads) * shape.head_dim / over if shape.qk_norm else 0.0
+    everything = (
+        normed + (2 if shape.norm == "layernorm" else 4) * part + sum(reads) + sum(wide) + width + shape.ffn / mlp
+    )
     whole = (everything + scores + copies) * item + statistics
     entry = part * item
     # Of the residual stream and of a branch; of the widest operation, on both of its sides.
@@ -156,12 +159,12 @@ def block_activations(
     if split and policy == "none":
         gradients += stream * item  # gathered again
     # Inputs of the norms; gradients of what both halves add to the stream, before and after they are gathered again.
-    added = 2 * part if split and shape.bias else 0.0
+    added = 2 * part if split and shape.bias == "all" else 0.0
     products = (2 * part + sum(ends) + added + shape.qkv_width / over + width + (1 + gates) * shape.ffn / mlp) * item
     # Queries and keys with positions are handed over beside what they were made of.
     rotated = (shape.heads + shape.kv_heads) * shape.head_dim / over if shape.positions == "rope" else 0.0
     if policy == "none":
-        shown = (4 if shape.norm == "rmsnorm" else 2) * part - 2 * part + read * (2 - sum(spread))
+        shown = (2 if shape.norm == "layernorm" else 4) * part - 2 * part + read * (2 - sum(spread))
         shown += shape.ffn / mlp - rotated
         released = (shape.qkv_width / over + rotated + copies) * item + statistics
         return BlockBytes(entry, whole, gradients, shown=shown * item, waiting=products, released=released, spare=spare)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +11,28 @@ from flax import nnx
 from jax import lax
 
 from axonn_jax import compat
-from axonn_jax.options import AttentionKernel
+from axonn_jax.options import AttentionKernel, Bias
 from axonn_jax.tensor.collectives import Comm
 from axonn_jax.tensor.kernel_choice import Tiles, choose_form, tiles
-from axonn_jax.tensor.linear import Linear, TensorAxis, column_parallel
+from axonn_jax.tensor.linear import Linear, column_parallel
+from axonn_jax.tensor.norm import HeadNorm
 
 
-def rotary(x: jax.Array, theta: float) -> jax.Array:
+class Rotation(NamedTuple):
+    """How far each pair of features turns from one token to the next."""
+
+    frequencies: tuple[float, ...]
+    """Radians a token, head_dim/2 of them."""
+    amplitude: float = 1.0
+    """What rotated features are multiplied by."""
+
+
+def rotary(x: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotates features [batch, seq, heads, head_dim] by position (RoFormer, eq. 34; halves layout as in Llama)."""
     half = x.shape[-1] // 2
-    # numpy in float64: a float32 power would cost the low bits of the angle at far positions
-    frequencies = theta ** -(np.arange(half, dtype=np.float64) / half)
-    angles = np.outer(np.arange(x.shape[1], dtype=np.float64), frequencies)
-    cos = jnp.asarray(np.cos(angles), jnp.float32)[None, :, None, :]
-    sin = jnp.asarray(np.sin(angles), jnp.float32)[None, :, None, :]
+    angles = np.outer(np.arange(x.shape[1], dtype=np.float64), np.array(rotation.frequencies))
+    cos = jnp.asarray(rotation.amplitude * np.cos(angles), jnp.float32)[None, :, None, :]
+    sin = jnp.asarray(rotation.amplitude * np.sin(angles), jnp.float32)[None, :, None, :]
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
     return turned.astype(x.dtype)
@@ -152,7 +160,8 @@ class Attention(nnx.Module):
     """Grouped-query self-attention: heads over `y`, the fused projection's columns ordered by KV head.
 
     A KV head's columns are its queries, its key, its value, side by side; so a `y` shard holds whole groups and
-    the stored layout is the same on every grid. With `comm` "gather" heads are over `y` and `x`.
+    the stored layout is the same on every grid. With `comm` "gather" heads are over `y` and `x`. `norm_eps` is that of
+    the norms of queries and keys, None without them.
     """
 
     def __init__(
@@ -161,24 +170,26 @@ class Attention(nnx.Module):
         heads: int,
         kv_heads: int,
         *,
-        bias: bool,
+        head_dim: int,
+        bias: Bias,
         std: float,
         out_std: float,
-        rope_theta: float | None,
+        rotation: Rotation | None,
+        norm_eps: float | None,
         kernel: AttentionKernel | Tiles,
         key: jax.Array,
         comm: Comm = "all_reduce",
     ):
-        self.head_dim, self.group = hidden // heads, heads // kv_heads
-        self.rope_theta, self.kernel = rope_theta, kernel
+        self.head_dim, self.group = head_dim, heads // kv_heads
+        self.rotation, self.kernel = rotation, kernel
         key_in, key_out = jax.random.split(key)
-        width = (heads + 2 * kv_heads) * self.head_dim
-
-        def linear(out: int, in_axis: TensorAxis, std: float, key: jax.Array) -> Linear:
-            return Linear(hidden, out, in_axis=in_axis, bias=bias, std=std, key=key, comm=comm)
-
-        self.qkv = linear(width, "x", std, key_in)
-        self.out = linear(hidden, "y", out_std, key_out)
+        wide = (heads + 2 * kv_heads) * head_dim
+        self.qkv = Linear(hidden, wide, in_axis="x", bias=bias != "none", std=std, key=key_in, comm=comm)
+        self.q_norm = None if norm_eps is None else HeadNorm(head_dim, eps=norm_eps)
+        self.k_norm = None if norm_eps is None else HeadNorm(head_dim, eps=norm_eps)
+        self.out = Linear(
+            heads * head_dim, hidden, in_axis="y", bias=bias == "all", std=out_std, key=key_out, comm=comm
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, seq, hidden/Gx] -> same; collectives are those of its two `Linear` layers.
@@ -190,7 +201,9 @@ class Attention(nnx.Module):
         qkv = qkv.reshape(batch, seq, -1, self.group + 2, self.head_dim)
         q = qkv[..., : self.group, :].reshape(batch, seq, -1, self.head_dim)
         k, v = qkv[..., self.group, :], qkv[..., self.group + 1, :]
-        if self.rope_theta is not None:
-            q, k = rotary(q, self.rope_theta), rotary(k, self.rope_theta)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotation is not None:
+            q, k = rotary(q, self.rotation), rotary(k, self.rotation)
         attended = causal_attention(q, k, v, self.kernel)
         return self.out(attended.reshape(batch, seq, -1))

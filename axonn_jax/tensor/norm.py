@@ -36,6 +36,16 @@ def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: str = FEAT
     return (h if scale is None else h * scale.astype(h.dtype)).astype(x.dtype)
 
 
+def head_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Divides [batch, seq, heads, head_dim] by each head's root mean square, then scales; float32 inside.
+
+    `scale` [head_dim] is all heads': its gradient is all-reduced over what splits heads, 4 head_dim bytes a microbatch.
+    """
+    h = x.astype(jnp.float32)
+    h = h * lax.rsqrt(jnp.mean(jnp.square(h), -1, keepdims=True) + eps)
+    return (h * scale.astype(h.dtype)).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """Normalises to zero mean and unit variance over features split over `x`, then scales and shifts."""
 
@@ -67,12 +77,25 @@ def _normalise(
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square over features split over `x`, then scales."""
+    """Divides by the root mean square over features split over `x`, then scales by `offset` and its weight."""
 
-    def __init__(self, features: int, *, eps: float):
-        self.eps = eps
-        self.scale = constant_param((features,), 1.0, P(FEATURE_AXIS))
+    def __init__(self, features: int, *, eps: float, offset: float = 0.0):
+        self.eps, self.offset = eps, offset
+        self.scale = constant_param((features,), 1.0 - offset, P(FEATURE_AXIS))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., features/Gx] -> same; collectives as in `rms_norm`."""
-        return rms_norm(x, self.scale.get_value(), self.eps)
+        scale = self.scale.get_value()
+        return rms_norm(x, scale.astype(jnp.float32) + self.offset if self.offset else scale, self.eps)
+
+
+class HeadNorm(nnx.Module):
+    """Divides each head's features by their root mean square, then scales; the same weight for all heads."""
+
+    def __init__(self, head_dim: int, *, eps: float):
+        self.eps = eps
+        self.scale = constant_param((head_dim,), 1.0, P())
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, heads, head_dim] -> same; collectives as in `head_norm`."""
+        return head_norm(x, self.scale.get_value(), self.eps)

@@ -23,6 +23,8 @@ RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 """Keys of earlier versions: what each is called now, and the values that are called otherwise. This version takes both,
 and warns."""
+OLD_VALUES: Mapping[str, Mapping[str, str]] = {"model.bias": {"true": "all", "false": "none"}}
+"""Values of earlier versions that are taken still, in lower case, and what each is now."""
 DROPPED: Mapping[str, object] = {"memory.offload_to": ""}
 """Keys of earlier versions without a successor, with the value that says nothing: a config with that is read as if it
 were not there, any other value is refused."""
@@ -135,6 +137,7 @@ def loads(
             old_names.append(dotted)
             dotted, values = RENAMED[dotted]
             value = values.get(value, value) if isinstance(value, str) else value
+        value = OLD_VALUES.get(dotted, {}).get(str(value).lower(), value)
         if dotted in DROPPED and value == DROPPED[dotted]:
             continue
         table, key = _known(dotted, value)

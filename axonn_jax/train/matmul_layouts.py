@@ -239,7 +239,7 @@ def local_products(
     read, over = (shape.hidden, grid.y * grid.x) if comm.attention else (stream, grid.y)
     qkv, width = shape.qkv_width // over, shape.heads * shape.head_dim // over
     hidden, ffn = (shape.hidden, shape.ffn // grid.y // grid.x) if comm.mlp else (stream, shape.ffn // grid.y)
-    into_ffn = 2 if shape.mlp == "swiglu" else 1
+    into_ffn = shape.mlp_inputs
     layers = [
         (products(tokens, read, qkv, dtype), shape.layers),
         (products(tokens, width, read, dtype), shape.layers),

@@ -12,6 +12,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.models.block_comm import BlockComm, choose_residual_comm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
+from axonn_jax.models.model_table import ModelConfig
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.options import Range
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition
@@ -23,7 +24,6 @@ from axonn_jax.train.config import (
     DataConfig,
     LogConfig,
     MemoryConfig,
-    ModelConfig,
     PipelineConfig,
     TensorConfig,
 )
@@ -113,15 +113,15 @@ def check_pipeline(
     Raises:
         UserError: the policy cannot run so, or the model does not split so.
     """
-    layout = PipelineShape(pipe, microbatches, pipeline.virtual_stages)
-    check_policy(pipeline.policy, layout)
+    shape = PipelineShape(pipe, microbatches, pipeline.virtual_stages)
+    check_policy(pipeline.policy, shape)
     if pipeline.split:
         words = pipeline.split.split(",")
         if not all(word.strip().isdecimal() and len(word) < 10 for word in words):
             raise UserError("pipeline.split", pipeline.split, 'numbers of pieces with commas, such as "9,8"')
-        return layout, explicit([int(word) for word in words], len(pieces), layout.stages)
+        return shape, explicit([int(word) for word in words], len(pieces), shape.stages)
     costs = [SegmentCost(piece.name, piece.flops, 2 * piece.flops, piece.params) for piece in pieces]
-    return layout, partition(costs, pipe, pipeline.virtual_stages)
+    return shape, partition(costs, pipe, pipeline.virtual_stages)
 
 
 def _load(data: DataConfig) -> Manifest:

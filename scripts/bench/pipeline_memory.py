@@ -45,20 +45,20 @@ def measure_pipeline(
     grid, dtypes = build_grid(sizes, jax.devices()[: sizes.devices]), precisions("fp32")
     config = PipelineConfig(in_flight=sizes.pipe, split_backward=may_split(True, activations))
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
-    layout, ranges = check_pipeline(sizes.pipe, microbatches, config, list(model.pieces))
+    pipe_shape, ranges = check_pipeline(sizes.pipe, microbatches, config, list(model.segments))
     size = (rows * sizes.batch_shards, shape.seq_len + 1, microbatches)
     work = StepShape(*size, dtypes.compute, activations, dtypes.grad_dtype, dtypes.scaled)
-    stages = plan(split_module(model), grid, layout, ranges, work, keyed=False)
+    stages = plan(split_module(model), grid, pipe_shape, ranges, work, keyed=False)
     found = []
     for place in sorted({0, 1, sizes.pipe - 1}):
         stage = Stage(
             stages[place],
-            backwards=backwards(config.policy, layout, config.split_backward),
-            joins=joins(config.policy, layout),
+            backwards=backwards(config.policy, pipe_shape, config.split_backward),
+            joins=joins(config.policy, pipe_shape),
         )
         sums = sum(_bytes(one) for one in stage.sums.values())
         rank = StageWorker(place, {place: stage})
-        held = most_between_tasks(rank, layout, config.policy, config.in_flight, config.split_backward)
+        held = most_between_tasks(rank, pipe_shape, config.policy, config.in_flight, config.split_backward)
         pair, members = held_pair(stage), stage._members
         # What a program hands over takes the place of what is counted of its microbatch already.
         tasks = 0

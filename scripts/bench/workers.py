@@ -182,9 +182,8 @@ def report(ratios: dict[str, float], raw: dict[str, Any], *, as_json: bool) -> N
     """Prints the result: one JSON object, or lines for people."""
     import importlib.metadata
 
-    versions = {
-        name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "torch", "mpi4py", "mpi4jax")
-    }
+    packages = {one.name: one.version for one in importlib.metadata.distributions()}
+    versions = {name: packages.get(name) for name in ("jax", "flax", "optax", "torch", "mpi4py", "mpi4jax")}
     if as_json:
         headline = {"ratio": next(iter(ratios.values()))} if len(ratios) == 1 else {}
         device = f"{platform.machine()}, {os.cpu_count()} cores: {_cpu()}"

@@ -26,6 +26,7 @@ LLAMA = ModelShape(
     layers=2, hidden=64, heads=32, kv_heads=16, ffn=96, vocab=512, seq_len=16,
     positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False,
 )  # fmt: skip
+QWEN = replace(LLAMA, heads=16, kv_heads=16, head_dim=4, qk_norm=True, bias="qkv")
 MODELS = {"gpt": GPT, "llama": LLAMA}
 GRIDS = [axes for axes in product((1, 2, 4, 8, 16), repeat=4) if axes[0] * axes[1] * axes[2] * axes[3] == 16]
 
@@ -70,6 +71,9 @@ def test_a_sample_of_the_grids_of_16_devices():
             case(GPT, (2, 2, 2, 2), "save_collectives", 1, scanned=True, gather="backward", comm=(0, 1)),
             case(GPT, (2, 2, 2, 2), "full", 2),
             case(LLAMA, (1, 2, 4, 2), "full", 1, scanned=True, comm=(0, 0, 1)),
+            case(QWEN, (2, 2, 2, 2), "none", 2),
+            case(QWEN, (2, 1, 4, 2), "full", 1, scanned=True, comm=(1, 1)),
+            case(QWEN, (2, 2, 4, 1), "save_collectives", 1, comm=(0, 0, 1)),
         ],
     )
 

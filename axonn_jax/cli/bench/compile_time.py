@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from axonn_jax.cli.bench.common import temporary_bytes, text_of
 from axonn_jax.grid import GridShape, build_grid
+from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import Activations
 from axonn_jax.planner.hlo.program import parse
@@ -29,6 +30,8 @@ class Setting:
     """Of a step, over all devices."""
     microbatches: int = 1
     activations: Activations = "none"
+    comm: BlockComm = ALL_REDUCE
+    """How blocks communicate with the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def step_times(settings: Sequence[Setting], rounds: int) -> list[list[float]]:
     for setting in settings:
         grid = build_grid(setting.grid, jax.devices()[: setting.grid.devices])
         with jax.set_mesh(grid.mesh):
-            model = Transformer(setting.shape, rngs=nnx.Rngs(0))
+            model = Transformer(setting.shape, rngs=nnx.Rngs(0), comm=setting.comm)
         memory, tensor = _configs(setting)
         options: Any = {"microbatches": setting.microbatches, "clip": 1.0, "memory": memory, "tensor": tensor}
         trainers.append(Trainer(model, optax.adamw(1e-3), grid, **options))
@@ -137,7 +140,7 @@ def _step(setting: Setting) -> Any:
     from axonn_jax.train.engines.step import abstract, build_step
 
     grid = build_grid(setting.grid, jax.devices()[: setting.grid.devices])
-    model, _ = abstract(setting.shape, grid, setting.sequences, setting.microbatches)
+    model, _ = abstract(setting.shape, grid, setting.sequences, setting.microbatches, comm=setting.comm)
     _, _, step = build_step(model, split_module(model), optax.adamw(1e-3), grid, 1.0, *_configs(setting))
     return step
 

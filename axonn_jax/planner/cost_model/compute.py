@@ -115,7 +115,7 @@ class Compute:
         Two norms and two additions to the residual stream (each reads and writes it), and the activation function of
         the MLP; the backward pass moves twice as much. With sequence parallelism a device has its part of the stream.
         """
-        stream, gates = self.shape.hidden / x, 2 if self.shape.mlp == "swiglu" else 1
+        stream, gates = self.shape.hidden / x, self.shape.mlp_inputs
         stream /= y if self.comm.sequence_split else 1
         ffn = self.shape.ffn / (y * x if self.comm.mlp else y)
         return self.item * (2 * 2 * stream + 2 * 3 * stream + (gates + 1) * ffn)

@@ -40,9 +40,9 @@ def make_model(shape: ModelShape, checkpoint: bool, residual: str) -> Any:
     stream = getattr(torch, residual)
 
     def linear(inputs: int, outputs: int, std: float) -> nn.Linear:
-        layer = nn.Linear(inputs, outputs, bias=shape.bias)
+        layer = nn.Linear(inputs, outputs, bias=shape.bias == "all")
         nn.init.normal_(layer.weight, std=std)
-        if shape.bias:
+        if shape.bias == "all":
             nn.init.zeros_(layer.bias)
         return layer
 

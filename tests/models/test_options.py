@@ -1,0 +1,136 @@
+"""Options that published families add to a block: counted, priced and computed alike on every grid."""
+
+import functools
+from dataclasses import replace
+
+import grids
+import numpy as np
+import pytest
+from flax import nnx
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.rope import Rope
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.tensor.params import split_module
+from axonn_jax.train.config_file import loads
+
+QWEN2 = replace(grids.LLAMA, bias="qkv", tied=True)
+QWEN3 = replace(grids.LLAMA, heads=8, kv_heads=8, head_dim=12, qk_norm=True)
+LLAMA3 = replace(
+    grids.LLAMA, kv_heads=16, rope_scaling="llama3", rope_factor=8.0, rope_original_seq_len=8, rope_theta=100.0
+)
+GEMMA = replace(
+    grids.LLAMA, heads=8, kv_heads=8, head_dim=16, norm="rmsnorm_1p", mlp="geglu", embedding_scale=True, tied=True
+)
+FAMILIES = {"qwen2": QWEN2, "qwen3": QWEN3, "llama3": LLAMA3, "gemma": GEMMA}
+GRIDS = [GridShape(y=2), GridShape(x=2), GridShape(z=2), GridShape(z=2, y=2, x=2)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_by_formula_are_those_of_the_model(family):
+    shape = FAMILIES[family]
+    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
+    sizes = {name: p.size for name, p in split_module(model).params.items()}
+    assert shape.params() == sum(sizes.values())
+    assert shape.layer_params() == sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
+    matmuls = [size for name, size in sizes.items() if name.startswith("blocks.0.") and name.endswith("kernel")]
+    assert shape.layer_matmul_params() == sum(matmuls)
+    assert sum(piece.params for piece in model.segments) == shape.params()
+
+
+@pytest.mark.parametrize("axes", GRIDS, ids=grids.name)
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen2"])
+def test_gradients_are_those_of_one_device(family, axes):
+    shape = replace(FAMILIES[family], layers=1)
+    got, want = grids.gradients(shape, axes), _one_device(family)
+    grids.check_gradients(got, want)
+
+
+@functools.cache
+def _one_device(family, layers=1):
+    return grids.gradients(replace(FAMILIES[family], layers=layers), GridShape())
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ({"comm": "gather"}, {}),
+        ({"comm": "sequence"}, {"activations": "full"}),
+        ({}, {"activations": "save_collectives", "scanned": True}),
+    ],
+    ids=["gather", "sequence", "scanned"],
+)
+def test_norms_of_heads_in_every_layout(layout, options):
+    from axonn_jax.models.block_comm import BlockComm
+
+    kinds = {"gather": BlockComm(attention=True, mlp=True), "sequence": BlockComm(sequence_split=True)}
+    layout = {"comm": kinds[layout["comm"]]} if layout else {}
+    shape = replace(QWEN3, layers=2 if options.get("scanned") else 1)
+    got = grids.gradients(shape, GridShape(data=2, y=2, x=2), layout=layout, **options)
+    grids.check_gradients(got, _one_device("qwen3", shape.layers))
+
+
+# Of transformers' ROPE_INIT_FUNCTIONS for head_dim 16 and theta 10,000, whose tables are float32.
+SLOW = [0.00125, 0.00039528473, 0.00012500001, 3.9528473e-05]
+TABLES = {
+    "linear": (
+        Rope(1e4, "linear", factor=4.0),
+        [0.25, 0.079056941, 0.025, 0.0079056947, 0.0024999999, 0.00079056947, 0.00025000001, 7.9056947e-05],
+        1.0,
+    ),
+    "llama3": (Rope(1e4, "llama3", 8.0, 1.0, 4.0, 64), [1.0, 0.24438459, 0.013042256, 0.0039528473, *SLOW], 1.0),
+    "yarn": (
+        Rope(1e4, "yarn", 4.0, original_seq_len=64),
+        [1.0, 0.23717082, 0.049999997, 0.0079056947, 0.0024999999, 0.00079056947, 0.00025000001, 7.9056947e-05],
+        1.138629436111989,
+    ),
+}
+
+
+@pytest.mark.parametrize("scaling", TABLES)
+def test_frequencies_are_those_of_transformers(scaling):
+    rope, table, amplitude = TABLES[scaling]
+    np.testing.assert_allclose(rope.frequencies(16), table, rtol=2 * grids.EPS)
+    assert rope.amplitude == pytest.approx(amplitude, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"head_dim": 5}, "model.head_dim = 5: an even number"),
+        ({"head_dim": 0}, "model.head_dim = 0: an integer of at least 1"),
+        ({"bias": "some"}, "model.bias = 'some': one of all, qkv, none"),
+        ({"rope_scaling": "dynamic"}, "model.rope_scaling = 'dynamic': one of none, linear, llama3, yarn"),
+        ({"rope_scaling": "linear", "rope_factor": -1.0}, "model.rope_factor = -1.0: a number above 0"),
+        ({"rope_scaling": "llama3", "rope_factor": 8.0}, "model.rope_original_seq_len = 0: the tokens of"),
+        (
+            {"rope_scaling": "llama3", "rope_original_seq_len": 8, "rope_high_freq_factor": 1.0},
+            "model.rope_high_freq_factor = 1.0: a number above model.rope_low_freq_factor = 1.0",
+        ),
+        (
+            {"rope_scaling": "yarn", "rope_original_seq_len": 8, "rope_beta_fast": 0.5},
+            "model.rope_beta_fast = 0.5: a number above model.rope_beta_slow = 1.0",
+        ),
+        ({"rope_scaling": "linear", "positions": "learned"}, "model.rope_scaling = 'linear': none where positions are"),
+    ],
+)
+def test_what_contradicts_itself_is_one_line(given, fault):
+    with pytest.raises(UserError) as error:
+        replace(grids.LLAMA, **given)
+    assert str(error.value).startswith(fault)
+    assert "\n" not in str(error.value)
+
+
+def test_a_head_dim_that_is_left_out_follows_the_other_sizes():
+    assert replace(grids.LLAMA, heads=8, kv_heads=8).head_dim == 8
+    assert replace(QWEN3, hidden=128).head_dim == 12
+    assert ModelShape(1, 30, 4, 2, 8, 8, 8, head_dim=6, positions="rope").qkv_width == 48
+
+
+@pytest.mark.parametrize(("written", "read"), [("true", "all"), ("false", "none"), ('"qkv"', "qkv")])
+def test_biases_read_as_earlier_versions_wrote_them(written, read):
+    text = f'[model]\nlayers = 1\nhidden = 8\nheads = 2\nseq_len = 8\nbias = {written}\n[data]\npath = "d"\n'
+    assert loads(text).model.bias == read
+    assert loads(text, [("model.bias", "false")]).model.bias == "none"
