@@ -269,10 +269,26 @@ def test_shapes_of_neither_family_are_refused(changes, field):
 
 def test_shapes_of_the_fixtures():
     assert shape_from_config(config("gpt2")) == ModelShape(2, 32, 4, 4, 48, 56, 16, norm_eps=1e-3)
-    assert shape_from_config(config("llama")) == ModelShape(
+    llama = ModelShape(
         2, 48, 6, 2, 40, 56, 16,
         positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False, norm_eps=1e-3, rope_theta=100.0,
     )  # fmt: skip
+    assert shape_from_config(config("llama")) == llama
+    small = replace(llama, hidden=32, heads=4, ffn=36, vocab=40, seq_len=24)
+    wide = replace(small, hidden=28, head_dim=12)
+    scaled = replace(small, rope_factor=4.0)
+    long = replace(scaled, rope_original_seq_len=16)
+    want = {
+        "llama3": replace(long, rope_scaling="llama3", rope_low_freq_factor=0.5, rope_high_freq_factor=2.0),
+        "llama_linear": replace(scaled, rope_scaling="linear"),
+        "llama_yarn": replace(long, rope_scaling="yarn", rope_beta_fast=2.0, rope_beta_slow=0.2),
+        "mistral": replace(small, hidden=28, heads=6, head_dim=8, window=6),
+        "qwen2": replace(small, bias="qkv", tied=True),
+        "qwen3": replace(wide, qk_norm=True),
+        "gemma": replace(wide, norm="rmsnorm_1p", mlp="geglu", embedding_scale=True, tied=True),
+    }
+    for family, shape in want.items():
+        assert shape_from_config(config(family)) == shape, family
 
 
 def test_fields_left_out_take_the_defaults_of_transformers():
@@ -312,14 +328,14 @@ def test_fields_left_out_take_the_defaults_of_transformers():
         ("llama", {"hidden_act": "gelu_new"}, "config.hidden_act", "gelu_new"),
         ("llama", {"attention_bias": True}, "config.attention_bias", True),
         ("llama", {"mlp_bias": True}, "config.mlp_bias", True),
-        ("llama", {"head_dim": 16}, "config.head_dim", 16),
+        ("llama", {"head_dim": 15}, "model.head_dim", 15),
         ("llama", {"num_attention_heads": None}, "config.num_attention_heads", None),
         ("llama", {"num_key_value_heads": 4}, "model.kv_heads", 4),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "config.rope_scaling.type", "linear"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "config.rope_scaling.type", "dynamic"),
         ("llama", {"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "config.rope_scaling.factor", 2.0),
-        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "config.rope_scaling.rope_type", "llama3"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "config.rope_scaling.factor", None),
         ("llama", {"rope_scaling": "linear"}, "config.rope_scaling", "linear"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "config.rope_parameters.rope_type", "yarn"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "config.rope_parameters.rope_type", "longrope"),
         (
             "llama",
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
