@@ -11,6 +11,7 @@ from axonn_jax.options import (
     Bias,
     Mlp,
     Norm,
+    NotNegativeOrNone,
     Positions,
     PositiveOrNone,
     ProbabilityOrNone,
@@ -65,6 +66,8 @@ class ModelConfig:
     """Whether each head's queries and keys pass an RMSNorm before they are rotated (Qwen3). Left out: false."""
     embedding_scale: bool | None = None
     """Whether embeddings are multiplied by sqrt(hidden) (Gemma). Left out: false."""
+    window: int | None = None
+    """Tokens that a token sees, itself and those right before it; 0: all before it. Left out: 0."""
     rope_scaling: RopeScaling | None = None
     """How rotary frequencies are slowed down for sequences longer than those trained on first. Left out: none."""
     rope_factor: PositiveOrNone = None
@@ -80,8 +83,8 @@ class ModelConfig:
     """yarn: turns above which a frequency stays. Left out: 32."""
     rope_beta_slow: PositiveOrNone = None
     """yarn: turns below which it is divided by the whole factor. Left out: 1."""
-    rope_attention_factor: PositiveOrNone = None
-    """yarn: what rotated queries and keys are multiplied by. Left out: 0.1 ln(rope_factor) + 1."""
+    rope_attention_factor: NotNegativeOrNone = None
+    """yarn: what rotated queries and keys are multiplied by. Left out, or 0: 0.1 ln(rope_factor) + 1."""
     attention: AttentionKernel = "auto"
     """The form of attention: cudnn (NVIDIA GPUs in half precision), splash (TPUs, needs `tokamax`), blocked (anywhere,
     without whole arrays of scores), xla (with them), or auto: cudnn or splash where they can be had, else blocked; on
