@@ -67,7 +67,7 @@ class ModelConfig:
     embedding_scale: bool | None = None
     """Whether embeddings are multiplied by sqrt(hidden) (Gemma). Left out: false."""
     window: int | None = None
-    """Tokens that a token sees, itself and those right before it; 0: all before it. Left out: 0."""
+    """Tokens that a token sees, itself and those right before it. Left out or 0: all before it."""
     rope_scaling: RopeScaling | None = None
     """How rotary frequencies are slowed down for sequences longer than those trained on first. Left out: none."""
     rope_factor: PositiveOrNone = None

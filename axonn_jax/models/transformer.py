@@ -88,6 +88,7 @@ class Block(nnx.Module):
             out_std=out_std,
             rotation=_rotation(shape),
             norm_eps=shape.norm_eps if shape.qk_norm else None,
+            window=shape.window,
             kernel=attention,
             key=key_attention,
             comm=comm.of(comm.attention),

@@ -38,7 +38,7 @@ def rotary(x: jax.Array, rotation: Rotation) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, sizes: Tiles) -> jax.Array:
+def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, sizes: Tiles, window: int) -> jax.Array:
     """`blocked_attention` on [batch, seq, heads, head_dim], each KV head repeated for its queries."""
     batch, seq, heads, head_dim = q.shape
     group = heads // k.shape[2]
@@ -47,26 +47,32 @@ def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, sizes: Tiles) -> jax.Arra
         a = jnp.repeat(a, repeat, axis=2) if repeat > 1 else a
         return a.transpose(0, 2, 1, 3).reshape(batch * heads, seq, head_dim)
 
-    out = blocked_attention(heads_first(q, 1), heads_first(k, group), heads_first(v, group), sizes)
+    out = blocked_attention(heads_first(q, 1), heads_first(k, group), heads_first(v, group), sizes, window)
     return out.reshape(batch, heads, seq, head_dim).transpose(0, 2, 1, 3)
 
 
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, kernel: AttentionKernel | Tiles = "auto") -> jax.Array:
+def causal_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, kernel: AttentionKernel | Tiles = "auto", window: int = 0
+) -> jax.Array:
     """Softmax attention of each token over itself and the tokens before it, on local heads; no collectives.
 
-    Shapes: `q` [batch, seq, heads, head_dim], `k` and `v` [batch, seq, kv_heads, head_dim] -> like `q`. The form is
-    that of `attention_forms.choose_form` on the default backend's device; `Tiles` are the blocked one in such sizes.
+    Shapes: `q` [batch, seq, heads, head_dim], `k` and `v` [batch, seq, kv_heads, head_dim] -> like `q`. A token sees
+    `window` tokens, itself included, or with 0 all. The form is that of `kernel_choice.choose_form` on the default
+    backend's device; `Tiles` are the blocked one in such sizes.
     """
     if isinstance(kernel, Tiles):
-        return _blocked(q, k, v, kernel)
+        return _blocked(q, k, v, kernel, window)
     device = compat.attention_device(jax.local_devices()[0], alone=not compat.varying_axes(q))
-    form = choose_form(kernel, device, q.dtype.name, q.shape[-1], q.shape[1])
+    form = choose_form(kernel, device, q.dtype.name, q.shape[-1], q.shape[1], window)
     if form.kernel == "blocked":
-        return _blocked(q, k, v, tiles(device.platform, q.shape[1]))
+        return _blocked(q, k, v, tiles(device.platform, q.shape[1]), window)
     if form.kernel == "splash":
         return _splash(q, k, v)
     implementation: Any = form.kernel
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    before = (window - 1, 0) if window else None
+    return jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, local_window_size=before, implementation=implementation
+    )
 
 
 def _splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -77,25 +83,25 @@ def _splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 # Blocked attention. The plain form writes and reads whole [heads, seq, seq] arrays about ten times a layer; two ranks
 # on one socket then share the memory bus more than they share work, and for long sequences an accelerator has no
-# room. Here a chunk of heads and a block of queries are taken at a time, keys after the block's last query are left
-# out, and the backward computes the scores again. Source: FlashAttention (Dao et al. 2022), algorithms 1 and 4,
+# room. Here a chunk of heads and a block of queries are taken at a time, keys that none of the block's queries sees are
+# left out, and the backward computes the scores again. Source: FlashAttention (Dao et al. 2022), algorithms 1 and 4,
 # without their tiling over keys.
 Arrays = tuple[jax.Array, ...]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, window: int = 0) -> jax.Array:
     """Causal softmax attention of [heads, seq, head_dim] arrays (batch and heads as one dim); no collectives."""
-    return _in_chunks(_forward, tiles, q, k, v)[0]
+    return _in_chunks(partial(_forward, window), tiles, q, k, v)[0]
 
 
-def _forward_rule(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles) -> tuple[jax.Array, Arrays]:
-    out, log_sum = _in_chunks(_forward, tiles, q, k, v)
+def _forward_rule(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, window: int) -> tuple[jax.Array, Arrays]:
+    out, log_sum = _in_chunks(partial(_forward, window), tiles, q, k, v)
     return out, (q, k, v, out, log_sum)
 
 
-def _backward_rule(tiles: Tiles, saved: Arrays, d_out: jax.Array) -> Arrays:
-    return _in_chunks(_backward, tiles, *saved, d_out)
+def _backward_rule(tiles: Tiles, window: int, saved: Arrays, d_out: jax.Array) -> Arrays:
+    return _in_chunks(partial(_backward, window), tiles, *saved, d_out)
 
 
 blocked_attention.defvjp(_forward_rule, _backward_rule)
@@ -117,40 +123,60 @@ def _dot(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
     return lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((0,), (0,))), preferred_element_type=jnp.float32)
 
 
-def _scores(q: jax.Array, k: jax.Array, block: slice) -> jax.Array:
-    """Masked scores of a block of queries against the keys up to its end, float32."""
-    scores = _dot(q[:, block], k[:, : block.stop], 2, 2) * q.shape[-1] ** -0.5
+def _seen(block: slice, window: int) -> slice:
+    """The keys that a block of queries sees some of."""
+    return slice(max(0, block.start - window + 1) if window else 0, block.stop)
+
+
+def _scores(q: jax.Array, k: jax.Array, block: slice, window: int) -> jax.Array:
+    """Masked scores of a block of queries against the keys that it sees some of, float32."""
+    seen = _seen(block, window)
+    scores = _dot(q[:, block], k[:, seen], 2, 2) * q.shape[-1] ** -0.5
     query = block.start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    return jnp.where(query >= lax.broadcasted_iota(jnp.int32, scores.shape, 2), scores, -jnp.inf)
+    key = lax.broadcasted_iota(jnp.int32, scores.shape, 2)
+    if not window:
+        return jnp.where(query >= key, scores, -jnp.inf)
+    return jnp.where((query >= key + seen.start) & (query < key + seen.start + window), scores, -jnp.inf)
 
 
-def _forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
+def _forward(window: int, tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
     out, log_sum = [], []
     for block in tiles.blocks(q.shape[1]):
-        scores = _scores(q, k, block)
+        scores = _scores(q, k, block, window)
         top = jnp.max(scores, -1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, -1, keepdims=True)
-        out.append(_dot(weights.astype(v.dtype), v[:, : block.stop], 2, 1) / total)
+        out.append(_dot(weights.astype(v.dtype), v[:, _seen(block, window)], 2, 1) / total)
         log_sum.append(top + jnp.log(total))
     return jnp.concatenate(out, 1).astype(q.dtype), jnp.concatenate(log_sum, 1)
 
 
 def _backward(
-    tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_sum: jax.Array, d_out: jax.Array
+    window: int,
+    tiles: Tiles,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    log_sum: jax.Array,
+    d_out: jax.Array,
 ) -> Arrays:
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1, keepdims=True)
     d_q: list[jax.Array] = []
     d_k = d_v = None
-    for block in reversed(list(tiles.blocks(q.shape[1]))):  # the last reaches every key, so it starts the sums
-        weights = jnp.exp(_scores(q, k, block) - log_sum[:, block])
+    for block in reversed(list(tiles.blocks(q.shape[1]))):  # the last one's end is that of the keys: it starts the sums
+        seen = _seen(block, window)
+        weights = jnp.exp(_scores(q, k, block, window) - log_sum[:, block])
         d_here = d_out[:, block]
-        d_scores = weights * (_dot(d_here, v[:, : block.stop], 2, 2) - delta[:, block]) * q.shape[-1] ** -0.5
+        d_scores = weights * (_dot(d_here, v[:, seen], 2, 2) - delta[:, block]) * q.shape[-1] ** -0.5
         d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
-        d_q.insert(0, _dot(d_scores, k[:, : block.stop], 2, 1))
+        d_q.insert(0, _dot(d_scores, k[:, seen], 2, 1))
         keys, values = _dot(d_scores, q[:, block], 1, 1), _dot(weights, d_here, 1, 1)
-        d_k = keys if d_k is None else d_k.at[:, : block.stop].add(keys)
-        d_v = values if d_v is None else d_v.at[:, : block.stop].add(values)
+        if d_k is None or d_v is None:
+            unseen = ((0, 0), (seen.start, 0), (0, 0))
+            d_k, d_v = (jnp.pad(a, unseen) if seen.start else a for a in (keys, values))
+            continue
+        d_k, d_v = d_k.at[:, seen].add(keys), d_v.at[:, seen].add(values)
     assert d_k is not None
     assert d_v is not None
     return jnp.concatenate(d_q, 1).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
@@ -176,12 +202,13 @@ class Attention(nnx.Module):
         out_std: float,
         rotation: Rotation | None,
         norm_eps: float | None,
+        window: int,
         kernel: AttentionKernel | Tiles,
         key: jax.Array,
         comm: Comm = "all_reduce",
     ):
         self.head_dim, self.group = head_dim, heads // kv_heads
-        self.rotation, self.kernel = rotation, kernel
+        self.rotation, self.kernel, self.window = rotation, kernel, window
         key_in, key_out = jax.random.split(key)
         wide = (heads + 2 * kv_heads) * head_dim
         self.qkv = Linear(hidden, wide, in_axis="x", bias=bias != "none", std=std, key=key_in, comm=comm)
@@ -205,5 +232,5 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotation is not None:
             q, k = rotary(q, self.rotation), rotary(k, self.rotation)
-        attended = causal_attention(q, k, v, self.kernel)
+        attended = causal_attention(q, k, v, self.kernel, self.window)
         return self.out(attended.reshape(batch, seq, -1))

@@ -58,12 +58,14 @@ class AttentionForm:
         return f"attention: {self.kernel}" + (f" ({self.why})" if self.why else "")
 
 
-def choose_form(wanted: AttentionKernel, device: AttentionDevice, dtype: str, head_dim: int, seq: int) -> AttentionForm:
+def choose_form(
+    wanted: AttentionKernel, device: AttentionDevice, dtype: str, head_dim: int, seq: int, window: int = 0
+) -> AttentionForm:
     """The form of attention for operands of a dtype: the one wanted, or with auto the best that the device has.
 
     Raises ``UserError`` where the one wanted cannot be had.
     """
-    against = {"cudnn": against_cudnn(device, dtype, head_dim), "splash": against_splash(device, dtype, seq)}
+    against = {"cudnn": against_cudnn(device, dtype, head_dim), "splash": against_splash(device, dtype, seq, window)}
     if wanted == "auto":
         best = next((kernel for kernel, fault in against.items() if not fault), None)
         if best is not None:
@@ -102,7 +104,7 @@ def _version(device: AttentionDevice) -> str:
     return ".".join(map(str, device.capability))
 
 
-def against_splash(device: AttentionDevice, dtype: str, seq: int) -> str:
+def against_splash(device: AttentionDevice, dtype: str, seq: int, window: int = 0) -> str:
     """Why tokamax's splash attention cannot be had, by the checks of tokamax 0.0.12; empty where it can."""
     if device.platform != "tpu":
         return "it needs a TPU"
@@ -110,6 +112,8 @@ def against_splash(device: AttentionDevice, dtype: str, seq: int) -> str:
         return "it needs tokamax, which is not installed"
     if not device.alone:
         return "tokamax's kernels run where a stage has one device"
+    if window:
+        return "it has no windows here"
     if dtype not in ("bfloat16", "float32"):
         return f"it needs bf16 or fp32, this is {dtype}"
     return f"it needs sequences of a multiple of 128 tokens, this is {seq}" if seq % 128 else ""

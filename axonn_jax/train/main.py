@@ -89,7 +89,7 @@ def attention_form(config: Config, shape: ModelShape, grid: Grid) -> AttentionFo
     """The form of attention that the run's devices take; raises ``UserError`` where they cannot as the config says."""
     device = compat.attention_device(grid.mesh.devices.flat[0], alone=grid.mesh.devices.size == 1)
     dtype = precisions(config.memory.precision, config.memory.accumulate).compute.name
-    return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len)
+    return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len, shape.window)
 
 
 @contextlib.contextmanager

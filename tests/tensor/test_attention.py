@@ -18,11 +18,16 @@ from axonn_jax.tensor.kernel_choice import Tiles, against_cudnn, choose_form, ti
 EPS = float(np.finfo(np.float32).eps)
 
 
-def plain(q, k, v):
+def seen(seq, window=0):
+    distance = np.arange(seq)[:, None] - np.arange(seq)
+    return (distance >= 0) & (distance < (window or seq))
+
+
+def plain(q, k, v, window=0):
     group = q.shape[2] // k.shape[2]
     k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
     scores = np.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-    scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
+    scores = np.where(seen(q.shape[1], window), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
 
@@ -36,28 +41,33 @@ def inputs(batch, seq, heads, kv_heads, head_dim):
 SHAPES = [(2, 1, 2, 2, 8), (2, 16, 4, 2, 8), (1, 128, 3, 3, 16), (3, 200, 4, 1, 8), (2, 300, 6, 2, 16)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+# Windows within a block, across blocks, and larger than the sequence; blocks of which only the last keys are seen.
+WINDOWS = [((2, 16, 4, 2, 8), 1), ((1, 128, 3, 3, 16), 20), ((3, 200, 4, 1, 8), 130), ((1, 300, 2, 2, 8), 10)]
+WINDOWS += [((2, 16, 4, 2, 8), 99)]
+
+
+@pytest.mark.parametrize(("shape", "window"), [*((shape, 0) for shape in SHAPES), *WINDOWS], ids=str)
 @pytest.mark.parametrize("kernel", ["blocked", "xla"])
-def test_values_and_gradients(kernel, shape):
+def test_values_and_gradients(kernel, shape, window):
     *qkv, direction = inputs(*shape)
     narrow = [jnp.asarray(a, jnp.float32) for a in qkv]
-    out, pull = jax.vjp(lambda q, k, v: causal_attention(q, k, v, kernel), *narrow)
-    np.testing.assert_allclose(out, plain(*qkv), atol=16 * EPS * np.abs(plain(*qkv)).max())
+    out, pull = jax.vjp(lambda q, k, v: causal_attention(q, k, v, kernel, window), *narrow)
+    np.testing.assert_allclose(out, plain(*qkv, window), atol=16 * EPS * np.abs(plain(*qkv, window)).max())
     with jax.enable_x64(True):
         wide = [jnp.asarray(a, jnp.float64) for a in qkv]
-        want = jax.vjp(lambda q, k, v: _plain_jax(q, k, v), *wide)[1](jnp.asarray(direction))
+        want = jax.vjp(lambda q, k, v: _plain_jax(q, k, v, window), *wide)[1](jnp.asarray(direction))
     for got, exact in zip(pull(jnp.asarray(direction, jnp.float32)), want, strict=True):
         # Sums over up to seq = 300 terms: sqrt(300) = 17 eps of the largest entry, twice for the two matmuls. With one
         # token gradients of queries and keys are differences of equal terms, as large as the gradient of values.
-        largest = max(float(np.abs(one).max()) for one in (exact, *(want[2:] if shape[1] == 1 else ())))
+        largest = max(float(np.abs(one).max()) for one in (exact, *(want[2:] if 1 in (shape[1], window) else ())))
         np.testing.assert_allclose(got, exact, atol=34 * EPS * largest)
 
 
-def _plain_jax(q, k, v):
+def _plain_jax(q, k, v, window):
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-    weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf), -1)
+    weights = jax.nn.softmax(jnp.where(seen(q.shape[1], window), scores, -jnp.inf), -1)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
