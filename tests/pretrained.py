@@ -37,8 +37,11 @@ CONFIGS = {
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16,
         },
     },
-    "mistral": {"model_type": "mistral", **_SIZES, "head_dim": 16, "sliding_window": None, "rope_theta": 1e6},
+    "mistral": {"model_type": "mistral", **_SIZES, "head_dim": 16, "sliding_window": 16, "rope_theta": 1e6},
     "qwen2": {"model_type": "qwen2", **_SIZES, "use_sliding_window": False, "rope_theta": 1e6},
+    "qwen2 window": {
+        "model_type": "qwen2", **_SIZES, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0,
+    },
     "qwen3": {
         "model_type": "qwen3", **_SIZES, "head_dim": 16, "tie_word_embeddings": True, "attention_bias": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},

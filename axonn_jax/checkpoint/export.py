@@ -14,7 +14,7 @@ from axonn_jax.checkpoint.naming import PARAMS
 from axonn_jax.checkpoint.restore import Checkpoint, check_shapes, load
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface.entries import Entry, entries_of
+from axonn_jax.models.huggingface.entries import TensorMap, entries_of
 
 _AT_ONCE = 64 << 20
 """Bytes of small parameters that are read together: opening a part of a checkpoint takes longer than such a read."""
@@ -73,5 +73,5 @@ class StoredParameters:
             raise UserError(self._field, str(self._checkpoint.path), f"a valid checkpoint; {fault}") from None
         return {ours: np.asarray(loaded.pop(PARAMS + ours)) for ours in wanted}
 
-    def _stored(self, entry: Entry) -> str:
+    def _stored(self, entry: TensorMap) -> str:
         return self._checkpoint.manifest.arrays[PARAMS + entry.ours].dtype

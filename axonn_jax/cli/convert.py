@@ -69,15 +69,15 @@ def run(args: Convert) -> int:
         result = _write(side, args, ticker)
         if args.check:
             ticker.now("comparing logits")
-            run_side, other = (args.dest, args.source) if side.to_run else (args.source, args.dest)
-            result |= compare(run_side, other, side.shape)
+            run_side, theirs_at = (args.dest, args.source) if side.to_run else (args.source, args.dest)
+            result |= compare(run_side, theirs_at, side.shape)
     result |= {"path": str(args.dest), "seconds": round(time.perf_counter() - began, 3)}
     print(json.dumps(result) if args.json else _lines(result))
     return 0
 
 
 @dataclass(frozen=True)
-class Side:
+class Conversion:
     """What there is to convert: weights under Hugging Face's names, and the small files that go with them."""
 
     shape: "ModelShape"
@@ -89,7 +89,7 @@ class Side:
     """Whether the weights are a run's, whose dtype config.json may not have."""
 
 
-def _opened(source: Path) -> Side:
+def _opened(source: Path) -> Conversion:
     from axonn_jax.models.huggingface.pretrained import is_pretrained, small_files
 
     if not is_pretrained(source):
@@ -98,10 +98,10 @@ def _opened(source: Path) -> Side:
 
     pretrained = Pretrained(source, "SOURCE")
     to_run = not (source / _CONFIG).exists()
-    return Side(pretrained.shape, pretrained, dict(small_files(source, "SOURCE")), to_run)
+    return Conversion(pretrained.shape, pretrained, dict(small_files(source, "SOURCE")), to_run)
 
 
-def _opened_run(source: Path) -> Side:
+def _opened_run(source: Path) -> Conversion:
     import jax
 
     from axonn_jax.checkpoint.export import StoredParameters
@@ -121,8 +121,8 @@ def _opened_run(source: Path) -> Side:
     weights = StoredParameters(checkpoint, shape, "SOURCE")
     if (folder / FOLDER).is_dir():
         check_shape(shape, folder / FOLDER, "SOURCE")
-        return Side(shape, weights, dict(small_files(folder / FOLDER, "SOURCE")), False, trained=True)
-    return Side(shape, weights, _own_small_files(folder, shape), False, trained=True)
+        return Conversion(shape, weights, dict(small_files(folder / FOLDER, "SOURCE")), False, trained=True)
+    return Conversion(shape, weights, _own_small_files(folder, shape), False, trained=True)
 
 
 def _text(path: Path) -> str:
@@ -154,7 +154,7 @@ def _own_small_files(folder: Path, shape: "ModelShape") -> dict[str, bytes]:
     return made
 
 
-def _write(side: Side, args: Convert, ticker: Ticker) -> dict[str, Any]:
+def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
     import ml_dtypes
     import numpy as np
 
@@ -192,7 +192,7 @@ def _write(side: Side, args: Convert, ticker: Ticker) -> dict[str, Any]:
     }
 
 
-def compare(run_side: Path, other: Path, shape: "ModelShape") -> dict[str, float]:
+def compare(run_side: Path, theirs_at: Path, shape: "ModelShape") -> dict[str, float]:
     """The largest difference of logits between this package's model and transformers', and the largest logit.
 
     Both compute in float32 on the CPU.
@@ -210,7 +210,7 @@ def compare(run_side: Path, other: Path, shape: "ModelShape") -> dict[str, float
     length = min(_CHECKED_TOKENS, shape.seq_len)
     tokens = np.random.default_rng(0).integers(0, shape.vocab, (1, length), dtype=np.int32)
     ours = Generator(run_side, shape, None, grid, say).logits(tokens)
-    model = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(theirs_at, dtype=torch.float32)
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens).long()).logits.numpy()
     return {

@@ -92,7 +92,8 @@ def prepare(
             given = trained, trained.to_str(pretty=True).encode(), tokenize.EOT_ID
         encoder, raw, end = given
         _write(partial / TOKENIZER, raw)
-        vocab = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
+        if vocab is None:
+            vocab = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
         dtype = np.dtype("uint16" if vocab <= 65535 else "uint32")
         splits: dict[str, Split] = {}
         counts: dict[str, NDArray[np.int64]] = {}

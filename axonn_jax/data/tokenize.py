@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from axonn_jax.data.manifest import MAX_TOKENIZER, MAX_VOCAB, TOKENIZER
-from axonn_jax.documents import read_bytes, read_json, typed
+from axonn_jax.documents import parse_json, read_bytes, read_json, typed
 from axonn_jax.errors import UserError
 from axonn_jax.models.huggingface.pretrained import SAVE_TOKENIZER, end_token, root_of
 
 EOT = "<|endoftext|>"
 EOT_ID = 0  # the trainer numbers special tokens first
 MIN_VOCAB = 257  # the 256 bytes and EOT
-_EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare` or of a pretrained model"
+_EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`"
 _PIECE = 1 << 20
 _BATCH = 4 << 20
 _BATCH_ENTRIES = 1024
@@ -101,16 +101,16 @@ class _File:
 def load(file: str | Path, field: str = "data.path") -> Any:
     """Reads a ``tokenizer.json``.
 
-    Of one that ``train`` made its vocabulary and merges are taken, and nothing else that it may hold; another one, such
-    as that of a pretrained model, is the library's to read.
+    Of one with the special tokens that ``train`` gives, its vocabulary and merges are taken and nothing else that it
+    may hold; another one, such as that of a pretrained model, is the library's to read.
 
     Raises:
         UserError: the file is missing or is no tokenizer; ``field`` is what the line names.
     """
     try:
         raw = read_json(Path(file), MAX_TOKENIZER, inside=root_of(Path(file).parent))
-        if not is_ours(raw):
-            return _others(raw)
+        if not _is_ours(raw):
+            return _foreign(raw)
         model = typed(_File, raw).model
         if model.type != "BPE" or model.vocab.get(EOT) != EOT_ID:
             raise ValueError(f"no BPE with {EOT} as token {EOT_ID}")
@@ -129,17 +129,21 @@ def load(file: str | Path, field: str = "data.path") -> Any:
     return tokenizer
 
 
-def is_ours(raw: Any) -> bool:
-    """Whether what a tokenizer.json holds has the form of what ``train`` makes, sound or not."""
+def _is_ours(raw: Any) -> bool:
+    """Whether what a tokenizer.json holds has the special tokens of what ``train`` makes, sound or not."""
     if not isinstance(raw, dict) or not isinstance(raw.get("model"), dict):
         return True
-    before, added = raw.get("pre_tokenizer"), raw.get("added_tokens")
-    plain = not isinstance(before, dict) or before.get("type") == "ByteLevel"
-    ids = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else [EOT_ID]
-    return plain and ids == [EOT_ID] and not isinstance(raw.get("post_processor") or raw.get("normalizer"), dict)
+    added = raw.get("added_tokens")
+    return not isinstance(added, list) or [t.get("id") for t in added if isinstance(t, dict)] == [EOT_ID]
 
 
-def _others(raw: Mapping[str, Any]) -> Any:
+def _splits_as_ours(raw: Mapping[str, Any]) -> bool:
+    before = raw.get("pre_tokenizer")
+    plain = isinstance(before, dict) and before.get("type") == "ByteLevel"
+    return plain and raw.get("normalizer") is None and raw.get("post_processor") is None
+
+
+def _foreign(raw: Mapping[str, Any]) -> Any:
     """A tokenizer that somebody else made; raises ``ValueError``."""
     try:
         tokenizer = Tokenizer.from_str(json.dumps(raw))
@@ -166,6 +170,10 @@ def load_given(path: Path, field: str) -> tuple[Any, bytes, int]:
         accepted = f"a {TOKENIZER}; the form of sentencepiece is not read: {SAVE_TOKENIZER}"
         raise UserError(field, str(file.parent / "tokenizer.model"), accepted)
     tokenizer = load(file, field)
+    raw = read_bytes(file, MAX_TOKENIZER, inside=root_of(file.parent))
+    if _is_ours(parsed := parse_json(raw)) and not _splits_as_ours(parsed):
+        accepted = f"one that splits text as `prepare`'s does, or has other special tokens than {EOT} alone"
+        raise UserError(field, str(file), accepted)
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     end = end_token(file.parent, vocab, field)
     end = vocab.get(EOT) if end is None else end
@@ -173,7 +181,7 @@ def load_given(path: Path, field: str) -> tuple[Any, bytes, int]:
         accepted = "a tokenizer beside whose file tokenizer_config.json says which token is the eos_token"
         raise UserError(field, str(path), accepted)
     tokenizer.encode_special_tokens = True  # as in `_byte_level`
-    return tokenizer, read_bytes(file, MAX_TOKENIZER, inside=root_of(file.parent)), end
+    return tokenizer, raw, end
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:

@@ -15,13 +15,12 @@ from axonn_jax.data.manifest import Manifest as DataManifest
 from axonn_jax.distributed.host_sync import HostSync, host_sync
 from axonn_jax.documents import replace_whole
 from axonn_jax.errors import UserError
-from axonn_jax.models.huggingface.load import load_into
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import TOKENIZER, is_pretrained, small_files
-from axonn_jax.models.huggingface.reader import Pretrained
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.engine import Engine
+from axonn_jax.train.engines.pretrained import agree, packed, take_pretrained
 
 FOLDER = "checkpoints"
 _FACTS: Mapping[str, type] = {
@@ -67,7 +66,7 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
     if is_pretrained(path):
         if not weights_only:
             raise UserError("checkpoint", str(path), "a checkpoint; or weights_only=True for a pretrained directory")
-        _take_pretrained(engine, path, sync, "checkpoint")
+        take_pretrained(engine, path, sync, "checkpoint")
         return 0
     checkpoint = named_checkpoint(path, sync, lambda line: None, "checkpoint")
     _take(engine, checkpoint, sync, "checkpoint", weights_only=weights_only)
@@ -96,45 +95,6 @@ def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *,
         fault = str(error)
     if faults := [text for text in sync.gather(fault) if text]:
         raise CorruptCheckpoint(faults[0])
-
-
-def _take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> None:
-    """Puts a pretrained directory's weights into an engine, each process the parts that its devices hold.
-
-    Raises ``UserError`` on all processes where one finds a fault, before anything of the engine's has changed.
-    """
-    pretrained, fault = None, ""
-    try:
-        pretrained = Pretrained(path, field)
-        theirs = {PARAMS + name: entry.size for name, entry in pretrained.entries.items()}
-        ours = {name: size for name, size in engine.state_shapes().items() if name.startswith(PARAMS)}
-        if wrong := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
-            least = wrong[0].removeprefix(PARAMS)
-            raise UserError(field, str(path), f"a model of the same parameters; {len(wrong)} differ, such as {least}")
-    except UserError as error:
-        fault = _packed(error)
-    _agree(sync, fault)
-    assert pretrained is not None
-
-    def read(abstract: Mapping[str, Any]) -> dict[str, Any]:
-        loaded = load_into(pretrained, {name.removeprefix(PARAMS): want for name, want in abstract.items()})
-        return {PARAMS + name: value for name, value in loaded.items()}
-
-    try:
-        engine.load(read, lambda name: name.startswith(PARAMS))
-    except UserError as error:  # a head that is not tied, in a shard of this process
-        fault = _packed(error)
-    _agree(sync, fault)
-
-
-def _packed(error: UserError) -> str:
-    return "\0".join((error.field, str(error.value), error.accepted))
-
-
-def _agree(sync: HostSync, fault: str) -> None:
-    """Raises the same ``UserError`` on all processes where one has a fault."""
-    if faults := [text for text in sync.gather(fault) if text]:
-        raise UserError(*faults[0].split("\0", 2))
 
 
 class Checkpoints:
@@ -221,7 +181,7 @@ class Checkpoints:
 
     def _start_from(self, path: Path) -> None:
         if is_pretrained(path):
-            _take_pretrained(self._engine, path, self._sync, "checkpoint.weights")
+            take_pretrained(self._engine, path, self._sync, "checkpoint.weights")
             self._keep_small_files(path)
             self._say(f"parameters from {path}; optimizer and data start anew")
             return
@@ -252,10 +212,10 @@ class Checkpoints:
                         )
             except OSError as error:
                 accepted = f"a directory whose small files can be kept in {folder}; {error.strerror}"
-                fault = _packed(UserError("checkpoint.weights", str(source), accepted))
+                fault = packed(UserError("checkpoint.weights", str(source), accepted))
             except UserError as error:
-                fault = _packed(error)
-        _agree(self._sync, fault)
+                fault = packed(error)
+        agree(self._sync, fault)
 
     def _check_same(self, checkpoint: Checkpoint) -> None:
         """A run goes on only with the seeds and the data that it began with: all else may change."""

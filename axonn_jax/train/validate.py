@@ -51,7 +51,10 @@ def check(config: Config) -> Config:
         accepted = f"at least the prepared data's vocabulary, which is {manifest.vocab}"
         raise UserError("model.vocab", shape.vocab, accepted)
     if config.checkpoint.weights and is_pretrained(weights := Path(config.checkpoint.weights)):
+        from axonn_jax.models.huggingface.reader import Pretrained  # reads headers: needs a library, and a moment
+
         check_shape(shape, weights, "checkpoint.weights")
+        Pretrained(weights, "checkpoint.weights")
     manifest.check_seq_len(shape.seq_len)
     shape.check_grid(config.grid, sequence_split=config.memory.sequence_parallel)
     residual_comm_of(config, shape)

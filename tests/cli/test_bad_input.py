@@ -200,7 +200,7 @@ COMMANDS = {
     "unknown command": (
         ["trian"],
         [
-            "command = 'trian': one of train, launch, inspect, prepare, generate, timeline, plan, simulate, calibrate",
+            "command = 'trian': one of train, launch, inspect, prepare, generate, convert, timeline, plan, simulate, ",
             "did you mean 'train'?",
         ],
     ),
@@ -230,7 +230,7 @@ COMMANDS = {
         ["train", "run.toml", "--grid.x", "4", "--model.heads", "2", "--tensor.residual_comm", "gather"],
         ["model.kv_heads = 2: a multiple of y*x (tensor.residual_comm) = 4; nearest: 4"],
     ),
-    "prepare: nothing given": (["prepare"], ["SOURCE_DIR, OUT_DIR, --vocab INT = (not given): required"]),
+    "prepare: nothing given": (["prepare"], ["SOURCE_DIR, OUT_DIR = (not given): required"]),
     "prepare: no source": (
         ["prepare", "none", "out", "--vocab", "300"],
         ["SOURCE_DIR = 'none': an existing directory"],

@@ -18,9 +18,9 @@ from axonn_jax.models.huggingface.families import Layout, layout_of
 
 Array = NDArray[Any]
 """Any dtype; it is kept."""
-Window = tuple[tuple[int, int], ...]
+Bounds = tuple[tuple[int, int], ...]
 """First entry, and the one behind the last, along each dim."""
-ReadPart = Callable[[str, Window], Array]
+ReadPart = Callable[[str, Bounds], Array]
 """Gives a part of the tensor of a name."""
 
 HEAD = "lm_head.weight"
@@ -33,7 +33,7 @@ _CHUNK = 32 << 20
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorMap:
     """One of our parameters and the Hugging Face tensors that hold the same numbers.
 
     All of theirs are [out, in] where `transposed`; several hold its columns side by side. With `heads` (KV heads,
@@ -46,10 +46,10 @@ class Entry:
     transposed: bool = False
     heads: tuple[int, int, int] | None = None
 
-    def read(self, window: Window, part: ReadPart, dtype: np.dtype[Any]) -> Array:
+    def read(self, bounds: Bounds, part: ReadPart, dtype: np.dtype[Any]) -> Array:
         """A part of our parameter in `dtype`; zero beyond its size, which a padded vocabulary has."""
-        *rows, (start, stop) = [(min(a, size), min(b, size)) for (a, b), size in zip(window, self.size, strict=True)]
-        shape = tuple(b - a for a, b in window)
+        *rows, (start, stop) = [(min(a, size), min(b, size)) for (a, b), size in zip(bounds, self.size, strict=True)]
+        shape = tuple(b - a for a, b in bounds)
         runs = list(self._runs(start, stop))
         exact = (stop - start, *(b - a for a, b in rows)) == (shape[-1], *shape[:-1])
         if len(runs) == 1 and exact:
@@ -62,8 +62,8 @@ class Entry:
             at += last - first
         return made
 
-    def _part(self, name: str, window: Window, part: ReadPart) -> Array:
-        return part(name, window[::-1]).T if self.transposed else part(name, window)
+    def _part(self, name: str, bounds: Bounds, part: ReadPart) -> Array:
+        return part(name, bounds[::-1]).T if self.transposed else part(name, bounds)
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """Our columns from `start` to `stop` as runs of theirs: the tensor, its first and its last but one column."""
@@ -121,7 +121,7 @@ def _ranges(rows: int, nbytes: int) -> Iterator[slice]:
     return (slice(at, min(at + step, rows)) for at in range(0, rows, step))
 
 
-def entries_of(shape: ModelShape) -> list[Entry]:
+def entries_of(shape: ModelShape) -> list[TensorMap]:
     """Every parameter of the model, in the order a token meets them; ``UserError`` for a shape of no family."""
     layout = layout_of(shape)
     return list(_entries(shape, layout))
@@ -134,7 +134,7 @@ def file_names(names: Sequence[str] | Mapping[str, Any], shape: ModelShape) -> d
     return {name: given for name, given in full.items() if not name.endswith(_BUFFERS)}
 
 
-def check_tensors(sizes: Mapping[str, tuple[int, ...]], shape: ModelShape, field: str = "") -> list[Entry]:
+def check_tensors(sizes: Mapping[str, tuple[int, ...]], shape: ModelShape, field: str = "") -> list[TensorMap]:
     """The entries of a shape, whose tensors are all among those given (by their full names), in their sizes.
 
     Raises ``UserError`` for a tensor that is missing, unexpected or of the wrong size; `field` stands before its name.
@@ -173,8 +173,8 @@ def from_huggingface(state: Mapping[str, Array], shape: ModelShape) -> dict[str,
     names = file_names(state, shape)
     entries = check_tensors({name: state[given].shape for name, given in names.items()}, shape)
 
-    def part(name: str, window: Window) -> Array:
-        return np.asarray(state[names[name]])[tuple(slice(*bounds) for bounds in window)]  # a jax array, too
+    def part(name: str, bounds: Bounds) -> Array:
+        return np.asarray(state[names[name]])[tuple(slice(*ends) for ends in bounds)]  # a jax array, too
 
     if shape.tied and HEAD in names:
         whole = tuple((0, size) for size in (shape.vocab, shape.hidden))
@@ -210,29 +210,29 @@ def to_huggingface(params: Mapping[str, Array], shape: ModelShape) -> dict[str, 
     return state
 
 
-def _entries(shape: ModelShape, layout: Layout) -> Iterator[Entry]:
+def _entries(shape: ModelShape, layout: Layout) -> Iterator[TensorMap]:
     hidden, table = shape.hidden, (shape.vocab, shape.hidden)
     if layout == "gpt2":
         positions = (shape.seq_len, hidden)
-        yield Entry(TABLE, table, {"transformer.wte.weight": table})
-        yield Entry("positions.table", positions, {"transformer.wpe.weight": positions})
+        yield TensorMap(TABLE, table, {"transformer.wte.weight": table})
+        yield TensorMap("positions.table", positions, {"transformer.wpe.weight": positions})
         for i in range(shape.layers):
             yield from _gpt2_block(shape, i)
         yield from _layer_norm("norm", "transformer.ln_f", hidden)
     else:
-        yield Entry(TABLE, table, {"model.embed_tokens.weight": table})
+        yield TensorMap(TABLE, table, {"model.embed_tokens.weight": table})
         for i in range(shape.layers):
             yield from _llama_block(shape, i)
         yield _same("norm.scale", "model.norm.weight", (hidden,))
     if not shape.tied:
-        yield Entry("head.kernel", table[::-1], {HEAD: table}, transposed=True)
+        yield TensorMap("head.kernel", table[::-1], {HEAD: table}, transposed=True)
 
 
-def _same(ours: str, theirs: str, size: tuple[int, ...]) -> Entry:
-    return Entry(ours, size, {theirs: size})
+def _same(ours: str, theirs: str, size: tuple[int, ...]) -> TensorMap:
+    return TensorMap(ours, size, {theirs: size})
 
 
-def _layer_norm(ours: str, theirs: str, hidden: int) -> Iterator[Entry]:
+def _layer_norm(ours: str, theirs: str, hidden: int) -> Iterator[TensorMap]:
     yield _same(f"{ours}.scale", f"{theirs}.weight", (hidden,))
     yield _same(f"{ours}.shift", f"{theirs}.bias", (hidden,))
 
@@ -241,7 +241,7 @@ def _heads(shape: ModelShape) -> tuple[int, int, int]:
     return shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
 
 
-def _gpt2_block(shape: ModelShape, index: int) -> Iterator[Entry]:
+def _gpt2_block(shape: ModelShape, index: int) -> Iterator[TensorMap]:
     ours, theirs, hidden = f"blocks.{index}", f"transformer.h.{index}", shape.hidden
     # Conv1D keeps its weights [in, out], as we do; queries, keys and values are already one tensor.
     layers = (
@@ -253,17 +253,17 @@ def _gpt2_block(shape: ModelShape, index: int) -> Iterator[Entry]:
     yield from _layer_norm(f"{ours}.attention_norm", f"{theirs}.ln_1", hidden)
     yield from _layer_norm(f"{ours}.mlp_norm", f"{theirs}.ln_2", hidden)
     for our, their, size, heads in layers:
-        yield Entry(f"{ours}.{our}.kernel", size, {f"{theirs}.{their}.weight": size}, heads=heads)
-        yield Entry(f"{ours}.{our}.bias", size[1:], {f"{theirs}.{their}.bias": size[1:]}, heads=heads)
+        yield TensorMap(f"{ours}.{our}.kernel", size, {f"{theirs}.{their}.weight": size}, heads=heads)
+        yield TensorMap(f"{ours}.{our}.bias", size[1:], {f"{theirs}.{their}.bias": size[1:]}, heads=heads)
 
 
-def _llama_block(shape: ModelShape, index: int) -> Iterator[Entry]:
+def _llama_block(shape: ModelShape, index: int) -> Iterator[TensorMap]:
     ours, theirs, hidden, ffn = f"blocks.{index}", f"model.layers.{index}", shape.hidden, shape.ffn
     attention, queries, keys = f"{theirs}.self_attn", shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     yield _same(f"{ours}.attention_norm.scale", f"{theirs}.input_layernorm.weight", (hidden,))
     yield _same(f"{ours}.mlp_norm.scale", f"{theirs}.post_attention_layernorm.weight", (hidden,))
-    yield Entry(
+    yield TensorMap(
         f"{ours}.attention.qkv.kernel",
         (hidden, shape.qkv_width),
         {f"{attention}.{name}.weight": (width, hidden) for name, width in widths.items()},
@@ -272,7 +272,7 @@ def _llama_block(shape: ModelShape, index: int) -> Iterator[Entry]:
     )
     if shape.bias != "none":
         biases = {f"{attention}.{name}.bias": (width,) for name, width in widths.items()}
-        yield Entry(f"{ours}.attention.qkv.bias", (shape.qkv_width,), biases, heads=_heads(shape))
+        yield TensorMap(f"{ours}.attention.qkv.bias", (shape.qkv_width,), biases, heads=_heads(shape))
     for name in ("q_norm", "k_norm") if shape.qk_norm else ():
         yield _same(f"{ours}.attention.{name}.scale", f"{attention}.{name}.weight", (shape.head_dim,))
     for our, their, size in (
@@ -281,6 +281,6 @@ def _llama_block(shape: ModelShape, index: int) -> Iterator[Entry]:
         ("mlp.up", "mlp.up_proj", (hidden, ffn)),
         ("mlp.down", "mlp.down_proj", (ffn, hidden)),
     ):
-        yield Entry(f"{ours}.{our}.kernel", size, {f"{theirs}.{their}.weight": size[::-1]}, transposed=True)
+        yield TensorMap(f"{ours}.{our}.kernel", size, {f"{theirs}.{their}.weight": size[::-1]}, transposed=True)
         if shape.bias == "all":
             yield _same(f"{ours}.{our}.bias", f"{theirs}.{their}.bias", size[1:])

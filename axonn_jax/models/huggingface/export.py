@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from axonn_jax.models.huggingface.files import DTYPES, INDEX, SINGLE, Span
+from axonn_jax.models.huggingface.files import DTYPES, INDEX, SINGLE, FileSpan
 
 Report = Callable[[int, int], None]
 """Called with the bytes that are written and the bytes in all."""
@@ -29,7 +29,7 @@ _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno
 class Tensors(Protocol):
     """Tensors by name, from wherever they are."""
 
-    def span(self, name: str) -> Span | None:
+    def span(self, name: str) -> FileSpan | None:
         """Where a tensor lies in a file as it is to be written; None where it does not."""
 
     def pieces(self, name: str) -> Iterator[NDArray[Any]]:
@@ -91,7 +91,7 @@ def _write(file: FileIO, tensor: Planned, source: Tensors) -> Iterator[int]:
     assert left == 0, tensor.name
 
 
-def _copied(file: FileIO, span: Span, left: int) -> Iterator[int]:
+def _copied(file: FileIO, span: FileSpan, left: int) -> Iterator[int]:
     """Copies bytes as they are, by the kernel; ends before where the file systems cannot."""
     with span.path.open("rb") as source:
         at = span.start

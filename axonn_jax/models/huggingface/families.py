@@ -109,10 +109,6 @@ def _llama_shape(config: Config, family: Family) -> ModelShape:
     own: dict[str, Any] = {}
     if config.get("head_dim") is not None or ("head_dim" not in config and family.head_dim is not None):
         own["head_dim"] = whole(config, "head_dim", family.head_dim)
-    if window := _window(config, family):
-        if "window" not in {f.name for f in fields(ModelShape)}:
-            raise UserError("config.sliding_window", window, f"absent; {_SAME}")
-        own["window"] = window
     traits = dict(family.traits)
     if family is FAMILIES["llama"]:
         traits["bias"] = _llama_bias(config)
@@ -129,6 +125,7 @@ def _llama_shape(config: Config, family: Family) -> ModelShape:
         init_std=number(config, "initializer_range", 0.02),
         **rope_fields(config, seq_len),
         **traits,  # type: ignore[arg-type]
+        window=_window(config, family),
         **own,
     )
 
@@ -166,7 +163,6 @@ def _window(config: Config, family: Family) -> int:
 
 def family_of(shape: ModelShape) -> str:
     """The model type that a model of these sizes is exported as; raises ``UserError`` where there is none."""
-    window = getattr(shape, "window", 0)
     for name, family in FAMILIES.items():
         traits: dict[str, object] = {"embedding_scale": False, **family.traits}
         if name == "llama" and shape.bias == "all":
@@ -178,10 +174,10 @@ def family_of(shape: ModelShape) -> str:
         own_head_dim = shape.heads * shape.head_dim != shape.hidden
         if (name == "gpt2" and own_head_dim) or (name == "llama" and shape.hidden % shape.heads):
             continue
-        if window and family.window == "none":
+        if shape.window and family.window == "none":
             continue
         return name
-    named = [*_LLAMA, "embedding_scale", *(["window"] if window else [])]
+    named = [*_LLAMA, "embedding_scale", *(["window"] if shape.window else [])]
     given = " ".join(f"{key}={getattr(shape, key)}" for key in named)
     accepted = "; ".join(f"{name}: {' '.join(map(str, family.traits.values()))}" for name, family in FAMILIES.items())
     raise UserError("model", given, f"what a family of transformers has ({accepted})")
@@ -239,7 +235,7 @@ def _llama_config(shape: ModelShape, family: Family) -> dict[str, Any]:
     }
     if family is FAMILIES["llama"]:
         config |= {"attention_bias": shape.bias == "all", "mlp_bias": shape.bias == "all"}
-    window = getattr(shape, "window", 0)
+    window = shape.window
     if family.window != "none":
         config["sliding_window"] = window or None
     if family.window == "chosen":

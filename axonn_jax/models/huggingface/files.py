@@ -37,7 +37,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """Where the bytes of a tensor are."""
 
     path: Path
@@ -71,12 +71,12 @@ class TensorFiles:
         """Bytes of all tensors."""
         return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
 
-    def read(self, name: str, window: tuple[tuple[int, int], ...]) -> NDArray[Any]:
+    def read(self, name: str, bounds: tuple[tuple[int, int], ...]) -> NDArray[Any]:
         """The part of a tensor between two entries of each dim; nothing else of its file is read."""
-        if not window:
+        if not bounds:
             part = self._open[self.tensors[name].file].get_tensor(name)
         else:
-            part = self._open[self.tensors[name].file].get_slice(name)[tuple(slice(*bounds) for bounds in window)]
+            part = self._open[self.tensors[name].file].get_slice(name)[tuple(slice(*ends) for ends in bounds)]
         self.bytes_read += part.nbytes
         return part  # type: ignore[no-any-return]
 
@@ -91,8 +91,8 @@ class TensorFiles:
         for at in range(0, shape[0], rows):
             yield self.read(name, ((at, min(at + rows, shape[0])), *rest))
 
-    def span(self, name: str) -> Span:
-        """Where a tensor's bytes are in its file; the header was found to be sound."""
+    def span(self, name: str) -> FileSpan:
+        """Where a tensor's bytes are in its file; the header was stored_here to be sound."""
         stored = self.tensors[name]
         path = self.directory / stored.file
         if stored.file not in self._starts:
@@ -101,7 +101,7 @@ class TensorFiles:
                 header = parse_json(file.read(length))
             offsets = {key: entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"}
             self._starts[stored.file] = {key: _LENGTH + length + at for key, at in offsets.items()}
-        return Span(path, self._starts[stored.file][name], stored.dtype)
+        return FileSpan(path, self._starts[stored.file][name], stored.dtype)
 
     def _bad(self, name: str, accepted: str) -> UserError:
         return UserError(self._field, str(self.directory / name), accepted)
@@ -142,18 +142,18 @@ class TensorFiles:
         except (SafetensorError, ValueError) as error:
             why = str(error).removeprefix("Error while deserializing header: ").replace("\n", " ")
             raise self._bad(name, f"a sound safetensors file; {why[:200]}") from None
-        found = {}
+        stored_here = {}
         for tensor, (dtype, shape) in stored.items():
             if dtype not in DTYPES:
                 if tensor.endswith((".attn.bias", ".attn.masked_bias")):  # masks of old files, left out anyway
                     continue
                 accepted = f"one of {', '.join(DTYPES)}; quantised weights are not computed"
                 raise UserError(f"{self._field}: dtype of {tensor}", str(dtype), accepted)
-            found[tensor] = StoredTensor(name, DTYPES[dtype], shape)
-        if twice := found.keys() & self.tensors.keys():
+            stored_here[tensor] = StoredTensor(name, DTYPES[dtype], shape)
+        if twice := stored_here.keys() & self.tensors.keys():
             raise self._bad(name, f"tensors of its own; {min(twice)[:200]!r} is in {self.tensors[min(twice)].file} too")
         self._open[name] = opened
-        return found
+        return stored_here
 
     def _compare(self, index: Mapping[str, str]) -> None:
         for tensor, name in index.items():

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
-from axonn_jax.models.huggingface.entries import Window
+from axonn_jax.models.huggingface.entries import Bounds
 from axonn_jax.models.huggingface.reader import Pretrained
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.models.vocabulary import fit_vocabulary
@@ -28,13 +28,13 @@ def load_into(pretrained: Pretrained, abstract: Mapping[str, jax.ShapeDtypeStruc
 
 def _born(pretrained: Pretrained, name: str, want: jax.ShapeDtypeStruct) -> jax.Array:
     sharding: Any = want.sharding
-    windows: dict[Window, list[jax.Device]] = {}
+    places_of: dict[Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(want.shape).items():
-        window = tuple(part.indices(size)[:2] for part, size in zip(index, want.shape, strict=True))
-        windows.setdefault(window, []).append(device)
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, want.shape, strict=True))
+        places_of.setdefault(bounds, []).append(device)
     shards = []
-    for window, devices in windows.items():
-        value = pretrained.read(name, window, np.dtype(want.dtype))
+    for bounds, devices in places_of.items():
+        value = pretrained.read(name, bounds, np.dtype(want.dtype))
         places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
         # copies: an array that is memory of numpy's cannot be donated to a step
         shards += [jax.device_put(value, place, may_alias=False) for place in places]

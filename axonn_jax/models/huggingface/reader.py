@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from axonn_jax.models.huggingface.entries import HEAD, TABLE, Entry, Window, check_tensors, file_names, not_tied
+from axonn_jax.models.huggingface.entries import HEAD, TABLE, Bounds, TensorMap, check_tensors, file_names, not_tied
 from axonn_jax.models.huggingface.families import shape_from_config
-from axonn_jax.models.huggingface.files import Span, TensorFiles
+from axonn_jax.models.huggingface.files import FileSpan, TensorFiles
 from axonn_jax.models.huggingface.pretrained import read_config
 
 
@@ -47,21 +47,21 @@ class Pretrained:
             return
         yield from self.files.pieces(self._names[name])
 
-    def span(self, name: str) -> Span | None:
+    def span(self, name: str) -> FileSpan | None:
         """Where the tensor of a full name lies in its file; None of a table that `pieces` compares with a head."""
         if name in self.entries[TABLE].theirs and self.shape.tied and HEAD in self._names:
             return None
         return self.files.span(self._names[name])
 
-    def read(self, ours: str, window: Window, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def read(self, ours: str, bounds: Bounds, dtype: np.dtype[Any]) -> NDArray[Any]:
         """A part of one of our parameters, for which nothing else is read; zero beyond its size."""
         entry = self.entries[ours]
-        made = entry.read(window, self._part, dtype)
+        made = entry.read(bounds, self._part, dtype)
         if ours == TABLE and self.shape.tied and HEAD in self._names:
-            twin = Entry(TABLE, entry.size, {HEAD: entry.size}).read(window, self._part, dtype)
+            twin = TensorMap(TABLE, entry.size, {HEAD: entry.size}).read(bounds, self._part, dtype)
             if not np.array_equal(made, twin):
                 raise not_tied(self._field)
         return made
 
-    def _part(self, name: str, window: Window) -> NDArray[Any]:
-        return self.files.read(self._names[name], window)
+    def _part(self, name: str, bounds: Bounds) -> NDArray[Any]:
+        return self.files.read(self._names[name], bounds)

@@ -1,0 +1,52 @@
+"""Pretrained weights in an engine: checked on all processes before anything changes, then read by each for itself."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from axonn_jax.checkpoint.naming import PARAMS
+from axonn_jax.distributed.host_sync import HostSync
+from axonn_jax.errors import UserError
+from axonn_jax.models.huggingface.load import load_into
+from axonn_jax.models.huggingface.reader import Pretrained
+from axonn_jax.train.engines.engine import Engine
+
+
+def take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> None:
+    """Puts a pretrained directory's weights into an engine, each process the parts that its devices hold.
+
+    Raises ``UserError`` on all processes where one finds a fault, before anything of the engine's has changed.
+    """
+    pretrained, fault = None, ""
+    try:
+        pretrained = Pretrained(path, field)
+        theirs = {PARAMS + name: entry.size for name, entry in pretrained.entries.items()}
+        ours = {name: size for name, size in engine.state_shapes().items() if name.startswith(PARAMS)}
+        if wrong := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
+            least = wrong[0].removeprefix(PARAMS)
+            raise UserError(field, str(path), f"a model of the same parameters; {len(wrong)} differ, such as {least}")
+    except UserError as error:
+        fault = packed(error)
+    agree(sync, fault)
+    assert pretrained is not None
+
+    def read(abstract: Mapping[str, Any]) -> dict[str, Any]:
+        loaded = load_into(pretrained, {name.removeprefix(PARAMS): want for name, want in abstract.items()})
+        return {PARAMS + name: value for name, value in loaded.items()}
+
+    try:
+        engine.load(read, lambda name: name.startswith(PARAMS))
+    except UserError as error:  # a head that is not tied, in a shard of this process
+        fault = packed(error)
+    agree(sync, fault)
+
+
+def packed(error: UserError) -> str:
+    """A ``UserError`` as a text that travels between processes."""
+    return "\0".join((error.field, str(error.value), error.accepted))
+
+
+def agree(sync: HostSync, fault: str) -> None:
+    """Raises the same ``UserError`` on all processes where one has a fault."""
+    if faults := [text for text in sync.gather(fault) if text]:
+        raise UserError(*faults[0].split("\0", 2))

@@ -1,0 +1,48 @@
+"""Pretrained directories under mpirun: a process reads the bytes of its shards, and one that is broken ends all."""
+
+import sys
+from pathlib import Path
+
+import pretrained
+import pytest
+from launched import MPIRUN, UNDER_MPIRUN, command, errors, finished
+
+pytestmark = UNDER_MPIRUN
+WORKER = [sys.executable, str(Path(__file__).with_name("pretrained_worker.py"))]
+QWEN = pretrained.CONFIGS["qwen3"] | {"num_attention_heads": 4, "vocab_size": 515}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return pretrained.write_model(tmp_path_factory.mktemp("mpi") / "hf", QWEN, pretrained.weights(QWEN), files=3)
+
+
+def of_each(words):
+    """The share of the bytes that each process read, and the loss of its step."""
+    ran = finished(words)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    lines = [line.split()[1:] for line in ran.stdout.splitlines() if line.startswith("process")]
+    return [float(share) for share, _ in lines], [float(loss) for _, loss in lines]
+
+
+@pytest.mark.slow
+def test_each_process_reads_its_shards_and_all_compute_the_same(model):
+    _, (want,) = of_each([*WORKER, str(model), "pipe=1"])
+    for axes, most in (("z=2,y=2", 0.3), ("pipe=2,y=2", 0.5)):  # both stages have the tied table
+        shares, losses = of_each([MPIRUN, "--oversubscribe", "-n", "4", *WORKER, str(model), axes])
+        assert len(shares) == 4
+        assert max(shares) <= most
+        assert losses == pytest.approx([want] * 4, rel=3e-6)
+
+
+def test_a_missing_shard_ends_all_with_one_line(model, config, tmp_path):
+    (model / "model-00002-of-00003.safetensors").unlink()
+    flags = {"checkpoint_weights": model, "train_steps": 2, "grid_x": 2}
+    sizes = {"model_hidden": 48, "model_ffn": 40, "model_head_dim": 16, "model_vocab": 515, "model_kv_heads": 2}
+    kinds = {"model_positions": "rope", "model_norm": "rmsnorm", "model_mlp": "swiglu", "model_bias": "none"}
+    rest = {"model_qk_norm": "true", "model_norm_eps": 1e-5, "model_rope_theta": 1e6}
+    done = finished(command(config, tmp_path / "run", 2, **flags, **sizes, **kinds, **rest))
+    assert done.returncode == 2, done.stderr[-3000:]
+    (line,) = errors(done.stderr)
+    assert "model-00002-of-00003.safetensors': a file that is there; it is missing" in line
+    assert not (tmp_path / "run").exists()
