@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore
 
 from axonn_jax import compat
 from axonn_jax.checkpoint.manifest import StoredArray, describe_files
@@ -228,6 +229,16 @@ def read_shard(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=at_a_time, multiprocessing_options=options)
     with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
         return dict(checkpointer.restore(path.absolute(), restore))
+
+
+def stored_array(part: Path, name: str, keep: int) -> Any:
+    """An array of a part as tensorstore has it, of which any slice is read; `keep` bytes of it stay in memory.
+
+    Raises ``ValueError`` where it cannot be opened.
+    """
+    kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{part.absolute()}/"}, "path": f"{name}/"}
+    context = {"cache_pool": {"total_bytes_limit": keep}}
+    return tensorstore.open({"driver": "zarr", "kvstore": kvstore, "context": context}, open=True, read=True).result()
 
 
 def reason(error: BaseException) -> str:

@@ -102,15 +102,12 @@ def _opened(source: Path) -> Conversion:
 
 
 def _opened_run(source: Path) -> Conversion:
-    import jax
-
     from axonn_jax.checkpoint.export import StoredParameters
     from axonn_jax.checkpoint.restore import named_checkpoint
     from axonn_jax.distributed.host_sync import LocalSync
     from axonn_jax.models.huggingface.pretrained import FOLDER, check_shape, small_files
     from axonn_jax.train.config_file import loads
 
-    jax.config.update("jax_platforms", "cpu")  # accelerators are none of its business
     checkpoint = named_checkpoint(source, LocalSync(), say, "SOURCE")
     folder = checkpoint.path.absolute().parent
     folder = folder.parent if folder.name == "checkpoints" else folder
@@ -205,7 +202,7 @@ def compare(run_side: Path, theirs_at: Path, shape: "ModelShape") -> dict[str, f
     from axonn_jax.grid import GridShape, build_grid
     from axonn_jax.inference.generate import Generator
 
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # accelerators are none of its business
     grid = build_grid(GridShape(), jax.devices()[:1])
     length = min(_CHECKED_TOKENS, shape.seq_len)
     tokens = np.random.default_rng(0).integers(0, shape.vocab, (1, length), dtype=np.int32)

@@ -10,6 +10,7 @@ import tomllib
 from collections import defaultdict
 from pathlib import Path
 
+import pretrained
 import pytest
 from launched import AXONN, MPIRUN, environment
 
@@ -32,10 +33,13 @@ NOT_RUN = {  # what a line begins with, and why
     "srun": "needs Slurm",
     "#SBATCH": "needs Slurm",
     "export": "a shell's own",
+    "lm-eval": "another project's",
     "unshare": "needs user namespaces",
     "axonn-jax calibrate": "measures for a minute; tests/cli/test_calibrate_command.py runs it",
     "axonn-jax plan --model gpt2 --machine here.toml": "needs calibrate's file",
 }
+# Of the sizes that `SHORT` says.
+QWEN = pretrained.CONFIGS["qwen3"] | {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 512}
 
 
 def blocks(language):
@@ -101,6 +105,8 @@ def checkout(text, tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/text").symlink_to(text)
+    model = pretrained.write_model(tmp_path / "runs/qwen3", QWEN, pretrained.weights(QWEN))
+    shutil.copy(text / "tokenizer.json", model)
     commands = tmp_path / "commands"
     commands.mkdir()
     short = f'case " $* " in *" train "*) set -- "$@" {SHORT} --train.steps "$STEPS";; esac'

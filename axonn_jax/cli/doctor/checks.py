@@ -47,14 +47,15 @@ _FAILS = {
     "orbax-checkpoint": "saving and resuming a run",
     "grain": "reading training data",
     "tokenizers": "prepare and generate",
+    "safetensors": "convert and pretrained weights",
+    "ml_dtypes": "convert and pretrained weights",
     "rich": "tables and progress on a terminal",
     "matplotlib": "loss.png, timeline.png and plots of the planner",
 }
 _EXTRAS = {
     "tensorboardX": ("tensorboard", "[log] tensorboard"),
-    "safetensors": ("hf", "convert"),
-    "transformers": ("hf", "fine-tuning of a Hugging Face checkpoint"),
-    "torch": ("", "only scripts that make oracle values or compare with PyTorch"),
+    "transformers": ("hf", "convert --check"),
+    "torch": ("", "convert --check, and scripts that make oracle values or compare with PyTorch"),
 }
 _IMPORTS = """
 import importlib, json, sys

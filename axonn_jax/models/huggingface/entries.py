@@ -5,6 +5,7 @@ move entries, so they hold for values and gradients alike and undo each other bi
 made of the parts of tensors that it consists of: nobody has to hold more than that.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,40 +86,42 @@ class TensorMap:
 
     def split(self, array: Array) -> list[Array]:
         """Theirs, of the whole of ours."""
-        return [np.concatenate(list(self.chunks(at, array))) for at in range(len(self.theirs))]
 
-    def chunks(self, number: int, array: Array) -> Iterator[Array]:
-        """One of theirs in pieces along its first dim, of the whole of ours."""
-        if self.heads is not None and array.ndim == 2 and not self.transposed:
-            for rows in _ranges(len(array), array.nbytes):
-                yield np.concatenate([kind.reshape(kind.shape[0], -1) for kind in self._kinds(array[rows])], -1)
+        def part(bounds: Bounds) -> Array:
+            return array[tuple(slice(*ends) for ends in bounds)]
+
+        return [np.concatenate(list(self.chunks(at, part, array.itemsize))) for at in range(len(self.theirs))]
+
+    def chunks(self, number: int, part: Callable[[Bounds], Array], itemsize: int) -> Iterator[Array]:
+        """One of theirs in pieces along its first dim, made of parts of ours."""
+        rest: Bounds = tuple((0, size) for size in self.size)
+        nbytes = math.prod(self.size) * itemsize
+        if self.heads is None or (len(self.theirs) == 1 and len(self.size) == 2):
+            along = len(self.size) - 1 if self.transposed else 0
+            for ends in _ranges(self.size[along], nbytes):
+                piece = part((*rest[:along], ends, *rest[along + 1 :]))
+                if self.heads is not None:
+                    piece = np.concatenate([kind.reshape(len(piece), -1) for kind in self._kinds(piece)], -1)
+                yield np.ascontiguousarray(piece.T if self.transposed else piece)
             return
-        if self.heads is None:
-            theirs = array.T if self.transposed else array
-        elif len(self.theirs) == 1:
-            yield np.concatenate([kind.reshape(-1) for kind in self._kinds(array)])
-            return
-        else:
-            kind = self._kinds(array)[number]  # [..., KV heads, heads of each, head_dim]
-            if array.ndim == 1:
-                yield np.ascontiguousarray(kind.reshape(-1))
-                return
-            for heads in _ranges(kind.shape[1], array.nbytes // len(self.theirs)):
-                yield np.ascontiguousarray(kind[:, heads].reshape(len(array), -1).T)
-            return
-        for rows in _ranges(len(theirs), array.nbytes):
-            yield np.ascontiguousarray(theirs[rows])
+        group = self.size[-1] // self.heads[0]  # columns of a KV head's queries, key and value
+        for first, last in _ranges(self.heads[0], nbytes):
+            kinds = self._kinds(part((*rest[:-1], (first * group, last * group))))
+            chosen = kinds if len(self.theirs) == 1 else [kinds[number]]
+            piece = np.concatenate([kind.reshape(*kind.shape[:-3], -1) for kind in chosen], -1)
+            yield np.ascontiguousarray(piece.T if self.transposed else piece)
 
     def _kinds(self, array: Array) -> list[Array]:
+        """Queries, keys and values of whole KV heads: [..., KV heads, heads of each, features]."""
         assert self.heads is not None
-        kv_heads, group, head_dim = self.heads
-        by_head = array.reshape(*array.shape[:-1], kv_heads, group + 2, head_dim)
+        _, group, head_dim = self.heads
+        by_head = array.reshape(*array.shape[:-1], -1, group + 2, head_dim)
         return np.split(by_head, (group, group + 1), -2)
 
 
-def _ranges(rows: int, nbytes: int) -> Iterator[slice]:
-    step = max(1, rows * _CHUNK // max(nbytes, 1))
-    return (slice(at, min(at + step, rows)) for at in range(0, rows, step))
+def _ranges(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    step = max(1, count * _CHUNK // max(nbytes, 1))
+    return ((at, min(at + step, count)) for at in range(0, count, step))
 
 
 def entries_of(shape: ModelShape) -> list[TensorMap]:
@@ -177,8 +180,8 @@ def from_huggingface(state: Mapping[str, Array], shape: ModelShape) -> dict[str,
         return np.asarray(state[names[name]])[tuple(slice(*ends) for ends in bounds)]  # a jax array, too
 
     if shape.tied and HEAD in names:
-        whole = tuple((0, size) for size in (shape.vocab, shape.hidden))
-        if not np.array_equal(part(HEAD, whole), part(next(iter(entries[0].theirs)), whole)):
+        full = tuple((0, size) for size in (shape.vocab, shape.hidden))
+        if not np.array_equal(part(HEAD, full), part(next(iter(entries[0].theirs)), full)):
             raise not_tied()
     made = {}
     for entry in entries:
