@@ -114,7 +114,7 @@ def _opened_run(source: Path) -> Conversion:
     text = checkpoint.manifest.run.get("config")
     if not isinstance(text, str):  # saved from Python
         text = _text(folder / _CONFIG)
-    shape = loads(text, source=str(source)).model.shape()
+    shape = loads(text, [("data.path", "-")], source=str(source)).model.shape()  # a [model] will do, data plays no part
     weights = StoredParameters(checkpoint, shape, "SOURCE")
     if (folder / FOLDER).is_dir():
         check_shape(shape, folder / FOLDER, "SOURCE")
