@@ -34,12 +34,12 @@ DATA = [GridShape(data=2, y=2, x=2), GridShape(data=2, z=4), GridShape(data=2, z
 PIPE = [GridShape(pipe=2), GridShape(pipe=2, z=2, y=2)]
 
 
-def cases(*more: str):
-    """Families on grids: all on one device and split on every axis, `more` on each axis by itself; the rest is slow."""
+def cases(every, *more):
+    """Families on grids: all on those of `every`, `more` of them on each axis by itself too; the rest is slow."""
     made = []
     for family in FAMILIES:
         for axes in [ONE, ALL, *EACH, *(DATA if family in ("gpt2", "llama") else [])]:
-            usual = axes in (ONE, ALL) or (axes in EACH and family in more)
+            usual = axes in every or (axes in (ALL, *EACH) and family in more)
             marks = [] if usual else [pytest.mark.slow]
             made.append(pytest.param(family, axes, id=f"{family}-{grids.name(axes)}", marks=marks))
     return made
@@ -49,11 +49,11 @@ EPS = float(np.finfo(np.float32).eps)
 # Both sides are float32 and each sums in an order of its own. An entry's error is that of a sum of n terms, which
 # grows as sqrt(n) ulp of the partial sums (n eps at worst), behind some 20 roundings on the way through two blocks;
 # relative to the largest entry of the tensor, since a small entry is a sum of large terms that cancel.
-# Logits contract at most 48 features: 4 * sqrt(48) = 28 eps = 3.3e-6 (measured: 8 eps).
+# Logits contract at most 48 features: 4 * sqrt(48) = 28 eps = 3.3e-6 (measured: 11 eps).
 LOGITS_TOLERANCE = 28 * EPS
-# A parameter's gradient sums over 8 sequences of 16 or 24 tokens: 4 * sqrt(128) = 45 eps = 5.4e-6 (measured: 17 eps).
+# A parameter's gradient sums over 8 sequences of 16 or 24 tokens: 4 * sqrt(128) = 45 eps = 5.4e-6 (measured: 28 eps).
 GRADIENT_TOLERANCE = 45 * EPS
-# The loss is a mean over all tokens, in which the roundings of single tokens average out (measured: 1.4 eps).
+# The loss is a mean over all tokens, in which the roundings of single tokens average out (measured: 1.5 eps).
 LOSS_TOLERANCE = 4 * EPS
 
 
@@ -102,7 +102,7 @@ def check_logits(family, axes):
     assert error(np.asarray(scores), fixture(family)["logits"]) <= LOGITS_TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "axes"), cases())
+@pytest.mark.parametrize(("family", "axes"), cases((ONE,), "qwen3"))
 def test_logits(family, axes):
     check_logits(family, axes)
 
@@ -125,7 +125,7 @@ def check_gradients(family, shape, grads, loss, norm):
         assert error(g, want[name]) <= GRADIENT_TOLERANCE, f"{name}: {error(g, want[name]) / EPS:.0f} eps"
 
 
-@pytest.mark.parametrize(("family", "axes"), cases("llama", "qwen3"))
+@pytest.mark.parametrize(("family", "axes"), cases((ONE, ALL), "llama", "qwen3"))
 def test_loss_and_every_gradient(family, axes):
     program, params, shape = build(family, axes)
     tokens = fixture(family)["tokens"]
