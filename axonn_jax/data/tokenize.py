@@ -178,7 +178,7 @@ def load_given(path: Path, field: str) -> tuple[Any, bytes, int]:
     end = end_token(file.parent, vocab, field)
     end = vocab.get(EOT) if end is None else end
     if end is None:
-        accepted = "a tokenizer beside whose file tokenizer_config.json says which token is the eos_token"
+        accepted = "a tokenizer beside whose file tokenizer_config.json says which is the eos_token"
         raise UserError(field, str(path), accepted)
     tokenizer.encode_special_tokens = True  # as in `_byte_level`
     return tokenizer, raw, end

@@ -119,6 +119,30 @@ def test_a_model_of_other_sizes_is_one_line(trained, capsys):
     assert not (trained / "no").exists()
 
 
+def test_tokenizers_of_no_use_are_one_line(trained, tmp_path, capsys):
+    prepare = ["prepare", str(trained / "text"), str(tmp_path / "data"), "--tokenizer"]
+    (tmp_path / "sp").mkdir()
+    (tmp_path / "sp" / "tokenizer.model").touch()
+    (tmp_path / "bad.json").write_text('{"model": {"type": "nothing"}, "added_tokens": []}')
+    foreign_tokenizer(tmp_path / "no_end.json")
+    raw = (tmp_path / "no_end.json").read_text()
+    (tmp_path / "no_end.json").write_text(raw.replace("<|endoftext|>", "<nothing>"))
+    for argv, says in (
+        ([*prepare, "nowhere"], "--tokenizer = 'nowhere'"),
+        ([*prepare, str(trained / "hf"), "--vocab", "300"], "--vocab = 300: left out beside --tokenizer"),
+        ([*prepare, str(tmp_path / "sp")], "the form of sentencepiece is not read"),
+        ([*prepare, str(tmp_path / "bad.json")], "this one is damaged ("),
+        ([*prepare, str(tmp_path / "no_end.json")], "says which is the eos_token"),
+        (prepare[:-1], "--vocab = (not given): the size of the vocabulary to train; or --tokenizer"),
+    ):
+        assert main(argv) == 2
+        line = capsys.readouterr().err
+        assert line.startswith("error: --")
+        assert line.count("\n") == 1
+        assert says in line
+    assert not (tmp_path / "data").exists()
+
+
 def test_data_of_another_tokenizer_is_told(trained, tmp_path, capsys):
     other = str(tmp_path / "data")
     assert main(["prepare", str(trained / "text"), other, "--vocab", "260", "--holdout", "0.3"]) == 0
