@@ -25,7 +25,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 """What weights may be stored in, by the name in a file."""
 _MOST_INDEX = 64 << 20
 _MOST_FILES = 100_000
-_PIECE = 8 << 20
+_PIECE = 1 << 20  # small enough that its memory is used again: new pages for each piece take longer than the copy
 _LENGTH = 8  # bytes in front of a header that say how long it is
 
 
