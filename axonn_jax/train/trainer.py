@@ -96,7 +96,8 @@ class Trainer:
 
         An id that is not in a transformer's vocabulary makes the loss NaN. A step whose loss or gradients are not
         finite leaves weights and optimizer state as they were, on every device, and is counted in the metrics'
-        `skipped`; of a packed model such is a step without targets. Raises ``UserError`` for one in a single process. Without a pipeline the metrics are device values, and nothing is waited for.
+        `skipped`; of a packed model such is a step without targets, ``UserError`` in a run of one process. Without a
+        pipeline the metrics are device values, and nothing is waited for.
         """
         if self._packed and self.engine.grid.size == 1 and not counted_targets(batch).any():
             raise UserError("batch", batch.shape, "packed rows with at least one target that counts")
