@@ -49,6 +49,7 @@ _FAILS = {
     "tokenizers": "prepare and generate",
     "safetensors": "convert and pretrained weights",
     "ml_dtypes": "convert and pretrained weights",
+    "tensorstore": "convert of a run",
     "rich": "tables and progress on a terminal",
     "matplotlib": "loss.png, timeline.png and plots of the planner",
 }
