@@ -21,6 +21,7 @@ EOT = "<|endoftext|>"
 EOT_ID = 0  # the trainer numbers special tokens first
 MIN_VOCAB = 257  # the 256 bytes and EOT
 _EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`"
+_TEMPLATE = "TemplateProcessing"
 _PIECE = 1 << 20
 _BATCH = 4 << 20
 _BATCH_ENTRIES = 1024
@@ -138,9 +139,14 @@ def _is_ours(raw: Any) -> bool:
 
 
 def _splits_as_ours(raw: Mapping[str, Any]) -> bool:
-    before = raw.get("pre_tokenizer")
-    plain = isinstance(before, dict) and before.get("type") == "ByteLevel"
-    return plain and raw.get("normalizer") is None and raw.get("post_processor") is None
+    before, after = raw.get("pre_tokenizer"), raw.get("post_processor")
+    plain = isinstance(before, dict) and before.get("type") == "ByteLevel" and before.get("add_prefix_space") is False
+    # transformers saves a template of nothing but the text itself; ByteLevel's only moves offsets
+    idle = after is None or (
+        isinstance(after, dict)
+        and (after.get("type") == "ByteLevel" or (after.get("type"), after.get("special_tokens")) == (_TEMPLATE, {}))
+    )
+    return plain and raw.get("normalizer") is None and idle
 
 
 def _foreign(raw: Mapping[str, Any]) -> Any:
