@@ -143,6 +143,26 @@ def test_tokenizers_of_no_use_are_one_line(trained, tmp_path, capsys):
     assert not (tmp_path / "data").exists()
 
 
+def test_a_tokenizer_of_prepare_that_transformers_saved_again_is_taken(trained, tmp_path, capsys):
+    """transformers adds a template that adds nothing; one that adds a token, or a space, is another tokenizer."""
+    prepare = ["prepare", str(trained / "text"), str(tmp_path / "own"), "--holdout", "0.3"]
+    assert main([*prepare, "--vocab", "260"]) == 0
+    raw = json.loads((tmp_path / "own" / "tokenizer.json").read_text())
+    single = [{"Sequence": {"id": "A", "type_id": 0}}]
+    raw["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {}}
+    (tmp_path / "saved.json").write_text(json.dumps(raw))
+    prepare[2] = str(tmp_path / "again")
+    assert main([*prepare, "--tokenizer", str(tmp_path / "saved.json")]) == 0
+    shards = [(tmp_path / name / "train-00000.bin").read_bytes() for name in ("own", "again")]
+    assert shards[0] == shards[1]
+    raw["pre_tokenizer"]["add_prefix_space"] = True
+    (tmp_path / "saved.json").write_text(json.dumps(raw))
+    prepare[2] = str(tmp_path / "third")
+    capsys.readouterr()
+    assert main([*prepare, "--tokenizer", str(tmp_path / "saved.json")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_data_of_another_tokenizer_is_told(trained, tmp_path, capsys):
     other = str(tmp_path / "data")
     assert main(["prepare", str(trained / "text"), other, "--vocab", "260", "--holdout", "0.3"]) == 0
