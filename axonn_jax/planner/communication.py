@@ -288,12 +288,12 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
     for layer in block_matmuls(shape, work.comm):
         yield reduced(layer.name, layer.features_in * layer.features_out, (_X, _Y, _Z), shape.layers)
         if layer.bias:
-            reads = (_Y, _X) if layer.spread else (_Y,)
-            split = reads if layer.in_axis == _X else (_X,)
+            split = (_X,) if layer.in_axis == _Y else (_Y, _X) if layer.spread else (_Y,)
             yield reduced(f"{layer.name}.bias", layer.features_out, split, shape.layers)
     yield reduced("blocks.attention.norms", shape.head_dim, (), 2 * shape.layers * shape.qk_norm)
-    yield reduced("blocks.norms", shape.norm_params(), (_X,), 2 * shape.layers)
-    yield reduced("norm", shape.norm_params(), (_X,), 1)
+    vectors = shape.norm_params() // shape.hidden  # a message each: a scale, and the bias of a LayerNorm
+    yield reduced("blocks.norms", shape.hidden, (_X,), 2 * vectors * shape.layers)
+    yield reduced("norm", shape.hidden, (_X,), vectors)
     if not shape.tied:
         yield reduced("head", shape.hidden * work.vocab, (_X, _Y, _Z), 1)
     yield _one(work, "mean loss", "update", "all-reduce", (_DATA, _Z), _FLOAT32, 1)
