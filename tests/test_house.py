@@ -29,7 +29,7 @@ ALLOWED = {
     "docstrings without a noun first": 0,
     "hooks replaced": 0,
     "two classes in one": 0,
-    "words of docs": 13_600,
+    "words of docs": 13_240,  # a new capability brings at most 600
     "options in over 8 files": 7,
 }
 
