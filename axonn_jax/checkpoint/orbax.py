@@ -172,19 +172,21 @@ class _Writes:
     """
 
     def __init__(self) -> None:
-        self._writing, self._failed = 0, False
+        self._writing = 0
+        self._failure: BaseException | None = None
 
     async def wait_for_bytes(self, requested_bytes: int) -> None:
-        """Begins a write."""
-        if self._failed:
-            raise OSError("a write beside this one has failed")
+        """Begins a write; after a failure it fails too, with that one: which of them a save reports is chance."""
+        if self._failure is not None:
+            raise self._failure
         self._writing += 1
 
     async def release_bytes(self, requested_bytes: int) -> None:
         """Ends a write; one that failed waits for the others."""
         self._writing -= 1
-        if sys.exc_info()[0] is not None:
-            self._failed, end = True, time.monotonic() + _OTHERS_S
+        failure = sys.exc_info()[1]
+        if failure is not None:
+            self._failure, end = self._failure or failure, time.monotonic() + _OTHERS_S
             while self._writing and time.monotonic() < end:
                 await asyncio.sleep(_POLL_S)
 
