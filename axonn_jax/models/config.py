@@ -153,6 +153,8 @@ class ModelShape:
         axis, with `x` and `y` swapping roles in alternate layers (DESIGN section 4).
         """
         x, y, z = grid.x, grid.y, grid.z
+        if grid.expert > 1:
+            raise UserError("grid.expert", grid.expert, "1 for a model without experts; grid.data splits the batch too")
         divides("model.hidden", self.hidden, x * z, "x*z")
         divides("model.kv_heads", self.kv_heads, y, "y", axis="grid.y", legal_axis=True)
         divides("model.heads", self.heads, y, "y", axis="grid.y", legal_axis=True)

@@ -15,7 +15,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape
 from axonn_jax.memory.offload_buckets import unreduced_spec
 from axonn_jax.memory.remat import batch_loss, layer_runner
-from axonn_jax.memory.zero import reduce_gradients, split_over_data
+from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
 from axonn_jax.models.packed import counted
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.stacked import Stacked
@@ -114,7 +114,7 @@ class StageProgram(OnMesh):
         if not self.zero:
             return super().grad_specs
         shapes = {name: p.shape for name, p in self.parts.params.items()}
-        return split_over_data(shapes, self.parts.specs, self.grid.mesh)
+        return split_over_replicas(shapes, self.parts.specs, self.grid.mesh)
 
     def gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
@@ -175,7 +175,7 @@ class StageProgram(OnMesh):
         """Whether replicas add up beside a backward pass: in an order found here, but not behind a loop over layers."""
         model = self._model(self.parts.params)
         scanned = isinstance(getattr(model, model.layer_list), Stacked)
-        return self.ordered and self.grid.shape.data > 1 and not scanned
+        return self.ordered and self.grid.shape.replicas > 1 and not scanned
 
     def _targets(self, tokens: jax.Array) -> int | jax.Array:
         """Number of target tokens in the global batch of which `tokens` is this device's part.

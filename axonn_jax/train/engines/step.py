@@ -193,8 +193,8 @@ def abstract(
 
 
 def masters(memory: MemoryConfig, grid: Grid) -> tuple[bool, bool, Precisions]:
-    """Whether masters and optimizer state are split over `data`, whether they lie in host memory, and all dtypes."""
-    zero, offloads = memory.zero > 0 and grid.shape.data > 1, memory.offload != "none"
+    """Whether masters and optimizer state are split over replicas, whether they lie in host memory, and all dtypes."""
+    zero, offloads = memory.zero > 0 and grid.shape.replicas > 1, memory.offload != "none"
     return zero, offloads, precisions(memory.precision, memory.accumulate, separate_masters=zero or offloads)
 
 
@@ -214,7 +214,7 @@ def build_step(
     checked = check_model(model)
     # Replicas add up beside layers that are unrolled, and to unroll many for that alone does not pay.
     few = not checked.identical_layers or len(getattr(model, checked.layer_list)) < LAYERS
-    communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.data > 1 and few)
+    communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.replicas > 1 and few)
     auto = communicates and jax.default_backend() != "cpu"
     ordered = tensor.order == "package" or (tensor.order == "auto" and auto)
     zero, offloads, dtypes = masters(memory, grid)
