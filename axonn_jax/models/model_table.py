@@ -16,7 +16,11 @@ from axonn_jax.options import (
     PositiveOrNone,
     ProbabilityOrNone,
     RopeScaling,
+    Router,
 )
+
+_OF_EXPERTS = ("experts_", "expert_", "moe_", "shared_", "router")
+"""What the names of fields that only models with experts have begin with."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,29 @@ class ModelConfig:
     """yarn: turns below which it is divided by the whole factor. Left out: 1."""
     rope_attention_factor: NotNegativeOrNone = None
     """yarn: what rotated queries and keys are multiplied by. Left out, or 0: 0.1 ln(rope_factor) + 1."""
+    experts: int | None = None
+    """Feed-forward layers of which each token takes a few, in the place of one. Left out: one, or the preset's."""
+    experts_per_token: int | None = None
+    """How many of them each token chooses. Left out: 2, or the preset's."""
+    expert_ffn: int | None = None
+    """Width of each. Left out: `ffn`, or the preset's."""
+    moe_every: int | None = None
+    """One block of so many has experts, the others one feed-forward layer. Left out: 1."""
+    moe_first: int | None = None
+    """Which of them, counted from 0. Left out: 0."""
+    shared_experts: int | None = None
+    """Experts that every token takes. Left out: 0."""
+    router: Router | None = None
+    """What is made of the router's scores: their softmax over all experts, or each one's sigmoid (DeepSeek-V3). Left
+    out: softmax."""
+    router_norm: bool | None = None
+    """Whether the weights of a token's choices add up to 1. Left out: true."""
+    router_scale: PositiveOrNone = None
+    """What they are multiplied by. Left out: 1."""
+    router_groups: int | None = None
+    """sigmoid: groups of experts, of which a token first chooses some by the sum of their best two. Left out: 1."""
+    router_groups_kept: int | None = None
+    """How many of them. Left out: 1."""
     attention: AttentionKernel = "auto"
     """The form of attention: cudnn (NVIDIA GPUs in half precision), splash (TPUs, needs `tokamax`), blocked (anywhere,
     without whole arrays of scores), xla (with them), or auto: cudnn or splash where they can be had, else blocked; on
@@ -108,7 +135,7 @@ class ModelConfig:
                 given.setdefault("kv_heads", given["heads"])
             if base.ffn == 4 * base.hidden and "hidden" in given:
                 given.setdefault("ffn", 4 * given["hidden"])
-            return replace(base, **given)
+            return _without_unused(replace(base, **given), given)
         if default_vocab is not None:
             given.setdefault("vocab", default_vocab)
         required = ("layers", "hidden", "heads", "vocab", "seq_len")
@@ -121,4 +148,12 @@ class ModelConfig:
             raise UserError(names, NOT_GIVEN, "required where model.preset is left out; an integer of at least 1")
         given.setdefault("kv_heads", given["heads"])
         given.setdefault("ffn", 4 * given["hidden"])
-        return ModelShape(**given)
+        return _without_unused(ModelShape(**given), given)
+
+
+def _without_unused(shape: ModelShape, given: dict[str, Any]) -> ModelShape:
+    """The shape; raises ``UserError`` where something of experts is given that it has none of."""
+    for name in given:
+        if not shape.experts and name.startswith(_OF_EXPERTS):
+            raise UserError(f"model.{name}", given[name], "left out in a model without model.experts")
+    return shape

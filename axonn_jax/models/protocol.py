@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.models.config import Segment
+from axonn_jax.models.segments import Segment
 from axonn_jax.tensor.dropout import DropoutKey
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES, GridShape
-from axonn_jax.models.config import Segment
+from axonn_jax.models.segments import Segment
 from axonn_jax.models.stacked import layer_form
 from axonn_jax.tensor.dropout import DropoutKey
 from axonn_jax.tensor.params import SplitModule, split_module

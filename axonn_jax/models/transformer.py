@@ -16,8 +16,9 @@ from axonn_jax import compat
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
-from axonn_jax.models.config import ModelShape, Segment, transformer_segments
+from axonn_jax.models.config import ModelShape
 from axonn_jax.models.packed import PackedStream, Stream, documents_of, token_ids, values_of
+from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
 from axonn_jax.tensor.attention import Attention, Documents, Rotation

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.models.config import Segment
 from axonn_jax.models.packed import targets_of, values_of
 from axonn_jax.models.protocol import Model
+from axonn_jax.models.segments import Segment
 from axonn_jax.options import Activations
 from axonn_jax.pipeline.partition_jaxpr import cut, keep_all
 from axonn_jax.tensor.collectives import mark_varying

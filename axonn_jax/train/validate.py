@@ -10,9 +10,10 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.errors import UserError
 from axonn_jax.models.block_comm import BlockComm, choose_residual_comm
-from axonn_jax.models.config import ModelShape, Segment, transformer_segments
+from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
 from axonn_jax.models.model_table import ModelConfig
+from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.options import Range
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition
 from axonn_jax.schedule.policies import check_policy
