@@ -64,7 +64,7 @@ class MixtureOfExperts(nnx.Module):
         hidden: int,
         moe: ExpertShape,
         activation: Mlp,
-        shared: Callable[[jax.Array], nnx.Module] | None,
+        shared: Callable[..., nnx.Module] | None,
         *,
         std: float,
         out_std: float,
@@ -75,7 +75,7 @@ class MixtureOfExperts(nnx.Module):
         self.moe, self.sequence_split = moe, sequence_split
         self.router = Gate(hidden, moe, std=std, key=router)
         self.experts = Experts(hidden, moe, activation, std=std, out_std=out_std, key=experts)
-        self.shared = None if shared is None else shared(every)
+        self.shared = None if shared is None else shared(key=every)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[batch, seq, hidden/Gx] -> what is added to it, and `balance_loss`.

@@ -49,10 +49,10 @@ class Gate(nnx.Module):
 def route(scores: jax.Array, bias: jax.Array, moe: ExpertShape) -> Routing:
     """Scores [tokens, experts] float32, bias [experts] -> choices and their weights; no collectives.
 
-    A weight is the softmax over all experts, or the sigmoid, of the score. The k largest of weight + bias are chosen, of
-    experts in the groups kept, which have the largest sums of their best two. With `moe.norm` weights are
-    divided by their sum, then multiplied by `moe.scale`. Sources: Mixtral (arXiv 2401.04088) section 2.1, DeepSeek-V3
-    (arXiv 2412.19437) section 2.1.2; experts of groups not kept compete with 0, as in Hugging Face's transformers.
+    A weight is the softmax over all experts, or the sigmoid, of the score. The k largest of weight + bias are chosen,
+    of experts in the groups kept, which have the largest sums of their best two. With `moe.norm` weights are divided
+    by their sum, then multiplied by `moe.scale`. Sources: Mixtral (arXiv 2401.04088) section 2.1, DeepSeek-V3 (arXiv
+    2412.19437) section 2.1.2; experts of groups not kept compete with 0, as in Hugging Face's transformers.
     """
     if moe.router == "softmax":
         gates = shares = jax.nn.softmax(scores, axis=-1)

@@ -82,9 +82,11 @@ class ExpertShape:
         if self.groups > 1 and self.experts // self.groups < 2:
             raise UserError("model.router_groups", self.groups, f"at most {self.experts // 2}: a group has two or more")
 
-    def check_grid(self, grid: GridShape) -> None:
-        """Raises ``UserError`` where experts, or their features, do not divide over a grid."""
+    def check_grid(self, grid: GridShape, seq_len: int) -> None:
+        """Raises ``UserError`` where experts, their features, or tokens of sequences do not divide over a grid."""
         divides("model.experts", self.experts, grid.expert, "grid.expert", axis="grid.expert", legal_axis=True)
         divides("model.expert_ffn", self.ffn, grid.y * grid.x * grid.z, "y*x*z")
+        if grid.expert > 1 and grid.y > 1:  # each device along `y` sends its part of the tokens
+            divides("model.seq_len", seq_len, grid.y, "y (with grid.expert)", axis="grid.y", legal_axis=True)
         if self.shared:
             divides("model.expert_ffn * model.shared_experts", self.ffn * self.shared, grid.y * grid.z, "y*z")

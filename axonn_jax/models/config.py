@@ -169,7 +169,7 @@ class ModelShape:
         """
         x, y, z = grid.x, grid.y, grid.z
         if self.moe is not None:
-            self.moe.check_grid(grid)
+            self.moe.check_grid(grid, self.seq_len)
         elif grid.expert > 1:
             raise UserError("grid.expert", grid.expert, "1 for a model without experts; grid.data splits the batch too")
         divides("model.hidden", self.hidden, x * z, "x*z")
