@@ -9,6 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.experts.load import counting
 from axonn_jax.experts.shape import ExpertShape
 from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce
 from axonn_jax.tensor.params import constant_param, normal_param
@@ -35,7 +36,7 @@ class Gate(nnx.Module):
         self.moe = moe
         self.kernel = normal_param(key, (hidden, moe.experts), std, P(FEATURE_AXIS, None))
         self.bias = constant_param((moe.experts,), 0.0, P())
-        """Added for the choice alone (DeepSeek-V3); nothing trains it."""
+        """Added for the choice alone (DeepSeek-V3); nothing trains it, and its gradient is `experts.load`'s."""
 
     def __call__(self, x: jax.Array) -> Routing:
         """[tokens, hidden/Gx] -> the tokens' routing.
@@ -43,7 +44,9 @@ class Gate(nnx.Module):
         Collective: an all-reduce over `x` of 4 bytes a token and expert.
         """
         scores = x.astype(jnp.float32) @ self.kernel.get_value().astype(jnp.float32)
-        return route(all_reduce(scores, FEATURE_AXIS), self.bias.get_value().astype(jnp.float32), self.moe)
+        bias = self.bias.get_value()
+        routing = route(all_reduce(scores, FEATURE_AXIS), bias.astype(jnp.float32), self.moe)
+        return routing._replace(weights=counting(routing.weights, bias, routing.choices))
 
 
 def route(scores: jax.Array, bias: jax.Array, moe: ExpertShape) -> Routing:

@@ -153,7 +153,8 @@ class ModelConfig:
 
 def _without_unused(shape: ModelShape, given: dict[str, Any]) -> ModelShape:
     """The shape; raises ``UserError`` where something of experts is given that it has none of."""
-    for name in given:
-        if not shape.experts and name.startswith(_OF_EXPERTS):
+    unused = {f.name: f.default for f in fields(shape) if not shape.experts and f.name.startswith(_OF_EXPERTS)}
+    for name, default in (unused | {"expert_ffn": shape.ffn} if unused else unused).items():
+        if given.get(name, default) != default:
             raise UserError(f"model.{name}", given[name], "left out in a model without model.experts")
     return shape

@@ -24,6 +24,7 @@ from axonn_jax.train.config import (
     DataConfig,
     LogConfig,
     MemoryConfig,
+    MoeConfig,
     PipelineConfig,
     TensorConfig,
 )
@@ -62,6 +63,8 @@ def check(config: Config) -> Config:
     if config.grid.pipe > 1:
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_segments(shape))
     check_sub_batches(config)
+    if not shape.experts and config.moe != MoeConfig():
+        raise UserError("moe.balance_weight", config.moe.balance_weight, "left out in a model without model.experts")
     model = ModelConfig(preset=config.model.preset, attention=config.model.attention, **asdict(shape))
     return replace(config, model=model, log=log)
 

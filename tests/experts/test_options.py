@@ -40,6 +40,16 @@ def test_gradients_do_not_depend_on_how_they_are_computed(axes, options):
     grids.check_gradients(grids.gradients(grids.MIXTRAL, axes, bucket=3000, **options), grids.reference("mixtral"))
 
 
+@pytest.mark.parametrize("scanned", [False, True])
+def test_loads_are_counted_over_the_global_batch(scanned):
+    grads, _, _ = grids.gradients(grids.MIXTRAL, GridShape(1, 2, 2, 1, expert=2), scanned=scanned)
+    one, _, _ = grids.gradients(grids.MIXTRAL, GridShape(), scanned=scanned)
+    for layer in range(grids.MIXTRAL.layers):
+        counts = grads[f"blocks.{layer}.mlp.router.bias"]
+        np.testing.assert_array_equal(counts, one[f"blocks.{layer}.mlp.router.bias"])
+        assert counts.sum() == 2 * 8 * grids.MIXTRAL.seq_len * grids.MIXTRAL.experts_per_token
+
+
 def curve(axes, **options):
     shape = replace(grids.MIXTRAL, layers=3)
     made = make_trainer(
