@@ -166,22 +166,22 @@ def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) 
             drows = jnp.matmul(dup, own.up.T, preferred_element_type=jnp.float32)
             if own.gate is not None:
                 drows += jnp.matmul(dgate, own.gate.T, preferred_element_type=jnp.float32)
-            found = _Kernels(
+            grads = _Kernels(
                 None if own.gate is None else _product(rows, dgate), _product(rows, dup), _product(h, dout * weight)
             )
             return (
                 dx.at[of.tokens].add(drows),
                 dweights.at[of.numbers].add(dweight),
-                jax.tree.map(jnp.add, dkernels, found),
+                jax.tree.map(jnp.add, dkernels, grads),
             )
 
         dx, dweights, dkernels = sums
         none = jax.tree.map(lambda w: _zeros(w.shape, w), own)
-        dx, dweights, found = _over_tiles(groups, expert, k, tile, of_tile, (dx, dweights, none))
+        dx, dweights, grads = _over_tiles(groups, expert, k, tile, of_tile, (dx, dweights, none))
         written = jax.tree.map(
-            lambda all_of, one: lax.dynamic_update_index_in_dim(all_of, one.astype(all_of.dtype), expert, 0),
+            lambda all_of, own: lax.dynamic_update_index_in_dim(all_of, own.astype(all_of.dtype), expert, 0),
             dkernels,
-            found,
+            grads,
         )
         return dx, dweights, written
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from axonn_jax.grid import GridShape
-from axonn_jax.models.model_table import ModelConfig
+from axonn_jax.models.presets import ModelConfig
 from axonn_jax.options import (
     Accumulate,
     Activations,

@@ -12,7 +12,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.models.block_comm import BlockComm, choose_residual_comm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
-from axonn_jax.models.model_table import ModelConfig
+from axonn_jax.models.presets import ModelConfig
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.options import Range
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition

@@ -45,9 +45,8 @@ def results(f, given, activation):
     x, choices, *rest = given
 
     def total(x, rest):
-        return jnp.sum(
-            jnp.sin(f(x, choices, *rest, activation).astype(jnp.float32 if x.dtype != "float64" else x.dtype))
-        )
+        y = f(x, choices, *rest, activation)
+        return jnp.sum(jnp.sin(y.astype(jnp.promote_types(y.dtype, jnp.float32))))
 
     value = f(x, choices, *rest, activation)
     return jax.tree.map(lambda a: np.asarray(a, np.float64), (value, jax.grad(total, argnums=(0, 1))(x, rest)))
@@ -78,13 +77,14 @@ def test_choices_of_other_devices_count_nothing():
 
 
 def test_more_experts_than_tokens():
-    check(arguments(3, 2, 32))
+    check(arguments(3, 2, 12))
 
 
 def test_half_precision():
-    # Inputs, inner features and results have 8 bits, and so has every product that is not a sum: three in a row.
+    # Inner features, their gradients and results have 8 bits, three of them in a row; a result of up to 8 turns the
+    # sine's derivative by as many of its own roundings.
     half = [a.astype(jnp.bfloat16) if a.dtype == jnp.float32 and a.ndim != 2 else a for a in arguments(100, 2, 4)]
-    check((half[0].astype(jnp.bfloat16), *half[1:]), tolerance=4 * 2**-8)
+    check((half[0].astype(jnp.bfloat16), *half[1:]), tolerance=8 * 2**-8)
 
 
 @pytest.mark.parametrize("varying", ["tokens", "experts"])

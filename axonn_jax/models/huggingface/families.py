@@ -164,7 +164,7 @@ def _window(config: Config, family: Family) -> int:
 def family_of(shape: ModelShape) -> str:
     """The model type that a model of these sizes is exported as; raises ``UserError`` where there is none."""
     for name, family in FAMILIES.items():
-        traits: dict[str, object] = {"embedding_scale": False, **family.traits}
+        traits: dict[str, object] = {"embedding_scale": False, "experts": 0, **family.traits}
         if name == "llama" and shape.bias == "all":
             traits["bias"] = "all"
         if not all(getattr(shape, trait) == value for trait, value in traits.items()):
@@ -177,7 +177,7 @@ def family_of(shape: ModelShape) -> str:
         if shape.window and family.window == "none":
             continue
         return name
-    named = [*_LLAMA, "embedding_scale", *(["window"] if shape.window else [])]
+    named = [*_LLAMA, "embedding_scale", "experts", *(["window"] if shape.window else [])]
     given = " ".join(f"{key}={getattr(shape, key)}" for key in named)
     accepted = "; ".join(f"{name}: {' '.join(map(str, family.traits.values()))}" for name, family in FAMILIES.items())
     raise UserError("model", given, f"what a family of transformers has ({accepted})")
