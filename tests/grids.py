@@ -52,8 +52,9 @@ def all_grids(*products: int) -> list[GridShape]:
 
 
 def name(grid: GridShape) -> str:
-    """A test id: data, z, y, x."""
-    return f"d{grid.data}z{grid.z}y{grid.y}x{grid.x}"
+    """A test id: data, expert where it is above one, z, y, x."""
+    expert = f"e{grid.expert}" if grid.expert > 1 else ""
+    return f"d{grid.data}{expert}z{grid.z}y{grid.y}x{grid.x}"
 
 
 def lay(shape: GridShape) -> Grid:

@@ -6,9 +6,6 @@ import grids
 import pytest
 
 from axonn_jax.grid import GridShape
-from axonn_jax.models.block_comm import BlockComm
-
-SPLIT = {"comm": BlockComm(sequence_split=True)}
 
 
 def all_grids(experts):
@@ -18,14 +15,11 @@ def all_grids(experts):
     return [grid for grid in found if grid.devices <= 8]
 
 
-def name(grid):
-    return f"d{grid.data}e{grid.expert}z{grid.z}y{grid.y}x{grid.x}"
-
-
 # Every pair of axes is above one in one of them.
-QUICK = ("d1e1z1y1x1", "d1e2z2y2x1", "d2e2z1y1x2", "d1e4z1y2x1", "d2e1z2y2x1", "d1e2z1y2x2")
+QUICK = ("d1z1y1x1", "d1e2z2y2x1", "d2e2z1y1x2", "d1e4z1y2x1", "d2z2y2x1", "d1e2z1y2x2")
 CASES = [
-    pytest.param(grid, marks=[] if name(grid) in QUICK else [pytest.mark.slow], id=name(grid)) for grid in all_grids(4)
+    pytest.param(grid, marks=[] if grids.name(grid) in QUICK else [pytest.mark.slow], id=grids.name(grid))
+    for grid in all_grids(4)
 ]
 
 
