@@ -174,7 +174,7 @@ def test_fixture_feels_every_parameter(family):
         assert value.dtype == gradients[name].dtype == np.float32
         neutral = 1.0 if value.ndim == 1 and name.endswith("weight") and family != "gemma" else 0.0
         assert np.sqrt(np.mean((value - neutral) ** 2)) > 0.1, name
-        assert np.max(np.abs(gradients[name])) > 0.01, name
+        assert np.max(np.abs(gradients[name])) > (0.005 if shape.experts else 0.01), name  # few tokens pass an expert
 
 
 @pytest.mark.parametrize("kind", ["weights/", "gradients/"])
@@ -347,6 +347,14 @@ def test_fields_left_out_take_the_defaults_of_transformers():
             "config.rope_parameters.partial_rotary_factor",
             0.5,
         ),
+        ("llama", {"num_local_experts": 4}, "config.num_local_experts", 4),
+        ("mixtral", {"num_local_experts": 0}, "config.num_local_experts", 0),
+        ("mixtral", {"num_experts_per_tok": 5}, "model.experts_per_token", 5),
+        ("mixtral", {"router_jitter_noise": 0.1}, "config.router_jitter_noise", 0.1),
+        ("mixtral", {"n_shared_experts": 1}, "config.n_shared_experts", 1),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "config.mlp_only_layers", [0]),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "config.norm_topk_prob", 1),
+        ("qwen3_moe", {"use_sliding_window": True}, "config.use_sliding_window", True),
         ("llama", {"rope_parameters": {"rope_theta": -1.0}}, "config.rope_parameters.rope_theta", -1.0),
         ("llama", {"partial_rotary_factor": 0.5}, "config.partial_rotary_factor", 0.5),
     ],

@@ -23,9 +23,12 @@ _NAMES: Mapping[str, _Names] = {
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_shared_experts", "n_shared_experts")
 
 
-def unknown_experts(family: str) -> list[str]:
-    """Fields that would give a model of a family experts that are not computed."""
-    return [key for key in _COUNTS if family not in _NAMES or key not in _NAMES[family].experts]
+def check_no_others(config: Config) -> None:
+    """Raises ``UserError`` for a field that would give the model experts that are not computed."""
+    known = _NAMES[family].experts if (family := str(config["model_type"])) in _NAMES else ()
+    for key in _COUNTS:
+        if key not in known and config.get(key):
+            raise UserError(f"config.{key}", config[key], f"absent; models with experts: {', '.join(_NAMES)}")
 
 
 def expert_fields(config: Config) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface.expert_settings import expert_config, expert_fields, has_experts, unknown_experts
+from axonn_jax.models.huggingface.expert_settings import check_no_others, expert_config, expert_fields, has_experts
 from axonn_jax.models.huggingface.settings import Config, flag, number, only, rope_config, rope_fields, whole
 
 Layout = Literal["gpt2", "llama", "mixtral", "qwen3_moe"]
@@ -71,8 +71,9 @@ def shape_from_config(config: Config) -> ModelShape:
     if not isinstance(name, str) or name not in FAMILIES:
         hint = nearest(name, FAMILIES) if isinstance(name, str) else ""
         raise UserError("config.model_type", name, f"one of {', '.join(FAMILIES)}{hint}")
-    for key in (*_NEVER, *unknown_experts(name)):
+    for key in _NEVER:
         only(config, key)
+    check_no_others(config)
     only(config, "is_encoder_decoder", False)
     only(config, "add_cross_attention", False)
     return _gpt2_shape(config) if name == "gpt2" else _llama_shape(config, FAMILIES[name])
