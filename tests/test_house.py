@@ -11,8 +11,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # What there is still to do, never more than this; a number that has fallen is written down here. `scripts/house`
 # prints the figures and the names behind them.
 ALLOWED = {
-    "lines": 33_200,
-    "files": 219,
+    "lines": 33_350,
+    "files": 222,
     "files in the root": 10,
     "folders over 12 files": 0,
     "files over 300 lines": 0,
@@ -29,7 +29,7 @@ ALLOWED = {
     "docstrings without a noun first": 0,
     "hooks replaced": 0,
     "two classes in one": 0,
-    "words of docs": 13_920,  # a new capability brings a page of at most 600, and its words in the glossary
+    "words of docs": 14_050,  # a new capability brings a page of at most 600, and its words in the glossary
     "options in over 8 files": 7,
 }
 
