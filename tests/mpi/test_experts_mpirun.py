@@ -10,7 +10,7 @@ from launched import MPIRUN, UNDER_MPIRUN, environment
 
 pytestmark = UNDER_MPIRUN
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "experts-tiny.toml"
-SIZES = ["--train.steps", "6", "--train.warmup", "1", "--model.layers", "2", "--model.seq_len", "64", "--train.global_batch", "8"]
+SIZES = ["--train.steps=6", "--train.warmup=1", "--model.layers=2", "--model.seq_len=64", "--train.global_batch=8"]
 TOLERANCE = 2e-6  # sums in another order, as across virtual devices
 
 
