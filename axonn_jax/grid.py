@@ -1,6 +1,6 @@
-"""The grid `pipe x data x z x y x x`: axis sizes, divisibility rules, meshes."""
+"""The grid `pipe x data x expert x z x y x x`: axis sizes, divisibility rules, meshes."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -13,11 +13,14 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 
-MESH_AXES = ("data", "z", "y", "x")
+MESH_AXES = ("data", "expert", "z", "y", "x")
 """Axes of every stage's mesh, slowest first (DESIGN section 3)."""
 
-BATCH_AXES = ("data", "z")
+BATCH_AXES = ("data", "expert", "z")
 """Axes that split the rows (sequences) of a batch."""
+
+REPLICA_AXES = ("data", "expert")
+"""Axes along which dense layers are the same; experts are the same along `data` alone."""
 
 
 MOST_DEVICES = 2**20
@@ -32,6 +35,8 @@ class GridShape:
     """Pipeline stages: the model's layers in order, cut by cost; microbatches flow through them."""
     data: int = 1
     """Replicas that share nothing but the gradient reduction once a step."""
+    expert: int = field(default=1, kw_only=True)
+    """Splits the experts of a mixture of experts; for all other layers it is a part of `data`."""
     z: int = 1
     """Splits the batch, and every weight once more (gathered just before use, as in FSDP)."""
     y: int = 1
@@ -48,7 +53,7 @@ class GridShape:
     @property
     def stage_devices(self) -> int:
         """Devices of one pipeline stage."""
-        return self.data * self.z * self.y * self.x
+        return self.batch_shards * self.y * self.x
 
     @property
     def devices(self) -> int:
@@ -56,18 +61,29 @@ class GridShape:
         return self.pipe * self.stage_devices
 
     @property
+    def replicas(self) -> int:
+        """Devices that hold the same dense weights: `data` times `expert`."""
+        return self.data * self.expert
+
+    @property
     def batch_shards(self) -> int:
-        """Distinct shards of a batch: `data` times `z`."""
-        return self.data * self.z
+        """Distinct shards of a batch: `data` times `expert` times `z`."""
+        return self.replicas * self.z
 
     def __str__(self) -> str:
-        return " x ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
+        sizes = {f.name: getattr(self, f.name) for f in fields(self)}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if name != "expert" or size > 1)
+
+    @property
+    def batch_rule(self) -> str:
+        """The axes that split a batch, for messages."""
+        return "data*expert*z" if self.expert > 1 else "data*z"
 
     def check_batch(self, global_batch: int, microbatches: int) -> None:
-        """Raises ``UserError`` unless the global batch splits into microbatches over `data` and `z`."""
+        """Raises ``UserError`` unless the global batch splits into microbatches over `BATCH_AXES`."""
         if microbatches < 1:
             raise UserError("train.microbatches", microbatches, "an integer of at least 1")
-        divides("train.global_batch", global_batch, self.batch_shards * microbatches, "data*z*microbatches")
+        divides("train.global_batch", global_batch, self.batch_shards * microbatches, f"{self.batch_rule}*microbatches")
 
 
 def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", legal_axis: bool = False) -> None:
@@ -89,7 +105,7 @@ def divisors(number: int) -> list[int]:
 
 
 class Grid(NamedTuple):
-    """A grid laid over devices: axis sizes, the 4D mesh of this process's (first) stage, its place in the run."""
+    """A grid laid over devices: axis sizes, the mesh of this process's (first) stage, its place in the run."""
 
     shape: GridShape
     mesh: "jax.sharding.Mesh"
@@ -106,7 +122,7 @@ class Grid(NamedTuple):
         return max(1, self.size // self.shape.pipe)
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Lays a batch over `data` and `z` by its first dim: any tree of arrays, the same ones on every process.
+        """Lays a batch over `BATCH_AXES` by its first dim: any tree of arrays, the same ones on every process.
 
         Scalars are replicated. No collectives. Raises ``UserError`` for an array whose first dim does not divide.
         """
@@ -116,7 +132,9 @@ class Grid(NamedTuple):
         def put(path: Any, leaf: Any) -> Any:
             rows = getattr(leaf, "shape", ())[:1]
             if rows:
-                divides(f"batch{jax.tree_util.keystr(path)} rows", rows[0], self.shape.batch_shards, "data*z")
+                divides(
+                    f"batch{jax.tree_util.keystr(path)} rows", rows[0], self.shape.batch_shards, self.shape.batch_rule
+                )
             spec = PartitionSpec(BATCH_AXES) if rows else PartitionSpec()
             return jax.device_put(leaf, NamedSharding(self.mesh, spec))
 
@@ -152,7 +170,7 @@ def arranged(shape: GridShape, devices: "Sequence[jax.Device]") -> "Sequence[jax
         slices.setdefault(getattr(device, "slice_index", 0) or 0, []).append(device)
     if shape.data % len(slices):
         return devices
-    sizes = (shape.data // len(slices), shape.z, shape.y, shape.x)
+    sizes = (shape.data // len(slices), shape.expert, shape.z, shape.y, shape.x)
     try:
         meshes = [
             mesh_utils.create_device_mesh(sizes, part, allow_split_physical_axes=True) for part in slices.values()
@@ -163,7 +181,7 @@ def arranged(shape: GridShape, devices: "Sequence[jax.Device]") -> "Sequence[jax
 
 
 def build_mesh(shape: GridShape, devices: "Sequence[jax.Device]") -> "jax.sharding.Mesh":
-    """Lays one stage's 4D mesh over its devices, `x` fastest; raises ``UserError`` for a wrong number of them."""
+    """Lays one stage's mesh over its devices, `x` fastest; raises ``UserError`` for a wrong number of them."""
     import jax
     import numpy as np
 

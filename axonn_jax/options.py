@@ -17,6 +17,10 @@ Norm = Literal["layernorm", "rmsnorm", "rmsnorm_1p"]
 Mlp = Literal["gelu", "swiglu", "geglu"]
 Bias = Literal["all", "qkv", "none"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+Router = Literal["softmax", "sigmoid"]
+"""What is made of a router's scores of the experts."""
+Balance = Literal["sequence", "batch", "none"]
+"""Over what the loss that evens out the experts' loads is taken, if there is one."""
 
 AttentionKernel = Literal["auto", "cudnn", "splash", "blocked", "xla"]
 

@@ -12,8 +12,9 @@ from axonn_jax.checkpoint.orbax import reason, stored_array
 from axonn_jax.checkpoint.restore import Checkpoint, check_shapes
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface.entries import Bounds, TensorMap, entries_of
+from axonn_jax.models.huggingface.entries import check_left_out, entries_of
 from axonn_jax.models.huggingface.files import DTYPES
+from axonn_jax.models.huggingface.tensor_map import Bounds, TensorMap
 
 
 class StoredParameters:
@@ -33,8 +34,11 @@ class StoredParameters:
         for entry in self._entries:
             if (stored := checkpoint.manifest.arrays[PARAMS + entry.ours].dtype) not in known:
                 raise UserError(f"{field}: dtype of {entry.ours}", stored, f"one of {', '.join(known)}")
-        self._homes = {name: (entry, at) for entry in self._entries for at, name in enumerate(entry.theirs)}
         self._open: tuple[str, Any] = ("", None)
+        for entry in self._entries:
+            if not entry.theirs:
+                check_left_out(entry, self._read(entry, tuple((0, size) for size in entry.size)))
+        self._homes = {name: (entry, at) for entry in self._entries for at, name in enumerate(entry.theirs)}
 
     @property
     def tensors(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
@@ -49,14 +53,14 @@ class StoredParameters:
         entry, number = self._homes[name]
         dtype = self._dtype(entry)
 
-        def part(bounds: Bounds) -> NDArray[Any]:
-            try:
-                return np.asarray(self._array(entry)[tuple(slice(*ends) for ends in bounds)].read().result())
-            except (ValueError, IndexError, OSError) as error:
-                why = f"a valid checkpoint; {entry.ours}: {reason(error)}"
-                raise UserError(self._field, str(self._checkpoint.path), why) from None
+        return entry.chunks(number, lambda bounds: self._read(entry, bounds), dtype.itemsize)
 
-        return entry.chunks(number, part, dtype.itemsize)
+    def _read(self, entry: TensorMap, bounds: Bounds) -> NDArray[Any]:
+        try:
+            return np.asarray(self._array(entry)[tuple(slice(*ends) for ends in bounds)].read().result())
+        except (ValueError, IndexError, OSError) as error:
+            why = f"a valid checkpoint; {entry.ours}: {reason(error)}"
+            raise UserError(self._field, str(self._checkpoint.path), why) from None
 
     def _array(self, entry: TensorMap) -> Any:
         if self._open[0] != entry.ours:

@@ -27,6 +27,7 @@ def init(
     *,
     pipe: int = 1,
     data: int = 1,
+    expert: int = 1,
     z: int = 1,
     y: int = 1,
     x: int = 1,
@@ -47,7 +48,7 @@ def init(
         explicit = Explicit(coordinator, num_processes, process_id)
     elif any(value is not None for value in given):
         raise UserError("init", given, "coordinator, num_processes and process_id together, or none of them")
-    world, grid = start(GridShape(pipe, data, z, y, x), explicit)
+    world, grid = start(GridShape(pipe, data, z, y, x, expert=expert), explicit)
     say(world, describe(world, grid))
     return grid
 

@@ -17,9 +17,9 @@ from axonn_jax.grid import BATCH_AXES
 from axonn_jax.memory.buckets import reduced_axes
 from axonn_jax.memory.optimizer_state import state_layout
 from axonn_jax.memory.precision import Precisions
-from axonn_jax.tensor.collectives import all_reduce, axis_index
+from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.params import Params, Specs
-from axonn_jax.tensor.specs import shard_mapped, spec_axes, split_dim
+from axonn_jax.tensor.specs import further_split, shard_mapped, spec_axes
 
 _MOST = 16
 """Parameters updated by one program: more of them only take longer to compile."""
@@ -81,10 +81,11 @@ class Bucket:
 
     def take_weights(self, weights: list[jax.Array], start: jax.Array) -> list[jax.Array]:
         """The float32 elements of weights that a device keeps the state of."""
-        dim = split_dim(self.form.state_spec, "data")
-        if dim is not None:
+        split = further_split(self.form.spec, self.form.state_spec)
+        if split is not None:
+            dim, axes = split
             size = self.form.shape[dim]
-            weights = [lax.dynamic_slice_in_dim(w, axis_index("data") * size, size, dim) for w in weights]
+            weights = [lax.dynamic_slice_in_dim(w, lax.axis_index(axes) * size, size, dim) for w in weights]
         return [part.astype(jnp.float32) for part in self.take(weights, start)]
 
     def write_weights(
@@ -92,12 +93,12 @@ class Bucket:
     ) -> list[jax.Array]:
         """Writes new values of what `take_weights` took into weights where they are `finite`.
 
-        Collectives: an all-gather over `data` of those that are split over it.
+        Collectives: an all-gather over the replicas of those that are split over them.
         """
         shape, at = self.form.shape, self.dim
-        dim = split_dim(self.form.state_spec, "data")
+        dim, axes = further_split(self.form.spec, self.form.state_spec) or (None, ())
         if dim is not None:  # a dim for the replicas goes before the one that they split
-            parts = list(lax.all_gather(jnp.stack(parts), "data", axis=dim + 1))
+            parts = list(lax.all_gather(jnp.stack(parts), axes, axis=dim + 1))
             at += at >= dim
         written = []
         for weight, part in zip(weights, parts, strict=True):
@@ -154,7 +155,7 @@ def plan_updates(
 
 
 def unreduced_spec(spec: P, mesh: Mesh) -> P:
-    """The layout of a parameter's unreduced sums [devices that add up, ...]: one for every device of `data` and `z`."""
+    """The layout of a parameter's unreduced sums [devices that add up, ...]: one for every device of `BATCH_AXES`."""
     over = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1 and axis not in spec_axes(spec))
     return P(over or None, *spec)
 

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from axonn_jax.errors import UserError, nearest
+from axonn_jax.experts.router import CHOICES
 from axonn_jax.memory.host_arrays import HOST
 from axonn_jax.models.packed import targets_of
 from axonn_jax.models.protocol import Model, RunLayer
@@ -72,20 +73,21 @@ def layer_runner(model: Model, activations: str, *, regather: bool = True) -> Ru
 
 
 def _saveable(activations: str) -> Any:
-    """Returns jax's policy for what a layer that is computed again keeps; None: its input alone."""
+    """Returns jax's policy for what a layer that is computed again keeps beside its input."""
     policies = jax.checkpoint_policies
     if activations == "dots":
-        return policies.dots_with_no_batch_dims_saveable
+        chosen = policies.save_only_these_names(CHOICES)
+        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, chosen)
     if activations == "save_collectives":
-        return policies.save_only_these_names(*BLOCK_REDUCTIONS)
+        return policies.save_only_these_names(*BLOCK_REDUCTIONS, CHOICES)
     if activations == "offload":
         return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
+            names_which_can_be_saved=[CHOICES],
             names_which_can_be_offloaded=[_LAYER_INPUT],
             offload_src="device",
             offload_dst=HOST,
         )
-    return None
+    return policies.save_only_these_names(CHOICES)
 
 
 def batch_loss(

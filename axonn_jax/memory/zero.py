@@ -1,6 +1,7 @@
-"""The reduction of gradients, and ZeRO-1 (Rajbhandari et al., SC 20): they and what is updated split over `data`."""
+"""The reduction of gradients, and ZeRO-1 (Rajbhandari et al., SC 20): they and state split over the replicas."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
-from axonn_jax.grid import BATCH_AXES
+from axonn_jax.grid import BATCH_AXES, REPLICA_AXES
 from axonn_jax.memory.buckets import (
     Leaf,
     in_backward_order,
@@ -20,22 +21,27 @@ from axonn_jax.memory.buckets import (
 )
 from axonn_jax.tensor.collectives import axis_size
 from axonn_jax.tensor.params import Params, Specs
-from axonn_jax.tensor.specs import shard_mapped, split_dim
+from axonn_jax.tensor.specs import further_split, shard_mapped, size_over, spec_axes
+
+Split = tuple[int, tuple[str, ...]]
+"""A dim, and the axes of replicas that split it."""
 
 
-def split_over_data(shapes: Mapping[str, tuple[int, ...]], specs: Specs, mesh: Mesh) -> Specs:
-    """The layouts with the first dim of every parameter that divides split over `data` too, after its other axes.
+def split_over_replicas(shapes: Mapping[str, tuple[int, ...]], specs: Specs, mesh: Mesh) -> Specs:
+    """The layouts with the first dim of every parameter that divides split over its replicas, after its other axes.
 
-    A parameter of which no dim of the local shard is divisible keeps its layout: all replicas hold it.
+    Those are `data` and `expert`, of experts `data` alone. A parameter of which no dim of the local shard is divisible
+    keeps its layout: all replicas hold it.
     """
-    replicas = mesh.shape["data"]
 
     def layout(name: str) -> P:
+        axes = tuple(axis for axis in REPLICA_AXES if axis not in spec_axes(specs[name]) and mesh.shape[axis] > 1)
+        replicas = size_over(mesh, axes)
         spec = (*specs[name], *[None] * (len(shapes[name]) - len(specs[name])))
         local = NamedSharding(mesh, specs[name]).shard_shape(shapes[name])
-        for dim, axes in enumerate(spec):
+        for dim, over in enumerate(spec):
             if replicas > 1 and local[dim] % replicas == 0:
-                return P(*spec[:dim], (*_axes(axes), "data"), *spec[dim + 1 :])
+                return P(*spec[:dim], (*_axes(over), *axes), *spec[dim + 1 :])
         return specs[name]
 
     return {name: layout(name) for name in shapes}
@@ -54,13 +60,13 @@ def reduce_gradients(
     """Each device's sums of gradients -> the step's gradients, laid out by `grad_specs`; inside a manual region.
 
     `specs` are the parameters' layouts on `mesh`. Collectives, in buckets of `capacity` elements: an all-reduce over
-    those of `token_axes` (`data`, `z`, with sequence parallelism `y`) over which a parameter is replicated; of these
-    over `data` a reduce-scatter where `grad_specs` split over it. `in_turn` as for `in_buckets`.
+    those of `token_axes` (`data`, `expert`, `z`, with sequence parallelism `y`) over which a parameter is
+    replicated; of these a reduce-scatter over those that `grad_specs` split over. `in_turn` as for `in_buckets`.
     """
-    split = {name: dim for name in sums if (dim := split_dim(grad_specs[name], "data")) is not None}
+    split = splits(specs, {name: grad_specs[name] for name in sums})
 
     def axes_of(name: str) -> tuple[str, ...]:
-        done = {"data"} if name in split else set()
+        done = split[name][1] if name in split else ()
         return tuple(axis for axis in reduced_axes(specs[name], token_axes) if axis not in done)
 
     parts = scatter_in_buckets({name: sums[name] for name in split}, split, capacity, in_turn=in_turn)
@@ -86,74 +92,81 @@ def from_parts(parts: jax.Array, dim: int, shape: Sequence[int]) -> jax.Array:
     return jnp.moveaxis(rows, 0, dim).reshape(shape)
 
 
+def _size(axes: Sequence[str]) -> int:
+    return prod(axis_size(axis) for axis in axes)
+
+
 def _axes(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
+def splits(specs: Mapping[str, P], further: Mapping[str, P]) -> dict[str, Split]:
+    """How layouts split `further` what `specs` lay out; parameters that they do not are left out."""
+    return {name: split for name, spec in further.items() if (split := further_split(specs[name], spec)) is not None}
+
+
 def scatter_in_buckets(
-    grads: dict[str, jax.Array], dims: Mapping[str, int], capacity: int, *, in_turn: bool = True
+    grads: dict[str, jax.Array], split: Mapping[str, Split], capacity: int, *, in_turn: bool = True
 ) -> dict[str, jax.Array]:
-    """Sums gradients over `data`, of which each device keeps its part along `dims`; inside a manual region.
+    """Sums gradients over the axes of their `split`, of which each device keeps its part; inside a manual region.
 
     Collectives: a reduce-scatter a bucket, and one of every gradient of more than `capacity` elements, which is not
     copied; bytes a device on a ring `(G-1)/G * itemsize * elements` in all. `in_turn` as for `in_buckets`.
     """
-    size = axis_size("data")
-    if size == 1:
-        return dict(grads)
-    large = {name: g for name, g in grads.items() if g.size > capacity}
-    out = {name: lax.psum_scatter(g, "data", scatter_dimension=dims[name], tiled=True) for name, g in large.items()}
+    out: dict[str, jax.Array] = {}
+    for name, g in grads.items():
+        if g.size > capacity:
+            dim, axes = split[name]
+            out[name] = lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
     leaves = [
-        Leaf(name, g.size, (g.dtype, compat.varying_axes(g)))
+        Leaf(name, g.size, (split[name][1], g.dtype, compat.varying_axes(g)))
         for name, g in in_backward_order(grads).items()
-        if name not in large
+        if name not in out
     ]
 
     def pack(name: str) -> jax.Array:
-        return in_parts(grads[name], dims[name], size)
+        dim, axes = split[name]
+        return in_parts(grads[name], dim, _size(axes))
 
-    def send(flat: jax.Array, _: str) -> jax.Array:
-        return lax.psum_scatter(flat, "data", scatter_dimension=0)
+    def send(flat: jax.Array, name: str) -> jax.Array:
+        return lax.psum_scatter(flat, split[name][1], scatter_dimension=0)
 
     for name, part in in_buckets(leaves, capacity, pack, send, in_turn=in_turn):
-        shape, dim = grads[name].shape, dims[name]
-        out[name] = part.reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+        shape, (dim, axes) = grads[name].shape, split[name]
+        out[name] = part.reshape(*shape[:dim], shape[dim] // _size(axes), *shape[dim + 1 :])
     return {name: out[name] for name in grads}
 
 
-def gather_in_buckets(parts: dict[str, jax.Array], dims: Mapping[str, int], capacity: int) -> dict[str, jax.Array]:
-    """Gathers parameters of which each device along `data` holds a part along `dims`; inside a manual region.
+def gather_in_buckets(parts: dict[str, jax.Array], split: Mapping[str, Split], capacity: int) -> dict[str, jax.Array]:
+    """Gathers parameters of which each device along the axes of their `split` holds a part; inside a manual region.
 
     Collectives: an all-gather a bucket of `capacity` gathered elements; bytes a device on a ring
     `(G-1)/G * itemsize * elements` in all.
     """
-    size = axis_size("data")
-    if size == 1:
-        return dict(parts)
     out: dict[str, jax.Array] = {}
-    leaves = [Leaf(name, p.size * size, (p.dtype,)) for name, p in parts.items()]
+    leaves = [Leaf(name, p.size * _size(split[name][1]), (split[name][1], p.dtype)) for name, p in parts.items()]
 
-    def send(flat: jax.Array, _: str) -> jax.Array:
-        return lax.all_gather(flat, "data")
+    def send(flat: jax.Array, name: str) -> jax.Array:
+        return lax.all_gather(flat, split[name][1])
 
     for name, gathered in in_buckets(leaves, capacity, lambda name: parts[name].reshape(-1), send, in_turn=False):
-        shape, dim = parts[name].shape, dims[name]
-        out[name] = from_parts(gathered, dim, (*shape[:dim], shape[dim] * size, *shape[dim + 1 :]))
+        shape, (dim, axes) = parts[name].shape, split[name]
+        out[name] = from_parts(gathered, dim, (*shape[:dim], shape[dim] * _size(axes), *shape[dim + 1 :]))
     return {name: out[name] for name in parts}
 
 
 def whole_weights(
     parts: dict[str, jax.Array], layouts: tuple[Specs, Specs], mesh: Mesh, dtype: jnp.dtype, capacity: int
 ) -> dict[str, jax.Array]:
-    """Global arrays in the first of two layouts, as `split_over_data` gives it -> in the second, cast to `dtype`.
+    """Global arrays in the first of two layouts, as `split_over_replicas` gives it -> in the second, cast to `dtype`.
 
     Collectives: `gather_in_buckets`, of what is split.
     """
-    split, specs = layouts
+    further, specs = layouts
+    split = splits(specs, further)
 
     def local(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
         cast = {name: p.astype(dtype) for name, p in parts.items()}
-        dims = {name: dim for name in cast if (dim := split_dim(split[name], "data")) is not None}
-        return cast | gather_in_buckets({name: cast[name] for name in dims}, dims, capacity)
+        return cast | gather_in_buckets({name: cast[name] for name in cast if name in split}, split, capacity)
 
-    return shard_mapped(local, mesh, (split,), specs, differentiated=False)(parts)  # type: ignore[no-any-return]
+    return shard_mapped(local, mesh, (further,), specs, differentiated=False)(parts)  # type: ignore[no-any-return]

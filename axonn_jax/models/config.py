@@ -1,14 +1,14 @@
-"""Sizes of a decoder-only transformer: parameters and FLOPs by formula, of the whole and of its parts, without jax."""
+"""Sizes of a decoder-only transformer: its parameters and FLOPs by formula, without jax."""
 
-import math
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal, get_args, get_origin
 
 from axonn_jax.errors import UserError
+from axonn_jax.experts.shape import ExpertShape
 from axonn_jax.grid import GridShape, divides, divisors
 from axonn_jax.models.rope import Rope
-from axonn_jax.options import Bias, Mlp, Norm, Positions, RopeScaling
+from axonn_jax.options import Bias, Mlp, Norm, Positions, RopeScaling, Router
 
 MOST = MappingProxyType(
     {
@@ -22,9 +22,13 @@ MOST = MappingProxyType(
         "head_dim": 2**16,
         "window": 2**27,
         "rope_original_seq_len": 2**27,
+        "experts": 2**16,
+        "expert_ffn": 2**22,
+        "shared_experts": 2**10,
     }
 )
 """Largest sizes: ten times or more those of any published model, and checked in seconds."""
+_MAY_BE_ZERO = ("window", "rope_original_seq_len", "experts", "shared_experts")
 
 
 class DerivedSize(int):
@@ -95,20 +99,44 @@ class ModelShape:
     rope_attention_factor: float = 0.0
     """yarn: what rotated queries and keys are multiplied by; 0: 0.1 ln(factor) + 1."""
 
+    experts: int = 0
+    """Feed-forward layers of which each token takes a few, in the place of one; 0: one for all tokens."""
+    experts_per_token: int = 2
+    """How many of them each token chooses."""
+    expert_ffn: int = DerivedSize(0)
+    """Width of each; left out: `ffn`."""
+    moe_every: int = 1
+    """One block of so many has experts, the others one feed-forward layer."""
+    moe_first: int = 0
+    """Which of them, counted from 0."""
+    shared_experts: int = 0
+    """Experts that every token takes."""
+    router: Router = "softmax"
+    """What is made of the router's scores: their softmax over all experts, or each one's sigmoid (DeepSeek-V3)."""
+    router_norm: bool = True
+    """Whether the weights of a token's choices add up to 1."""
+    router_scale: float = 1.0
+    """What they are multiplied by."""
+    router_groups: int = 1
+    """sigmoid: groups of experts, of which a token first chooses some by the sum of each one's best two."""
+    router_groups_kept: int = 1
+    """How many of them."""
+
     def __post_init__(self) -> None:
         if isinstance(self.bias, bool):
             object.__setattr__(self, "bias", "all" if self.bias else "none")
         if derived := isinstance(self.head_dim, DerivedSize):
             object.__setattr__(self, "head_dim", DerivedSize(self.hidden // max(self.heads, 1)))
+        if isinstance(self.expert_ffn, DerivedSize):
+            object.__setattr__(self, "expert_ffn", DerivedSize(self.ffn))
         for f in fields(self):
             value = getattr(self, f.name)
             if get_origin(f.type) is Literal and value not in get_args(f.type):
                 raise UserError(f"model.{f.name}", value, "one of " + ", ".join(get_args(f.type)))
-            least = 0 if f.name in ("window", "rope_original_seq_len") else 1
-            if f.type is int and not least <= value <= MOST[f.name] and not (derived and f.name == "head_dim"):
-                raise UserError(
-                    f"model.{f.name}", value, f"an integer of at least {least} and at most {MOST[f.name]:,}"
-                )
+            least = 0 if f.name in _MAY_BE_ZERO else 1
+            if f.name in MOST and not least <= value <= MOST[f.name] and not (derived and f.name == "head_dim"):
+                accepted = f"an integer of at least {least} and at most {MOST[f.name]:,}"
+                raise UserError(f"model.{f.name}", value, accepted)
         for name in ("norm_eps", "rope_theta", "init_std"):
             if not getattr(self, name) > 0:
                 raise UserError(f"model.{name}", getattr(self, name), "a number above 0")
@@ -126,25 +154,12 @@ class ModelShape:
                 self.heads,
                 f"rotary positions need an even hidden/heads, this is {self.head_dim}",
             )
-        self._check_rope()
-
-    def _check_rope(self) -> None:
-        if self.rope_scaling == "none":
-            return
-        if self.positions != "rope":
+        if self.rope is not None:
+            self.rope.check()
+        elif self.rope_scaling != "none":
             raise UserError("model.rope_scaling", self.rope_scaling, f"none where positions are {self.positions}")
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-            if not 0 < (value := getattr(self, f"rope_{name}")) < math.inf:
-                raise UserError(f"model.rope_{name}", value, "a number above 0")
-        if not 0 <= self.rope_attention_factor < math.inf:
-            raise UserError("model.rope_attention_factor", self.rope_attention_factor, "a number of at least 0")
-        if self.rope_scaling != "linear" and not self.rope_original_seq_len:
-            accepted = f"the tokens of the sequences trained on first, which {self.rope_scaling} needs"
-            raise UserError("model.rope_original_seq_len", self.rope_original_seq_len, accepted)
-        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            least, most = getattr(self, f"rope_{low}"), getattr(self, f"rope_{high}")
-            if not least < most:
-                raise UserError(f"model.rope_{high}", most, f"a number above model.rope_{low} = {least}")
+        if self.moe is not None:
+            self.moe.check()
 
     def check_grid(self, grid: GridShape, *, sequence_split: bool = False) -> None:
         """Raises ``UserError`` unless every parameter and activation of the model divides over the grid.
@@ -153,6 +168,10 @@ class ModelShape:
         axis, with `x` and `y` swapping roles in alternate layers (DESIGN section 4).
         """
         x, y, z = grid.x, grid.y, grid.z
+        if self.moe is not None:
+            self.moe.check_grid(grid, self.seq_len)
+        elif grid.expert > 1:
+            raise UserError("grid.expert", grid.expert, "1 for a model without experts; grid.data splits the batch too")
         divides("model.hidden", self.hidden, x * z, "x*z")
         divides("model.kv_heads", self.kv_heads, y, "y", axis="grid.y", legal_axis=True)
         divides("model.heads", self.heads, y, "y", axis="grid.y", legal_axis=True)
@@ -172,6 +191,17 @@ class ModelShape:
         return Rope(**{name: getattr(self, f"rope_{name}") for name in names})
 
     @property
+    def moe(self) -> ExpertShape | None:
+        """The experts of a layer that has some; None in a dense model."""
+        if not self.experts:
+            return None
+        chosen = {name: getattr(self, f"router_{name}") for name in ("norm", "scale", "groups", "groups_kept")}
+        return ExpertShape(
+            self.experts, self.experts_per_token, self.expert_ffn, self.moe_every, self.moe_first,
+            self.shared_experts, self.router, **chosen,
+        )  # fmt: skip
+
+    @property
     def mlp_inputs(self) -> int:
         """Matmuls from the residual stream into the feed-forward layer: one, or two where it is gated."""
         return 1 if self.mlp == "gelu" else 2
@@ -185,23 +215,28 @@ class ModelShape:
         """Rows of a table that divides into so many parts: the vocabulary, and zeros up to the next multiple."""
         return -(-self.vocab // multiple) * multiple
 
-    def layer_matmul_params(self) -> int:
-        """Entries of one block's weight matrices, biases and norms left out."""
-        mlp = (self.mlp_inputs + 1) * self.ffn
-        return self.hidden * (self.qkv_width + self.heads * self.head_dim + mlp)
+    def mlp_params(self, layer: int = 0, *, active: bool = False) -> int:
+        """Parameters of a block's feed-forward layer, biases and the norm before it included.
 
-    def layer_params(self) -> int:
-        """Parameters of one block."""
-        return self.layer_matmul_params() + 2 * self.norm_params() + self.attention_vector_params() + self.mlp_biases()
+        The `active` ones are those that a token passes: they differ where the block has experts.
+        """
+        if self.moe is not None and self.moe.is_routed(layer):
+            return self.norm_params() + self.moe.params(self.hidden, self.mlp_inputs, active=active)
+        biases = self.hidden + self.mlp_inputs * self.ffn if self.bias == "all" else 0
+        return self.norm_params() + (self.mlp_inputs + 1) * self.hidden * self.ffn + biases
 
-    def attention_vector_params(self) -> int:
-        """Biases of a block's attention, and the weights of its norms of queries and keys."""
+    def attention_params(self) -> int:
+        """Parameters of a block's attention, the norm before it included."""
         biases = {"all": self.qkv_width + self.hidden, "qkv": self.qkv_width, "none": 0}[self.bias]
-        return biases + (2 * self.head_dim if self.qk_norm else 0)
+        return self.norm_params() + self.attention_matmul_params() + biases + (2 * self.head_dim if self.qk_norm else 0)
 
-    def mlp_biases(self) -> int:
-        """Biases of a block's feed-forward layer."""
-        return self.hidden + self.mlp_inputs * self.ffn if self.bias == "all" else 0
+    def attention_matmul_params(self) -> int:
+        """Entries of the weight matrices of a block's attention."""
+        return self.hidden * (self.qkv_width + self.heads * self.head_dim)
+
+    def layer_params(self, layer: int = 0, *, active: bool = False) -> int:
+        """Parameters of one block; `active` as in `mlp_params`."""
+        return self.attention_params() + self.mlp_params(layer, active=active)
 
     def embedding_params(self) -> int:
         """Parameters in front of the first block: the token table and, if learned, the positions."""
@@ -211,18 +246,26 @@ class ModelShape:
         """Parameters behind the last block: the final norm and, if not tied, the output projection."""
         return self.norm_params() + (0 if self.tied else self.hidden * self.vocab)
 
-    def params(self) -> int:
-        """All parameters of the model."""
-        return self.embedding_params() + self.layers * self.layer_params() + self.head_params()
+    def params(self, *, active: bool = False) -> int:
+        """All parameters of the model; `active` as in `mlp_params`."""
+        blocks = sum(self.layer_params(layer, active=active) for layer in range(self.layers))
+        return self.embedding_params() + blocks + self.head_params()
 
     def norm_params(self) -> int:
         """Parameters of one norm of the residual stream."""
         return self.hidden * (2 if self.norm == "layernorm" else 1)
 
-    def layer_forward_flops(self, batch: int, seq_len: int | None = None) -> int:
+    def mlp_matmul_flops(self, layer: int = 0) -> int:
+        """FLOPs of a block's feed-forward layer for one token; of experts those that it chooses, and the router."""
+        if self.moe is not None and self.moe.is_routed(layer):
+            return 2 * (self.moe.params(self.hidden, self.mlp_inputs, active=True) - self.experts)
+        return 2 * (self.mlp_inputs + 1) * self.hidden * self.ffn
+
+    def layer_forward_flops(self, batch: int, seq_len: int | None = None, layer: int = 0) -> int:
         """FLOPs of one block's matmuls for `batch` sequences; attention counted in full, as published."""
         s = seq_len or self.seq_len
-        return batch * s * (2 * self.layer_matmul_params() + 4 * s * self.heads * self.head_dim)
+        attention = 2 * self.attention_matmul_params() + 4 * s * self.heads * self.head_dim
+        return batch * s * (attention + self.mlp_matmul_flops(layer))
 
     def head_forward_flops(self, batch: int, seq_len: int | None = None) -> int:
         """FLOPs of the projection onto the vocabulary for `batch` sequences."""
@@ -235,46 +278,10 @@ class ModelShape:
         F = 96 B S L H^2 (1 + S/(6H) + V/(16 L H)), and with 72 in place of 96 without (papers: Megatron-LM,
         AxoNN IPDPS 22, SC 24).
         """
-        layers = self.layers * self.layer_forward_flops(batch, seq_len)
+        layers = sum(self.layer_forward_flops(batch, seq_len, layer) for layer in range(self.layers))
         return layers * (4 if recompute else 3) + 3 * self.head_forward_flops(batch, seq_len)
 
 
 def _divisors(rule: str, of: int, near: int) -> str:
     closest = min(divisors(of), key=lambda d: (abs(d - near), d))
     return f"{rule} ({of}); the nearest is {closest}"
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One link of the sequence: the smallest part of a model that a stage can hold."""
-
-    name: str
-    """For people, such as `blocks.3.mlp`."""
-    flops: int
-    """FLOPs of its forward pass for one sequence (its backward takes about twice as many)."""
-    params: int
-    """Parameters it holds."""
-    layer: str = ""
-    """What the names of its parameters begin with where it is a part of a numbered layer, such as `blocks.3`."""
-    alike: str = ""
-    """Segments of which this is equal differ in nothing but the values of their parameters; empty: like no other."""
-
-
-def transformer_segments(shape: ModelShape) -> tuple[Segment, ...]:
-    """Embedding, the two halves of every block, the head: their costs add up to the model's.
-
-    Attention is counted without its causal half, as in the published formulas; a table lookup counts no FLOPs. A tied
-    table counts as the embedding's parameters.
-    """
-    seq, width = shape.seq_len, shape.heads * shape.head_dim
-    attention_matrices = shape.hidden * (shape.qkv_width + width)
-    mlp_matrices = shape.layer_matmul_params() - attention_matrices
-    mlp = shape.norm_params() + mlp_matrices + shape.mlp_biases()
-    segments = [Segment("embedding", 0, shape.embedding_params())]
-    for block in range(shape.layers):
-        scores = 4 * seq * seq * width
-        layer, attention = f"blocks.{block}", 2 * seq * attention_matrices + scores
-        segments.append(Segment(f"{layer}.attention", attention, shape.layer_params() - mlp, layer, "attention"))
-        segments.append(Segment(f"{layer}.mlp", 2 * seq * mlp_matrices, mlp, layer, "mlp"))
-    segments.append(Segment("head", shape.head_forward_flops(1), shape.head_params()))
-    return tuple(segments)

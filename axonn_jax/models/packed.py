@@ -20,11 +20,14 @@ from axonn_jax.tensor.loss import target_weights
 _ID, _COUNTED, _START = (1 << 24) - 1, 1 << 30, -(1 << 31)
 
 
-class PackedStream(NamedTuple):
-    """The residual stream of packed rows, and the documents in them."""
+class Residual(NamedTuple):
+    """The residual stream, and what goes through the layers with it."""
 
     values: jax.Array
-    documents: Documents
+    documents: Documents | None
+    """Of packed rows."""
+    balance: jax.Array | None
+    """Sum of the losses that even out the loads of experts, of local tokens so far, a float32 scalar."""
 
     @property
     def dtype(self) -> Any:
@@ -32,7 +35,7 @@ class PackedStream(NamedTuple):
         return self.values.dtype
 
 
-Stream = jax.Array | PackedStream
+Stream = jax.Array | Residual
 """What one layer hands to the next."""
 
 
@@ -76,7 +79,12 @@ def packed_weights(words: jax.Array, vocab: int | None) -> jax.Array:
 
 def values_of(x: Stream) -> jax.Array:
     """The residual stream alone."""
-    return x.values if isinstance(x, PackedStream) else x
+    return x.values if isinstance(x, Residual) else x
+
+
+def balance_of(x: Stream) -> jax.Array | None:
+    """The losses that even out loads so far, if there are such."""
+    return x.balance if isinstance(x, Residual) else None
 
 
 def pack(

@@ -1,9 +1,22 @@
-"""Named model sizes from the literature, without jax."""
+"""The model of a run: named sizes from the literature, and the `[model]` table that changes them; without jax."""
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from axonn_jax.errors import UserError, nearest
+from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 from axonn_jax.models.config import ModelShape
+from axonn_jax.options import (
+    AttentionKernel,
+    Bias,
+    Mlp,
+    Norm,
+    NotNegativeOrNone,
+    Positions,
+    PositiveOrNone,
+    ProbabilityOrNone,
+    RopeScaling,
+    Router,
+)
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> ModelShape:
@@ -77,3 +90,144 @@ def preset(name: str, **changes: object) -> ModelShape:
         names = preset_names()
         raise UserError("model.preset", name, "one of " + ", ".join(names) + nearest(name, names))
     return replace(shape, **changes) if changes else shape  # type: ignore[arg-type]
+
+
+_OF_EXPERTS = ("experts_", "expert_", "moe_", "shared_", "router")
+"""What the names of fields that only models with experts have begin with."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model: a preset, a preset with some sizes changed, or all sizes."""
+
+    preset: str | None = None
+    """Name of a published model (docs/train.md lists them); the fields below change its sizes."""
+    layers: int | None = None
+    """Number of transformer blocks. Required without a preset."""
+    hidden: int | None = None
+    """Width of the residual stream (features a token). Required without a preset."""
+    heads: int | None = None
+    """Number of query heads; divides `hidden` unless `head_dim` is given. Required without a preset."""
+    kv_heads: int | None = None
+    """Number of key/value heads; divides `heads`. Left out: as many as `heads`, or the preset's."""
+    ffn: int | None = None
+    """Width of the feed-forward layer. Left out: 4 `hidden`, or the preset's."""
+    vocab: int | None = None
+    """Size of the vocabulary, at least the prepared data's. Left out: the preset's, else the data's."""
+    seq_len: int | None = None
+    """Tokens a sequence. Required without a preset."""
+    positions: Positions | None = None
+    """How a token knows its position: a learned table, or rotary embeddings. Left out: learned, or the preset's."""
+    norm: Norm | None = None
+    """Normalisation in front of each half of a block; rmsnorm_1p multiplies by 1 + its weight (Gemma). Left out:
+    layernorm, or the preset's."""
+    mlp: Mlp | None = None
+    """Feed-forward: two matmuls around GELU, or three, gated by SiLU (swiglu) or GELU (geglu). Left out: gelu, or the
+    preset's."""
+    bias: Bias | None = None
+    """Which linear layers have biases: all, qkv (those to queries, keys and values), none. Left out: all, or the
+    preset's."""
+    tied: bool | None = None
+    """Whether the output projection is the embedding table. Left out: true, or the preset's."""
+    dropout: ProbabilityOrNone = None
+    """Dropout on the embedding and on both branches of a block. Left out: 0."""
+    norm_eps: PositiveOrNone = None
+    """Added to the variance under the square root of a norm. Left out: 1e-5."""
+    rope_theta: PositiveOrNone = None
+    """Base of the rotary frequencies. Left out: 10000, or the preset's."""
+    init_std: PositiveOrNone = None
+    """Standard deviation of initial weights. Left out: 0.02."""
+    head_dim: int | None = None
+    """Features of one head. Left out: hidden / heads, or the preset's."""
+    qk_norm: bool | None = None
+    """Whether each head's queries and keys pass an RMSNorm before they are rotated (Qwen3). Left out: false."""
+    embedding_scale: bool | None = None
+    """Whether embeddings are multiplied by sqrt(hidden) (Gemma). Left out: false."""
+    window: int | None = None
+    """Tokens that a token sees, itself and those right before it. Left out or 0: all before it."""
+    rope_scaling: RopeScaling | None = None
+    """How rotary frequencies are slowed down for sequences longer than those trained on first. Left out: none."""
+    rope_factor: PositiveOrNone = None
+    """By how much. Left out: 1."""
+    rope_low_freq_factor: PositiveOrNone = None
+    """llama3: turns in `rope_original_seq_len` tokens below which a frequency is divided by the whole factor. Left
+    out: 1."""
+    rope_high_freq_factor: PositiveOrNone = None
+    """llama3: turns above which it stays. Left out: 4."""
+    rope_original_seq_len: int | None = None
+    """llama3, yarn: tokens of the sequences trained on first."""
+    rope_beta_fast: PositiveOrNone = None
+    """yarn: turns above which a frequency stays. Left out: 32."""
+    rope_beta_slow: PositiveOrNone = None
+    """yarn: turns below which it is divided by the whole factor. Left out: 1."""
+    rope_attention_factor: NotNegativeOrNone = None
+    """yarn: what rotated queries and keys are multiplied by. Left out, or 0: 0.1 ln(rope_factor) + 1."""
+    experts: int | None = None
+    """Feed-forward layers of which each token takes a few, in the place of one. Left out: one, or the preset's."""
+    experts_per_token: int | None = None
+    """How many of them each token chooses. Left out: 2, or the preset's."""
+    expert_ffn: int | None = None
+    """Width of each. Left out: `ffn`, or the preset's."""
+    moe_every: int | None = None
+    """One block of so many has experts, the others one feed-forward layer. Left out: 1."""
+    moe_first: int | None = None
+    """Which of them, counted from 0. Left out: 0."""
+    shared_experts: int | None = None
+    """Experts that every token takes. Left out: 0."""
+    router: Router | None = None
+    """What is made of the router's scores: their softmax over all experts, or each one's sigmoid (DeepSeek-V3). Left
+    out: softmax."""
+    router_norm: bool | None = None
+    """Whether the weights of a token's choices add up to 1. Left out: true."""
+    router_scale: PositiveOrNone = None
+    """What they are multiplied by. Left out: 1."""
+    router_groups: int | None = None
+    """sigmoid: groups of experts, of which a token first chooses some by the sum of their best two. Left out: 1."""
+    router_groups_kept: int | None = None
+    """How many of them. Left out: 1."""
+    attention: AttentionKernel = "auto"
+    """The form of attention: cudnn (NVIDIA GPUs in half precision), splash (TPUs, needs `tokamax`), blocked (anywhere,
+    without whole arrays of scores), xla (with them), or auto: cudnn or splash where they can be had, else blocked; on
+    accelerators a run's first lines say which, and why."""
+
+    def shape(self, default_vocab: int | None = None) -> ModelShape:
+        """Returns the model's sizes; `default_vocab` is used where neither `vocab` nor a preset gives one.
+
+        Raises:
+            UserError: the preset is unknown, a required field is missing, or a size is not possible.
+        """
+        given: dict[str, Any] = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("preset", "attention") and getattr(self, f.name) is not None
+        }
+        if self.preset is not None:
+            base = preset(self.preset)
+            # Sizes that follow from another one in the preset keep following it.
+            if base.kv_heads == base.heads and "heads" in given:
+                given.setdefault("kv_heads", given["heads"])
+            if base.ffn == 4 * base.hidden and "hidden" in given:
+                given.setdefault("ffn", 4 * given["hidden"])
+            return _without_unused(replace(base, **given), given)
+        if default_vocab is not None:
+            given.setdefault("vocab", default_vocab)
+        required = ("layers", "hidden", "heads", "vocab", "seq_len")
+        missing = [name for name in required if name not in given]
+        if len(missing) >= 4:
+            accepted = f"a preset ({', '.join(preset_names())}), or model.layers, hidden, heads and seq_len"
+            raise UserError("model.preset", NOT_GIVEN, accepted)
+        if missing:
+            names = ", ".join(f"model.{name}" for name in missing)
+            raise UserError(names, NOT_GIVEN, "required where model.preset is left out; an integer of at least 1")
+        given.setdefault("kv_heads", given["heads"])
+        given.setdefault("ffn", 4 * given["hidden"])
+        return _without_unused(ModelShape(**given), given)
+
+
+def _without_unused(shape: ModelShape, given: dict[str, Any]) -> ModelShape:
+    """The shape; raises ``UserError`` where something of experts is given that it has none of."""
+    unused = {f.name: f.default for f in fields(shape) if not shape.experts and f.name.startswith(_OF_EXPERTS)}
+    for name, default in (unused | {"expert_ffn": shape.ffn} if unused else unused).items():
+        if given.get(name, default) != default:
+            raise UserError(f"model.{name}", given[name], "left out in a model without model.experts")
+    return shape

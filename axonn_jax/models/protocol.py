@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.models.config import Segment
+from axonn_jax.models.segments import Segment
 from axonn_jax.tensor.dropout import DropoutKey
 
 
@@ -23,8 +23,14 @@ class Model(Protocol):
 
     layer_list: ClassVar[str]
     """Attribute that holds the layers: a list, or `models.stacked.Stacked`."""
-    identical_layers: ClassVar[bool]
-    """Whether layers differ in their parameters' values alone, so that a loop can run them."""
+
+    @property
+    def identical_layers(self) -> bool:
+        """Whether layers differ in their parameters' values alone, so that a loop can run them."""
+
+    @property
+    def balanced(self) -> bool:
+        """Whether layers add losses of their own to the gradients, as experts do."""
 
     @property
     def vocab(self) -> int | None:
@@ -40,7 +46,7 @@ class Model(Protocol):
 
     @property
     def packed(self) -> bool:
-        """Whether tokens are the words of `models.packed`; `embed` then gives a `PackedStream`."""
+        """Whether tokens are the words of `models.packed`; `embed` then gives a `Residual`."""
 
     @property
     def residual_spec(self) -> P:

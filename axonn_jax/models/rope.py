@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from axonn_jax.errors import UserError
 from axonn_jax.options import RopeScaling
 
 if TYPE_CHECKING:
@@ -32,6 +33,23 @@ class Rope:
     """yarn: those that turn fewer times are divided by `factor`."""
     attention_factor: float = 0.0
     """yarn: what rotated queries and keys are multiplied by; 0: 0.1 ln(factor) + 1."""
+
+    def check(self) -> None:
+        """Raises ``UserError`` for numbers out of range, or that contradict each other."""
+        if self.scaling == "none":
+            return
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise UserError(f"model.rope_{name}", value, "a number above 0")
+        if not 0 <= self.attention_factor < math.inf:
+            raise UserError("model.rope_attention_factor", self.attention_factor, "a number of at least 0")
+        if self.scaling != "linear" and not self.original_seq_len:
+            accepted = f"the tokens of the sequences trained on first, which {self.scaling} needs"
+            raise UserError("model.rope_original_seq_len", self.original_seq_len, accepted)
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            least, most = getattr(self, low), getattr(self, high)
+            if not least < most:
+                raise UserError(f"model.rope_{high}", most, f"a number above model.rope_{low} = {least}")
 
     @property
     def amplitude(self) -> float:

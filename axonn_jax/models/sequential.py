@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES, GridShape
-from axonn_jax.models.config import Segment
+from axonn_jax.models.segments import Segment
 from axonn_jax.models.stacked import layer_form
 from axonn_jax.tensor.dropout import DropoutKey
 from axonn_jax.tensor.params import SplitModule, split_module
@@ -27,7 +27,7 @@ class SequenceModel(nnx.Module):
     over `x` and `y` as well. `between` is the layout of what passes: by default the batch dim over `data` and `z`.
     """
 
-    layer_list, identical_layers = "layers", False
+    layer_list = "layers"
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SequenceModel(nnx.Module):
         between: P | None = None,
     ):
         self.vocab, self.seq_len, self.drops_out, self.token_axes = None, None, False, BATCH_AXES
-        self.packed = False
+        self.packed, self.balanced, self.identical_layers = False, False, False
         self.layers = nnx.List(list(layers))
         self._loss = loss
         self._flops = None if flops is None else tuple(flops)

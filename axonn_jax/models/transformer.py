@@ -5,6 +5,7 @@ Call it inside one manual region (`jax.shard_map`), or outside of any as a plain
 [batch/(Gdata Gz), seq, vocab/Gy].
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,14 +15,16 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.errors import UserError
+from axonn_jax.experts.layer import MixtureOfExperts
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
-from axonn_jax.models.config import ModelShape, Segment, transformer_segments
-from axonn_jax.models.packed import PackedStream, Stream, documents_of, token_ids, values_of
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.packed import Residual, Stream, balance_of, documents_of, token_ids, values_of
+from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
 from axonn_jax.tensor.attention import Attention, Documents, Rotation
-from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight
+from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight, mark_varying
 from axonn_jax.tensor.dropout import DropoutKey, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
 from axonn_jax.tensor.kernel_choice import Tiles
@@ -73,7 +76,16 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm transformer block: attention, then feed-forward, each added to the residual stream."""
 
-    def __init__(self, shape: ModelShape, comm: BlockComm, *, attention: AttentionKernel | Tiles, key: jax.Array):
+    def __init__(
+        self,
+        shape: ModelShape,
+        comm: BlockComm,
+        index: int,
+        *,
+        attention: AttentionKernel | Tiles,
+        balance_weight: float,
+        key: jax.Array,
+    ):
         key_attention, key_mlp = jax.random.split(key)
         out_std = shape.init_std / (2 * shape.layers) ** 0.5
         self.dropout, self.sequence_split = shape.dropout, comm.sequence_split
@@ -94,7 +106,17 @@ class Block(nnx.Module):
             comm=comm.of(comm.attention),
         )
         self.mlp_norm = _norm(shape)
-        self.mlp = Mlp(shape, comm, out_std=out_std, key=key_mlp)
+        moe, stds = shape.moe, {"std": shape.init_std, "out_std": out_std}
+        self.balance_weight = balance_weight
+        self.mlp: Mlp | MixtureOfExperts
+        if moe is None or not moe.is_routed(index):
+            self.mlp = Mlp(shape, comm, out_std=out_std, key=key_mlp)
+            return
+        wide = replace(shape, ffn=moe.shared * moe.ffn, bias="none") if moe.shared else None
+        shared = None if wide is None else partial(Mlp, wide, comm, out_std=out_std)
+        self.mlp = MixtureOfExperts(
+            shape.hidden, moe, shape.mlp, shared, sequence_split=comm.sequence_split, key=key_mlp, **stds
+        )
 
     def __call__(self, x: Stream, key: DropoutKey | None = None) -> Stream:
         """[batch, seq, hidden/Gx] -> same; dropout where `key` is given."""
@@ -102,15 +124,23 @@ class Block(nnx.Module):
 
     def attend(self, x: Stream, key: DropoutKey | None = None, documents: Documents | None = None) -> Stream:
         """Runs the first half of the block."""
-        if isinstance(x, PackedStream):
+        if isinstance(x, Residual):
             return x._replace(values=values_of(self.attend(x.values, key, x.documents)))
         return x + self._drop(self.attention(self.attention_norm(x), documents), key, 0)
 
     def feed_forward(self, x: Stream, key: DropoutKey | None = None) -> Stream:
         """Runs the second half of the block."""
-        if isinstance(x, PackedStream):
-            return x._replace(values=values_of(self.feed_forward(x.values, key)))
-        return x + self._drop(self.mlp(self.mlp_norm(x)), key, 1)
+        values = values_of(x)
+        if isinstance(self.mlp, Mlp):
+            branch, balance = self.mlp(self.mlp_norm(values)), None
+        else:
+            branch, balance = self.mlp(self.mlp_norm(values))
+        values = values + self._drop(branch, key, 1)
+        if not isinstance(x, Residual):
+            return values
+        if x.balance is None or balance is None:
+            return x._replace(values=values)
+        return x._replace(values=values, balance=x.balance + self.balance_weight * balance)
 
     def _drop(self, branch: jax.Array, key: DropoutKey | None, half: int) -> jax.Array:
         if key is None or self.dropout == 0.0:
@@ -123,11 +153,11 @@ class Transformer(nnx.Module):
 
     Every block draws its weights from a key of its own (folded with its index), so a stage that holds some of the
     blocks makes the same weights as a process that holds them all. `comm` says how blocks communicate with the
-    residual stream; parameters and results do not depend on it. A `packed` model takes rows of `models.packed`, where
-    no document sees another.
+    residual stream; parameters and results do not depend on it. `balance_weight` multiplies the losses that even out
+    experts' loads (`experts.balance`). A `packed` model takes rows of `models.packed`, where no document sees another.
     """
 
-    layer_list, identical_layers = "blocks", True
+    layer_list = "blocks"
 
     def __init__(
         self,
@@ -137,8 +167,11 @@ class Transformer(nnx.Module):
         attention: AttentionKernel | Tiles = "auto",
         comm: BlockComm = ALL_REDUCE,
         packed: bool = False,
+        balance_weight: float = 0.01,
     ):
         self.shape, self.comm, self.packed = shape, comm, packed
+        self.identical_layers = shape.moe is None or shape.moe.every == 1
+        self.balanced = shape.moe is not None and balance_weight > 0.0
         self.vocab, self.seq_len, self.drops_out = shape.vocab, shape.seq_len, shape.dropout > 0.0
         layers, hidden, std, split = shape.layers, shape.hidden, shape.init_std, comm.sequence_split
         self.residual_spec = P(BATCH_AXES, SEQUENCE_AXIS if split else None, "x")
@@ -153,7 +186,8 @@ class Transformer(nnx.Module):
             if shape.positions == "learned"
             else None
         )
-        self.blocks = nnx.List([Block(shape, comm, attention=attention, key=keys[index]) for index in range(layers)])
+        block = partial(Block, shape, comm, attention=attention, balance_weight=balance_weight)
+        self.blocks = nnx.List([block(index, key=keys[index]) for index in range(layers)])
         self.norm = _norm(shape)
         head = partial(Linear, hidden, shape.vocab, in_axis="x", bias=False, comm=comm.of(False), columns=vocab)
         self.head = None if shape.tied else head(std=std, key=keys[layers + 2])
@@ -178,12 +212,18 @@ class Transformer(nnx.Module):
         """Token ids [batch, seq] -> residual stream in `dtype`, which every later layer computes in."""
         if self.packed:
             documents = documents_of(tokens)
-            return PackedStream(self._embedded(token_ids(tokens), dtype, key, documents.positions), documents)
-        return self._embedded(tokens, dtype, key, None)
+            return self._stream(self._embedded(token_ids(tokens), dtype, key, documents.positions), documents)
+        return self._stream(self._embedded(tokens, dtype, key, None), None)
 
     def continued(self, x: jax.Array, tokens: jax.Array | None) -> Stream:
         """The stream that another stage has begun on these tokens."""
-        return x if tokens is None else PackedStream(x, documents_of(tokens))
+        return self._stream(x, None if tokens is None else documents_of(tokens))
+
+    def _stream(self, values: jax.Array, documents: Documents | None) -> Stream:
+        if documents is None and not self.balanced:
+            return values
+        nothing = mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES)
+        return Residual(values, documents, nothing if self.balanced else None)
 
     def _embedded(
         self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None, positions: jax.Array | None
@@ -211,15 +251,17 @@ class Transformer(nnx.Module):
     def total_loss(self, x: Stream, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
         """Residual stream, targets [batch, seq] -> sum of their cross-entropy in nats, a float32 scalar.
 
-        `weights` [batch, seq] say what each target counts (left out: one); to them there is no gradient. Collectives
-        are those of `tensor.loss.total_loss`.
+        `weights` [batch, seq] say what each target counts (left out: one); to them there is no gradient. The losses
+        that even out experts' loads are in the gradients, not in the value. Collectives: `tensor.loss.total_loss`.
         """
         tied = self.head is None
         layer, weight = (self.embedding, self.embedding.table) if self.head is None else (self.head, self.head.kernel)
         gathered = gather_weight(weight.get_value(), x.dtype)
         projection = Projection(gathered, tied, layer.layouts, self._used(gathered.shape[0 if tied else 1]))
         h = self.norm(values_of(x))
-        return total_loss(gather_sequence(h) if self.comm.sequence_split else h, projection, targets, weights)
+        total = total_loss(gather_sequence(h) if self.comm.sequence_split else h, projection, targets, weights)
+        balance = balance_of(x)
+        return total if balance is None else total + (balance - jax.lax.stop_gradient(balance))
 
     def run_layer(self, layer: Block, x: Stream, key: DropoutKey | None = None) -> Stream:
         """Runs a block."""

@@ -15,7 +15,7 @@ from axonn_jax.distributed.host_sync import LocalSync, MpiSync
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.report import unused
-from axonn_jax.models.config import Segment
+from axonn_jax.models.segments import Segment
 from axonn_jax.options import PipelinePolicy
 from axonn_jax.pipeline.executor import Executor
 from axonn_jax.pipeline.leader import LeaderBroadcast

@@ -236,24 +236,29 @@ def keep_all(eqn: JaxprEqn) -> bool:
     return True
 
 
+def _chosen(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation chose, as routers do: computed again, it could choose differently."""
+    return eqn.primitive.name == "top_k"
+
+
 def keep_ungathered(eqn: JaxprEqn) -> bool:
     """Hands over every value that is needed later, but of gathered ones the part, to be gathered again."""
     return eqn.primitive.name != "all_gather"
 
 
 def keep_none(eqn: JaxprEqn) -> bool:
-    """Hands over only the inputs; everything else is computed again."""
-    return False
+    """Hands over only the inputs and what was chosen; everything else is computed again."""
+    return _chosen(eqn)
 
 
 def keep_matmuls(eqn: JaxprEqn) -> bool:
     """Hands over results of matmuls with weights (no batch dims) and computes the rest again."""
-    return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0]
+    return _chosen(eqn) or (eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0])
 
 
 def keep_reductions(eqn: JaxprEqn) -> bool:
     """Hands over what was summed or compared over devices and computes the rest again."""
-    return eqn.primitive.name.startswith(("psum", "pmax", "reduce_scatter"))
+    return _chosen(eqn) or eqn.primitive.name.startswith(("psum", "pmax", "reduce_scatter"))
 
 
 def _size(atom: Any) -> int:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.experts.load import without_loads
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.memory.zero import reduce_gradients
 from axonn_jax.pipeline.stage import Stage
@@ -53,7 +54,7 @@ class Reduction:
 
         def local(sums: Params) -> Params:
             own = {name: value[0] for name, value in sums.items()}
-            return reduce_gradients(own, self._specs, self._grad_specs, self._bucket, self._mesh, axes)
+            return without_loads(reduce_gradients(own, self._specs, self._grad_specs, self._bucket, self._mesh, axes))
 
         specs = {name: form.sharding.spec for name, form in sums.items()}
         run = shard_mapped(local, self._mesh, (specs,), self._grad_specs)

@@ -15,7 +15,7 @@ from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.optimizer_state import DeviceOptimizer
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.memory.report import StateBytes
-from axonn_jax.memory.zero import split_over_data
+from axonn_jax.memory.zero import split_over_replicas
 from axonn_jax.pipeline.stage import replicated
 from axonn_jax.tensor.params import Params, Specs, SplitModule, split_module
 
@@ -56,7 +56,7 @@ class StageState:
         self.mesh = mesh
         self.specs = {name: parts.specs[name] for name in names}
         sizes = {name: parts.params[name].shape for name in names}
-        self.state_specs: Specs = split_over_data(sizes, self.specs, mesh) if keeping.split else self.specs
+        self.state_specs: Specs = split_over_replicas(sizes, self.specs, mesh) if keeping.split else self.specs
         layouts = (self.specs, self.state_specs)
         update = DeviceOptimizer(keeping.optimizer, mesh, sizes, *layouts, keeping.precisions, keeping.bucket)
         self._update: DeviceOptimizer | OffloadedOptimizer = update

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.models.config import Segment
-from axonn_jax.models.packed import targets_of, values_of
+from axonn_jax.models.packed import balance_of, targets_of, values_of
 from axonn_jax.models.protocol import Model
+from axonn_jax.models.segments import Segment
 from axonn_jax.options import Activations
 from axonn_jax.pipeline.partition_jaxpr import cut, keep_all
 from axonn_jax.tensor.collectives import mark_varying
@@ -89,8 +89,8 @@ class Stretch:
 
     @property
     def counts(self) -> bool:
-        """Whether it takes what its loss's gradient begins with: the loss scale, over the targets that count."""
-        return self.last and (self.work.scaled or self.model.packed)
+        """Whether it takes what its losses' gradients begin with: the loss scale, over the targets that count."""
+        return (self.last or self.model.balanced) and (self.work.scaled or self.model.packed)
 
     @property
     def model(self) -> Model:
@@ -122,8 +122,13 @@ class Stretch:
         """What its forward and backward take."""
         return self.inputs(self.names) | ({} if self.y is None else {DY: self.y})
 
-    def forward(self, params: Mapping[str, jax.Array], given: Mapping[str, jax.Array]) -> jax.Array:
-        """On local shards: what goes on to the next stage, or the sum of the losses of the local targets."""
+    def forward(
+        self, params: Mapping[str, jax.Array], given: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """On local shards: what goes on to the next stage, or the sum of the losses of the local targets.
+
+        Beside the former the losses that its own layers add to the gradients; the latter has them in its gradient.
+        """
         key = None
         if self.keyed:
             key = DropoutKey(jax.random.fold_in(given[KEY], given[MICROBATCH]), given[LATER])
@@ -135,8 +140,8 @@ class Stretch:
         for number in self.pieces:
             x = model.run_segment(number, x, key)
         if not self.last:
-            return values_of(x)
-        return model.total_loss(x, *targets_of(model, given[TOKENS]))  # type: ignore[no-any-return]
+            return values_of(x), balance_of(x)
+        return model.total_loss(x, *targets_of(model, given[TOKENS])), None
 
     def own(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns the parameters, varying over what splits tokens on purpose: gradients then stay unreduced over it."""
@@ -148,14 +153,16 @@ class Stretch:
         rest = {name: value for name, value in given.items() if name != X}
         x = given.get(X)
 
-        def forward(params: Mapping[str, jax.Array], x: jax.Array | None) -> jax.Array:
+        def forward(params: Mapping[str, jax.Array], x: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
             return self.forward(params, rest if x is None else {**rest, X: x})
 
-        y, pull = jax.vjp(forward, cast_for_reduction(self.work.sums, self.own(given), self.parts.specs), x)
-        if dy is None:  # the loss is the mean over all targets of the step
-            seed = given.get(SCALE, jnp.float32(1.0)) / (1 if self.model.packed else self.work.targets)
-            dy = mark_varying(jnp.full(y.shape, seed, y.dtype), compat.varying_axes(y))
-        dp, dx = pull(dy)
+        (y, balance), pull = jax.vjp(forward, cast_for_reduction(self.work.sums, self.own(given), self.parts.specs), x)
+
+        def seed(loss: jax.Array) -> jax.Array:  # the loss is the mean over all targets of the step
+            scale = given.get(SCALE, jnp.float32(1.0)) / (1 if self.model.packed else self.work.targets)
+            return mark_varying(jnp.full(loss.shape, scale, loss.dtype), compat.varying_axes(loss))
+
+        dp, dx = pull((seed(y) if dy is None else dy, None if balance is None else seed(balance)))
         return [y, *([] if x is None else [dx]), *(dp[name] for name in given if name in dp)]
 
 
@@ -169,7 +176,7 @@ class Traced(NamedTuple):
 def survey(stretch: Stretch) -> Stretch:
     """Returns the stretch with what it needs and gives, by tracing its forward pass; nothing is allocated."""
     everything = stretch.inputs(stretch.parts.params)
-    closed, slots = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)], everything)
+    closed, slots = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)[0]], everything)
     (part,) = cut(closed, [[0]], [], [keep_all])
     names = tuple(slots[i] for i in part.inputs if slots[i] in stretch.parts.params)
     if stretch.last:

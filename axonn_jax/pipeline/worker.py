@@ -37,10 +37,10 @@ class StageWorker:
             numbers = range(stage.work.microbatches)
             self._numbers = [replicated(np.uint32(m), self._replicated) for m in numbers]
         self._count = None
-        if stage.model.packed and any(stage.last for stage in self.stages.values()):
+        if stage.model.packed and (stage.model.balanced or any(stage.last for stage in self.stages.values())):
             self._count = _counting(self.mesh, stage.work.microbatches)
         self.counted: jax.Array | None = None
-        """Targets of the step that count, where rows are packed and the last stage is here."""
+        """Targets of the step that count, where rows are packed and a loss is here."""
         self.losses: list[jax.Array] = []
         self.sums: Params = {}
         self._zero = _zero({name: form for stage in self.stages.values() for name, form in stage.sums.items()})

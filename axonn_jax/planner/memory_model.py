@@ -195,13 +195,13 @@ class MemoryModel:
         return of_grid[key]
 
     def _placed(self, grid: GridShape, load: Load, offload: bool, zero: int) -> RankState:
-        request, params, replicas = self.request, self.params(grid, load), grid.data if zero else 1
+        request, params, replicas = self.request, self.params(grid, load), grid.replicas if zero else 1
         device = formulas.device_state(
             params, request.precision, accumulate=request.accumulate, offload=offload, replicas=replicas
         )
         host = formulas.host_state(params, request.precision, offload=offload, replicas=replicas)
         later = formulas.streamed_state(min(request.bucket, params / replicas), request.precision) if offload else 0.0
-        reduction = formulas.bucket_buffers(params, request.bucket, request.accumulate) if grid.data > 1 else 0.0
+        reduction = formulas.bucket_buffers(params, request.bucket, request.accumulate) if grid.replicas > 1 else 0.0
         if grid.pipe > 1 and replicas > 1:  # a program of its own takes the sums and gives a part of the gradients
             reduction += params / replicas * request.accumulate
         later = max(later, reduction)

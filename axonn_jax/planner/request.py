@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.hardware import AttentionDevice
 from axonn_jax.models.block_comm import BlockComm, choose_residual_comm
@@ -81,6 +82,11 @@ class PlanRequest:
     """How blocks are to communicate with it."""
     attention: AttentionKernel = "auto"
     """The form of attention; auto: what the program takes there. One that is said is not checked: another program's."""
+
+    def __post_init__(self) -> None:
+        if self.shape.experts:
+            accepted = "0: models with experts train, but their memory and times are not predicted yet"
+            raise UserError("model.experts", self.shape.experts, accepted)
 
     @property
     def attention_form(self) -> AttentionForm:

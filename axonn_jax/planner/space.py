@@ -67,7 +67,7 @@ def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: C
             rules[f"groups over {' or '.join(space.near)} leave a node"] += 1
         elif request.batch % grid.batch_shards:
             batch = f"{request.batch} sequence{'s' * (request.batch != 1)}"
-            rules[f"a batch of {batch} does not divide over data * z"] += 1
+            rules[f"a batch of {batch} does not divide over {grid.batch_rule}"] += 1
         elif grid.pipe > pieces(request):
             rules[f"they have more pipeline stages than the model has pieces ({pieces(request)})"] += 1
         elif grid.pipe > 1 and "forward" not in space.gather:
@@ -92,7 +92,7 @@ def _grids(devices: int, space: SearchSpace) -> Iterator[GridShape]:
                 yield (size, *rest)
 
     for sizes in factors(devices, AXES):
-        yield GridShape(*sizes)
+        yield GridShape(**dict(zip(AXES, sizes, strict=True)))
 
 
 def pieces(request: PlanRequest) -> int:
@@ -220,7 +220,7 @@ def smaller(found: Iterable[Item], memory: Callable[[Item], float]) -> list[Item
 
 def placements_of(grid: GridShape, space: SearchSpace) -> list[StatePlacement]:
     """Every place and share of the optimizer's state, the leanest last."""
-    shares = [zero for zero in space.zero if not zero or grid.data > 1 or len(space.zero) == 1]
+    shares = [zero for zero in space.zero if not zero or grid.replicas > 1 or len(space.zero) == 1]
     return [(offload, zero) for zero in shares for offload in space.offload]
 
 

@@ -21,7 +21,10 @@ from jax.interpreters import mlir
 
 from axonn_jax import compat
 
-BLOCK_REDUCTIONS = ("x_all_reduce", "y_all_reduce", "y_reduce_scatter", "x_reduce_scatter", "x_all_gather")
+BLOCK_REDUCTIONS = (
+    *("x_all_reduce", "y_all_reduce", "y_reduce_scatter", "x_reduce_scatter", "x_all_gather"),
+    *("tokens_all_gather", "tokens_reduce_scatter"),
+)
 """Names under which a policy finds what a layer's forward pass communicates of activations."""
 
 

@@ -45,11 +45,14 @@ def dropout(x: jax.Array, rate: float, key: DropoutKey, *, sequence_split: bool 
     [batch, seq/Gy, features/Gx].
     """
     sequences, seq, features = x.shape
-    data, z, shards = (axis_size(axis) for axis in (*BATCH_AXES, "x"))
-    first_sequence = ((axis_index("data") * z + axis_index("z")) * key.parts + key.part) * sequences
+    batch_shards, shard = 1, jnp.int32(0)
+    for axis in BATCH_AXES:
+        batch_shards, shard = batch_shards * axis_size(axis), shard * axis_size(axis) + axis_index(axis)
+    shards = axis_size("x")
+    first_sequence = (shard * key.parts + key.part) * sequences
     first_feature = axis_index("x") * features
     lengths, first_token = (axis_size(SEQUENCE_AXIS), axis_index(SEQUENCE_AXIS) * seq) if sequence_split else (1, 0)
-    global_shape = (data * z * key.parts * sequences, lengths * seq, shards * features)
+    global_shape = (batch_shards * key.parts * sequences, lengths * seq, shards * features)
     keep = jax.random.bernoulli(key.key, 1.0 - rate, global_shape)
     keep = lax.dynamic_slice(keep, (first_sequence, first_token, first_feature), x.shape)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))

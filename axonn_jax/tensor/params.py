@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axonn_jax import compat
+from axonn_jax.grid import MESH_AXES, REPLICA_AXES
 from axonn_jax.tensor.collectives import all_reduce, axis_size, mark_varying
 from axonn_jax.tensor.specs import spec_axes
 
@@ -115,10 +116,10 @@ def square_sum(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec
     """Sum of squares of all gradients, each counted once however often it is replicated; inside a manual region.
 
     Expects gradients already reduced over the axes that replicate them. Collective: one all-reduce of a scalar over
-    `z`, `y`, `x`, and `data` where that splits some of them.
+    `z`, `y`, `x`, and `data` and `expert` where they split some of them.
     """
     split = frozenset().union(*(spec_axes(specs[name]) for name in grads))
-    axes = (*(("data",) if "data" in split else ()), "z", "y", "x")
+    axes = tuple(axis for axis in MESH_AXES if axis not in REPLICA_AXES or axis in split)
     total = mark_varying(jnp.zeros((), jnp.float32), axes)
     for name, grad in grads.items():
         square = jnp.sum(jnp.square(grad.astype(jnp.float32)))

@@ -1,6 +1,7 @@
 """Layouts: what a `PartitionSpec` splits, and the manual region in which a function sees local shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any
 
 import jax
@@ -16,6 +17,21 @@ def spec_axes(spec: P) -> frozenset[str]:
 def split_dim(spec: P, axis: str) -> int | None:
     """Returns the dim that a layout splits over an axis."""
     return next((at for at, dim in enumerate(spec) if axis in spec_axes(P(dim))), None)
+
+
+def further_split(spec: P, further: P) -> tuple[int, tuple[str, ...]] | None:
+    """Returns the dim that a layout splits over axes that another one does not have, and those axes; None: equal."""
+    more = spec_axes(further) - spec_axes(spec)
+    if not more:
+        return None
+    dim = next(at for at, names in enumerate(further) if more & spec_axes(P(names)))
+    names = further[dim]
+    return dim, tuple(axis for axis in ((names,) if isinstance(names, str) else names) if axis in more)
+
+
+def size_over(mesh: Mesh, axes: Iterable[str]) -> int:
+    """Returns the product of these axes' sizes."""
+    return prod(mesh.shape[axis] for axis in axes)
 
 
 def live_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from axonn_jax.tensor.collectives import GatheredWeight, axis_size, gather_weight, reduce_scatter
 from axonn_jax.tensor.params import Params, Specs, layout
@@ -32,9 +31,10 @@ def gather_weights(module: Module, dtype: jnp.dtype, *, skip: str = "") -> Modul
     graphdef, state, rest = split
 
     def gathered(path: tuple[Any, ...], var: Any) -> Any:
-        if path[0] == skip or split_dim(PartitionSpec(*layout(var.get_metadata())[:1]), "z") is None:
+        dim = split_dim(layout(var.get_metadata()), "z")
+        if path[0] == skip or dim is None:
             return var
-        return var.replace(GatheredWeight(gather_weight(var.get_value(), dtype)))
+        return var.replace(GatheredWeight(gather_weight(var.get_value(), dtype, dim=dim)))
 
     pairs = [(path, gathered(path, var)) for path, var in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(pairs), rest)  # type: ignore[no-any-return]

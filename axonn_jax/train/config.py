@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from axonn_jax.grid import GridShape
-from axonn_jax.models.model_table import ModelConfig
+from axonn_jax.models.presets import ModelConfig
 from axonn_jax.options import (
     Accumulate,
     Activations,
@@ -162,6 +162,15 @@ class TensorConfig:
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """How experts are trained; used where model.experts is set."""
+
+    balance_weight: NotNegative = 0.01
+    """Weight of the loss that evens out how many tokens choose each expert, for every sequence and layer. It is in the
+    gradients and not in the loss that is reported. 0: none."""
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """What is kept of a run so that it can go on; docs/checkpoints.md tells more."""
 
@@ -209,6 +218,8 @@ class Config:
     """What is kept on the device, and in which precision."""
     tensor: TensorConfig = field(default_factory=TensorConfig)
     """How layers split over grid.x, grid.y and grid.z compute and communicate."""
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    """How experts are trained; used where model.experts is set."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What is kept of a run so that it can go on; docs/checkpoints.md tells more."""
     log: LogConfig = field(default_factory=LogConfig)

@@ -196,7 +196,7 @@ class Run:
                 "grad_norm": norm,
                 "lr": float(self.rate(step - 1)),
                 "skipped": skipped,
-                **({"loss_scale": float(metrics["loss_scale"])} if "loss_scale" in metrics else {}),
+                **{key: float(metrics[key]) for key in ("loss_scale", "largest_load") if key in metrics},  # type: ignore[literal-required]
                 **self._usage(step_s),
             }
             assert self.log is not None

@@ -233,22 +233,23 @@ def local_products(
 ) -> dict[Product, int]:
     """Every distinct product of a forward and backward pass, with how often it is run, for a device's `tokens`.
 
-    Sizes are those of local shards (DESIGN section 4). Attention's products of activations are not among them.
+    Sizes are those of local shards (DESIGN section 4). Attention's products of activations, and those of
+    experts, are not among them.
     """
     stream = shape.hidden // grid.x
     read, over = (shape.hidden, grid.y * grid.x) if comm.attention else (stream, grid.y)
     qkv, width = shape.qkv_width // over, shape.heads * shape.head_dim // over
     hidden, ffn = (shape.hidden, shape.ffn // grid.y // grid.x) if comm.mlp else (stream, shape.ffn // grid.y)
-    into_ffn = shape.mlp_inputs
+    dense = shape.layers - (shape.moe.routed_layers(shape.layers) if shape.moe is not None else 0)
     layers = [
         (products(tokens, read, qkv, dtype), shape.layers),
         (products(tokens, width, read, dtype), shape.layers),
-        (products(tokens, hidden, ffn, dtype), shape.layers * into_ffn),
-        (products(tokens, ffn, hidden, dtype), shape.layers),
+        (products(tokens, hidden, ffn, dtype), dense * shape.mlp_inputs),
+        (products(tokens, ffn, hidden, dtype), dense),
         (products(tokens, stream, shape.padded_vocab(grid.y * grid.z) // grid.y, dtype, turned=shape.tied), 1),
     ]
     times: dict[Product, int] = {}
     for three, count in layers:
-        for product in three:
+        for product in three if count else ():
             times[product] = times.get(product, 0) + count
     return times

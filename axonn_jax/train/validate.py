@@ -10,9 +10,10 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.errors import UserError
 from axonn_jax.models.block_comm import BlockComm, choose_residual_comm
-from axonn_jax.models.config import ModelShape, Segment, transformer_segments
+from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
-from axonn_jax.models.model_table import ModelConfig
+from axonn_jax.models.presets import ModelConfig
+from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.options import Range
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition
 from axonn_jax.schedule.policies import check_policy
@@ -23,6 +24,7 @@ from axonn_jax.train.config import (
     DataConfig,
     LogConfig,
     MemoryConfig,
+    MoeConfig,
     PipelineConfig,
     TensorConfig,
 )
@@ -61,6 +63,8 @@ def check(config: Config) -> Config:
     if config.grid.pipe > 1:
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_segments(shape))
     check_sub_batches(config)
+    if not shape.experts and config.moe != MoeConfig():
+        raise UserError("moe.balance_weight", config.moe.balance_weight, "left out in a model without model.experts")
     model = ModelConfig(preset=config.model.preset, attention=config.model.attention, **asdict(shape))
     return replace(config, model=model, log=log)
 

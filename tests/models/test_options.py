@@ -36,7 +36,8 @@ def test_parameters_by_formula_are_those_of_the_model(family):
     assert shape.params() == sum(sizes.values())
     assert shape.layer_params() == sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
     matmuls = [size for name, size in sizes.items() if name.startswith("blocks.0.") and name.endswith("kernel")]
-    assert shape.layer_matmul_params() == sum(matmuls)
+    scores = 4 * shape.seq_len**2 * shape.heads * shape.head_dim
+    assert shape.layer_forward_flops(1) == 2 * sum(matmuls) * shape.seq_len + scores
     assert sum(piece.params for piece in model.segments) == shape.params()
 
 

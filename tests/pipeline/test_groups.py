@@ -10,7 +10,7 @@ from flax import nnx
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
-from axonn_jax.models.config import transformer_segments
+from axonn_jax.models.segments import transformer_segments
 from axonn_jax.pipeline.build import plan
 from axonn_jax.pipeline.trace import StepShape
 from axonn_jax.schedule.partition import group_count, group_ranges, group_size

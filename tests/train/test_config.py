@@ -14,8 +14,7 @@ from axonn_jax.data.prepare import prepare
 from axonn_jax.errors import UserError
 from axonn_jax.grid import MOST_DEVICES, GridShape
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.model_table import ModelConfig
-from axonn_jax.models.presets import preset, preset_names
+from axonn_jax.models.presets import ModelConfig, preset, preset_names
 from axonn_jax.train import config_file
 from axonn_jax.train.config import Config, DataConfig, LogConfig, TensorConfig, TrainConfig
 from axonn_jax.train.config_file import to_toml

@@ -5,123 +5,23 @@ move entries, so they hold for values and gradients alike and undo each other bi
 made of the parts of tensors that it consists of: nobody has to hold more than that.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.huggingface.expert_entries import ZeroMap, expert_block
 from axonn_jax.models.huggingface.families import Layout, layout_of
-
-Array = NDArray[Any]
-"""Any dtype; it is kept."""
-Bounds = tuple[tuple[int, int], ...]
-"""First entry, and the one behind the last, along each dim."""
-ReadPart = Callable[[str, Bounds], Array]
-"""Gives a part of the tensor of a name."""
+from axonn_jax.models.huggingface.tensor_map import Array, Bounds, TensorMap
 
 HEAD = "lm_head.weight"
 TABLE = "embedding.table"
 # Published GPT-2 files name the bare model's tensors, without the prefix that a language model's have.
-_PREFIX: Mapping[Layout, str] = {"gpt2": "transformer.", "llama": "model."}
+_PREFIX: Mapping[Layout, str] = {"gpt2": "transformer."}
 # Constants that older files carry along: causal masks, rotary frequencies.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-_CHUNK = 32 << 20
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """One of our parameters and the Hugging Face tensors that hold the same numbers.
-
-    All of theirs are [out, in] where `transposed`; several hold its columns side by side. With `heads` (KV heads,
-    queries of each, features of a head) the columns are queries, keys and values, which ours groups by KV head.
-    """
-
-    ours: str
-    size: tuple[int, ...]
-    theirs: Mapping[str, tuple[int, ...]]
-    transposed: bool = False
-    heads: tuple[int, int, int] | None = None
-
-    def read(self, bounds: Bounds, part: ReadPart, dtype: np.dtype[Any]) -> Array:
-        """A part of our parameter in `dtype`; zero beyond its size, which a padded vocabulary has."""
-        *rows, (start, stop) = [(min(a, size), min(b, size)) for (a, b), size in zip(bounds, self.size, strict=True)]
-        shape = tuple(b - a for a, b in bounds)
-        runs = list(self._runs(start, stop))
-        exact = (stop - start, *(b - a for a, b in rows)) == (shape[-1], *shape[:-1])
-        if len(runs) == 1 and exact:
-            ((name, first, last),) = runs
-            return np.ascontiguousarray(self._part(name, (*rows, (first, last)), part).astype(dtype, copy=False))
-        made, at = (np.empty if exact else np.zeros)(shape, dtype), 0
-        inside = tuple(slice(b - a) for a, b in rows)
-        for name, first, last in runs:
-            made[(*inside, slice(at, at + last - first))] = self._part(name, (*rows, (first, last)), part)
-            at += last - first
-        return made
-
-    def _part(self, name: str, bounds: Bounds, part: ReadPart) -> Array:
-        return part(name, bounds[::-1]).T if self.transposed else part(name, bounds)
-
-    def _runs(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Our columns from `start` to `stop` as runs of theirs: the tensor, its first and its last but one column."""
-        names = list(self.theirs)
-        if self.heads is None:
-            yield names[0], start, stop
-            return
-        kv_heads, group, head_dim = self.heads
-        widths = (group * head_dim, head_dim, head_dim)
-        begins = (0, widths[0], widths[0] + head_dim)  # of each kind in our group of a KV head
-        fused = (0, kv_heads * widths[0], kv_heads * begins[2])  # of each kind in one tensor of all three
-        while start < stop:
-            head, within = divmod(start, sum(widths))
-            kind = sum(within >= begin for begin in begins) - 1
-            count = min(stop - start, begins[kind] + widths[kind] - within)
-            first = head * widths[kind] + within - begins[kind] + (fused[kind] if len(names) == 1 else 0)
-            yield names[kind if len(names) > 1 else 0], first, first + count
-            start += count
-
-    def split(self, array: Array) -> list[Array]:
-        """Theirs, of the whole of ours."""
-
-        def part(bounds: Bounds) -> Array:
-            return array[tuple(slice(*ends) for ends in bounds)]
-
-        return [np.concatenate(list(self.chunks(at, part, array.itemsize))) for at in range(len(self.theirs))]
-
-    def chunks(self, number: int, part: Callable[[Bounds], Array], itemsize: int) -> Iterator[Array]:
-        """One of theirs in pieces along its first dim, made of parts of ours."""
-        rest: Bounds = tuple((0, size) for size in self.size)
-        nbytes = math.prod(self.size) * itemsize
-        if self.heads is None or (len(self.theirs) == 1 and len(self.size) == 2):
-            along = len(self.size) - 1 if self.transposed else 0
-            for ends in _ranges(self.size[along], nbytes):
-                piece = part((*rest[:along], ends, *rest[along + 1 :]))
-                if self.heads is not None:
-                    piece = np.concatenate([kind.reshape(len(piece), -1) for kind in self._kinds(piece)], -1)
-                yield np.ascontiguousarray(piece.T if self.transposed else piece)
-            return
-        group = self.size[-1] // self.heads[0]  # columns of a KV head's queries, key and value
-        for first, last in _ranges(self.heads[0], nbytes):
-            kinds = self._kinds(part((*rest[:-1], (first * group, last * group))))
-            chosen = kinds if len(self.theirs) == 1 else [kinds[number]]
-            piece = np.concatenate([kind.reshape(*kind.shape[:-3], -1) for kind in chosen], -1)
-            yield np.ascontiguousarray(piece.T if self.transposed else piece)
-
-    def _kinds(self, array: Array) -> list[Array]:
-        """Queries, keys and values of whole KV heads: [..., KV heads, heads of each, features]."""
-        assert self.heads is not None
-        _, group, head_dim = self.heads
-        by_head = array.reshape(*array.shape[:-1], -1, group + 2, head_dim)
-        return np.split(by_head, (group, group + 1), -2)
-
-
-def _ranges(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    step = max(1, count * _CHUNK // max(nbytes, 1))
-    return ((at, min(at + step, count)) for at in range(0, count, step))
 
 
 def entries_of(shape: ModelShape) -> list[TensorMap]:
@@ -132,7 +32,7 @@ def entries_of(shape: ModelShape) -> list[TensorMap]:
 
 def file_names(names: Sequence[str] | Mapping[str, Any], shape: ModelShape) -> dict[str, str]:
     """Maps the names that `entries_of` uses to those in a file, which may lack the prefix; without known buffers."""
-    prefix = _PREFIX[layout_of(shape)]
+    prefix = _PREFIX.get(layout_of(shape), "model.")
     full = {name if name.startswith(prefix) or name == HEAD else prefix + name: name for name in names}
     return {name: given for name, given in full.items() if not name.endswith(_BUFFERS)}
 
@@ -185,7 +85,7 @@ def from_huggingface(state: Mapping[str, Array], shape: ModelShape) -> dict[str,
             raise not_tied()
     made = {}
     for entry in entries:
-        dtype = np.asarray(state[names[next(iter(entry.theirs))]]).dtype
+        dtype = np.asarray(state[names[next(iter(entry.theirs))]]).dtype if entry.theirs else np.dtype("float32")
         made[entry.ours] = entry.read(tuple((0, size) for size in entry.size), part, dtype)
     return made
 
@@ -209,8 +109,15 @@ def to_huggingface(params: Mapping[str, Array], shape: ModelShape) -> dict[str, 
             own = own[: entry.size[0], : entry.size[1]]
         if own.shape != entry.size:
             raise UserError(f"shape of {entry.ours}", own.shape, f"{entry.size}")
+        check_left_out(entry, own)
         state |= zip(entry.theirs, entry.split(np.asarray(own)), strict=True)
     return state
+
+
+def check_left_out(entry: TensorMap, own: Array) -> None:
+    """Raises ``UserError`` where a parameter that no tensor holds is not zero."""
+    if isinstance(entry, ZeroMap) and np.any(own):
+        raise UserError(entry.ours, float(np.abs(own).max()), "zeros: this family's routers have no bias")
 
 
 def _entries(shape: ModelShape, layout: Layout) -> Iterator[TensorMap]:
@@ -225,7 +132,7 @@ def _entries(shape: ModelShape, layout: Layout) -> Iterator[TensorMap]:
     else:
         yield TensorMap(TABLE, table, {"model.embed_tokens.weight": table})
         for i in range(shape.layers):
-            yield from _llama_block(shape, i)
+            yield from _llama_block(shape, i, layout)
         yield _same("norm.scale", "model.norm.weight", (hidden,))
     if not shape.tied:
         yield TensorMap("head.kernel", table[::-1], {HEAD: table}, transposed=True)
@@ -260,7 +167,7 @@ def _gpt2_block(shape: ModelShape, index: int) -> Iterator[TensorMap]:
         yield TensorMap(f"{ours}.{our}.bias", size[1:], {f"{theirs}.{their}.bias": size[1:]}, heads=heads)
 
 
-def _llama_block(shape: ModelShape, index: int) -> Iterator[TensorMap]:
+def _llama_block(shape: ModelShape, index: int, layout: Layout) -> Iterator[TensorMap]:
     ours, theirs, hidden, ffn = f"blocks.{index}", f"model.layers.{index}", shape.hidden, shape.ffn
     attention, queries, keys = f"{theirs}.self_attn", shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -278,12 +185,13 @@ def _llama_block(shape: ModelShape, index: int) -> Iterator[TensorMap]:
         yield TensorMap(f"{ours}.attention.qkv.bias", (shape.qkv_width,), biases, heads=_heads(shape))
     for name in ("q_norm", "k_norm") if shape.qk_norm else ():
         yield _same(f"{ours}.attention.{name}.scale", f"{attention}.{name}.weight", (shape.head_dim,))
-    for our, their, size in (
-        ("attention.out", "self_attn.o_proj", (queries, hidden)),
-        ("mlp.gate", "mlp.gate_proj", (hidden, ffn)),
-        ("mlp.up", "mlp.up_proj", (hidden, ffn)),
-        ("mlp.down", "mlp.down_proj", (ffn, hidden)),
-    ):
+    layers = [("attention.out", "self_attn.o_proj", (queries, hidden))]
+    if shape.moe is not None and shape.moe.is_routed(index) and layout in ("mixtral", "qwen3_moe"):
+        yield from expert_block(shape, index, layout)
+    else:
+        layers += [(f"mlp.{name}", f"mlp.{name}_proj", (hidden, ffn)) for name in ("gate", "up")]
+        layers += [("mlp.down", "mlp.down_proj", (ffn, hidden))]
+    for our, their, size in layers:
         yield TensorMap(f"{ours}.{our}.kernel", size, {f"{theirs}.{their}.weight": size[::-1]}, transposed=True)
         if shape.bias == "all":
             yield _same(f"{ours}.{our}.bias", f"{theirs}.{their}.bias", size[1:])

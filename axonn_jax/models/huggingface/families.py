@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.huggingface.expert_settings import check_no_others, expert_config, expert_fields, has_experts
 from axonn_jax.models.huggingface.settings import Config, flag, number, only, rope_config, rope_fields, whole
 
-Layout = Literal["gpt2", "llama"]
+Layout = Literal["gpt2", "llama", "mixtral", "qwen3_moe"]
 """How tensors are named and laid out."""
 
 _GPT2 = {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": "all", "qk_norm": False}
@@ -36,14 +37,15 @@ class Family:
 
 
 _NO_BIAS = {"attention_bias": False}
+_QWEN3 = _LLAMA | {"qk_norm": True}
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family("GPT2LMHeadModel", _GPT2),
     "llama": Family("LlamaForCausalLM", _LLAMA),
     "mistral": Family("MistralForCausalLM", _LLAMA, kv_heads=8, window="always", fixed=_NO_BIAS),
     "qwen2": Family("Qwen2ForCausalLM", _LLAMA | {"bias": "qkv"}, kv_heads=32, window="chosen"),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", _LLAMA | {"qk_norm": True}, kv_heads=32, head_dim=128, window="chosen", fixed=_NO_BIAS
-    ),
+    "qwen3": Family("Qwen3ForCausalLM", _QWEN3, kv_heads=32, head_dim=128, window="chosen", fixed=_NO_BIAS),
+    "mixtral": Family("MixtralForCausalLM", _LLAMA, kv_heads=8, window="always", fixed=_NO_BIAS),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", _QWEN3, kv_heads=4, fixed=_NO_BIAS | {"use_sliding_window": False}),
     "gemma": Family(
         "GemmaForCausalLM",
         _LLAMA | {"norm": "rmsnorm_1p", "mlp": "geglu", "embedding_scale": True},
@@ -55,7 +57,6 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 _NEVER = ("attn_logit_softcapping", "final_logit_softcapping", "quantization_config")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _SAME = "nothing else is supported"
 
@@ -66,15 +67,13 @@ def shape_from_config(config: Config) -> ModelShape:
     Dropout stays 0: it is a choice of the training run, not of the model. Raises ``UserError``, naming field and
     value, for whatever this package's transformer does not compute.
     """
-    for key in _EXPERTS:
-        if config.get(key):
-            raise UserError(f"config.{key}", config[key], "absent: models with experts are not computed")
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         hint = nearest(name, FAMILIES) if isinstance(name, str) else ""
         raise UserError("config.model_type", name, f"one of {', '.join(FAMILIES)}{hint}")
     for key in _NEVER:
         only(config, key)
+    check_no_others(config)
     only(config, "is_encoder_decoder", False)
     only(config, "add_cross_attention", False)
     return _gpt2_shape(config) if name == "gpt2" else _llama_shape(config, FAMILIES[name])
@@ -126,6 +125,7 @@ def _llama_shape(config: Config, family: Family) -> ModelShape:
         **rope_fields(config, seq_len),
         **traits,  # type: ignore[arg-type]
         window=_window(config, family),
+        **expert_fields(config),
         **own,
     )
 
@@ -167,7 +167,7 @@ def family_of(shape: ModelShape) -> str:
         traits: dict[str, object] = {"embedding_scale": False, **family.traits}
         if name == "llama" and shape.bias == "all":
             traits["bias"] = "all"
-        if not all(getattr(shape, trait) == value for trait, value in traits.items()):
+        if not all(getattr(shape, trait) == value for trait, value in traits.items()) or not has_experts(name, shape):
             continue
         if name == "gpt2" and shape.kv_heads != shape.heads:
             raise UserError("model.kv_heads", shape.kv_heads, f"heads = {shape.heads} for a GPT-2")
@@ -177,7 +177,7 @@ def family_of(shape: ModelShape) -> str:
         if shape.window and family.window == "none":
             continue
         return name
-    named = [*_LLAMA, "embedding_scale", *(["window"] if shape.window else [])]
+    named = [*_LLAMA, "embedding_scale", "experts", *(["window"] if shape.window else [])]
     given = " ".join(f"{key}={getattr(shape, key)}" for key in named)
     accepted = "; ".join(f"{name}: {' '.join(map(str, family.traits.values()))}" for name, family in FAMILIES.items())
     raise UserError("model", given, f"what a family of transformers has ({accepted})")
@@ -185,7 +185,8 @@ def family_of(shape: ModelShape) -> str:
 
 def layout_of(shape: ModelShape) -> Layout:
     """How the tensors of a model are named and laid out; raises ``UserError`` for a shape that no family has."""
-    return "gpt2" if family_of(shape) == "gpt2" else "llama"
+    name = family_of(shape)
+    return name if name in ("gpt2", "mixtral", "qwen3_moe") else "llama"  # type: ignore[return-value]
 
 
 def config_from_shape(shape: ModelShape, dtype: str, end: int | None) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def config_from_shape(shape: ModelShape, dtype: str, end: int | None) -> dict[st
             "resid_pdrop": shape.dropout,
             "attn_pdrop": 0.0,
         }
-    return config | _llama_config(shape, FAMILIES[name]) | rope_config(shape)
+    return config | _llama_config(shape, FAMILIES[name]) | rope_config(shape) | expert_config(shape, name)
 
 
 def _llama_config(shape: ModelShape, family: Family) -> dict[str, Any]:

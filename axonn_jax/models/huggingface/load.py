@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
-from axonn_jax.models.huggingface.entries import Bounds
 from axonn_jax.models.huggingface.reader import Pretrained
+from axonn_jax.models.huggingface.tensor_map import Bounds
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.models.vocabulary import fit_vocabulary
 from axonn_jax.tensor.params import split_module

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from axonn_jax.models.huggingface.entries import HEAD, TABLE, Bounds, TensorMap, check_tensors, file_names, not_tied
+from axonn_jax.models.huggingface.entries import HEAD, TABLE, check_tensors, file_names, not_tied
 from axonn_jax.models.huggingface.families import shape_from_config
 from axonn_jax.models.huggingface.files import FileSpan, TensorFiles
 from axonn_jax.models.huggingface.pretrained import read_config
+from axonn_jax.models.huggingface.tensor_map import Bounds, TensorMap
 
 
 class Pretrained:

@@ -5,7 +5,8 @@ from functools import cache
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
-from axonn_jax.models.config import ModelShape, Segment, transformer_segments
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.options import ReshardAfter
 from axonn_jax.planner.cost_model.compute import Compute
 from axonn_jax.planner.cost_model.part_times import PartTimes, Times

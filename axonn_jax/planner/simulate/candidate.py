@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-from axonn_jax.models.config import Segment
+from axonn_jax.models.segments import Segment
 from axonn_jax.planner.cost_model.model import CostModel
 from axonn_jax.planner.cost_model.part_times import Times
 from axonn_jax.planner.cost_model.traffic import Part

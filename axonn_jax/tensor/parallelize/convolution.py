@@ -18,7 +18,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.tensor.collectives import mark_varying
 from axonn_jax.tensor.parallelize.layouts import describe
-from axonn_jax.tensor.specs import shard_mapped
+from axonn_jax.tensor.specs import shard_mapped, size_over
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ByRows:
 
     def __call__(self, x: jax.Array, kernel: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         """As `jax.lax.conv_general_dilated`, rows first."""
-        split = x.shape[0] % (self.mesh.shape["data"] * self.mesh.shape["z"]) == 0
+        split = x.shape[0] % size_over(self.mesh, BATCH_AXES) == 0
         rows = P(BATCH_AXES) if split else P()
 
         def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -56,7 +56,7 @@ def check_grouped(jaxpr: Any, mesh: Mesh, layer: str) -> None:
 
     Manual regions and equations whose name begins with `layer` are not looked into.
     """
-    rows = mesh.shape["data"] * mesh.shape["z"]
+    rows = size_over(mesh, BATCH_AXES)
     if rows > 1 and mesh.size > rows:
         _check(jaxpr, set(jaxpr.invars), layer)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.grid import BATCH_AXES
+from axonn_jax.grid import BATCH_AXES, REPLICA_AXES
 from axonn_jax.tensor.collectives import all_reduce, gather_weight, mark_varying
 from axonn_jax.tensor.embedding import lookup, tied_logits
 from axonn_jax.tensor.norm import layer_norm, rms_norm
@@ -74,7 +74,7 @@ def gather_kernel(plan: LayerPlan, kernel: jax.Array, split: bool, dtype: jnp.dt
     """
     if not split or plan.z_dim is None:
         return kernel.astype(dtype)
-    return gather_weight(mark_varying(kernel, ("data",)), dtype, dim=plan.z_dim)
+    return gather_weight(mark_varying(kernel, REPLICA_AXES), dtype, dim=plan.z_dim)
 
 
 def contract(
@@ -93,7 +93,7 @@ def contract(
     def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
         kernel, bias = params["kernel"], params["bias"]
         if split:  # before they are cast, so that gradients are summed over devices in the parameters' own dtype
-            kernel = mark_varying(kernel, BATCH_AXES if plan.z_dim is None else ("data",))
+            kernel = mark_varying(kernel, BATCH_AXES if plan.z_dim is None else REPLICA_AXES)
             bias = None if bias is None else mark_varying(bias, BATCH_AXES)
         x, cast, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
         kernel = gather_kernel(plan, kernel, split, cast.dtype)

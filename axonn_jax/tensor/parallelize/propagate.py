@@ -11,9 +11,11 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.grid import BATCH_AXES
 from axonn_jax.tensor.linear import TensorAxis, swapped
 from axonn_jax.tensor.parallelize.convolution import bodies, check_grouped
 from axonn_jax.tensor.parallelize.layouts import ActivationSplit, Kernel, LayerPlan, Norm, Side, describe, spec_of
+from axonn_jax.tensor.specs import size_over
 
 
 class Chooser:
@@ -220,7 +222,7 @@ def plans_by_flow(
     ) -> ActivationSplit | None:
         path, layer = paths[index], originals[index]
         # As layers do: the first dim is the batch, and ids of one dim are positions.
-        split = len(shape) > 1 and shape[0] % (chooser.mesh.shape["data"] * chooser.mesh.shape["z"]) == 0
+        split = len(shape) > 1 and shape[0] % size_over(chooser.mesh, BATCH_AXES) == 0
         if path not in plans:
             plans[path] = chooser.plan(layer, arrives, overrides.get(path))
         plans[path] = plans[path].called_with(math.prod(shape), out_size, split=split)

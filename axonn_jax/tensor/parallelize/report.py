@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from axonn_jax.grid import BATCH_AXES
+from axonn_jax.grid import BATCH_AXES, REPLICA_AXES
 from axonn_jax.tensor.parallelize.api import modules, own_variables
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
 
@@ -58,7 +58,7 @@ def _contraction(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: 
     if not plan.rows_split:  # every device of data and z has the whole gradient
         return
     for name, shape in shapes.items():
-        axes = ("data",) if name == kernel and plan.z_dim is not None else BATCH_AXES
+        axes = REPLICA_AXES if name == kernel and plan.z_dim is not None else BATCH_AXES
         yield _transfer(plan, "all-reduce", axes, True, _local(plan, shape, name) * 4)
 
 

@@ -30,7 +30,7 @@ class OffloadedStep:
         plain = (
             step.clip == 0.0 and not step.precisions.scaled and not program.zero and program.token_axes == BATCH_AXES
         )
-        self.interleaved = plain and program.grid.shape.data > 1
+        self.interleaved = plain and program.grid.shape.replicas > 1
 
     def run(
         self, measured: Any, state: TrainState, tokens: jax.Array, key: jax.Array | None

@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.errors import UserError
+from axonn_jax.experts.load import is_load, without_loads
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape
 from axonn_jax.memory.offload_buckets import unreduced_spec
 from axonn_jax.memory.remat import batch_loss, layer_runner
-from axonn_jax.memory.zero import reduce_gradients, split_over_data
+from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
 from axonn_jax.models.packed import counted
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.stacked import Stacked
@@ -114,7 +115,7 @@ class StageProgram(OnMesh):
         if not self.zero:
             return super().grad_specs
         shapes = {name: p.shape for name, p in self.parts.params.items()}
-        return split_over_data(shapes, self.parts.specs, self.grid.mesh)
+        return split_over_replicas(shapes, self.parts.specs, self.grid.mesh)
 
     def gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
@@ -126,7 +127,8 @@ class StageProgram(OnMesh):
         `z`, with sequence parallelism `y`, where a parameter is replicated over it). With `reshard_after` "step" and
         several microbatches all weights are gathered before the first, and gradients are reduce-scattered over `z`
         behind the last, in `sums`. Other collectives are those of the layers. Where a loss `scale` is given the
-        gradients are multiplied by it, loss and norm are not; an overflow makes the norm infinite or NaN.
+        gradients are multiplied by it, loss and norm are not; an overflow makes the norm infinite or NaN. Of a router's
+        bias the gradient is a count (`experts.load`).
         """
         out_specs = (self.grad_specs, P(), P())
         region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P(), P()), out_specs)
@@ -144,6 +146,7 @@ class StageProgram(OnMesh):
 
         def local(params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array, jax.Array]:
             sums, loss = self._local_sums(params, tokens, key, None)
+            sums = without_loads(sums)
             squares = square_sum(sums, dict.fromkeys(sums, each))
             return {name: value[None] for name, value in sums.items()}, loss, squares
 
@@ -175,7 +178,7 @@ class StageProgram(OnMesh):
         """Whether replicas add up beside a backward pass: in an order found here, but not behind a loop over layers."""
         model = self._model(self.parts.params)
         scanned = isinstance(getattr(model, model.layer_list), Stacked)
-        return self.ordered and self.grid.shape.data > 1 and not scanned
+        return self.ordered and self.grid.shape.replicas > 1 and not scanned
 
     def _targets(self, tokens: jax.Array) -> int | jax.Array:
         """Number of target tokens in the global batch of which `tokens` is this device's part.
@@ -204,7 +207,7 @@ class StageProgram(OnMesh):
             return reduce_gradients(sums, *layouts, self.bucket, self.grid.mesh, self.token_axes, in_turn=in_turn)
 
         grads, loss = self._local_sums(params, tokens, key, scale, reduced)
-        norm = global_norm(grads, self.grad_specs)
+        norm = global_norm({name: grad for name, grad in grads.items() if not is_load(name)}, self.grad_specs)
         return grads, loss, norm if scale is None else norm / scale
 
     def _local_sums(

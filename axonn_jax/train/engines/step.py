@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
+from axonn_jax.experts.load import is_load, largest_load, without_loads
 from axonn_jax.grid import Grid
 from axonn_jax.memory.optimizer_state import DeviceOptimizer, ModelState, clip_factor
 from axonn_jax.memory.precision import FULL, Precisions, Scale, first_scale, next_scale, on_mesh, precisions
@@ -37,6 +38,8 @@ class StepMetrics(TypedDict):
     """Steps of the run so far that changed nothing, since their loss or gradients were not finite."""
     loss_scale: NotRequired[Any]
     """Under fp16: what the loss was multiplied by."""
+    largest_load: NotRequired[Any]
+    """Of experts, without a pipeline: how many tokens chose the most loaded one, over the mean, in the worst layer."""
 
 
 class GradientProgram(Protocol):
@@ -107,7 +110,10 @@ class TrainStep:
         metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": after.skipped}
         if scale.factor is not None:
             metrics["loss_scale"], factor = scale.factor, factor / scale.factor
-        return MeasuredStep(grads, metrics, factor, finite, after)
+        load = largest_load(grads)
+        if load is not None:
+            metrics["largest_load"] = load
+        return MeasuredStep(without_loads(grads), metrics, factor, finite, after)
 
     @property
     def update(self) -> DeviceOptimizer:
@@ -123,7 +129,9 @@ class TrainStep:
 
     def jitted(self) -> Any:
         """The step under `jax.jit`; the state is donated to it and keeps its layout."""
-        names = ("loss", "grad_norm", "skipped", *(("loss_scale",) if self.precisions.scaled else ()))
+        names = ["loss", "grad_norm", "skipped"]
+        names += ["loss_scale"] if self.precisions.scaled else []
+        names += ["largest_load"] if any(map(is_load, self.program.parts.params)) else []
         state = self.abstract()
         shardings = (jax.tree.map(lambda s: s.sharding, state), dict.fromkeys(names, self.scalar))
         options = self.compiler_options()
@@ -193,8 +201,8 @@ def abstract(
 
 
 def masters(memory: MemoryConfig, grid: Grid) -> tuple[bool, bool, Precisions]:
-    """Whether masters and optimizer state are split over `data`, whether they lie in host memory, and all dtypes."""
-    zero, offloads = memory.zero > 0 and grid.shape.data > 1, memory.offload != "none"
+    """Whether masters and optimizer state are split over replicas, whether they lie in host memory, and all dtypes."""
+    zero, offloads = memory.zero > 0 and grid.shape.replicas > 1, memory.offload != "none"
     return zero, offloads, precisions(memory.precision, memory.accumulate, separate_masters=zero or offloads)
 
 
@@ -214,7 +222,7 @@ def build_step(
     checked = check_model(model)
     # Replicas add up beside layers that are unrolled, and to unroll many for that alone does not pay.
     few = not checked.identical_layers or len(getattr(model, checked.layer_list)) < LAYERS
-    communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.data > 1 and few)
+    communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.replicas > 1 and few)
     auto = communicates and jax.default_backend() != "cpu"
     ordered = tensor.order == "package" or (tensor.order == "auto" and auto)
     zero, offloads, dtypes = masters(memory, grid)

@@ -1,0 +1,1 @@
+"""Mixture of experts: router, dispatch, grouped matmuls, balance."""

@@ -1,0 +1,104 @@
+"""Dispatch of tokens to the devices that hold their experts, and the way back, on local shards.
+
+Tokens are split over `expert`, their features over `x`, a split sequence over `y`. Every device computes its own
+experts, with its part of their inner features (over `y` and `x`), for all tokens of its `expert`, `y` and `x` that
+chose them: so tokens are gathered, and what was computed is reduce-scattered. None is dropped.
+"""
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from axonn_jax.experts.router import Routing
+from axonn_jax.tensor.collectives import (
+    SEQUENCE_AXIS,
+    all_reduce,
+    assume_replicated,
+    axis_index,
+    axis_size,
+    gather_features,
+    mark_varying,
+    reduce_scatter,
+    scatter_features,
+)
+
+EXPERT_AXIS = "expert"
+
+
+def drops_duplicates(sequence_split: bool) -> bool:
+    """Returns whether the devices along `y`, which have the same tokens, each send a part of them.
+
+    Duplicate token dropping (TED, Singh et al., ICS 23, section 5.1). Where nothing is sent there are no duplicates.
+    """
+    return not sequence_split and axis_size(EXPERT_AXIS) > 1 and axis_size(SEQUENCE_AXIS) > 1
+
+
+def gather_tokens(x: jax.Array, routing: Routing, *, sequence_split: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens [tokens, hidden/Gx], their choices and weights -> the same of all tokens of `expert`, whole features.
+
+    Collectives: all-gathers over `expert` and `y`, and of the features over `x`. Bytes a device on a ring, with t
+    tokens of h bytes and k choices on each: over `expert` `(G-1) t (h + 8 k)`, of t/Gy tokens where duplicates are
+    dropped; then over `y` `(Gy-1)/Gy` of what has been gathered, where duplicates are dropped or the sequence is split;
+    over `x` `(Gx-1)/Gx` of the tokens with all features.
+    """
+    choices, weights = routing.choices, routing.weights
+    dropped = drops_duplicates(sequence_split)
+    if dropped:
+        x, choices, weights = _drop(x), _own(choices), _drop(weights)
+
+    def everyone(part: jax.Array) -> jax.Array:
+        part = _gather(part, EXPERT_AXIS)
+        return _gather(part, SEQUENCE_AXIS) if dropped or sequence_split else mark_varying(part, (SEQUENCE_AXIS,))
+
+    return gather_features(everyone(x)), everyone(choices), everyone(weights)
+
+
+def scatter_tokens(sums: jax.Array, *, sequence_split: bool) -> jax.Array:
+    """Partial sums of all tokens of `expert` [tokens, hidden] -> sums of a device's own [tokens/G, hidden/Gx].
+
+    Collectives: reduce-scatters over `x`, `y` and `expert`, with the bytes of the gathers; where duplicates were
+    dropped an all-gather over `y` behind, and where they stayed (one group of experts) an all-reduce over `y`.
+    """
+    sums = scatter_features(sums)
+    if sequence_split or drops_duplicates(sequence_split):
+        sums = _scatter(_scatter(sums, SEQUENCE_AXIS), EXPERT_AXIS)
+        return sums if sequence_split else _undrop(sums)
+    return _scatter(all_reduce(sums, SEQUENCE_AXIS), EXPERT_AXIS)
+
+
+def _gather(x: jax.Array, axis: str) -> jax.Array:
+    if axis_size(axis) == 1:
+        return x
+    return checkpoint_name(lax.all_gather(x, axis, axis=0, tiled=True), "tokens_all_gather")
+
+
+def _scatter(sums: jax.Array, axis: str) -> jax.Array:
+    if axis_size(axis) == 1:
+        return sums
+    return checkpoint_name(reduce_scatter(sums, axis, 0), "tokens_reduce_scatter")
+
+
+# The stream is the same along `y`. Autodiff would make all-reduces of both ways back; each is the other's.
+@jax.custom_vjp
+def _drop(x: jax.Array) -> jax.Array:
+    return _own(x)
+
+
+@jax.custom_vjp
+def _undrop(x: jax.Array) -> jax.Array:
+    return _all(x)
+
+
+def _own(x: jax.Array) -> jax.Array:
+    """This device's part of tokens that all devices along `y` have."""
+    size = x.shape[0] // axis_size(SEQUENCE_AXIS)
+    return lax.dynamic_slice_in_dim(x, axis_index(SEQUENCE_AXIS) * size, size, 0)
+
+
+def _all(x: jax.Array) -> jax.Array:
+    gathered = checkpoint_name(lax.all_gather(x, SEQUENCE_AXIS, axis=0, tiled=True), "tokens_all_gather")
+    return assume_replicated(gathered, (SEQUENCE_AXIS,))
+
+
+_drop.defvjp(lambda x: (_own(x), None), lambda _, dy: (_all(dy),))
+_undrop.defvjp(lambda x: (_all(x), None), lambda _, dy: (_own(dy),))

@@ -1,0 +1,93 @@
+"""The experts' layer: each token passes a few of many feed-forward layers, in the place of one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.experts.balance import balance_loss
+from axonn_jax.experts.dispatch import EXPERT_AXIS, gather_tokens, scatter_tokens
+from axonn_jax.experts.grouped import grouped_mlp
+from axonn_jax.experts.router import Gate
+from axonn_jax.experts.shape import ExpertShape
+from axonn_jax.options import Mlp
+from axonn_jax.tensor.collectives import axis_index, gather_weight
+from axonn_jax.tensor.params import normal_param
+
+_INNER = ("y", "x")
+"""What splits the experts' inner features: nothing is then communicated between an expert's matmuls."""
+
+
+class ExpertKernel(nnx.Module):
+    """One matmul's weights of all experts, [experts, in, out]; `z` splits dim `z_dim` once more."""
+
+    def __init__(self, shape: tuple[int, int, int], spec: P, *, z_dim: int, std: float, key: jax.Array):
+        self.z_dim = z_dim
+        self.kernel = normal_param(key, shape, std, spec)
+
+    def gathered(self, dtype: Any) -> jax.Array:
+        """The local experts' weights, whole along `z`; collective: `gather_weight`."""
+        return gather_weight(self.kernel.get_value(), jnp.dtype(dtype), dim=self.z_dim)
+
+
+class Experts(nnx.Module):
+    """The experts that a device holds; parameters `gate`, `up` and `down`, without biases."""
+
+    def __init__(self, hidden: int, moe: ExpertShape, activation: Mlp, *, std: float, out_std: float, key: jax.Array):
+        keys = jax.random.split(key, 3)
+        wide, narrow = (moe.experts, hidden, moe.ffn), (moe.experts, moe.ffn, hidden)
+        spec = P(EXPERT_AXIS, "z", _INNER)
+        self.activation: Mlp = activation
+        self.gate = None if activation == "gelu" else ExpertKernel(wide, spec, z_dim=1, std=std, key=keys[0])
+        self.up = ExpertKernel(wide, spec, z_dim=1, std=std, key=keys[1])
+        self.down = ExpertKernel(narrow, P(EXPERT_AXIS, (*_INNER, "z"), None), z_dim=1, std=out_std, key=keys[2])
+
+    def __call__(self, x: jax.Array, choices: jax.Array, weights: jax.Array) -> jax.Array:
+        """Tokens [tokens, hidden] -> partial sums of what the local experts make of those that chose them."""
+        up = self.up.gathered(x.dtype)
+        gate = None if self.gate is None else self.gate.gathered(x.dtype)
+        local = choices - axis_index(EXPERT_AXIS) * up.shape[0]
+        return grouped_mlp(x, local, weights, gate, up, self.down.gathered(x.dtype), self.activation)
+
+
+class MixtureOfExperts(nnx.Module):
+    """Router, experts and the experts that all tokens take, on the residual stream.
+
+    Sources: DeepSpeed-TED (Singh et al., ICS 23); experts shared by all tokens: DeepSeekMoE (arXiv 2401.06066).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        moe: ExpertShape,
+        activation: Mlp,
+        shared: Callable[..., nnx.Module] | None,
+        *,
+        std: float,
+        out_std: float,
+        sequence_split: bool,
+        key: jax.Array,
+    ):
+        router, experts, every = jax.random.split(key, 3)
+        self.moe, self.sequence_split = moe, sequence_split
+        self.router = Gate(hidden, moe, std=std, key=router)
+        self.experts = Experts(hidden, moe, activation, std=std, out_std=out_std, key=experts)
+        self.shared = None if shared is None else shared(key=every)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[batch, seq, hidden/Gx] -> what is added to it, and `balance_loss`.
+
+        Collectives: those of the router, of the dispatch and of the weights' gathers; none between an expert's matmuls.
+        """
+        batch, _, features = x.shape
+        tokens = x.reshape(-1, features)
+        routing = self.router(tokens)
+        everyones = gather_tokens(tokens, routing, sequence_split=self.sequence_split)
+        y = scatter_tokens(self.experts(*everyones), sequence_split=self.sequence_split).reshape(x.shape)
+        if self.shared is not None:
+            shared: Any = self.shared
+            y = y + shared(x)
+        return y, balance_loss(routing, self.moe, batch, sequence_split=self.sequence_split)

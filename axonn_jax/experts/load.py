@@ -1,0 +1,57 @@
+"""Loads of experts: how many tokens chose each, counted as the gradient of the router's bias.
+
+No loss depends on the bias. So its gradient can carry the counts: they add up over microbatches and devices as
+gradients do, in any engine, without a result or a collective of their own.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axonn_jax import compat
+from axonn_jax.tensor.collectives import mark_varying
+
+_CARRIER = "router.bias"
+
+
+def counting(weights: jax.Array, bias: jax.Array, choices: jax.Array) -> jax.Array:
+    """Hands on weights [tokens, k]; the gradient of bias [experts] is how often `choices` [tokens, k] name each."""
+    return _counting(weights, mark_varying(bias, compat.varying_axes(choices)), choices)
+
+
+@jax.custom_vjp
+def _counting(weights: jax.Array, bias: jax.Array, choices: jax.Array) -> jax.Array:
+    return weights
+
+
+def _forward(weights: jax.Array, bias: jax.Array, choices: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return weights, (bias, choices)
+
+
+def _backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    bias, choices = kept
+    counts = jnp.zeros_like(bias, jnp.float32).at[choices.reshape(-1)].add(1.0)
+    return dy, counts.astype(bias.dtype), np.zeros(choices.shape, jax.dtypes.float0)
+
+
+_counting.defvjp(_forward, _backward)
+
+
+def is_load(name: str) -> bool:
+    """Returns whether the gradient of the parameter of this name is a count."""
+    return name.endswith(_CARRIER)
+
+
+def without_loads(grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Gradients with zeros in the place of counts: for optimizers."""
+    return {name: jnp.zeros_like(grad) if is_load(name) else grad for name, grad in grads.items()}
+
+
+def largest_load(grads: Mapping[str, jax.Array]) -> jax.Array | None:
+    """The most loaded expert's share of the choices over the mean one's, of the worst layer; None without experts."""
+    counts = [grad.astype(jnp.float32) for name, grad in grads.items() if is_load(name)]
+    if not counts:
+        return None
+    return jnp.max(jnp.stack([jnp.max(jnp.max(c, -1) / jnp.mean(c, -1)) for c in counts]))

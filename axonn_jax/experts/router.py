@@ -1,0 +1,82 @@
+"""Router of a mixture of experts: scores of a token for every expert, its choices, and their weights."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.experts.load import counting
+from axonn_jax.experts.shape import ExpertShape
+from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce
+from axonn_jax.tensor.params import constant_param, normal_param
+
+CHOICES = "expert_choices"
+"""The name of what every activation policy keeps: computed again, a choice could be another one."""
+
+
+class Routing(NamedTuple):
+    """Where the tokens of [tokens, hidden] go."""
+
+    choices: jax.Array
+    """Numbers of experts [tokens, k], int32."""
+    weights: jax.Array
+    """What each one's result is multiplied by [tokens, k], float32."""
+    shares: jax.Array
+    """A token's scores over their sum, [tokens, experts] float32: what is balanced."""
+
+
+class Gate(nnx.Module):
+    """The router's matmul; the kernel is the same along `y` and `z`, and computed with in float32."""
+
+    def __init__(self, hidden: int, moe: ExpertShape, *, std: float, key: jax.Array):
+        self.moe = moe
+        self.kernel = normal_param(key, (hidden, moe.experts), std, P(FEATURE_AXIS, None))
+        self.bias = constant_param((moe.experts,), 0.0, P())
+        """Added for the choice alone (DeepSeek-V3); nothing trains it, and its gradient is `experts.load`'s."""
+
+    def __call__(self, x: jax.Array) -> Routing:
+        """[tokens, hidden/Gx] -> the tokens' routing.
+
+        Collective: an all-reduce over `x` of 4 bytes a token and expert.
+        """
+        scores = x.astype(jnp.float32) @ self.kernel.get_value().astype(jnp.float32)
+        bias = self.bias.get_value()
+        routing = route(all_reduce(scores, FEATURE_AXIS), bias.astype(jnp.float32), self.moe)
+        return routing._replace(weights=counting(routing.weights, bias, routing.choices))
+
+
+def route(scores: jax.Array, bias: jax.Array, moe: ExpertShape) -> Routing:
+    """Scores [tokens, experts] float32, bias [experts] -> choices and their weights; no collectives.
+
+    A weight is the softmax over all experts, or the sigmoid, of the score. The k largest of weight + bias are chosen,
+    of experts in the groups kept, which have the largest sums of their best two. With `moe.norm` weights are divided
+    by their sum, then multiplied by `moe.scale`. Sources: Mixtral (arXiv 2401.04088) section 2.1, DeepSeek-V3 (arXiv
+    2412.19437) section 2.1.2; experts of groups not kept compete with 0, as in Hugging Face's transformers.
+    """
+    if moe.router == "softmax":
+        gates = shares = jax.nn.softmax(scores, axis=-1)
+    else:
+        gates = jax.nn.sigmoid(scores)
+        shares = gates / jnp.sum(gates, axis=-1, keepdims=True)
+    ranked = _in_kept_groups(lax.stop_gradient(gates) + bias, moe)
+    _, choices = lax.top_k(lax.stop_gradient(ranked), moe.per_token)
+    choices = checkpoint_name(choices.astype(jnp.int32), CHOICES)
+    weights = jnp.take_along_axis(gates, choices, axis=-1)
+    if moe.norm:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (1e-20 if moe.router == "sigmoid" else 0.0))
+    return Routing(choices, weights * moe.scale, shares)
+
+
+def _in_kept_groups(ranked: jax.Array, moe: ExpertShape) -> jax.Array:
+    """What ranks the experts, 0 in groups that are not kept."""
+    if moe.groups == 1:
+        return ranked
+    groups = ranked.reshape(-1, moe.groups, moe.experts // moe.groups)
+    best, _ = lax.top_k(groups, 2)
+    _, kept = lax.top_k(jnp.sum(best, axis=-1), moe.groups_kept)
+    mask = jnp.any(jnp.arange(moe.groups)[None, :, None] == kept[:, None, :], axis=-1)
+    return jnp.where(mask[..., None], groups, 0.0).reshape(ranked.shape)

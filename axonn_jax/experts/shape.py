@@ -1,0 +1,92 @@
+"""Sizes of a mixture of experts, and how tokens choose; no jax."""
+
+import math
+from dataclasses import dataclass
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape, divides, divisors
+from axonn_jax.options import Router
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The experts of a layer: feed-forward layers of which each token takes a few."""
+
+    experts: int
+    """How many there are."""
+    per_token: int
+    """How many each token chooses."""
+    ffn: int
+    """Width of each."""
+    every: int = 1
+    """One layer of so many has experts."""
+    first: int = 0
+    """Which of them, counted from 0."""
+    shared: int = 0
+    """Experts that every token takes, as one feed-forward layer of so many times the width."""
+    router: Router = "softmax"
+    """What is made of a router's scores: their softmax, or each one's sigmoid."""
+    norm: bool = True
+    """Whether the weights of a token's choices add up to 1."""
+    scale: float = 1.0
+    """What the weights are multiplied by."""
+    groups: int = 1
+    """Groups of experts, of which a token first chooses some."""
+    groups_kept: int = 1
+    """How many of them."""
+
+    def is_routed(self, layer: int) -> bool:
+        """Returns whether a layer has experts, in the place of a feed-forward layer of its own."""
+        return layer % self.every == self.first
+
+    def routed_layers(self, layers: int) -> int:
+        """Returns how many of so many layers have experts."""
+        return sum(map(self.is_routed, range(layers)))
+
+    def params(self, hidden: int, inputs: int, *, active: bool = False) -> int:
+        """Returns the parameters of a layer's experts and router, of `inputs` matmuls from the stream into each.
+
+        The `active` ones are those that a token passes: its choices, the shared experts, and the router.
+        """
+        each = (inputs + 1) * hidden * self.ffn
+        chosen = self.per_token if active else self.experts
+        return (chosen + self.shared) * each + hidden * self.experts + self.experts
+
+    def check(self) -> None:
+        """Raises ``UserError`` for numbers that contradict each other."""
+        if not 1 <= self.per_token <= self.experts:
+            accepted = f"an integer from 1 to model.experts = {self.experts}"
+            raise UserError("model.experts_per_token", self.per_token, accepted)
+        if self.every < 1:
+            raise UserError("model.moe_every", self.every, "an integer of at least 1")
+        if not 0 <= self.first < self.every:
+            raise UserError(
+                "model.moe_first", self.first, f"an integer from 0 to model.moe_every - 1 = {self.every - 1}"
+            )
+        if self.shared < 0:
+            raise UserError("model.shared_experts", self.shared, "an integer of at least 0")
+        if not 0 < self.scale < math.inf:
+            raise UserError("model.router_scale", self.scale, "a number above 0")
+        if self.groups < 1 or self.experts % self.groups:
+            legal = ", ".join(map(str, divisors(self.experts)))
+            raise UserError("model.router_groups", self.groups, f"a divisor of model.experts: {legal}")
+        if not 1 <= self.groups_kept <= self.groups:
+            accepted = f"an integer from 1 to model.router_groups = {self.groups}"
+            raise UserError("model.router_groups_kept", self.groups_kept, accepted)
+        if self.groups > 1 and self.router == "softmax":
+            raise UserError("model.router_groups", self.groups, "1 where model.router is softmax")
+        in_groups = self.groups_kept * (self.experts // self.groups)
+        if in_groups < self.per_token:
+            accepted = f"at most {in_groups}, the experts in model.router_groups_kept = {self.groups_kept} groups"
+            raise UserError("model.experts_per_token", self.per_token, accepted)
+        if self.groups > 1 and self.experts // self.groups < 2:
+            raise UserError("model.router_groups", self.groups, f"at most {self.experts // 2}: a group has two or more")
+
+    def check_grid(self, grid: GridShape, seq_len: int) -> None:
+        """Raises ``UserError`` where experts, their features, or tokens of sequences do not divide over a grid."""
+        divides("model.experts", self.experts, grid.expert, "grid.expert", axis="grid.expert", legal_axis=True)
+        divides("model.expert_ffn", self.ffn, grid.y * grid.x * grid.z, "y*x*z")
+        if grid.expert > 1 and grid.y > 1:  # each device along `y` sends its part of the tokens
+            divides("model.seq_len", seq_len, grid.y, "y (with grid.expert)", axis="grid.y", legal_axis=True)
+        if self.shared:
+            divides("model.expert_ffn * model.shared_experts", self.ffn * self.shared, grid.y * grid.z, "y*z")

@@ -1,0 +1,77 @@
+"""Models with experts under every way to keep, split, cut and recompute: the plain model's gradients, one curve."""
+
+from dataclasses import replace
+
+import grids
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from trainers import make_trainer
+
+import axonn_jax as ax
+from axonn_jax.grid import GridShape
+from axonn_jax.models.block_comm import BlockComm
+
+SPLIT = {"comm": BlockComm(sequence_split=True)}
+GRID = GridShape(1, 1, 2, 2, expert=2)
+CURVE_TOLERANCE = 2e-6
+STEPS = 8
+
+
+@pytest.mark.parametrize("model", ["sparse", "deepseek"])
+def test_other_routers_and_alternating_layers(model):
+    grids.check_gradients(grids.gradients(grids.EXPERTS[model], GRID, bucket=3000), grids.reference(model))
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        (GRID, {"layout": SPLIT}),
+        (GridShape(1, 1, 1, 2, 2, expert=2), {"layout": SPLIT, "activations": "full"}),
+        (GRID, {"activations": "full", "scanned": True}),
+        (GRID, {"activations": "dots"}),
+        (GridShape(1, 1, 1, 2, 2, expert=2), {"activations": "save_collectives"}),
+        (GRID, {"reshard_after": "step", "sub_batches": 2}),
+        (GridShape(1, 2, 1, 2, expert=2), {"zero": True, "scanned": True}),
+    ],
+)
+def test_gradients_do_not_depend_on_how_they_are_computed(axes, options):
+    grids.check_gradients(grids.gradients(grids.MIXTRAL, axes, bucket=3000, **options), grids.reference("mixtral"))
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_loads_are_counted_over_the_global_batch(scanned):
+    grads, _, _ = grids.gradients(grids.MIXTRAL, GridShape(1, 2, 2, 1, expert=2), scanned=scanned)
+    one, _, _ = grids.gradients(grids.MIXTRAL, GridShape(), scanned=scanned)
+    for layer in range(grids.MIXTRAL.layers):
+        counts = grads[f"blocks.{layer}.mlp.router.bias"]
+        np.testing.assert_array_equal(counts, one[f"blocks.{layer}.mlp.router.bias"])
+        assert counts.sum() == 2 * 8 * grids.MIXTRAL.seq_len * grids.MIXTRAL.experts_per_token
+
+
+def curve(axes, **options):
+    shape = replace(grids.MIXTRAL, layers=3)
+    made = make_trainer(
+        lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0), balance_weight=0.05),
+        optax.adamw(3e-3),
+        grids.lay(axes),
+        microbatches=4,
+        clip=0.5,
+        **options,
+    )
+    given = np.random.default_rng(0).integers(0, shape.vocab, (4, 16, shape.seq_len + 1))
+    metrics = [made.step(given[step % 4]) for step in range(STEPS)]
+    made.close()
+    return [[float(m[name]) for name in ("loss", "grad_norm")] for m in metrics]
+
+
+def test_curves_of_pipelines_and_offloaded_states_coincide():
+    want = curve(GridShape())
+    for axes, options in (
+        (GridShape(2, 1, expert=2), {}),
+        (GridShape(2, 1, 1, 2, expert=2), {"activations": "full"}),
+        (GridShape(1, 2, 1, 2, expert=2), {"zero": 1, "offload": "optimizer"}),
+    ):
+        np.testing.assert_allclose(curve(axes, **options), want, rtol=CURVE_TOLERANCE, err_msg=f"{axes} {options}")
+    assert want[-1][0] < want[0][0] - 0.05

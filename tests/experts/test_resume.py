@@ -1,0 +1,57 @@
+"""A checkpoint of a model with experts goes on, on any other grid."""
+
+import functools
+
+import grids
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from trainers import make_trainer
+
+import axonn_jax as ax
+from axonn_jax.grid import GridShape
+
+BEFORE, AFTER = 3, 3
+TOLERANCE = 2e-6  # sums in another order, as on any grid
+SAVED_ON = GridShape(1, 1, 1, 2, expert=4)
+
+
+def trainer(axes):
+    shape = grids.MIXTRAL
+    return make_trainer(
+        lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0)),
+        optax.adamw(3e-3),
+        grids.lay(axes),
+        microbatches=2,
+        clip=0.5,
+    )
+
+
+def steps(trained, first, count):
+    given = np.random.default_rng(0).integers(0, grids.MIXTRAL.vocab, (4, 16, grids.MIXTRAL.seq_len + 1))
+    return [float(trained.step(given[step % 4])["loss"]) for step in range(first, first + count)]
+
+
+@functools.cache
+def uninterrupted(folder):
+    trained = trainer(SAVED_ON)
+    steps(trained, 0, BEFORE)
+    trained.save(folder, BEFORE)
+    losses = steps(trained, BEFORE, AFTER)
+    trained.close()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.mark.parametrize("axes", [GridShape(1, 2, 2, 2), GridShape(2, 1, expert=2)], ids=str)
+def test_it_goes_on_as_if_it_had_not_been_interrupted(folder, axes):
+    want = uninterrupted(folder)
+    trained = trainer(axes)
+    trained.load(folder / f"step_{BEFORE:08d}")
+    np.testing.assert_allclose(steps(trained, BEFORE, AFTER), want, rtol=TOLERANCE)
+    trained.close()
