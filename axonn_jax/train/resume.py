@@ -15,6 +15,7 @@ from axonn_jax.data.manifest import Manifest as DataManifest
 from axonn_jax.distributed.host_sync import HostSync, host_sync
 from axonn_jax.documents import replace_whole
 from axonn_jax.errors import UserError
+from axonn_jax.experts.upcycle import dense_sources, is_of_router, upcycled
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import TOKENIZER, is_pretrained, small_files
 from axonn_jax.train.config import Config
@@ -73,8 +74,8 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
     return checkpoint.manifest.step
 
 
-def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> None:
-    """Puts a valid checkpoint's arrays into an engine.
+def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> int:
+    """Puts a valid checkpoint's arrays into an engine; returns how many kernels became those of experts.
 
     Raises ``CorruptCheckpoint`` on all processes where one cannot read it.
     """
@@ -85,16 +86,22 @@ def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *,
         return name.startswith(only) and (name in has or not name.startswith(SCALE))
 
     names = {name: shape for name, shape in engine.state_shapes().items() if wanted(name)}
+    sources = dense_sources(names, {name: array.shape for name, array in has.items()}) if weights_only else {}
+    if sources:  # routers stay as they were made
+        rest = {name: shape for name, shape in names.items() if name not in sources and not is_of_router(name)}
+        names = rest | {dense: has[dense].shape for dense in sources.values()}
     check_shapes(checkpoint, names, field, only=only)
     fault = ""
     try:
-        engine.load(lambda abstract: load(checkpoint, abstract), wanted)
+        read = upcycled(lambda abstract: load(checkpoint, abstract), sources)
+        engine.load(read, lambda name: wanted(name) and not (sources and is_of_router(name)))
         if not weights_only:
             engine.steps_done = checkpoint.manifest.step
     except CorruptCheckpoint as error:
         fault = str(error)
     if faults := [text for text in sync.gather(fault) if text]:
         raise CorruptCheckpoint(faults[0])
+    return len(sources)
 
 
 class Checkpoints:
@@ -187,11 +194,12 @@ class Checkpoints:
             return
         checkpoint = named_checkpoint(path, self._sync, self._say, "checkpoint.weights")
         try:
-            _take(self._engine, checkpoint, self._sync, "checkpoint.weights", weights_only=True)
+            copied = _take(self._engine, checkpoint, self._sync, "checkpoint.weights", weights_only=True)
         except CorruptCheckpoint as fault:
             raise UserError("checkpoint.weights", str(path), f"a valid checkpoint; {fault}") from None
+        new = "; each expert is a copy of the dense model's layer, routers are new" if copied else ""
         self._say(
-            f"parameters of step {checkpoint.manifest.step} from {checkpoint.path}; optimizer and data start anew"
+            f"parameters of step {checkpoint.manifest.step} from {checkpoint.path}; optimizer and data start anew{new}"
         )
         run = checkpoint.path.parent.parent if checkpoint.path.parent.name == FOLDER else checkpoint.path.parent
         if (run / PRETRAINED).is_dir():

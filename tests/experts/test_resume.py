@@ -1,6 +1,7 @@
 """A checkpoint of a model with experts goes on, on any other grid."""
 
 import functools
+from dataclasses import replace
 
 import grids
 import numpy as np
@@ -10,6 +11,7 @@ from flax import nnx
 from trainers import make_trainer
 
 import axonn_jax as ax
+from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 
 BEFORE, AFTER = 3, 3
@@ -17,8 +19,7 @@ TOLERANCE = 2e-6  # sums in another order, as on any grid
 SAVED_ON = GridShape(1, 1, 1, 2, expert=4)
 
 
-def trainer(axes):
-    shape = grids.MIXTRAL
+def trainer(axes, shape=grids.MIXTRAL):
     return make_trainer(
         lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0)),
         optax.adamw(3e-3),
@@ -55,3 +56,30 @@ def test_it_goes_on_as_if_it_had_not_been_interrupted(folder, axes):
     trained.load(folder / f"step_{BEFORE:08d}")
     np.testing.assert_allclose(steps(trained, BEFORE, AFTER), want, rtol=TOLERANCE)
     trained.close()
+
+
+@pytest.mark.parametrize("axes", [GridShape(1, 1, 2, 2, expert=2), GridShape(2, 1, expert=2)], ids=str)
+def test_a_dense_model_becomes_one_of_experts_that_computes_the_same(tmp_path, axes):
+    """While all experts are equal, it does not matter which ones a router chooses: its weights add up to 1."""
+    dense = trainer(GridShape(y=2), replace(grids.MIXTRAL, experts=0))
+    steps(dense, 0, 2)
+    dense.save(tmp_path, 2)
+    batch = np.random.default_rng(1).integers(0, grids.MIXTRAL.vocab, (16, grids.MIXTRAL.seq_len + 1))
+    want = dense.engine.mean_loss(batch)
+    dense.close()
+    mixture = trainer(axes)
+    mixture.load(tmp_path, weights_only=True)
+    np.testing.assert_allclose(mixture.engine.mean_loss(batch), want, rtol=TOLERANCE)
+    losses = steps(mixture, 0, 4)
+    assert losses[-1] < losses[0]
+    mixture.close()
+
+
+def test_a_dense_model_of_another_width_is_refused(tmp_path):
+    dense = trainer(GridShape(), replace(grids.MIXTRAL, experts=0, ffn=32))
+    dense.save(tmp_path, 1)
+    dense.close()
+    mixture = trainer(GridShape())
+    with pytest.raises(UserError, match=r"\d+ missing: params\.blocks\.0\.mlp\.experts\.down\.kernel"):
+        mixture.load(tmp_path, weights_only=True)
+    mixture.close()

@@ -1,0 +1,56 @@
+"""Upcycling: the feed-forward layers of a dense model as the experts of a mixture (Komatsuzaki et al., ICLR 23).
+
+Every expert begins as a copy, so a router whose weights add up to 1 changes nothing at first, whatever it chooses.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+_EXPERTS, _ROUTER = ".mlp.experts.", ".mlp.router."
+Arrays = dict[str, jax.Array]
+
+
+def dense_sources(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Kernels of experts that are wanted and the dense ones stored that they can be copies of, by name; both shapes."""
+    pairs = {name: name.replace(_EXPERTS, ".mlp.") for name in wanted if _EXPERTS in name and name not in stored}
+    return {name: dense for name, dense in pairs.items() if stored.get(dense) == tuple(wanted[name][1:])}
+
+
+def is_of_router(name: str) -> bool:
+    """Returns whether a parameter is a router's, which a dense model has none of."""
+    return _ROUTER in name
+
+
+def upcycled(read: Callable[[Any], Arrays], sources: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Arrays]:
+    """A function that reads arrays of these shapes and layouts, experts as copies of what `sources` name; by `read`.
+
+    Each device reads the part of the dense kernel that it holds of an expert's, and no more; no collectives.
+    """
+
+    def run(abstract: Mapping[str, Any]) -> Arrays:
+        copies = {name: want for name, want in abstract.items() if name in sources}
+        dense = {sources[name]: _of_one(want) for name, want in copies.items()}
+        values = read({name: want for name, want in abstract.items() if name not in copies} | dense)
+        for name, want in copies.items():
+            spread = jax.jit(partial(_repeated, count=want.shape[0]), out_shardings=want.sharding)
+            values[name] = spread(values.pop(sources[name]))
+        return {name: values[name] for name in abstract}
+
+    return run
+
+
+def _repeated(kernel: jax.Array, count: int) -> jax.Array:
+    return jnp.broadcast_to(kernel, (count, *kernel.shape))
+
+
+def _of_one(want: Any) -> jax.ShapeDtypeStruct:
+    """The shape and layout of one expert's part."""
+    held = want.sharding
+    sharding = NamedSharding(held.mesh, P(*held.spec[1:]), memory_kind=held.memory_kind)
+    return jax.ShapeDtypeStruct(want.shape[1:], want.dtype, sharding=sharding)
