@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from axonn_jax.data.loader import Loader
     from axonn_jax.distributed.initialize import init
     from axonn_jax.errors import UserError
+    from axonn_jax.experts.shape import MoeConfig
     from axonn_jax.grid import Grid, GridShape
     from axonn_jax.memory.offload import offload
     from axonn_jax.tensor.parallelize.api import parallelize
@@ -25,6 +26,7 @@ __all__ = [
     "GridShape",
     "Loader",
     "MemoryConfig",
+    "MoeConfig",
     "PipelineConfig",
     "TensorConfig",
     "Trainer",
@@ -42,6 +44,7 @@ _HOME = {
     "GridShape": "axonn_jax.grid",
     "Loader": "axonn_jax.data.loader",
     "MemoryConfig": "axonn_jax.train.config",
+    "MoeConfig": "axonn_jax.experts.shape",
     "PipelineConfig": "axonn_jax.train.config",
     "TensorConfig": "axonn_jax.train.config",
     "Trainer": "axonn_jax.train.trainer",

@@ -19,8 +19,8 @@ Bias = Literal["all", "qkv", "none"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Router = Literal["softmax", "sigmoid"]
 """What is made of a router's scores of the experts."""
-Balance = Literal["sequence", "batch", "none"]
-"""Over what the loss that evens out the experts' loads is taken, if there is one."""
+Dispatch = Literal["gather", "capacity"]
+"""How tokens reach their experts: all are gathered, or as many for each expert as it has slots."""
 
 AttentionKernel = Literal["auto", "cudnn", "splash", "blocked", "xla"]
 

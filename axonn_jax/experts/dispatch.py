@@ -44,7 +44,7 @@ def gather_tokens(x: jax.Array, routing: Routing, *, sequence_split: bool) -> tu
     choices, weights = routing.choices, routing.weights
     dropped = drops_duplicates(sequence_split)
     if dropped:
-        x, choices, weights = _drop(x), _own(choices), _drop(weights)
+        x, choices, weights = drop(x), own_tokens(choices), drop(weights)
 
     def everyone(part: jax.Array) -> jax.Array:
         part = _gather(part, EXPERT_AXIS)
@@ -62,7 +62,7 @@ def scatter_tokens(sums: jax.Array, *, sequence_split: bool) -> jax.Array:
     sums = scatter_features(sums)
     if sequence_split or drops_duplicates(sequence_split):
         sums = _scatter(_scatter(sums, SEQUENCE_AXIS), EXPERT_AXIS)
-        return sums if sequence_split else _undrop(sums)
+        return sums if sequence_split else undrop(sums)
     return _scatter(all_reduce(sums, SEQUENCE_AXIS), EXPERT_AXIS)
 
 
@@ -80,17 +80,19 @@ def _scatter(sums: jax.Array, axis: str) -> jax.Array:
 
 # The stream is the same along `y`. Autodiff would make all-reduces of both ways back; each is the other's.
 @jax.custom_vjp
-def _drop(x: jax.Array) -> jax.Array:
-    return _own(x)
+def drop(x: jax.Array) -> jax.Array:
+    """This device's part of tokens that all devices along `y` have; back, an all-gather over `y`."""
+    return own_tokens(x)
 
 
 @jax.custom_vjp
-def _undrop(x: jax.Array) -> jax.Array:
+def undrop(x: jax.Array) -> jax.Array:
+    """All tokens on all devices along `y`, each of which has a part: an all-gather over `y`; back, the part."""
     return _all(x)
 
 
-def _own(x: jax.Array) -> jax.Array:
-    """This device's part of tokens that all devices along `y` have."""
+def own_tokens(x: jax.Array) -> jax.Array:
+    """This device's part of tokens that all devices along `y` have; no collectives, not differentiable."""
     size = x.shape[0] // axis_size(SEQUENCE_AXIS)
     return lax.dynamic_slice_in_dim(x, axis_index(SEQUENCE_AXIS) * size, size, 0)
 
@@ -100,5 +102,5 @@ def _all(x: jax.Array) -> jax.Array:
     return assume_replicated(gathered, (SEQUENCE_AXIS,))
 
 
-_drop.defvjp(lambda x: (_own(x), None), lambda _, dy: (_all(dy),))
-_undrop.defvjp(lambda x: (_all(x), None), lambda _, dy: (_own(dy),))
+drop.defvjp(lambda x: (own_tokens(x), None), lambda _, dy: (_all(dy),))
+undrop.defvjp(lambda x: (_all(x), None), lambda _, dy: (own_tokens(dy),))

@@ -80,7 +80,8 @@ def _sorted(choices: jax.Array, experts: int, tile: int) -> _Groups:
     return _Groups(jnp.pad(keys % count, (0, tile)), starts)
 
 
-def _activated(activation: Mlp, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+def activated(activation: Mlp, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+    """What goes into an expert's last matmul."""
     if gate is None:
         return jax.nn.gelu(up, approximate=True)
     return (jax.nn.silu(gate) if activation == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
@@ -131,7 +132,7 @@ def _grouped(
         own = _of_expert(kernels, expert)
 
         def of_tile(of: _Tile, y: jax.Array) -> jax.Array:
-            h = _activated(activation, *_inner(x[of.tokens], own))
+            h = activated(activation, *_inner(x[of.tokens], own))
             out = jnp.matmul(h, own.down, preferred_element_type=jnp.float32)
             weight = jnp.where(of.here, flat[of.numbers], 0.0)
             return y.at[of.tokens].add(out * weight[:, None])
@@ -158,7 +159,7 @@ def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) 
         def of_tile(of: _Tile, sums: Any) -> Any:
             dx, dweights, dkernels = sums
             rows, dout = x[of.tokens], dy[of.tokens]
-            h, pull = jax.vjp(partial(_activated, activation), *_inner(rows, own))
+            h, pull = jax.vjp(partial(activated, activation), *_inner(rows, own))
             dh = dout @ own.down.T  # of an unweighted output
             dweight = jnp.where(of.here, jnp.sum(dh.astype(jnp.float32) * h.astype(jnp.float32), -1), 0.0)
             weight = jnp.where(of.here, flat[of.numbers], 0.0)[:, None].astype(x.dtype)

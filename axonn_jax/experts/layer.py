@@ -9,10 +9,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.experts.balance import balance_loss
+from axonn_jax.experts.capacity import by_capacity
 from axonn_jax.experts.dispatch import EXPERT_AXIS, gather_tokens, scatter_tokens
-from axonn_jax.experts.grouped import grouped_mlp
-from axonn_jax.experts.router import Gate
-from axonn_jax.experts.shape import ExpertShape
+from axonn_jax.experts.grouped import activated, grouped_mlp
+from axonn_jax.experts.router import Gate, Routing
+from axonn_jax.experts.shape import ExpertShape, MoeConfig
 from axonn_jax.options import Mlp
 from axonn_jax.tensor.collectives import axis_index, gather_weight
 from axonn_jax.tensor.params import normal_param
@@ -52,6 +53,12 @@ class Experts(nnx.Module):
         local = choices - axis_index(EXPERT_AXIS) * up.shape[0]
         return grouped_mlp(x, local, weights, gate, up, self.down.gathered(x.dtype), self.activation)
 
+    def on_slots(self, slots: jax.Array) -> jax.Array:
+        """Slots [experts/G, slots, hidden] -> partial sums of what each local expert makes of its own."""
+        up = slots @ self.up.gathered(slots.dtype)
+        gate = None if self.gate is None else slots @ self.gate.gathered(slots.dtype)
+        return activated(self.activation, gate, up) @ self.down.gathered(slots.dtype)
+
 
 class MixtureOfExperts(nnx.Module):
     """Router, experts and the experts that all tokens take, on the residual stream.
@@ -68,11 +75,12 @@ class MixtureOfExperts(nnx.Module):
         *,
         std: float,
         out_std: float,
+        training: MoeConfig,
         sequence_split: bool,
         key: jax.Array,
     ):
         router, experts, every = jax.random.split(key, 3)
-        self.moe, self.sequence_split = moe, sequence_split
+        self.moe, self.training, self.sequence_split = moe, training, sequence_split
         self.router = Gate(hidden, moe, std=std, key=router)
         self.experts = Experts(hidden, moe, activation, std=std, out_std=out_std, key=experts)
         self.shared = None if shared is None else shared(key=every)
@@ -85,9 +93,15 @@ class MixtureOfExperts(nnx.Module):
         batch, _, features = x.shape
         tokens = x.reshape(-1, features)
         routing = self.router(tokens)
-        everyones = gather_tokens(tokens, routing, sequence_split=self.sequence_split)
-        y = scatter_tokens(self.experts(*everyones), sequence_split=self.sequence_split).reshape(x.shape)
+        y = self._dispatched(tokens, routing).reshape(x.shape)
         if self.shared is not None:
             shared: Any = self.shared
             y = y + shared(x)
         return y, balance_loss(routing, self.moe, batch, sequence_split=self.sequence_split)
+
+    def _dispatched(self, tokens: jax.Array, routing: Routing) -> jax.Array:
+        split, training = self.sequence_split, self.training
+        if training.dispatch == "capacity":
+            compute, count = self.experts.on_slots, self.moe.experts
+            return by_capacity(tokens, routing, compute, count, training.capacity, sequence_split=split)
+        return scatter_tokens(self.experts(*gather_tokens(tokens, routing, sequence_split=split)), sequence_split=split)

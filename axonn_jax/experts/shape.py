@@ -5,7 +5,22 @@ from dataclasses import dataclass
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape, divides, divisors
-from axonn_jax.options import Router
+from axonn_jax.options import Dispatch, NotNegative, Positive, Router
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """How experts are trained; used where model.experts is set."""
+
+    balance_weight: NotNegative = 0.01
+    """Weight of the loss that evens out how many tokens choose each expert, for every sequence and layer. It is in the
+    gradients and not in the loss that is reported. 0: none."""
+    dispatch: Dispatch = "gather"
+    """How tokens reach their experts. gather: those of all of grid.expert are gathered, none is dropped, and the loss
+    is the same on every grid; capacity: each expert has slots for so many tokens of a device, exchanged by all-to-all,
+    and drops the others (TED)."""
+    capacity: Positive = 1.25
+    """capacity: slots of an expert over the mean number of tokens that choose it."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax import compat
 from axonn_jax.errors import UserError
 from axonn_jax.experts.layer import MixtureOfExperts
+from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
@@ -83,7 +84,7 @@ class Block(nnx.Module):
         index: int,
         *,
         attention: AttentionKernel | Tiles,
-        balance_weight: float,
+        training: MoeConfig,
         key: jax.Array,
     ):
         key_attention, key_mlp = jax.random.split(key)
@@ -106,17 +107,16 @@ class Block(nnx.Module):
             comm=comm.of(comm.attention),
         )
         self.mlp_norm = _norm(shape)
-        moe, stds = shape.moe, {"std": shape.init_std, "out_std": out_std}
-        self.balance_weight = balance_weight
+        moe = shape.moe
+        self.balance_weight = training.balance_weight
         self.mlp: Mlp | MixtureOfExperts
         if moe is None or not moe.is_routed(index):
             self.mlp = Mlp(shape, comm, out_std=out_std, key=key_mlp)
             return
         wide = replace(shape, ffn=moe.shared * moe.ffn, bias="none") if moe.shared else None
         shared = None if wide is None else partial(Mlp, wide, comm, out_std=out_std)
-        self.mlp = MixtureOfExperts(
-            shape.hidden, moe, shape.mlp, shared, sequence_split=comm.sequence_split, key=key_mlp, **stds
-        )
+        made = partial(MixtureOfExperts, shape.hidden, moe, shape.mlp, shared, std=shape.init_std, out_std=out_std)
+        self.mlp = made(training=training, sequence_split=comm.sequence_split, key=key_mlp)
 
     def __call__(self, x: Stream, key: DropoutKey | None = None) -> Stream:
         """[batch, seq, hidden/Gx] -> same; dropout where `key` is given."""
@@ -153,8 +153,8 @@ class Transformer(nnx.Module):
 
     Every block draws its weights from a key of its own (folded with its index), so a stage that holds some of the
     blocks makes the same weights as a process that holds them all. `comm` says how blocks communicate with the
-    residual stream; parameters and results do not depend on it. `balance_weight` multiplies the losses that even out
-    experts' loads (`experts.balance`). A `packed` model takes rows of `models.packed`, where no document sees another.
+    residual stream; parameters and results do not depend on it; `moe` how experts are trained. A `packed` model takes
+    rows of `models.packed`, where no document sees another.
     """
 
     layer_list = "blocks"
@@ -167,11 +167,11 @@ class Transformer(nnx.Module):
         attention: AttentionKernel | Tiles = "auto",
         comm: BlockComm = ALL_REDUCE,
         packed: bool = False,
-        balance_weight: float = 0.01,
+        moe: MoeConfig = MoeConfig(),  # noqa: B008
     ):
         self.shape, self.comm, self.packed = shape, comm, packed
         self.identical_layers = shape.moe is None or shape.moe.every == 1
-        self.balanced = shape.moe is not None and balance_weight > 0.0
+        self.balanced = shape.moe is not None and moe.balance_weight > 0.0
         self.vocab, self.seq_len, self.drops_out = shape.vocab, shape.seq_len, shape.dropout > 0.0
         layers, hidden, std, split = shape.layers, shape.hidden, shape.init_std, comm.sequence_split
         self.residual_spec = P(BATCH_AXES, SEQUENCE_AXIS if split else None, "x")
@@ -186,7 +186,7 @@ class Transformer(nnx.Module):
             if shape.positions == "learned"
             else None
         )
-        block = partial(Block, shape, comm, attention=attention, balance_weight=balance_weight)
+        block = partial(Block, shape, comm, attention=attention, training=moe)
         self.blocks = nnx.List([block(index, key=keys[index]) for index in range(layers)])
         self.norm = _norm(shape)
         head = partial(Linear, hidden, shape.vocab, in_axis="x", bias=False, comm=comm.of(False), columns=vocab)

@@ -23,7 +23,7 @@ from axonn_jax import compat
 
 BLOCK_REDUCTIONS = (
     *("x_all_reduce", "y_all_reduce", "y_reduce_scatter", "x_reduce_scatter", "x_all_gather"),
-    *("tokens_all_gather", "tokens_reduce_scatter"),
+    *("tokens_all_gather", "tokens_reduce_scatter", "tokens_all_to_all"),
 )
 """Names under which a policy finds what a layer's forward pass communicates of activations."""
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import ModelConfig
 from axonn_jax.options import (
@@ -159,15 +160,6 @@ class TensorConfig:
     """Whether matmuls with weights are computed with operands or product in another orientation where that was found to
     be faster: off, auto (if `axonn-jax bench matmuls --keep` or a run with measure found it on this kind of device),
     measure (also what nothing is known of, at the start, in up to 20 s). It changes how sums are rounded."""
-
-
-@dataclass(frozen=True)
-class MoeConfig:
-    """How experts are trained; used where model.experts is set."""
-
-    balance_weight: NotNegative = 0.01
-    """Weight of the loss that evens out how many tokens choose each expert, for every sequence and layer. It is in the
-    gradients and not in the loss that is reported. 0: none."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync, notes: Sequ
 
     def model() -> Transformer:
         rngs = nnx.Rngs(config.train.seed)
-        made = Transformer(shape, rngs=rngs, attention=kernel, comm=comm, balance_weight=config.moe.balance_weight)
+        made = Transformer(shape, rngs=rngs, attention=kernel, comm=comm, moe=config.moe)
         return with_layouts(made, layouts)
 
     trainer = Trainer(

@@ -9,6 +9,7 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.errors import UserError
+from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.models.block_comm import BlockComm, choose_residual_comm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
@@ -24,7 +25,6 @@ from axonn_jax.train.config import (
     DataConfig,
     LogConfig,
     MemoryConfig,
-    MoeConfig,
     PipelineConfig,
     TensorConfig,
 )
@@ -64,7 +64,8 @@ def check(config: Config) -> Config:
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_segments(shape))
     check_sub_batches(config)
     if not shape.experts and config.moe != MoeConfig():
-        raise UserError("moe.balance_weight", config.moe.balance_weight, "left out in a model without model.experts")
+        name = next(f.name for f in fields(MoeConfig) if getattr(config.moe, f.name) != f.default)
+        raise UserError(f"moe.{name}", getattr(config.moe, name), "left out in a model without model.experts")
     model = ModelConfig(preset=config.model.preset, attention=config.model.attention, **asdict(shape))
     return replace(config, model=model, log=log)
 

@@ -53,7 +53,7 @@ def test_loads_are_counted_over_the_global_batch(scanned):
 def curve(axes, **options):
     shape = replace(grids.MIXTRAL, layers=3)
     made = make_trainer(
-        lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0), balance_weight=0.05),
+        lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0), moe=ax.MoeConfig(balance_weight=0.05)),
         optax.adamw(3e-3),
         grids.lay(axes),
         microbatches=4,

@@ -18,6 +18,7 @@ from trainers import make_trainer
 
 from axonn_jax.errors import UserError
 from axonn_jax.experts.load import is_load
+from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.inference.generate import logits
 from axonn_jax.models.config import ModelShape
@@ -29,6 +30,7 @@ from axonn_jax.train.engines.program import StageProgram
 ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = ("mixtral", "qwen3_moe", "qwen3_moe_sparse")
 FAMILIES = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3", "gemma", *EXPERTS)
+UNBALANCED = MoeConfig(balance_weight=0.0)  # as transformers, whose loss is the tokens' alone
 VARIANTS = {"llama_linear": "llama3", "llama_yarn": "llama3"}  # to the model that they are but for one option
 ONE, ALL = GridShape(), GridShape(z=2, y=2, x=2)
 EACH = [GridShape(y=2), GridShape(x=2), GridShape(z=2)]
@@ -91,7 +93,7 @@ def build(family: str, axes: GridShape) -> tuple[StageProgram, dict[str, jax.Arr
     shape, grid = shape_from_config(config(family)), grids.lay(axes)
     shape.check_grid(axes)
     with jax.set_mesh(grid.mesh):
-        parts = split_module(Transformer(shape, rngs=nnx.Rngs(0), balance_weight=0.0))
+        parts = split_module(Transformer(shape, rngs=nnx.Rngs(0), moe=UNBALANCED))
     program = StageProgram(parts, grid, jnp.dtype("float32"))
     weights = from_huggingface(under(family, "weights/"), shape)
     assert weights.keys() == parts.params.keys()
@@ -150,7 +152,7 @@ def test_loss_and_every_gradient(family, axes):
 def test_pipeline(family, axes):
     """The optimizer keeps the gradients as its state and changes no weight."""
     shape, grid = shape_from_config(config(family)), grids.lay(axes)
-    parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), balance_weight=0.0)))
+    parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), moe=UNBALANCED)))
     model = parts.merge({k: jnp.asarray(a) for k, a in from_huggingface(under(family, "weights/"), shape).items()})
     keep = optax.chain(optax.trace(decay=0.0), optax.scale(0.0))
     trainer = make_trainer(model, keep, grid, microbatches=2)

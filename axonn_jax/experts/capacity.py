@@ -1,0 +1,115 @@
+"""Dispatch with a capacity, the paper's: all-to-alls of as many tokens for every expert, more are dropped.
+
+Which tokens are dropped depends on the grid, and so does the loss. It sends less than `dispatch` where `expert` is
+larger than the choices of a token; and it is what DeepSpeed-TED (Singh et al., ICS 23) and its figures are about.
+"""
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from axonn_jax import compat
+from axonn_jax.experts.dispatch import EXPERT_AXIS, drop, drops_duplicates, own_tokens, undrop
+from axonn_jax.experts.router import Routing
+from axonn_jax.tensor.collectives import (
+    SEQUENCE_AXIS,
+    all_reduce,
+    axis_size,
+    gather_features,
+    mark_varying,
+    reduce_scatter,
+    scatter_features,
+)
+
+
+class OnSlots(Protocol):
+    """What computes local experts on their slots: [experts/G, slots, hidden] -> partial sums of the same shape."""
+
+    def __call__(self, slots: jax.Array) -> jax.Array:
+        """Computes them."""
+
+
+class _Slots(NamedTuple):
+    """Where each choice [tokens, k] goes."""
+
+    experts: jax.Array
+    positions: jax.Array
+    """Among the slots of its expert; as many as there are slots, or more: dropped."""
+
+
+def slots_of(tokens: int, per_token: int, experts: int, capacity: float) -> int:
+    """Slots of an expert for the tokens of one device: the mean number of its choices times `capacity`, rounded up."""
+    return max(1, -int(-(tokens * per_token * capacity) // experts))
+
+
+def by_capacity(
+    x: jax.Array,
+    routing: Routing,
+    compute: OnSlots,
+    experts: int,
+    capacity: float,
+    *,
+    sequence_split: bool,
+    drop_duplicates: bool = True,
+) -> jax.Array:
+    """Tokens [tokens, hidden/Gx] -> what their experts add, zero for choices that found no slot.
+
+    Slots fill in the order of the tokens, first choices before second ones. Collectives, with s slots an expert:
+    all-to-alls over `expert` of `experts * s` rows of hidden/Gx there and back, bytes a device `(G-1)/G` of that; the
+    slots' features gathered over `x` and reduce-scattered; where duplicates are dropped or the sequence is split, slots
+    gathered over `y` and reduce-scattered, and results gathered over `y` behind (not with a split sequence); else an
+    all-reduce over `y`. Without `drop_duplicates` all devices along `y` send the same tokens: for comparison.
+    """
+    choices, weights = routing.choices, routing.weights
+    dropped = drop_duplicates and drops_duplicates(sequence_split)
+    if dropped:
+        x, choices, weights = drop(x), own_tokens(choices), drop(weights)
+    count = slots_of(x.shape[0], choices.shape[1], experts, capacity)
+    to = _assigned(choices, experts)
+    sent = jnp.zeros((experts, count, x.shape[1]), x.dtype)
+    sent = mark_varying(sent, compat.varying_axes(x))
+    for k in range(choices.shape[1]):  # a token's choices are of different experts: no slot is written twice
+        sent = sent.at[to.experts[:, k], to.positions[:, k]].set(x, mode="drop")
+    slots = _exchanged(sent, split=0, joined=1)
+    over_y = dropped or sequence_split
+    slots = _gathered(slots) if over_y else mark_varying(slots, (SEQUENCE_AXIS,))
+    sums = scatter_features(compute(gather_features(slots)))
+    sums = _scattered(sums) if over_y else all_reduce(sums, SEQUENCE_AXIS)
+    back = _exchanged(sums, split=1, joined=0)
+    out = jnp.zeros(x.shape, jnp.float32)
+    for k in range(choices.shape[1]):
+        row = back.at[to.experts[:, k], to.positions[:, k]].get(mode="fill", fill_value=0)
+        out = out + row * weights[:, k, None]
+    out = out.astype(x.dtype)
+    return undrop(out) if dropped else out
+
+
+def _assigned(choices: jax.Array, experts: int) -> _Slots:
+    tokens, k = choices.shape
+    first_choices_first = choices.T.reshape(-1)
+    chosen = jax.nn.one_hot(first_choices_first, experts, dtype=jnp.int32)
+    before = jnp.cumsum(chosen, axis=0) - chosen
+    positions = jnp.take_along_axis(before, first_choices_first[:, None], axis=1)[:, 0]
+    return _Slots(choices, positions.reshape(k, tokens).T)
+
+
+def _exchanged(x: jax.Array, *, split: int, joined: int) -> jax.Array:
+    if axis_size(EXPERT_AXIS) == 1:
+        return x
+    moved = lax.all_to_all(x, EXPERT_AXIS, split_axis=split, concat_axis=joined, tiled=True)
+    return checkpoint_name(moved, "tokens_all_to_all")
+
+
+def _gathered(slots: jax.Array) -> jax.Array:
+    if axis_size(SEQUENCE_AXIS) == 1:
+        return slots
+    return checkpoint_name(lax.all_gather(slots, SEQUENCE_AXIS, axis=1, tiled=True), "tokens_all_gather")
+
+
+def _scattered(sums: jax.Array) -> jax.Array:
+    if axis_size(SEQUENCE_AXIS) == 1:
+        return sums
+    return checkpoint_name(reduce_scatter(sums, SEQUENCE_AXIS, 1), "tokens_reduce_scatter")
