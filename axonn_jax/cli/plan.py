@@ -79,7 +79,7 @@ def _fewer(args: Plan) -> list[PlanRequest]:
 def _config(request: PlanRequest, estimate: Estimate) -> dict[str, Any]:
     candidate = estimate.candidate
     return {
-        **{axis: getattr(candidate.grid, axis) for axis in AXES},
+        **asdict(candidate.grid),
         **chosen(request, candidate),
         "step_s": estimate.step_s,
         "mfu": estimate.peak_share(request),
@@ -137,7 +137,7 @@ def _published(args: Plan) -> int:
     if args.json:
         configs = [
             {
-                **{axis: getattr(estimate.grid, axis) for axis in AXES},
+                **asdict(estimate.grid),
                 "microbatch": batch // estimate.grid.batch_shards,
                 "step_s": estimate.total_s,
                 "mfu": None,

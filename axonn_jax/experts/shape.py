@@ -56,7 +56,7 @@ class ExpertShape:
 
     def routed_layers(self, layers: int) -> int:
         """Returns how many of so many layers have experts."""
-        return sum(map(self.is_routed, range(layers)))
+        return len(range(self.first, layers, self.every))
 
     def params(self, hidden: int, inputs: int, *, active: bool = False) -> int:
         """Returns the parameters of a layer's experts and router, of `inputs` matmuls from the stream into each.

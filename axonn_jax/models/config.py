@@ -168,10 +168,6 @@ class ModelShape:
         axis, with `x` and `y` swapping roles in alternate layers (DESIGN section 4).
         """
         x, y, z = grid.x, grid.y, grid.z
-        if self.moe is not None:
-            self.moe.check_grid(grid, self.seq_len)
-        elif grid.expert > 1:
-            raise UserError("grid.expert", grid.expert, "1 for a model without experts; grid.data splits the batch too")
         divides("model.hidden", self.hidden, x * z, "x*z")
         divides("model.kv_heads", self.kv_heads, y, "y", axis="grid.y", legal_axis=True)
         divides("model.heads", self.heads, y, "y", axis="grid.y", legal_axis=True)
@@ -181,6 +177,10 @@ class ModelShape:
             divides("model.seq_len", self.seq_len, z, "z")
         if sequence_split:
             divides("model.seq_len", self.seq_len, y, "y (memory.sequence_parallel)", axis="grid.y", legal_axis=True)
+        if self.moe is not None:
+            self.moe.check_grid(grid, self.seq_len)
+        elif grid.expert > 1:
+            raise UserError("grid.expert", grid.expert, "1 for a model without experts; grid.data splits the batch too")
 
     @property
     def rope(self) -> Rope | None:
@@ -248,8 +248,16 @@ class ModelShape:
 
     def params(self, *, active: bool = False) -> int:
         """All parameters of the model; `active` as in `mlp_params`."""
-        blocks = sum(self.layer_params(layer, active=active) for layer in range(self.layers))
+        blocks = sum(count * self.layer_params(layer, active=active) for layer, count in self.layer_kinds())
         return self.embedding_params() + blocks + self.head_params()
+
+    def layer_kinds(self) -> list[tuple[int, int]]:
+        """One block of each kind, with experts and without, and how many there are."""
+        routed = 0 if self.moe is None else self.moe.routed_layers(self.layers)
+        if self.moe is None or routed == 0:
+            return [(0, self.layers)]
+        dense = next((layer for layer in range(self.layers) if not self.moe.is_routed(layer)), 0)
+        return [(self.moe.first, routed), *([(dense, self.layers - routed)] if routed < self.layers else [])]
 
     def norm_params(self) -> int:
         """Parameters of one norm of the residual stream."""
@@ -278,7 +286,7 @@ class ModelShape:
         F = 96 B S L H^2 (1 + S/(6H) + V/(16 L H)), and with 72 in place of 96 without (papers: Megatron-LM,
         AxoNN IPDPS 22, SC 24).
         """
-        layers = sum(self.layer_forward_flops(batch, seq_len, layer) for layer in range(self.layers))
+        layers = sum(count * self.layer_forward_flops(batch, seq_len, layer) for layer, count in self.layer_kinds())
         return layers * (4 if recompute else 3) + 3 * self.head_forward_flops(batch, seq_len)
 
 

@@ -18,7 +18,7 @@ def test_the_base_configuration_is_good(write_config, capsys):
     assert "training was started" in capsys.readouterr().err
 
 
-TABLES = "model, data, grid, train, pipeline, memory, tensor, checkpoint, log"
+TABLES = "model, data, grid, train, pipeline, memory, tensor, moe, checkpoint, log"
 
 LONG = "9" * 5000
 # What one key or flag can get wrong: name, value as typed, value as shown, what the line says besides.
@@ -72,7 +72,16 @@ KEYS = [
     ("grid.data", "3", None, "train.global_batch = 8: a multiple of data*z*microbatches = 3; nearest: 6 or 9"),
     ("grid.pipe", "0", "0", "an integer of at least 1"),
     ("grid.pipe", "7", "7", "at most 6: each of the 1 * pipe virtual stages needs one of the model's 6 pieces"),
-    ("grid.expert", "2", "2", "not a known key"),
+    ("grid.w", "2", "2", "not a known key"),
+    ("grid.expert", "2", "2", "1 for a model without experts; grid.data splits the batch too"),
+    ("moe.capacity", "2.0", "2.0", "left out in a model without model.experts"),
+    ("model.experts_per_token", "3", "3", "left out in a model without model.experts"),
+    ("model.router", '"sigmoid"', "'sigmoid'", "left out in a model without model.experts"),
+    ("model.router", '"sofmax"', "'sofmax'", "one of"),
+    ("model.experts", "-1", "-1", "an integer of at least 0"),
+    ("model.experts", "1", None, "model.experts_per_token = 2: an integer from 1 to model.experts = 1"),
+    ("moe.balance_weight", "-0.1", "-0.1", "a finite number of at least 0"),
+    ("moe.dispatch", '"ragged"', "'ragged'", "one of"),
     ("model.heads", "5", "5", "a divisor of hidden (32); the nearest is 4"),
     ("model.kv_heads", "3", "3", "a divisor of heads (4); the nearest is 2"),
     ("model.layers", "0", "0", "an integer of at least 1"),

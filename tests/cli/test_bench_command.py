@@ -30,7 +30,7 @@ def test_collectives_as_json_and_table():
     figures = json.loads(done.stdout)
     assert figures["ratio"] == 1.0
     assert figures["exact"] is True
-    assert figures["grid"] == {"pipe": 1, "data": 2, "z": 1, "y": 1, "x": 2}  # what is left goes to data
+    assert figures["grid"] == {"pipe": 1, "data": 2, "expert": 1, "z": 1, "y": 1, "x": 2}  # what is left goes to data
     sums = {(row["kind"], row["axes"]): row["compiled"] for row in figures["rows"]}
     assert set(sums) == {("all-reduce", axes) for axes in ("data", "x")}
     assert sum(one["bytes"] for one in figures["predicted"]) == sum(sums.values())

@@ -21,7 +21,7 @@ def output(capsys, argv, status=0):
 def test_simulate_as_json(capsys):
     argv = [*SIMULATE, "--grid.pipe", "4", "--grid.data", "4", "--virtual-stages", "1", "--baselines", "--json"]
     found = json.loads(output(capsys, argv))
-    assert found["grid"] == {"pipe": 4, "data": 4, "z": 1, "y": 1, "x": 1}
+    assert found["grid"] == {"pipe": 4, "data": 4, "expert": 1, "z": 1, "y": 1, "x": 1}
     assert found["finished"] is True
     assert found["step_s"] == pytest.approx(found["pipeline_s"] + found["update_s"])
     assert found["pipeline_s"] >= found["no_bubble_s"] == max(rank["busy_s"] for rank in found["ranks"])
