@@ -57,7 +57,7 @@ def experts(p, shape, h):
         if shape.router_groups > 1:
             best = jnp.sort(groups, -1)[..., -2:].sum(-1)
             kept = _largest(best, shape.router_groups_kept)
-            ranked = jnp.where(kept[..., None], groups, 0.0).reshape(ranked.shape)
+            ranked = jnp.where(kept[..., None], groups, -jnp.inf).reshape(ranked.shape)
     chosen = _largest(ranked, k)
     weights = jnp.where(chosen, gates, 0.0)
     if shape.router_norm:

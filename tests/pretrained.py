@@ -47,6 +47,11 @@ CONFIGS = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
     "gemma": {"model_type": "gemma", **_SIZES, "hidden_act": "gelu_pytorch_tanh", "head_dim": 16, "rope_theta": 1e4},
+    "mixtral": {"model_type": "mixtral", **_SIZES, "num_local_experts": 4, "rope_theta": 1e6, "sliding_window": None},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", **_SIZES, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [0],
+    },
 }  # fmt: skip
 SMALL = {
     "generation_config.json": b'{ "eos_token_id":0 }',

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,16 @@ from axonn_jax.checkpoint.orbax import reason, stored_array
 from axonn_jax.checkpoint.restore import Checkpoint, check_shapes
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface.entries import check_left_out, entries_of
+from axonn_jax.models.huggingface.entries import entries_of
 from axonn_jax.models.huggingface.files import DTYPES
-from axonn_jax.models.huggingface.tensor_map import Bounds, TensorMap
+from axonn_jax.models.huggingface.tensor_map import Bounds, EntryMap, ExpertMap
 
 
 class StoredParameters:
     """The parameters of a valid checkpoint under Hugging Face's names; no optimizer state is read.
 
-    Raises ``UserError`` for a shape that no family has, and where the checkpoint is not of this shape.
+    Raises ``UserError`` for a shape that no family has, where the checkpoint is not of this shape, and for a parameter
+    that the family lacks and that is not 0.
     """
 
     def __init__(self, checkpoint: Checkpoint, shape: ModelShape, field: str):
@@ -34,11 +36,11 @@ class StoredParameters:
         for entry in self._entries:
             if (stored := checkpoint.manifest.arrays[PARAMS + entry.ours].dtype) not in known:
                 raise UserError(f"{field}: dtype of {entry.ours}", stored, f"one of {', '.join(known)}")
+        self._homes = {name: (entry, at) for entry in self._entries for at, name in enumerate(entry.theirs)}
         self._open: tuple[str, Any] = ("", None)
         for entry in self._entries:
-            if not entry.theirs:
-                check_left_out(entry, self._read(entry, tuple((0, size) for size in entry.size)))
-        self._homes = {name: (entry, at) for entry in self._entries for at, name in enumerate(entry.theirs)}
+            if isinstance(entry, ExpertMap) and not entry.theirs and np.any(self._part(entry, ((0, entry.size[0]),))):
+                raise entry.not_zero()
 
     @property
     def tensors(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
@@ -51,18 +53,16 @@ class StoredParameters:
     def pieces(self, name: str) -> Iterator[NDArray[Any]]:
         """A tensor in pieces along its first dim; quick where tensors are asked for in order."""
         entry, number = self._homes[name]
-        dtype = self._dtype(entry)
+        return entry.chunks(number, partial(self._part, entry), self._dtype(entry).itemsize)
 
-        return entry.chunks(number, lambda bounds: self._read(entry, bounds), dtype.itemsize)
-
-    def _read(self, entry: TensorMap, bounds: Bounds) -> NDArray[Any]:
+    def _part(self, entry: EntryMap, bounds: Bounds) -> NDArray[Any]:
         try:
             return np.asarray(self._array(entry)[tuple(slice(*ends) for ends in bounds)].read().result())
         except (ValueError, IndexError, OSError) as error:
             why = f"a valid checkpoint; {entry.ours}: {reason(error)}"
             raise UserError(self._field, str(self._checkpoint.path), why) from None
 
-    def _array(self, entry: TensorMap) -> Any:
+    def _array(self, entry: EntryMap) -> Any:
         if self._open[0] != entry.ours:
             self._open = ("", None)  # what is kept of the one before is freed first
             size = math.prod(entry.size) * self._dtype(entry).itemsize
@@ -70,5 +70,5 @@ class StoredParameters:
             self._open = (entry.ours, stored_array(part, PARAMS + entry.ours, 2 * size))
         return self._open[1]
 
-    def _dtype(self, entry: TensorMap) -> np.dtype[Any]:
+    def _dtype(self, entry: EntryMap) -> np.dtype[Any]:
         return np.dtype(self._checkpoint.manifest.arrays[PARAMS + entry.ours].dtype)

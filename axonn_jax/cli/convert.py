@@ -4,7 +4,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -158,6 +158,7 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
     from axonn_jax.data.output import OutputKind, appearing
     from axonn_jax.models.huggingface.export import Planned, dtype_name, write_tensors
     from axonn_jax.models.huggingface.pretrained import CONFIG, SMALL, with_dtype
+    from axonn_jax.models.presets import table_of
     from axonn_jax.train.config_file import table_toml
 
     kinds = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp32": np.dtype(np.float32)}
@@ -168,7 +169,7 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
     if args.dtype != "keep" or side.trained:
         small[CONFIG] = with_dtype(small[CONFIG], dtype_name(planned))
     if side.to_run:
-        model = table_toml("model", asdict(side.shape))
+        model = table_toml("model", table_of(side.shape))
         small[_CONFIG] = f"{model}\n\n{table_toml('checkpoint', {'weights': str(args.dest.absolute())})}\n".encode()
     source, dest = args.source.resolve(), args.dest.resolve()
     with appearing(source, dest, force=args.force, kind=kind) as partial:

@@ -55,7 +55,7 @@ def route(scores: jax.Array, bias: jax.Array, moe: ExpertShape) -> Routing:
     A weight is the softmax over all experts, or the sigmoid, of the score. The k largest of weight + bias are chosen,
     of experts in the groups kept, which have the largest sums of their best two. With `moe.norm` weights are divided
     by their sum, then multiplied by `moe.scale`. Sources: Mixtral (arXiv 2401.04088) section 2.1, DeepSeek-V3 (arXiv
-    2412.19437) section 2.1.2; experts of groups not kept compete with 0, as in Hugging Face's transformers.
+    2412.19437) section 2.1.2.
     """
     if moe.router == "softmax":
         gates = shares = jax.nn.softmax(scores, axis=-1)
@@ -72,11 +72,11 @@ def route(scores: jax.Array, bias: jax.Array, moe: ExpertShape) -> Routing:
 
 
 def _in_kept_groups(ranked: jax.Array, moe: ExpertShape) -> jax.Array:
-    """What ranks the experts, 0 in groups that are not kept."""
+    """What ranks the experts; none of a group that is not kept is chosen."""
     if moe.groups == 1:
         return ranked
     groups = ranked.reshape(-1, moe.groups, moe.experts // moe.groups)
     best, _ = lax.top_k(groups, 2)
     _, kept = lax.top_k(jnp.sum(best, axis=-1), moe.groups_kept)
     mask = jnp.any(jnp.arange(moe.groups)[None, :, None] == kept[:, None, :], axis=-1)
-    return jnp.where(mask[..., None], groups, 0.0).reshape(ranked.shape)
+    return jnp.where(mask[..., None], groups, -jnp.inf).reshape(ranked.shape)

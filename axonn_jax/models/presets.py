@@ -1,6 +1,6 @@
 """The model of a run: named sizes from the literature, and the `[model]` table that changes them; without jax."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
@@ -222,6 +222,11 @@ class ModelConfig:
         given.setdefault("kv_heads", given["heads"])
         given.setdefault("ffn", 4 * given["hidden"])
         return _without_unused(ModelShape(**given), given)
+
+
+def table_of(shape: ModelShape) -> dict[str, Any]:
+    """Returns every value of the table that gives a shape; of experts none where there are none."""
+    return {name: value for name, value in asdict(shape).items() if shape.experts or not name.startswith(_OF_EXPERTS)}
 
 
 def _without_unused(shape: ModelShape, given: dict[str, Any]) -> ModelShape:

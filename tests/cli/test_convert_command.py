@@ -236,7 +236,7 @@ BROKEN = {
     "config elsewhere": (link("config.json", "/etc/hostname"), "a link that leads elsewhere"),
     "model type": (config(model_type="lama"), "config.model_type = 'lama'", "did you mean 'llama'?"),
     "no model type": (config(model_type=None), "config.model_type = None: one of gpt2, llama"),
-    "experts": (config(num_local_experts=8), "absent; models with experts: mixtral, qwen3_moe"),
+    "experts": (config(num_local_experts=8), "config.num_local_experts = 8: absent: a llama has no experts"),
     "quantised config": (config(quantization_config={"bits": 4}), "config.quantization_config"),
     "softcapping": (config(attn_logit_softcapping=50.0), "config.attn_logit_softcapping = 50.0: absent"),
     "partial rotary": (config(partial_rotary_factor=0.5), "config.partial_rotary_factor = 0.5: 1.0"),

@@ -57,6 +57,24 @@ def test_a_process_reads_the_bytes_of_its_shards(name, models):
         assert files.files.bytes_read <= 0.3 * files.files.nbytes
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_are_read_where_they_are(name, models):
+    """On expert=2 y=2 x=2 each device reads its half of the experts, and of those a quarter of the inner features."""
+    model = ax.models.from_pretrained(models / name, grids.lay(GridShape(expert=2, y=2, x=2)))
+    parts, files = split_module(model), Pretrained(models / name, "directory")
+    want = from_huggingface(pretrained.weights(pretrained.CONFIGS[name]), model.shape)
+    for key, value in parts.params.items():
+        if "mlp" not in key or "norm" in key:
+            continue
+        for shard in value.addressable_shards:
+            files.files.bytes_read = 0
+            bounds = tuple(part.indices(size)[:2] for part, size in zip(shard.index, value.shape, strict=True))
+            files.read(key, bounds, np.dtype(np.float32))
+            np.testing.assert_array_equal(np.asarray(shard.data), want[key][shard.index], err_msg=key)
+            assert files.files.bytes_read == (0 if key.endswith("bias") else shard.data.nbytes)
+            assert ".experts." not in key or 8 * shard.data.nbytes == value.nbytes
+
+
 def test_what_cannot_be_is_one_line(models, tmp_path):
     with pytest.raises(UserError, match=r"^grid.pipe = 2: 1; in a pipeline, Trainer.load"):
         ax.models.from_pretrained(models / "llama", grids.lay(GridShape(pipe=2)))

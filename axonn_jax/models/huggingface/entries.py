@@ -1,8 +1,6 @@
-"""Entries: each parameter of this package beside the Hugging Face tensors that hold the same numbers, and the way over.
+"""Entries: every parameter of a model with the Hugging Face tensors of the same numbers, and whole models both ways.
 
-Only numpy: a tensor is at most transposed, and the columns of queries, keys and values are regrouped. Both maps only
-move entries, so they hold for values and gradients alike and undo each other bit for bit. Any part of a parameter is
-made of the parts of tensors that it consists of: nobody has to hold more than that.
+Both ways only move entries, so they hold for values and gradients alike and undo each other bit for bit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,20 +9,25 @@ from typing import Any
 import numpy as np
 
 from axonn_jax.errors import UserError
+from axonn_jax.experts.shape import ExpertShape
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface.expert_entries import ZeroMap, expert_block
 from axonn_jax.models.huggingface.families import Layout, layout_of
-from axonn_jax.models.huggingface.tensor_map import Array, Bounds, TensorMap
+from axonn_jax.models.huggingface.tensor_map import Array, Bounds, EntryMap, ExpertMap, TensorMap
 
 HEAD = "lm_head.weight"
 TABLE = "embedding.table"
 # Published GPT-2 files name the bare model's tensors, without the prefix that a language model's have.
 _PREFIX: Mapping[Layout, str] = {"gpt2": "transformer."}
+# Of a layer with experts: its name, and those of an expert's matmuls. Neither transformers 4 nor 5 saves them fused.
+_EXPERTS: Mapping[Layout, tuple[str, tuple[str, str, str]]] = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
 # Constants that older files carry along: causal masks, rotary frequencies.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
-def entries_of(shape: ModelShape) -> list[TensorMap]:
+def entries_of(shape: ModelShape) -> list[EntryMap]:
     """Every parameter of the model, in the order a token meets them; ``UserError`` for a shape of no family."""
     layout = layout_of(shape)
     return list(_entries(shape, layout))
@@ -37,7 +40,7 @@ def file_names(names: Sequence[str] | Mapping[str, Any], shape: ModelShape) -> d
     return {name: given for name, given in full.items() if not name.endswith(_BUFFERS)}
 
 
-def check_tensors(sizes: Mapping[str, tuple[int, ...]], shape: ModelShape, field: str = "") -> list[TensorMap]:
+def check_tensors(sizes: Mapping[str, tuple[int, ...]], shape: ModelShape, field: str = "") -> list[EntryMap]:
     """The entries of a shape, whose tensors are all among those given (by their full names), in their sizes.
 
     Raises ``UserError`` for a tensor that is missing, unexpected or of the wrong size; `field` stands before its name.
@@ -84,8 +87,10 @@ def from_huggingface(state: Mapping[str, Array], shape: ModelShape) -> dict[str,
         if not np.array_equal(part(HEAD, full), part(next(iter(entries[0].theirs)), full)):
             raise not_tied()
     made = {}
+    dtype = np.dtype(np.float32)
     for entry in entries:
-        dtype = np.asarray(state[names[next(iter(entry.theirs))]]).dtype if entry.theirs else np.dtype("float32")
+        if entry.theirs:  # what they lack is as the tensor before it
+            dtype = np.asarray(state[names[next(iter(entry.theirs))]]).dtype
         made[entry.ours] = entry.read(tuple((0, size) for size in entry.size), part, dtype)
     return made
 
@@ -94,7 +99,8 @@ def to_huggingface(params: Mapping[str, Array], shape: ModelShape) -> dict[str, 
     """Returns this package's parameters (or their gradients) as a Hugging Face state dict; undoes `from_huggingface`.
 
     A tied projection is listed once, under the embedding's name, as in safetensors files. Raises ``UserError`` for
-    a shape that no family has, and for a parameter that is missing, unexpected or of the wrong size.
+    a shape that no family has, and for a parameter that is missing, unexpected, of the wrong size, or lacking there
+    and not 0.
     """
     entries = entries_of(shape)
     extra = params.keys() - {entry.ours for entry in entries}
@@ -109,18 +115,11 @@ def to_huggingface(params: Mapping[str, Array], shape: ModelShape) -> dict[str, 
             own = own[: entry.size[0], : entry.size[1]]
         if own.shape != entry.size:
             raise UserError(f"shape of {entry.ours}", own.shape, f"{entry.size}")
-        check_left_out(entry, own)
         state |= zip(entry.theirs, entry.split(np.asarray(own)), strict=True)
     return state
 
 
-def check_left_out(entry: TensorMap, own: Array) -> None:
-    """Raises ``UserError`` where a parameter that no tensor holds is not zero."""
-    if isinstance(entry, ZeroMap) and np.any(own):
-        raise UserError(entry.ours, float(np.abs(own).max()), "zeros: this family's routers have no bias")
-
-
-def _entries(shape: ModelShape, layout: Layout) -> Iterator[TensorMap]:
+def _entries(shape: ModelShape, layout: Layout) -> Iterator[EntryMap]:
     hidden, table = shape.hidden, (shape.vocab, shape.hidden)
     if layout == "gpt2":
         positions = (shape.seq_len, hidden)
@@ -167,7 +166,7 @@ def _gpt2_block(shape: ModelShape, index: int) -> Iterator[TensorMap]:
         yield TensorMap(f"{ours}.{our}.bias", size[1:], {f"{theirs}.{their}.bias": size[1:]}, heads=heads)
 
 
-def _llama_block(shape: ModelShape, index: int, layout: Layout) -> Iterator[TensorMap]:
+def _llama_block(shape: ModelShape, index: int, layout: Layout) -> Iterator[EntryMap]:
     ours, theirs, hidden, ffn = f"blocks.{index}", f"model.layers.{index}", shape.hidden, shape.ffn
     attention, queries, keys = f"{theirs}.self_attn", shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -185,13 +184,28 @@ def _llama_block(shape: ModelShape, index: int, layout: Layout) -> Iterator[Tens
         yield TensorMap(f"{ours}.attention.qkv.bias", (shape.qkv_width,), biases, heads=_heads(shape))
     for name in ("q_norm", "k_norm") if shape.qk_norm else ():
         yield _same(f"{ours}.attention.{name}.scale", f"{attention}.{name}.weight", (shape.head_dim,))
-    layers = [("attention.out", "self_attn.o_proj", (queries, hidden))]
-    if shape.moe is not None and shape.moe.is_routed(index) and layout in ("mixtral", "qwen3_moe"):
-        yield from expert_block(shape, index, layout)
-    else:
-        layers += [(f"mlp.{name}", f"mlp.{name}_proj", (hidden, ffn)) for name in ("gate", "up")]
-        layers += [("mlp.down", "mlp.down_proj", (ffn, hidden))]
-    for our, their, size in layers:
+    moe = shape.moe if shape.moe is not None and shape.moe.is_routed(index) else None
+    for our, their, size in (
+        ("attention.out", "self_attn.o_proj", (queries, hidden)),
+        ("mlp.gate", "mlp.gate_proj", (hidden, ffn)),
+        ("mlp.up", "mlp.up_proj", (hidden, ffn)),
+        ("mlp.down", "mlp.down_proj", (ffn, hidden)),
+    ):
+        if moe is not None and our.startswith("mlp."):
+            continue
         yield TensorMap(f"{ours}.{our}.kernel", size, {f"{theirs}.{their}.weight": size[::-1]}, transposed=True)
         if shape.bias == "all":
             yield _same(f"{ours}.{our}.bias", f"{theirs}.{their}.bias", size[1:])
+    if moe is not None:
+        folder, names = _EXPERTS[layout]
+        yield from _experts(f"{ours}.mlp", f"{theirs}.{folder}", names, hidden, moe)
+
+
+def _experts(ours: str, theirs: str, names: Sequence[str], hidden: int, moe: ExpertShape) -> Iterator[EntryMap]:
+    scores = (hidden, moe.experts)
+    yield TensorMap(f"{ours}.router.kernel", scores, {f"{theirs}.gate.weight": scores[::-1]}, transposed=True)
+    yield ExpertMap(f"{ours}.router.bias", scores[1:], {})
+    for our, their in zip(("gate", "up", "down"), names, strict=True):
+        size = (moe.ffn, hidden) if our == "down" else (hidden, moe.ffn)
+        each = {f"{theirs}.experts.{number}.{their}.weight": size[::-1] for number in range(moe.experts)}
+        yield ExpertMap(f"{ours}.experts.{our}.kernel", (moe.experts, *size), each)

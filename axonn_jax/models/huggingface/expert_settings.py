@@ -1,82 +1,81 @@
-"""Settings of experts in a config.json, both ways."""
+"""Settings of a config.json about experts: which layers have some, how many and how tokens choose, both ways."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.settings import Config, flag, only, whole
 
-
-class _Names(NamedTuple):
-    experts: tuple[str, ...]
-    """Their number; what files of one version or another call it."""
-    ffn: str
-    defaults: tuple[int, int, int]
-    """Experts, those of a token, and their width, where config.json leaves them out."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields that say how many experts there are, in whichever family."""
 
 
-_NAMES: Mapping[str, _Names] = {
-    "mixtral": _Names(("num_local_experts",), "intermediate_size", (8, 2, 14336)),
-    "qwen3_moe": _Names(("num_experts", "num_local_experts"), "moe_intermediate_size", (128, 8, 768)),
-}
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_shared_experts", "n_shared_experts")
+def expert_fields(config: Config, layers: int, *, own_width: bool) -> dict[str, Any]:
+    """The fields of `ModelShape` about experts: Qwen3-MoE's, whose experts have a width of their own, or Mixtral's.
 
-
-def check_no_others(config: Config) -> None:
-    """Raises ``UserError`` for a field that would give the model experts that are not computed."""
-    known = _NAMES[family].experts if (family := str(config["model_type"])) in _NAMES else ()
-    for key in _COUNTS:
-        if key not in known and config.get(key):
-            raise UserError(f"config.{key}", config[key], f"absent; models with experts: {', '.join(_NAMES)}")
-
-
-def expert_fields(config: Config) -> dict[str, Any]:
-    """The fields of `ModelShape` about experts. Raises ``UserError`` for what is not computed."""
-    family = str(config["model_type"])
-    if family not in _NAMES:
-        return {}
-    names = _NAMES[family]
-    experts, per_token, ffn = names.defaults
-    counted = next((key for key in names.experts if config.get(key) is not None), names.experts[0])
-    fields: dict[str, Any] = {
-        "experts": whole(config, counted, experts),
-        "experts_per_token": whole(config, "num_experts_per_tok", per_token),
-        "expert_ffn": whole(config, names.ffn, ffn),
-    }
-    if family == "mixtral":
+    How strongly loads are evened out (`router_aux_loss_coef`) is a choice of the training run, not of the model.
+    Raises ``UserError`` for fields that contradict each other, and for layers with experts in no regular distance.
+    """
+    if not own_width:
         only(config, "router_jitter_noise", 0.0, 0)
-        return fields
-    every = whole(config, "decoder_sparse_step", 1)
-    if config.get("mlp_only_layers"):
-        accepted = "an empty list: dense layers by decoder_sparse_step alone are computed"
-        raise UserError("config.mlp_only_layers", config["mlp_only_layers"], accepted)
-    return fields | {"moe_every": every, "moe_first": every - 1, "router_norm": flag(config, "norm_topk_prob", False)}
-
-
-def has_experts(family: str, shape: ModelShape) -> bool:
-    """Returns whether a model of a family can have the experts of a shape."""
-    moe = shape.moe
-    if moe is None or family not in _NAMES:
-        return moe is None and family not in _NAMES
-    plain = moe.router == "softmax" and moe.scale == 1.0 and not moe.shared and moe.groups == 1
-    if family == "mixtral":
-        return plain and moe.norm and moe.every == 1
-    return plain and moe.first == moe.every - 1
-
-
-def expert_config(shape: ModelShape, family: str) -> dict[str, Any]:
-    """The fields of config.json about experts."""
-    moe = shape.moe
-    if moe is None:
-        return {}
-    names = _NAMES[family]
-    config: dict[str, Any] = {
-        names.experts[0]: moe.experts,
-        "num_experts_per_tok": moe.per_token,
-        names.ffn: moe.ffn,
-        "output_router_logits": False,
+        return {"experts": _count(config, 8), "experts_per_token": whole(config, "num_experts_per_tok", 2)}
+    every, first = _layers_with_experts(config, layers)
+    return {
+        "experts": _count(config, 128),
+        "experts_per_token": whole(config, "num_experts_per_tok", 8),
+        "expert_ffn": whole(config, "moe_intermediate_size", 768),
+        "moe_every": every,
+        "moe_first": first,
+        "router_norm": flag(config, "norm_topk_prob", False),
     }
-    if family == "qwen3_moe":
-        config |= {"decoder_sparse_step": moe.every, "mlp_only_layers": [], "norm_topk_prob": moe.norm}
-    return config
+
+
+def _count(config: Config, default: int) -> int:
+    """Transformers 4 and 5 call it by either name; where both are there they say the same."""
+    given = [key for key in EXPERT_COUNTS[:2] if config.get(key) is not None]
+    if len(given) == 2 and config[given[0]] != config[given[1]]:
+        accepted = f"config.{given[1]} = {config[given[1]]!r}, or left out"
+        raise UserError(f"config.{given[0]}", config[given[0]], accepted)
+    return whole(config, given[0], default) if given else default
+
+
+def _layers_with_experts(config: Config, layers: int) -> tuple[int, int]:
+    """Of how many layers one has experts, and which of them, counted from 0."""
+    step, dense = whole(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if step > layers:
+        raise UserError("config.decoder_sparse_step", step, f"at most num_hidden_layers = {layers}")
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise UserError("config.mlp_only_layers", dense, "a list of layers, counted from 0")
+    if not dense:
+        return step, step - 1
+    routed = [layer for layer in range(step - 1, layers, step) if layer not in set(dense)]
+    if routed:
+        every, first = routed[1] - routed[0] if len(routed) > 1 else layers, routed[0]
+        if first < every and routed == list(range(first, layers, every)):
+            return every, first
+    accepted = "a list that leaves experts in layers first, first + every, first + 2 every and so on; nothing else"
+    raise UserError("config.mlp_only_layers", dense, f"{accepted} is supported")
+
+
+def expert_config(shape: ModelShape, *, own_width: bool) -> Mapping[str, Any]:
+    """The fields of config.json about a model's experts; with `own_width` Qwen3-MoE's, else Mixtral's."""
+    moe = shape.moe
+    assert moe is not None
+    if not own_width:  # no layer is without experts: the width of those does not matter
+        return {
+            "num_local_experts": moe.experts,
+            "num_experts_per_tok": moe.per_token,
+            "intermediate_size": moe.ffn,
+            "router_jitter_noise": 0.0,
+        }
+    regular = moe.first == moe.every - 1
+    dense = [] if regular else [layer for layer in range(shape.layers) if not moe.is_routed(layer)]
+    return {
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.per_token,
+        "moe_intermediate_size": moe.ffn,
+        "norm_topk_prob": moe.norm,
+        "decoder_sparse_step": moe.every if regular else 1,
+        "mlp_only_layers": dense,
+    }

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface.expert_settings import check_no_others, expert_config, expert_fields, has_experts
+from axonn_jax.models.huggingface.expert_settings import EXPERT_COUNTS, expert_config, expert_fields
 from axonn_jax.models.huggingface.settings import Config, flag, number, only, rope_config, rope_fields, whole
 
 Layout = Literal["gpt2", "llama", "mixtral", "qwen3_moe"]
@@ -30,22 +30,27 @@ class Family:
     head_dim: int | None = None
     """What a missing `head_dim` means; None: `hidden_size / num_attention_heads`."""
     activations: tuple[str, ...] = ("silu",)
-    window: Literal["none", "always", "chosen"] = "none"
-    """Whether there is a sliding window: never, as `sliding_window` says, or only with `use_sliding_window`."""
+    window: Literal["none", "always", "chosen", "switched"] = "none"
+    """Whether there is a sliding window: never, as `sliding_window` says, or only with `use_sliding_window`, which
+    `max_window_layers` may then restrict (chosen) or not (switched)."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Fields of config.json with the one value that is computed."""
+    experts: bool = False
+    """Whether blocks have experts."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """What other missing fields mean."""
 
 
 _NO_BIAS = {"attention_bias": False}
-_QWEN3 = _LLAMA | {"qk_norm": True}
+_ROUTED = {"shared_experts": 0, "router": "softmax", "router_scale": 1.0}
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family("GPT2LMHeadModel", _GPT2),
     "llama": Family("LlamaForCausalLM", _LLAMA),
     "mistral": Family("MistralForCausalLM", _LLAMA, kv_heads=8, window="always", fixed=_NO_BIAS),
     "qwen2": Family("Qwen2ForCausalLM", _LLAMA | {"bias": "qkv"}, kv_heads=32, window="chosen"),
-    "qwen3": Family("Qwen3ForCausalLM", _QWEN3, kv_heads=32, head_dim=128, window="chosen", fixed=_NO_BIAS),
-    "mixtral": Family("MixtralForCausalLM", _LLAMA, kv_heads=8, window="always", fixed=_NO_BIAS),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", _QWEN3, kv_heads=4, fixed=_NO_BIAS | {"use_sliding_window": False}),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", _LLAMA | {"qk_norm": True}, kv_heads=32, head_dim=128, window="chosen", fixed=_NO_BIAS
+    ),
     "gemma": Family(
         "GemmaForCausalLM",
         _LLAMA | {"norm": "rmsnorm_1p", "mlp": "geglu", "embedding_scale": True},
@@ -54,6 +59,23 @@ FAMILIES: Mapping[str, Family] = {
         head_dim=256,
         activations=("gelu_pytorch_tanh", "gelu"),  # the first files say gelu and mean the tanh form
         fixed=_NO_BIAS | {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _LLAMA | _ROUTED | {"moe_every": 1, "router_norm": True},
+        kv_heads=8,
+        window="always",
+        fixed=_NO_BIAS,
+        experts=True,
+        defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _LLAMA | _ROUTED | {"qk_norm": True},
+        kv_heads=4,
+        window="switched",
+        fixed=_NO_BIAS,
+        experts=True,
     ),
 }
 _NEVER = ("attn_logit_softcapping", "final_logit_softcapping", "quantization_config")
@@ -71,9 +93,11 @@ def shape_from_config(config: Config) -> ModelShape:
     if not isinstance(name, str) or name not in FAMILIES:
         hint = nearest(name, FAMILIES) if isinstance(name, str) else ""
         raise UserError("config.model_type", name, f"one of {', '.join(FAMILIES)}{hint}")
+    for key in () if FAMILIES[name].experts else EXPERT_COUNTS:
+        if config.get(key):
+            raise UserError(f"config.{key}", config[key], f"absent: a {name} has no experts")
     for key in _NEVER:
         only(config, key)
-    check_no_others(config)
     only(config, "is_encoder_decoder", False)
     only(config, "add_cross_attention", False)
     return _gpt2_shape(config) if name == "gpt2" else _llama_shape(config, FAMILIES[name])
@@ -100,6 +124,7 @@ def _gpt2_shape(config: Config) -> ModelShape:
 
 
 def _llama_shape(config: Config, family: Family) -> ModelShape:
+    config = {**config, **{key: value for key, value in family.defaults.items() if config.get(key) is None}}
     only(config, "hidden_act", *family.activations)
     for key, value in family.fixed.items():
         only(config, key, value)
@@ -108,11 +133,14 @@ def _llama_shape(config: Config, family: Family) -> ModelShape:
     own: dict[str, Any] = {}
     if config.get("head_dim") is not None or ("head_dim" not in config and family.head_dim is not None):
         own["head_dim"] = whole(config, "head_dim", family.head_dim)
+    layers = whole(config, "num_hidden_layers")
+    if family.experts:
+        own |= expert_fields(config, layers, own_width=family is FAMILIES["qwen3_moe"])
     traits = dict(family.traits)
     if family is FAMILIES["llama"]:
         traits["bias"] = _llama_bias(config)
     return ModelShape(
-        layers=whole(config, "num_hidden_layers"),
+        layers=layers,
         hidden=whole(config, "hidden_size"),
         heads=heads,
         kv_heads=whole(config, "num_key_value_heads", missing),
@@ -123,10 +151,8 @@ def _llama_shape(config: Config, family: Family) -> ModelShape:
         norm_eps=number(config, "rms_norm_eps", 1e-6),
         init_std=number(config, "initializer_range", 0.02),
         **rope_fields(config, seq_len),
-        **traits,  # type: ignore[arg-type]
         window=_window(config, family),
-        **expert_fields(config),
-        **own,
+        **traits | own,  # type: ignore[arg-type]
     )
 
 
@@ -153,6 +179,8 @@ def _window(config: Config, family: Family) -> int:
         if types[0] not in (_FULL, _SLIDING):
             raise UserError("config.layer_types", types[0], f"{_FULL} or {_SLIDING}; {_SAME}")
         return size if types[0] == _SLIDING or family.window == "always" else 0
+    if family.window == "switched" and size:
+        only(config, "max_window_layers", 0)  # transformers 4.51 obeys it, later ones do not
     if family.window == "chosen" and size:
         first = whole(config, "max_window_layers", 28, least=0)
         if 0 < first < layers:
@@ -167,7 +195,9 @@ def family_of(shape: ModelShape) -> str:
         traits: dict[str, object] = {"embedding_scale": False, **family.traits}
         if name == "llama" and shape.bias == "all":
             traits["bias"] = "all"
-        if not all(getattr(shape, trait) == value for trait, value in traits.items()) or not has_experts(name, shape):
+        if bool(shape.experts) != family.experts:
+            continue
+        if not all(getattr(shape, trait) == value for trait, value in traits.items()):
             continue
         if name == "gpt2" and shape.kv_heads != shape.heads:
             raise UserError("model.kv_heads", shape.kv_heads, f"heads = {shape.heads} for a GPT-2")
@@ -177,16 +207,18 @@ def family_of(shape: ModelShape) -> str:
         if shape.window and family.window == "none":
             continue
         return name
-    named = [*_LLAMA, "embedding_scale", "experts", *(["window"] if shape.window else [])]
+    routed = [*_ROUTED, "moe_every", "router_norm"] if shape.experts else []
+    named = [*_LLAMA, "embedding_scale", *(["window"] if shape.window else []), *routed]
     given = " ".join(f"{key}={getattr(shape, key)}" for key in named)
-    accepted = "; ".join(f"{name}: {' '.join(map(str, family.traits.values()))}" for name, family in FAMILIES.items())
+    like = {name: family.traits for name, family in FAMILIES.items() if family.experts == bool(shape.experts)}
+    accepted = "; ".join(f"{name}: {' '.join(map(str, traits.values()))}" for name, traits in like.items())
     raise UserError("model", given, f"what a family of transformers has ({accepted})")
 
 
 def layout_of(shape: ModelShape) -> Layout:
     """How the tensors of a model are named and laid out; raises ``UserError`` for a shape that no family has."""
-    name = family_of(shape)
-    return name if name in ("gpt2", "mixtral", "qwen3_moe") else "llama"  # type: ignore[return-value]
+    layouts: Mapping[str, Layout] = {"gpt2": "gpt2", "mixtral": "mixtral", "qwen3_moe": "qwen3_moe"}
+    return layouts.get(family_of(shape), "llama")
 
 
 def config_from_shape(shape: ModelShape, dtype: str, end: int | None) -> dict[str, Any]:
@@ -218,7 +250,7 @@ def config_from_shape(shape: ModelShape, dtype: str, end: int | None) -> dict[st
             "resid_pdrop": shape.dropout,
             "attn_pdrop": 0.0,
         }
-    return config | _llama_config(shape, FAMILIES[name]) | rope_config(shape) | expert_config(shape, name)
+    return config | _llama_config(shape, FAMILIES[name]) | rope_config(shape)
 
 
 def _llama_config(shape: ModelShape, family: Family) -> dict[str, Any]:
@@ -239,6 +271,10 @@ def _llama_config(shape: ModelShape, family: Family) -> dict[str, Any]:
     window = shape.window
     if family.window != "none":
         config["sliding_window"] = window or None
+    if family.experts:
+        config |= expert_config(shape, own_width=family is FAMILIES["qwen3_moe"])
+    if family.window == "switched":
+        config |= {"use_sliding_window": bool(window), "max_window_layers": 0}
     if family.window == "chosen":
         config |= {"use_sliding_window": bool(window), "max_window_layers": 0 if window else shape.layers}
     return config

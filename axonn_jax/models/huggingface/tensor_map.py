@@ -1,4 +1,9 @@
-"""A map between a parameter of this package and the Hugging Face tensors that hold the same numbers, both ways."""
+"""Maps of tensors: one parameter of this package beside the Hugging Face tensors that hold the same numbers.
+
+Only numpy: a tensor is at most transposed, and the columns of queries, keys and values are regrouped. A map only
+moves entries, so it holds for values and gradients alike. Any part of a parameter is made of the parts of tensors that
+it consists of: nobody has to hold more than that.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -7,6 +12,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from axonn_jax.errors import UserError
 
 Array = NDArray[Any]
 """Any dtype; it is kept."""
@@ -83,14 +90,14 @@ class TensorMap:
         nbytes = math.prod(self.size) * itemsize
         if self.heads is None or (len(self.theirs) == 1 and len(self.size) == 2):
             along = len(self.size) - 1 if self.transposed else 0
-            for ends in piece_ranges(self.size[along], nbytes):
+            for ends in _ranges(self.size[along], nbytes):
                 piece = part((*rest[:along], ends, *rest[along + 1 :]))
                 if self.heads is not None:
                     piece = np.concatenate([kind.reshape(len(piece), -1) for kind in self._kinds(piece)], -1)
                 yield np.ascontiguousarray(piece.T if self.transposed else piece)
             return
         group = self.size[-1] // self.heads[0]  # columns of a KV head's queries, key and value
-        for first, last in piece_ranges(self.heads[0], nbytes):
+        for first, last in _ranges(self.heads[0], nbytes):
             kinds = self._kinds(part((*rest[:-1], (first * group, last * group))))
             chosen = kinds if len(self.theirs) == 1 else [kinds[number]]
             piece = np.concatenate([kind.reshape(*kind.shape[:-3], -1) for kind in chosen], -1)
@@ -104,7 +111,47 @@ class TensorMap:
         return np.split(by_head, (group, group + 1), -2)
 
 
-def piece_ranges(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """The first and last but one of rows that make pieces of a few dozen megabytes, of `count` in `nbytes`."""
+def _ranges(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
     step = max(1, count * _CHUNK // max(nbytes, 1))
     return ((at, min(at + step, count)) for at in range(0, count, step))
+
+
+@dataclass(frozen=True)
+class ExpertMap:
+    """A parameter of all experts, [experts, in, out], and the tensors that hold one expert's each, [out, in].
+
+    Without any of theirs it is a parameter that no such model has, zeros: the bias of a router.
+    """
+
+    ours: str
+    size: tuple[int, ...]
+    theirs: Mapping[str, tuple[int, ...]]
+
+    def read(self, bounds: Bounds, part: ReadPart, dtype: np.dtype[Any]) -> Array:
+        """A part of our parameter in `dtype`, for which only tensors of experts within the bounds are read."""
+        made = np.zeros(tuple(stop - start for start, stop in bounds), dtype)
+        if self.theirs:
+            names, inner = list(self.theirs)[slice(*bounds[0])], bounds[:0:-1]
+            for at, name in enumerate(names):
+                made[at] = part(name, inner).T
+        return made
+
+    def split(self, array: Array) -> list[Array]:
+        """Theirs, of the whole of ours; raises ``UserError`` for one that they lack and that is not 0."""
+        if not self.theirs and np.any(array):
+            raise self.not_zero()
+        return [np.ascontiguousarray(array[at].T) for at in range(len(self.theirs))]
+
+    def chunks(self, number: int, part: Callable[[Bounds], Array], itemsize: int) -> Iterator[Array]:
+        """One of theirs in pieces along its first dim, made of parts of ours."""
+        _, rows, columns = self.size
+        for ends in _ranges(columns, rows * columns * itemsize):
+            yield np.ascontiguousarray(part(((number, number + 1), (0, rows), ends))[0].T)
+
+    def not_zero(self) -> UserError:
+        """The refusal of a parameter that their model lacks, and that is not 0."""
+        return UserError(f"parameter {self.ours}", "not 0", "zeros: this family of transformers has no such parameter")
+
+
+EntryMap = TensorMap | ExpertMap
+"""Any of them."""
