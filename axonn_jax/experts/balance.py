@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from axonn_jax.experts.load import counted
 from axonn_jax.experts.router import Routing
 from axonn_jax.experts.shape import ExpertShape
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, all_reduce, axis_size
@@ -16,8 +17,7 @@ def balance_loss(routing: Routing, moe: ExpertShape, sequences: int, *, sequence
     of a batch it is Switch's, arXiv 2101.03961, eq. 4). It depends on no other sequence, so neither on the grid nor on
     microbatches. Collective: where the sequence is split, an all-reduce over `y` of 8 bytes a sequence and expert.
     """
-    chosen = jax.nn.one_hot(routing.choices, moe.experts, dtype=jnp.float32)
-    counts = jnp.sum(chosen.reshape(sequences, -1, moe.experts), axis=1)
+    counts = counted(routing.choices.reshape(sequences, -1), moe.experts)
     shares = jnp.sum(routing.shares.reshape(sequences, -1, moe.experts), axis=1)
     tokens = routing.choices.shape[0] // sequences
     if sequence_split:

@@ -32,11 +32,18 @@ def _forward(weights: jax.Array, bias: jax.Array, choices: jax.Array) -> tuple[j
 
 def _backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array, np.ndarray]:
     bias, choices = kept
-    counts = jnp.zeros_like(bias, jnp.float32).at[choices.reshape(-1)].add(1.0)
+    counts = counted(choices.reshape(1, -1), bias.size)[0]
     return dy, counts.astype(bias.dtype), np.zeros(choices.shape, jax.dtypes.float0)
 
 
 _counting.defvjp(_forward, _backward)
+
+
+def counted(choices: jax.Array, experts: int) -> jax.Array:
+    """How often choices [rows, any] name each expert: [rows, experts] float32; no collectives."""
+    rows = choices.shape[0]
+    none = mark_varying(jnp.zeros((rows, experts), jnp.float32), compat.varying_axes(choices))
+    return none.at[jnp.arange(rows)[:, None], choices].add(1.0)
 
 
 def is_load(name: str) -> bool:
