@@ -64,11 +64,19 @@ _LLAMA = {
     "llama3-70b": (80, 8192, 64, 8, 28672, 128256, 8192, 5e5),
     "llama3-405b": (126, 16384, 128, 8, 53248, 128256, 8192, 5e5),
 }
+# TED (ICS 23): GPTs with 16 experts in every second layer, a token takes one.
+_TED = {f"ted-{size}-16e": f"gpt-{size}" for size in ("1.3b", "2.7b", "6.7b", "13b")}
+# Experts in every layer. As for Llama, with (experts, choices of a token, width of an expert) behind.
+_EXPERTS = {
+    "mixtral-8x7b": (32, 4096, 32, 8, 14336, 32000, 4096, 1e6, 8, 2, 14336),
+    "qwen3-30b-a3b": (48, 2048, 32, 4, 6144, 151936, 4096, 1e6, 128, 8, 768),
+    "qwen3-235b-a22b": (94, 4096, 64, 4, 12288, 151936, 4096, 1e6, 128, 8, 1536),
+}
 
 
 def preset_names() -> tuple[str, ...]:
     """Names that `preset` knows, in order of family and size."""
-    return (*_GPT2, *_GPT3, *_IPDPS22, *_SC24, *_LLAMA)
+    return (*_GPT2, *_GPT3, *_IPDPS22, *_SC24, *_LLAMA, *_TED, *_EXPERTS)
 
 
 def preset(name: str, **changes: object) -> ModelShape:
@@ -86,6 +94,13 @@ def preset(name: str, **changes: object) -> ModelShape:
         shape = _gpt(*_SC24[name], vocab=51200, seq_len=2048)
     elif name in _LLAMA:
         shape = _llama(*_LLAMA[name])
+    elif name in _TED:
+        shape = preset(_TED[name], experts=16, experts_per_token=1, moe_every=2, router_norm=False)
+    elif name in _EXPERTS:
+        *dense, experts, chosen, width = _EXPERTS[name]
+        shape = replace(_llama(*dense), experts=experts, experts_per_token=chosen, expert_ffn=width)  # type: ignore[arg-type]
+        if name.startswith("qwen3"):
+            shape = replace(shape, head_dim=128, qk_norm=True, norm_eps=1e-6)
     else:
         names = preset_names()
         raise UserError("model.preset", name, "one of " + ", ".join(names) + nearest(name, names))

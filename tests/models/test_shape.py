@@ -20,13 +20,13 @@ def abstract(shape):
 @pytest.mark.parametrize("name", preset_names())
 def test_parameters_of_every_preset_equal_counting_without_allocating(name):
     shape = preset(name)
-    # Every block is alike; the deepest presets are counted from their first two blocks.
+    # The first two blocks are all kinds that there are; the deepest presets are counted from them.
     shallow = preset(name, layers=2)
     params = abstract(shallow)
     assert all(isinstance(p, jax.ShapeDtypeStruct) for p in params.values())
     assert sum(p.size for p in params.values()) == shallow.params()
-    block = sum(p.size for key, p in params.items() if key.startswith("blocks.0."))
-    assert shape.params() == shallow.params() + (shape.layers - 2) * block
+    blocks = sum(p.size for key, p in params.items() if key.startswith("blocks."))
+    assert 2 * shape.params() == 2 * shallow.params() + (shape.layers - 2) * blocks
 
 
 def test_a_5b_preset_is_initialised_abstractly_in_full():
@@ -45,12 +45,30 @@ PUBLISHED = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704 + 32 * 8,  # and the bias of every router, which the published model has not
+    "qwen3-30b-a3b": 30_532_122_624 + 48 * 128,
+    "qwen3-235b-a22b": 235_093_634_560 + 94 * 128,
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_equal_the_published_count(name):
     assert preset(name).params() == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "active"), [("mixtral-8x7b", 12.88e9), ("qwen3-30b-a3b", 3.353e9), ("qwen3-235b-a22b", 22.19e9)]
+)
+def test_active_parameters_equal_the_published_count(name, active):
+    assert preset(name).params(active=True) == pytest.approx(active, rel=5e-4)
+
+
+@pytest.mark.parametrize("size", ["1.3b", "2.7b", "6.7b", "13b"])
+def test_blocks_with_16_experts_are_six_times_the_base(size):
+    """TED section 3: (2/3 + E/3) times the parameters, without biases, norms and routers, below 0.05% together."""
+    shape = preset(f"ted-{size}-16e")
+    blocks = sum(map(shape.layer_params, range(shape.layers)))
+    assert blocks == pytest.approx((2 / 3 + 16 / 3) * 12 * shape.layers * shape.hidden**2, rel=5e-4)
 
 
 @pytest.mark.parametrize(("name", "flops"), [("gpt-5b", 7.237e17), ("gpt-20b", 2.811e18), ("gpt-80b", 1.056e19)])
