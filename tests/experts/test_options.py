@@ -33,6 +33,7 @@ def test_other_routers_and_alternating_layers(model):
         (GRID, {"activations": "dots"}),
         (GridShape(1, 1, 1, 2, 2, expert=2), {"activations": "save_collectives"}),
         (GRID, {"reshard_after": "step", "sub_batches": 2}),
+        (GRID, {"ordered": True, "sub_batches": 2}),
         (GridShape(1, 2, 1, 2, expert=2), {"zero": True, "scanned": True}),
     ],
 )
