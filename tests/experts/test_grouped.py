@@ -46,7 +46,7 @@ def results(f, given, activation):
 
     def total(x, rest):
         y = f(x, choices, *rest, activation)
-        return jnp.sum(jnp.sin(y.astype(jnp.promote_types(y.dtype, jnp.float32))))
+        return jnp.sum(jnp.sin(y.astype(jnp.float32) if y.dtype == jnp.bfloat16 else y))
 
     value = f(x, choices, *rest, activation)
     return jax.tree.map(lambda a: np.asarray(a, np.float64), (value, jax.grad(total, argnums=(0, 1))(x, rest)))

@@ -48,7 +48,7 @@ def free_port():
 
 def test_one_process_makes_as_many_virtual_devices_as_the_grid_needs():
     out, err = launch("data=2, z=1, y=2, x=3").communicate(timeout=120)
-    assert json.loads(out) == {"devices": 12, "local": 12, "mesh": {"data": 2, "z": 1, "y": 2, "x": 3}}
+    assert json.loads(out) == {"devices": 12, "local": 12, "mesh": {"data": 2, "expert": 1, "z": 1, "y": 2, "x": 3}}
     assert "1 process" in err
     assert "grid pipe 1 x data 2 x z 1 x y 2 x x 3" in err
 
@@ -101,7 +101,7 @@ def test_two_explicit_processes_work_together_and_listen_on_loopback_only():
     for (out, err), process in zip(results, pair, strict=True):
         assert process.returncode == 0, err
         first, second = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
-        assert first == {"devices": 2, "local": 1, "mesh": {"data": 2, "z": 1, "y": 1, "x": 1}}
+        assert first == {"devices": 2, "local": 1, "mesh": {"data": 2, "expert": 1, "z": 1, "y": 1, "x": 1}}
         assert second["sum"] == 28.0
         assert set(second["listening"]) <= LOOPBACK, second
     assert results[0][1].count("axonn_jax:") == 1  # rank 0 says what was chosen
