@@ -9,6 +9,7 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.devices()  # now: a command that a test calls would start another number of them
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "allow")
 
