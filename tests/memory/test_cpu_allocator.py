@@ -169,5 +169,5 @@ watch.close()
     ids=["waits", "moves", "mapped", "runs", "grows"],
 )
 def test_temporaries_keep_one_place_and_freed_memory_is_given_back_where_the_process_grows(program):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
