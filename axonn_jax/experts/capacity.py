@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from axonn_jax import compat
 from axonn_jax.experts.dispatch import EXPERT_AXIS, drop, drops_duplicates, own_tokens, undrop
 from axonn_jax.experts.router import Routing
+from axonn_jax.experts.shape import slots_of
 from axonn_jax.tensor.collectives import (
     SEQUENCE_AXIS,
     all_reduce,
@@ -38,11 +39,6 @@ class _Slots(NamedTuple):
     experts: jax.Array
     positions: jax.Array
     """Among the slots of its expert; as many as there are slots, or more: dropped."""
-
-
-def slots_of(tokens: int, per_token: int, experts: int, capacity: float) -> int:
-    """Slots of an expert for the tokens of one device: the mean number of its choices times `capacity`, rounded up."""
-    return max(1, -int(-(tokens * per_token * capacity) // experts))
 
 
 def by_capacity(

@@ -105,3 +105,8 @@ class ExpertShape:
             divides("model.seq_len", seq_len, grid.y, "y (with grid.expert)", axis="grid.y", legal_axis=True)
         if self.shared:
             divides("model.expert_ffn * model.shared_experts", self.ffn * self.shared, grid.y * grid.z, "y*z")
+
+
+def slots_of(tokens: int, per_token: int, experts: int, capacity: float) -> int:
+    """Slots of an expert for the tokens of one device: the mean number of its choices times `capacity`, rounded up."""
+    return max(1, -int(-(tokens * per_token * capacity) // experts))

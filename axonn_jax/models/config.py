@@ -202,6 +202,11 @@ class ModelShape:
         )  # fmt: skip
 
     @property
+    def routed_layers(self) -> int:
+        """How many layers have experts."""
+        return 0 if self.moe is None else self.moe.routed_layers(self.layers)
+
+    @property
     def mlp_inputs(self) -> int:
         """Matmuls from the residual stream into the feed-forward layer: one, or two where it is gated."""
         return 1 if self.mlp == "gelu" else 2
@@ -253,7 +258,7 @@ class ModelShape:
 
     def layer_kinds(self) -> list[tuple[int, int]]:
         """One block of each kind, with experts and without, and how many there are."""
-        routed = 0 if self.moe is None else self.moe.routed_layers(self.layers)
+        routed = self.routed_layers
         if self.moe is None or routed == 0:
             return [(0, self.layers)]
         dense = next((layer for layer in range(self.layers) if not self.moe.is_routed(layer)), 0)

@@ -7,11 +7,12 @@ import sys
 import jax
 
 from axonn_jax.cli.bench.collectives import account
+from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.communication import StepSpec
+from axonn_jax.planner.communication.step import StepSpec
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -23,6 +24,7 @@ for case in cases:
     model = case.pop("model")
     shape = preset(model.pop("preset"), **model) if "preset" in model else ModelShape(**model)
     comm = BlockComm(*map(bool, case.pop("comm")))
-    done = account(StepSpec(shape, GridShape(1, *case.pop("axes")), comm=comm, **case))
+    grid, moe = GridShape(1, *case.pop("axes"), expert=case.pop("expert", 1)), MoeConfig(**case.pop("moe", {}))
+    done = account(StepSpec(shape, grid, comm=comm, moe=moe, **case))
     rows = [[row.kind, row.axes, float(row.predicted), float(row.compiled)] for row in done.rows]
     print(json.dumps({"exact": done.exact, "ratio": done.ratio, "rows": rows}), flush=True)

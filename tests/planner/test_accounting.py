@@ -1,24 +1,17 @@
 """Predicted bytes equal compiled bytes exactly, per kind and axis."""
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
+from accounting import case, check
 
 from axonn_jax.cli.bench.collectives import Accounting, account
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
-from axonn_jax.planner.communication import StepSpec, predict
-
-ROOT = Path(__file__).resolve().parents[2]
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""Less work on machine code, of which nothing is looked at: collectives come before it."""
+from axonn_jax.planner.communication.predict import predict
+from axonn_jax.planner.communication.step import StepSpec
 
 # Every size divides where some grid of 16 devices splits it sixteen ways, over two axes at once included.
 GPT = ModelShape(layers=2, hidden=64, heads=16, kv_heads=16, ffn=256, vocab=512, seq_len=32)
@@ -29,30 +22,6 @@ LLAMA = ModelShape(
 QWEN = replace(LLAMA, heads=16, kv_heads=16, head_dim=4, qk_norm=True, bias="qkv")
 MODELS = {"gpt": GPT, "llama": LLAMA}
 GRIDS = [axes for axes in product((1, 2, 4, 8, 16), repeat=4) if axes[0] * axes[1] * axes[2] * axes[3] == 16]
-
-
-def case(model, axes, activations="none", microbatches=1, scanned=False, gather="forward", comm=(0, 0, 0)):
-    model = asdict(model) if isinstance(model, ModelShape) else model
-    sequences = axes[0] * axes[1] * microbatches
-    settings = {"microbatches": microbatches, "sequences": sequences, "activations": activations, "scanned": scanned}
-    return {"model": model, "axes": axes, "gather": gather, "comm": comm, **settings}
-
-
-def check(devices, cases):
-    """Accounts for the cases in a process with that many virtual devices; both sides must agree to the byte."""
-    command = [sys.executable, str(Path(__file__).with_name("account_worker.py")), str(devices)]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": FAST}
-    done = subprocess.run(command, input=json.dumps(cases), env=environ, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == len(cases)
-    for one, result in zip(cases, results, strict=True):
-        unequal = [row for row in result["rows"] if row[2] != row[3]]
-        assert not unequal, (one, unequal)
-        assert result["exact"]
-        assert result["ratio"] == 1.0
-        live = [name for name, size in zip(("data", "z", "y", "x"), one["axes"], strict=True) if size > 1]
-        assert {axis for row in result["rows"] for axis in row[1].split("*")} == set(live)
 
 
 def test_a_sample_of_the_grids_of_16_devices():

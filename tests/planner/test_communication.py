@@ -10,7 +10,8 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.communication import StepSpec, predict
+from axonn_jax.planner.communication.predict import predict
+from axonn_jax.planner.communication.step import StepSpec
 from axonn_jax.planner.machines.network import totals
 
 GPT = preset("gpt-5b")
@@ -117,6 +118,7 @@ def test_a_grid_that_does_not_divide_is_refused():
 
 
 def test_predicting_and_reading_import_no_jax():
-    code = "import sys, axonn_jax.planner.communication, axonn_jax.planner.hlo.collectives; print('jax' in sys.modules)"
+    modules = "axonn_jax.planner.communication.predict, axonn_jax.planner.hlo.collectives"
+    code = f"import sys, {modules}; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"

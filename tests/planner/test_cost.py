@@ -7,7 +7,8 @@ import pytest
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.communication import StepSpec, predict
+from axonn_jax.planner.communication.predict import predict
+from axonn_jax.planner.communication.step import StepSpec
 from axonn_jax.planner.cost_model.model import CostModel
 from axonn_jax.planner.cost_model.traffic import Traffic
 from axonn_jax.planner.machines.machine import CollectiveTime

@@ -18,7 +18,8 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm, choose_residual_comm
 from axonn_jax.models.presets import preset
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.planner.communication import StepSpec, predict
+from axonn_jax.planner.communication.predict import predict
+from axonn_jax.planner.communication.step import StepSpec
 
 CURVE_TOLERANCE = 2e-6  # as for the curves of grids (test_trainer)
 BOTH = BlockComm(attention=True, mlp=True)

@@ -13,7 +13,8 @@ from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.block_comm import choose_residual_comm
 from axonn_jax.models.presets import preset
 from axonn_jax.options import OLD_RESHARD_AFTER, OLD_RESIDUAL_COMM, Activations, ReshardAfter, ResidualComm
-from axonn_jax.planner.communication import Predicted, StepSpec, predict
+from axonn_jax.planner.communication.predict import predict
+from axonn_jax.planner.communication.step import Predicted, StepSpec
 from axonn_jax.planner.hlo.collectives import Collective, collectives
 from axonn_jax.planner.machines.network import totals
 from axonn_jax.terminal import table
@@ -97,6 +98,7 @@ def account(
         memory=MemoryConfig(activations=work.activations, bucket=bucket, reshard_after=work.gather),
         tensor=TensorConfig(scan_layers="yes" if work.scanned else "no"),
         comm=work.comm,
+        moe=work.moe,
         compiler_options=compat.keep_recomputation(),
     )
     return Accounting(predicted, collectives(text_of(program), mesh_sizes(work.grid)))

@@ -12,7 +12,8 @@ from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm, choose_residual_comm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import Activations, ReshardAfter, ResidualComm
-from axonn_jax.planner.communication import StepSpec, predict
+from axonn_jax.planner.communication.predict import predict
+from axonn_jax.planner.communication.step import StepSpec
 from axonn_jax.planner.hlo.collectives import collectives
 from axonn_jax.planner.hlo.scatterable import totals_if_scattered
 from axonn_jax.planner.machines.network import Totals, totals

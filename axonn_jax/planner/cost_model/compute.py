@@ -6,7 +6,7 @@ from math import ceil
 
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.options import AttentionKernel
-from axonn_jax.planner.communication import block_matmuls
+from axonn_jax.planner.communication.dense import block_matmuls
 from axonn_jax.planner.machines.machine import Machine
 from axonn_jax.planner.memory import itemsize
 from axonn_jax.planner.request import PlanRequest, form_taken

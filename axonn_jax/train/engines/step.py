@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.experts.load import is_load, largest_load, without_loads
+from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import Grid
 from axonn_jax.memory.optimizer_state import DeviceOptimizer, ModelState, clip_factor
 from axonn_jax.memory.precision import FULL, Precisions, Scale, first_scale, next_scale, on_mesh, precisions
@@ -255,6 +256,7 @@ def compile_abstract(
     tensor: TensorConfig = TensorConfig(),  # noqa: B008
     attention: AttentionKernel | Tiles = "auto",
     comm: BlockComm = ALL_REDUCE,
+    moe: MoeConfig = MoeConfig(),  # noqa: B008
     compiler_options: dict[str, str] | None = None,
 ) -> jax.stages.Compiled:
     """The step that a `Trainer` with these settings runs on `sequences` a step, compiled without making any array.
@@ -263,6 +265,6 @@ def compile_abstract(
     (`attention`, `memory.precision`, `tensor.order`, `tensor.sub_batches`) has to be said where the grid's devices are
     not of it. Raises ``UserError`` where model or batch do not divide over the grid.
     """
-    model, batch = abstract(shape, grid, sequences, microbatches, attention=attention, comm=comm)
+    model, batch = abstract(shape, grid, sequences, microbatches, attention=attention, comm=comm, moe=moe)
     _, _, step = build_step(model, split_module(model), optimizer, grid, clip, memory, tensor)
     return step.compiled(*batch, compiler_options)

@@ -1,0 +1,116 @@
+"""A training step whose communication is asked for, and one collective of it."""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import prod
+from typing import Literal
+
+from axonn_jax.experts.shape import MoeConfig
+from axonn_jax.grid import GridShape
+from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
+from axonn_jax.models.config import ModelShape
+from axonn_jax.options import Activations, ReshardAfter
+from axonn_jax.planner.machines.network import CollectiveKind, ring_bytes
+
+Phase = Literal["forward", "recompute", "backward", "update"]
+
+FLOAT32 = 4
+"""Bytes of an element."""
+DATA, EXPERT, Z, Y, X = "data", "expert", "z", "y", "x"
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """A training step whose communication is asked for."""
+
+    shape: ModelShape
+    """The model."""
+    grid: GridShape
+    """The mesh; `pipe` is 1."""
+    sequences: int
+    """Sequences a step over all devices, a multiple of data * expert * z * microbatches."""
+    microbatches: int = 1
+    """Parts the step runs in, one after the other."""
+    itemsize: int = FLOAT32
+    """Bytes of an element of activations and gathered weights (2: bf16); norms and loss have 4."""
+    activations: Activations = "none"
+    """What the backward pass computes again; `full`, `dots` and `offload` communicate the same, `save_collectives`
+    only gathers again."""
+    scanned: bool = False
+    """Whether layers are a loop's body (`tensor.scan_layers`): their weights are then gathered for every microbatch."""
+    gather: ReshardAfter = "forward"
+    """When gathered weights are let go: after `forward` they are gathered again in recomputation; with several
+    microbatches `step` gathers, and reduce-scatters sums of gradients, once a step."""
+    comm: BlockComm = ALL_REDUCE
+    """How blocks communicate with the residual stream."""
+    accumulate: int = FLOAT32
+    """Bytes of an element of gradients on their way over `z` (`memory.accumulate`)."""
+
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    """How tokens reach their experts."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a microbatch on a device."""
+        return self.sequences // (self.microbatches * self.grid.batch_shards) * self.shape.seq_len
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the table, padded to divide over `y` and `z`."""
+        return self.shape.padded_vocab(self.grid.y * self.grid.z)
+
+    @property
+    def once(self) -> bool:
+        """Whether gradients are reduce-scattered over `z` once a step, and so weights gathered once."""
+        return self.gather == "step" and self.microbatches > 1
+
+    @property
+    def again(self) -> bool:
+        """Whether blocks are computed again in the backward pass."""
+        return self.activations != "none"
+
+    @property
+    def rereduces(self) -> bool:
+        """Whether what they have reduced is then reduced again."""
+        return self.again and self.activations != "save_collectives"
+
+    def size(self, *axes: str) -> int:
+        """Devices of a group over these axes."""
+        return prod(int(getattr(self.grid, axis)) for axis in axes)
+
+    def one(
+        self, name: str, phase: Phase, kind: CollectiveKind, axes: tuple[str, ...], whole: int, times: int
+    ) -> "Predicted":
+        """A collective over those of the axes, slowest first, that are larger than one."""
+        live = tuple(axis for axis in axes if self.size(axis) > 1)
+        return Predicted(name, phase, kind, live, self.size(*axes), whole, times)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One collective of the algorithm."""
+
+    name: str
+    """Which layer it belongs to; those of all blocks together are one entry."""
+    phase: Phase
+    """Which part of a step it belongs to."""
+    kind: CollectiveKind
+    """What it does."""
+    axes: tuple[str, ...]
+    """Mesh axes larger than one that it runs over, slowest first."""
+    group: int
+    """Devices in a group: the product of the axes."""
+    whole: int
+    """Bytes of the whole buffer: gathered, or to be reduced."""
+    times: int
+    """Runs in a step."""
+
+    @property
+    def over(self) -> str:
+        """The axes joined by `*`."""
+        return "*".join(self.axes)
+
+    @property
+    def bytes(self) -> Fraction:
+        """Bytes a device sends in a step, on a ring."""
+        return self.times * ring_bytes(self.kind, self.whole, self.group)
