@@ -1,6 +1,6 @@
 """The grid `pipe x data x expert x z x y x x`: axis sizes, divisibility rules, meshes."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -15,6 +15,9 @@ Batch = TypeVar("Batch")
 
 MESH_AXES = ("data", "expert", "z", "y", "x")
 """Axes of every stage's mesh, slowest first (DESIGN section 3)."""
+
+GRID_AXES = ("pipe", *MESH_AXES)
+"""All axes, slowest first."""
 
 BATCH_AXES = ("data", "expert", "z")
 """Axes that split the rows (sequences) of a batch."""
@@ -54,6 +57,11 @@ class GridShape:
     def stage_devices(self) -> int:
         """Devices of one pipeline stage."""
         return self.batch_shards * self.y * self.x
+
+    @property
+    def inside(self) -> "GridShape":
+        """The part that works on a microbatch together: all axes but `pipe` and `data`."""
+        return replace(self, pipe=1, data=1)
 
     @property
     def devices(self) -> int:

@@ -8,13 +8,14 @@ from axonn_jax.cli.plan_flags import Axes, Count, PlanFlags, chosen, command, mo
 from axonn_jax.cli_args import Arg, default_of
 from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLAS_OWN
 from axonn_jax.errors import UserError
+from axonn_jax.grid import GRID_AXES
 from axonn_jax.planner.cost_model import published
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.report import explain
 from axonn_jax.planner.request import SHORT, Estimate, PlanRequest
 from axonn_jax.planner.search import TIE
 from axonn_jax.planner.search import SearchResult as SearchResult
-from axonn_jax.planner.space import AXES
+from axonn_jax.planner.space import grid_axes
 from axonn_jax.terminal import Ticker, table
 
 
@@ -157,7 +158,8 @@ def _published(args: Plan) -> int:
     )
     print("     data        z        y        x   comm, s")
     for estimate in grids[: args.top]:
-        print("".join(f"{getattr(estimate.grid, axis):9}" for axis in AXES[1:]) + f"{estimate.total_s:10.4f}")
+        sizes = (getattr(estimate.grid, axis) for axis in ("data", "z", "y", "x"))
+        print("".join(f"{size:9}" for size in sizes) + f"{estimate.total_s:10.4f}")
     return 0
 
 
@@ -226,23 +228,22 @@ def _few(result: SearchResult) -> list[Any]:
 
 def _named(request: PlanRequest, estimate: Estimate) -> str:
     candidate = estimate.candidate
-    grid = (
-        " x ".join(f"{axis} {getattr(candidate.grid, axis)}" for axis in AXES if getattr(candidate.grid, axis) > 1)
-        or "one device"
-    )
+    sizes = {axis: getattr(candidate.grid, axis) for axis in GRID_AXES}
+    grid = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
     extra = [candidate.activations] + ([f"gather {candidate.gather}"] if candidate.gather != "forward" else [])
     extra += (["offload"] if candidate.offload else []) + (["zero 1"] if candidate.zero else [])
     return f"{grid}, microbatch {candidate.sequences(request.batch)}, {', '.join(extra)}"
 
 
 def _table(request: PlanRequest, shown: list[Estimate]) -> list[str]:
+    axes = grid_axes(request.shape)
     heads = (
-        *(*AXES, "micro", "stages", "activations", "gather", "offload", "zero"),
+        *(*axes, "micro", "stages", "activations", "gather", "offload", "zero"),
         *("step, s", "mfu", "exposed, s", "bubble", "memory, GB"),
     )
     rows = [
         (
-            *(str(getattr(estimate.candidate.grid, axis)) for axis in AXES),
+            *(str(getattr(estimate.candidate.grid, axis)) for axis in axes),
             f"{estimate.candidate.microbatches} x {estimate.candidate.sequences(request.batch)}",
             str(estimate.candidate.virtual_stages),
             estimate.candidate.activations,

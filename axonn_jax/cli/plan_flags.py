@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from axonn_jax.cli.refusals import check_legal
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError, nearest
-from axonn_jax.grid import MOST_DEVICES
+from axonn_jax.grid import GRID_AXES, MOST_DEVICES
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset
 from axonn_jax.options import (
@@ -43,12 +43,14 @@ Searched = Annotated[int | None, Arg(default="searched", least=1, most=MOST_DEVI
 
 @dataclass(frozen=True)
 class Axes:
-    """Searcheds of the grid's axes that are fixed."""
+    """Sizes of the grid's axes that are fixed."""
 
     pipe: Searched = None
     """Pipeline stages."""
     data: Searched = None
     """Replicas."""
+    expert: Searched = None
+    """Shards of experts."""
     z: Searched = None
     """Shards of batch and weights."""
     y: Searched = None
@@ -250,9 +252,7 @@ def command(model: str, request: PlanRequest, candidate: Candidate, seq: int | N
     words = [f"mpirun {free}-n {grid.devices}" if grid.devices > 1 else "", "axonn-jax train CONFIG.toml"]
     words.append(f"--model.preset {model}" + (f" --model.seq_len {seq}" if seq else ""))
     words += [f"--model.layers {request.shape.layers}"] if request.shape.layers != preset(model).layers else []
-    words += [
-        f"--grid.{axis} {getattr(grid, axis)}" for axis in ("pipe", "data", "z", "y", "x") if getattr(grid, axis) > 1
-    ]
+    words += [f"--grid.{axis} {getattr(grid, axis)}" for axis in GRID_AXES if getattr(grid, axis) > 1]
     words.append(f"--train.global_batch {request.batch} --train.microbatches {candidate.microbatches}")
     words.append(f"--memory.precision {request.precision} --memory.activations {candidate.activations}")
     words += [f"--memory.reshard_after {candidate.gather}"] if candidate.gather != "forward" else []

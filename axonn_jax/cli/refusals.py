@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from axonn_jax.errors import UserError
-from axonn_jax.grid import divisors
+from axonn_jax.grid import GRID_AXES, divisors
 from axonn_jax.planner.request import PlanRequest
 from axonn_jax.planner.space import SearchSpace, legal_grids, pieces
 
@@ -113,7 +113,7 @@ def _legal(request: PlanRequest, devices: int, space: SearchSpace) -> Iterator[L
         stages = (
             [many for many in space.virtual_stages if grid.pipe * many <= pieces(request)] if grid.pipe > 1 else [1]
         )
-        axes = {axis: getattr(grid, axis) for axis in ("pipe", "data", "z", "y", "x")}
+        axes = {axis: getattr(grid, axis) for axis in GRID_AXES}
         for many in stages if sizes else ():
             for size in sizes:
                 yield axes, size, many

@@ -109,6 +109,30 @@ class BlockBytes:
     """Of what is more at work, what the MLP's half needs beyond attention's."""
 
 
+@dataclass(frozen=True)
+class FeedForwardUse:
+    """What a block's second half keeps and works with, in elements for each token of a microbatch on a device."""
+
+    wide: float
+    """Results of the matmuls that read its input."""
+    inner: float
+    """What its last matmul reads."""
+    working: float
+    """More while its backward pass runs, on both sides of the widest operation."""
+    reduced: float
+    """Of what is wide, or in its place, what communication over `x` gave."""
+    tokens: float = 0.0
+    """What was gathered or exchanged, beside the stream."""
+
+
+def dense_use(shape: ModelShape, x: int, y: int, comm: BlockComm = ALL_REDUCE) -> FeedForwardUse:
+    """Elements of a feed-forward layer that all tokens pass."""
+    inner = shape.ffn / (x * y if comm.mlp else y)
+    wide = shape.mlp_inputs * inner
+    read = shape.hidden if comm.mlp else shape.hidden / x
+    return FeedForwardUse(wide, inner, read + 2 * wide, shape.hidden if comm.mlp else wide)
+
+
 def block_activations(
     shape: ModelShape,
     x: int,
@@ -117,8 +141,9 @@ def block_activations(
     policy: Activations,
     attention: AttentionKernel = "cudnn",
     comm: BlockComm = ALL_REDUCE,
+    feed: FeedForwardUse | None = None,
 ) -> BlockBytes:
-    """Activations of a block on a grid of `x` and `y`, `item` bytes an element.
+    """Activations of a block on a grid of `x` and `y`, `item` bytes an element; `feed` is its second half's.
 
     The residual stream is split over `x`, what is between two matmuls over `y`. `none` keeps what every operation's
     gradient reads; `full` the block's input; `dots` the results of its matmuls too, but for the last, which no gradient
@@ -129,14 +154,13 @@ def block_activations(
     pass, or there once where the block is computed again. Halves of a block that gather read the whole stream, and have
     less between their matmuls.
     """
-    spread = (comm.attention, comm.mlp)
-    over, mlp = (x * y if one else y for one in spread)
+    feed = feed or dense_use(shape, x, y, comm)
+    spread, over = (comm.attention, comm.mlp), x * y if comm.attention else y
     split = comm.sequence_split and y > 1
     stream, width = shape.hidden / x, shape.heads * shape.head_dim / over
-    gates = shape.mlp_inputs
     scores = 2 * shape.heads / over * shape.seq_len if attention == "xla" else 0.0
     statistics = shape.heads / over * _FP32 if attention != "xla" else 0.0
-    wide = (shape.qkv_width / over, gates * shape.ffn / mlp)
+    wide = (shape.qkv_width / over, feed.wide)
     repeated = 2 * (shape.heads - shape.kv_heads) * shape.head_dim / over
     copies = width + repeated if attention == "blocked" else 0.0
     part = stream / y if split else stream
@@ -145,40 +169,38 @@ def block_activations(
     # Both inputs of norms, both normalised streams, queries to values, attention's result, the MLP's two widths.
     # The scale of an RMSNorm has its gradient from the stream before it, which is kept too.
     normed = (shape.heads + shape.kv_heads) * shape.head_dim / over if shape.qk_norm else 0.0
-    everything = (
-        normed + (2 if shape.norm == "layernorm" else 4) * part + sum(reads) + sum(wide) + width + shape.ffn / mlp
-    )
+    everything = normed + (2 if shape.norm == "layernorm" else 4) * part + sum(reads) + sum(wide) + width
+    everything += feed.inner + feed.tokens
     whole = (everything + scores + copies) * item + statistics
     entry = part * item
     # Of the residual stream and of a branch; of the widest operation, on both of its sides.
     ends = [shape.hidden if one else stream for one in spread]
-    middles = (wide[0] + copies, wide[1])
-    halves = [(part + end + 2 * middle) * item for end, middle in zip(ends, middles, strict=True)]
+    halves = [(part + ends[0] + 2 * (wide[0] + copies)) * item, (part + feed.working) * item]
     gradients = max(halves)
     spare = gradients - halves[0]
     if split and policy == "none":
         gradients += stream * item  # gathered again
     # Inputs of the norms; gradients of what both halves add to the stream, before and after they are gathered again.
     added = 2 * part if split and shape.bias == "all" else 0.0
-    products = (2 * part + sum(ends) + added + shape.qkv_width / over + width + (1 + gates) * shape.ffn / mlp) * item
+    waiting = (2 * part + sum(ends) + added + sum(wide) + width + feed.inner + 2 * feed.tokens) * item
     # Queries and keys with positions are handed over beside what they were made of.
     rotated = (shape.heads + shape.kv_heads) * shape.head_dim / over if shape.positions == "rope" else 0.0
     if policy == "none":
         shown = (2 if shape.norm == "layernorm" else 4) * part - 2 * part + read * (2 - sum(spread))
-        shown += shape.ffn / mlp - rotated
+        shown += feed.inner - rotated
         released = (shape.qkv_width / over + rotated + copies) * item + statistics
-        return BlockBytes(entry, whole, gradients, shown=shown * item, waiting=products, released=released, spare=spare)
+        return BlockBytes(entry, whole, gradients, shown=shown * item, waiting=waiting, released=released, spare=spare)
     if policy == "full":
-        return BlockBytes(entry, entry, whole + gradients, whole, waiting=products, spare=spare)
+        return BlockBytes(entry, entry, whole + gradients, whole, waiting=waiting, spare=spare)
     if policy == "offload":  # two inputs are under way
-        return BlockBytes(entry, 0.0, whole + gradients + 2 * entry, whole, entry, waiting=products, spare=spare)
+        return BlockBytes(entry, 0.0, whole + gradients + 2 * entry, whole, entry, waiting=waiting, spare=spare)
     if policy == "dots":
         matmuls = sum(wide) + (shape.hidden if comm.attention else stream)  # the latter before it is reduced
     else:
-        kept = (shape.hidden if one else middle for one, middle in zip(spread, wide, strict=True))
-        matmuls = (sum(kept) if x > 1 else 0.0) + (part if y > 1 or comm.attention else 0.0)
+        reduced = (shape.hidden if comm.attention else wide[0]) + feed.reduced
+        matmuls = (reduced if x > 1 else 0.0) + (part if y > 1 or comm.attention else 0.0) + feed.tokens
     again = whole - matmuls * item
-    return BlockBytes(entry, entry + matmuls * item, again + gradients, again, waiting=products, spare=spare)
+    return BlockBytes(entry, entry + matmuls * item, again + gradients, again, waiting=waiting, spare=spare)
 
 
 @cache

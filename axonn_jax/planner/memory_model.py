@@ -1,14 +1,14 @@
 """Memory of a candidate on devices and hosts, rank by rank."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.options import Activations
 from axonn_jax.planner import memory as formulas
+from axonn_jax.planner.expert_memory import expert_use, mean_block
+from axonn_jax.planner.rank_state import Load, Ranks
 from axonn_jax.planner.request import Candidate, MemoryUse, PlanRequest, StatePlacement
 from axonn_jax.schedule.partition import group_count, group_size
 from axonn_jax.schedule.policies import live_bound, waiting_bound
@@ -17,88 +17,26 @@ from axonn_jax.tensor.kernel_choice import loss_chunk
 _FP32 = 4
 
 
-@dataclass(frozen=True)
-class Load:
-    """What a rank of the pipeline holds."""
-
-    rank: int
-    blocks: float
-    """A half is attention or MLP alone."""
-    first: bool
-    """The embedding."""
-    last: bool
-    """The head."""
-    tables: int
-    """Of the vocabulary: a tied one is held at both ends of a pipeline."""
-    params: float
-    """Parameters of the whole rank."""
-
-
-class RankState(NamedTuple):
-    """Bytes of a rank's model state on each of its devices."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    device: float
-    """All of it on the device."""
-    host: float
-    """On the host, for each device."""
-    later: float
-    """Beside it once the backward pass is over: of reduction and update."""
-
-
 class MemoryModel:
     """Memory of one request's candidates; what they have in common is worked out once."""
 
     def __init__(self, request: PlanRequest):
-        self.request = request
-        self._item, self._layer = formulas.itemsize(request.precision), request.shape.layer_params()
-        self.loads = cache(self._loads)
-        self._states: dict[GridShape, dict[tuple[int, StatePlacement], RankState]] = {}
+        self.request, self.ranks = request, Ranks(request)
+        self._item = formulas.itemsize(request.precision)
         self._kernel = request.attention_form.kernel
         self._block_of = cache(self._block_bytes)
         self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
         self._bounds: dict[tuple[int, int, int, int, int, bool], float] = {}
 
-    def _loads(self, pipe: int) -> tuple[Load, ...]:
-        """The ranks that matter: the first, one between, and the last; the fullest and the busiest are among them."""
-        shape = self.request.shape
-        if pipe == 1:
-            return (self._load(0, shape.layers, True, True),)
-        head = shape.head_forward_flops(1) / shape.layer_forward_flops(1)
-        usual, last = formulas.balanced_blocks(shape.layers, head, pipe)
-        between = (self._load(1, usual, False, False),) if pipe > 2 else ()
-        return (self._load(0, usual, True, False), *between, self._load(pipe - 1, last, False, True))
-
-    def _load(self, rank: int, blocks: float, first: bool, last: bool) -> Load:
-        shape = self.request.shape
-        params = blocks * shape.layer_params()
-        params += shape.embedding_params() if first else 0
-        params += shape.head_params() if last else 0
-        params += shape.hidden * shape.vocab if last and not first and shape.tied else 0
-        tables = first + (last and not (first and shape.tied))
-        return Load(rank, blocks, first, last, tables, params)
-
-    def params(self, grid: GridShape, load: Load) -> float:
-        """Parameters of a rank on each of its devices, with the zeros that its tables are padded with."""
-        padding = load.tables * self.request.shape.hidden * (self._vocab(grid) - self.request.shape.vocab)
-        return (load.params + padding) / (grid.x * grid.y * grid.z)
-
-    def _vocab(self, grid: GridShape) -> int:
-        """Rows of a table, padded to divide over `y` and `z`."""
-        return self.request.shape.padded_vocab(grid.y * grid.z)
-
     def totals(self, base: Candidate, placements: Sequence[StatePlacement]) -> list[tuple[float, float]]:
         """Bytes of the fullest device and its share of the host's, for `base` with the optimizer's state elsewhere."""
         found, loops = [(0.0, 0.0)] * len(placements), base.loops
-        of_grid = self._states.setdefault(base.grid, {})
-        for load in self.loads(base.grid.pipe):
+        for load in self.ranks.loads(base.grid.pipe):
             activations, gathered, outside = self._backward(base, load)
             activations += gathered
             apart, whole = self._once_gathered(base, load)
             for at, placement in enumerate(placements):
-                state = of_grid.get((load.rank, placement)) or self._state(base.grid, load, placement)
+                state = self.ranks.state(base.grid, load, placement)
                 beside = apart or (state.weights if loops else 0.0)
                 total = state.device + max(activations + beside + whole, state.later)
                 if total > found[at][0]:
@@ -108,11 +46,11 @@ class MemoryModel:
     def memory(self, candidate: Candidate) -> MemoryUse:
         """The fullest device's bytes."""
         return max(
-            (self._memory(candidate, load) for load in self.loads(candidate.grid.pipe)), key=lambda one: one.total
+            (self._memory(candidate, load) for load in self.ranks.loads(candidate.grid.pipe)), key=lambda one: one.total
         )
 
     def _memory(self, candidate: Candidate, load: Load) -> MemoryUse:
-        state = self._state(candidate.grid, load, candidate.placement)
+        state = self.ranks.state(candidate.grid, load, candidate.placement)
         activations, gathered, outside = self._backward(candidate, load)
         apart, whole = self._once_gathered(candidate, load)
         beside = (apart or (state.weights if candidate.loops else 0.0)) + whole
@@ -128,7 +66,7 @@ class MemoryModel:
         """
         if not candidate.once:
             return 0.0, 0.0
-        params, z = self.params(candidate.grid, load), candidate.grid.z
+        params, z = self.ranks.params(candidate.grid, load), candidate.grid.z
         return (params * z * self._item if z > 1 else 0.0), params * (z - 1) * self.request.accumulate
 
     def _backward(self, candidate: Candidate, load: Load) -> tuple[float, float, float]:
@@ -140,7 +78,7 @@ class MemoryModel:
         shape, grid, item = self.request.shape, candidate.grid, self._item
         kept, working, head, outside = self._activations(candidate, load)
         split, whole = grid.x * grid.y, grid.pipe == 1
-        table = shape.hidden * self._vocab(grid) / split
+        table = shape.hidden * self.ranks.vocab(grid) / split
         tied, tables = self._tables(candidate, load, table * item)
         gathered = self._gathered(candidate, load) + tied
         block = kept + working + gathered
@@ -149,12 +87,12 @@ class MemoryModel:
         if load.last:
             if not shape.tied and grid.z > 1:  # its weights beside all logits, or its gradient too beside the logits'
                 tokens = candidate.sequences(self.request.batch) * shape.seq_len
-                logits = tokens * self._vocab(grid) / grid.y * _FP32
+                logits = tokens * self.ranks.vocab(grid) / grid.y * _FP32
                 parts = self._in_parts(tokens, grid)
                 head = table * item + (head if parts else max(head, head - 2 * logits + table * item))
             head += kept
             head += gathered if candidate.activations == "none" else 0.0
-            head -= _FP32 * self.params(grid, load) if whole else 0.0
+            head -= _FP32 * self.ranks.params(grid, load) if whole else 0.0
         # A lookup's gradient is scattered into zeros, whole over `z`; a reduce-scatter sends a copy.
         lookup = _FP32 * table * (1 if grid.z == 1 else 2) if load.first and whole else 0.0
         most = max(block, head, lookup)
@@ -175,38 +113,22 @@ class MemoryModel:
     def _gathered(self, candidate: Candidate, load: Load) -> float:
         """Bytes of weights gathered over `z`: those of all blocks where they are kept, else of one with its gradients.
 
-        A pipeline's programs keep none of them for one another.
+        A pipeline's programs keep none of them for one another. Gradients of experts add up in a loop, and are copied
+        behind it.
         """
-        grid, item = candidate.grid, self._item
-        block = self._layer / (grid.x * grid.y)
+        grid, item, alone = candidate.grid, self._item, candidate.grid.pipe == 1
+        experts = self.ranks.experts / (grid.x * grid.y * grid.expert)
+        block = self.ranks.layer / (grid.x * grid.y) + experts
+        one = experts * self.request.shape.layers / max(self.request.shape.routed_layers, 1)
+        looped = one * item * (1 if grid.z == 1 else 2 / grid.z)
         if grid.z == 1:  # a loop over layers reads a copy of one layer's
-            return block * _FP32 if grid.pipe == 1 and candidate.activations != "none" else 0.0
-        if candidate.activations == "none" and grid.pipe == 1:
-            return load.blocks * block * item
-        if not candidate.again and grid.pipe == 1:
-            return (load.blocks + 1) * block * item
-        return formulas.gathered_weights(block, item)
-
-    def _state(self, grid: GridShape, load: Load, placement: StatePlacement) -> RankState:
-        """Model state of a rank's devices, the optimizer's in such a placement."""
-        of_grid, key = self._states.setdefault(grid, {}), (load.rank, placement)
-        if key not in of_grid:
-            of_grid[key] = self._placed(grid, load, *placement)
-        return of_grid[key]
-
-    def _placed(self, grid: GridShape, load: Load, offload: bool, zero: int) -> RankState:
-        request, params, replicas = self.request, self.params(grid, load), grid.replicas if zero else 1
-        device = formulas.device_state(
-            params, request.precision, accumulate=request.accumulate, offload=offload, replicas=replicas
-        )
-        host = formulas.host_state(params, request.precision, offload=offload, replicas=replicas)
-        later = formulas.streamed_state(min(request.bucket, params / replicas), request.precision) if offload else 0.0
-        reduction = formulas.bucket_buffers(params, request.bucket, request.accumulate) if grid.replicas > 1 else 0.0
-        if grid.pipe > 1 and replicas > 1:  # a program of its own takes the sums and gives a part of the gradients
-            reduction += params / replicas * request.accumulate
-        later = max(later, reduction)
-        optimizer = device.master + device.moments
-        return RankState(device.weights, device.gradients, optimizer, device.total, host.total, later)
+            again = alone and candidate.activations != "none"
+            return looped + (block - experts + one) * _FP32 * again
+        if candidate.activations == "none" and alone:
+            return load.blocks * block * item + looped
+        if not candidate.again and alone:
+            return (load.blocks + 1) * block * item + looped
+        return formulas.gathered_weights(block - experts + one, item) + looped
 
     def _activations(self, candidate: Candidate, load: Load) -> tuple[float, float, float, float]:
         """As `_kept`, worked out once for all grids that divide `data` times `z` differently."""
@@ -215,7 +137,17 @@ class MemoryModel:
             (candidate.microbatches, candidate.virtual_stages, candidate.activations, candidate.in_flight),
         )
         comm = self.request.comm(grid, candidate.activations)  # which `z` decides too
-        key = (grid.pipe, grid.batch_shards, grid.y, grid.x, self._vocab(grid), comm, *each, load.rank)
+        key = (
+            grid.pipe,
+            grid.batch_shards,
+            grid.expert,
+            grid.y,
+            grid.x,
+            self.ranks.vocab(grid),
+            comm,
+            *each,
+            load.rank,
+        )
         if key not in self._passes:
             self._passes[key] = self._kept(candidate, load)
         return self._passes[key]
@@ -231,7 +163,7 @@ class MemoryModel:
         """
         block, shape = self._block(candidate.grid, candidate.activations), self.request.shape
         tokens = candidate.sequences(self.request.batch) * shape.seq_len
-        columns = self._vocab(candidate.grid) // candidate.grid.y
+        columns = self.ranks.vocab(candidate.grid) // candidate.grid.y
         head = formulas.head_activations(shape, candidate.grid.x, columns, self._item, tokens)
         scores = max(0.0, self._scores(candidate) - tokens * block.spare)
         if candidate.grid.pipe == 1:
@@ -267,14 +199,22 @@ class MemoryModel:
 
     def _in_parts(self, tokens: int, grid: GridShape) -> bool:
         """Whether the loss runs in parts of a device's tokens."""
-        return loss_chunk(tokens, self._vocab(grid) // grid.y) < tokens
+        return loss_chunk(tokens, self.ranks.vocab(grid) // grid.y) < tokens
 
     def _block(self, grid: GridShape, activations: Activations) -> formulas.BlockBytes:
         """Bytes a token needs in a block."""
-        return self._block_of(grid.x, grid.y, activations, self.request.comm(grid, activations))
+        local = GridShape(expert=grid.expert, y=grid.y, x=grid.x)
+        return self._block_of(local, activations, self.request.comm(grid, activations))
 
-    def _block_bytes(self, x: int, y: int, activations: Activations, comm: BlockComm) -> formulas.BlockBytes:
-        return formulas.block_activations(self.request.shape, x, y, self._item, activations, self._kernel, comm)
+    def _block_bytes(self, grid: GridShape, activations: Activations, comm: BlockComm) -> formulas.BlockBytes:
+        shape, item = self.request.shape, self._item
+        kinds = []
+        for layer, count in shape.layer_kinds():
+            routed = shape.moe is not None and shape.moe.is_routed(layer)
+            feed = expert_use(shape, grid, self.request.moe, comm, item) if routed else None
+            block = formulas.block_activations(shape, grid.x, grid.y, item, activations, self._kernel, comm, feed)
+            kinds.append((block, count))
+        return mean_block(kinds)
 
     def _scores(self, candidate: Candidate) -> float:
         """Bytes of scores at work in a block's backward pass."""

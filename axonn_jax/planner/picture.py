@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from axonn_jax.errors import UserError
+from axonn_jax.grid import GRID_AXES
 from axonn_jax.planner.request import Estimate, PlanRequest
 from axonn_jax.planner.search import MEMORY_KINDS, SearchResult
-
-_AXES = ("x", "y", "z", "data", "pipe")
 
 
 def draw_plan(
@@ -77,7 +76,7 @@ def _draw_panels(panels: Any, request: PlanRequest, plan: SearchResult, scaling:
 
 def _parts(shown: Sequence[Estimate]) -> dict[str, list[float]]:
     parts = {"compute": [one.compute_s for one in shown]}
-    for axis in _AXES:
+    for axis in reversed(GRID_AXES):
         parts[f"exposed, {axis}"] = [one.exposed.get(axis, 0.0) for one in shown]
     parts["bubble"] = [one.bubble * one.step_s for one in shown]
     parts["optimizer"] = [one.update_s for one in shown]
@@ -96,7 +95,5 @@ def _bars(panel: Any, names: list[str], parts: dict[str, list[float]], label: st
 
 def _name(one: Estimate, request: PlanRequest) -> str:
     grid = one.candidate.grid
-    sizes = " ".join(
-        f"{axis}{getattr(grid, axis)}" for axis in ("pipe", "data", "z", "y", "x") if getattr(grid, axis) > 1
-    )
+    sizes = " ".join(f"{axis}{getattr(grid, axis)}" for axis in GRID_AXES if getattr(grid, axis) > 1)
     return f"{sizes or 'one device'}\n{one.candidate.sequences(request.batch)} seq, {one.candidate.activations}"

@@ -9,7 +9,7 @@ from axonn_jax.planner.machines.machine import Machine
 from axonn_jax.planner.machines.network import GroupLinks
 from axonn_jax.planner.request import Estimate, PlanRequest
 from axonn_jax.planner.search import TIE, SearchResult, search
-from axonn_jax.planner.space import AXES, SearchSpace
+from axonn_jax.planner.space import SearchSpace, grid_axes
 from axonn_jax.schedule.policies import default_in_flight
 
 
@@ -44,7 +44,7 @@ def explain(request: PlanRequest, plan: SearchResult, one: Estimate) -> list[str
             f"Optimizer state is on the host ({memory.host / 1e9:.1f} GB a device): it does not fit beside the rest."
         )
     if candidate.zero:
-        sentences.append(f"ZeRO-1 shares optimizer state among {grid.data} replicas.")
+        sentences.append(f"ZeRO-1 shares optimizer state among {grid.replicas} replicas.")
     if request.attention_form.why:
         sentences.append(f"Attention is {request.attention_form.kernel} ({request.attention_form.why}).")
     closest = next((other for other in plan.best if other is not one and other.step_s >= one.step_s), None)
@@ -98,8 +98,9 @@ def scaling(
     """
     points = [(best[0].candidate.grid.devices, best[0].step_s)]
     for request in requests:
-        halves = set(_halved((one.candidate.grid for one in best[:_KEPT]), space))
-        grids = halves | set(_doubled(_halved(halves, space), space))
+        free = [axis for axis in grid_axes(request.shape) if axis not in space.axes]
+        halves = set(_halved((one.candidate.grid for one in best[:_KEPT]), free))
+        grids = halves | set(_doubled(_halved(halves, free), free))
         devices = points[-1][0] // 2
         try:
             best = search(request, devices, replace(space, grids=sorted(grids, key=str)), limit).best
@@ -109,17 +110,16 @@ def scaling(
     return points
 
 
-def _halved(grids: Iterable[GridShape], space: SearchSpace) -> Iterator[GridShape]:
-    """Grids with one axis halved that is not fixed."""
+def _halved(grids: Iterable[GridShape], axes: Sequence[str]) -> Iterator[GridShape]:
+    """Grids with one of these axes halved."""
     for grid in grids:
-        for axis in AXES:
-            if axis not in space.axes and getattr(grid, axis) % 2 == 0:
+        for axis in axes:
+            if getattr(grid, axis) % 2 == 0:
                 yield replace(grid, **{axis: getattr(grid, axis) // 2})
 
 
-def _doubled(grids: Iterable[GridShape], space: SearchSpace) -> Iterator[GridShape]:
-    """Grids with one axis doubled that is not fixed."""
+def _doubled(grids: Iterable[GridShape], axes: Sequence[str]) -> Iterator[GridShape]:
+    """Grids with one of these axes doubled."""
     for grid in grids:
-        for axis in AXES:
-            if axis not in space.axes:
-                yield replace(grid, **{axis: getattr(grid, axis) * 2})
+        for axis in axes:
+            yield replace(grid, **{axis: getattr(grid, axis) * 2})

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax.experts.shape import MoeConfig
+from axonn_jax.grid import GRID_AXES, GridShape
 from axonn_jax.hardware import AttentionDevice
 from axonn_jax.models.block_comm import BlockComm, choose_residual_comm
 from axonn_jax.models.config import ModelShape
@@ -83,10 +83,8 @@ class PlanRequest:
     attention: AttentionKernel = "auto"
     """The form of attention; auto: what the program takes there. One that is said is not checked: another program's."""
 
-    def __post_init__(self) -> None:
-        if self.shape.experts:
-            accepted = "0: models with experts train, but their memory and times are not predicted yet"
-            raise UserError("model.experts", self.shape.experts, accepted)
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    """How tokens reach their experts."""
 
     @property
     def attention_form(self) -> AttentionForm:
@@ -211,9 +209,7 @@ class Estimate:
     @property
     def comm_s(self) -> dict[str, float]:
         """Seconds of communication by axis, exposed and hidden."""
-        return {
-            axis: self.exposed.get(axis, 0.0) + self.hidden.get(axis, 0.0) for axis in ("x", "y", "z", "data", "pipe")
-        }
+        return {axis: self.exposed.get(axis, 0.0) + self.hidden.get(axis, 0.0) for axis in reversed(GRID_AXES)}
 
     @property
     def exposed_s(self) -> float:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape, divisors
+from axonn_jax.grid import GRID_AXES, GridShape, divisors
+from axonn_jax.models.config import ModelShape
 from axonn_jax.options import Activations, ReshardAfter
 from axonn_jax.planner.cost_model.model import CostModel
 from axonn_jax.planner.machines.network import GroupLinks
@@ -14,12 +15,16 @@ from axonn_jax.planner.request import Candidate, PlanRequest, StatePlacement
 
 Item = TypeVar("Item")
 
-AXES = ("pipe", "data", "z", "y", "x")
 SEARCHED: tuple[Activations, ...] = ("none", "save_collectives", "full", "offload")
 """Activation policies worth trying: `dots` keeps what `save_collectives` keeps and communicates more."""
 
 ROWS = 1 << 15
 """Tokens of a microbatch on a device that are as good as any more."""
+
+
+def grid_axes(shape: ModelShape) -> tuple[str, ...]:
+    """The axes of a model's grids, slowest first: `expert` only where it has experts."""
+    return tuple(axis for axis in GRID_AXES if axis != "expert" or shape.routed_layers)
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ class SearchSpace:
 
 def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: Counter[str]) -> Iterator[GridShape]:
     """Every grid that model and batch divide over; counts in `rules` why others are left out."""
-    for grid in _grids(devices, space) if space.grids is None else space.grids:
+    fixed = dict.fromkeys(GRID_AXES, 1) | dict.fromkeys(grid_axes(request.shape)) | dict(space.axes)
+    for grid in _grids(devices, fixed) if space.grids is None else space.grids:
         try:
             request.shape.check_grid(grid, sequence_split=request.sequence_split)
             request.comm(grid, "full")
@@ -78,21 +84,21 @@ def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: C
             yield grid
 
 
-def _grids(devices: int, space: SearchSpace) -> Iterator[GridShape]:
-    """Every way to write the number of devices as a product of the five axes."""
+def _grids(devices: int, fixed: Mapping[str, int | None]) -> Iterator[GridShape]:
+    """Every way to write the number of devices as a product of the axes."""
 
     def factors(left: int, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
         if not axes:
             if left == 1:
                 yield ()
             return
-        wanted = space.axes.get(axes[0])
+        wanted = fixed[axes[0]]
         for size in divisors(left) if wanted is None else [wanted] if left % wanted == 0 else []:
             for rest in factors(left // size, axes[1:]):
                 yield (size, *rest)
 
-    for sizes in factors(devices, AXES):
-        yield GridShape(**dict(zip(AXES, sizes, strict=True)))
+    for sizes in factors(devices, GRID_AXES):
+        yield GridShape(**dict(zip(GRID_AXES, sizes, strict=True)))
 
 
 def pieces(request: PlanRequest) -> int:

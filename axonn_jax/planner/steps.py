@@ -87,7 +87,7 @@ def step(
             done = simulate_candidate(model, replace(times, tasks=slower), candidate, None if drawn else (), news)
         outcome = Outcome(done.simulation, True, done.makespan)
         return SimulatedStep(outcome, done.makespan, done.busy, [done.makespan], behind, done.left_out)
-    by = replace(by, members=grid.x * grid.y * grid.z)
+    by = replace(by, members=grid.inside.devices)
     count = min(replicas, grid.data) if by.jitter else 1
     outcomes = []
     for replica in range(count):

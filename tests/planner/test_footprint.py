@@ -25,7 +25,7 @@ def test_a_pipeline_computes_a_group_of_layers_again_as_a_whole():
     shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
     whole = block_activations(shape, 1, 1, 2, "none")
     footprint = MemoryModel(replace(JOB, batch=128))
-    assert footprint.loads(4)[0].blocks == 6.5
+    assert footprint.ranks.loads(4)[0].blocks == 6.5
     for stages, blocks, inputs in (
         (1, 3, 6 * 3),
         (2, 3.25, 11),
@@ -40,7 +40,7 @@ def test_a_pipeline_keeps_what_no_elementwise_operation_gives():
     shape, tokens = JOB.shape, 2 * JOB.shape.seq_len
     footprint = MemoryModel(replace(JOB, batch=128, policy="1f1b"))
     one = footprint.memory(Candidate(GridShape(pipe=4), 64))
-    block, blocks = block_activations(shape, 1, 1, 2, "none"), footprint.loads(4)[0].blocks
+    block, blocks = block_activations(shape, 1, 1, 2, "none"), footprint.ranks.loads(4)[0].blocks
     kept = 4 * blocks * (10 * 2 * shape.hidden + 4 * shape.heads)
     assert one.activations == pytest.approx(tokens * (kept + 6 * 2 * shape.hidden + block.working))
 
@@ -52,7 +52,7 @@ def test_a_weight_gradient_that_waits_keeps_both_operands_of_its_products(policy
     choice, footprint = Candidate(GridShape(pipe=8), 64), MemoryModel(replace(JOB, batch=128, policy=policy))
     block = block_activations(shape, 1, 1, 2, "none")
     assert block.waiting == 16 * 2 * shape.hidden
-    first, second = footprint.loads(8)[:2]
+    first, second = footprint.ranks.loads(8)[:2]
     before, live = (live_bound(policy, PipelineShape(8, 64), place) for place in (0, 1))
     late = live if waits is None else waits
     one = second.blocks * (10 * 2 * shape.hidden + 4 * shape.heads)
@@ -65,7 +65,7 @@ def test_a_weight_gradient_that_waits_keeps_both_operands_of_its_products(policy
 
 def test_a_pipelines_gradients_take_the_place_of_their_sums_unless_scattered():
     job = replace(JOB, batch=16, shape=replace(JOB.shape, seq_len=64), bucket=1)  # of activations next to nothing
-    held = max(load.params for load in MemoryModel(job).loads(4))
+    held = max(load.params for load in MemoryModel(job).ranks.loads(4))
     for zero, beside in ((0, 0.0), (1, 4 * held / 2)):
         one = MemoryModel(job).memory(Candidate(GridShape(pipe=4, data=2), 8, "full", zero=zero))
         assert one.gradients == pytest.approx(4 * held)

@@ -16,11 +16,12 @@ from axonn_jax.planner.machines.network import GroupLinks, copies
 from axonn_jax.planner.report import explain
 from axonn_jax.planner.request import Candidate, PlanRequest
 from axonn_jax.planner.search import search
-from axonn_jax.planner.space import AXES, SearchSpace
+from axonn_jax.planner.space import SearchSpace
 
 NODES = (4, 6, 8)
 SUMMIT = load_machine("summit")
 INSIDE, ACROSS, NEAR, FAR = 40e9, 23e9, 5e-6, 7e-6
+AXES = ("pipe", "data", "z", "y", "x")
 OVER = [(axis,) for axis in AXES[1:]] + [("data", "z"), ("data", "z", "y"), ("z", "y", "x"), ("data", "y")]
 """What runs over several axes: gradients of what is replicated over them, norms. The last are no neighbours."""
 

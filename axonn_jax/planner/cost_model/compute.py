@@ -69,22 +69,41 @@ class Compute:
         """Seconds of norms, activation functions, additions and the loss, which must move so many bytes."""
         return moved / (self.machine.device.light_bytes_per_s or self.machine.device.memory_bytes_per_s)
 
-    def _block(self, x: int, y: int, sequences: int) -> Seconds:
-        """A block for a microbatch of so many sequences a device."""
+    def _block(self, expert: int, x: int, y: int, sequences: int) -> Seconds:
+        """The mean block for a microbatch of so many sequences a device."""
         rows = sequences * self.seq
-        forward = inputs = weights = 0.0
+        forward, inputs, weights = (seconds / self.shape.layers for seconds in self._experts(expert, x, y, rows))
         for layer in block_matmuls(self.shape, self.comm):
+            share = layer.count / self.shape.layers
             inside, outside = (x, y) if layer.in_axis == "x" else (y, x)
             if layer.spread:
                 inside, outside = (1, x * y) if layer.in_axis == "x" else (x * y, 1)
             wide_in, wide_out = layer.features_in / inside, layer.features_out / outside
-            forward += self.matmul(rows, wide_in, wide_out)
-            inputs += self.matmul(rows, wide_out, wide_in)
-            weights += self.matmul(wide_in, rows, wide_out)
+            forward += share * self.matmul(rows, wide_in, wide_out)
+            inputs += share * self.matmul(rows, wide_out, wide_in)
+            weights += share * self.matmul(wide_in, rows, wide_out)
         heads = sequences * self.shape.heads / (y * x if self.comm.attention else y)
         attention, attention_back = self.attention(heads)
-        light = self.light(rows * self._streamed(x, y))
+        light = self.light(rows * self._streamed(expert, x, y))
         return Seconds(forward + attention + light, inputs + attention_back + 2 * light, weights, attention + light)
+
+    def _experts(self, expert: int, x: int, y: int, rows: float) -> tuple[float, float, float]:
+        """Forward, gradients of inputs and of weights of all layers' experts: each multiplies its share of the choices.
+
+        Choices are taken to be even. The backward pass of `gather` computes each expert's widths again.
+        """
+        moe, layers, hidden = self.shape.moe, self.shape.routed_layers, self.shape.hidden
+        if moe is None:
+            return 0.0, 0.0, 0.0
+        capacity = self.request.moe.dispatch == "capacity"
+        chosen = rows * moe.per_token * expert / moe.experts * (self.request.moe.capacity if capacity else 1.0)
+        ffn, count = moe.ffn / (x * y), layers * moe.experts / expert
+        into, out_of = self.matmul(chosen, hidden, ffn), self.matmul(chosen, ffn, hidden)
+        gates = self.shape.mlp_inputs
+        inputs = gates * out_of + into + (0.0 if capacity else gates * into)
+        weights = gates * self.matmul(hidden, chosen, ffn) + self.matmul(ffn, chosen, hidden)
+        router = layers * self.matmul(rows, hidden / x, moe.experts)
+        return count * (gates * into + out_of) + router, count * inputs + router, count * weights + router
 
     def attention(self, heads: float) -> tuple[float, float]:
         """Scores, softmax and their product with values, forward and backward, of so many heads of all sequences.
@@ -109,16 +128,23 @@ class Compute:
         forward = flops * pairs / rate + heads * pairs * (16 + 2 * item) / device.memory_bytes_per_s
         return forward, 2.5 * flops * pairs / rate + heads * pairs * (16 + 5 * item) / device.memory_bytes_per_s
 
-    def _streamed(self, x: int, y: int) -> float:
-        """Bytes a token moves through memory in a block's forward pass outside of matmuls and attention.
+    def _streamed(self, expert: int, x: int, y: int) -> float:
+        """Bytes a token moves through memory in the mean block's forward pass outside of matmuls and attention.
 
         Two norms and two additions to the residual stream (each reads and writes it), and the activation function of
         the MLP; the backward pass moves twice as much. With sequence parallelism a device has its part of the stream.
+        Choices of experts are read and added to float32 results one by one, and the results written.
         """
         stream, gates = self.shape.hidden / x, self.shape.mlp_inputs
         stream /= y if self.comm.sequence_split else 1
-        ffn = self.shape.ffn / (y * x if self.comm.mlp else y)
-        return self.item * (2 * 2 * stream + 2 * 3 * stream + (gates + 1) * ffn)
+        ffn = self.shape.ffn / (y * x if self.comm.mlp else y) * (1 - self.shape.routed_layers / self.shape.layers)
+        dense = self.item * (2 * 2 * stream + 2 * 3 * stream + (gates + 1) * ffn)
+        if self.shape.moe is None:
+            return dense
+        moe, hidden = self.shape.moe, self.shape.hidden
+        chosen = moe.per_token * (hidden * (self.item + 2 * 4) + (gates + 1) * moe.ffn / (x * y) * self.item)
+        results = expert * hidden * (4 + self.item)
+        return dense + self.shape.routed_layers / self.shape.layers * (chosen + results)
 
     def _head(self, x: int, columns: int, sequences: int) -> Seconds:
         """The final norm, the projection onto a device's columns of the padded vocabulary, and the loss."""

@@ -1,9 +1,10 @@
 """The corrected cost model: a candidate's step time, in closed form."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
-from axonn_jax.grid import GridShape
+from axonn_jax.grid import REPLICA_AXES, GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.segments import Segment, transformer_segments
@@ -12,7 +13,8 @@ from axonn_jax.planner.cost_model.compute import Compute
 from axonn_jax.planner.cost_model.part_times import PartTimes, Times
 from axonn_jax.planner.cost_model.traffic import Part, Traffic
 from axonn_jax.planner.machines.network import GroupLinks, copies
-from axonn_jax.planner.memory_model import Load, MemoryModel
+from axonn_jax.planner.memory_model import MemoryModel
+from axonn_jax.planner.rank_state import Load
 from axonn_jax.planner.request import Candidate, Estimate, PlanRequest, StatePlacement
 from axonn_jax.schedule.partition import SegmentCost, partition
 
@@ -34,7 +36,7 @@ class CostModel:
         self.priced = cache(self._priced)
         self.compute, self.traffic = self.priced(BlockComm(sequence_split=request.sequence_split))
         self.footprint = MemoryModel(request)
-        self._tasks: dict[tuple[int, int, int, int, BlockComm], PartTimes] = {}
+        self._tasks: dict[tuple[GridShape, BlockComm], PartTimes] = {}
         self._once: dict[GridShape, dict[StatePlacement, float]] = {}
 
     def _priced(self, comm: BlockComm) -> tuple[Compute, Traffic]:
@@ -44,10 +46,9 @@ class CostModel:
     def tasks(self, candidate: Candidate) -> PartTimes:
         """The task times of a candidate's stages; of `pipe` and `data` counts alone where groups lie in nodes."""
         grid, comm = candidate.grid, self.request.comm(candidate.grid, candidate.activations)
-        placed = copies(grid, self.request.machine.node.devices, grid.z * grid.y * grid.x)
-        key = (placed, grid.z, grid.y, grid.x, comm)
+        mesh = replace(grid.inside, pipe=copies(grid, self.request.machine.node.devices, grid.inside.devices))
+        key = (mesh, comm)
         if key not in self._tasks:
-            mesh = GridShape(placed, 1, grid.z, grid.y, grid.x)
             self._tasks[key] = PartTimes(mesh, self.request, *self.priced(comm))
         return self._tasks[key]
 
@@ -70,7 +71,7 @@ class CostModel:
     def _bound(self, grid: GridShape, of_compute: Compute, traffic: Traffic, reductions: bool) -> float:
         each, layers = self.request.batch // grid.batch_shards, self.request.shape.layers / grid.pipe
         sizes = {size for size in (1, 2, 4, 8, 16, 32, each) if each % size == 0}
-        blocks = [(of_compute.block(grid.x, grid.y, size), size) for size in sizes]
+        blocks = [(of_compute.block(grid.expert, grid.x, grid.y, size), size) for size in sizes]
         compute = min((one.forward + one.inputs + one.weights) / size for one, size in blocks) * each
         carried = {True: 0.0, False: 0.0}
         for role in ("reduce", "input"):
@@ -174,7 +175,7 @@ class CostModel:
             tasks.times(part, sequences, candidate.activations, gathers, gather) for part in ("block", "first", "last")
         )
         found: list[Parts] = []
-        for load in self.footprint.loads(candidate.grid.pipe):
+        for load in self.footprint.ranks.loads(candidate.grid.pipe):
             parts: Parts = [("block", load.blocks, block)]
             parts += [("first", 1.0, first)] if load.first else []
             parts += [("last", 1.0, last)] if load.last else []
@@ -183,7 +184,7 @@ class CostModel:
 
     def _largest(self, grid: GridShape) -> Load:
         """The rank with the most parameters."""
-        return max(self.footprint.loads(grid.pipe), key=lambda load: self.footprint.params(grid, load))
+        return max(self.footprint.ranks.loads(grid.pipe), key=lambda load: self.footprint.ranks.params(grid, load))
 
     def _waits(self, candidate: Candidate, parts: Parts) -> tuple[float, float]:
         """Seconds of the bubble, and of waits for messages.
@@ -235,7 +236,7 @@ class CostModel:
             return
         grid, sequences = candidate.grid, candidate.sequences(self.request.batch)
         compute, traffic = self.priced(self.request.comm(grid, candidate.activations))
-        forward = compute.block(grid.x, grid.y, sequences).forward
+        forward = compute.block(grid.expert, grid.x, grid.y, sequences).forward
         speed = 1.0 - self.request.machine.device.contention
         for part, count, _ in parts:
             for line in traffic.lines(grid, part, "gather"):
@@ -252,11 +253,12 @@ class CostModel:
         counts = {"block": load.blocks, "first": float(load.first), "last": float(load.last), "step": 1.0}
         share = (4 + self.compute.item) / 8 if zero else 1.0
         for part, line in self.traffic.updates(grid):
-            yield line.axis, counts[part] * line.fixed * (share if line.axis == "data" else 1.0)
+            yield line.axis, counts[part] * line.fixed * (share if line.axis in REPLICA_AXES else 1.0)
 
     def _update(self, grid: GridShape, load: Load, placement: StatePlacement) -> float:
-        (offload, zero), params = placement, self.footprint.params(grid, load)
-        return self.compute.update(params, params / (grid.data if zero else 1), self.request.accumulate, offload)
+        (offload, zero), (dense, experts) = placement, self.footprint.ranks.replicated(grid, load)
+        own = dense / grid.replicas + experts / grid.data if zero else dense + experts
+        return self.compute.update(dense + experts, own, self.request.accumulate, offload)
 
 
 @cache

@@ -92,7 +92,7 @@ class PartTimes:
 
     def _compute(self, part: Part, sequences: int) -> Seconds:
         if part == "block":
-            return self.compute.block(self.grid.x, self.grid.y, sequences)
+            return self.compute.block(self.grid.expert, self.grid.x, self.grid.y, sequences)
         if part == "last":
             columns = self.compute.shape.padded_vocab(self.grid.y * self.grid.z) // self.grid.y
             return self.compute.head(self.grid.x, columns, sequences)

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import prod
 from typing import Literal, NamedTuple
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
+from axonn_jax.planner.communication.experts import TOKENS
 from axonn_jax.planner.communication.predict import predict_microbatch, predict_update
 from axonn_jax.planner.communication.step import Predicted, StepSpec
 from axonn_jax.planner.machines.machine import Curve, between, slope
@@ -39,6 +39,9 @@ _STREAM_ROLES: dict[tuple[str, str], Role] = {
     ("forward", "reduce-scatter"): "reduce",
     ("recompute", "all-gather"): "reread",
     ("recompute", "reduce-scatter"): "rereduce",
+    ("forward", "all-to-all"): "reduce",
+    ("recompute", "all-to-all"): "rereduce",
+    ("backward", "all-to-all"): "input",
     ("backward", "all-gather"): "input",
     ("backward", "reduce-scatter"): "input",
 }
@@ -77,35 +80,34 @@ _Sums = dict[tuple[Part, Role], dict[tuple[str, bool], Line]]
 class Traffic:
     """Every collective of a model's stages on a machine; blocks are counted as one block, all else as it comes.
 
-    What a microbatch communicates is the same on all grids of the same `z`, `y` and `x` that lie in nodes alike, and
-    priced once for them.
+    What a microbatch communicates is the same on all grids that differ in `pipe` and `data` alone and lie in nodes
+    alike, and priced once for them.
     """
 
     def __init__(self, request: PlanRequest, comm: BlockComm = ALL_REDUCE):
         self._request, self._comm = request, comm
         self._shape, self._machine = request.shape, request.machine
-        self._inside: dict[tuple[int, ...], Lines] = {}
-        self._updates: dict[tuple[int, ...], tuple[tuple[Part, Line], ...]] = {}
+        self._inside: dict[tuple[int, GridShape], Lines] = {}
+        self._updates: dict[tuple[int, GridShape], tuple[tuple[Part, Line], ...]] = {}
 
     def lines(self, grid: GridShape, part: Part, role: Role) -> tuple[Line, ...]:
         """The lines of a part and a role in a microbatch; none where every axis they run over has size one.
 
         Raises ``UserError`` where the model does not divide over the grid.
         """
-        sizes = (grid.z, grid.y, grid.x)
-        key = (copies(grid, self._machine.node.devices, prod(sizes)), *sizes)
+        mesh = grid.inside
+        key = (copies(grid, self._machine.node.devices, mesh.devices), mesh)
         if key not in self._inside:
-            mesh = GridShape(1, 1, *sizes)
             self._shape.check_grid(mesh, sequence_split=self._comm.sequence_split)
             self._inside[key] = self._priced(replace(mesh, pipe=key[0]), predict_microbatch(self._work(mesh)))
         return self._inside[key].get((part, role), ())
 
     def updates(self, grid: GridShape) -> tuple[tuple[Part, Line], ...]:
         """What is reduced once a step, by the part it belongs to."""
-        sizes = (grid.data, grid.z, grid.y, grid.x)
-        key = (copies(grid, self._machine.node.devices, prod(sizes)), *sizes)
+        mesh = replace(grid, pipe=1)
+        key = (copies(grid, self._machine.node.devices, mesh.devices), mesh)
         if key not in self._updates:
-            lines = self._priced(GridShape(*key), predict_update(self._work(GridShape(1, *sizes))))
+            lines = self._priced(replace(mesh, pipe=key[0]), predict_update(self._work(mesh)))
             parts: tuple[Part, ...] = ("block", "first", "last", "step")
             self._updates[key] = tuple((part, line) for part in parts for line in lines.get((part, "update"), ()))
         return self._updates[key]
@@ -115,7 +117,7 @@ class Traffic:
         request = self._request
         return StepSpec(
             self._shape, mesh, mesh.batch_shards, 1, itemsize(request.precision), "full",
-            comm=self._comm, accumulate=request.accumulate,
+            comm=self._comm, accumulate=request.accumulate, moe=request.moe,
         )  # fmt: skip
 
     def _priced(self, grid: GridShape, collectives: Iterable[Predicted]) -> Lines:
@@ -155,13 +157,14 @@ class Traffic:
 
 
 def _of_stream(one: Predicted) -> bool:
-    """Whether it gathers or scatters the residual stream, and not weights."""
-    return one.kind != "all-reduce" and one.axes in (("y",), ("x",))
+    """Whether it gathers, scatters or exchanges the residual stream or tokens, and not weights."""
+    return one.kind != "all-reduce" and one.axes in (("expert",), ("y",), ("x",))
 
 
 def _role(one: Predicted) -> Role:
     role = (_STREAM_ROLES if _of_stream(one) else _ROLES)[one.phase, one.kind]
-    return "rereduce" if role == "reread" and one.axes == ("x",) else role
+    reread = one.axes == ("y",) and one.name != TOKENS
+    return "rereduce" if role == "reread" and not reread else role
 
 
 def _add(found: dict[tuple[str, bool], Line], line: Line) -> None:

@@ -1,0 +1,129 @@
+"""What the ranks of a pipeline hold: their share of the model, and its state in bytes; no jax."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from axonn_jax.grid import GridShape
+from axonn_jax.planner import memory as formulas
+from axonn_jax.planner.expert_memory import expert_params
+from axonn_jax.planner.request import PlanRequest, StatePlacement
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a rank of the pipeline holds."""
+
+    rank: int
+    blocks: float
+    """A half is attention or MLP alone."""
+    first: bool
+    """The embedding."""
+    last: bool
+    """The head."""
+    tables: int
+    """Of the vocabulary: a tied one is held at both ends of a pipeline."""
+    params: float
+    """Parameters of the whole rank, experts aside."""
+    experts: float
+    """Parameters of its experts."""
+
+
+class RankState(NamedTuple):
+    """Bytes of a rank's model state on each of its devices."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    device: float
+    """All of it on the device."""
+    host: float
+    """On the host, for each device."""
+    later: float
+    """Beside it once the backward pass is over: of reduction and update."""
+
+
+class Ranks:
+    """The ranks of one request's candidates; what these have in common is worked out once."""
+
+    def __init__(self, request: PlanRequest):
+        shape = request.shape
+        self.request = request
+        # Of the mean block; where layers alternate, all blocks have the same share of what some have.
+        self.experts = expert_params(shape) * shape.routed_layers / shape.layers
+        self.layer = sum(count * shape.layer_params(layer) for layer, count in shape.layer_kinds()) / shape.layers
+        self.layer -= self.experts
+        self.loads = cache(self._loads)
+        self._states: dict[GridShape, dict[tuple[int, StatePlacement], RankState]] = {}
+
+    def _loads(self, pipe: int) -> tuple[Load, ...]:
+        """The ranks that matter: the first, one between, and the last; the fullest and the busiest are among them."""
+        shape = self.request.shape
+        if pipe == 1:
+            return (self._load(0, shape.layers, True, True),)
+        blocks = sum(count * shape.layer_forward_flops(1, layer=layer) for layer, count in shape.layer_kinds())
+        head = shape.head_forward_flops(1) * shape.layers / blocks
+        usual, last = formulas.balanced_blocks(shape.layers, head, pipe)
+        between = (self._load(1, usual, False, False),) if pipe > 2 else ()
+        return (self._load(0, usual, True, False), *between, self._load(pipe - 1, last, False, True))
+
+    def _load(self, rank: int, blocks: float, first: bool, last: bool) -> Load:
+        shape = self.request.shape
+        params = blocks * self.layer
+        params += shape.embedding_params() if first else 0
+        params += shape.head_params() if last else 0
+        params += shape.hidden * shape.vocab if last and not first and shape.tied else 0
+        tables = first + (last and not (first and shape.tied))
+        return Load(rank, blocks, first, last, tables, params, blocks * self.experts)
+
+    def params(self, grid: GridShape, load: Load) -> float:
+        """Parameters of a rank on each of its devices, with the zeros that its tables are padded with."""
+        return sum(self.replicated(grid, load))
+
+    def replicated(self, grid: GridShape, load: Load) -> tuple[float, float]:
+        """Of these, those that `data` and `expert` replicate, and those of experts, which `data` alone does."""
+        padding = load.tables * self.request.shape.hidden * (self.vocab(grid) - self.request.shape.vocab)
+        split = grid.x * grid.y * grid.z
+        return (load.params + padding) / split, load.experts / split / grid.expert
+
+    def vocab(self, grid: GridShape) -> int:
+        """Rows of a table, padded to divide over `y` and `z`."""
+        return self.request.shape.padded_vocab(grid.y * grid.z)
+
+    def state(self, grid: GridShape, load: Load, placement: StatePlacement) -> RankState:
+        """Model state of a rank's devices, the optimizer's in such a placement."""
+        of_grid, key = self._states.setdefault(grid, {}), (load.rank, placement)
+        if key not in of_grid:
+            of_grid[key] = self._placed(grid, load, *placement)
+        return of_grid[key]
+
+    def _placed(self, grid: GridShape, load: Load, offload: bool, zero: int) -> RankState:
+        request, accumulate = self.request, self.request.accumulate
+        dense, experts = self.replicated(grid, load)
+        parts = [(dense, grid.replicas if zero else 1), (experts, grid.data if zero else 1)]
+        apart = offload or (bool(zero) and grid.replicas > 1)
+        device = [
+            formulas.device_state(
+                params, request.precision, accumulate=accumulate, apart=apart, offload=offload, replicas=replicas
+            )
+            for params, replicas in parts
+        ]
+        host = sum(
+            formulas.host_state(params, request.precision, offload=offload, replicas=replicas).total
+            for params, replicas in parts
+        )
+        own = sum(params / replicas for params, replicas in parts)
+        later = formulas.streamed_state(min(request.bucket, own), request.precision) if offload else 0.0
+        reduced = dense + (experts if grid.data > 1 else 0.0)
+        reduction = formulas.bucket_buffers(reduced, request.bucket, accumulate) if grid.replicas > 1 else 0.0
+        if grid.pipe > 1 and zero and grid.replicas > 1:  # a program of its own takes the sums and gives a part
+            reduction += own * accumulate
+        later = max(later, reduction)
+        return RankState(
+            sum(one.weights for one in device),
+            sum(one.gradients for one in device),
+            sum(one.master + one.moments for one in device),
+            sum(one.total for one in device),
+            host,
+            later,
+        )
