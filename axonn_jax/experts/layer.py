@@ -1,6 +1,7 @@
 """The experts' layer: each token passes a few of many feed-forward layers, in the place of one."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -57,7 +58,8 @@ class Experts(nnx.Module):
         """Slots [experts/G, slots, hidden] -> partial sums of what each local expert makes of its own."""
         up = slots @ self.up.gathered(slots.dtype)
         gate = None if self.gate is None else slots @ self.gate.gathered(slots.dtype)
-        return activated(self.activation, gate, up) @ self.down.gathered(slots.dtype)
+        inner = jax.checkpoint(partial(activated, self.activation))(gate, up)  # keeps its inputs, nothing in between
+        return inner @ self.down.gathered(slots.dtype)
 
 
 class MixtureOfExperts(nnx.Module):
