@@ -1,6 +1,5 @@
 """Orbax: one jax world's shard of a checkpoint, written in the background; the world's processes fail together."""
 
-import asyncio
 import contextlib
 import gc
 import itertools
@@ -8,8 +7,6 @@ import json
 import logging
 import math
 import os
-import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +22,7 @@ from axonn_jax import compat
 from axonn_jax.checkpoint.manifest import StoredArray, describe_files
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.checkpoint.snapshot import on_the_hosts_cores, snapshot
+from axonn_jax.checkpoint.writes import Writes
 from axonn_jax.distributed.cpu_allocator import GrowthLimit
 from axonn_jax.documents import replace_whole
 from axonn_jax.memory.host_arrays import HOST, LayerSlice, joined
@@ -33,8 +31,6 @@ WORTH_IT = 32_000_000
 """Bytes of copies from which on the memory of the process is looked after."""
 _TIMEOUT_S = 1800
 _POLL_S = 0.02
-_OTHERS_S = 30
-"""So long a write that failed waits for those beside it."""
 _GROWTH = 0.05
 """Of the copies: by so much more the process may grow while they are written."""
 _WIDEST = 4
@@ -159,36 +155,10 @@ class _Arrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
     ) -> Sequence[Any]:
         """See Orbax: copies the arrays to the host and returns what to wait for until they are written."""
         if jax.process_count() == 1 and any(map(on_the_hosts_cores, values)):
-            writes = _Writes()
+            writes = Writes(len(infos))
             for info in infos:
-                info.byte_limiter = writes
+                info.byte_limiter = writes.of_array()
         return await super().serialize(values, infos, args)
-
-
-class _Writes:
-    """Orbax's limiter of bytes under way, used to let a write fail only when those beside it have ended.
-
-    At the first failure Orbax closes the event loop that the others still report to, and Python would tell of each.
-    """
-
-    def __init__(self) -> None:
-        self._writing = 0
-        self._failure: BaseException | None = None
-
-    async def wait_for_bytes(self, requested_bytes: int) -> None:
-        """Begins a write; after a failure it fails too, with that one: which of them a save reports is chance."""
-        if self._failure is not None:
-            raise self._failure
-        self._writing += 1
-
-    async def release_bytes(self, requested_bytes: int) -> None:
-        """Ends a write; one that failed waits for the others."""
-        self._writing -= 1
-        failure = sys.exc_info()[1]
-        if failure is not None:
-            self._failure, end = self._failure or failure, time.monotonic() + _OTHERS_S
-            while self._writing and time.monotonic() < end:
-                await asyncio.sleep(_POLL_S)
 
 
 def marker(part: str, process: int) -> str:
