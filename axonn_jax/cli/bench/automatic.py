@@ -17,7 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.cli.bench.common import Constraints
+from axonn_jax.cli.bench.one_hot import OneHotExperts
 from axonn_jax.errors import UserError
+from axonn_jax.experts.layer import MixtureOfExperts
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.memory.precision import precisions
 from axonn_jax.memory.remat import layer_runner
@@ -105,7 +107,12 @@ class AutomaticProgram(OnMesh):
     def _constrain_layers(self, model: Transformer) -> None:
         """Puts the model's layers, which are this trace's own, behind ones that constrain what they return."""
         for block in model.blocks:
-            for home, names in ((block.attention, ("qkv", "out")), (block.mlp, ("gate", "up", "down"))):
+            halves: list[tuple[Any, tuple[str, ...]]] = [(block.attention, ("qkv", "out"))]
+            if isinstance(block.mlp, MixtureOfExperts):
+                block.mlp = OneHotExperts(block.mlp, self.grid.mesh)  # type: ignore[assignment]
+            else:
+                halves.append((block.mlp, ("gate", "up", "down")))
+            for home, names in halves:
                 for name in names:
                     if (layer := getattr(home, name)) is not None:
                         setattr(home, name, _Constrained(layer, self._rows(swapped(layer.in_axis))))

@@ -3,11 +3,12 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from axonn_jax.cli.bench.common import Constraints, mesh_sizes, temporary_bytes, text_of
+from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm, choose_residual_comm
 from axonn_jax.models.config import ModelShape
@@ -41,12 +42,16 @@ class Way:
     constraints: Constraints = "layers"
     inner_features: ResidualComm = "all_reduce"
     """What splits the features inside the explicit program's blocks; the other's are split over `y`."""
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    """How tokens reach their experts in the explicit program; in the other by einsums with one-hot masks."""
 
     def work(self, shape: ModelShape, grid: GridShape, sequences: int) -> StepSpec:
         """Such a step of a model."""
         comm = choose_residual_comm(self.inner_features, shape, grid, self.activations)
         policy, gather = self.activations, self.gather
-        return StepSpec(shape, grid, sequences, self.microbatches, activations=policy, gather=gather, comm=comm)
+        return StepSpec(
+            shape, grid, sequences, self.microbatches, activations=policy, gather=gather, comm=comm, moe=self.moe
+        )
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ def _abstract(work: StepSpec, way: Way) -> "tuple[TrainStep, TrainStep]":
 
     def parts(comm: BlockComm) -> "SplitModule":
         return split_module(
-            nnx.eval_shape(lambda: Transformer(work.shape, rngs=nnx.Rngs(0), attention="xla", comm=comm))
+            nnx.eval_shape(lambda: Transformer(work.shape, rngs=nnx.Rngs(0), attention="xla", comm=comm, moe=way.moe))
         )
 
     return _steps((parts(work.comm), parts(ALL_REDUCE)), work, way)
