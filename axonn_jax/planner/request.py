@@ -85,6 +85,8 @@ class PlanRequest:
 
     moe: MoeConfig = field(default_factory=MoeConfig)
     """How tokens reach their experts."""
+    duplicates: bool = False
+    """capacity: whether devices along `y` all send the tokens that they have in common: for comparison."""
 
     @property
     def attention_form(self) -> AttentionForm:

@@ -86,7 +86,8 @@ def _gather(work: StepSpec, moe: ExpertShape, each: int) -> Iterator[Predicted]:
 
 def _drops(work: StepSpec) -> bool:
     """Whether devices along `y`, which have the same tokens, each send a part of them (`experts.dispatch`)."""
-    return not work.comm.sequence_split and work.grid.expert > 1 and work.grid.y > 1
+    sends = work.grid.expert > 1 and work.grid.y > 1
+    return sends and not work.comm.sequence_split and not work.duplicates
 
 
 def _by_capacity(work: StepSpec, moe: ExpertShape, each: int) -> Iterator[Predicted]:

@@ -48,6 +48,8 @@ class StepSpec:
 
     moe: MoeConfig = field(default_factory=MoeConfig)
     """How tokens reach their experts."""
+    duplicates: bool = False
+    """capacity: whether devices along `y`, which have the same tokens, all send them: for comparison."""
 
     @property
     def rows(self) -> int:
