@@ -46,6 +46,7 @@ BENCHES = (
     Command("memory", "memory of a step under every activation policy, and what it costs in time"),
     Command("matmuls", "rates of a step's matmuls in every layout of their operands, and which one is chosen"),
     Command("overlap", "what runs beside a step's collectives in the schedule that XLA makes for a GPU"),
+    Command("experts", "what experts communicate, beside automatic partitioning; DeepSpeed-TED's published facts"),
 )
 
 # Not imported for --version, only looked up: importing jax takes a second and may start a device.

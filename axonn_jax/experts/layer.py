@@ -35,7 +35,7 @@ class ExpertKernel(nnx.Module):
         return gather_weight(self.kernel.get_value(), jnp.dtype(dtype), dim=self.z_dim)
 
 
-class Experts(nnx.Module):
+class LocalExperts(nnx.Module):
     """The experts that a device holds; parameters `gate`, `up` and `down`, without biases."""
 
     def __init__(self, hidden: int, moe: ExpertShape, activation: Mlp, *, std: float, out_std: float, key: jax.Array):
@@ -84,7 +84,7 @@ class MixtureOfExperts(nnx.Module):
         router, experts, every = jax.random.split(key, 3)
         self.moe, self.training, self.sequence_split = moe, training, sequence_split
         self.router = Gate(hidden, moe, std=std, key=router)
-        self.experts = Experts(hidden, moe, activation, std=std, out_std=out_std, key=experts)
+        self.experts = LocalExperts(hidden, moe, activation, std=std, out_std=out_std, key=experts)
         self.shared = None if shared is None else shared(key=every)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -103,7 +103,7 @@ class MixtureOfExperts(nnx.Module):
 
     def _dispatched(self, tokens: jax.Array, routing: Routing) -> jax.Array:
         split, training = self.sequence_split, self.training
-        if training.dispatch == "capacity":
+        if training.drops:
             compute, count = self.experts.on_slots, self.moe.experts
-            return by_capacity(tokens, routing, compute, count, training.capacity, sequence_split=split)
+            return by_capacity(tokens, routing, compute, count, training.slack, sequence_split=split)
         return scatter_tokens(self.experts(*gather_tokens(tokens, routing, sequence_split=split)), sequence_split=split)

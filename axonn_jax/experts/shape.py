@@ -22,6 +22,16 @@ class MoeConfig:
     capacity: Positive = 1.25
     """capacity: slots of an expert over the mean number of tokens that choose it."""
 
+    @property
+    def drops(self) -> bool:
+        """Whether tokens without a slot are dropped."""
+        return self.dispatch == "capacity"
+
+    @property
+    def slack(self) -> float:
+        """Slots of an expert over the mean number of tokens that choose it; 1 where there are no slots."""
+        return self.capacity if self.drops else 1.0
+
 
 @dataclass(frozen=True)
 class ExpertShape:

@@ -25,8 +25,11 @@ class Model(Protocol):
     """Attribute that holds the layers: a list, or `models.stacked.Stacked`."""
 
     @property
-    def identical_layers(self) -> bool:
-        """Whether layers differ in their parameters' values alone, so that a loop can run them."""
+    def layer_period(self) -> int:
+        """After so many layers one comes that differs in its parameters' values alone, so that a loop can run them.
+
+        0: layers are not known to be alike.
+        """
 
     @property
     def balanced(self) -> bool:

@@ -2,6 +2,8 @@
 
 A layer's own parameters, such as `blocks.3.attention.qkv.kernel`, are what users, checkpoints and optimizers see.
 Stacked, the kernels of all blocks are `blocks.every.attention.qkv.kernel`, [blocks, ...]; the new dim is never sharded.
+Where kinds of layers alternate, one of each is the loop's body, and the kernels of the second kind are those of
+`blocks.every.1`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,13 +45,14 @@ def layer_form(layer: nnx.Module, prefix: str, parts: SplitModule) -> LayerForm:
 
 
 class Stacked(nnx.Module):
-    """`count` layers in a row as `every`, a layer of which each parameter is [count, ...].
+    """A row of layers as `every`, one of each kind that takes its turn, whose parameters are [count, ...].
 
     Parameters keep the layout that one layer declares, which is how `every` is used: a layer at a time.
     """
 
-    def __init__(self, every: nnx.Module, count: int):
-        self.every, self.count = every, count
+    def __init__(self, kinds: Sequence[nnx.Module], count: int):
+        self.count, self.period = count, len(kinds)
+        self.every = kinds[0] if len(kinds) == 1 else nnx.List(list(kinds))
 
     def run(self, body: Callable[[Any, Carry, jax.Array], Carry], carry: Carry) -> Carry:
         """Calls body(layer, carry, index) for the layers in order, by `lax.scan`, and gives the last carry.
@@ -61,7 +64,12 @@ class Stacked(nnx.Module):
 
         def step(carry: Carry, layer: tuple[jax.Array, Any]) -> tuple[Carry, None]:
             index, params = layer
-            return body(nnx.merge(graphdef, params, rest), carry, index), None
+            every = nnx.merge(graphdef, params, rest)
+            if self.period == 1:
+                return body(every, carry, index), None
+            for at, one in enumerate(every):
+                carry = body(one, carry, index * jnp.uint32(self.period) + jnp.uint32(at))
+            return carry, None
 
         carry, _ = lax.scan(step, carry, (jnp.arange(self.count, dtype=jnp.uint32), params))
         return carry
@@ -107,40 +115,47 @@ def unstacked(split: SplitModule) -> Stack:
 def stack_layers(model: nnx.Module, split: SplitModule) -> Stack:
     """The model with the layers of its attribute `layer_list` stacked; `split` is the model's.
 
-    Raises ``UserError`` where its layers are fewer than two or not alike.
+    Raises ``UserError`` where its layers are fewer than two of a kind, not alike, or end between two kinds.
     """
     checked = check_model(model)
-    where = checked.layer_list
-    if not checked.identical_layers:
-        raise UserError("model", type(model).__name__, "to scan layers, a Transformer, whose layers are all alike")
+    where, period = checked.layer_list, checked.layer_period
+    if not period:
+        raise UserError("model", type(model).__name__, "to scan layers, a Transformer, whose layers are alike")
     parts = shapes_of(split)
     layers: Sequence[nnx.Module] = getattr(model, where)
-    kinds = _kinds(layers, parts, where)
-    first, count = f"{where}.0.", len(layers)
+    if len(layers) % period:
+        accepted = f"to scan layers, a multiple of {period}, after which kinds of layers repeat"
+        raise UserError("model", f"{len(layers)} layers", accepted)
     merged: Any = parts.merge(parts.params)
-    setattr(merged, where, Stacked(getattr(merged, where)[0], count))
+    setattr(merged, where, Stacked(list(getattr(merged, where)[:period]), len(layers) // period))
     stacked = split_module(merged)
-    own = {f"{where}.every.{kind}": tuple(f"{where}.{i}.{kind}" for i in range(count)) for kind in kinds}
+    own: dict[str, tuple[str, ...]] = {}
+    for at in range(period):
+        names = [f"{where}.{index}." for index in range(at, len(layers), period)]
+        every = f"{where}.every." + (f"{at}." if period > 1 else "")
+        own |= {every + kind: tuple(name + kind for name in names) for kind in _kinds(layers[at::period], parts, names)}
+    count = len(layers) // period
     params: Any = {}
     for name, shape in stacked.params.items():
-        assert name in own or not name.startswith(first)
+        assert name in own or not name.startswith(f"{where}.")
         lead = (count,) if name in own else ()
         params[name] = jax.ShapeDtypeStruct((*lead, *shape.shape), shape.dtype)
     specs = {name: P(None, *spec) if name in own else spec for name, spec in stacked.specs.items()}
     return Stack(stacked._replace(params=params, specs=specs), parts, own)
 
 
-def _kinds(layers: Sequence[nnx.Module], parts: SplitModule, where: str) -> list[str]:
+def _kinds(layers: Sequence[nnx.Module], parts: SplitModule, names: Sequence[str]) -> list[str]:
     """Names of a layer's parameters, once it is known that all layers differ in nothing but their values."""
     if len(layers) < 2:
-        raise UserError("model", f"{len(layers)} layers", "to scan layers, at least 2")
+        raise UserError("model", f"{len(layers)} layers", "to scan layers, at least 2 of a kind")
 
-    first, *others = (layer_form(layer, f"{where}.{index}.", parts) for index, layer in enumerate(layers))
-    for index, form in enumerate(others, start=1):
+    first, *others = (layer_form(layer, name, parts) for name, layer in zip(names, layers, strict=True))
+    for name, form in zip(names[1:], others, strict=True):
         if form != first:
-            raise UserError("model", f"{where}.0 and {where}.{index}", "to scan layers, layers that are all alike")
+            accepted = "to scan layers, layers that are all alike"
+            raise UserError("model", f"{names[0][:-1]} and {name[:-1]}", accepted)
     if first.state:
-        raise UserError("model", f"{where}.0 with state of its own", "to scan layers, layers of parameters alone")
+        raise UserError("model", f"{names[0][:-1]} with state of its own", "to scan layers, layers of parameters alone")
     return [kind for kind, *_ in first.params]
 
 

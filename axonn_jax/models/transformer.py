@@ -170,7 +170,7 @@ class Transformer(nnx.Module):
         moe: MoeConfig = MoeConfig(),  # noqa: B008
     ):
         self.shape, self.comm, self.packed = shape, comm, packed
-        self.identical_layers = shape.moe is None or shape.moe.every == 1
+        self.layer_period = 1 if shape.moe is None else shape.moe.every
         self.balanced = shape.moe is not None and moe.balance_weight > 0.0
         self.vocab, self.seq_len, self.drops_out = shape.vocab, shape.seq_len, shape.dropout > 0.0
         layers, hidden, std, split = shape.layers, shape.hidden, shape.init_std, comm.sequence_split

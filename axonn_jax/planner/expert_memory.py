@@ -32,8 +32,8 @@ def expert_use(shape: ModelShape, grid: GridShape, training: MoeConfig, comm: Bl
     gates, part = shape.mlp_inputs, y if comm.sequence_split else 1
     scores = 3 * moe.experts * _FLOAT32 / item / part
     shared = moe.shared * moe.ffn / (x * y if comm.mlp else y)
-    if training.dispatch == "capacity":
-        slots = moe.per_token * training.capacity
+    if training.drops:
+        slots = moe.per_token * training.slack
         width = slots * moe.ffn / (x * y)
         tokens = slots * shape.hidden * (1 + 1 / x / y)
         working = 2 * slots * shape.hidden + 2 * gates * width

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline hold: their share of the model, and its state in bytes; no jax."""
+"""Ranks of a pipeline: their share of the model, and its state in bytes; no jax."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -120,10 +120,10 @@ class Ranks:
             reduction += own * accumulate
         later = max(later, reduction)
         return RankState(
-            sum(one.weights for one in device),
-            sum(one.gradients for one in device),
-            sum(one.master + one.moments for one in device),
-            sum(one.total for one in device),
+            sum(state.weights for state in device),
+            sum(state.gradients for state in device),
+            sum(state.master + state.moments for state in device),
+            sum(state.total for state in device),
             host,
             later,
         )

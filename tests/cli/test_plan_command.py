@@ -30,7 +30,7 @@ def test_plan_as_json(capsys):
     for one in found["configs"]:
         assert one["pipe"] * one["data"] * one["z"] * one["y"] * one["x"] == 16
         assert one["microbatch"] * one["microbatches"] * one["data"] * one["z"] == 128
-        assert set(one["comm_s"]) == {"x", "y", "z", "data", "pipe"}
+        assert set(one["comm_s"]) == {"x", "y", "z", "expert", "data", "pipe"}
         assert 0 < one["mfu"] < 1
         assert one["memory_bytes"] < found["memory_limit_bytes"]
         assert one["exposed_comm_s"] == pytest.approx(sum(one["exposed_by_axis_s"].values()))

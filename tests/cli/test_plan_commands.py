@@ -8,9 +8,9 @@ import pytest
 from launched import AXONN, curves, finished
 
 from axonn_jax.cli.main import main
+from axonn_jax.grid import GRID_AXES
 from axonn_jax.models.presets import preset, preset_names
 from axonn_jax.planner.machines.machine_file import machine_names
-from axonn_jax.planner.space import AXES
 from axonn_jax.schedule.policies import default_in_flight
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.train.config_file import loads, split_argv
@@ -94,7 +94,7 @@ def assert_same(row, found, asked, words, data):
     memory, pipeline, layout, train = config.memory, config.pipeline, config.tensor, config.train
     pipe, chosen = config.grid.pipe, dict(zip(words[::2], words[1::2], strict=True))
     default = default_in_flight(PipelineShape(pipe, train.microbatches, pipeline.virtual_stages)) if pipe > 1 else 0
-    said = {axis: getattr(config.grid, axis) for axis in AXES} | {
+    said = {axis: getattr(config.grid, axis) for axis in GRID_AXES} | {
         "microbatches": train.microbatches,
         "microbatch": train.global_batch // train.microbatches // config.grid.batch_shards,
         "virtual_stages": pipeline.virtual_stages,
@@ -119,7 +119,7 @@ def assert_same(row, found, asked, words, data):
 
 def shrunk(row, found):
     """Flags for a tiny model of the same kind, and for so few replicas and shards of `z` that 16 devices do."""
-    full, grid = preset(found["model"]), {axis: row[axis] for axis in AXES}
+    full, grid = preset(found["model"]), {axis: row[axis] for axis in GRID_AXES}
     while math.prod(grid.values()) > (8 if grid["data"] * grid["z"] > 1 else 16):
         larger = "data" if grid["data"] >= grid["z"] else "z"
         grid[larger] //= 2

@@ -10,8 +10,11 @@ from flax import nnx
 from trainers import make_trainer
 
 import axonn_jax as ax
+from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
+from axonn_jax.models.stacked import stack_layers
+from axonn_jax.tensor.params import split_module
 
 SPLIT = {"comm": BlockComm(sequence_split=True)}
 GRID = GridShape(1, 1, 2, 2, expert=2)
@@ -39,6 +42,19 @@ def test_other_routers_and_alternating_layers(model):
 )
 def test_gradients_do_not_depend_on_how_they_are_computed(axes, options):
     grids.check_gradients(grids.gradients(grids.MIXTRAL, axes, bucket=3000, **options), grids.reference("mixtral"))
+
+
+def test_kinds_of_layers_that_alternate_are_one_loop():
+    shape = replace(grids.SPARSE, layers=4)
+    scanned = grids.gradients(shape, GRID, scanned=True, activations="full", bucket=3000)
+    grids.check_gradients(scanned, grids.gradients(shape, GridShape()))
+    model = grids.model_on(shape, grids.lay(GridShape()))
+    stack = stack_layers(model, split_module(model))
+    assert {name.split(".")[2] for name in stack.own} == {"0", "1"}
+    assert stack.own["blocks.every.1.mlp.router.kernel"] == ("blocks.1.mlp.router.kernel", "blocks.3.mlp.router.kernel")
+    odd = grids.model_on(replace(shape, layers=3), grids.lay(GridShape()))
+    with pytest.raises(UserError, match=r"3 layers.*a multiple of 2"):
+        stack_layers(odd, split_module(odd))
 
 
 @pytest.mark.parametrize("scanned", [False, True])

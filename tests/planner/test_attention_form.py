@@ -112,7 +112,7 @@ def test_blocks_take_longer_than_a_fused_kernel_and_less_than_whole_scores():
     shape, machine = preset("llama3-8b", seq_len=8192), load_machine("dgx-h100")
     kernels = ("cudnn", "blocked", "xla")
     asked = [PlanRequest(shape, machine, 1, "bf16", attention=kernel) for kernel in kernels]
-    fused, blocked, whole = (Compute(one).block(1, 1, 1) for one in asked)
+    fused, blocked, whole = (Compute(one).block(1, 1, 1, 1) for one in asked)
     assert fused.forward < blocked.forward < whole.forward
     assert fused.inputs < blocked.inputs < whole.inputs
 

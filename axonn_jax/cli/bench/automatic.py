@@ -168,7 +168,7 @@ class _OneHotExperts(nnx.Module):
         """
         layer, moe, (batch, seq, hidden) = self.layer, self.layer.moe, x.shape
         routing = layer.router(x.reshape(-1, hidden))
-        count = slots_of(seq, moe.per_token, moe.experts, layer.training.capacity)
+        count = slots_of(seq, moe.per_token, moe.experts, layer.training.slack)
         chosen = jax.nn.one_hot(routing.choices.reshape(batch, seq, -1), moe.experts, dtype=jnp.float32)
         ordered = chosen.transpose(0, 2, 1, 3).reshape(batch, -1, moe.experts)  # first choices first
         places = (jnp.cumsum(ordered, axis=1) - ordered).reshape(batch, -1, seq, moe.experts).transpose(0, 2, 1, 3)

@@ -13,7 +13,7 @@ _LAST = ("blocks.mlp.down", "blocks.mlp.shared.down")
 
 
 @dataclass(frozen=True)
-class Matmul:
+class BlockMatmul:
     """A linear layer: features in over `in_axis`, out over the other."""
 
     name: str
@@ -29,14 +29,14 @@ class Matmul:
     """Its inner features are split over `y` and `x`: `features_out` where it reads the stream, else `features_in`."""
 
 
-def block_matmuls(shape: ModelShape, comm: BlockComm = ALL_REDUCE) -> tuple[Matmul, ...]:
+def block_matmuls(shape: ModelShape, comm: BlockComm = ALL_REDUCE) -> tuple[BlockMatmul, ...]:
     """The linear layers of the blocks that all tokens pass; `x` and `y` swap roles from one to the next."""
     layers, heads, every = shape.layers, comm.attention, shape.bias == "all"
     routed = shape.routed_layers
     width, qkv = shape.heads * shape.head_dim, "blocks.attention.qkv"
     attention = (
-        Matmul(qkv, shape.hidden, shape.qkv_width, X, layers, bias=shape.bias != "none", spread=heads),
-        Matmul("blocks.attention.out", width, shape.hidden, Y, layers, bias=every, spread=heads),
+        BlockMatmul(qkv, shape.hidden, shape.qkv_width, X, layers, bias=shape.bias != "none", spread=heads),
+        BlockMatmul("blocks.attention.out", width, shape.hidden, Y, layers, bias=every, spread=heads),
     )
     dense = _mlp(shape, comm, "blocks.mlp", shape.ffn, layers - routed, bias=every) if routed < layers else ()
     if not shape.shared_experts or not routed:
@@ -45,40 +45,40 @@ def block_matmuls(shape: ModelShape, comm: BlockComm = ALL_REDUCE) -> tuple[Matm
     return (*attention, *dense, *_mlp(shape, comm, "blocks.mlp.shared", wide, routed, bias=False))
 
 
-def _mlp(shape: ModelShape, comm: BlockComm, name: str, ffn: int, count: int, *, bias: bool) -> tuple[Matmul, ...]:
-    up = Matmul(f"{name}.up", shape.hidden, ffn, X, count, bias=bias, spread=comm.mlp)
+def _mlp(shape: ModelShape, comm: BlockComm, name: str, ffn: int, count: int, *, bias: bool) -> tuple[BlockMatmul, ...]:
+    up = BlockMatmul(f"{name}.up", shape.hidden, ffn, X, count, bias=bias, spread=comm.mlp)
     gate = (replace(up, name=f"{name}.gate", joins_next=True),) if shape.mlp_inputs == 2 else ()
-    return (*gate, up, Matmul(f"{name}.down", ffn, shape.hidden, Y, count, bias=bias, spread=comm.mlp))
+    return (*gate, up, BlockMatmul(f"{name}.down", ffn, shape.hidden, Y, count, bias=bias, spread=comm.mlp))
 
 
-def weight(work: StepSpec, layer: Matmul, again: bool) -> Iterator[Predicted]:
+def weight(work: StepSpec, layer: BlockMatmul, again: bool) -> Iterator[Predicted]:
     """Z: all-gather W, reduce-scatter dW, (Gz-1)/Gz k n e/(Gx Gy) each."""
-    whole = layer.features_in * layer.features_out * work.itemsize // work.size(X, Y)
-    yield from gathered(work, layer.name, whole, layer.count, again)
+    buffer = layer.features_in * layer.features_out * work.itemsize // work.size(X, Y)
+    yield from gathered(work, layer.name, buffer, layer.count, again)
 
 
-def gathered(work: StepSpec, name: str, whole: int, count: int, again: bool) -> Iterator[Predicted]:
+def gathered(work: StepSpec, name: str, buffer: int, count: int, again: bool) -> Iterator[Predicted]:
     """All-gathers over `z` of `count` weights of so many bytes, and reduce-scatters of their gradients."""
     each = count * work.microbatches
     gathers = each if work.scanned and not work.once and name != "head" else count
-    yield work.one(name, "forward", "all-gather", (Z,), whole, gathers)
+    yield work.row(name, "forward", "all-gather", (Z,), buffer, gathers)
     if again and work.gather == "forward":
-        yield work.one(name, "recompute", "all-gather", (Z,), whole, each)
-    yield scatter(work, name, whole, count)
+        yield work.row(name, "recompute", "all-gather", (Z,), buffer, each)
+    yield scatter(work, name, buffer, count)
 
 
-def scatter(work: StepSpec, name: str, whole: int, count: int) -> Predicted:
+def scatter(work: StepSpec, name: str, buffer: int, count: int) -> Predicted:
     """The reduce-scatter of gradients of `count` weights of so many bytes: of every microbatch, or of their sums."""
     times = count if work.once else count * work.microbatches
-    return work.one(name, "backward", "reduce-scatter", (Z,), whole // work.itemsize * work.accumulate, times)
+    return work.row(name, "backward", "reduce-scatter", (Z,), buffer // work.itemsize * work.accumulate, times)
 
 
-def activations(work: StepSpec, layer: Matmul, again: bool) -> Iterator[Predicted]:
+def activations(work: StepSpec, layer: BlockMatmul, again: bool) -> Iterator[Predicted]:
     """What a linear layer communicates of activations; `again` says that its block is computed again."""
     yield from (_spread if layer.spread else _reduced)(work, layer, again)
 
 
-def _reduced(work: StepSpec, layer: Matmul, again: bool) -> Iterator[Predicted]:
+def _reduced(work: StepSpec, layer: BlockMatmul, again: bool) -> Iterator[Predicted]:
     """The same of a layer with features over one axis in, over the other out.
 
     In-axis: all-reduce Y, 2 (Gin-1)/Gin m n e/Gout. Out-axis: all-reduce dX, 2 (Gout-1)/Gout m k e/Gin, once for layers
@@ -90,20 +90,20 @@ def _reduced(work: StepSpec, layer: Matmul, again: bool) -> Iterator[Predicted]:
     result = work.rows * layer.features_out * work.itemsize // work.size(y)
     operand = work.rows * layer.features_in * work.itemsize // work.size(x)
     reduction: CollectiveKind = "reduce-scatter" if adds else "all-reduce"
-    yield work.one(layer.name, "forward", reduction, (x,), result, each)
+    yield work.row(layer.name, "forward", reduction, (x,), result, each)
     if again and layer.name not in _LAST and work.rereduces:
-        yield work.one(layer.name, "recompute", reduction, (x,), result, each)
+        yield work.row(layer.name, "recompute", reduction, (x,), result, each)
     if adds:
-        yield work.one(layer.name, "backward", "all-gather", (x,), result, each)
+        yield work.row(layer.name, "backward", "all-gather", (x,), result, each)
     if not layer.joins_next:
         if reads:
-            yield work.one(layer.name, "forward", "all-gather", (y,), operand, each)
+            yield work.row(layer.name, "forward", "all-gather", (y,), operand, each)
         if reads and layer.name != "head":
-            yield work.one(layer.name, "recompute", "all-gather", (y,), operand, each)
-        yield work.one(layer.name, "backward", "reduce-scatter" if reads else "all-reduce", (y,), operand, each)
+            yield work.row(layer.name, "recompute", "all-gather", (y,), operand, each)
+        yield work.row(layer.name, "backward", "reduce-scatter" if reads else "all-reduce", (y,), operand, each)
 
 
-def _spread(work: StepSpec, layer: Matmul, again: bool) -> Iterator[Predicted]:
+def _spread(work: StepSpec, layer: BlockMatmul, again: bool) -> Iterator[Predicted]:
     """The same of a layer with inner features over `y` and `x`.
 
     A layer that reads the stream has it all-gathered over `x`, (Gx-1)/Gx m k e, once for layers that share it; dX is
@@ -118,10 +118,10 @@ def _spread(work: StepSpec, layer: Matmul, again: bool) -> Iterator[Predicted]:
     repeated = again and layer.name not in _LAST and work.rereduces
     phases: tuple[Phase, ...] = ("forward", "recompute") if repeated else ("forward",)
     for phase in ("backward",) if reads else phases:
-        yield work.one(layer.name, phase, "reduce-scatter", (X,), row, each)
-        yield work.one(layer.name, phase, "all-reduce", (Y,), row // work.size(X), each)
+        yield work.row(layer.name, phase, "reduce-scatter", (X,), row, each)
+        yield work.row(layer.name, phase, "all-reduce", (Y,), row // work.size(X), each)
     for phase in phases if reads else ("backward",):
-        yield work.one(layer.name, phase, "all-gather", (X,), row, each)
+        yield work.row(layer.name, phase, "all-gather", (X,), row, each)
 
 
 def norm(work: StepSpec, name: str, count: int, again: bool) -> Iterator[Predicted]:
@@ -130,4 +130,4 @@ def norm(work: StepSpec, name: str, count: int, again: bool) -> Iterator[Predict
     repeated: tuple[Phase, ...] = ("recompute",) if again and work.rereduces else ()
     for phase in ("forward", *repeated, "backward"):
         numbers = 1 if work.shape.norm != "layernorm" else 2 if phase == "backward" else 3
-        yield work.one(name, phase, "all-reduce", (X,), numbers * token, count * work.microbatches)
+        yield work.row(name, phase, "all-reduce", (X,), numbers * token, count * work.microbatches)

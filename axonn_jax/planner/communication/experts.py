@@ -24,8 +24,8 @@ def predict_experts(work: StepSpec) -> Iterator[Predicted]:
     for name, elements in expert_weights(moe, work.shape.mlp_inputs, work.shape.hidden):
         yield from gathered(work, name, elements * work.itemsize // work.size(EXPERT, X, Y), layers, work.again)
     yield from _router(work, moe, layers * work.microbatches)
-    dispatch = _by_capacity if work.moe.dispatch == "capacity" else _gather
-    yield from dispatch(work, moe, layers * work.microbatches)
+    communicate = _by_capacity if work.moe.drops else _gather
+    yield from communicate(work, moe, layers * work.microbatches)
 
 
 def _own(work: StepSpec) -> int:
@@ -40,10 +40,10 @@ def _phases(work: StepSpec) -> tuple[Phase, ...]:
 def _router(work: StepSpec, moe: ExpertShape, each: int) -> Iterator[Predicted]:
     """Scores are all-reduced over `x`, 2 (Gx-1)/Gx 4 m E; with the sequence split, counts and shares over `y`."""
     for phase in _phases(work):
-        yield work.one(ROUTER, phase, "all-reduce", (X,), _own(work) * moe.experts * FLOAT32, each)
+        yield work.row(ROUTER, phase, "all-reduce", (X,), _own(work) * moe.experts * FLOAT32, each)
         if work.comm.sequence_split and work.moe.balance_weight:
             sequences = work.rows // work.shape.seq_len
-            yield work.one(ROUTER, phase, "all-reduce", (Y,), 2 * sequences * moe.experts * FLOAT32, each)
+            yield work.row(ROUTER, phase, "all-reduce", (Y,), 2 * sequences * moe.experts * FLOAT32, each)
 
 
 def _gather(work: StepSpec, moe: ExpertShape, each: int) -> Iterator[Predicted]:
@@ -56,32 +56,32 @@ def _gather(work: StepSpec, moe: ExpertShape, each: int) -> Iterator[Predicted]:
     stream = hidden // work.grid.x
     for phase in _phases(work):
         for size in (stream, k, k):  # tokens, choices, weights
-            yield work.one(TOKENS, phase, "all-gather", (EXPERT,), group * size, each)
+            yield work.row(TOKENS, phase, "all-gather", (EXPERT,), group * size, each)
             if apart:
-                yield work.one(TOKENS, phase, "all-gather", (Y,), all_of * size, each)
-        yield work.one(TOKENS, phase, "all-gather", (X,), all_of * hidden, each)
+                yield work.row(TOKENS, phase, "all-gather", (Y,), all_of * size, each)
+        yield work.row(TOKENS, phase, "all-gather", (X,), all_of * hidden, each)
     for size in (stream, k):
         if apart:
-            yield work.one(TOKENS, "backward", "reduce-scatter", (Y,), all_of * size, each)
+            yield work.row(TOKENS, "backward", "reduce-scatter", (Y,), all_of * size, each)
         else:
-            yield work.one(TOKENS, "backward", "all-reduce", (Y,), all_of * size, each)
-        yield work.one(TOKENS, "backward", "reduce-scatter", (EXPERT,), group * size, each)
+            yield work.row(TOKENS, "backward", "all-reduce", (Y,), all_of * size, each)
+        yield work.row(TOKENS, "backward", "reduce-scatter", (EXPERT,), group * size, each)
         if dropped:
-            yield work.one(TOKENS, "backward", "all-gather", (Y,), work.rows * size, each)
-    yield work.one(TOKENS, "backward", "all-reduce", (X,), all_of * k, each)  # of weights
-    yield work.one(TOKENS, "backward", "reduce-scatter", (X,), all_of * hidden, each)
+            yield work.row(TOKENS, "backward", "all-gather", (Y,), work.rows * size, each)
+    yield work.row(TOKENS, "backward", "all-reduce", (X,), all_of * k, each)  # of weights
+    yield work.row(TOKENS, "backward", "reduce-scatter", (X,), all_of * hidden, each)
     # What the experts add.
-    yield work.one(TOKENS, "forward", "reduce-scatter", (X,), all_of * hidden, each)
-    yield work.one(TOKENS, "backward", "all-gather", (X,), all_of * hidden, each)
+    yield work.row(TOKENS, "forward", "reduce-scatter", (X,), all_of * hidden, each)
+    yield work.row(TOKENS, "backward", "all-gather", (X,), all_of * hidden, each)
     if apart:
-        yield work.one(TOKENS, "forward", "reduce-scatter", (Y,), all_of * stream, each)
-        yield work.one(TOKENS, "backward", "all-gather", (Y,), all_of * stream, each)
+        yield work.row(TOKENS, "forward", "reduce-scatter", (Y,), all_of * stream, each)
+        yield work.row(TOKENS, "backward", "all-gather", (Y,), all_of * stream, each)
     else:
-        yield work.one(TOKENS, "forward", "all-reduce", (Y,), all_of * stream, each)
-    yield work.one(TOKENS, "forward", "reduce-scatter", (EXPERT,), group * stream, each)
-    yield work.one(TOKENS, "backward", "all-gather", (EXPERT,), group * stream, each)
+        yield work.row(TOKENS, "forward", "all-reduce", (Y,), all_of * stream, each)
+    yield work.row(TOKENS, "forward", "reduce-scatter", (EXPERT,), group * stream, each)
+    yield work.row(TOKENS, "backward", "all-gather", (EXPERT,), group * stream, each)
     if dropped:
-        yield work.one(TOKENS, "forward", "all-gather", (Y,), work.rows * stream, each)
+        yield work.row(TOKENS, "forward", "all-gather", (Y,), work.rows * stream, each)
 
 
 def _drops(work: StepSpec) -> bool:
@@ -95,26 +95,26 @@ def _by_capacity(work: StepSpec, moe: ExpertShape, each: int) -> Iterator[Predic
     split, dropped = work.comm.sequence_split, _drops(work)
     apart = split or dropped
     sent = work.rows // (work.grid.y if apart else 1)
-    row = moe.experts * slots_of(sent, moe.per_token, moe.experts, work.moe.capacity) * work.itemsize
+    row = moe.experts * slots_of(sent, moe.per_token, moe.experts, work.moe.slack) * work.itemsize
     stream = row * work.shape.hidden // work.grid.x
     over_y = stream * (work.grid.y if apart else 1)
     wide = over_y * work.grid.x
     phases: tuple[Phase, ...] = (*_phases(work), "backward")
     for phase in phases:
-        yield work.one(TOKENS, phase, "all-to-all", (EXPERT,), stream, 2 * each)
-        yield work.one(TOKENS, phase, "all-gather", (X,), wide, each)
-        yield work.one(TOKENS, phase, "reduce-scatter", (X,), wide, each)
+        yield work.row(TOKENS, phase, "all-to-all", (EXPERT,), stream, 2 * each)
+        yield work.row(TOKENS, phase, "all-gather", (X,), wide, each)
+        yield work.row(TOKENS, phase, "reduce-scatter", (X,), wide, each)
         if apart:
-            yield work.one(TOKENS, phase, "all-gather", (Y,), over_y, each)
-            yield work.one(TOKENS, phase, "reduce-scatter", (Y,), over_y, each)
+            yield work.row(TOKENS, phase, "all-gather", (Y,), over_y, each)
+            yield work.row(TOKENS, phase, "reduce-scatter", (Y,), over_y, each)
         else:
-            yield work.one(TOKENS, phase, "all-reduce", (Y,), stream, each)
-    yield work.one(TOKENS, "backward", "all-reduce", (X,), sent * moe.per_token * FLOAT32, each)  # of weights
+            yield work.row(TOKENS, phase, "all-reduce", (Y,), stream, each)
+    yield work.row(TOKENS, "backward", "all-reduce", (X,), sent * moe.per_token * FLOAT32, each)  # of weights
     if dropped:
         tokens = work.rows * work.itemsize * work.shape.hidden // work.grid.x
-        yield work.one(TOKENS, "forward", "all-gather", (Y,), tokens, each)
-        yield work.one(TOKENS, "backward", "all-gather", (Y,), tokens, each)
-        yield work.one(TOKENS, "backward", "all-gather", (Y,), work.rows * moe.per_token * FLOAT32, each)
+        yield work.row(TOKENS, "forward", "all-gather", (Y,), tokens, each)
+        yield work.row(TOKENS, "backward", "all-gather", (Y,), tokens, each)
+        yield work.row(TOKENS, "backward", "all-gather", (Y,), work.rows * moe.per_token * FLOAT32, each)
 
 
 def expert_gradients(work: StepSpec, over: tuple[str, ...]) -> Iterator[Predicted]:
@@ -125,8 +125,8 @@ def expert_gradients(work: StepSpec, over: tuple[str, ...]) -> Iterator[Predicte
     for name, elements in expert_weights(moe, work.shape.mlp_inputs, work.shape.hidden):
         split = (EXPERT, Z, Y, X)
         axes = tuple(axis for axis in over if axis not in split)
-        yield work.one(name, "update", "all-reduce", axes, elements * FLOAT32 // work.size(*split), layers)
+        yield work.row(name, "update", "all-reduce", axes, elements * FLOAT32 // work.size(*split), layers)
     kernel = work.shape.hidden * moe.experts * FLOAT32
     axes = tuple(axis for axis in over if axis != X)
-    yield work.one(ROUTER, "update", "all-reduce", axes, kernel // work.size(X), layers)
-    yield work.one(f"{ROUTER}.bias", "update", "all-reduce", axes, moe.experts * FLOAT32, layers)
+    yield work.row(ROUTER, "update", "all-reduce", axes, kernel // work.size(X), layers)
+    yield work.row(f"{ROUTER}.bias", "update", "all-reduce", axes, moe.experts * FLOAT32, layers)

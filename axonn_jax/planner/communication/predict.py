@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from axonn_jax.planner.communication.dense import Matmul, activations, block_matmuls, norm, scatter, weight
+from axonn_jax.planner.communication.dense import BlockMatmul, activations, block_matmuls, norm, scatter, weight
 from axonn_jax.planner.communication.experts import expert_gradients, predict_experts
 from axonn_jax.planner.communication.step import DATA, EXPERT, FLOAT32, Predicted, StepSpec, X, Y, Z
 from axonn_jax.planner.machines.network import CollectiveKind
@@ -22,7 +22,7 @@ def predict(work: StepSpec) -> tuple[Predicted, ...]:
 def predict_microbatch(work: StepSpec) -> Iterator[Predicted]:
     """Yields what comes before the update of a step that divides over its grid, groups of one device included."""
     shape, again = work.shape, work.again
-    head = Matmul("head", shape.hidden, work.vocab, X)
+    head = BlockMatmul("head", shape.hidden, work.vocab, X)
     yield from _embedding(work)
     for matmul in block_matmuls(shape, work.comm):
         yield from weight(work, matmul, again)
@@ -33,14 +33,14 @@ def predict_microbatch(work: StepSpec) -> Iterator[Predicted]:
     for name in ("q_norm", "k_norm") if shape.qk_norm else ():  # the gradient of a weight that all heads have
         over = () if work.comm.sequence_split else (Y, X) if work.comm.attention else (Y,)
         each = shape.layers * work.microbatches
-        yield work.one(f"blocks.{name}", "backward", "all-reduce", over, shape.head_dim * FLOAT32, each)
+        yield work.row(f"blocks.{name}", "backward", "all-reduce", over, shape.head_dim * FLOAT32, each)
     yield from norm(work, "norm", 1, False)
     if not shape.tied:  # else it goes with the embedding
         yield from weight(work, head, False)
     yield from activations(work, head, False)
     # Cross-entropy: the largest logit of a token, then the sum of exponentials beside the target's logit.
-    yield work.one("loss", "forward", "all-reduce", (Y,), work.rows * FLOAT32, work.microbatches)
-    yield work.one("loss", "forward", "all-reduce", (Y,), 2 * work.rows * FLOAT32, work.microbatches)
+    yield work.row("loss", "forward", "all-reduce", (Y,), work.rows * FLOAT32, work.microbatches)
+    yield work.row("loss", "forward", "all-reduce", (Y,), 2 * work.rows * FLOAT32, work.microbatches)
 
 
 def _embedding(work: StepSpec) -> Iterator[Predicted]:
@@ -48,15 +48,15 @@ def _embedding(work: StepSpec) -> Iterator[Predicted]:
     shape, item = work.shape, work.itemsize
     table = work.vocab * shape.hidden * item // work.size(X, Y)
     stream = work.rows * shape.hidden * item // work.size(X)
-    yield work.one("embedding", "forward", "all-gather", (Z,), table, 1)
+    yield work.row("embedding", "forward", "all-gather", (Z,), table, 1)
     reduction: CollectiveKind = "reduce-scatter" if work.comm.sequence_split else "all-reduce"
-    yield work.one("embedding", "forward", reduction, (Y,), stream, work.microbatches)
+    yield work.row("embedding", "forward", reduction, (Y,), stream, work.microbatches)
     if work.comm.sequence_split:
-        yield work.one("embedding", "backward", "all-gather", (Y,), stream, work.microbatches)
+        yield work.row("embedding", "backward", "all-gather", (Y,), stream, work.microbatches)
     yield scatter(work, "embedding", table, 1)
     if shape.positions == "learned":
         positions = shape.seq_len * shape.hidden * item // work.size(X)
-        yield work.one("positions", "forward", "all-gather", (Z,), positions, 1)
+        yield work.row("positions", "forward", "all-gather", (Z,), positions, 1)
         yield scatter(work, "positions", positions, 1)
 
 
@@ -72,7 +72,7 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
 
     def reduced(name: str, elements: int, split: tuple[str, ...], count: int) -> Predicted:
         axes = tuple(axis for axis in over if axis not in split)
-        return work.one(name, "update", "all-reduce", axes, elements * FLOAT32 // work.size(*split), count)
+        return work.row(name, "update", "all-reduce", axes, elements * FLOAT32 // work.size(*split), count)
 
     yield reduced("embedding", work.vocab * shape.hidden, (X, Y, Z), 1)
     if shape.positions == "learned":
@@ -89,6 +89,6 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
     yield reduced("norm", shape.hidden, (X,), vectors)
     if not shape.tied:
         yield reduced("head", shape.hidden * work.vocab, (X, Y, Z), 1)
-    yield work.one("mean loss", "update", "all-reduce", (DATA, EXPERT, Z), FLOAT32, 1)
+    yield work.row("mean loss", "update", "all-reduce", (DATA, EXPERT, Z), FLOAT32, 1)
     norms = (EXPERT, Z, Y, X) if shape.routed_layers else (Z, Y, X)
-    yield work.one("global norm", "update", "all-reduce", norms, FLOAT32, 1)
+    yield work.row("global norm", "update", "all-reduce", norms, FLOAT32, 1)

@@ -80,12 +80,12 @@ class StepSpec:
         """Devices of a group over these axes."""
         return prod(int(getattr(self.grid, axis)) for axis in axes)
 
-    def one(
-        self, name: str, phase: Phase, kind: CollectiveKind, axes: tuple[str, ...], whole: int, times: int
+    def row(
+        self, name: str, phase: Phase, kind: CollectiveKind, axes: tuple[str, ...], buffer: int, times: int
     ) -> "Predicted":
-        """A collective over those of the axes, slowest first, that are larger than one."""
+        """A collective of so many bytes over those of the axes, slowest first, that are larger than one."""
         live = tuple(axis for axis in axes if self.size(axis) > 1)
-        return Predicted(name, phase, kind, live, self.size(*axes), whole, times)
+        return Predicted(name, phase, kind, live, self.size(*axes), buffer, times)
 
 
 @dataclass(frozen=True)

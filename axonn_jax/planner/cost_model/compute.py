@@ -95,12 +95,11 @@ class Compute:
         moe, layers, hidden = self.shape.moe, self.shape.routed_layers, self.shape.hidden
         if moe is None:
             return 0.0, 0.0, 0.0
-        capacity = self.request.moe.dispatch == "capacity"
-        chosen = rows * moe.per_token * expert / moe.experts * (self.request.moe.capacity if capacity else 1.0)
+        chosen = rows * moe.per_token * expert / moe.experts * self.request.moe.slack
         ffn, count = moe.ffn / (x * y), layers * moe.experts / expert
         into, out_of = self.matmul(chosen, hidden, ffn), self.matmul(chosen, ffn, hidden)
         gates = self.shape.mlp_inputs
-        inputs = gates * out_of + into + (0.0 if capacity else gates * into)
+        inputs = gates * out_of + into + (0.0 if self.request.moe.drops else gates * into)
         weights = gates * self.matmul(hidden, chosen, ffn) + self.matmul(ffn, chosen, hidden)
         router = layers * self.matmul(rows, hidden / x, moe.experts)
         return count * (gates * into + out_of) + router, count * inputs + router, count * weights + router

@@ -42,7 +42,7 @@ def choose_stack(
     """
     plain = unstacked(split)
     checked = check_model(model)
-    layers: Any = getattr(model, checked.layer_list) if checked.identical_layers else ()
+    layers: Any = getattr(model, checked.layer_list) if checked.layer_period else ()
     recomputed = activations != "none" and jax.default_backend() == "cpu"
     pays = not ordered and (recomputed or len(layers) >= LAYERS)
     if wanted == "no" or (wanted == "auto" and not pays):

@@ -222,7 +222,7 @@ def build_step(
     """
     checked = check_model(model)
     # Replicas add up beside layers that are unrolled, and to unroll many for that alone does not pay.
-    few = not checked.identical_layers or len(getattr(model, checked.layer_list)) < LAYERS
+    few = not checked.layer_period or len(getattr(model, checked.layer_list)) < LAYERS
     communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.replicas > 1 and few)
     auto = communicates and jax.default_backend() != "cpu"
     ordered = tensor.order == "package" or (tensor.order == "auto" and auto)

@@ -1,0 +1,154 @@
+"""DeepSpeed-TED's published facts (Singh et al., ICS 23) beside what this package's formulas say; no jax."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from axonn_jax.experts.shape import MoeConfig
+from axonn_jax.grid import GridShape
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.presets import preset
+from axonn_jax.planner import memory
+from axonn_jax.planner.communication.experts import TOKENS
+from axonn_jax.planner.communication.predict import predict
+from axonn_jax.planner.communication.step import StepSpec
+from axonn_jax.planner.cost_model.model import CostModel
+from axonn_jax.planner.expert_memory import expert_params
+from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.memory_model import MemoryModel
+from axonn_jax.planner.request import NO_OVERLAP, Candidate, MemoryUse, PlanRequest
+
+CAPACITY = MoeConfig(dispatch="capacity")
+BASE, EXPERTS = "6.7b", 16
+_BATCH = 1024
+"""Sequences a step of the 6.7B base model, as recalled; the paper's was not at hand."""
+
+
+class Fact(NamedTuple):
+    """A claim, what was published, what is computed here, and where the first comes from."""
+
+    claim: str
+    published: str
+    here: str
+    source: str
+
+
+def facts() -> list[Fact]:
+    """The paper's table."""
+    counts = {policy: _collectives(policy) for policy in ("full", "save_collectives")}
+    kept = _sent(duplicates=False) / _sent(duplicates=True)
+    faster = [gain for _, gain in speedups()]
+    tiled = tiled_memory().total / 1e9
+    size = preset(f"ted-{BASE}-16e").params() / 1e9
+    return [
+        Fact("parameters of the 40B model", "40B: base 6.7B, 16 experts", f"{size:.1f}B", "abstract"),
+        Fact(
+            "state a device, 4 P (1/Gt + (E+2)/G) bytes",
+            "the formula",
+            f"differs by at most {max(state_errors()):.2%} on 8 grids",
+            "section 3; algebra checked",
+        ),
+        Fact("base model that fits, over Gt = 1", "4 to 8 times", larger_models(), "abstract; Gt = 6 and 8, E = 16"),
+        Fact(
+            "all-to-alls + all-reduces over y, a layer",
+            "6 + 6; kept 4 + 4",
+            "; kept ".join(f"{counts[p][0]} + {counts[p][1]}" for p in ("full", "save_collectives")),
+            "derived: communication-aware checkpointing",
+        ),
+        Fact("all-to-all bytes without duplicates", "1 / Gt", f"{kept:.4f} at Gt = 4", "derived"),
+        Fact(
+            "40B on 128 V100: faster by both",
+            "26 %",
+            f"simulated: {min(faster):.0%} to {max(faster):.0%} ({len(faster)} settings)",
+            f"abstract; Gt, microbatch unknown; {_BATCH} sequences",
+        ),
+        Fact(
+            "40B on 32 A100 40 GB with the tiled optimizer",
+            "31.3 GB; out of memory without",
+            f"predicted {tiled:.1f} GB (Gt = 2)",
+            "DeepSpeed pull requests 2041, 2079",
+        ),
+    ]
+
+
+def speedups() -> list[tuple[str, float]]:
+    """What duplicate dropping and kept collectives gain of a step on Summit, by setting; nothing overlaps."""
+    gains = []
+    for y in (2, 4):
+        for sequences in (1, 2):
+            grid = GridShape(data=128 // (EXPERTS * y), expert=EXPERTS, y=y)
+            seconds = []
+            for duplicates, policy in ((True, "full"), (False, "save_collectives")):
+                request = _request("summit", _BATCH, duplicates)
+                count = _BATCH // grid.batch_shards // sequences
+                candidate = Candidate(grid, count, policy, zero=1)  # type: ignore[arg-type]
+                seconds.append(CostModel(request).estimate(candidate).step_s)
+            gains.append((f"Gt {y}, microbatch {sequences}", seconds[0] / seconds[1] - 1))
+    return gains
+
+
+def _request(machine: str, batch: int, duplicates: bool = False) -> PlanRequest:
+    return PlanRequest(
+        preset(f"ted-{BASE}-16e"), load_machine(machine), batch, "fp16",
+        accumulate=2, switches=NO_OVERLAP, moe=CAPACITY, duplicates=duplicates,
+    )  # fmt: skip
+
+
+def tiled_memory() -> MemoryUse:
+    """Memory of the tiled optimizer's job, of which DeepSpeed says the batch: 32 sequences, one a microbatch."""
+    grid = GridShape(expert=EXPERTS, y=2)
+    job = replace(_request("perlmutter", 32), bucket=1_800_000)
+    return MemoryModel(job).memory(Candidate(grid, 2, "full", zero=1))
+
+
+def state_errors() -> list[float]:
+    """How far the formula is from this package's state, of blocks in half precision with ZeRO-1, on eight grids."""
+    shape = preset(f"ted-{BASE}-16e")
+    errors = []
+    for tensor in (1, 2, 4, 8):
+        for devices in (128, 512):
+            here, base = _blocks_state(shape, tensor, devices), 12 * shape.layers * shape.hidden**2
+            errors.append(abs(here / (4 * base * (1 / tensor + (EXPERTS + 2) / devices)) - 1))
+    return errors
+
+
+def _blocks_state(shape: ModelShape, tensor: int, devices: int) -> float:
+    """Bytes of weights, gradients and optimizer state of all blocks on a device."""
+    experts = expert_params(shape) * shape.routed_layers
+    dense = sum(count * shape.layer_params(layer) for layer, count in shape.layer_kinds()) - experts
+    replicas = devices // tensor
+    parts = ((dense / tensor, replicas), (experts / tensor / EXPERTS, replicas // EXPERTS))
+    return sum(memory.device_state(params, "fp16", accumulate=2, apart=True, replicas=of).total for params, of in parts)
+
+
+def larger_models() -> str:
+    """Base models of one memory, over those at `Gt` = 1: at 6 and 8, for 128, 256 and 512 devices."""
+
+    def state(tensor: int, devices: int) -> float:
+        return 1 / tensor + (EXPERTS + 2) / (devices // tensor * tensor)
+
+    pairs = [[state(1, devices) / state(tensor, devices) for tensor in (6, 8)] for devices in (128, 256, 512)]
+    return ", ".join("/".join(f"{times:.1f}" for times in pair) for pair in pairs)
+
+
+def _step(policy: str, *, duplicates: bool) -> StepSpec:
+    shape, grid = replace(preset(f"ted-{BASE}-16e"), layers=2), GridShape(expert=EXPERTS, y=4)
+    return StepSpec(shape, grid, EXPERTS, 1, 2, policy, moe=CAPACITY, duplicates=duplicates)  # type: ignore[arg-type]
+
+
+def _collectives(policy: str) -> tuple[int, int]:
+    """All-to-alls, and all-reduces over `y` in the blocks, of a layer with experts."""
+    sent = predict(_step(policy, duplicates=True))
+    exchanged = sum(row.times for row in sent if row.kind == "all-to-all")
+    # Of two layers the other one has as many in its attention, and three or two in its feed-forward layer.
+    reduced = sum(
+        row.times if row.name == TOKENS else row.times // 2
+        for row in sent
+        if row.kind == "all-reduce" and row.axes == ("y",) and (row.name == TOKENS or "attention." in row.name)
+    )
+    return exchanged, reduced
+
+
+def _sent(*, duplicates: bool) -> float:
+    """Bytes of all-to-alls."""
+    rows = predict(_step("full", duplicates=duplicates))
+    return float(sum(row.bytes for row in rows if row.kind == "all-to-all"))
