@@ -7,8 +7,10 @@ import optax
 import pytest
 from grids import GPT, LLAMA
 
-from axonn_jax.cli.bench.gspmd import Way, _abstract, _check_same, _compile, _count, compare_gathers, compare_runs
+from axonn_jax.cli.bench import experts
+from axonn_jax.cli.bench.gspmd import Way, _abstract, _check_same, _compile, _count, compare_bytes, compare_runs
 from axonn_jax.errors import UserError
+from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.memory.optimizer_state import ModelState
 from axonn_jax.train.engines.step import TrainState
@@ -24,7 +26,7 @@ def test_llama_on_a_mixed_grid_is_the_same_by_either_program(constraints):
 
 def test_a_deeper_model_is_one_block_more_for_every_layer():
     shape, grid = replace(GPT, layers=4), GridShape(data=2, z=2)
-    done = compare_gathers(shape, grid, 4, Way(), ("forward",))[0]
+    done = compare_bytes(shape, grid, 4, [Way()])[0]
     whole = [_count(_compile(step, done.work), done.work) for step in _abstract(done.work, Way())]
     assert done.explicit == whole[0].sent
     assert done.automatic == whole[1].sent
@@ -32,12 +34,12 @@ def test_a_deeper_model_is_one_block_more_for_every_layer():
 
 
 def test_one_device_communicates_nothing():
-    done = compare_gathers(GPT, GridShape(), 1, Way(), ("forward",))[0]
+    done = compare_bytes(GPT, GridShape(), 1, [Way()])[0]
     assert (done.explicit, done.automatic, done.ratio, done.reason()) == ({}, {}, 1.0, "")
 
 
 def test_the_reason_names_axis_and_layers():
-    done = compare_gathers(GPT, GridShape(x=2), 2, Way(), ("forward",))[0]
+    done = compare_bytes(GPT, GridShape(x=2), 2, [Way()])[0]
     lost = replace(done, scattered={key: amount / 2 for key, amount in done.scattered.items()})
     assert lost.reason().startswith("over x +")
     assert "forward all-reduce of blocks.mlp.up" in lost.reason()
@@ -73,3 +75,10 @@ def test_weights_gathered_once_a_step_send_less_and_compute_the_same():
     assert step.automatic == layer.automatic
     # Once a step in either program, if a compiler moved all of the automatic one's sums; its gathers stay.
     assert step.ratio < step.ratio_scattered < step.ratio_moved < 1
+
+
+def test_experts_send_less_than_masks_and_einsums():
+    ways = [Way(moe=MoeConfig(dispatch=way, balance_weight=0.0)) for way in ("gather", "capacity")]
+    shape = replace(experts.SMALL, layers=2, hidden=128, ffn=128, vocab=256, seq_len=64)
+    for done in compare_bytes(shape, GridShape(expert=2, y=2), 4, ways):
+        assert max(done.ratio, done.ratio_scattered) < 0.9

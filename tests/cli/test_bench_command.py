@@ -70,6 +70,7 @@ def test_vs_gspmd_as_json(capsys):
         (["bench", "vs_gspmd", "--rounds", "0"], ["--rounds = 0"]),
         (["bench", "vs_gspmd", "--microbatches", "0"], ["--microbatches = 0"]),
         (["bench", "vs_gspmd", "--gather", "always"], ["always", "forward", "backward", "step"]),
+        (["bench", "experts", "--devices", "0"], ["--devices = 0"]),
         (["bench", "overlap", "--model", "gpt-5c"], ["model.preset = 'gpt-5c'", "gpt-5b"]),
         (["bench", "overlap", "--devices", "40"], ["--devices = 40", "multiple", "32"]),
         (["bench", "overlap", "--grid.data", "1", "--grid.z", "1"], ["--devices = 4", "multiple of 8"]),
@@ -85,6 +86,13 @@ def test_bad_input_is_one_line(refused, argv, parts):
 def test_overlap_without_a_compiler_for_gpus_says_what_to_install(refused, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refused(["bench", "overlap", "--layers", "1"], "CUDA plugin", "pip install", "axonn_jax[aot]")
+
+
+def test_facts_of_the_paper(capsys):
+    assert main(["bench", "experts", "--paper"]) == 0
+    heads, *rows = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["claim", "published", "here", "source"]
+    assert len(rows) == 7
 
 
 def test_compile_as_json():

@@ -1,6 +1,7 @@
 """``axonn-jax bench experts``: what experts communicate beside automatic partitioning, and the paper's facts."""
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from itertools import product
 from math import prod
@@ -74,16 +75,15 @@ def _grids(devices: int) -> list[GridShape]:
 
 
 def _row(grid: GridShape) -> dict[str, Any]:
-    from axonn_jax.cli.bench.gspmd import Way, compare_gathers
+    from axonn_jax.cli.bench.gspmd import Way, compare_bytes
 
-    ratios: dict[Dispatch, float] = {}
-    sent: dict[str, float] = {}
-    for way in WAYS:
-        moe = MoeConfig(dispatch=way, balance_weight=0.0)
-        (compared,) = compare_gathers(SMALL, grid, grid.devices, Way(moe=moe), ("forward",))
-        # With reduce-scatters where XLA's CPU backend has only all-reduces: at its best.
-        ratios[way] = max(compared.ratio, compared.ratio_scattered)
-        sent |= {way: float(sum(compared.explicit.values())), "automatic": float(sum(compared.scattered.values()))}
+    ways = [Way(moe=MoeConfig(dispatch=way, balance_weight=0.0)) for way in WAYS]
+    compared = dict(zip(WAYS, compare_bytes(SMALL, grid, grid.devices, ways), strict=True))
+    # With reduce-scatters where XLA's CPU backend has only all-reduces: at its best.
+    ratios = {way: max(both.ratio, both.ratio_scattered) for way, both in compared.items()}
+    print(f"{grid}: {', '.join(f'{way} {ratio:.2f}' for way, ratio in ratios.items())}", file=sys.stderr, flush=True)
+    sent: dict[str, float] = {way: float(sum(both.explicit.values())) for way, both in compared.items()}
+    sent["automatic"] = float(sum(compared["gather"].scattered.values()))
     return {"grid": asdict(grid), "bytes": sent, "ratios": ratios}
 
 

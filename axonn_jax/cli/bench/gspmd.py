@@ -141,27 +141,24 @@ class Counted:
     """Bytes of a device."""
 
 
-def compare_gathers(
-    shape: ModelShape, grid: GridShape, sequences: int, way: Way, gathers: Sequence[ReshardAfter]
-) -> list[Comparison]:
+def compare_bytes(shape: ModelShape, grid: GridShape, sequences: int, ways: Sequence[Way]) -> list[Comparison]:
     """Compares the bytes of a model of any depth on a grid of virtual devices; compiles one and two blocks.
 
-    Explicit programs keep gathered weights for so long; they are compared with one automatic program. Blocks are alike:
+    Explicit programs of all ways are compared with one automatic program, the first way's. Blocks are alike:
     the second one's bytes count for every further one. The explicit program's bytes at full depth are the predicted
     ones, which are compared with the compiled ones at two blocks. Raises ``UserError`` where model or batch do not
     divide over the grid, ``RuntimeError`` where prediction and program differ.
     """
     blocks = [replace(shape, layers=layers) for layers in (1, 2)]
-    works = [way.work(work, grid, sequences) for work in blocks]
-    automatic = _extended([_count(_compile(_abstract(work, way)[1], work), work) for work in works], shape.layers)
+    works = [ways[0].work(work, grid, sequences) for work in blocks]
+    automatic = _extended([_count(_compile(_abstract(work, ways[0])[1], work), work) for work in works], shape.layers)
     comparisons = []
-    for gather in gathers:
-        kept = replace(way, gather=gather)
-        works = [kept.work(work, grid, sequences) for work in blocks]
-        both = [_count(_compile(_abstract(work, kept)[0], work), work) for work in works]
+    for way in ways:
+        works = [way.work(work, grid, sequences) for work in blocks]
+        both = [_count(_compile(_abstract(work, way)[0], work), work) for work in works]
         if any(program.sent != totals(predict(work)) for program, work in zip(both, works, strict=True)):
             raise RuntimeError(f"the explicit program on {grid} does not communicate what is predicted")
-        work = kept.work(shape, grid, sequences)
+        work = way.work(shape, grid, sequences)
         explicit = replace(_extended(both, shape.layers), sent=totals(predict(work)))
         comparisons.append(_comparison(work, explicit, automatic))
     return comparisons

@@ -11,7 +11,7 @@ from statistics import geometric_mean
 from typing import Annotated, Any
 
 from axonn_jax.cli.bench.common import Constraints, make_devices, versions
-from axonn_jax.cli.bench.gspmd import Comparison, Way, compare_gathers, compare_runs
+from axonn_jax.cli.bench.gspmd import Comparison, Way, compare_bytes, compare_runs
 from axonn_jax.cli_args import Arg, Positive
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
@@ -108,9 +108,10 @@ def _rows(args: VsGspmd, count: int, grids: Sequence[GridShape], shapes: Sequenc
 def _compared(args: VsGspmd, shape: ModelShape, grid: GridShape, real: bool) -> list[Comparison]:
     sequences = grid.devices * args.microbatches
     way = Way(args.microbatches, args.activations, constraints=args.constraints, inner_features=args.inner_features)
+    ways = [replace(way, gather=gather) for gather in args.gather]
     if not real:
-        return compare_gathers(shape, grid, sequences, way, args.gather)
-    return [compare_runs(shape, grid, sequences, replace(way, gather=gather), args.rounds) for gather in args.gather]
+        return compare_bytes(shape, grid, sequences, ways)
+    return [compare_runs(shape, grid, sequences, way, args.rounds) for way in ways]
 
 
 def name(grid: GridShape) -> str:
