@@ -1,6 +1,7 @@
-"""A benchmark worker that trains a mixture of experts: `worker_experts.py ours|torch EXPERTS WEIGHTS [IMPLEMENTATION]`.
+"""A benchmark worker that trains a mixture of experts: `worker_experts.py ours|torch EXPERTS WEIGHTS [...]`.
 
-With 0 experts it is the dense model of equal active FLOPs.
+With 0 experts it is the dense model of equal active FLOPs. `torch` is followed by transformers' implementation, `ours`
+by an axis of two ranks, this one's rank, and a port; each rank then has the whole batch of one.
 """
 
 import sys
@@ -14,14 +15,16 @@ pin()
 PER_TOKEN, FFN = 2, 512
 
 
-def ours(task: Task, experts: int, weights: str) -> Any:
-    """A step of this package, which writes its first weights under Hugging Face's names."""
+def ours(task: Task, experts: int, weights: str, axis: str = "", rank: str = "0", port: str = "") -> Any:
+    """A step of this package, which alone writes its first weights under Hugging Face's names."""
     import optax
     from flax import nnx
 
     import axonn_jax as ax
     from axonn_jax.models.huggingface import to_huggingface
 
+    joined = {"coordinator": f"127.0.0.1:{port}", "num_processes": 2, "process_id": int(rank), axis: 2} if axis else {}
+    grid = ax.init(**joined)
     ffn = FFN if experts else PER_TOKEN * FFN
     shape = ax.models.ModelShape(
         task.layers, task.hidden, task.heads, task.heads, ffn, task.vocab, task.seq_len,
@@ -30,13 +33,15 @@ def ours(task: Task, experts: int, weights: str) -> Any:
     trainer = ax.Trainer(
         ax.models.Transformer(shape, rngs=nnx.Rngs(0)),
         optax.adamw(3e-4, 0.9, 0.95, weight_decay=0.1),
-        ax.init(),
+        grid,
         microbatches=task.microbatches,
         memory=ax.MemoryConfig(precision="fp32"),
     )
-    if experts:
+    if experts and not axis:
         np.savez(weights, **to_huggingface({k: np.asarray(v) for k, v in trainer.engine.params.items()}, shape))
-    return lambda batch: float(trainer.step(batch)["loss"])
+    ranks = 2 if axis else 1
+    rows = trainer.rows(ranks * task.microbatch * task.microbatches)
+    return lambda batch: float(trainer.step(np.tile(batch, (ranks, 1))[rows])["loss"])
 
 
 def theirs(task: Task, experts: int, weights: str, implementation: str) -> Any:
@@ -90,7 +95,7 @@ def _load(model: Any, weights: dict[str, np.ndarray], experts: int) -> None:
 def main() -> None:
     """Builds the model and serves steps."""
     task, (kind, experts, weights, *rest) = Task(), sys.argv[1:]
-    step = ours(task, int(experts), weights) if kind == "ours" else theirs(task, int(experts), weights, *rest)
+    step = ours(task, int(experts), weights, *rest) if kind == "ours" else theirs(task, int(experts), weights, *rest)
     batches = np.random.default_rng(0)
     size = (task.microbatch * task.microbatches, task.seq_len + 1)
     serve(lambda: step(batches.integers(0, task.vocab, size)))
