@@ -19,7 +19,7 @@ from axonn_jax.tensor.params import split_module
 SPLIT = {"comm": BlockComm(sequence_split=True)}
 GRID = GridShape(1, 1, 2, 2, expert=2)
 CURVE_TOLERANCE = 2e-6
-STEPS = 8
+STEPS = 20
 
 
 @pytest.mark.parametrize("model", ["sparse", "deepseek"])
