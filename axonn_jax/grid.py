@@ -1,6 +1,7 @@
 """The grid `pipe x data x expert x z x y x x`: axis sizes, divisibility rules, meshes."""
 
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -53,17 +54,17 @@ class GridShape:
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_DEVICES:
                 raise UserError(f"grid.{f.name}", size, f"an integer of at least 1 and at most {MOST_DEVICES:,}")
 
-    @property
+    @cached_property
     def stage_devices(self) -> int:
         """Devices of one pipeline stage."""
         return self.batch_shards * self.y * self.x
 
-    @property
+    @cached_property
     def inside(self) -> "GridShape":
         """The part that works on a microbatch together: all axes but `pipe` and `data`."""
         return replace(self, pipe=1, data=1)
 
-    @property
+    @cached_property
     def devices(self) -> int:
         """Devices of the whole grid."""
         return self.pipe * self.stage_devices
@@ -73,7 +74,7 @@ class GridShape:
         """Devices that hold the same dense weights: `data` times `expert`."""
         return self.data * self.expert
 
-    @property
+    @cached_property
     def batch_shards(self) -> int:
         """Distinct shards of a batch: `data` times `expert` times `z`."""
         return self.replicas * self.z

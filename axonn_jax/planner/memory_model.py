@@ -31,12 +31,13 @@ class MemoryModel:
     def totals(self, base: Candidate, placements: Sequence[StatePlacement]) -> list[tuple[float, float]]:
         """Bytes of the fullest device and its share of the host's, for `base` with the optimizer's state elsewhere."""
         found, loops = [(0.0, 0.0)] * len(placements), base.loops
+        known = self.ranks.states(base.grid)
         for load in self.ranks.loads(base.grid.pipe):
             activations, gathered, outside = self._backward(base, load)
             activations += gathered
             apart, whole = self._once_gathered(base, load)
             for at, placement in enumerate(placements):
-                state = self.ranks.state(base.grid, load, placement)
+                state = known.get((load.rank, placement)) or self.ranks.state(base.grid, load, placement)
                 beside = apart or (state.weights if loops else 0.0)
                 total = state.device + max(activations + beside + whole, state.later)
                 if total > found[at][0]:
@@ -203,16 +204,17 @@ class MemoryModel:
 
     def _block(self, grid: GridShape, activations: Activations) -> formulas.BlockBytes:
         """Bytes a token needs in a block."""
-        local = GridShape(expert=grid.expert, y=grid.y, x=grid.x)
-        return self._block_of(local, activations, self.request.comm(grid, activations))
+        return self._block_of(grid.expert, grid.x, grid.y, activations, self.request.comm(grid, activations))
 
-    def _block_bytes(self, grid: GridShape, activations: Activations, comm: BlockComm) -> formulas.BlockBytes:
-        shape, item = self.request.shape, self._item
+    def _block_bytes(
+        self, expert: int, x: int, y: int, activations: Activations, comm: BlockComm
+    ) -> formulas.BlockBytes:
+        shape, item, grid = self.request.shape, self._item, GridShape(expert=expert, y=y, x=x)
         kinds = []
         for layer, count in shape.layer_kinds():
             routed = shape.moe is not None and shape.moe.is_routed(layer)
             feed = expert_use(shape, grid, self.request.moe, comm, item) if routed else None
-            block = formulas.block_activations(shape, grid.x, grid.y, item, activations, self._kernel, comm, feed)
+            block = formulas.block_activations(shape, x, y, item, activations, self._kernel, comm, feed)
             kinds.append((block, count))
         return mean_block(kinds)
 

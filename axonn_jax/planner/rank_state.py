@@ -92,10 +92,14 @@ class Ranks:
 
     def state(self, grid: GridShape, load: Load, placement: StatePlacement) -> RankState:
         """Model state of a rank's devices, the optimizer's in such a placement."""
-        of_grid, key = self._states.setdefault(grid, {}), (load.rank, placement)
+        of_grid, key = self.states(grid), (load.rank, placement)
         if key not in of_grid:
             of_grid[key] = self._placed(grid, load, *placement)
         return of_grid[key]
+
+    def states(self, grid: GridShape) -> dict[tuple[int, StatePlacement], RankState]:
+        """What `state` has worked out for a grid, by rank and placement."""
+        return self._states.setdefault(grid, {})
 
     def _placed(self, grid: GridShape, load: Load, offload: bool, zero: int) -> RankState:
         request, accumulate = self.request, self.request.accumulate

@@ -36,7 +36,7 @@ class CostModel:
         self.priced = cache(self._priced)
         self.compute, self.traffic = self.priced(BlockComm(sequence_split=request.sequence_split))
         self.footprint = MemoryModel(request)
-        self._tasks: dict[tuple[GridShape, BlockComm], PartTimes] = {}
+        self._tasks: dict[tuple[int, GridShape, BlockComm], PartTimes] = {}
         self._once: dict[GridShape, dict[StatePlacement, float]] = {}
 
     def _priced(self, comm: BlockComm) -> tuple[Compute, Traffic]:
@@ -46,9 +46,10 @@ class CostModel:
     def tasks(self, candidate: Candidate) -> PartTimes:
         """The task times of a candidate's stages; of `pipe` and `data` counts alone where groups lie in nodes."""
         grid, comm = candidate.grid, self.request.comm(candidate.grid, candidate.activations)
-        mesh = replace(grid.inside, pipe=copies(grid, self.request.machine.node.devices, grid.inside.devices))
-        key = (mesh, comm)
+        placed = copies(grid, self.request.machine.node.devices, grid.inside.devices)
+        key = (placed, grid.inside, comm)
         if key not in self._tasks:
+            mesh = replace(grid.inside, pipe=placed)
             self._tasks[key] = PartTimes(mesh, self.request, *self.priced(comm))
         return self._tasks[key]
 

@@ -88,7 +88,7 @@ class Traffic:
         self._request, self._comm = request, comm
         self._shape, self._machine = request.shape, request.machine
         self._inside: dict[tuple[int, GridShape], Lines] = {}
-        self._updates: dict[tuple[int, GridShape], tuple[tuple[Part, Line], ...]] = {}
+        self._updates: dict[tuple[int, int, GridShape], tuple[tuple[Part, Line], ...]] = {}
 
     def lines(self, grid: GridShape, part: Part, role: Role) -> tuple[Line, ...]:
         """The lines of a part and a role in a microbatch; none where every axis they run over has size one.
@@ -104,9 +104,9 @@ class Traffic:
 
     def updates(self, grid: GridShape) -> tuple[tuple[Part, Line], ...]:
         """What is reduced once a step, by the part it belongs to."""
-        mesh = replace(grid, pipe=1)
-        key = (copies(grid, self._machine.node.devices, mesh.devices), mesh)
+        key = (copies(grid, self._machine.node.devices, grid.stage_devices), grid.data, grid.inside)
         if key not in self._updates:
+            mesh = replace(grid, pipe=1)
             lines = self._priced(replace(mesh, pipe=key[0]), predict_update(self._work(mesh)))
             parts: tuple[Part, ...] = ("block", "first", "last", "step")
             self._updates[key] = tuple((part, line) for part in parts for line in lines.get((part, "update"), ()))
