@@ -36,14 +36,13 @@ class HostSync(ABC):
         own = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.uint8)
         return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in self._all_gather(own)]
 
-    def sums(self, numbers: Mapping[int, tuple[float, ...]]) -> list[float]:
-        """Adds up each of several numbers over all pipe ranks, in their order, so that all processes get the same.
+    def gathered(self, numbers: Mapping[int, tuple[float, ...]]) -> list[list[float]]:
+        """Returns the numbers of all pipe ranks, in one order, so that sums over them are the same everywhere.
 
         `numbers` has an entry for each pipe rank of this process, as many on every process. Bytes: 8 a number.
         """
         own = np.array([numbers[pp_rank] for pp_rank in sorted(numbers)], np.float64)
-        everyone = self._all_gather(own).reshape(-1, own.shape[-1])
-        return [sum(column) for column in everyone.T.tolist()]
+        return self._all_gather(own).reshape(-1, own.shape[-1]).tolist()  # type: ignore[no-any-return]
 
 
 class LocalSync(HostSync):

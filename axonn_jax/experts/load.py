@@ -1,14 +1,16 @@
-"""Loads of experts: how many tokens chose each, counted as the gradient of the router's bias.
+"""Loads of experts: how many tokens chose each, counted as the gradient of the router's bias, which they may move.
 
 No loss depends on the bias. So its gradient can carry the counts: they add up over microbatches and devices as
 gradients do, in any engine, without a result or a collective of their own.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from axonn_jax import compat
 from axonn_jax.tensor.collectives import mark_varying
@@ -51,14 +53,42 @@ def is_load(name: str) -> bool:
     return name.endswith(_CARRIER)
 
 
-def without_loads(grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Gradients with zeros in the place of counts: for optimizers."""
-    return {name: jnp.zeros_like(grad) if is_load(name) else grad for name, grad in grads.items()}
-
-
 def largest_load(grads: Mapping[str, jax.Array]) -> jax.Array | None:
     """The most loaded expert's share of the choices over the mean one's, of the worst layer; None without experts."""
     counts = [grad.astype(jnp.float32) for name, grad in grads.items() if is_load(name)]
     if not counts:
         return None
     return jnp.max(jnp.stack([jnp.max(jnp.max(c, -1) / jnp.mean(c, -1)) for c in counts]))
+
+
+def excesses(grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Gradients with, in the place of counts, what each expert has beyond the mean: for a `balancing` optimizer.
+
+    That of a sum is the sum of those of its terms.
+    """
+
+    def excess(counts: jax.Array) -> jax.Array:
+        wide = counts.astype(jnp.float32)
+        return (wide - jnp.mean(wide, axis=-1, keepdims=True)).astype(counts.dtype)
+
+    return {name: excess(grad) if is_load(name) else grad for name, grad in grads.items()}
+
+
+def balancing(optimizer: optax.GradientTransformation, rate: float) -> optax.GradientTransformation:
+    """The optimizer, by which routers' biases move against the sign of their experts' `excesses` by `rate`.
+
+    So experts with more tokens than the mean are chosen less in the next step, without a loss (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2). For these parameters the optimizer itself gets zeros, and its updates do not count.
+    """
+    tx = optimizer
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        own = {name: jnp.zeros_like(grad) if is_load(name) else grad for name, grad in grads.items()}
+        updates, state = tx.update(own, state, params)
+        moved = {
+            name: -rate * jnp.sign(grads[name]) if is_load(name) else value
+            for name, value in updates.items()  # type: ignore[union-attr]
+        }
+        return moved, state
+
+    return optax.GradientTransformation(tx.init, update)  # type: ignore[arg-type]

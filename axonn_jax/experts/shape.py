@@ -15,6 +15,9 @@ class MoeConfig:
     balance_weight: NotNegative = 0.01
     """Weight of the loss that evens out how many tokens choose each expert, for every sequence and layer. It is in the
     gradients and not in the loss that is reported. 0: none."""
+    balance_rate: NotNegative = 0.0
+    """What a router's biases move by behind a step, towards experts that got fewer tokens than the mean: balance
+    without a loss (DeepSeek-V3 used 0.001). 0: they stay."""
     dispatch: Dispatch = "gather"
     """How tokens reach their experts. gather: those of all of grid.expert are gathered, none is dropped, and the loss
     is the same on every grid; capacity: each expert has slots for so many tokens of a device, exchanged by all-to-all,

@@ -148,7 +148,9 @@ def _steps(optimizer: GradientTransformation, params: Any, directions: Sequence[
 def _links(optimizer: GradientTransformation) -> Iterator[GradientTransformation]:
     """The transformations that a chain consists of, or the one that it is."""
     held, first = (inspect.getclosurevars(f).nonlocals for f in (optimizer.update, optimizer.init))
-    if "update_fns" in held and "init_fns" in first:
+    if isinstance(inner := held.get("tx"), GradientTransformation):
+        yield from _links(inner)
+    elif "update_fns" in held and "init_fns" in first:
         for init, update in zip(first["init_fns"], held["update_fns"], strict=True):
             yield from _links(GradientTransformation(init, update))
     else:

@@ -36,6 +36,10 @@ class Model(Protocol):
         """Whether layers add losses of their own to the gradients, as experts do."""
 
     @property
+    def balance_rate(self) -> float | None:
+        """What routers' biases move by behind a step (`experts.load.balancing`); None: there are no experts."""
+
+    @property
     def vocab(self) -> int | None:
         """Number of token ids; None: unknown."""
 

@@ -172,6 +172,7 @@ class Transformer(nnx.Module):
         self.shape, self.comm, self.packed = shape, comm, packed
         self.layer_period = 1 if shape.moe is None else shape.moe.every
         self.balanced = shape.moe is not None and moe.balance_weight > 0.0
+        self.balance_rate = None if shape.moe is None else moe.balance_rate
         self.vocab, self.seq_len, self.drops_out = shape.vocab, shape.seq_len, shape.dropout > 0.0
         layers, hidden, std, split = shape.layers, shape.hidden, shape.init_std, comm.sequence_split
         self.residual_spec = P(BATCH_AXES, SEQUENCE_AXIS if split else None, "x")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.experts.load import without_loads
+from axonn_jax.experts.load import excesses, is_load, largest_load
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.memory.zero import reduce_gradients
 from axonn_jax.pipeline.stage import Stage
@@ -39,10 +39,10 @@ class Reduction:
             for name, spec in self._grad_specs.items()
             for p in [stages[0].parts.params[name]]
         }
-        counted = {name: spec for name, spec in self._grad_specs.items() if name not in borrowed}
+        counted = {name: spec for name, spec in self._grad_specs.items() if name not in borrowed and not is_load(name)}
         self.reduce = self._reduce()
         self.mean = self._mean()
-        self.squares = self._squares(counted)
+        self.measure = self._measure(counted)
 
     def _reduce(self) -> Callable[..., Any]:
         """Sums, which it uses up -> gradients; in the sums' place but where they are scattered over `data`.
@@ -54,7 +54,7 @@ class Reduction:
 
         def local(sums: Params) -> Params:
             own = {name: value[0] for name, value in sums.items()}
-            return without_loads(reduce_gradients(own, self._specs, self._grad_specs, self._bucket, self._mesh, axes))
+            return reduce_gradients(own, self._specs, self._grad_specs, self._bucket, self._mesh, axes)
 
         specs = {name: form.sharding.spec for name, form in sums.items()}
         run = shard_mapped(local, self._mesh, (specs,), self._grad_specs)
@@ -79,11 +79,22 @@ class Reduction:
         run = jax.jit(shard_mapped(local, self._mesh, (specs, P()), P()))
         return run.lower(losses, counted if last.model.packed else None).compile()
 
-    def _squares(self, counted: dict[str, P]) -> Callable[..., Any]:
-        """Gradients -> their sum of squares, a parameter that another rank also holds counted there."""
+    def _measure(self, counted: dict[str, P]) -> Callable[..., Any]:
+        """Gradients -> their sum of squares, a parameter that another rank also holds counted there; and of experts.
+
+        These are the largest load, or None, and by name the `excesses` that the optimizer takes.
+        """
 
         def local(grads: Params) -> jax.Array:
             return square_sum({name: grads[name] for name in counted}, counted)
 
-        run = shard_mapped(local, self._mesh, (self._grad_specs,), P())
-        return jax.jit(run).lower(self._grads).compile()
+        squares = shard_mapped(local, self._mesh, (self._grad_specs,), P())
+
+        def measure(grads: Params) -> tuple[jax.Array, jax.Array | None, Params]:
+            loads = {name: grad for name, grad in grads.items() if is_load(name)}
+            return squares(grads), largest_load(loads), excesses(loads)
+
+        number = NamedSharding(self._mesh, P())
+        loads = {name: grad.sharding for name, grad in self._grads.items() if is_load(name)}
+        shardings = (number, number if loads else None, loads)
+        return jax.jit(measure, out_shardings=shardings).lower(self._grads).compile()

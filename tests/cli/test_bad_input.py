@@ -81,6 +81,7 @@ KEYS = [
     ("model.experts", "-1", "-1", "an integer of at least 0"),
     ("model.experts", "1", None, "model.experts_per_token = 2: an integer from 1 to model.experts = 1"),
     ("moe.balance_weight", "-0.1", "-0.1", "a finite number of at least 0"),
+    ("moe.balance_rate", "nan", "nan", "a finite number of at least 0"),
     ("moe.dispatch", '"ragged"', "'ragged'", "one of"),
     ("model.heads", "5", "5", "a divisor of hidden (32); the nearest is 4"),
     ("model.kv_heads", "3", "3", "a divisor of heads (4); the nearest is 2"),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from axonn_jax.experts.load import is_load
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.offload_buckets import unreduced_shardings
@@ -19,18 +20,17 @@ from axonn_jax.train.engines.step import MeasuredStep, StepMetrics, TrainState, 
 class OffloadedStep:
     """Does what a `TrainStep` does, with the optimizer's state streamed through the devices (`memory.offload`).
 
-    Where nothing is clipped, no loss scaled, no gradient scattered over `data` and no sequence split, a bucket of
-    gradients is reduced beside the update of the one before; else all are reduced first. Raises ``UserError`` where the
-    optimizer looks at all parameters together.
+    Where nothing is clipped, no loss scaled, no gradient scattered over `data`, no sequence split and no expert counts
+    its tokens, a bucket of gradients is reduced beside the update of the one before; else all are reduced first. Raises
+    ``UserError`` where the optimizer looks at all parameters together.
     """
 
     def __init__(self, step: TrainStep, program: StageProgram):
         self.step, self.program = step, program
         self.update = OffloadedOptimizer(step.update)
-        plain = (
-            step.clip == 0.0 and not step.precisions.scaled and not program.zero and program.token_axes == BATCH_AXES
-        )
-        self.interleaved = plain and program.grid.shape.replicas > 1
+        plain = step.clip == 0.0 and not step.precisions.scaled and program.token_axes == BATCH_AXES
+        measured_first = program.zero or any(map(is_load, program.parts.params))
+        self.interleaved = plain and not measured_first and program.grid.shape.replicas > 1
 
     def run(
         self, measured: Any, state: TrainState, tokens: jax.Array, key: jax.Array | None

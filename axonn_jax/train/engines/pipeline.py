@@ -14,6 +14,7 @@ from flax import nnx
 
 from axonn_jax.channels.choose import choose
 from axonn_jax.checkpoint.naming import State
+from axonn_jax.experts.load import balancing
 from axonn_jax.grid import Grid
 from axonn_jax.memory.optimizer_state import clip_factor
 from axonn_jax.memory.optimizer_traits import check_offload, check_separable
@@ -66,6 +67,8 @@ class PipelineEngine:
             abstract = nnx.eval_shape(model)
         self._padding = padding_of(abstract)
         checked = check_model(abstract)
+        if checked.balance_rate is not None:
+            optimizer = balancing(optimizer, checked.balance_rate)
         checked.check_grid(grid.shape)
         self._split = may_split(pipeline.split_backward, memory.activations)
         self._pieces = list(checked.segments)
@@ -121,7 +124,7 @@ class PipelineEngine:
         Waits for the gradients, since clipping needs all stages' norms, and all ranks skip a step that is not finite;
         the update itself is still under way on return.
         Messages: activations between neighbouring stages, [sequences, seq, hidden] in the compute dtype each way a
-        microbatch; once a step 16 bytes a rank, and the gradient of a tied table between its two holders.
+        microbatch; once a step 24 bytes a rank, and the gradient of a tied table between its two holders.
         Collectives within a stage are those of `StageProgram.gradients`.
         """
         pipe, microbatches = self._prepare(batch)
@@ -143,12 +146,14 @@ class PipelineEngine:
             received = sync.swap({pp_rank: grads[pp_rank][name] for pp_rank in pp_ranks if pp_rank in grads}, *pp_ranks)
             for pp_rank in list(received):  # each is free again once it is added
                 grads[pp_rank][name] = _add(grads[pp_rank][name], received.pop(pp_rank))
-        squares = {pp_rank: pipe.reductions[pp_rank].squares(grads[pp_rank]) for pp_rank in grads}
-        losses = pipe.losses()
-        own = {pp_rank: (float(squares[pp_rank]), float(losses.get(pp_rank, 0.0))) for pp_rank in grads}
+        measured = {pp_rank: pipe.reductions[pp_rank].measure(grads[pp_rank]) for pp_rank in grads}
+        losses, own = pipe.losses(), {}
+        for pp_rank, (square, load, excess) in measured.items():
+            grads[pp_rank] |= excess
+            own[pp_rank] = (float(square), float(losses.get(pp_rank, 0.0)), 0.0 if load is None else float(load))
         status.now(running="the agreement on loss and norm")
-        square, loss = sync.sums(own)
-        norm = sqrt(square) / (scale or 1.0)
+        squares, means, loads = zip(*sync.gathered(own), strict=True)
+        norm, loss = sqrt(sum(squares)) / (scale or 1.0), sum(means)
         finite = isfinite(norm) and isfinite(loss)
         self._scale.tell(finite=finite)
         if finite:
@@ -162,6 +167,8 @@ class PipelineEngine:
         metrics: StepMetrics = {"loss": np.float32(loss), "grad_norm": np.float32(norm), "skipped": skipped}
         if scale is not None:
             metrics["loss_scale"] = np.float32(scale)
+        if max(loads):
+            metrics["largest_load"] = np.float32(max(loads))
         return metrics
 
     def memory(self) -> dict[int, dict[str, Any]]:  # noqa: D102
@@ -176,7 +183,8 @@ class PipelineEngine:
             pipe.executor.run(orders, self.steps_done, train=False)
             losses = pipe.losses()
             self._links.status.now(running="the agreement on the loss")
-            return self._links.sync.sums({r: (float(losses.get(r, 0.0)),) for r in pipe.ranks})[0]
+            own = {pp_rank: (float(losses.get(pp_rank, 0.0)),) for pp_rank in pipe.ranks}
+            return sum(mean for (mean,) in self._links.sync.gathered(own))
 
     def finite(self) -> bool:  # noqa: D102
         return self._states.finite()
@@ -281,9 +289,7 @@ class PipelineEngine:
         if leader is not None and not leader.leads:
             return OrderedDispatcher(self.pipe_shape, pp_rank)
         in_flight = self.pipeline.in_flight
-        if (
-            in_flight == 0 and self.pipe_shape.virtual_stages == 1
-        ):  # the first step tells how much memory there is for more
+        if in_flight == 0 and self.pipe_shape.virtual_stages == 1:  # the first step tells how much memory is left
             in_flight = min(default_in_flight(self.pipe_shape), self.pipe_shape.pipe + pipe.room.get(pp_rank, 0))
         return PolicyDispatcher(self.pipe_shape, pp_rank, self.pipeline.policy, in_flight, self._split)
 

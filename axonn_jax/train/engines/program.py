@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.errors import UserError
-from axonn_jax.experts.load import is_load, without_loads
+from axonn_jax.experts.load import is_load
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape
 from axonn_jax.memory.offload_buckets import unreduced_spec
 from axonn_jax.memory.remat import batch_loss, layer_runner
@@ -146,7 +146,6 @@ class StageProgram(OnMesh):
 
         def local(params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array, jax.Array]:
             sums, loss = self._local_sums(params, tokens, key, None)
-            sums = without_loads(sums)
             squares = square_sum(sums, dict.fromkeys(sums, each))
             return {name: value[None] for name, value in sums.items()}, loss, squares
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
-from axonn_jax.experts.load import is_load, largest_load, without_loads
+from axonn_jax.experts.load import balancing, excesses, is_load, largest_load
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import Grid
 from axonn_jax.memory.optimizer_state import DeviceOptimizer, ModelState, clip_factor
@@ -40,7 +40,7 @@ class StepMetrics(TypedDict):
     loss_scale: NotRequired[Any]
     """Under fp16: what the loss was multiplied by."""
     largest_load: NotRequired[Any]
-    """Of experts, without a pipeline: how many tokens chose the most loaded one, over the mean, in the worst layer."""
+    """Of experts: how many tokens chose the most loaded one, over the mean, in the worst layer."""
 
 
 class GradientProgram(Protocol):
@@ -114,7 +114,7 @@ class TrainStep:
         load = largest_load(grads)
         if load is not None:
             metrics["largest_load"] = load
-        return MeasuredStep(without_loads(grads), metrics, factor, finite, after)
+        return MeasuredStep(excesses(grads), metrics, factor, finite, after)
 
     @property
     def update(self) -> DeviceOptimizer:
@@ -221,6 +221,8 @@ def build_step(
     Raises ``UserError`` where layers cannot be scanned as `tensor` says.
     """
     checked = check_model(model)
+    if checked.balance_rate is not None:
+        optimizer = balancing(optimizer, checked.balance_rate)
     # Replicas add up beside layers that are unrolled, and to unroll many for that alone does not pay.
     few = not checked.layer_period or len(getattr(model, checked.layer_list)) < LAYERS
     communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.replicas > 1 and few)
