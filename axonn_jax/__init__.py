@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from axonn_jax.experts.shape import MoeConfig
     from axonn_jax.grid import Grid, GridShape
     from axonn_jax.memory.offload import offload
+    from axonn_jax.pruned.config import PruneConfig
     from axonn_jax.tensor.parallelize.api import parallelize
     from axonn_jax.tensor.parallelize.report import sharding_report
     from axonn_jax.train.config import MemoryConfig, PipelineConfig, TensorConfig
@@ -28,6 +29,7 @@ __all__ = [
     "MemoryConfig",
     "MoeConfig",
     "PipelineConfig",
+    "PruneConfig",
     "TensorConfig",
     "Trainer",
     "UserError",
@@ -46,6 +48,7 @@ _HOME = {
     "MemoryConfig": "axonn_jax.train.config",
     "MoeConfig": "axonn_jax.experts.shape",
     "PipelineConfig": "axonn_jax.train.config",
+    "PruneConfig": "axonn_jax.pruned.config",
     "TensorConfig": "axonn_jax.train.config",
     "Trainer": "axonn_jax.train.trainer",
     "UserError": "axonn_jax.errors",

@@ -20,6 +20,8 @@ RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Router = Literal["softmax", "sigmoid"]
 """What is made of a router's scores of the experts."""
 Dispatch = Literal["gather", "capacity"]
+PruneMethod = Literal["magnitude", "random", "file"]
+PruneScope = Literal["layer", "global"]
 """How tokens reach their experts: all are gathered, or as many for each expert as it has slots."""
 
 AttentionKernel = Literal["auto", "cudnn", "splash", "blocked", "xla"]
@@ -80,6 +82,7 @@ Positive = Annotated[float, _POSITIVE]
 PositiveOrNone = Annotated[float | None, _POSITIVE]
 NotNegative = Annotated[float, Range("a finite number of at least 0", 0, math.inf, open_high=True)]
 NotNegativeOrNone = Annotated[float | None, Range("a finite number of at least 0", 0, math.inf, open_high=True)]
+Density = Annotated[float, Range("a number above 0 and at most 1", 0, 1, open_low=True)]
 Share = Annotated[float, Range("a number from 0 to 1", 0, 1)]
 Decay = Annotated[float, Range("a number of at least 0 and below 1", 0, 1, open_high=True)]
 ProbabilityOrNone = Annotated[float | None, Range("a probability of at least 0 and below 1", 0, 1, open_high=True)]

@@ -8,9 +8,9 @@ import jax
 State = dict[str, Any]
 """Arrays, or their shapes, by name: `params.<parameter>`, `optimizer.<path in the optax state>`."""
 
-PARAMS, OPTIMIZER, SCALE = "params.", "optimizer.", "scale."
+PARAMS, OPTIMIZER, SCALE, MASKS = "params.", "optimizer.", "scale.", "masks."
 """What names begin with. A count of skipped steps and a loss scale (fp16) are optional: a run without one does not mind
-it, one with begins anew."""
+it, one with begins anew. Masks say which entries of pruned parameters are trained; a run that trains all passes by."""
 
 
 def flatten(params: Mapping[str, Any], optimizer: Any, scale: Any = None) -> State:

@@ -26,6 +26,7 @@ from axonn_jax.checkpoint.writes import Writes
 from axonn_jax.distributed.cpu_allocator import GrowthLimit
 from axonn_jax.documents import replace_whole
 from axonn_jax.memory.host_arrays import HOST, LayerSlice, joined
+from axonn_jax.pruned.layout import PrunedArray
 
 WORTH_IT = 32_000_000
 """Bytes of copies from which on the memory of the process is looked after."""
@@ -47,8 +48,9 @@ class OrbaxWriter:
     """Writes parts, one at a time; every process of a jax world makes the same calls.
 
     `start` returns once the arrays are copied to the host, so they may be donated to the next step; `finish` waits
-    for the files, on any thread. State that lives in host memory is not copied there: `start` writes it in lots, one
-    after another, each in a folder of its own, and returns when Orbax has written all. Where one process fails, the
+    for the files, on any thread. State that lives in host memory is not copied there, nor is all of a pruned one dense
+    at once: `start` writes it in lots, one after another, each in a folder of its own, and returns when Orbax has
+    written all. Where one process fails, the
     others of its world learn of it instead of waiting. While it writes, freed memory is not kept beyond a little.
     `sizes` are true shapes, by name, of what is padded.
     """
@@ -78,7 +80,7 @@ class OrbaxWriter:
         """
         if self._barrier is not None:
             self._barrier.begin(next(self._numbers))
-        waits = any(map(_in_host_memory, state.values()))
+        waits = any(_in_host_memory(value) or isinstance(value, PrunedArray) for value in state.values())
         lots = _lots(state) if waits else [list(state)]
         parts = [self.name, *(f"{self.name}/lot_{number:03d}" for number in range(1, len(lots)))]
         self._described = {
@@ -88,7 +90,7 @@ class OrbaxWriter:
         }
         with self._failing_together(), _quiet():
             for name, value in state.items():
-                if isinstance(value, LayerSlice) and not on_the_hosts_cores(value):
+                if not waits and isinstance(value, LayerSlice) and not on_the_hosts_cores(value):
                     state[name] = value.on_host()
             copied = 0 if waits else snapshot(state)
             for number, (part, lot) in enumerate(zip(parts, lots, strict=True)):

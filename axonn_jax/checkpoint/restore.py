@@ -15,7 +15,7 @@ from axonn_jax.checkpoint.manifest import (
     shorten,
     step_of,
 )
-from axonn_jax.checkpoint.naming import PARAMS, SCALE, State
+from axonn_jax.checkpoint.naming import MASKS, PARAMS, SCALE, State
 from axonn_jax.checkpoint.orbax import read_shard, reason
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError
@@ -108,7 +108,7 @@ def check_shapes(checkpoint: Checkpoint, names: Mapping[str, tuple[int, ...]], f
     """
     arrays = {name: array for name, array in checkpoint.manifest.arrays.items() if name.startswith(only)}
     missing = sorted(set(names) - set(arrays))
-    extra = sorted(name for name in set(arrays) - set(names) if not name.startswith(SCALE))
+    extra = sorted(name for name in set(arrays) - set(names) if not name.startswith((SCALE, MASKS)))
     reshaped = [
         f"{name} {arrays[name].shape} instead of {shape}"
         for name, shape in sorted(names.items())

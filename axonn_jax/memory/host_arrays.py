@@ -124,8 +124,8 @@ def _cut_out(stacked: jax.Array, layer: jax.Array, sharding: NamedSharding) -> j
 
 
 def joined(tree: Any) -> Any:
-    """A tree with arrays in the place of what exists in another form."""
-    return jax.tree.map(lambda leaf: leaf.joined() if isinstance(leaf, (CutArray, LayerSlice)) else leaf, tree)
+    """A tree with arrays in the place of what exists in another form, which a method `joined` puts together."""
+    return jax.tree.map(lambda leaf: leaf.joined() if hasattr(leaf, "joined") else leaf, tree)
 
 
 def cut(array: jax.Array, dim: int, start: int, count: int) -> jax.Array:

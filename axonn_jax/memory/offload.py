@@ -5,7 +5,7 @@ would have on the devices. While bucket k is updated, k+1 is on its way to the d
 most three are on the device. A bucket's old state is freed when the new one takes its place.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from axonn_jax.memory.offload_buckets import Bucket, BucketPrograms, UpdateForm,
 from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer, ModelState, state_layout
 from axonn_jax.memory.optimizer_traits import check_offload, owner, treatments
 from axonn_jax.memory.report import StateBytes
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.tensor.params import Params
 
 
@@ -88,7 +89,7 @@ class OffloadedOptimizer:
         """Bytes of one device and its host, by formula; beside them three buckets of state are on the device."""
         return replace(self._on_devices.bytes(), offloaded=True)
 
-    def start(self, params: Params, *, owned: bool = True) -> ModelState:
+    def start(self, params: Params, positions: Params = {}, *, owned: bool = True) -> ModelState:  # noqa: B006
         """Float32 parameters -> the first state; each that is `owned` is freed when nothing more is made of it."""
         check_pinned(self.bytes().host, self.mesh.local_devices)
         params, weights = dict(params), {}
@@ -102,7 +103,7 @@ class OffloadedOptimizer:
                     weights[name] = value.astype(self._precisions.weights) if self._precisions.master_weights else value
                     if self._precisions.master_weights and owned:
                         value.delete()
-        return ModelState({name: weights[name] for name in self._shapes}, {}, states)
+        return self._state({name: weights[name] for name in self._shapes}, states, positions)
 
     def after(self, model: ModelState, grads: Params, factor: Any, finite: Any) -> tuple[ModelState, jax.Array]:
         """The state after an update with `factor` times the gradients, none where not `finite`; `model` is used up.
@@ -111,7 +112,7 @@ class OffloadedOptimizer:
         ZeRO an all-gather of the new weights over `data`, a bucket at a time, `(G-1)/G * itemsize * elements` bytes a
         device; where the optimizer is not elementwise, what it needs of sharded parameters.
         """
-        weights, grads = dict(model.weights), dict(grads)
+        weights, grads = self._trained(model), dict(grads)
         done: Any = None
 
         def update(number: int, state: Any) -> Any:
@@ -122,7 +123,7 @@ class OffloadedOptimizer:
             return state
 
         stream(model.optimizer, update)
-        return ModelState(weights, {}, model.optimizer), done
+        return self._state(weights, model.optimizer, model.positions, model.weights), done
 
     def reducing(self, model: ModelState, sums: Params, finite: jax.Array) -> tuple[ModelState, jax.Array]:
         """As `after` for sums of gradients that are not reduced yet: the state, and the gradients' global norm.
@@ -130,7 +131,7 @@ class OffloadedOptimizer:
         `sums` are laid out by `unreduced_spec`; state is not split over `data`. Collectives: those of
         `reduce_gradients`, a bucket's in one program with the update of the one before, neither waiting for the other.
         """
-        weights, sums = dict(model.weights), dict(sums)
+        weights, sums = self._trained(model), dict(sums)
         row = self.programs.reduce(self.buckets[0], self._take(sums, 0))
 
         def update(number: int, state: Any) -> Any:
@@ -143,13 +144,20 @@ class OffloadedOptimizer:
             return state
 
         stream(model.optimizer, update)
-        return ModelState(weights, {}, model.optimizer), _norm(row[1], finite)
+        return self._state(weights, model.optimizer, model.positions, model.weights), _norm(row[1], finite)
 
     def program(self, state: ModelState) -> Apply:
         """As `DeviceOptimizer.program`; the streaming is done by the host, which waits for room on the devices."""
         return lambda state, grads, factor: self.after(state, grads, factor, np.bool_(True))
 
-    def restored(self, masters: Params, optimizer: Any, *, owned: bool = False) -> ModelState:
+    def restored(
+        self,
+        masters: Params,
+        optimizer: Any,
+        positions: Params = {},  # noqa: B006
+        *,
+        owned: bool = False,
+    ) -> ModelState:
         """The state that has these float32 weights and optax state, as `masters` and `opt_state` give them.
 
         Arrays that are to be cut are freed one after another where they are `owned`.
@@ -168,7 +176,7 @@ class OffloadedOptimizer:
 
             return tree_map_with_path(find, self.programs.abstract_state(bucket.abstract(self.mesh)))
 
-        return ModelState(weights, {}, [part(bucket) for bucket in self.buckets])
+        return self._state(weights, [part(bucket) for bucket in self.buckets], positions)
 
     def opt_state(self, model: ModelState) -> Any:
         """The optax state, its arrays in host memory; what is cut is a `CutArray`."""
@@ -176,7 +184,26 @@ class OffloadedOptimizer:
 
     def masters(self, model: ModelState) -> Params:
         """The float32 weights by name, in host memory, `CutArray` where cut; weights that are float32 themselves."""
-        return self._by_parameter(model)[0] if self._precisions.master_weights else model.weights
+        return self._by_parameter(model)[0] if self._precisions.master_weights else self._trained(model)
+
+    def _trained(self, model: ModelState) -> Params:
+        """The weights as buckets have them: of pruned parameters the values of kept entries, in new arrays."""
+        pruned = self._on_devices.pruned
+        if pruned is None:
+            return dict(model.weights)
+        return model.weights | _taken(pruned, {name: model.weights[name] for name in model.positions}, model.positions)
+
+    def _state(
+        self, weights: Params, optimizer: Any, positions: Params, dense: Mapping[str, jax.Array] | None = None
+    ) -> ModelState:
+        """The state of weights as buckets have them; those of pruned parameters are written into what is `dense`."""
+        pruned = self._on_devices.pruned
+        if pruned is None:
+            return ModelState(weights, {}, optimizer)
+        onto = dense if dense is not None else pruned.zeros(self._precisions.weights)
+        values = {name: weights[name] for name in positions}
+        whole = _written(pruned, {name: onto[name] for name in positions}, positions, values)
+        return ModelState(weights | whole, {}, optimizer, positions)
 
     def _by_parameter(self, model: ModelState) -> tuple[Params, Any]:
         leaves = [dict(tree_leaves_with_path(state)) for state in model.optimizer]
@@ -217,6 +244,16 @@ class OffloadedOptimizer:
         """A bucket's gradients; those that no later bucket has any of are let go."""
         names = self.buckets[number].names
         return [grads.pop(name) if self._numbers[name][-1] == number else grads[name] for name in names]
+
+
+@partial(jax.jit, static_argnums=0)
+def _taken(pruned: PrunedLayout, dense: Params, positions: Params) -> Params:
+    return pruned.taken(dense, positions)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _written(pruned: PrunedLayout, dense: Params, positions: Params, values: Params) -> Params:
+    return pruned.written(dense, positions, values)
 
 
 @jax.jit

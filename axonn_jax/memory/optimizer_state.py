@@ -1,7 +1,7 @@
 """Optimizer state on the devices: float32 masters, moments, the weights that layers read, and their update."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +14,10 @@ from jax.tree_util import tree_map_with_path
 
 from axonn_jax.memory.optimizer_traits import owner
 from axonn_jax.memory.precision import FULL, Precisions
-from axonn_jax.memory.report import Shapes, StateBytes, state_bytes
+from axonn_jax.memory.report import Shapes, StateBytes, local_elements, state_bytes
 from axonn_jax.memory.zero import whole_weights
+from axonn_jax.pruned.layout import PrunedLayout
+from axonn_jax.pruned.weight import PrunedWeight
 from axonn_jax.tensor.params import Params, Specs
 
 
@@ -28,6 +30,16 @@ class ModelState(NamedTuple):
     """Float32 weights in the optimizer's layout; empty where `weights` are the masters, or with offload."""
     optimizer: Any
     """The optax state, laid out like the masters; with offload one for each bucket, with its masters before it."""
+    positions: Params = {}  # noqa: RUF012 (never changed)
+    """Of pruned parameters, whose `weights` are dense: where the entries lie that all other state is of."""
+
+    @property
+    def read(self) -> dict[str, jax.Array | PrunedWeight]:
+        """The weights as layers take them."""
+        return {
+            name: PrunedWeight(value, self.positions[name]) if name in self.positions else value
+            for name, value in self.weights.items()
+        }
 
 
 Apply = Callable[[ModelState, Params, jax.Array], tuple[ModelState, jax.Array]]
@@ -48,13 +60,18 @@ class DeviceOptimizer:
     precisions: Precisions = FULL
     bucket: int = 16_000_000
     """Elements gathered together over `data`, where masters are split over it."""
+    pruned: PrunedLayout | None = None
+    """Of parameters of which `shapes` are those of the kept entries."""
 
-    def start(self, params: Params, *, owned: bool = True) -> ModelState:
-        """Float32 parameters -> the first state; they are used up where they are `owned`, and perhaps part of it."""
+    def start(self, params: Params, index: Params = {}, *, owned: bool = True) -> ModelState:  # noqa: B006
+        """Float32 parameters -> the first state; they are used up where they are `owned`, and perhaps part of it.
+
+        Of `pruned` ones the values of kept entries, which lie where `index` says.
+        """
         shardings = self.shardings(params)
         if not self._separate:
             return ModelState(params, {}, jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(params))
-        state = jax.jit(self._first, out_shardings=shardings)(params)
+        state = jax.jit(self._first, out_shardings=shardings)(params, index)
         if owned:
             jax.tree.map(lambda p: p.delete(), params)
         return state  # type: ignore[no-any-return]
@@ -67,7 +84,8 @@ class DeviceOptimizer:
         To be traced. Collectives: where masters are split over `data`, an all-gather of the weights over it, in
         buckets, `(G-1)/G * itemsize * elements` bytes a device.
         """
-        before = (state.masters or self._as_masters(state.weights), state.optimizer)
+        own = {name: weight for name, weight in state.weights.items() if name not in state.masters}
+        before = (self._as_masters(own) | state.masters, state.optimizer)
 
         def updated(before: Any, grads: Params) -> Any:
             masters, optimizer = before
@@ -78,7 +96,8 @@ class DeviceOptimizer:
 
         on_cores = self.mesh.devices.flat[0].platform == "cpu"
         masters, optimizer = _update_if(finite, updated, before, grads, on_cores=on_cores)
-        return self._from_masters(masters, optimizer)
+        dense = {name: state.weights[name] for name in state.positions}
+        return self._from_masters(masters, optimizer, state.positions, dense)
 
     def program(self, state: ModelState) -> Apply:
         """The update as a compiled program that uses such a state up."""
@@ -91,12 +110,12 @@ class DeviceOptimizer:
         # Weights that lie apart from their masters are not read, but leave their place to the new ones.
         return jax.jit(apply, donate_argnums=0, out_shardings=(shardings, done), keep_unused=True)
 
-    def restored(self, masters: Params, optimizer: Any, *, owned: bool = False) -> ModelState:
+    def restored(self, masters: Params, optimizer: Any, index: Params = {}, *, owned: bool = False) -> ModelState:  # noqa: B006
         """The state that has these float32 weights, laid out as `masters` gives them, and this optimizer state."""
         if not self._separate:
             return ModelState(masters, {}, optimizer)
         make = jax.jit(self._from_masters, out_shardings=self.shardings(masters))
-        return make(masters, optimizer)  # type: ignore[no-any-return]
+        return make(masters, optimizer, index)  # type: ignore[no-any-return]
 
     def opt_state(self, state: ModelState) -> Any:
         """The optax state."""
@@ -104,17 +123,31 @@ class DeviceOptimizer:
 
     def masters(self, state: ModelState) -> Params:
         """The float32 weights by name."""
-        return state.masters or state.weights
+        return state.weights | state.masters
 
     def bytes(self) -> StateBytes:
         """Bytes of one device, by formula."""
         layouts = (self.specs, self.state_specs)
-        return state_bytes(self.shapes, *layouts, self.mesh, self.precisions, self.optimizer)
+        found = state_bytes(self.shapes, *layouts, self.mesh, self.precisions, self.optimizer)
+        if self.pruned is None:
+            return found
+        dense, values, apart = (
+            local_elements(shapes, specs, self.mesh)
+            for shapes, specs in (
+                (self.pruned.shapes, self.specs),
+                (self.pruned.value_shapes, self.specs),
+                (self.pruned.value_shapes, self.state_specs),
+            )
+        )
+        masters = 0 if self.precisions.master_weights else 4 * apart
+        weights = found.weights + (dense - values) * self.precisions.weights.itemsize
+        return replace(found, weights=weights, masters=found.masters + masters, positions=4 * values)
 
     def abstract(self) -> ModelState:
         """Shapes and layouts of the state."""
         full: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self.shapes.items()}
-        shapes, shardings = jax.eval_shape(self._first, full), self.shardings(full)
+        index = {name: jax.ShapeDtypeStruct(self.shapes[name], jnp.int32) for name in self._pruned_names}
+        shapes, shardings = jax.eval_shape(self._first, full, index), self.shardings(full)
         return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)  # type: ignore[no-any-return]
 
     def shardings(self, params: Params) -> Any:
@@ -123,28 +156,48 @@ class DeviceOptimizer:
         masters = self._shardings(self.state_specs, params)
         optimizer = state_layout(jax.eval_shape(self.optimizer.init, params), params, masters, scalar)
         weights: Any = self._shardings(self.specs, params)
-        kept: Any = masters if self.precisions.master_weights else {}
-        return ModelState(weights, kept, optimizer)
+        return ModelState(weights, self._kept(masters), optimizer, {name: weights[name] for name in self._pruned_names})
 
     @property
     def _separate(self) -> bool:
-        return self.precisions.master_weights or self.state_specs != self.specs
+        return self.precisions.master_weights or self.state_specs != self.specs or self.pruned is not None
 
-    def _first(self, params: Params) -> ModelState:
+    @property
+    def _pruned_names(self) -> Iterable[str]:
+        return () if self.pruned is None else self.pruned.shapes
+
+    def _first(self, params: Params, index: Params) -> ModelState:
         masters = self._as_masters(params)
-        return self._from_masters(masters, self.optimizer.init(masters))
+        return self._from_masters(masters, self.optimizer.init(masters), index)
 
     def _as_masters(self, weights: Params) -> Params:
         if not self._separate:
             return weights
         return jax.tree.map(lax.with_sharding_constraint, weights, self._shardings(self.state_specs, weights))
 
-    def _from_masters(self, masters: Params, optimizer: Any) -> ModelState:
+    def _kept(self, masters: Any) -> Any:
+        """Those of the masters that lie apart from the weights."""
+        if self.precisions.master_weights:
+            return masters
+        return {name: masters[name] for name in self._pruned_names}
+
+    def _from_masters(
+        self,
+        masters: Params,
+        optimizer: Any,
+        index: Params,
+        dense: Params | None = None,
+    ) -> ModelState:
+        """The state of masters; weights of pruned ones are written into what is `dense`, or zeros."""
         if not self._separate:
             return ModelState(masters, {}, optimizer)
         layouts = (self.state_specs, self.specs)
         weights = whole_weights(masters, layouts, self.mesh, self.precisions.weights, self.bucket)
-        return ModelState(weights, masters if self.precisions.master_weights else {}, optimizer)
+        if self.pruned is not None:
+            onto = dense if dense is not None else self.pruned.zeros(self.precisions.weights)
+            values = {name: weights[name] for name in index}
+            weights |= self.pruned.written({name: onto[name] for name in index}, index, values)
+        return ModelState(weights, self._kept(masters), optimizer, index)
 
     def _shardings(self, specs: Specs, names: Iterable[str]) -> dict[str, NamedSharding]:
         return {name: NamedSharding(self.mesh, specs[name]) for name in names}

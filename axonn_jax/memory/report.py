@@ -32,11 +32,13 @@ class StateBytes:
     masters: int
     moments: int
     offloaded: bool
+    positions: int = 0
+    """Of the entries of pruned parameters that are kept."""
 
     @property
     def device(self) -> int:
         """In the device's memory."""
-        return self.weights + self.gradients + (0 if self.offloaded else self.masters + self.moments)
+        return self.weights + self.positions + self.gradients + (0 if self.offloaded else self.masters + self.moments)
 
     @property
     def host(self) -> int:
@@ -131,7 +133,7 @@ def report(planned: StateBytes, counts: Mapping[str, int], mesh: Mesh, program: 
     analysis = None if program is None else program.memory_analysis()
     return {
         "planned": {
-            **{kind: getattr(planned, kind) for kind in ("weights", "gradients", "masters", "moments")},
+            **{kind: getattr(planned, kind) for kind in ("weights", "positions", "gradients", "masters", "moments")},
             "device": planned.device,
             "host": planned.host,
         },
@@ -152,7 +154,8 @@ def lines(made: Mapping[str, Any]) -> list[str]:
     where = "host" if planned["host"] else "device"
     if where == "host" and not made["host_memory"]:
         where = "device: this backend has no host memory of its own"
-    kinds = ", ".join(f"{kind} {_size(planned[kind])}" for kind in ("weights", "gradients"))
+    held = [kind for kind in ("weights", "positions", "gradients") if planned[kind] or kind != "positions"]
+    kinds = ", ".join(f"{kind} {_size(planned[kind])}" for kind in held)
     states = ", ".join(f"{kind} {_size(planned[kind])}" for kind in ("masters", "moments"))
     counted = made["counted_between_steps"]
     text = [
@@ -164,6 +167,11 @@ def lines(made: Mapping[str, Any]) -> list[str]:
     if made["device_peak"] is not None:
         text.append(f"  peak of the device so far: {_size(made['device_peak'])}")
     return text
+
+
+def local_elements(shapes: Shapes, specs: Specs, mesh: Mesh) -> int:
+    """Elements that a device holds of arrays."""
+    return sum(_elements(shapes, specs, mesh).values())
 
 
 def _elements(shapes: Shapes, specs: Specs, mesh: Mesh) -> dict[str, int]:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.models.protocol import check_model
-from axonn_jax.tensor.params import Params, SplitModule, shapes_of, split_module
+from axonn_jax.tensor.params import Params, SplitModule, placed, shapes_of, split_module
 
 Carry = TypeVar("Carry")
 
@@ -87,23 +87,25 @@ class Stack:
     """The layers' names, first to last, of every stacked parameter; none where nothing is stacked."""
 
     def join(self, params: Mapping[str, jax.Array], mesh: Mesh, *, used_up: bool = False) -> Params:
-        """Parameters on the mesh under the layers' own names -> stacked; no collectives.
+        """Parameters on the mesh under the layers' own names -> stacked, as far as they are given; no collectives.
 
         With `used_up` the layers' arrays are deleted kind by kind, so that both forms of only one kind take memory.
         """
         joined: Params = {}
         for name, spec in self.parts.specs.items():
-            if name not in self.own:
-                joined[name] = params[name]
+            names = self.own.get(name, (name,))
+            if names[0] not in params:
                 continue
-            layers = [params[layer] for layer in self.own[name]]
+            layers = [params[layer] for layer in names]
+            if name not in self.own:
+                joined[name] = layers[0]
+                continue
             joined[name] = join_layers(layers, NamedSharding(mesh, spec), used_up=used_up)
         return joined
 
     def shard(self, params: Params, mesh: Mesh, *, used_up: bool = False) -> Params:
         """A model's parameters, laid out on the mesh and stacked; `used_up` as for `join`."""
-        shardings = {name: NamedSharding(mesh, spec) for name, spec in self.per_layer.specs.items()}
-        return self.join(jax.device_put(params, shardings), mesh, used_up=used_up)
+        return self.join(placed(params, self.per_layer.specs, mesh), mesh, used_up=used_up)
 
 
 def unstacked(split: SplitModule) -> Stack:

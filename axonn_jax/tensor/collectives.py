@@ -10,7 +10,7 @@ layers, called outside a manual region, are the plain version.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,16 @@ class GatheredWeight:
     value: jax.Array
 
 
-def gather_weight(w: jax.Array | GatheredWeight, dtype: jnp.dtype, axis: str = "z", dim: int = 0) -> jax.Array:
+class WeightForm(Protocol):
+    """What has a shard of a weight in another form, in its place in a module, as `pruned.weight.PrunedWeight`."""
+
+    def shard(self) -> jax.Array:
+        """The shard, when a layer reads it."""
+
+
+def gather_weight(
+    w: jax.Array | GatheredWeight | WeightForm, dtype: jnp.dtype, axis: str = "z", dim: int = 0
+) -> jax.Array:
     """All-gathers a weight shard, cast to `dtype`, along `dim` over `axis`.
 
     The transpose reduce-scatters the gradient in the shard's own dtype: summed over many devices in bf16 it would be
@@ -74,6 +83,8 @@ def gather_weight(w: jax.Array | GatheredWeight, dtype: jnp.dtype, axis: str = "
     """
     if isinstance(w, GatheredWeight):
         return w.value
+    if not isinstance(w, jax.Array):
+        w = w.shard()
     if axis_size(axis) == 1:
         return w.astype(dtype)
     return checkpoint_name(_gathered(w, jnp.dtype(dtype), axis, dim), f"{axis}_all_gather")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonn_jax import compat
 from axonn_jax.grid import MESH_AXES, REPLICA_AXES
@@ -93,6 +93,11 @@ def split_module(module: nnx.Module) -> SplitModule:
 
 def _shape(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def placed(params: Params, specs: Specs, mesh: Mesh) -> Params:
+    """Parameters laid out on a mesh."""
+    return jax.device_put(params, {name: NamedSharding(mesh, specs[name]) for name in params})
 
 
 def shapes_of(parts: SplitModule, dtype: jnp.dtype | None = None) -> SplitModule:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint, all_steps, name_of, step_of
-from axonn_jax.checkpoint.naming import PARAMS, SCALE
+from axonn_jax.checkpoint.naming import MASKS, PARAMS, SCALE
 from axonn_jax.checkpoint.orbax import reason
 from axonn_jax.checkpoint.restore import Checkpoint, check_shapes, load, named_checkpoint, newest
 from axonn_jax.checkpoint.save import Saver
@@ -83,7 +83,7 @@ def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *,
     has = checkpoint.manifest.arrays
 
     def wanted(name: str) -> bool:
-        return name.startswith(only) and (name in has or not name.startswith(SCALE))
+        return name.startswith(only) and (name in has or not name.startswith((SCALE, MASKS)))
 
     names = {name: shape for name, shape in engine.state_shapes().items() if wanted(name)}
     sources = dense_sources(names, {name: array.shape for name, array in has.items()}) if weights_only else {}

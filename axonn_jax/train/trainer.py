@@ -16,6 +16,7 @@ from axonn_jax.grid import Grid
 from axonn_jax.memory.remat import check_activations
 from axonn_jax.models.packed import counted as counted_targets
 from axonn_jax.models.protocol import check_model
+from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.tensor.loss import pad_batch, samples_in
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, TensorConfig
 from axonn_jax.train.engines.engine import Engine
@@ -37,8 +38,8 @@ class Trainer:
     right too; with `memory.offload` and with a pipeline it must treat every parameter by itself (``UserError``). The
     loss is the mean over all target tokens of the global batch, whatever the grid, which is processed in
     `microbatches` parts a step. With `clip` the gradients are scaled down to that global norm (0: not
-    clipped). `seed` is that of dropout. `memory`, `tensor` and `pipeline` are the tables of a config file of these
-    names (`axonn-jax train --help`); of a model given, `memory.sequence_parallel`, `tensor.residual_comm` and
+    clipped). `seed` is that of dropout. `memory`, `tensor`, `pipeline` and `prune` are the tables of a config file of
+    these names (`axonn-jax train --help`); of a model given, `memory.sequence_parallel`, `tensor.residual_comm` and
     `tensor.matmul_layouts` are what it was made with, and `pipeline` counts where the grid's `pipe` is above 1.
 
     `engine` is a `PipelineEngine` there, else an `SpmdEngine`. It has what tools and tests need
@@ -59,14 +60,18 @@ class Trainer:
         memory: MemoryConfig = MemoryConfig(),  # noqa: B008 (frozen)
         tensor: TensorConfig = TensorConfig(),  # noqa: B008
         pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008
+        prune: PruneConfig = PruneConfig(),  # noqa: B008
     ):
         check_settings(grid.shape.pipe, memory, tensor)
+        prune.check()
         check_activations(memory.activations)
         given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "seed": seed, "memory": memory}
         if grid.shape.pipe > 1:
+            if prune.prunes:
+                raise UserError("grid.pipe", grid.shape.pipe, "1 where prune.density is below 1")
             self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, **given)
         else:
-            self.engine = SpmdEngine(model, optimizer, grid, tensor=tensor, **given)
+            self.engine = SpmdEngine(model, optimizer, grid, tensor=tensor, prune=prune, **given)
         self._packed = check_model(self.engine.parts.merge(self.engine.parts.params)).packed
 
     @property

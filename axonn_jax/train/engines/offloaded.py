@@ -40,7 +40,7 @@ class OffloadedStep:
         Dispatches and returns early: waits only for the host's copy of a bucket where the devices have no room for
         another one.
         """
-        before: MeasuredStep = measured(state.model.weights, state.scale, tokens, key)
+        before: MeasuredStep = measured(state.model.read, state.scale, tokens, key)
         if self.interleaved:
             model, norm = self.update.reducing(state.model, before.grads, before.finite)
             metrics: StepMetrics = {"loss": before.metrics["loss"], "grad_norm": norm, "skipped": before.scale.skipped}

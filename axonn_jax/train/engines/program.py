@@ -1,7 +1,7 @@
 """The compiled programs of a one-stage model: gradients of a step, evaluation, logits."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,6 +21,8 @@ from axonn_jax.models.packed import counted
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.stacked import Stacked
 from axonn_jax.options import ReshardAfter
+from axonn_jax.pruned.layout import PrunedLayout
+from axonn_jax.pruned.weight import tapping, trained, unpruned
 from axonn_jax.tensor.collectives import all_reduce, mark_varying
 from axonn_jax.tensor.dropout import DropoutKey
 from axonn_jax.tensor.overlap.reorder import after, in_order
@@ -70,10 +72,18 @@ class OnMesh:
     parts: SplitModule
     grid: Grid
     dtype: jnp.dtype
+    pruned: PrunedLayout | None = field(default=None, kw_only=True)
+    """Of the parameters that are given as `PrunedWeight`, and whose gradients are those of the kept entries."""
 
     def shardings(self) -> dict[str, NamedSharding]:
         """The layout of every parameter on the mesh."""
         return {name: NamedSharding(self.grid.mesh, spec) for name, spec in self.parts.specs.items()}
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes of gradients, masters and optimizer state."""
+        dense = {name: p.shape for name, p in self.parts.params.items()}
+        return dense if self.pruned is None else dense | self.pruned.value_shapes
 
     @property
     def grad_specs(self) -> Specs:
@@ -114,8 +124,7 @@ class StageProgram(OnMesh):
         """The layout of every gradient: its parameter's, with ZeRO split over `data` too."""
         if not self.zero:
             return super().grad_specs
-        shapes = {name: p.shape for name, p in self.parts.params.items()}
-        return split_over_replicas(shapes, self.parts.specs, self.grid.mesh)
+        return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh)
 
     def gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
@@ -224,10 +233,12 @@ class StageProgram(OnMesh):
         """
         # Varying over what splits tokens on purpose: autodiff then leaves gradients unreduced over it (a z-sharded
         # kernel is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
-        shards = {name: mark_varying(p, self.token_axes) for name, p in params.items()}
+        shards = {name: mark_varying(trained(p, self.sums), self.token_axes) for name, p in params.items()}
         count = tokens.shape[0]
         once = self.reshard_after == "step" and count > 1
-        own: MaybeGathered = gather_params(shards, self.parts.specs, self.dtype) if once else {**shards}
+        own: MaybeGathered = {**shards}
+        if once:
+            own |= gather_params(unpruned(params, shards), self.parts.specs, self.dtype)
         # XLA moves these gathers out of the loop by itself on CPUs, not on GPUs.
         several = count > 1 and not once
         wholes = gather_once(shards, self.parts.specs, self.dtype, f"{self._model(own).layer_list}.") if several else {}
@@ -237,7 +248,8 @@ class StageProgram(OnMesh):
             key_here = None if key is None else jax.random.fold_in(key, index)
 
             def scaled(p: MaybeGathered) -> tuple[jax.Array, jax.Array]:
-                loss = self._loss_sum(as_gathered(p, wholes, self.parts.specs), batch, key_here) / targets
+                held = tapping(params, as_gathered(p, wholes, self.parts.specs), self.sums)
+                loss = self._loss_sum(held, batch, key_here) / targets
                 return (loss if scale is None else loss * scale), loss
 
             p = cast_for_reduction(self.sums, p, self.parts.specs)

@@ -11,18 +11,21 @@ import numpy as np
 import optax
 from flax import nnx
 
-from axonn_jax.checkpoint.naming import State, flatten, unflatten, unflatten_scale
+from axonn_jax.checkpoint.naming import MASKS, State, flatten, unflatten, unflatten_scale
 from axonn_jax.distributed.cpu_allocator import TemporariesInPlace
 from axonn_jax.grid import Grid
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.memory.report import all_finite, counted, report
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
-from axonn_jax.tensor.params import Params, split_module
+from axonn_jax.pruned.config import PruneConfig
+from axonn_jax.pruned.prune import Kept, keep, make_masks, prunable
+from axonn_jax.tensor.params import Params, placed, shapes_of, split_module
 from axonn_jax.train.config import MemoryConfig, TensorConfig
 from axonn_jax.train.engines.engine import BatchShards, read_anew
 from axonn_jax.train.engines.offloaded import OffloadedStep
 from axonn_jax.train.engines.program import exposed
+from axonn_jax.train.engines.pruned import check_prunable, dense_forms, mask_forms, read_pruned
 from axonn_jax.train.engines.scan_layers import stack_state, unstack_params, unstack_state
 from axonn_jax.train.engines.step import StepMetrics, TrainState, build_step
 
@@ -44,6 +47,7 @@ class SpmdEngine:
         seed: int,
         memory: MemoryConfig,
         tensor: TensorConfig,
+        prune: PruneConfig = PruneConfig(),  # noqa: B008 (frozen)
     ):
         owned = not isinstance(model, nnx.Module)
         if not isinstance(model, nnx.Module):
@@ -53,21 +57,41 @@ class SpmdEngine:
         checked = check_model(model)
         checked.check_grid(grid.shape)
         self.grid, self.optimizer, self.batches = grid, optimizer, BatchShards(grid, microbatches)
-        made = split_module(model)
-        self._stack, self.program, step = build_step(model, made, optimizer, grid, clip, memory, tensor)
-        self._step, self.precisions, self.parts = step, step.precisions, self._stack.per_layer
+        made, self._prune, self._offloads = split_module(model), prune, memory.offload != "none"
+        self._specs, self._layers = made.specs, checked.layer_list
+        if prune.prunes:
+            check_prunable(checked, optimizer)
+        parts = shapes_of(made)  # no array of the model's may live as long as the engine
+        self._build = partial(build_step, parts.merge(parts.params), parts, optimizer, grid, clip, memory, tensor)
         self._key = jax.random.key(seed) if checked.drops_out else None
-        params = self._stack.shard(made.params, grid.mesh, used_up=owned)
+        params, kept = made.params, None
+        if prune.prunes:
+            params = placed(made.params, made.specs, grid.mesh)
+            kept = self._kept(self._make_masks(params))
+            params = kept.compressed(params, used_up=owned)
+        self._begin(kept)
+        params = self._stack.shard(params, grid.mesh, used_up=owned)
+        positions = self._stack.join(kept.positions, grid.mesh, used_up=True) if kept else {}
         del made  # what is stacked is freed kind by kind
-        self.offloaded = OffloadedStep(step, self.program) if memory.offload != "none" else None
+        state = self.update.start(params, positions, owned=owned)
+        self.train_state = TrainState(state, self._step.first_scale())
+        self.steps_done = 0
+        self._in_step = False
+
+    def _begin(self, kept: Kept | None) -> None:
+        """Makes the programs of a step of which these entries are trained; nothing is compiled."""
+        self._layout = kept and kept.layout
+        self._stack, self.program, self._step = self._build(self._layout)
+        self.precisions, self.parts = self._step.precisions, self._stack.per_layer
+        self.offloaded = OffloadedStep(self._step, self.program) if self._offloads else None
+        self.update = self.offloaded.update if self.offloaded else self._step.update
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
-        self.update = self.offloaded.update if self.offloaded else step.update
-        self.train_state = TrainState(self.update.start(params, owned=owned), step.first_scale())
         self._temporaries: dict[tuple[int, ...], TemporariesInPlace] = {}
         self._last: StepMetrics | None = None
         self._loss = jax.jit(self.program.loss)
-        self.steps_done = 0
-        self._in_step = False
+
+    def _kept(self, masks: Params) -> Kept:
+        return keep(masks, self._specs, self.grid.mesh, multiple=self.grid.shape.replicas)
 
     @property
     def params(self) -> Params:
@@ -82,12 +106,20 @@ class SpmdEngine:
     @property
     def _masters(self) -> Params:
         """As `params`; what is offloaded in parts is a `CutArray`, of scanned layers a `LayerSlice`."""
-        return unstack_params(self._stack, self.update.masters(self.train_state.model))
+        return self._forms(unstack_params(self._stack, self.update.masters(self.train_state.model)))
 
     @property
     def _opt_state(self) -> Any:
         """As `opt_state`, in the forms of `_masters`."""
-        return unstack_state(self.optimizer, self._stack, self.update.opt_state(self.train_state.model))
+        return self._forms(unstack_state(self.optimizer, self._stack, self.update.opt_state(self.train_state.model)))
+
+    def _forms(self, tree: Any) -> Any:
+        """A tree of state with a `PrunedArray` in the place of what is compressed."""
+        return tree if self._layout is None else dense_forms(self._layout, self._positions, tree)
+
+    @property
+    def _positions(self) -> Params:
+        return unstack_params(self._stack, self.train_state.model.positions)
 
     def step(self, batch: np.ndarray) -> StepMetrics:
         """Dispatches an optimizer step and returns.
@@ -135,7 +167,7 @@ class SpmdEngine:
                 lowered = self._step.jitted().lower(self.train_state, tokens, key)
             else:
                 lowered = self.offloaded.measured.lower(
-                    self.train_state.model.weights, self.train_state.scale, tokens, key
+                    self.train_state.model.read, self.train_state.scale, tokens, key
                 )
             self._compiled[tokens.shape] = lowered.compile()
             self._temporaries[tokens.shape] = TemporariesInPlace(self._compiled[tokens.shape], self.grid.mesh)
@@ -153,22 +185,37 @@ class SpmdEngine:
         return all_finite(self.train_state.model)
 
     def state(self) -> State:  # noqa: D102
-        return flatten(self._masters, self._opt_state, self.train_state.scale)
+        state = flatten(self._masters, self._opt_state, self.train_state.scale)
+        if self._layout is not None:
+            state |= {MASKS + name: mask for name, mask in mask_forms(self._layout, self._positions).items()}
+        return state
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
         like: Any = self._stack.per_layer.params
         state = flatten(like, jax.eval_shape(self.optimizer.init, like), self.train_state.scale)
+        if self._layout is not None:
+            state |= {MASKS + name: like[name] for name in self._layout.shapes}
         return without_padding({name: value.shape for name, value in state.items()}, self._padding)
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Takes over what `read` makes of the wanted names' shapes, types and layouts."""
-        state = read_anew(self.state(), read, wanted)
+        kept = None
+        if self._layout is None:
+            state = read_anew(self.state(), read, wanted)
+        else:
+            state, kept = read_pruned(self.state(), read, wanted, self._make_masks, self._kept)
+            self._begin(kept)
         like: Any = self._stack.per_layer.params
         params, opt_state = unflatten(state, like, jax.eval_shape(self.optimizer.init, like))
         masters = self._stack.join(params, self.grid.mesh, used_up=True)
-        optimizer = stack_state(self._stack, opt_state, self.train_state.model.optimizer, used_up=True)
-        model = self.update.restored(masters, optimizer, owned=True)
+        layouts = self._step.update.abstract().optimizer if kept else self.train_state.model.optimizer
+        optimizer = stack_state(self._stack, opt_state, layouts, used_up=True)
+        positions = self._stack.join(kept.positions, self.grid.mesh, used_up=True) if kept else {}
+        model = self.update.restored(masters, optimizer, positions, owned=True)
         self.train_state = TrainState(model, unflatten_scale(state, self.train_state.scale))
+
+    def _make_masks(self, weights: Params) -> dict[str, jax.Array]:
+        return make_masks(self._prune, {name: weights[name] for name in prunable(weights, self._layers)})
 
     def saving(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
         """Tells nobody: no peer watches this process."""

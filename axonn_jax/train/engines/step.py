@@ -1,5 +1,6 @@
 """One optimizer step as a compiled program, for real arrays or for shapes alone."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 
@@ -23,6 +24,7 @@ from axonn_jax.models.stacked import Stack
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.models.vocabulary import fit_vocabulary
 from axonn_jax.options import AttentionKernel, ScanLayers
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.tensor.kernel_choice import Tiles
 from axonn_jax.tensor.params import Params, Specs, SplitModule, split_module
 from axonn_jax.train.config import MemoryConfig, TensorConfig
@@ -65,11 +67,19 @@ class GradientProgram(Protocol):
         """The layout of a step's tokens."""
 
     @property
+    def pruned(self) -> PrunedLayout | None:
+        """Of the parameters of which only some entries are trained."""
+
+    @property
+    def state_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Global shapes of gradients, masters and optimizer state."""
+
+    @property
     def grad_specs(self) -> Specs:
         """The layout of every gradient, and of the masters and optimizer state with it."""
 
     def gradients(
-        self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
+        self, params: Any, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
     ) -> tuple[Params, jax.Array, jax.Array]:
         """Gradients (times `scale`), mean loss and the gradients' global norm of [microbatches, sequences, seq + 1]."""
 
@@ -99,11 +109,13 @@ class TrainStep:
 
         Where loss or norm are not finite, which all devices know alike, weights and optimizer state stay as they were.
         """
-        measured = self.measured(state.model.weights, state.scale, tokens, key)
+        measured = self.measured(state.model.read, state.scale, tokens, key)
         model = self.update.after(state.model, measured.grads, measured.factor, measured.finite)
         return TrainState(model, measured.scale), measured.metrics
 
-    def measured(self, weights: Params, scale: Scale, tokens: jax.Array, key: jax.Array | None) -> "MeasuredStep":
+    def measured(
+        self, weights: Mapping[str, Any], scale: Scale, tokens: jax.Array, key: jax.Array | None
+    ) -> "MeasuredStep":
         """What a step does before its update."""
         grads, loss, norm = self.program.gradients(weights, tokens, key, scale.factor)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -120,9 +132,9 @@ class TrainStep:
     def update(self) -> DeviceOptimizer:
         """The optimizer's part."""
         program = self.program
-        shapes = {name: p.shape for name, p in program.parts.params.items()}
-        layouts = (program.parts.specs, program.grad_specs)
-        return DeviceOptimizer(self.optimizer, program.grid.mesh, shapes, *layouts, self.precisions, self.bucket)
+        shapes, layouts = program.state_shapes, (program.parts.specs, program.grad_specs)
+        mesh, pruned = program.grid.mesh, program.pruned
+        return DeviceOptimizer(self.optimizer, mesh, shapes, *layouts, self.precisions, self.bucket, pruned)
 
     def first_scale(self) -> Scale:
         """The count of skipped steps that a run starts with, and the loss scale."""
@@ -201,10 +213,10 @@ def abstract(
     return model, ((microbatches, sequences // microbatches, shape.seq_len + 1), key)
 
 
-def masters(memory: MemoryConfig, grid: Grid) -> tuple[bool, bool, Precisions]:
+def masters(memory: MemoryConfig, grid: Grid, *, pruned: bool = False) -> tuple[bool, bool, Precisions]:
     """Whether masters and optimizer state are split over replicas, whether they lie in host memory, and all dtypes."""
     zero, offloads = memory.zero > 0 and grid.shape.replicas > 1, memory.offload != "none"
-    return zero, offloads, precisions(memory.precision, memory.accumulate, separate_masters=zero or offloads)
+    return zero, offloads, precisions(memory.precision, memory.accumulate, separate_masters=zero or offloads or pruned)
 
 
 def build_step(
@@ -215,8 +227,11 @@ def build_step(
     clip: float,
     memory: MemoryConfig,
     tensor: TensorConfig,
+    pruned: PrunedLayout | None = None,
 ) -> tuple[Stack, StageProgram, TrainStep]:
     """How a step holds the parameters of a split model, the program of its gradients, and the step; makes no array.
+
+    Of `pruned` parameters, by their layers' own names, the kept entries alone are trained.
 
     Raises ``UserError`` where layers cannot be scanned as `tensor` says.
     """
@@ -228,7 +243,7 @@ def build_step(
     communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.replicas > 1 and few)
     auto = communicates and jax.default_backend() != "cpu"
     ordered = tensor.order == "package" or (tensor.order == "auto" and auto)
-    zero, offloads, dtypes = masters(memory, grid)
+    zero, offloads, dtypes = masters(memory, grid, pruned=pruned is not None)
     scan: ScanLayers = "no" if offloads else tensor.scan_layers
     stack = choose_stack(model, parts, optimizer, scan, activations=memory.activations, ordered=ordered)
     program = StageProgram(
@@ -242,6 +257,7 @@ def build_step(
         dtypes.grad_dtype,
         zero,
         memory.reshard_after,
+        pruned=None if pruned is None else pruned.over_layers(stack.own),
     )
     return stack, program, TrainStep(program, per_layer(optimizer, stack), clip, dtypes, memory.bucket)
 

@@ -1,0 +1,205 @@
+"""Layout of pruned parameters on a mesh: how many entries a device keeps, and the ways between dense and compressed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.errors import UserError
+from axonn_jax.pruned.weight import places, put, taken
+from axonn_jax.tensor.params import Params, Specs
+from axonn_jax.tensor.specs import shard_mapped, size_over, spec_axes
+
+_MOST = 2**31
+"""Entries of a device's part of a parameter that an int32 index can name."""
+
+
+@dataclass(frozen=True, eq=False)
+class PrunedLayout:
+    """Sizes of pruned parameters by name: `values` and `index` of one are [1, ..., slots] on every device.
+
+    They have the parameter's own `PartitionSpec`. Devices keep different numbers of entries, but have as many slots:
+    those of the one that keeps most, of all parameters of a shape and layout.
+    """
+
+    mesh: Mesh
+    shapes: Mapping[str, tuple[int, ...]]
+    """Dense shapes."""
+    specs: Specs
+    slots: Mapping[str, int]
+    stacked: bool = False
+    """Whether a dim of layers, which is not sharded, is in front of dense and compressed arrays alike."""
+
+    @cached_property
+    def value_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes of values and indices."""
+        return {name: self._value_shape(name) for name in self.shapes}
+
+    def _value_shape(self, name: str) -> tuple[int, ...]:
+        sizes = [size_over(self.mesh, spec_axes(P(axes))) for axes in whole_spec(self.specs[name], self.shapes[name])]
+        front = self.shapes[name][:1] if self.stacked else ()
+        *rows, last = sizes[len(front) :]
+        return (*front, *rows, last * self.slots[name])
+
+    def over_layers(self, own: Mapping[str, tuple[str, ...]]) -> "PrunedLayout":
+        """The layout of the same parameters stacked; `own` are the layers' names of each stacked one."""
+        first = {name: layers[0] for name, layers in own.items() if layers[0] in self.shapes}
+        if not first:
+            return self
+        return replace(
+            self,
+            shapes={name: (len(own[name]), *self.shapes[layer]) for name, layer in first.items()},
+            specs={name: P(None, *self.specs[layer]) for name, layer in first.items()},
+            slots={name: self.slots[layer] for name, layer in first.items()},
+            stacked=True,
+        )
+
+    def index_of(self, name: str, mask: jax.Array) -> jax.Array:
+        """The index of a parameter from its global mask of booleans, laid out as it is; no collectives."""
+        local = partial(places, slots=self.slots[name])
+        return self._run(local, name, 1)(mask)  # type: ignore[no-any-return]
+
+    def compressed(self, name: str, dense: jax.Array, index: jax.Array) -> jax.Array:
+        """The values of a global dense array; no collectives."""
+        return self._run(taken, name, 2)(dense, index)  # type: ignore[no-any-return]
+
+    def expanded(self, name: str, values: jax.Array, index: jax.Array) -> jax.Array:
+        """The global dense array of values, with zeros; no collectives."""
+        local = partial(_on_zeros, shape=self._local(name))
+        return self._run(local, name, 2)(values, index)  # type: ignore[no-any-return]
+
+    def written(self, dense: Params, index: Params, values: Params) -> Params:
+        """Global dense arrays with values in the place of their kept entries; to be traced; no collectives."""
+        names = list(dense)
+        specs = {name: self.specs[name] for name in names}
+
+        def local(dense: Params, index: Params, values: Params) -> Params:
+            write = jax.vmap(put) if self.stacked else put
+            return {name: write(dense[name], index[name], values[name]) for name in names}
+
+        return shard_mapped(local, self.mesh, (specs,) * 3, specs, differentiated=False)(dense, index, values)  # type: ignore[no-any-return]
+
+    def taken(self, dense: Params, index: Params) -> Params:
+        """Global values of dense arrays; to be traced; no collectives."""
+        specs = {name: self.specs[name] for name in dense}
+
+        def local(dense: Params, index: Params) -> Params:
+            return {name: taken(value, index[name]) for name, value in dense.items()}
+
+        return shard_mapped(local, self.mesh, (specs,) * 2, specs, differentiated=False)(dense, index)  # type: ignore[no-any-return]
+
+    def zeros(self, dtype: jnp.dtype) -> Params:
+        """Dense arrays of zeros; to be traced."""
+        return {
+            name: jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), NamedSharding(self.mesh, self.specs[name]))
+            for name, shape in self.shapes.items()
+        }
+
+    def _local(self, name: str) -> tuple[int, ...]:
+        return NamedSharding(self.mesh, self.specs[name]).shard_shape(self.shapes[name])
+
+    def _run(self, local: Callable[..., Any], name: str, inputs: int) -> Callable[..., Any]:
+        assert not self.stacked
+        key = local.func if isinstance(local, partial) else local
+        settings = tuple(sorted(local.keywords.items())) if isinstance(local, partial) else ()
+        return _compiled(key, settings, self.mesh, self.specs[name], inputs)
+
+
+@cache  # one function object a form, so that jit compiles each once
+def _compiled(
+    local: Callable[..., Any], settings: tuple[tuple[str, Any], ...], mesh: Mesh, spec: P, inputs: int
+) -> Callable[..., Any]:
+    run = partial(local, **dict(settings))
+    return jax.jit(
+        shard_mapped(run, mesh, (spec,) * inputs, spec, differentiated=False), out_shardings=NamedSharding(mesh, spec)
+    )
+
+
+def _on_zeros(values: jax.Array, index: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+    return put(jnp.zeros(shape, values.dtype), index, values)
+
+
+def whole_spec(spec: P, shape: tuple[int, ...]) -> P:
+    """A layout with an entry for every dim of a shape."""
+    return P(*spec, *[None] * (len(shape) - len(spec)))
+
+
+def lay_out(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multiple: int = 1) -> PrunedLayout:
+    """The layout for global masks, as parameters are laid out; slots are a multiple of `multiple`.
+
+    Raises ``UserError`` where a device's part of a parameter has too many entries for an index. Collective: an
+    all-reduce of a number a parameter.
+    """
+    most: dict[tuple[tuple[int, ...], P], int] = {}
+    for name, mask in masks.items():
+        local = prod(NamedSharding(mesh, specs[name]).shard_shape(mask.shape))
+        if 2 * local >= _MOST:
+            accepted = f"a grid on which a device holds fewer than {_MOST // 2:,} entries of it"
+            raise UserError("prune.density", f"{name} with {local:,} entries on a device", accepted)
+        kind = (mask.shape, specs[name])
+        most[kind] = max(most.get(kind, 1), int(_largest(mesh, specs[name], mask.ndim)(mask)))
+    slots = {name: -(-most[mask.shape, specs[name]] // multiple) * multiple for name, mask in masks.items()}
+    return PrunedLayout(mesh, {name: mask.shape for name, mask in masks.items()}, dict(specs), slots)
+
+
+@cache
+def _largest(mesh: Mesh, spec: P, ndim: int) -> Callable[[jax.Array], jax.Array]:
+    def local(mask: jax.Array) -> jax.Array:
+        return jnp.sum(mask, dtype=jnp.int32).reshape((1,) * ndim)
+
+    own = whole_spec(spec, (1,) * ndim)
+    count = shard_mapped(local, mesh, (spec,), own, differentiated=False)
+    return jax.jit(lambda mask: jnp.max(count(mask)), out_shardings=NamedSharding(mesh, P()))
+
+
+@dataclass(frozen=True)
+class PrunedArray:
+    """A dense array that is kept compressed, and put together when asked for (`memory.host_arrays.joined`)."""
+
+    layout: PrunedLayout
+    name: str
+    values: Any
+    """An array, or another form of one (`memory.host_arrays.LayerSlice`); None: ones, as bytes, for a mask."""
+    index: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dense array's."""
+        return self.layout.shapes[self.name]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of its values."""
+        return np.dtype(np.uint8) if self.values is None else np.dtype(self.values.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense array."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The dense array's."""
+        return NamedSharding(self.layout.mesh, self.layout.specs[self.name])
+
+    def joined(self) -> jax.Array:
+        """One array, a copy."""
+        index = self.index if isinstance(self.index, jax.Array) else self.index.joined()
+        values = self.values
+        if values is None:
+            values = jnp.ones_like(index, jnp.uint8)
+        elif not isinstance(values, jax.Array):
+            values = values.joined()
+        return self.layout.expanded(self.name, values, index)
+
+    def delete(self) -> None:
+        """Frees the values; the index stays."""
+        if self.values is not None:
+            self.values.delete()

@@ -1,0 +1,82 @@
+"""Pruning of a model's parameters on a mesh: which ones, their masks, and their state compressed or dense."""
+
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from axonn_jax.errors import UserError
+from axonn_jax.pruned.config import PruneConfig
+from axonn_jax.pruned.layout import PrunedLayout, lay_out
+from axonn_jax.pruned.masks import magnitude_masks, random_masks
+from axonn_jax.tensor.params import Params, Specs
+
+
+class Kept(NamedTuple):
+    """The entries of pruned parameters that are trained."""
+
+    layout: PrunedLayout
+    positions: Params
+    """Where they lie, by name."""
+
+    def compressed(self, params: Params, *, used_up: bool = False) -> Params:
+        """Parameters with values in the place of the dense arrays of pruned ones, which are freed if `used_up`."""
+        out: Params = {}
+        for name, value in params.items():
+            pruned = name in self.positions
+            out[name] = self.layout.compressed(name, value, self.positions[name]) if pruned else value
+            if pruned and used_up:
+                jax.block_until_ready(out[name])
+                value.delete()
+        return out
+
+
+def prunable(names: Iterable[str], layers: str) -> list[str]:
+    """The parameters that are pruned: kernels of a model's `layers`, but for routers'."""
+    return [
+        name for name in names if name.startswith(f"{layers}.") and name.endswith(".kernel") and "router" not in name
+    ]
+
+
+def make_masks(config: PruneConfig, weights: Params) -> dict[str, jax.Array]:
+    """Masks of booleans for float32 weights, laid out as they are.
+
+    Raises ``UserError`` where those of a file are not for these parameters. Collectives: `masks.magnitude_masks`.
+    """
+    if config.method == "file":
+        return _read(Path(config.masks), weights)
+    if config.method == "random":
+        return random_masks(weights, config.density, config.scope, config.seed)
+    return magnitude_masks(weights, config.density, config.scope)
+
+
+def keep(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multiple: int) -> Kept:
+    """What masks keep, in slots that are a multiple of `multiple`. Collectives: those of `lay_out`."""
+    layout = lay_out(masks, {name: specs[name] for name in masks}, mesh, multiple=multiple)
+    return Kept(layout, {name: layout.index_of(name, mask) for name, mask in masks.items()})
+
+
+def _read(path: Path, weights: Params) -> dict[str, jax.Array]:
+    try:
+        with np.load(path) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        accepted = f"an .npz file of arrays of booleans by parameter; {error}"
+        raise UserError("prune.masks", str(path), accepted) from None
+    for name, weight in weights.items():
+        found = arrays.get(name)
+        what = "missing" if found is None else f"{found.dtype} {found.shape}"
+        if found is None or found.dtype != np.bool_ or found.shape != weight.shape:
+            raise UserError("prune.masks", str(path), f"a file with bool {weight.shape} for {name}, which is {what}")
+    if extra := sorted(arrays.keys() - weights.keys()):
+        raise UserError("prune.masks", str(path), f"a file of the pruned parameters alone; {extra[0]} is not one")
+    return {name: _placed(arrays[name], weights[name].sharding) for name in weights}
+
+
+def _placed(array: np.ndarray, sharding: Any) -> jax.Array:
+    placed: NamedSharding = sharding
+    return jax.make_array_from_callback(array.shape, placed, lambda index: array[index])

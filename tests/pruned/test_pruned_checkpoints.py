@@ -1,0 +1,86 @@
+"""Checkpoints of pruned runs: dense under the usual names, resumed on any grid, read by runs that prune nothing."""
+
+import grids
+import jax
+import numpy as np
+import pytest
+from test_pruned_training import DENSITY, PRUNE, batches, curve, largest, model, optimizer
+from trainers import make_trainer
+
+import axonn_jax as ax
+from axonn_jax.checkpoint.manifest import read
+from axonn_jax.grid import GridShape
+from axonn_jax.pruned.prune import prunable
+from axonn_jax.tensor.params import split_module
+
+CURVE_TOLERANCE = 2e-6
+
+
+def made(axes, prune=PRUNE, **options):
+    return make_trainer(model(), optimizer(), grids.lay(axes), prune=prune, microbatches=2, **options)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run's directory with the checkpoint of step 3, saved on a grid with ZeRO; and the curve of one device."""
+    trainer, folder = made(GridShape(1, 2, 1, 2), zero=1), tmp_path_factory.mktemp("run")
+    for batch in batches(3):
+        trainer.step(batch)
+    path = trainer.save(folder, 3)
+    kept = {name: np.asarray(value) for name, value in trainer.engine.params.items()}
+    return path, kept, curve(made(GridShape()), 6)[0]
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        (GridShape(1, 2, 1, 2), {"zero": 1}),
+        (GridShape(1, 1, 2, 1, 2), {}),
+        (GridShape(), {"scan_layers": "yes"}),
+        (GridShape(1, 2), {"offload": "optimizer"}),
+    ],
+)
+def test_goes_on_on_other_grids(axes, options, saved):
+    path, kept, want = saved
+    trainer = made(axes, ax.PruneConfig(density=DENSITY, method="random"), **options)  # the checkpoint's masks count
+    assert trainer.load(path) == 3
+    for name, value in trainer.engine.params.items():
+        np.testing.assert_array_equal(np.asarray(value), kept[name], err_msg=name)
+    got = [[float(m[key]) for key in ("loss", "grad_norm")] for m in map(trainer.step, batches(6)[3:])]
+    np.testing.assert_allclose(got, want[3:], rtol=CURVE_TOLERANCE)
+
+
+def test_is_dense_under_the_usual_names(saved):
+    path, kept, _ = saved
+    dense = make_trainer(model(), optimizer(), grids.lay(GridShape()), microbatches=2)
+    dense.load(path)  # masks are passed by
+    for name, value in dense.engine.params.items():
+        np.testing.assert_array_equal(np.asarray(value), kept[name])
+    arrays = read(path).arrays
+    assert {name for name in arrays if not name.startswith("masks.")} == set(dense.engine.state())
+    masks = [name for name in arrays if name.startswith("masks.")]
+    assert [name.removeprefix("masks.") for name in sorted(masks)] == sorted(prunable(kept, "blocks"))
+
+
+def test_a_dense_run_is_pruned_where_it_goes_on(tmp_path):
+    trainer = make_trainer(model(), optimizer(), grids.lay(GridShape()), microbatches=2)
+    for batch in batches(2):
+        trainer.step(batch)
+    path, weights = trainer.save(tmp_path, 2), trainer.engine.params
+    for only in (False, True):
+        pruned = made(GridShape(1, 1, 2, 2))
+        pruned.load(path, weights_only=only)
+        for name, value in pruned.engine.params.items():
+            want = np.asarray(weights[name])
+            want = want * largest(want) if name in prunable(weights, "blocks") else want
+            np.testing.assert_array_equal(np.asarray(value), want)
+        assert np.isfinite(float(pruned.step(batches(1)[0])["loss"]))
+
+
+def test_the_model_that_was_trained(saved):
+    path, kept, _ = saved
+    trainer = made(GridShape(1, 1, 2, 2))
+    trainer.load(path)
+    assert isinstance(trainer.model, ax.models.Transformer)
+    for name, value in split_module(trainer.model).params.items():
+        np.testing.assert_array_equal(np.asarray(jax.device_get(value)), kept[name])

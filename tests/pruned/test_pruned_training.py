@@ -1,0 +1,125 @@
+"""Pruned training: the curve of dense training with masked gradients, on every grid, however state is kept."""
+
+import grids
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from trainers import make_trainer
+
+import axonn_jax as ax
+from axonn_jax.grid import GridShape
+from axonn_jax.pruned.prune import prunable
+from axonn_jax.tensor.params import split_module
+
+DENSITY = 0.25
+PRUNE = ax.PruneConfig(density=DENSITY)
+SHAPE = grids.LLAMA
+CURVE_TOLERANCE = 2e-6
+"""Of the same sums in another order, over a curve."""
+
+
+def model(shape=SHAPE):
+    return lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0))
+
+
+def optimizer():
+    return optax.adamw(3e-3, weight_decay=0.1)
+
+
+def batches(steps, shape=SHAPE):
+    rng = np.random.default_rng(0)
+    return rng.integers(0, shape.vocab, (steps, 8, shape.seq_len + 1))
+
+
+def curve(trainer, steps, shape=SHAPE):
+    metrics = [trainer.step(batch) for batch in batches(steps, shape)]
+    params = {name: np.asarray(value) for name, value in trainer.engine.params.items()}
+    trainer.close()
+    return [[float(m[name]) for name in ("loss", "grad_norm")] for m in metrics], params
+
+
+def largest(value, density=DENSITY):
+    """A mask by numpy: of the largest magnitudes, of equal ones the first."""
+    order = np.argsort(-np.abs(value).reshape(-1), kind="stable")
+    mask = np.zeros(value.size, bool)
+    mask[order[: round(value.size * density)]] = True
+    return mask.reshape(value.shape)
+
+
+def masked(masks):
+    def update(grads, state, params=None):
+        return {name: grad * masks[name] if name in masks else grad for name, grad in grads.items()}, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def dense_oracle(steps, shape=SHAPE, **options):
+    """Dense training from masked weights, gradients and updates multiplied by the masks."""
+    parts = split_module(model(shape)())
+    found = {name: largest(np.asarray(parts.params[name])) for name in prunable(parts.params, "blocks")}
+    masks = {name: jnp.asarray(mask, jnp.float32) for name, mask in found.items()}
+    weights = {name: value * masks.get(name, 1.0) for name, value in parts.params.items()}
+    chain = optax.chain(masked(masks), optimizer(), masked(masks))
+    made = make_trainer(parts.merge(weights), chain, grids.lay(GridShape()), **options)
+    return *curve(made, steps, shape), found
+
+
+@pytest.fixture(scope="module")
+def dense():
+    """Losses and weights of the oracle; and with them norms of the kept gradients, of one device."""
+    losses, params, masks = dense_oracle(8, microbatches=2)
+    one, _ = curve(make_trainer(model(), optimizer(), grids.lay(GridShape()), prune=PRUNE, microbatches=2), 8)
+    assert [loss for loss, _ in one] == [loss for loss, _ in losses]
+    return one, params, masks
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2, "activations": "dots", "scan_layers": "no"}])
+def test_bit_for_bit_as_dense_training_with_masked_gradients(options):
+    losses, params, masks = dense_oracle(50, **options)
+    pruned = make_trainer(model(), optimizer(), grids.lay(GridShape()), prune=PRUNE, **options)
+    got, values = curve(pruned, 50)
+    assert [loss for loss, _ in got] == [loss for loss, _ in losses]
+    for name, value in params.items():
+        np.testing.assert_array_equal(values[name], value, err_msg=name)
+    for name, mask in masks.items():
+        assert not values[name][~mask].any()
+        assert np.count_nonzero(values[name]) == mask.sum() == round(mask.size * DENSITY)
+
+
+WAYS = [
+    (GridShape(), {"scan_layers": "yes", "activations": "full"}),
+    (GridShape(1, 2), {}),
+    (GridShape(1, 2), {"zero": 1}),
+    (GridShape(1, 2, 2, 1, 1), {"zero": 1, "scan_layers": "yes"}),
+    (GridShape(1, 1, 2, 2, 2), {"activations": "full"}),
+    (GridShape(1, 1, 2, 1, 2), {"reshard_after": "step", "sub_batches": 2}),
+    (GridShape(1, 1, 1, 4, 2), {}),
+    (GridShape(1, 2, 1, 2), {"offload": "optimizer"}),
+    (GridShape(1, 2, 1, 2), {"offload": "optimizer", "zero": 1, "bucket": 500}),
+]
+
+
+@pytest.mark.parametrize(("axes", "options"), WAYS)
+def test_curves_coincide_on_grids(axes, options, dense):
+    want, params, masks = dense
+    got, values = curve(
+        make_trainer(model(), optimizer(), grids.lay(axes), prune=PRUNE, microbatches=2, **options), len(want)
+    )
+    np.testing.assert_allclose(got, want, rtol=CURVE_TOLERANCE)
+    for name, mask in masks.items():
+        np.testing.assert_array_equal(values[name] != 0, mask, err_msg=name)
+        np.testing.assert_allclose(values[name], params[name], atol=2e-4, err_msg=name)
+
+
+def test_the_norm_that_is_clipped_is_that_of_kept_entries():
+    _, _, masks = dense_oracle(0)
+    parts = split_module(model()())
+    weights = {name: value * jnp.asarray(masks.get(name, 1.0), jnp.float32) for name, value in parts.params.items()}
+    found = {name: jnp.asarray(mask, jnp.float32) for name, mask in masks.items()}
+    chain = optax.chain(masked(found), optax.clip_by_global_norm(0.5), optimizer(), masked(found))
+    want, _ = curve(make_trainer(parts.merge(weights), chain, grids.lay(GridShape())), 6)
+    for axes in (GridShape(), GridShape(1, 2, 2, 2)):
+        got, _ = curve(make_trainer(model(), optimizer(), grids.lay(axes), prune=PRUNE, clip=0.5, zero=1), 6)
+        np.testing.assert_allclose([loss for loss, _ in got], [loss for loss, _ in want], rtol=CURVE_TOLERANCE)
