@@ -20,7 +20,7 @@ RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Router = Literal["softmax", "sigmoid"]
 """What is made of a router's scores of the experts."""
 Dispatch = Literal["gather", "capacity"]
-PruneMethod = Literal["magnitude", "random", "file"]
+PruneMethod = Literal["magnitude", "random", "early_bird", "file"]
 PruneScope = Literal["layer", "global"]
 """How tokens reach their experts: all are gathered, or as many for each expert as it has slots."""
 

@@ -42,6 +42,8 @@ _NOBODY_WAITED = ("was never retrieved", "was destroyed but it is pending")
 """What Python's event loops say of a task that failed, or still waited, beside the one whose failure was raised."""
 _LOTS = 24
 """A lot of state in host memory is about this part of it: 0.5 bytes a parameter of 12."""
+_LEAST = 32_000_000
+"""Bytes that may always be a lot: each costs a few tenths of a second."""
 
 
 class OrbaxWriter:
@@ -133,8 +135,8 @@ def _in_host_memory(value: Any) -> bool:
 
 
 def _lots(state: State) -> list[list[str]]:
-    """Names whose arrays are together at most a small part of all, or one array."""
-    most = sum(value.nbytes for value in state.values()) // _LOTS
+    """Names whose arrays are together at most a small part of all, or a few, or one array."""
+    most = max(sum(value.nbytes for value in state.values()) // _LOTS, _LEAST)
     lots: list[list[str]] = []
     room = 0
     for name, value in state.items():

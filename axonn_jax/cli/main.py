@@ -32,6 +32,7 @@ COMMANDS = (
     Command("prepare", "turn a directory of text or code into tokenised shards"),
     Command("generate", "continue a prompt with a trained model"),
     Command("convert", "turn a Hugging Face model into one to train from, and a run into a Hugging Face model"),
+    Command("prune", "keep the largest entries of a run's kernels, and train those alone from then on"),
     Command("timeline", "draw what the stages of a pipelined run did, and their idle time"),
     Command("plan", "find the best grids for a model on a machine, before a node-hour is spent"),
     Command("simulate", "run one step in virtual time, with jitter, slow ranks and failures"),

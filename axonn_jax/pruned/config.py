@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from axonn_jax.errors import UserError
-from axonn_jax.options import Density, PruneMethod, PruneScope, Seed
+from axonn_jax.options import Count, CountOrZero, Density, PruneMethod, PruneScope, Seed, Share
 
 
 @dataclass(frozen=True)
@@ -13,11 +13,18 @@ class PruneConfig:
     density: Density = 1.0
     """Share of their entries that is kept. 1: nothing is pruned."""
     method: PruneMethod = "magnitude"
-    """Which: those of largest magnitude when pruning begins, some drawn at random, or those that prune.masks says."""
+    """Which: those of largest magnitude when pruning begins, some drawn at random, those of largest magnitude once they
+    stay the same (early_bird, Early-Bird Tickets), or those that prune.masks says (file)."""
     scope: PruneScope = "layer"
     """Whether every kernel keeps this share, or all of them together."""
     seed: Seed = 0
     """Seed of what is drawn (random)."""
+    at_step: CountOrZero = 0
+    """Steps that are trained densely before pruning (magnitude, random)."""
+    every: Count = 100
+    """Steps between looks at which entries are largest (early_bird)."""
+    threshold: Share = 0.1
+    """A mask is found that differs in at most this share of all entries from each of the four before (early_bird)."""
     masks: str = ""
     """An .npz file with an array of booleans by the parameter's name (file)."""
 
@@ -25,6 +32,11 @@ class PruneConfig:
     def prunes(self) -> bool:
         """Whether anything is pruned."""
         return self.density < 1.0 or self.method == "file"
+
+    @property
+    def later(self) -> bool:
+        """Whether the run begins densely."""
+        return self.prunes and (self.at_step > 0 or self.method == "early_bird")
 
     def check(self) -> None:
         """Raises ``UserError`` for settings that contradict each other."""
@@ -34,3 +46,8 @@ class PruneConfig:
             raise UserError("prune.masks", self.masks, "the path of an .npz file, as prune.method is file")
         if self.method == "file" and self.density != 1.0:
             raise UserError("prune.density", self.density, "left out, as prune.masks says what is kept")
+        if self.at_step and self.method in ("early_bird", "file"):
+            raise UserError("prune.at_step", self.at_step, f"0 where prune.method is {self.method}")
+        if not self.prunes and self != PruneConfig():
+            accepted = "below 1 where other settings of [prune] are given"
+            raise UserError("prune.density", self.density, accepted)

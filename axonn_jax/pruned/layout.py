@@ -66,6 +66,10 @@ class PrunedLayout:
         local = partial(places, slots=self.slots[name])
         return self._run(local, name, 1)(mask)  # type: ignore[no-any-return]
 
+    def kept(self, name: str, index: jax.Array) -> int:
+        """How many entries an index names; collective: an all-reduce of a number."""
+        return int(_named(index, jnp.int32(prod(self._local(name)))))
+
     def compressed(self, name: str, dense: jax.Array, index: jax.Array) -> jax.Array:
         """The values of a global dense array; no collectives."""
         return self._run(taken, name, 2)(dense, index)  # type: ignore[no-any-return]
@@ -120,6 +124,11 @@ def _compiled(
     return jax.jit(
         shard_mapped(run, mesh, (spec,) * inputs, spec, differentiated=False), out_shardings=NamedSharding(mesh, spec)
     )
+
+
+@jax.jit
+def _named(index: jax.Array, size: jax.Array) -> jax.Array:
+    return jnp.sum(index < size, dtype=jnp.int32)
 
 
 def _on_zeros(values: jax.Array, index: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:

@@ -45,7 +45,8 @@ def prunable(names: Iterable[str], layers: str) -> list[str]:
 def make_masks(config: PruneConfig, weights: Params) -> dict[str, jax.Array]:
     """Masks of booleans for float32 weights, laid out as they are.
 
-    Raises ``UserError`` where those of a file are not for these parameters. Collectives: `masks.magnitude_masks`.
+    Those of an early-bird search are by magnitude. Raises ``UserError`` where those of a file are not for these
+    parameters. Collectives: `masks.magnitude_masks`.
     """
     if config.method == "file":
         return _read(Path(config.masks), weights)

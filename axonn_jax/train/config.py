@@ -28,6 +28,7 @@ from axonn_jax.options import (
     Share,
     Zero,
 )
+from axonn_jax.pruned.config import PruneConfig
 
 LOCK = "run.lock"
 """The file in `log.dir` that the run which trains there holds."""
@@ -212,6 +213,8 @@ class Config:
     """How layers split over grid.x, grid.y and grid.z compute and communicate."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     """How experts are trained; used where model.experts is set."""
+    prune: PruneConfig = field(default_factory=PruneConfig)
+    """Which entries of the blocks' kernels are trained; the others are zero and stay zero (SAMO)."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What is kept of a run so that it can go on; docs/checkpoints.md tells more."""
     log: LogConfig = field(default_factory=LogConfig)

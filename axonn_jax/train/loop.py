@@ -28,6 +28,7 @@ from axonn_jax.train.engines.step import StepMetrics
 from axonn_jax.train.metrics import MetricsLog, plot_loss
 from axonn_jax.train.optimizer import learning_rate
 from axonn_jax.train.progress import Progress
+from axonn_jax.train.pruning import Pruning
 from axonn_jax.train.resume import Checkpoints
 from axonn_jax.train.signals import StopSignals
 from axonn_jax.train.trainer import Trainer
@@ -54,6 +55,9 @@ class Run:
         self.tokens = config.train.global_batch * shape.seq_len
         self.rate = learning_rate(config.train)
         self.start = self.engine.steps_done
+        self.pruning = Pruning(config.prune, self.engine)
+        self.remembered = 1
+        """The step behind which it is said where the bytes are."""
         self.first_position = self.train_data.position
         self.skipped_in_row = 0
         self.log: MetricsLog | None = None
@@ -88,14 +92,18 @@ class Run:
         start = mark = time.monotonic()
         stopping = False
         with self.progress:
-            for line in self.engine.explain(self.config.train.global_batch):
-                self.say(line)
+            for line in (*self.engine.explain(self.config.train.global_batch), self.pruning.after(self.start)):
+                if line:
+                    self.say(line)
             self.say("compiling the step (the first time takes a while)")
             waiting: StepMetrics | None = None
             for step in range(self.start + 1, steps + 1):
                 if save_every > 0 and step % save_every == 0:
                     self.checkpoints.settle()  # so that a run that dies is never more than one save behind
                 metrics = self.trainer.step(next(self.train_data))
+                if line := self.pruning.after(step):
+                    self.say(line)
+                    self.remembered = step + 1
                 if waiting is not None:  # one step behind: the devices are never waited for with nothing to do
                     mark = self._report(step - 1, waiting, mark)
                 waiting = metrics
@@ -201,7 +209,7 @@ class Run:
             }
             assert self.log is not None
             self.log.write(record)
-        if step == 1:
+        if step == self.remembered:
             self._remember()
         self.progress.update(step, loss, self.tokens / step_s, step_s, self.checkpoints.saver.last, skipped)
         return now

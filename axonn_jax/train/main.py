@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -58,10 +59,10 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync, notes: Sequ
     form, kernel = attention_form(config, shape, grid), config.model.attention
     lines += [str(form)] if kernel != "auto" or jax.default_backend() != "cpu" else []
 
+    make = model_of(config, comm=comm)
+
     def model() -> Transformer:
-        rngs = nnx.Rngs(config.train.seed)
-        made = Transformer(shape, rngs=rngs, attention=kernel, comm=comm, moe=config.moe)
-        return with_layouts(made, layouts)
+        return with_layouts(make(), layouts)
 
     trainer = Trainer(
         model,
@@ -73,6 +74,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync, notes: Sequ
         memory=config.memory,
         tensor=config.tensor,
         pipeline=config.pipeline,
+        prune=config.prune,
     )
     run = Run(config, shape, world, trainer, sync)
     for line in (*notes, *lines):
@@ -83,6 +85,12 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync, notes: Sequ
         sync.gather("")  # the launcher ends all at the first exit, and the first process may still write
     trainer.close()
     return status
+
+
+def model_of(config: Config, **options: Any) -> Callable[[], Transformer]:
+    """What makes the model that a checked config names, with these options of a `Transformer`."""
+    given = {"attention": config.model.attention, "moe": config.moe, **options}
+    return lambda: Transformer(config.model.shape(), rngs=nnx.Rngs(config.train.seed), **given)
 
 
 def attention_form(config: Config, shape: ModelShape, grid: Grid) -> AttentionForm:

@@ -4,6 +4,7 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint, all_steps, name_of, step_of
@@ -22,6 +23,7 @@ from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pretrained import agree, packed, take_pretrained
+from axonn_jax.train.pruning import prune_for
 
 FOLDER = "checkpoints"
 _FACTS: Mapping[str, type] = {
@@ -34,11 +36,14 @@ _FACTS: Mapping[str, type] = {
 _OTHERWISE = "or checkpoint.resume never to start anew, or checkpoint.weights to start from its parameters alone"
 
 
-def save_checkpoint(engine: Engine, directory: Path, step: int) -> Path:
-    """Saves all of an engine's state and waits; raises ``OSError`` with the reason where it cannot."""
+def save_as(engine: Engine, directory: Path, step: int, facts: Mapping[str, Any] = MappingProxyType({})) -> Path:
+    """Saves all of an engine's state, and what a run knows beside it, and waits.
+
+    Raises ``OSError`` with the reason where it cannot.
+    """
     sync = host_sync(engine.grid)
     saver = Saver(directory, engine.grid, sync, keep=2**31, sizes=engine.state_shapes())
-    _begin_save(saver, engine, sync, step, {})
+    _begin_save(saver, engine, sync, step, facts)
     with engine.saving():
         error = saver.settle()
         saver.close()
@@ -81,6 +86,8 @@ def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *,
     """
     only = PARAMS if weights_only else ""
     has = checkpoint.manifest.arrays
+    if not weights_only:
+        prune_for(engine, has)
 
     def wanted(name: str) -> bool:
         return name.startswith(only) and (name in has or not name.startswith((SCALE, MASKS)))

@@ -23,8 +23,8 @@ from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
 from axonn_jax.train.engines.spmd import SpmdEngine
 from axonn_jax.train.engines.step import StepMetrics
-from axonn_jax.train.resume import load_checkpoint, save_checkpoint
-from axonn_jax.train.validate import check_settings
+from axonn_jax.train.resume import load_checkpoint, save_as
+from axonn_jax.train.validate import check_prune, check_settings
 
 
 class Trainer:
@@ -63,12 +63,10 @@ class Trainer:
         prune: PruneConfig = PruneConfig(),  # noqa: B008
     ):
         check_settings(grid.shape.pipe, memory, tensor)
-        prune.check()
+        check_prune(prune, grid.shape.pipe)
         check_activations(memory.activations)
         given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "seed": seed, "memory": memory}
         if grid.shape.pipe > 1:
-            if prune.prunes:
-                raise UserError("grid.pipe", grid.shape.pipe, "1 where prune.density is below 1")
             self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, **given)
         else:
             self.engine = SpmdEngine(model, optimizer, grid, tensor=tensor, prune=prune, **given)
@@ -139,7 +137,7 @@ class Trainer:
 
         Raises ``OSError`` with the reason where it cannot be written, or is not made of finite numbers.
         """
-        return save_checkpoint(self.engine, Path(directory), step)
+        return save_as(self.engine, Path(directory), step)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> int:
         """Takes over a checkpoint (a step_N, or the newest of a run), saved on any grid; returns its step.

@@ -16,6 +16,7 @@ from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
 from axonn_jax.models.presets import ModelConfig
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.options import Range
+from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition
 from axonn_jax.schedule.policies import check_policy
 from axonn_jax.schedule.tasks import PipelineShape
@@ -60,6 +61,10 @@ def check(config: Config) -> Config:
     shape.check_grid(config.grid, sequence_split=config.memory.sequence_parallel)
     residual_comm_of(config, shape)
     check_settings(config.grid.pipe, config.memory, config.tensor)
+    check_prune(config.prune, config.grid.pipe)
+    if config.prune.at_step >= config.train.steps:
+        accepted = f"below train.steps, which is {config.train.steps}"
+        raise UserError("prune.at_step", config.prune.at_step, accepted)
     if config.grid.pipe > 1:
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_segments(shape))
     check_sub_batches(config)
@@ -110,6 +115,15 @@ def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> Non
     if memory.offload != "none" and tensor.scan_layers == "yes":
         accepted = f"auto or no where memory.offload is {memory.offload}"
         raise UserError("tensor.scan_layers", tensor.scan_layers, accepted)
+
+
+def check_prune(prune: PruneConfig, pipe: int) -> None:
+    """Raises ``UserError`` for settings of pruning that contradict each other, or a pipeline."""
+    prune.check()
+    if prune.prunes and pipe > 1:
+        raise UserError("grid.pipe", pipe, "1 where [prune] is given: pruned stages of a pipeline are not built yet")
+    if prune.masks and not Path(prune.masks).is_file():
+        raise UserError("prune.masks", prune.masks, "an .npz file of arrays of booleans by parameter")
 
 
 def check_pipeline(

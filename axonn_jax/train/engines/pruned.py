@@ -9,6 +9,7 @@ from optax import GradientTransformation
 
 from axonn_jax.checkpoint.naming import MASKS, PARAMS, State, shapes
 from axonn_jax.errors import UserError
+from axonn_jax.memory.host_arrays import joined
 from axonn_jax.memory.optimizer_traits import check_offload, owner
 from axonn_jax.models.protocol import Model
 from axonn_jax.pruned.layout import PrunedArray, PrunedLayout
@@ -38,6 +39,15 @@ def dense_forms(layout: PrunedLayout, positions: Mapping[str, Any], tree: Any) -
 def mask_forms(layout: PrunedLayout, positions: Mapping[str, Any]) -> dict[str, PrunedArray]:
     """Masks by name, of bytes that are 1 where an entry is kept."""
     return {name: PrunedArray(layout, name, None, positions[name]) for name in layout.shapes}
+
+
+def compressed_state(state: State, kept: Kept) -> tuple[State, Kept]:
+    """A dense state of which from now on some entries are kept; uses it up, one array after another."""
+    out: State = {}
+    for name, value in state.items():
+        own = next((param for param in kept.positions if name.endswith(f".{param}")), None)
+        out[name] = value if own is None else kept.compressed({own: joined(value)}, used_up=True)[own]
+    return out, kept
 
 
 def read_pruned(

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from axonn_jax.memory.report import all_finite, counted, report
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pruned.config import PruneConfig
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.prune import Kept, keep, make_masks, prunable
 from axonn_jax.tensor.params import Params, placed, shapes_of, split_module
 from axonn_jax.train.config import MemoryConfig, TensorConfig
 from axonn_jax.train.engines.engine import BatchShards, read_anew
 from axonn_jax.train.engines.offloaded import OffloadedStep
 from axonn_jax.train.engines.program import exposed
-from axonn_jax.train.engines.pruned import check_prunable, dense_forms, mask_forms, read_pruned
+from axonn_jax.train.engines.pruned import check_prunable, compressed_state, dense_forms, mask_forms, read_pruned
 from axonn_jax.train.engines.scan_layers import stack_state, unstack_params, unstack_state
 from axonn_jax.train.engines.step import StepMetrics, TrainState, build_step
 
@@ -65,7 +67,7 @@ class SpmdEngine:
         self._build = partial(build_step, parts.merge(parts.params), parts, optimizer, grid, clip, memory, tensor)
         self._key = jax.random.key(seed) if checked.drops_out else None
         params, kept = made.params, None
-        if prune.prunes:
+        if prune.prunes and not prune.later:
             params = placed(made.params, made.specs, grid.mesh)
             kept = self._kept(self._make_masks(params))
             params = kept.compressed(params, used_up=owned)
@@ -199,11 +201,14 @@ class SpmdEngine:
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Takes over what `read` makes of the wanted names' shapes, types and layouts."""
-        kept = None
         if self._layout is None:
-            state = read_anew(self.state(), read, wanted)
+            self._take_over(read_anew(self.state(), read, wanted), None)
         else:
-            state, kept = read_pruned(self.state(), read, wanted, self._make_masks, self._kept)
+            self._take_over(*read_pruned(self.state(), read, wanted, self._make_masks, self._kept))
+
+    def _take_over(self, state: State, kept: Kept | None) -> None:
+        """Takes a state over, of whose parameters these entries are kept."""
+        if kept is not None:
             self._begin(kept)
         like: Any = self._stack.per_layer.params
         params, opt_state = unflatten(state, like, jax.eval_shape(self.optimizer.init, like))
@@ -217,6 +222,36 @@ class SpmdEngine:
     def _make_masks(self, weights: Params) -> dict[str, jax.Array]:
         return make_masks(self._prune, {name: weights[name] for name in prunable(weights, self._layers)})
 
+    def masks(self) -> dict[str, jax.Array]:
+        """Masks of booleans of the entries that would be kept of the weights as they are."""
+        masters = self._masters
+        return self._make_masks({name: joined(masters[name]) for name in prunable(masters, self._layers)})
+
+    def prune(self) -> PrunedLayout:
+        """Keeps from now on what `masks` says of the weights and their state."""
+        state, kept = compressed_state(self.state(), self._kept(self.masks()))
+        self._take_over(state, kept)
+        return kept.layout
+
+    @property
+    def pruned(self) -> bool:
+        """Whether only some entries are trained."""
+        return self._layout is not None
+
+    @property
+    def kept_entries(self) -> tuple[int, int]:
+        """Entries of pruned parameters that are trained, and of how many; one small program a parameter."""
+        layout = self._layout
+        if layout is None:
+            return 0, 0
+        kept = sum(layout.kept(name, joined(at)) for name, at in self._positions.items())
+        return kept, sum(map(prod, layout.shapes.values()))
+
+    @property
+    def prunes_later(self) -> bool:
+        """Whether the run begins densely and is to be pruned."""
+        return self._prune.later
+
     def saving(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
         """Tells nobody: no peer watches this process."""
         return contextlib.nullcontext(lambda what: None)
@@ -228,7 +263,12 @@ class SpmdEngine:
     def explain(self, sequences: int) -> list[str]:
         """Lines for people: what nothing hides in a step of so many sequences."""
         missing = [f"overlap: this XLA has no {name}, which is left out" for name in self._step.missing_options()]
-        return [*exposed(self.program.sub_batches, self.grid.shape, sequences // self.batches.least), *missing]
+        lines = exposed(self.program.sub_batches, self.grid.shape, sequences // self.batches.least)
+        if self._layout is not None:
+            (kept, of), slots = self.kept_entries, sum(map(prod, self._layout.value_shapes.values()))
+            where = f"{len(self._layout.shapes)} kernels are trained, in {slots:,} slots"
+            lines.append(f"pruned: {kept:,} of {of:,} entries of {where}")
+        return [*lines, *missing]
 
     def write_timeline(self, directory: Path) -> list[Path]:
         """Writes nothing: a step is one program."""

@@ -1,0 +1,67 @@
+"""``axonn-jax prune``: a run's newest checkpoint with only some entries of its kernels, as a run of its own."""
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from axonn_jax.cli_args import Arg
+from axonn_jax.errors import UserError
+from axonn_jax.options import PruneScope
+from axonn_jax.terminal import Ticker
+
+
+@dataclass(frozen=True)
+class Prune:
+    """Keep the largest entries of a trained run's kernels, in a new run directory that `axonn-jax train` goes on in.
+
+    Optimizer state, step and data position go along. It runs on one device, which holds the dense weights and the
+    state of what is kept. `axonn-jax train OUT_DIR/config.toml` trains the entries that are kept.
+    """
+
+    run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
+    """A directory left by `axonn-jax train`."""
+    out_dir: Annotated[Path, Arg(positional="OUT_DIR")]
+    """The run directory to write; new, or empty."""
+    density: float = 0.1
+    """Share of the entries that is kept."""
+    scope: PruneScope = "layer"
+    """Whether every kernel keeps this share, or all of them together."""
+    masks: str = ""
+    """An .npz file with an array of booleans by the parameter's name, in the place of density and scope."""
+    json: bool = False
+    """Print one JSON object with the result."""
+
+
+def run(args: Prune) -> int:
+    """Prunes, prints what came out and returns the exit status.
+
+    Raises:
+        UserError: RUN_DIR is no run's, OUT_DIR is not empty, or an option is out of range.
+    """
+    from axonn_jax.pruned.config import PruneConfig
+    from axonn_jax.train.config_file import read
+    from axonn_jax.train.validate import check_prune
+
+    if not 0 < args.density < 1 and not args.masks:
+        raise UserError("--density", args.density, "a number above 0 and below 1")
+    if not (args.run_dir / "config.toml").is_file():
+        raise UserError("RUN_DIR", str(args.run_dir), "a directory left by `axonn-jax train`, with a config.toml")
+    if args.out_dir.exists() and (not args.out_dir.is_dir() or any(args.out_dir.iterdir())):
+        raise UserError("OUT_DIR", str(args.out_dir), "a new directory, or an empty one")
+    given = {"masks": args.masks, "method": "file"} if args.masks else {"density": args.density, "scope": args.scope}
+    prune = PruneConfig(**given)  # type: ignore[arg-type]
+    check_prune(prune, 1)
+    config = read(args.run_dir / "config.toml")
+    config = replace(config, prune=prune, log=replace(config.log, dir=str(args.out_dir)))
+    began = time.monotonic()
+    with Ticker("reading") as ticker:
+        from axonn_jax.train.prune_run import prune_run
+
+        step, kept, of = prune_run(config, args.run_dir, args.out_dir, ticker.now)
+    seconds = time.monotonic() - began
+    result = {"path": str(args.out_dir), "step": step, "kept": kept, "of": of, "seconds": round(seconds, 3)}
+    line = f"kept {kept:,} of {of:,} entries of the kernels of step {step}; {args.out_dir} in {seconds:.1f} s"
+    print(json.dumps(result) if args.json else line)
+    return 0
