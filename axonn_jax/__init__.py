@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from axonn_jax.errors import UserError
     from axonn_jax.experts.shape import MoeConfig
     from axonn_jax.grid import Grid, GridShape
-    from axonn_jax.memory.offload import offload
+    from axonn_jax.memory.offload_transform import offload
     from axonn_jax.pruned.config import PruneConfig
     from axonn_jax.tensor.parallelize.api import parallelize
     from axonn_jax.tensor.parallelize.report import sharding_report
@@ -53,7 +53,7 @@ _HOME = {
     "Trainer": "axonn_jax.train.trainer",
     "UserError": "axonn_jax.errors",
     "init": "axonn_jax.distributed.initialize",
-    "offload": "axonn_jax.memory.offload",
+    "offload": "axonn_jax.memory.offload_transform",
     "parallelize": "axonn_jax.tensor.parallelize.api",
     "sharding_report": "axonn_jax.tensor.parallelize.report",
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,6 +24,7 @@ from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import SegmentPrograms, Stage
 from axonn_jax.pipeline.trace import Group, StepShape, Stretch, like, survey
 from axonn_jax.pipeline.worker import StageWorker
+from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.schedule.partition import group_ranges
 from axonn_jax.schedule.policies import Backwards
 from axonn_jax.schedule.tasks import PipelineShape
@@ -40,11 +42,17 @@ Plan = list[list[Group]]
 
 
 def plan(
-    parts: SplitModule, grid: Grid, pipe_shape: PipelineShape, ranges: Sequence[range], work: StepShape, *, keyed: bool
+    parts: SplitModule,
+    grid: Grid,
+    pipe_shape: PipelineShape,
+    ranges: Sequence[range],
+    work: StepShape,
+    keyed: bool,
+    pruned: Mapping[int, PrunedLayout | None] = MappingProxyType({}),
 ) -> Plan:
     """Traces the model stage by stage, abstractly, groups that are alike once.
 
-    A stage of another process is traced on this one's mesh.
+    A stage of another process is traced on this one's mesh. `pruned` are layouts by rank of the pipe, of those here.
     """
     model: Any = parts.merge(parts.params)
     pieces: Sequence[Segment] = model.segments
@@ -62,7 +70,8 @@ def plan(
             if all(form[: len(group_pieces)]) and form in seen:
                 group = like(seen[form], pieces, group_pieces)
             else:
-                stretch = survey(Stretch(parts, mesh, group_pieces, ranges[-1].stop, work, keyed, x))
+                layout = pruned.get(pipe_shape.rank_of(stage))
+                stretch = survey(Stretch(parts, mesh, group_pieces, ranges[-1].stop, work, keyed, x, pruned=layout))
                 group = seen[form] = Group(stretch, stretch.names)
             stages[-1].append(group)
             x = group.stretch.y

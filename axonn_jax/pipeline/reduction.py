@@ -35,9 +35,8 @@ class Reduction:
         self._specs = {name: specs[name] for name in self._sums}
         self._grad_specs = {name: grad_specs[name] for name in self._specs}
         self._grads = {
-            name: jax.ShapeDtypeStruct(p.shape, stages[0].work.sums, sharding=NamedSharding(self._mesh, spec))
-            for name, spec in self._grad_specs.items()
-            for p in [stages[0].parts.params[name]]
+            name: jax.ShapeDtypeStruct(form.shape[1:], form.dtype, sharding=NamedSharding(self._mesh, spec))
+            for (name, form), spec in zip(self._sums.items(), self._grad_specs.values(), strict=True)
         }
         counted = {name: spec for name, spec in self._grad_specs.items() if name not in borrowed and not is_load(name)}
         self.reduce = self._reduce()

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.memory.host_arrays import HOST, transferred
 from axonn_jax.pipeline.stage_programs import Result, StagePrograms
-from axonn_jax.pipeline.trace import DY, LATER, TOKENS, Group, Stretch, X, crossing, trace_whole
+from axonn_jax.pipeline.trace import DY, LATER, POSITIONS, TOKENS, Group, Stretch, X, crossing, trace_whole
 from axonn_jax.schedule.policies import Backwards
 from axonn_jax.tensor.params import Params
 
@@ -175,7 +175,11 @@ class _Member:
         return {slot: transferred(x, kind) for slot, x in kept.arrived.items() if slot == X}
 
     def _inputs(self, given: Mapping[str, jax.Array], arrived: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return {**given, **{their: given[own] for their, own in self._names.items()}, **arrived, **self._fixed}
+        own = {their: given[own] for their, own in self._names.items()}
+        for their, name in self._names.items():
+            if POSITIONS + name in given:
+                own[POSITIONS + their] = given[POSITIONS + name]
+        return {**given, **own, **arrived, **self._fixed}
 
 
 def _goals(

@@ -18,7 +18,7 @@ from axonn_jax.pipeline.partition_jaxpr import (
     keep_reductions,
     keep_ungathered,
 )
-from axonn_jax.pipeline.trace import Stretch, Traced, crossing
+from axonn_jax.pipeline.trace import POSITIONS, Stretch, Traced, crossing
 from axonn_jax.tensor.specs import shard_mapped
 
 _KEEP: dict[Activations, Keep] = {
@@ -72,7 +72,7 @@ class StagePrograms:
     ):
         self._stretch, self._traced = stretch, traced
         self._gradients, self._sums = gradients, sums
-        free = [i for i, name in enumerate(traced.slots) if name in stretch.names]
+        free = [i for i, name in enumerate(traced.slots) if name.removeprefix(POSITIONS) in stretch.names]
         keep = [_KEEP[stretch.work.activations] if "F" in goals else keep_all, keep_all, keep_all]
         self._parts = cut(traced.closed, list(goals.values()), free, keep)
         self._handed = [[crossing(var.aval, stretch.mesh) for var in part.handed] for part in self._parts]

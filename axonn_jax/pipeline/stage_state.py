@@ -11,13 +11,18 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.grid import REPLICA_AXES
 from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.optimizer_state import DeviceOptimizer
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.memory.report import StateBytes
 from axonn_jax.memory.zero import split_over_replicas
 from axonn_jax.pipeline.stage import replicated
+from axonn_jax.pipeline.trace import POSITIONS
+from axonn_jax.pruned.config import PruneConfig
+from axonn_jax.pruned.prune import Kept, keep, make_masks, prunable
 from axonn_jax.tensor.params import Params, Specs, SplitModule, split_module
+from axonn_jax.tensor.specs import size_over
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,9 @@ class StateOptions:
     """Whether optimizer state is in host memory."""
     split: bool
     """Whether masters and optimizer state are split over `data`."""
+    prune: PruneConfig = PruneConfig()  # noqa: RUF009 (frozen)
+    layers: str = ""
+    """What the names of layers' parameters begin with, of which some are pruned."""
     progress: Callable[[str], None] = lambda what: None
     """Told what an update that takes long is at."""
 
@@ -53,22 +61,42 @@ class StageState:
         keeping: StateOptions,
         model: Any,
     ):
-        self.mesh = mesh
+        self.mesh, self._keeping, self._shared = mesh, keeping, shared
         self.specs = {name: parts.specs[name] for name in names}
-        sizes = {name: parts.params[name].shape for name in names}
+        self._sizes = {name: parts.params[name].shape for name in names}
+        params, kept, owned = self._made(model, shared), None, not isinstance(model, nnx.Module)
+        if keeping.prune.prunes:
+            kept = self.kept(self.masks_of(params))
+            params = kept.compressed(params, used_up=owned)
+        self._begin(kept)
+        self.state = self._update.start(params, kept.positions if kept else {}, owned=owned)
+        self._apply = self._update.program(self.state)
+
+    def _begin(self, kept: Kept | None) -> None:
+        """Makes the update of parameters of which these entries are kept; nothing is compiled."""
+        self.layout = kept and kept.layout
+        sizes = self._sizes if kept is None else self._sizes | kept.layout.value_shapes
+        keeping, mesh = self._keeping, self.mesh
         self.state_specs: Specs = split_over_replicas(sizes, self.specs, mesh) if keeping.split else self.specs
-        layouts = (self.specs, self.state_specs)
-        update = DeviceOptimizer(keeping.optimizer, mesh, sizes, *layouts, keeping.precisions, keeping.bucket)
+        layouts, precisions = (self.specs, self.state_specs), keeping.precisions
+        update = DeviceOptimizer(keeping.optimizer, mesh, sizes, *layouts, precisions, keeping.bucket, self.layout)
         self._update: DeviceOptimizer | OffloadedOptimizer = update
         if keeping.offload:
-            self._update = OffloadedOptimizer(update, shared=shared, progress=keeping.progress)
-        self.state = self._update.start(self._made(model, shared), owned=not isinstance(model, nnx.Module))
-        self._apply = self._update.program(self.state)
+            self._update = OffloadedOptimizer(update, shared=self._shared, progress=keeping.progress)
+
+    def masks_of(self, weights: Params) -> Params:
+        """Masks of the entries that are to be kept of dense weights."""
+        names = prunable(weights, self._keeping.layers)
+        return make_masks(self._keeping.prune, {name: weights[name] for name in names})
+
+    def kept(self, masks: Params) -> Kept:
+        """What masks keep."""
+        return keep(masks, self.specs, self.mesh, multiple=size_over(self.mesh, REPLICA_AXES))
 
     @property
     def weights(self) -> Params:
-        """What the stages read."""
-        return self.state.weights
+        """What the stages read; of pruned parameters also their positions."""
+        return self.state.weights | {POSITIONS + name: value for name, value in self.state.positions.items()}
 
     @property
     def masters(self) -> Params:
@@ -85,9 +113,16 @@ class StageState:
         """The optax state, with offload its arrays in host memory, `CutArray` where they are cut."""
         return self._update.opt_state(self.state)
 
-    def restore(self, masters: Params, optimizer: Any) -> None:
-        """Replaces weights and optimizer state, as `masters` and `opt_state` give them; uses them up."""
-        self.state = self._update.restored(masters, optimizer, owned=True)
+    def restore(self, masters: Params, optimizer: Any, kept: Kept | None = None) -> None:
+        """Replaces weights and optimizer state, as `masters` and `opt_state` give them; uses them up.
+
+        Of pruned parameters these are the entries that are `kept`.
+        """
+        if kept is not None:
+            self._begin(kept)
+        self.state = self._update.restored(masters, optimizer, kept.positions if kept else {}, owned=True)
+        if kept is not None:
+            self._apply = self._update.program(self.state)
 
     def apply(self, grads: Params, factor: float) -> jax.Array:
         """Starts an update with `factor` times the gradients; returns an array that is ready when it has run."""

@@ -17,6 +17,8 @@ from axonn_jax.models.protocol import Model
 from axonn_jax.models.segments import Segment
 from axonn_jax.options import Activations
 from axonn_jax.pipeline.partition_jaxpr import cut, keep_all
+from axonn_jax.pruned.layout import PrunedLayout
+from axonn_jax.pruned.weight import PrunedWeight, tapping, trained
 from axonn_jax.tensor.collectives import mark_varying
 from axonn_jax.tensor.dropout import DropoutKey
 from axonn_jax.tensor.params import SplitModule
@@ -25,6 +27,8 @@ from axonn_jax.tensor.weight_gather import cast_for_reduction
 
 X, TOKENS, KEY, MICROBATCH, LATER, DY, SCALE = " x", " tokens", " key", " microbatch", " later", " dy", " scale"
 """Inputs of a stage beside its parameters; the space keeps them apart from parameters' names."""
+POSITIONS = " positions "
+"""What the names of pruned parameters' positions begin with; the parameter's name follows."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Stretch:
     """The parameters it reads; as what it hands on, `survey` finds them."""
     y: jax.ShapeDtypeStruct | None = None
     """What it hands on (None for the last)."""
+    pruned: PrunedLayout | None = None
+    """Of the parameters of which only some entries are trained."""
 
     @property
     def first(self) -> bool:
@@ -105,6 +111,10 @@ class Stretch:
             return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(self.mesh, spec))
 
         given = {name: struct(self.parts.params[name], self.parts.specs[name]) for name in names}
+        for name, shape in {} if self.pruned is None else self.pruned.value_shapes.items():
+            if name in given:
+                positions = jax.ShapeDtypeStruct(shape, jnp.int32)
+                given[POSITIONS + name] = struct(positions, self.parts.specs[name])
         if self.x is not None:
             given[X] = self.x
         if self.reads_tokens:
@@ -132,7 +142,7 @@ class Stretch:
         key = None
         if self.keyed:
             key = DropoutKey(jax.random.fold_in(given[KEY], given[MICROBATCH]), given[LATER])
-        model: Any = self.parts.merge({**self.parts.params, **params})
+        model: Any = self.parts.merge({**self.parts.params, **tapping(self._forms(given), params, self.work.sums)})
         if self.first:
             x = model.embed(given[TOKENS][:, :-1], self.work.dtype, key)
         else:
@@ -146,7 +156,16 @@ class Stretch:
     def own(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns the parameters, varying over what splits tokens on purpose: gradients then stay unreduced over it."""
         axes = self.model.token_axes
-        return {name: mark_varying(given[name], axes) for name in self.parts.params if name in given}
+        return {name: mark_varying(trained(form, self.work.sums), axes) for name, form in self._forms(given).items()}
+
+    def _forms(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array | PrunedWeight]:
+        """The parameters among what is given, as layers take them."""
+        forms: dict[str, jax.Array | PrunedWeight] = {}
+        for name in self.parts.params:
+            if name in given:
+                positions = given.get(POSITIONS + name)
+                forms[name] = given[name] if positions is None else PrunedWeight(given[name], positions)
+        return forms
 
     def whole(self, given: Mapping[str, jax.Array], dy: jax.Array | None) -> list[jax.Array]:
         """On local shards: result, gradient of `x` if there is one, gradients of the parameters given."""

@@ -65,11 +65,17 @@ class Trainer:
         check_settings(grid.shape.pipe, memory, tensor)
         check_prune(prune, grid.shape.pipe)
         check_activations(memory.activations)
-        given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "seed": seed, "memory": memory}
+        given: dict[str, Any] = {
+            "microbatches": microbatches,
+            "clip": clip,
+            "seed": seed,
+            "memory": memory,
+            "prune": prune,
+        }
         if grid.shape.pipe > 1:
             self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, **given)
         else:
-            self.engine = SpmdEngine(model, optimizer, grid, tensor=tensor, prune=prune, **given)
+            self.engine = SpmdEngine(model, optimizer, grid, tensor=tensor, **given)
         self._packed = check_model(self.engine.parts.merge(self.engine.parts.params)).packed
 
     @property

@@ -120,8 +120,12 @@ def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> Non
 def check_prune(prune: PruneConfig, pipe: int) -> None:
     """Raises ``UserError`` for settings of pruning that contradict each other, or a pipeline."""
     prune.check()
-    if prune.prunes and pipe > 1:
-        raise UserError("grid.pipe", pipe, "1 where [prune] is given: pruned stages of a pipeline are not built yet")
+    if prune.later and pipe > 1:
+        value = prune.at_step or prune.method
+        name = "prune.at_step" if prune.at_step else "prune.method"
+        raise UserError(name, value, "pruning from the first step on where grid.pipe is above 1, not yet later")
+    if prune.prunes and prune.scope == "global" and pipe > 1:
+        raise UserError("prune.scope", prune.scope, "layer where grid.pipe is above 1: no stage has all weights")
     if prune.masks and not Path(prune.masks).is_file():
         raise UserError("prune.masks", prune.masks, "an .npz file of arrays of booleans by parameter")
 

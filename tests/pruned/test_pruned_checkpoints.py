@@ -38,6 +38,7 @@ def saved(tmp_path_factory):
         (GridShape(1, 1, 2, 1, 2), {}),
         (GridShape(), {"scan_layers": "yes"}),
         (GridShape(1, 2), {"offload": "optimizer"}),
+        (GridShape(2, 2), {"zero": 1}),
     ],
 )
 def test_goes_on_on_other_grids(axes, options, saved):
@@ -46,6 +47,19 @@ def test_goes_on_on_other_grids(axes, options, saved):
     assert trainer.load(path) == 3
     for name, value in trainer.engine.params.items():
         np.testing.assert_array_equal(np.asarray(value), kept[name], err_msg=name)
+    got = [[float(m[key]) for key in ("loss", "grad_norm")] for m in map(trainer.step, batches(6)[3:])]
+    np.testing.assert_allclose(got, want[3:], rtol=CURVE_TOLERANCE)
+
+
+def test_a_pipeline_saves_what_one_device_goes_on_with(tmp_path, saved):
+    _, _, want = saved
+    trainer = made(GridShape(2, 1, 1, 2))
+    for batch in batches(3):
+        trainer.step(batch)
+    path = trainer.save(tmp_path, 3)
+    trainer.close()
+    trainer = made(GridShape())
+    trainer.load(path)
     got = [[float(m[key]) for key in ("loss", "grad_norm")] for m in map(trainer.step, batches(6)[3:])]
     np.testing.assert_allclose(got, want[3:], rtol=CURVE_TOLERANCE)
 

@@ -1,5 +1,7 @@
 """Pruned training: the curve of dense training with masked gradients, on every grid, however state is kept."""
 
+from dataclasses import replace
+
 import grids
 import jax.numpy as jnp
 import numpy as np
@@ -123,3 +125,24 @@ def test_the_norm_that_is_clipped_is_that_of_kept_entries():
     for axes in (GridShape(), GridShape(1, 2, 2, 2)):
         got, _ = curve(make_trainer(model(), optimizer(), grids.lay(axes), prune=PRUNE, clip=0.5, zero=1), 6)
         np.testing.assert_allclose([loss for loss, _ in got], [loss for loss, _ in want], rtol=CURVE_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        (GridShape(2), {}),
+        (GridShape(2, 1, 1, 2, 2), {"activations": "full"}),
+        (GridShape(2, 2), {"zero": 1}),
+        (GridShape(2, 2, 1, 2), {"offload": "optimizer", "zero": 1}),
+        (GridShape(2), {"pipeline": ax.PipelineConfig(virtual_stages=2)}),
+    ],
+)
+def test_curves_coincide_in_pipelines(axes, options):
+    shape = replace(SHAPE, layers=4)
+    want, params, masks = dense_oracle(6, shape, microbatches=4)
+    trainer = make_trainer(model(shape), optimizer(), grids.lay(axes), prune=PRUNE, microbatches=4, **options)
+    got, values = curve(trainer, 6, shape)
+    np.testing.assert_allclose([loss for loss, _ in got], [loss for loss, _ in want], rtol=CURVE_TOLERANCE)
+    for name, mask in masks.items():
+        np.testing.assert_array_equal(values[name] != 0, mask, err_msg=name)
+        np.testing.assert_allclose(values[name], params[name], atol=2e-4, err_msg=name)

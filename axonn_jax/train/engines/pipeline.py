@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +17,14 @@ from axonn_jax.checkpoint.naming import State
 from axonn_jax.experts.load import balancing
 from axonn_jax.grid import Grid
 from axonn_jax.memory.optimizer_state import clip_factor
-from axonn_jax.memory.optimizer_traits import check_offload, check_separable
+from axonn_jax.memory.optimizer_traits import check_separable
 from axonn_jax.memory.precision import HostScale
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pipeline import build
-from axonn_jax.pipeline.stage_state import StateOptions
+from axonn_jax.pipeline.stage_state import StageState, StateOptions
 from axonn_jax.pipeline.trace import StepShape
+from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher, forward_only
 from axonn_jax.schedule.policies import backwards, default_in_flight, joins, may_split
 from axonn_jax.tensor.params import Params, shapes_of, split_module
@@ -31,8 +32,9 @@ from axonn_jax.timeline.picture import draw
 from axonn_jax.timeline.spans import collect
 from axonn_jax.timeline.trace import TIMELINE, write_trace
 from axonn_jax.train.config import MemoryConfig, PipelineConfig
-from axonn_jax.train.engines.engine import BatchShards, read_anew
+from axonn_jax.train.engines.engine import BatchShards
 from axonn_jax.train.engines.pipeline_state import PipelineState
+from axonn_jax.train.engines.pruned import check_elementwise
 from axonn_jax.train.engines.step import StepMetrics, masters
 from axonn_jax.train.validate import check_pipeline
 
@@ -55,6 +57,7 @@ class PipelineEngine:
         seed: int,
         memory: MemoryConfig,
         pipeline: PipelineConfig,
+        prune: PruneConfig = PruneConfig(),  # noqa: B008 (frozen)
     ):
         if isinstance(model, nnx.Module):
             model = abstract = fit_vocabulary(model, grid.shape)
@@ -65,8 +68,7 @@ class PipelineEngine:
                 return fit_vocabulary(make(), grid.shape)
 
             abstract = nnx.eval_shape(model)
-        self._padding = padding_of(abstract)
-        checked = check_model(abstract)
+        self._padding, checked = padding_of(abstract), check_model(abstract)
         if checked.balance_rate is not None:
             optimizer = balancing(optimizer, checked.balance_rate)
         checked.check_grid(grid.shape)
@@ -74,27 +76,26 @@ class PipelineEngine:
         self._pieces = list(checked.segments)
         self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._pieces)
         self.grid, self.batches, self.pipeline = grid, BatchShards(grid, microbatches), pipeline
-        zero, offloads, self.precisions = masters(memory, grid)
-        if offloads:
-            check_offload(optimizer, "memory.offload = optimizer")
+        check_elementwise(optimizer, checked, memory, prune)
+        zero, offloads, self.precisions = masters(memory, grid, pruned=prune.prunes)
         self.parts = shapes_of(split_module(abstract), self.precisions.weights)
-        self._scale = HostScale(scaled=self.precisions.scaled)
-        self.steps_done = 0
+        self._scale, self.steps_done = HostScale(scaled=self.precisions.scaled), 0
         self._clip, self._bucket, self._activations = clip, memory.bucket, memory.activations
-        self._seed = seed
-        self._keyed = checked.drops_out
+        self._seed, self._keyed = seed, checked.drops_out
         self._pipes = build.PipelineCache()
         self._half_done: Literal["", "tasks", "update"] = ""  # in a step, what an exception would leave half done
         self._channel = choose(pipeline.channel, grid.size)
         self._links = build.connect(grid, self.pipe_shape, pipeline.policy, pipeline.stall_timeout)
         self._links.heartbeat.start()
+        self.stages: Mapping[int, StageState] = {}
         # Which stage holds which parameters does not depend on the batch, so any small one will do.
         seq_len = checked.seq_len or 2
         names = build.names_by_pp_rank(self._plan(grid.shape.batch_shards, seq_len + 1), self.pipe_shape)
         self._shared = build.shared(names)
         for pp_rank in grid.meshes:
             check_separable(optimizer, self.parts.params, names[pp_rank])
-        options = StateOptions(optimizer, self.precisions, memory.bucket, offloads, zero, self._at)
+        settings = (self.precisions, memory.bucket, offloads, zero, prune, checked.layer_list, self._at)
+        options = StateOptions(optimizer, *settings)
         self._states = PipelineState(self.parts, names, grid.meshes, options, model, self._scale)
         self.stages = self._states.stages
         self._links.status.now("between steps")
@@ -197,8 +198,9 @@ class PipelineEngine:
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Takes over what `read` makes of the wanted names' shapes, types and layouts; called for each rank here."""
-        states = self._states.by_rank()
-        self._states.put({pp_rank: read_anew(state, read, wanted) for pp_rank, state in states.items()})
+        self._states.load(read, wanted)
+        if any(stage.layout for stage in self.stages.values()):  # other entries may be kept than before
+            self._pipes.close()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[Callable[[str], None]]:  # noqa: D102
@@ -221,8 +223,7 @@ class PipelineEngine:
         if self.grid.rank != 0 or not spans:
             return []
         write_trace(directory / TIMELINE, spans)
-        picture = directory / "timeline.png"
-        draw(spans, picture)
+        draw(spans, picture := directory / "timeline.png")
         return [picture]
 
     def _at(self, what: str) -> None:
@@ -278,11 +279,10 @@ class PipelineEngine:
         self._half_done = ""
 
     def _plan(self, rows: int, width: int) -> build.Plan:
-        dtypes, microbatches = self.precisions, self.batches.microbatches
-        shape = StepShape(
-            rows, width, microbatches, dtypes.compute, self._activations, dtypes.grad_dtype, dtypes.scaled
-        )
-        return build.plan(self.parts, self.grid, self.pipe_shape, self.ranges, shape, keyed=self._keyed)
+        dtypes, sizes = self.precisions, (rows, width, self.batches.microbatches)
+        shape = StepShape(*sizes, dtypes.compute, self._activations, dtypes.grad_dtype, dtypes.scaled)
+        layouts = {pp_rank: stage.layout for pp_rank, stage in self.stages.items()}
+        return build.plan(self.parts, self.grid, self.pipe_shape, self.ranges, shape, self._keyed, layouts)
 
     def _dispatcher(self, pp_rank: int, pipe: build.CompiledPipeline) -> OrderedDispatcher:
         leader = self._links.leader

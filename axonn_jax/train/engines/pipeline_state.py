@@ -1,19 +1,22 @@
 """State of a pipelined model: what this process holds, by rank of the pipe, and as checkpoints know it by name."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from axonn_jax.checkpoint.naming import State, flatten, unflatten, unflatten_scale
+from axonn_jax.checkpoint.naming import MASKS, State, flatten, unflatten, unflatten_scale
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.memory.precision import HostScale, on_mesh
 from axonn_jax.memory.report import all_finite, counted, report
 from axonn_jax.pipeline.stage_state import StageState, StateOptions
+from axonn_jax.pruned.prune import prunable
 from axonn_jax.tensor.params import Params, SplitModule
+from axonn_jax.train.engines.engine import read_anew
+from axonn_jax.train.engines.pruned import dense_forms, mask_forms, read_pruned
 
 
 class PipelineState:
@@ -29,6 +32,7 @@ class PipelineState:
         scale: HostScale,
     ):
         self._parts, self._names, self._optimizer, self._scale = parts, names, keeping.optimizer, scale
+        self._pruned, self._layers = keeping.prune.prunes, keeping.layers
         holders = Counter(name for held in names for name in held)
         shared = {name for name, count in holders.items() if count > 1}
         self.stages = {
@@ -39,12 +43,12 @@ class PipelineState:
     @property
     def params(self) -> dict[int, Params]:
         """The float32 weights by rank and name."""
-        return {pp_rank: joined(stage.masters) for pp_rank, stage in self.stages.items()}
+        return {pp_rank: joined(self._forms(stage)[0]) for pp_rank, stage in self.stages.items()}
 
     @property
     def opt_state(self) -> dict[int, Any]:
         """The optimizer state by rank."""
-        return {pp_rank: joined(stage.opt_state) for pp_rank, stage in self.stages.items()}
+        return {pp_rank: joined(self._forms(stage)[1]) for pp_rank, stage in self.stages.items()}
 
     def finite(self) -> bool:
         """Whether weights and optimizer state of the ranks here are finite numbers."""
@@ -53,9 +57,18 @@ class PipelineState:
     def by_rank(self) -> dict[int, State]:
         """All that training changes, by rank and name; what is offloaded in parts is a `CutArray`."""
         return {
-            pp_rank: flatten(stage.masters, stage.opt_state, on_mesh(self._scale.state, stage.mesh))
+            pp_rank: flatten(*self._forms(stage), on_mesh(self._scale.state, stage.mesh)) | self._masks(stage)
             for pp_rank, stage in self.stages.items()
         }
+
+    def _forms(self, stage: StageState) -> tuple[Params, Any]:
+        state = (stage.masters, stage.opt_state)
+        return state if stage.layout is None else dense_forms(stage.layout, stage.state.positions, state)
+
+    def _masks(self, stage: StageState) -> State:
+        if stage.layout is None:
+            return {}
+        return {MASKS + name: mask for name, mask in mask_forms(stage.layout, stage.state.positions).items()}
 
     def saved(self) -> State:
         """What this process saves: of what several ranks hold, the first rank's, wherever that is."""
@@ -69,11 +82,18 @@ class PipelineState:
         ranks = range(len(self._names))
         return {name: value.shape for pp_rank in ranks for name, value in self._abstract(pp_rank).items()}
 
-    def put(self, states: Mapping[int, State]) -> None:
-        """Takes over what `by_rank` gave, here or on another grid."""
-        for pp_rank, state in states.items():
+    def load(self, read: Callable[[State], State], wanted: Callable[[str], bool]) -> None:
+        """Takes over what `read` makes of the wanted names' shapes, types and layouts; called for each rank here."""
+        states = self.by_rank()
+        for pp_rank, stage in self.stages.items():
+            state, kept = states.pop(pp_rank), None
+            if stage.layout is None:
+                state = read_anew(state, read, wanted)
+            else:
+                state, kept = read_pruned(state, read, wanted, stage.masks_of, stage.kept)
             params = self._params(pp_rank)
-            self.stages[pp_rank].restore(*unflatten(state, params, jax.eval_shape(self._optimizer.init, params)))
+            own = unflatten(state, params, jax.eval_shape(self._optimizer.init, params))
+            stage.restore(*own, kept)
             self._scale.restore(unflatten_scale(state, self._scale.state))
 
     def memory(self) -> dict[int, dict[str, Any]]:
@@ -86,7 +106,9 @@ class PipelineState:
 
     def _abstract(self, pp_rank: int) -> State:
         params = self._params(pp_rank)
-        return flatten(params, jax.eval_shape(self._optimizer.init, params), self._scale.state)
+        masks = prunable(params, self._layers) if self._pruned else ()
+        state = flatten(params, jax.eval_shape(self._optimizer.init, params), self._scale.state)
+        return state | {MASKS + name: params[name] for name in masks}
 
     def _params(self, pp_rank: int) -> Any:
         sizes = {name: self._parts.params[name].shape for name in self._names[pp_rank]}

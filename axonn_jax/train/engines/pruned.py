@@ -12,15 +12,23 @@ from axonn_jax.errors import UserError
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.memory.optimizer_traits import check_offload, owner
 from axonn_jax.models.protocol import Model
+from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.layout import PrunedArray, PrunedLayout
 from axonn_jax.pruned.prune import Kept
 from axonn_jax.tensor.params import Params
+from axonn_jax.train.config import MemoryConfig
 
 
-def check_prunable(model: Model, optimizer: GradientTransformation) -> None:
-    """Raises ``UserError`` where a model, optimizer or setting does not go together with pruning."""
+def check_elementwise(
+    optimizer: GradientTransformation, model: Model, memory: MemoryConfig, prune: PruneConfig
+) -> None:
+    """Raises ``UserError`` where an optimizer looks at more than offload or pruning has of its state at a time."""
+    if memory.offload != "none":
+        check_offload(optimizer, "memory.offload = optimizer")
+    if not prune.prunes:
+        return
     if not model.layer_period:
-        raise UserError("prune.density", "below 1", "1 with a model other than a Transformer")
+        raise UserError("prune.density", prune.density, "1 with a model other than a Transformer")
     if not check_offload(optimizer, "prune.density below 1"):
         accepted = "one that treats every element by itself where prune.density is below 1"
         raise UserError("optimizer", "a transformation that looks at whole parameters", accepted)

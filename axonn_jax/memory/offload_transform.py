@@ -1,0 +1,72 @@
+"""The optax transformation that keeps another one's state in host memory, for training loops of their own."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.errors import UserError
+from axonn_jax.memory.buckets import Leaf, plan_buckets
+from axonn_jax.memory.host_arrays import HOST, transferred
+from axonn_jax.memory.offload import stream
+from axonn_jax.memory.optimizer_state import state_layout
+from axonn_jax.memory.optimizer_traits import check_offload
+
+
+def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000) -> optax.GradientTransformation:
+    """The optimizer with its state in host memory, streamed through the devices a bucket of parameters at a time.
+
+    Parameters of at most `bucket` elements in all, or one that has more, are updated together: their state is copied
+    to the devices while the bucket before is updated, and back while the next one is. Arrays keep their sharding. Call
+    `init` and `update` outside of `jax.jit`; each bucket's update is a compiled program. Masks and labels of the
+    optimizer see parameters as a flat dict by path (`jax.tree_util.keystr`). No collectives.
+
+    Raises ``UserError`` where the optimizer looks at all parameters together, or inside a transformation of jax's.
+    """
+    check_offload(optimizer, "axonn_jax.offload")
+
+    @partial(jax.jit, donate_argnums=1)
+    def updated(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
+            return optimizer.update(grads, state, params)
+
+    def init(params: Any) -> dict[tuple[str, ...], Any]:
+        flat = _flat(params)
+        leaves = [Leaf(name, leaf.size, ()) for name, leaf in flat.items()]
+        groups = {}
+        for names in plan_buckets(leaves, bucket):
+            own: Any = {name: flat[name] for name in names}
+            layouts = {name: leaf.sharding for name, leaf in own.items()}
+            first = layouts[names[0]]
+            scalar = NamedSharding(first.mesh, P()) if isinstance(first, NamedSharding) else first
+            shardings = state_layout(jax.eval_shape(optimizer.init, own), own, layouts, scalar)
+            groups[tuple(names)] = transferred(jax.jit(optimizer.init, out_shardings=shardings)(own), HOST)
+        return groups
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, dict[tuple[str, ...], Any]]:
+        flat, weights = _flat(grads), None if params is None else _flat(params)
+        groups, states = list(state), list(state.values())
+        updates: dict[str, jax.Array] = {}
+
+        def update_group(number: int, state: Any) -> Any:
+            names = groups[number]
+            own = None if weights is None else {name: weights[name] for name in names}
+            new, state = updated({name: flat[name] for name in names}, state, own)
+            updates.update(new)
+            return state
+
+        stream(states, update_group)
+        tree = jax.tree.unflatten(jax.tree.structure(grads), [updates[name] for name in flat])
+        return tree, dict(zip(groups, states, strict=True))
+
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    flat = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in flat.values()):
+        raise UserError("axonn_jax.offload", "a call inside jax.jit", "calls of init and update outside of it")
+    return flat
