@@ -198,8 +198,8 @@ class OffloadedOptimizer:
             return ModelState(weights, {}, optimizer)
         onto = dense if dense is not None else pruned.zeros(self._precisions.weights)
         values = {name: weights[name] for name in positions}
-        whole = _written(pruned, {name: onto[name] for name in positions}, positions, values)
-        return ModelState(weights | whole, {}, optimizer, positions)
+        written = _written(pruned, {name: onto[name] for name in positions}, positions, values)
+        return ModelState(weights | written, {}, optimizer, positions)
 
     def _by_parameter(self, model: ModelState) -> tuple[Params, Any]:
         leaves = [dict(tree_leaves_with_path(state)) for state in model.optimizer]

@@ -128,9 +128,9 @@ class DeviceOptimizer:
     def bytes(self) -> StateBytes:
         """Bytes of one device, by formula."""
         layouts = (self.specs, self.state_specs)
-        found = state_bytes(self.shapes, *layouts, self.mesh, self.precisions, self.optimizer)
+        usual = state_bytes(self.shapes, *layouts, self.mesh, self.precisions, self.optimizer)
         if self.pruned is None:
-            return found
+            return usual
         dense, values, apart = (
             local_elements(shapes, specs, self.mesh)
             for shapes, specs in (
@@ -140,8 +140,8 @@ class DeviceOptimizer:
             )
         )
         masters = 0 if self.precisions.master_weights else 4 * apart
-        weights = found.weights + (dense - values) * self.precisions.weights.itemsize
-        return replace(found, weights=weights, masters=found.masters + masters, positions=4 * values)
+        weights = usual.weights + (dense - values) * self.precisions.weights.itemsize
+        return replace(usual, weights=weights, masters=usual.masters + masters, positions=4 * values)
 
     def abstract(self) -> ModelState:
         """Shapes and layouts of the state."""

@@ -20,7 +20,7 @@ from axonn_jax.memory.zero import split_over_replicas
 from axonn_jax.pipeline.stage import replicated
 from axonn_jax.pipeline.trace import POSITIONS
 from axonn_jax.pruned.config import PruneConfig
-from axonn_jax.pruned.prune import Kept, keep, make_masks, prunable
+from axonn_jax.pruned.prune import KeptEntries, keep, make_masks, prunable
 from axonn_jax.tensor.params import Params, Specs, SplitModule, split_module
 from axonn_jax.tensor.specs import size_over
 
@@ -72,7 +72,7 @@ class StageState:
         self.state = self._update.start(params, kept.positions if kept else {}, owned=owned)
         self._apply = self._update.program(self.state)
 
-    def _begin(self, kept: Kept | None) -> None:
+    def _begin(self, kept: KeptEntries | None) -> None:
         """Makes the update of parameters of which these entries are kept; nothing is compiled."""
         self.layout = kept and kept.layout
         sizes = self._sizes if kept is None else self._sizes | kept.layout.value_shapes
@@ -89,7 +89,7 @@ class StageState:
         names = prunable(weights, self._keeping.layers)
         return make_masks(self._keeping.prune, {name: weights[name] for name in names})
 
-    def kept(self, masks: Params) -> Kept:
+    def kept(self, masks: Params) -> KeptEntries:
         """What masks keep."""
         return keep(masks, self.specs, self.mesh, multiple=size_over(self.mesh, REPLICA_AXES))
 
@@ -113,7 +113,7 @@ class StageState:
         """The optax state, with offload its arrays in host memory, `CutArray` where they are cut."""
         return self._update.opt_state(self.state)
 
-    def restore(self, masters: Params, optimizer: Any, kept: Kept | None = None) -> None:
+    def restore(self, masters: Params, optimizer: Any, kept: KeptEntries | None = None) -> None:
         """Replaces weights and optimizer state, as `masters` and `opt_state` give them; uses them up.
 
         Of pruned parameters these are the entries that are `kept`.

@@ -14,7 +14,7 @@ class PruneConfig:
     """Share of their entries that is kept. 1: nothing is pruned."""
     method: PruneMethod = "magnitude"
     """Which: those of largest magnitude when pruning begins, some drawn at random, those of largest magnitude once they
-    stay the same (early_bird, Early-Bird Tickets), or those that prune.masks says (file)."""
+    stay the same (early_bird, Early-Bird Tickets), or those that prune.mask_file says (file)."""
     scope: PruneScope = "layer"
     """Whether every kernel keeps this share, or all of them together."""
     seed: Seed = 0
@@ -25,7 +25,7 @@ class PruneConfig:
     """Steps between looks at which entries are largest (early_bird)."""
     threshold: Share = 0.1
     """A mask is found that differs in at most this share of all entries from each of the four before (early_bird)."""
-    masks: str = ""
+    mask_file: str = ""
     """An .npz file with an array of booleans by the parameter's name (file)."""
 
     @property
@@ -40,12 +40,12 @@ class PruneConfig:
 
     def check(self) -> None:
         """Raises ``UserError`` for settings that contradict each other."""
-        if self.masks and self.method != "file":
-            raise UserError("prune.masks", self.masks, "left out, or prune.method = file")
-        if self.method == "file" and not self.masks:
-            raise UserError("prune.masks", self.masks, "the path of an .npz file, as prune.method is file")
+        if self.mask_file and self.method != "file":
+            raise UserError("prune.mask_file", self.mask_file, "left out, or prune.method = file")
+        if self.method == "file" and not self.mask_file:
+            raise UserError("prune.mask_file", self.mask_file, "the path of an .npz file, as prune.method is file")
         if self.method == "file" and self.density != 1.0:
-            raise UserError("prune.density", self.density, "left out, as prune.masks says what is kept")
+            raise UserError("prune.density", self.density, "left out, as prune.mask_file says what is kept")
         if self.at_step and self.method in ("early_bird", "file"):
             raise UserError("prune.at_step", self.at_step, f"0 where prune.method is {self.method}")
         if not self.prunes and self != PruneConfig():

@@ -19,7 +19,7 @@ class EarlyBird:
         self.distance: float | None = None
         """The largest to one of the masks before, at the last look."""
 
-    def found(self, masks: Mapping[str, jax.Array]) -> bool:
+    def done(self, masks: Mapping[str, jax.Array]) -> bool:
         """Whether the newest mask differs from each of the four before in at most `threshold` of all entries.
 
         Collectives: an all-reduce of a number a parameter and mask.

@@ -77,8 +77,8 @@ def _least(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
     def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = ends
         middle = low + (high - low) // 2
-        found = holds(middle)
-        return jnp.where(found, low, middle + 1), jnp.where(found, middle, high)
+        lower = holds(middle)
+        return jnp.where(lower, low, middle + 1), jnp.where(lower, middle, high)
 
     ends = (jnp.int32(0), jnp.int32(2**_BITS - 1))
     return lax.fori_loop(0, _BITS, halve, ends)[1]

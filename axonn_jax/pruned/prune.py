@@ -16,7 +16,7 @@ from axonn_jax.pruned.masks import magnitude_masks, random_masks
 from axonn_jax.tensor.params import Params, Specs
 
 
-class Kept(NamedTuple):
+class KeptEntries(NamedTuple):
     """The entries of pruned parameters that are trained."""
 
     layout: PrunedLayout
@@ -49,32 +49,34 @@ def make_masks(config: PruneConfig, weights: Params) -> dict[str, jax.Array]:
     parameters. Collectives: `masks.magnitude_masks`.
     """
     if config.method == "file":
-        return _read(Path(config.masks), weights)
+        return _read(Path(config.mask_file), weights)
     if config.method == "random":
         return random_masks(weights, config.density, config.scope, config.seed)
     return magnitude_masks(weights, config.density, config.scope)
 
 
-def keep(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multiple: int) -> Kept:
+def keep(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multiple: int) -> KeptEntries:
     """What masks keep, in slots that are a multiple of `multiple`. Collectives: those of `lay_out`."""
     layout = lay_out(masks, {name: specs[name] for name in masks}, mesh, multiple=multiple)
-    return Kept(layout, {name: layout.index_of(name, mask) for name, mask in masks.items()})
+    return KeptEntries(layout, {name: layout.index_of(name, mask) for name, mask in masks.items()})
 
 
 def _read(path: Path, weights: Params) -> dict[str, jax.Array]:
     try:
-        with np.load(path) as file:
+        with zipfile.ZipFile(path), np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
         accepted = f"an .npz file of arrays of booleans by parameter; {error}"
-        raise UserError("prune.masks", str(path), accepted) from None
+        raise UserError("prune.mask_file", str(path), accepted) from None
     for name, weight in weights.items():
-        found = arrays.get(name)
-        what = "missing" if found is None else f"{found.dtype} {found.shape}"
-        if found is None or found.dtype != np.bool_ or found.shape != weight.shape:
-            raise UserError("prune.masks", str(path), f"a file with bool {weight.shape} for {name}, which is {what}")
+        mask = arrays.get(name)
+        what = "missing" if mask is None else f"{mask.dtype} {mask.shape}"
+        if mask is None or mask.dtype != np.bool_ or mask.shape != weight.shape:
+            raise UserError(
+                "prune.mask_file", str(path), f"a file with bool {weight.shape} for {name}, which is {what}"
+            )
     if extra := sorted(arrays.keys() - weights.keys()):
-        raise UserError("prune.masks", str(path), f"a file of the pruned parameters alone; {extra[0]} is not one")
+        raise UserError("prune.mask_file", str(path), f"a file of the pruned parameters alone; {extra[0]} is not one")
     return {name: _placed(arrays[name], weights[name].sharding) for name in weights}
 
 

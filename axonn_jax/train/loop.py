@@ -24,11 +24,11 @@ from axonn_jax.tensor.loss import without_targets
 from axonn_jax.terminal import duration
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
+from axonn_jax.train.engines.pruning import Pruning
 from axonn_jax.train.engines.step import StepMetrics
 from axonn_jax.train.metrics import MetricsLog, plot_loss
 from axonn_jax.train.optimizer import learning_rate
 from axonn_jax.train.progress import Progress
-from axonn_jax.train.pruning import Pruning
 from axonn_jax.train.resume import Checkpoints
 from axonn_jax.train.signals import StopSignals
 from axonn_jax.train.trainer import Trainer

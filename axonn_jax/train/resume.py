@@ -23,7 +23,7 @@ from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pretrained import agree, packed, take_pretrained
-from axonn_jax.train.pruning import prune_for
+from axonn_jax.train.engines.pruning import prune_for
 
 FOLDER = "checkpoints"
 _FACTS: Mapping[str, type] = {

@@ -126,8 +126,8 @@ def check_prune(prune: PruneConfig, pipe: int) -> None:
         raise UserError(name, value, "pruning from the first step on where grid.pipe is above 1, not yet later")
     if prune.prunes and prune.scope == "global" and pipe > 1:
         raise UserError("prune.scope", prune.scope, "layer where grid.pipe is above 1: no stage has all weights")
-    if prune.masks and not Path(prune.masks).is_file():
-        raise UserError("prune.masks", prune.masks, "an .npz file of arrays of booleans by parameter")
+    if prune.mask_file and not Path(prune.mask_file).is_file():
+        raise UserError("prune.mask_file", prune.mask_file, "an .npz file of arrays of booleans by parameter")
 
 
 def check_pipeline(

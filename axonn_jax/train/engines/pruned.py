@@ -14,7 +14,7 @@ from axonn_jax.memory.optimizer_traits import check_offload, owner
 from axonn_jax.models.protocol import Model
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.layout import PrunedArray, PrunedLayout
-from axonn_jax.pruned.prune import Kept
+from axonn_jax.pruned.prune import KeptEntries
 from axonn_jax.tensor.params import Params
 from axonn_jax.train.config import MemoryConfig
 
@@ -49,7 +49,7 @@ def mask_forms(layout: PrunedLayout, positions: Mapping[str, Any]) -> dict[str, 
     return {name: PrunedArray(layout, name, None, positions[name]) for name in layout.shapes}
 
 
-def compressed_state(state: State, kept: Kept) -> tuple[State, Kept]:
+def compressed_state(state: State, kept: KeptEntries) -> tuple[State, KeptEntries]:
     """A dense state of which from now on some entries are kept; uses it up, one array after another."""
     out: State = {}
     for name, value in state.items():
@@ -63,8 +63,8 @@ def read_pruned(
     read: Callable[[State], State],
     wanted: Callable[[str], bool],
     make_masks: Callable[[Params], Params],
-    keep: Callable[[Params], Kept],
-) -> tuple[State, Kept]:
+    keep: Callable[[Params], KeptEntries],
+) -> tuple[State, KeptEntries]:
     """A state of which the wanted arrays are freed, then read and compressed, and what is kept of it.
 
     That is what masks say that are read, or else those that `make_masks` makes of the weights, which for that are all

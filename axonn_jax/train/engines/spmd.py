@@ -21,7 +21,7 @@ from axonn_jax.models.protocol import check_model
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.layout import PrunedLayout
-from axonn_jax.pruned.prune import Kept, keep, make_masks, prunable
+from axonn_jax.pruned.prune import KeptEntries, keep, make_masks, prunable
 from axonn_jax.tensor.params import Params, placed, shapes_of, split_module
 from axonn_jax.train.config import MemoryConfig, TensorConfig
 from axonn_jax.train.engines.engine import BatchShards, read_anew
@@ -79,7 +79,7 @@ class SpmdEngine:
         self.steps_done = 0
         self._in_step = False
 
-    def _begin(self, kept: Kept | None) -> None:
+    def _begin(self, kept: KeptEntries | None) -> None:
         """Makes the programs of a step of which these entries are trained; nothing is compiled."""
         self._layout = kept and kept.layout
         self._stack, self.program, self._step = self._build(self._layout)
@@ -91,7 +91,7 @@ class SpmdEngine:
         self._last: StepMetrics | None = None
         self._loss = jax.jit(self.program.loss)
 
-    def _kept(self, masks: Params) -> Kept:
+    def _kept(self, masks: Params) -> KeptEntries:
         return keep(masks, self._specs, self.grid.mesh, multiple=self.grid.shape.replicas)
 
     @property
@@ -205,7 +205,7 @@ class SpmdEngine:
         else:
             self._take_over(*read_pruned(self.state(), read, wanted, self._make_masks, self._kept))
 
-    def _take_over(self, state: State, kept: Kept | None) -> None:
+    def _take_over(self, state: State, kept: KeptEntries | None) -> None:
         """Takes a state over, of whose parameters these entries are kept."""
         if kept is not None:
             self._begin(kept)

@@ -1,4 +1,4 @@
-"""When a run is pruned: at its beginning, behind a step, or once an early-bird search has found a mask."""
+"""Time of pruning: at a run's beginning, behind a step, or once an early-bird search has a mask."""
 
 import time
 from collections.abc import Iterable
@@ -29,8 +29,7 @@ class Pruning:
             return self._pruned(step, began)
         if step == 0 or step % self._config.every:
             return ""
-        found = self._search.found(self._engine.masks())
-        if found:
+        if self._search.done(self._engine.masks()):
             return self._pruned(step, began)
         far = self._search.distance
         return (

@@ -28,7 +28,7 @@ class Prune:
     """Share of the entries that is kept."""
     scope: PruneScope = "layer"
     """Whether every kernel keeps this share, or all of them together."""
-    masks: str = ""
+    mask_file: str = ""
     """An .npz file with an array of booleans by the parameter's name, in the place of density and scope."""
     json: bool = False
     """Print one JSON object with the result."""
@@ -44,20 +44,24 @@ def run(args: Prune) -> int:
     from axonn_jax.train.config_file import read
     from axonn_jax.train.validate import check_prune
 
-    if not 0 < args.density < 1 and not args.masks:
+    if not 0 < args.density < 1 and not args.mask_file:
         raise UserError("--density", args.density, "a number above 0 and below 1")
     if not (args.run_dir / "config.toml").is_file():
         raise UserError("RUN_DIR", str(args.run_dir), "a directory left by `axonn-jax train`, with a config.toml")
     if args.out_dir.exists() and (not args.out_dir.is_dir() or any(args.out_dir.iterdir())):
         raise UserError("OUT_DIR", str(args.out_dir), "a new directory, or an empty one")
-    given = {"masks": args.masks, "method": "file"} if args.masks else {"density": args.density, "scope": args.scope}
+    given = (
+        {"mask_file": args.mask_file, "method": "file"}
+        if args.mask_file
+        else {"density": args.density, "scope": args.scope}
+    )
     prune = PruneConfig(**given)  # type: ignore[arg-type]
     check_prune(prune, 1)
     config = read(args.run_dir / "config.toml")
     config = replace(config, prune=prune, log=replace(config.log, dir=str(args.out_dir)))
     began = time.monotonic()
     with Ticker("reading") as ticker:
-        from axonn_jax.train.prune_run import prune_run
+        from axonn_jax.cli.prune.at_rest import prune_run
 
         step, kept, of = prune_run(config, args.run_dir, args.out_dir, ticker.now)
     seconds = time.monotonic() - began
