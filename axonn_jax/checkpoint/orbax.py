@@ -43,7 +43,7 @@ _NOBODY_WAITED = ("was never retrieved", "was destroyed but it is pending")
 _LOTS = 24
 """A lot of state in host memory is about this part of it: 0.5 bytes a parameter of 12."""
 _LEAST = 32_000_000
-"""Bytes that may always be a lot: each costs a few tenths of a second."""
+"""Bytes of a pruned state that may always be a lot: each costs a few tenths of a second."""
 
 
 class OrbaxWriter:
@@ -83,7 +83,8 @@ class OrbaxWriter:
         if self._barrier is not None:
             self._barrier.begin(next(self._numbers))
         waits = any(_in_host_memory(value) or isinstance(value, PrunedArray) for value in state.values())
-        lots = _lots(state) if waits else [list(state)]
+        least = 0 if any(map(_in_host_memory, state.values())) else _LEAST
+        lots = _lots(state, least) if waits else [list(state)]
         parts = [self.name, *(f"{self.name}/lot_{number:03d}" for number in range(1, len(lots)))]
         self._described = {
             name: asdict(StoredArray(part, self._sizes.get(name, tuple(state[name].shape)), str(state[name].dtype)))
@@ -134,9 +135,9 @@ def _in_host_memory(value: Any) -> bool:
     return bool(value.sharding.memory_kind == HOST)
 
 
-def _lots(state: State) -> list[list[str]]:
-    """Names whose arrays are together at most a small part of all, or a few, or one array."""
-    most = max(sum(value.nbytes for value in state.values()) // _LOTS, _LEAST)
+def _lots(state: State, least: int) -> list[list[str]]:
+    """Names whose arrays are together at most a small part of all, or `least` bytes, or one array."""
+    most = max(sum(value.nbytes for value in state.values()) // _LOTS, least)
     lots: list[list[str]] = []
     room = 0
     for name, value in state.items():

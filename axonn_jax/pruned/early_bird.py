@@ -25,7 +25,7 @@ class EarlyBird:
         Collectives: an all-reduce of a number a parameter and mask.
         """
         before = list(self._last)[-(WINDOW - 1) :]
-        self.distance = max((distance(masks, other) for other in before), default=None)
+        self.distance = max((distance(masks, earlier) for earlier in before), default=None)
         self._last.append(masks)
         return len(before) == WINDOW - 1 and self.distance is not None and self.distance <= self.threshold
 

@@ -18,7 +18,7 @@ def test_the_base_configuration_is_good(write_config, capsys):
     assert "training was started" in capsys.readouterr().err
 
 
-TABLES = "model, data, grid, train, pipeline, memory, tensor, moe, checkpoint, log"
+TABLES = "model, data, grid, train, pipeline, memory, tensor, moe, prune, checkpoint, log"
 
 LONG = "9" * 5000
 # What one key or flag can get wrong: name, value as typed, value as shown, what the line says besides.
@@ -81,6 +81,20 @@ KEYS = [
     ("model.experts", "-1", "-1", "an integer of at least 0"),
     ("model.experts", "1", None, "model.experts_per_token = 2: an integer from 1 to model.experts = 1"),
     ("moe.balance_weight", "-0.1", "-0.1", "a finite number of at least 0"),
+    ("prune.density", "0", "0.0", "a number above 0 and at most 1"),
+    ("prune.density", "1.01", "1.01", "a number above 0 and at most 1"),
+    ("prune.at_step", "3", None, "prune.density = 1.0: below 1 where other settings of [prune] are given"),
+    ("prune.at_step", "100000", "100000", "below train.steps, which is"),
+    ("prune.method", '"file"', None, "prune.mask_file = '': the path of an .npz file"),
+    ("prune.method", '"lottery"', "'lottery'", "one of magnitude, random, early_bird, file"),
+    ("prune.method", '"early_bird"', "'early_bird'", "pruning from the first step on where grid.pipe is above 1"),
+    ("prune.scope", '"all"', "'all'", "one of layer, global"),
+    ("prune.scope", '"global"', "'global'", "layer where grid.pipe is above 1"),
+    ("prune.seed", "-1", "-1", "an integer from 0"),
+    ("prune.every", "0", "0", "an integer from 1"),
+    ("prune.threshold", "1.5", "1.5", "a number from 0 to 1"),
+    ("prune.mask_file", '"none.npz"', "'none.npz'", "left out, or prune.method = file"),
+    ("prune.densitty", "0.5", "0.5", "did you mean 'density'?"),
     ("moe.balance_rate", "nan", "nan", "a finite number of at least 0"),
     ("moe.dispatch", '"ragged"', "'ragged'", "one of"),
     ("model.heads", "5", "5", "a divisor of hidden (32); the nearest is 4"),
@@ -154,6 +168,10 @@ WITH = {
     ("pipeline.virtual_stages", "2147483647"): PIPE_2,
     **{(name, typed): PIPE_2 for name, typed, *_ in KEYS if name == "pipeline.split"},
     ("memory.reshard_after", '"backward"'): PIPE_2,
+    ("prune.at_step", "100000"): {"prune": ["density = 0.5"]},
+    ("prune.method", '"early_bird"'): {**PIPE_2, "prune": ["density = 0.5"]},
+    ("prune.scope", '"global"'): {**PIPE_2, "prune": ["density = 0.5"]},
+    ("prune.mask_file", '"none.npz"'): {"prune": ["density = 0.5"]},
     ("checkpoint.keep_every", "5"): {"checkpoint": ["every = 2"]},
     ("model.preset", '"gpt2"'): {"model": ["vocab = 299", "heads = 4", "hidden = 32", "seq_len = 16"]},
 }
@@ -210,7 +228,7 @@ COMMANDS = {
     "unknown command": (
         ["trian"],
         [
-            "command = 'trian': one of train, launch, inspect, prepare, generate, convert, timeline, plan, simulate, ",
+            "command = 'trian': one of train, launch, inspect, prepare, generate, convert, prune, timeline, ",
             "did you mean 'train'?",
         ],
     ),
@@ -255,6 +273,10 @@ COMMANDS = {
     "prepare: holdout": (["prepare", ".", "out", "--vocab", "300", "--holdout", "2"], ["--holdout = 2.0: a share"]),
     "prepare: holdout a word": (["prepare", ".", "out", "--vocab=300", "--holdout=x"], ["--holdout = 'x': a number"]),
     "prepare: one more": (["prepare", ".", "out", "more", "--vocab", "300"], ["argument = 'more': not taken by"]),
+    "prune: nothing given": (["prune"], ["RUN_DIR, OUT_DIR = (not given): required"]),
+    "prune: no run": (["prune", "none", "out"], ["RUN_DIR = 'none': a directory left by `axonn-jax train`"]),
+    "prune: all kept": (["prune", "none", "out", "--density", "1"], ["--density = 1.0: a number above 0 and below 1"]),
+    "prune: a scope": (["prune", "none", "out", "--scope", "row"], ["--scope = 'row': one of layer, global"]),
     "doctor: unknown flag": (["doctor", "--jason"], ["--jason", "did you mean '--json'?"]),
     "doctor: timeout": (["doctor", "--timeout", "-1"], ["--timeout = -1.0: "]),
 }

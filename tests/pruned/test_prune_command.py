@@ -1,0 +1,80 @@
+"""The commands of a pruned run: train densely, prune, go on on another grid, generate, convert."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from axonn_jax.checkpoint.manifest import read
+from axonn_jax.train.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    *("--model.layers", "2", "--model.hidden", "32", "--model.heads", "4", "--model.seq_len", "32"),
+    *("--train.global_batch", "8", "--train.warmup", "2", "--checkpoint.every", "0"),
+]
+
+
+def command(*words, status=0):
+    run = [sys.executable, "-P", "-m", "axonn_jax.cli.main", *map(str, words)]
+    done = subprocess.run(run, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stderr
+    return done.stdout or done.stderr
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with data, a dense run of six steps, and what was pruned of it."""
+    folder = tmp_path_factory.mktemp("runs")
+    command("prepare", ROOT / "axonn_jax" / "pruned", folder / "data", "--vocab", "300", "--include", "*.py")
+    dense = ["--data.path", folder / "data", "--log.dir", folder / "dense", "--train.steps", "6"]
+    (folder / "dense.toml").write_text("[model]\n")
+    command("train", folder / "dense.toml", *SMALL, *dense)
+    result = json.loads(command("prune", folder / "dense", folder / "pruned", "--density", "0.25", "--json"))
+    assert result["step"] == 6
+    assert result["kept"] == result["of"] // 4
+    return folder
+
+
+def test_goes_on_from_the_step_that_was_pruned(runs):
+    said = command("train", runs / "pruned" / "config.toml", "--train.steps", "10", "--grid.data", "2", "--grid.y", "2")
+    assert "resumed at step 6" in said
+    assert "of 24,576 entries of 8 kernels are trained" in said
+    losses = [record["loss"] for record in read_metrics(runs / "pruned") if "loss" in record]
+    assert len(losses) == 4
+    assert np.isfinite(losses).all()
+    arrays = read(runs / "pruned" / "checkpoints" / "step_00000010").arrays
+    assert sum(name.startswith("masks.") for name in arrays) == 8
+    assert command("generate", runs / "pruned", "--prompt", "def ", "--tokens", "3").startswith("def ")
+
+
+def test_what_is_pruned_is_not_pruned_again(runs):
+    said = command("prune", runs / "pruned", runs / "again", "--density", "0.1", status=2)
+    assert "a run that is not pruned yet" in said
+    assert not (runs / "again").exists()
+    assert "OUT_DIR" in command("prune", runs / "dense", runs / "pruned", status=2)
+
+
+@pytest.mark.parametrize("fault", ["not a file of arrays", "missing", "of another shape", "one more"])
+def test_masks_of_a_file_that_do_not_fit(runs, tmp_path, fault):
+    path = tmp_path / "masks.npz"
+    arrays = read(next((runs / "dense" / "checkpoints").glob("step_*"))).arrays
+    names = [name.removeprefix("params.") for name in arrays if name.startswith("params.blocks") and "kernel" in name]
+    masks = {name: np.zeros(arrays[f"params.{name}"].shape, bool) for name in sorted(names)}
+    first = sorted(names)[0]
+    if fault == "missing":
+        del masks[first]
+    elif fault == "of another shape":
+        masks[first] = masks[first][1:]
+    elif fault == "one more":
+        masks["embedding.table"] = np.zeros((1, 1), bool)
+    np.savez(path, **masks)
+    if fault == "not a file of arrays":
+        path.write_bytes(b"no archive")
+    said = command("prune", runs / "dense", tmp_path / "out", "--mask-file", path, status=2)
+    assert said.startswith("error: prune.mask_file = ")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
