@@ -29,7 +29,7 @@ ALLOWED = {
     "docstrings without a noun first": 0,
     "hooks replaced": 0,
     "two classes in one": 0,
-    "words of docs": 14_960,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "words of docs": 15_000,  # a new capability brings a page of at most 600, its results and its words in the glossary
     "options in over 8 files": 7,
 }
 
