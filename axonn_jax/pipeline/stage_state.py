@@ -61,7 +61,7 @@ class StageState:
         keeping: StateOptions,
         model: Any,
     ):
-        self.mesh, self._keeping, self._shared = mesh, keeping, shared
+        self.mesh, self._keeping, self._shared, self._names = mesh, keeping, shared, list(parts.params)
         self.specs = {name: parts.specs[name] for name in names}
         self._sizes = {name: parts.params[name].shape for name in names}
         params, kept, owned = self._made(model, shared), None, not isinstance(model, nnx.Module)
@@ -86,8 +86,9 @@ class StageState:
 
     def masks_of(self, weights: Params) -> Params:
         """Masks of the entries that are to be kept of dense weights."""
-        names = prunable(weights, self._keeping.layers)
-        return make_masks(self._keeping.prune, {name: weights[name] for name in names})
+        layers = self._keeping.layers
+        own = {name: weights[name] for name in prunable(weights, layers)}
+        return make_masks(self._keeping.prune, own, prunable(self._names, layers))
 
     def kept(self, masks: Params) -> KeptEntries:
         """What masks keep."""

@@ -1,7 +1,7 @@
 """Pruning of a model's parameters on a mesh: which ones, their masks, and their state compressed or dense."""
 
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,14 +42,14 @@ def prunable(names: Iterable[str], layers: str) -> list[str]:
     ]
 
 
-def make_masks(config: PruneConfig, weights: Params) -> dict[str, jax.Array]:
-    """Masks of booleans for float32 weights, laid out as they are.
+def make_masks(config: PruneConfig, weights: Params, elsewhere: Collection[str] = ()) -> dict[str, jax.Array]:
+    """Masks of booleans for float32 weights, laid out as they are; other processes make those of weights `elsewhere`.
 
     Those of an early-bird search are by magnitude. Raises ``UserError`` where those of a file are not for these
     parameters. Collectives: `masks.magnitude_masks`.
     """
     if config.method == "file":
-        return _read(Path(config.mask_file), weights)
+        return _read(Path(config.mask_file), weights, elsewhere)
     if config.method == "random":
         return random_masks(weights, config.density, config.scope, config.seed)
     return magnitude_masks(weights, config.density, config.scope)
@@ -61,7 +61,7 @@ def keep(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multiple: 
     return KeptEntries(layout, {name: layout.index_of(name, mask) for name, mask in masks.items()})
 
 
-def _read(path: Path, weights: Params) -> dict[str, jax.Array]:
+def _read(path: Path, weights: Params, elsewhere: Collection[str]) -> dict[str, jax.Array]:
     try:
         with zipfile.ZipFile(path), np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
@@ -75,7 +75,7 @@ def _read(path: Path, weights: Params) -> dict[str, jax.Array]:
             raise UserError(
                 "prune.mask_file", str(path), f"a file with bool {weight.shape} for {name}, which is {what}"
             )
-    if extra := sorted(arrays.keys() - weights.keys()):
+    if extra := sorted(arrays.keys() - weights.keys() - set(elsewhere)):
         raise UserError("prune.mask_file", str(path), f"a file of the pruned parameters alone; {extra[0]} is not one")
     return {name: _placed(arrays[name], weights[name].sharding) for name in weights}
 

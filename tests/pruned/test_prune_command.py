@@ -48,6 +48,9 @@ def test_goes_on_from_the_step_that_was_pruned(runs):
     assert np.isfinite(losses).all()
     arrays = read(runs / "pruned" / "checkpoints" / "step_00000010").arrays
     assert sum(name.startswith("masks.") for name in arrays) == 8
+    words = ["--train.steps", "12", "--prune.density", "0.3"]
+    refused = command("train", runs / "pruned" / "config.toml", *words, status=2)
+    assert "prune.density = 0.3: 0.25, as the masks of the checkpoint that the run goes on from" in refused
     assert command("generate", runs / "pruned", "--prompt", "def ", "--tokens", "3").startswith("def ")
 
 

@@ -127,6 +127,18 @@ def test_the_norm_that_is_clipped_is_that_of_kept_entries():
         np.testing.assert_allclose([loss for loss, _ in got], [loss for loss, _ in want], rtol=CURVE_TOLERANCE)
 
 
+@pytest.mark.parametrize("axes", [GridShape(), GridShape(2, 1, 1, 2)], ids=str)
+def test_masks_of_a_file(axes, dense, tmp_path):
+    _, _, masks = dense
+    np.savez(tmp_path / "masks.npz", **masks)
+    prune = ax.PruneConfig(method="file", mask_file=str(tmp_path / "masks.npz"))
+    trainer = make_trainer(model(), optimizer(), grids.lay(axes), prune=prune, microbatches=2)
+    values = {name: np.asarray(value) for name, value in trainer.engine.params.items()}
+    trainer.close()
+    for name, mask in masks.items():
+        np.testing.assert_array_equal(values[name] != 0, mask)
+
+
 @pytest.mark.parametrize(
     ("axes", "options"),
     [

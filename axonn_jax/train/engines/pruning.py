@@ -4,18 +4,30 @@ import time
 from collections.abc import Iterable
 
 from axonn_jax.checkpoint.naming import MASKS
+from axonn_jax.errors import UserError
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.early_bird import WINDOW, EarlyBird
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.spmd import SpmdEngine
 
+_ROUNDED = 1e-3
+"""Of all entries: what may be kept more or less than a density, since every kernel keeps a whole number."""
+
 
 class Pruning:
-    """Prunes an engine that began densely, when its time has come."""
+    """Prunes an engine that began densely, when its time has come.
+
+    Raises ``UserError`` where an engine keeps another share of the entries than the settings say.
+    """
 
     def __init__(self, config: PruneConfig, engine: Engine):
         self._config, self._search = config, EarlyBird(config.threshold)
         self._engine = engine if isinstance(engine, SpmdEngine) and config.prunes else None
+        if self._engine is not None and self._engine.pruned and config.method != "file":
+            kept, of = self._engine.kept_entries
+            if abs(kept - config.density * of) > _ROUNDED * of:
+                accepted = f"{kept / of:.4g}, as the masks of the checkpoint that the run goes on from"
+                raise UserError("prune.density", config.density, accepted)
 
     def after(self, step: int) -> str:
         """Prunes behind a step if it is time; returns a line for people, or an empty text.
