@@ -107,6 +107,7 @@ def _figures(args: Plan, request: PlanRequest, result: SearchResult, limit: floa
         "precision": request.precision,
         "cost_model": "corrected",
         "sequence_parallel": request.sequence_split,
+        "density": request.density,
         "inner_features": request.residual_comm,
         "memory_limit_bytes": limit,
         "configs": [
@@ -166,10 +167,11 @@ def _published(args: Plan) -> int:
 def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -> str:
     """What `axonn-jax plan` prints: the best, why, and what was left out."""
     shown = result.best[: args.top]
+    density = "" if request.density == 1.0 else f", density {request.density:g}"
     lines = [
         f"{args.model} ({request.shape.params() / 1e9:.1f} B parameters) on {args.devices} x "
         f"{request.machine.device.kind} of {args.machine}: {request.batch} sequences of "
-        f"{request.shape.seq_len} tokens a step, {request.precision}, {_limited(request, limit)}",
+        f"{request.shape.seq_len} tokens a step, {request.precision}{density}, {_limited(request, limit)}",
         "",
         *_table(request, shown),
         "",

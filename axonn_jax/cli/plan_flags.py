@@ -99,6 +99,8 @@ class PlanFlags:
     """Who decides which task a stage runs next."""
     precision: Precision = "auto"
     """Of compute; auto: the machine's half precision."""
+    density: float = 1.0
+    """Share of the entries of the blocks' kernels that is trained (prune.density)."""
     overlap: str = "all"
     """Collectives that run beside matmuls: all, none, or some of gathers,scatters,gradients,forward."""
     memory_limit: Annotated[str | None, Arg(default="what surely fits")] = None
@@ -142,6 +144,8 @@ def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) 
         batch = sequences(args.batch_tokens, shape.seq_len)
     if args.sequence_parallel and args.inner_features == "gather":
         raise UserError("--inner-features", args.inner_features, "all_reduce or auto with --sequence-parallel")
+    if not 0.0 < args.density <= 1.0:
+        raise UserError("--density", args.density, "a number above 0 and at most 1")
     precision = machine.half if args.precision == "auto" else args.precision
     machine.peak(precision)  # raises where the device does not have it
     request = PlanRequest(
@@ -149,6 +153,7 @@ def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) 
         machine,
         batch,
         precision,
+        density=args.density,
         switches=_switches(args.overlap),
         policy=args.policy,
         split=split,
@@ -258,6 +263,7 @@ def command(model: str, request: PlanRequest, candidate: Candidate, seq: int | N
     words += [f"--memory.reshard_after {candidate.gather}"] if candidate.gather != "forward" else []
     words += ["--memory.offload optimizer"] if candidate.offload else []
     words += ["--memory.zero 1"] if candidate.zero else []
+    words += [f"--prune.density {request.density:g}"] if request.density < 1.0 else []
     words += ["--memory.sequence_parallel true"] if request.sequence_split else []
     words += [f"--tensor.residual_comm {request.residual_comm}"] if request.residual_comm != "all_reduce" else []
     if grid.pipe > 1:

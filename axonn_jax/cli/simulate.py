@@ -113,6 +113,7 @@ def _figures(
         "seq_len": request.shape.seq_len,
         "precision": request.precision,
         "sequence_parallel": request.sequence_split,
+        "density": request.density,
         "inner_features": request.residual_comm,
         "grid": asdict(candidate.grid),
         **chosen(request, candidate),
@@ -161,6 +162,7 @@ def _candidate_text(figures: dict[str, Any]) -> list[str]:
         _count(figures["virtual_stages"], "virtual stage"),
         *(f"{name} {figures[name]}" for name in ("activations", "gather", "offload", "zero", "policy", "precision")),
         *(["sequence parallel"] if figures["sequence_parallel"] else []),
+        *([f"density {figures['density']:g}"] if figures["density"] < 1.0 else []),
         *([f"inner features {figures['inner_features']}"] if figures["inner_features"] != "all_reduce" else []),
     ]
     return [f"{figures['model']} on {figures['devices']} of {figures['machine']}: {grid}", ", ".join(options)]

@@ -93,7 +93,7 @@ class MemoryModel:
                 head = table * item + (head if parts else max(head, head - 2 * logits + table * item))
             head += kept
             head += gathered if candidate.activations == "none" else 0.0
-            head -= _FP32 * self.ranks.params(grid, load) if whole else 0.0
+            head -= _FP32 * sum(self.ranks.trained(grid, load)) if whole else 0.0
         # A lookup's gradient is scattered into zeros, whole over `z`; a reduce-scatter sends a copy.
         lookup = _FP32 * table * (1 if grid.z == 1 else 2) if load.first and whole else 0.0
         most = max(block, head, lookup)

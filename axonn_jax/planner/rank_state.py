@@ -1,11 +1,13 @@
 """Ranks of a pipeline: their share of the model, and its state in bytes; no jax."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from axonn_jax.grid import GridShape
 from axonn_jax.planner import memory as formulas
+from axonn_jax.planner.communication.dense import block_matmuls
 from axonn_jax.planner.expert_memory import expert_params
 from axonn_jax.planner.request import PlanRequest, StatePlacement
 
@@ -53,6 +55,8 @@ class Ranks:
         self.experts = expert_params(shape) * shape.routed_layers / shape.layers
         self.layer = sum(count * shape.layer_params(layer) for layer, count in shape.layer_kinds()) / shape.layers
         self.layer -= self.experts
+        self.kernels = sum(m.features_in * m.features_out * m.count for m in block_matmuls(shape)) / shape.layers
+        """Parameters of the mean block that pruning has less of, experts aside."""
         self.loads = cache(self._loads)
         self._states: dict[GridShape, dict[tuple[int, StatePlacement], RankState]] = {}
 
@@ -80,6 +84,15 @@ class Ranks:
         """Parameters of a rank on each of its devices, with the zeros that its tables are padded with."""
         return sum(self.replicated(grid, load))
 
+    def trained(self, grid: GridShape, load: Load) -> tuple[float, float]:
+        """As `replicated`, without the entries of pruned kernels that are not kept."""
+        (dense, experts), density = self.replicated(grid, load), self.request.density
+        return dense - (1.0 - density) * self._pruned(grid, load), experts * density
+
+    def _pruned(self, grid: GridShape, load: Load) -> float:
+        """Parameters of kernels that are pruned, of those that `data` and `expert` replicate."""
+        return load.blocks * self.kernels / (grid.x * grid.y * grid.z)
+
     def replicated(self, grid: GridShape, load: Load) -> tuple[float, float]:
         """Of these, those that `data` and `expert` replicate, and those of experts, which `data` alone does."""
         padding = load.tables * self.request.shape.hidden * (self.vocab(grid) - self.request.shape.vocab)
@@ -101,17 +114,30 @@ class Ranks:
         """What `state` has worked out for a grid, by rank and placement."""
         return self._states.setdefault(grid, {})
 
+    def _pruned_state(self, grid: GridShape, load: Load, offload: bool, zero: int) -> Iterator[formulas.ParamBytes]:
+        """State on the device of what is not pruned, of kernels, and of experts' kernels."""
+        request, pruned = self.request, self._pruned(grid, load)
+        (dense, experts), replicas = self.replicated(grid, load), grid.replicas if zero else 1
+        settings: dict[str, Any] = {"accumulate": request.accumulate, "offload": offload}
+        rest = dense - pruned
+        yield formulas.device_state(rest, request.precision, apart=True, replicas=replicas, **settings)
+        for params, over in ((pruned, replicas), (experts, grid.data if zero else 1)):
+            yield formulas.pruned_state(params, request.density, request.precision, replicas=over, **settings)
+
     def _placed(self, grid: GridShape, load: Load, offload: bool, zero: int) -> RankState:
-        request, accumulate = self.request, self.request.accumulate
-        dense, experts = self.replicated(grid, load)
+        request, accumulate, density = self.request, self.request.accumulate, self.request.density
+        dense, experts = self.trained(grid, load)
         parts = [(dense, grid.replicas if zero else 1), (experts, grid.data if zero else 1)]
-        apart = offload or (bool(zero) and grid.replicas > 1)
-        device = [
-            formulas.device_state(
-                params, request.precision, accumulate=accumulate, apart=apart, offload=offload, replicas=replicas
-            )
-            for params, replicas in parts
-        ]
+        apart = offload or (bool(zero) and grid.replicas > 1) or density < 1.0
+        if density < 1.0:
+            device = list(self._pruned_state(grid, load, offload, zero))
+        else:
+            device = [
+                formulas.device_state(
+                    params, request.precision, accumulate=accumulate, apart=apart, offload=offload, replicas=replicas
+                )
+                for params, replicas in parts
+            ]
         host = sum(
             formulas.host_state(params, request.precision, offload=offload, replicas=replicas).total
             for params, replicas in parts
@@ -126,7 +152,7 @@ class Ranks:
         return RankState(
             sum(state.weights for state in device),
             sum(state.gradients for state in device),
-            sum(state.master + state.moments for state in device),
+            sum(state.master + state.moments + state.positions for state in device),
             sum(state.total for state in device),
             host,
             later,

@@ -70,6 +70,8 @@ class PlanRequest:
     precision: Precision
     accumulate: int = 4
     """Bytes of an accumulated gradient."""
+    density: float = 1.0
+    """Share of the entries of the blocks' kernels that is trained (prune.density)."""
     bucket: int = 16_000_000
     """Elements reduced, or updated on the host, together."""
     switches: OverlapFlags = field(default_factory=OverlapFlags)

@@ -125,7 +125,8 @@ def expert_gradients(work: StepSpec, over: tuple[str, ...]) -> Iterator[Predicte
     for name, elements in expert_weights(moe, work.shape.mlp_inputs, work.shape.hidden):
         split = (EXPERT, Z, Y, X)
         axes = tuple(axis for axis in over if axis not in split)
-        yield work.row(name, "update", "all-reduce", axes, elements * FLOAT32 // work.size(*split), layers)
+        kept = round(elements * work.density)
+        yield work.row(name, "update", "all-reduce", axes, kept * FLOAT32 // work.size(*split), layers)
     kernel = work.shape.hidden * moe.experts * FLOAT32
     axes = tuple(axis for axis in over if axis != X)
     yield work.row(ROUTER, "update", "all-reduce", axes, kernel // work.size(X), layers)

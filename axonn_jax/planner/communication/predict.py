@@ -78,7 +78,8 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
     if shape.positions == "learned":
         yield reduced("positions", shape.seq_len * shape.hidden, (X, Z), 1)
     for layer in block_matmuls(shape, work.comm):
-        yield reduced(layer.name, layer.features_in * layer.features_out, (X, Y, Z), layer.count)
+        kept = round(layer.features_in * layer.features_out * work.density)
+        yield reduced(layer.name, kept, (X, Y, Z), layer.count)
         if layer.bias:
             split = (X,) if layer.in_axis == Y else (Y, X) if layer.spread else (Y,)
             yield reduced(f"{layer.name}.bias", layer.features_out, split, layer.count)

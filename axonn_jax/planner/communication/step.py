@@ -45,6 +45,8 @@ class StepSpec:
     """How blocks communicate with the residual stream."""
     accumulate: int = FLOAT32
     """Bytes of an element of gradients on their way over `z` (`memory.accumulate`)."""
+    density: float = 1.0
+    """Share of the entries of the blocks' kernels that is trained; slots to spare are left out."""
 
     moe: MoeConfig = field(default_factory=MoeConfig)
     """How tokens reach their experts."""

@@ -257,7 +257,7 @@ class CostModel:
             yield line.axis, counts[part] * line.fixed * (share if line.axis in REPLICA_AXES else 1.0)
 
     def _update(self, grid: GridShape, load: Load, placement: StatePlacement) -> float:
-        (offload, zero), (dense, experts) = placement, self.footprint.ranks.replicated(grid, load)
+        (offload, zero), (dense, experts) = placement, self.footprint.ranks.trained(grid, load)
         own = dense / grid.replicas + experts / grid.data if zero else dense + experts
         return self.compute.update(dense + experts, own, self.request.accumulate, offload)
 

@@ -117,7 +117,8 @@ class Traffic:
         request = self._request
         return StepSpec(
             self._shape, mesh, mesh.batch_shards, 1, itemsize(request.precision), "full",
-            comm=self._comm, accumulate=request.accumulate, moe=request.moe, duplicates=request.duplicates,
+            comm=self._comm, accumulate=request.accumulate, density=request.density,
+            moe=request.moe, duplicates=request.duplicates,
         )  # fmt: skip
 
     def _priced(self, grid: GridShape, collectives: Iterable[Predicted]) -> Lines:
