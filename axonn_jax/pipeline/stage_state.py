@@ -96,8 +96,13 @@ class StageState:
 
     @property
     def weights(self) -> Params:
-        """What the stages read; of pruned parameters also their positions."""
-        return self.state.weights | {POSITIONS + name: value for name, value in self.state.positions.items()}
+        """The weights that the stages read."""
+        return self.state.weights
+
+    @property
+    def given(self) -> Params:
+        """What the stages are given: weights, and of pruned ones their positions."""
+        return self.weights | {POSITIONS + name: value for name, value in self.state.positions.items()}
 
     @property
     def masters(self) -> Params:

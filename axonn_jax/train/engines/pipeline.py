@@ -137,7 +137,7 @@ class PipelineEngine:
         scale = self._scale.factor
         for pp_rank, rank in pipe.ranks.items():
             key = rank.key(self._seed, self.steps_done) if self._keyed else None
-            rank.begin(self.stages[pp_rank].weights, microbatches, key, train=True, scale=scale)
+            rank.begin(self.stages[pp_rank].given, microbatches, key, train=True, scale=scale)
         pipe.executor.run({pp_rank: self._dispatcher(pp_rank, pipe) for pp_rank in pipe.ranks}, step)
         begin = time.monotonic()
         status.now(running="the reduction of the gradients")
@@ -179,7 +179,7 @@ class PipelineEngine:
         pipe, microbatches = self._prepare(batch)
         with self._started():
             for pp_rank, rank in pipe.ranks.items():
-                rank.begin(self.stages[pp_rank].weights, microbatches, None, train=False)
+                rank.begin(self.stages[pp_rank].given, microbatches, None, train=False)
             orders = {pp_rank: forward_only(self.pipe_shape, pp_rank) for pp_rank in pipe.ranks}
             pipe.executor.run(orders, self.steps_done, train=False)
             losses = pipe.losses()
