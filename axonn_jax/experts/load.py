@@ -74,13 +74,12 @@ def excesses(grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: excess(grad) if is_load(name) else grad for name, grad in grads.items()}
 
 
-def balancing(optimizer: optax.GradientTransformation, rate: float) -> optax.GradientTransformation:
-    """The optimizer, by which routers' biases move against the sign of their experts' `excesses` by `rate`.
+def balancing(tx: optax.GradientTransformation, rate: float) -> optax.GradientTransformation:
+    """The optimizer `tx`, by which routers' biases move against the sign of their experts' `excesses` by `rate`.
 
     So experts with more tokens than the mean are chosen less in the next step, without a loss (DeepSeek-V3, arXiv
     2412.19437, section 2.1.2). For these parameters the optimizer itself gets zeros, and its updates do not count.
     """
-    tx = optimizer
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         own = {name: jnp.zeros_like(grad) if is_load(name) else grad for name, grad in grads.items()}

@@ -196,7 +196,7 @@ class OffloadedOptimizer:
         pruned = self._on_devices.pruned
         if pruned is None:
             return ModelState(weights, {}, optimizer)
-        onto = dense if dense is not None else pruned.zeros(self._precisions.weights)
+        onto = dense if dense is not None else _zeros(pruned, self._precisions.weights)
         values = {name: weights[name] for name in positions}
         written = _written(pruned, {name: onto[name] for name in positions}, positions, values)
         return ModelState(weights | written, {}, optimizer, positions)
@@ -245,6 +245,11 @@ class OffloadedOptimizer:
 @partial(jax.jit, static_argnums=0)
 def _taken(pruned: PrunedLayout, dense: Params, positions: Params) -> Params:
     return pruned.taken(dense, positions)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _zeros(pruned: PrunedLayout, dtype: jnp.dtype) -> Params:
+    return pruned.zeros(dtype)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)

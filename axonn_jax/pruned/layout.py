@@ -34,6 +34,8 @@ class PrunedLayout:
     """Dense shapes."""
     specs: Specs
     slots: Mapping[str, int]
+    kept: int
+    """Entries that are trained, of all parameters and devices together."""
     stacked: bool = False
     """Whether a dim of layers, which is not sharded, is in front of dense and compressed arrays alike."""
 
@@ -63,12 +65,7 @@ class PrunedLayout:
 
     def index_of(self, name: str, mask: jax.Array) -> jax.Array:
         """The index of a parameter from its global mask of booleans, laid out as it is; no collectives."""
-        local = partial(places, slots=self.slots[name])
-        return self._run(local, name, 1)(mask)  # type: ignore[no-any-return]
-
-    def kept(self, name: str, index: jax.Array) -> int:
-        """How many entries an index names; collective: an all-reduce of a number."""
-        return int(_named(index, jnp.int32(prod(self._local(name)))))
+        return self._run(places, name, 1, slots=self.slots[name])(mask)  # type: ignore[no-any-return]
 
     def compressed(self, name: str, dense: jax.Array, index: jax.Array) -> jax.Array:
         """The values of a global dense array; no collectives."""
@@ -76,8 +73,8 @@ class PrunedLayout:
 
     def expanded(self, name: str, values: jax.Array, index: jax.Array) -> jax.Array:
         """The global dense array of values, with zeros; no collectives."""
-        local = partial(_on_zeros, shape=self._local(name))
-        return self._run(local, name, 2)(values, index)  # type: ignore[no-any-return]
+        shape = NamedSharding(self.mesh, self.specs[name]).shard_shape(self.shapes[name])
+        return self._run(_on_zeros, name, 2, shape=shape)(values, index)  # type: ignore[no-any-return]
 
     def written(self, dense: Params, index: Params, values: Params) -> Params:
         """Global dense arrays with values in the place of their kept entries; to be traced; no collectives."""
@@ -106,14 +103,9 @@ class PrunedLayout:
             for name, shape in self.shapes.items()
         }
 
-    def _local(self, name: str) -> tuple[int, ...]:
-        return NamedSharding(self.mesh, self.specs[name]).shard_shape(self.shapes[name])
-
-    def _run(self, local: Callable[..., Any], name: str, inputs: int) -> Callable[..., Any]:
+    def _run(self, local: Callable[..., Any], name: str, inputs: int, **settings: Any) -> Callable[..., Any]:
         assert not self.stacked
-        key = local.func if isinstance(local, partial) else local
-        settings = tuple(sorted(local.keywords.items())) if isinstance(local, partial) else ()
-        return _compiled(key, settings, self.mesh, self.specs[name], inputs)
+        return _compiled(local, tuple(settings.items()), self.mesh, self.specs[name], inputs)
 
 
 @cache  # one function object a form, so that jit compiles each once
@@ -124,11 +116,6 @@ def _compiled(
     return jax.jit(
         shard_mapped(run, mesh, (spec,) * inputs, spec, differentiated=False), out_shardings=NamedSharding(mesh, spec)
     )
-
-
-@jax.jit
-def _named(index: jax.Array, size: jax.Array) -> jax.Array:
-    return jnp.sum(index < size, dtype=jnp.int32)
 
 
 def _on_zeros(values: jax.Array, index: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
@@ -144,28 +131,37 @@ def lay_out(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multipl
     """The layout for global masks, as parameters are laid out; slots are a multiple of `multiple`.
 
     Raises ``UserError`` where a device's part of a parameter has too many entries for an index. Collective: an
-    all-reduce of a number a parameter.
+    all-reduce of two numbers a parameter.
     """
     most: dict[tuple[tuple[int, ...], P], int] = {}
+    kept = 0
     for name, mask in masks.items():
         local = prod(NamedSharding(mesh, specs[name]).shard_shape(mask.shape))
         if 2 * local >= _MOST:
             accepted = f"a grid on which a device holds fewer than {_MOST // 2:,} entries of it"
             raise UserError("prune.density", f"{name} with {local:,} entries on a device", accepted)
         kind = (mask.shape, specs[name])
-        most[kind] = max(most.get(kind, 1), int(_largest(mesh, specs[name], mask.ndim)(mask)))
+        largest, together = map(int, _counts(mesh, specs[name], mask.ndim)(mask))
+        most[kind], kept = max(most.get(kind, 1), largest), kept + together
     slots = {name: -(-most[mask.shape, specs[name]] // multiple) * multiple for name, mask in masks.items()}
-    return PrunedLayout(mesh, {name: mask.shape for name, mask in masks.items()}, dict(specs), slots)
+    return PrunedLayout(mesh, {name: mask.shape for name, mask in masks.items()}, dict(specs), slots, kept)
 
 
 @cache
-def _largest(mesh: Mesh, spec: P, ndim: int) -> Callable[[jax.Array], jax.Array]:
+def _counts(mesh: Mesh, spec: P, ndim: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    """What gives the entries of a mask that the fullest device keeps, and that all of them keep."""
+
     def local(mask: jax.Array) -> jax.Array:
         return jnp.sum(mask, dtype=jnp.int32).reshape((1,) * ndim)
 
     own = whole_spec(spec, (1,) * ndim)
     count = shard_mapped(local, mesh, (spec,), own, differentiated=False)
-    return jax.jit(lambda mask: jnp.max(count(mask)), out_shardings=NamedSharding(mesh, P()))
+
+    def both(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        counts = count(mask)
+        return jnp.max(counts), jnp.sum(counts)
+
+    return jax.jit(both, out_shardings=NamedSharding(mesh, P()))
 
 
 @dataclass(frozen=True)

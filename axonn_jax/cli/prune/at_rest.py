@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from axonn_jax.checkpoint.naming import MASKS
 from axonn_jax.checkpoint.restore import named_checkpoint
 from axonn_jax.distributed.host_sync import host_sync
 from axonn_jax.distributed.initialize import start
@@ -28,7 +29,7 @@ def prune_run(config: Config, source: Path, target: Path, progress: Callable[[st
     _, grid = start(GridShape())
     sync = host_sync(grid)
     checkpoint = named_checkpoint(source, sync, lambda line: None, "RUN_DIR")
-    if any(name.startswith("masks.") for name in checkpoint.manifest.arrays):
+    if any(name.startswith(MASKS) for name in checkpoint.manifest.arrays):
         raise UserError("RUN_DIR", str(source), f"a run that is not pruned yet; {checkpoint.path} is")
     memory = MemoryConfig(precision=config.memory.precision)
     tensor = TensorConfig(scan_layers="no")

@@ -49,13 +49,13 @@ def mask_forms(layout: PrunedLayout, positions: Mapping[str, Any]) -> dict[str, 
     return {name: PrunedArray(layout, name, None, positions[name]) for name in layout.shapes}
 
 
-def compressed_state(state: State, kept: KeptEntries) -> tuple[State, KeptEntries]:
+def compressed_state(state: State, kept: KeptEntries) -> State:
     """A dense state of which from now on some entries are kept; uses it up, one array after another."""
     out: State = {}
     for name, value in state.items():
         own = next((param for param in kept.positions if name.endswith(f".{param}")), None)
         out[name] = value if own is None else kept.compressed({own: joined(value)}, used_up=True)[own]
-    return out, kept
+    return out
 
 
 def read_pruned(

@@ -228,8 +228,8 @@ class SpmdEngine:
 
     def prune(self) -> PrunedLayout:
         """Keeps from now on what `masks` says of the weights and their state."""
-        state, kept = compressed_state(self.state(), self._kept(self.masks()))
-        self._take_over(state, kept)
+        kept = self._kept(self.masks())
+        self._take_over(compressed_state(self.state(), kept), kept)
         return kept.layout
 
     @property
@@ -239,12 +239,8 @@ class SpmdEngine:
 
     @property
     def kept_entries(self) -> tuple[int, int]:
-        """Entries of pruned parameters that are trained, and of how many; one small program a parameter."""
-        layout = self._layout
-        if layout is None:
-            return 0, 0
-        kept = sum(layout.kept(name, joined(at)) for name, at in self._positions.items())
-        return kept, sum(map(prod, layout.shapes.values()))
+        """Entries of pruned parameters that are trained, and of how many."""
+        return (0, 0) if self._layout is None else (self._layout.kept, sum(map(prod, self._layout.shapes.values())))
 
     @property
     def prunes_later(self) -> bool:
