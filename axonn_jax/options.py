@@ -20,13 +20,16 @@ RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Router = Literal["softmax", "sigmoid"]
 """What is made of a router's scores of the experts."""
 Dispatch = Literal["gather", "capacity"]
+"""How tokens reach their experts: all are gathered, or as many for each expert as it has slots."""
 PruneMethod = Literal["magnitude", "random", "early_bird", "file"]
 PruneScope = Literal["layer", "global"]
-"""How tokens reach their experts: all are gathered, or as many for each expert as it has slots."""
+CachedKeys = Literal["full", "loki", "exact-topk", "random", "h2o", "window"]
+"""Which keys of the cache a generated token attends to."""
 
 AttentionKernel = Literal["auto", "cudnn", "splash", "blocked", "xla"]
 
 Precision = Literal["fp32", "bf16", "fp16", "auto"]
+InferencePrecision = Literal["fp32", "bf16", "auto"]
 Accumulate = Literal["fp32", "compute"]
 """What gradients add up in: float32, or what layers compute in."""
 Offload = Literal["none", "optimizer"]

@@ -119,12 +119,17 @@ def check_shapes(checkpoint: Checkpoint, names: Mapping[str, tuple[int, ...]], f
         raise UserError(field, str(checkpoint.path), f"a checkpoint of this model and optimizer; {message}")
 
 
-def load_weights(checkpoint: Checkpoint, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Reads the parameters alone, by their names in the model.
+def load_weights(
+    checkpoint: Checkpoint,
+    abstract: Mapping[str, jax.ShapeDtypeStruct],
+    sizes: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, jax.Array]:
+    """Reads the parameters alone, by their names in the model; `sizes` are shapes without padding, by name of state.
 
     Raises ``UserError`` naming what is missing, unexpected or of another shape, or what cannot be read.
     """
-    check_shapes(checkpoint, {PARAMS + name: want.shape for name, want in abstract.items()}, "checkpoint", only=PARAMS)
+    sizes = sizes or {PARAMS + name: want.shape for name, want in abstract.items()}
+    check_shapes(checkpoint, sizes, "checkpoint", only=PARAMS)
     try:
         loaded = load(checkpoint, {PARAMS + name: want for name, want in abstract.items()})
     except CorruptCheckpoint as fault:

@@ -24,7 +24,7 @@ from axonn_jax.models.packed import Residual, Stream, balance_of, documents_of, 
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
-from axonn_jax.tensor.attention import Attention, Documents, Rotation
+from axonn_jax.tensor.attention import Attend, Attention, Documents, Held, Rotation, Turns, turns
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight, mark_varying
 from axonn_jax.tensor.dropout import DropoutKey, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
@@ -128,6 +128,11 @@ class Block(nnx.Module):
             return x._replace(values=values_of(self.attend(x.values, key, x.documents)))
         return x + self._drop(self.attention(self.attention_norm(x), documents), key, 0)
 
+    def attend_by(self, attend: Attend[Held], x: jax.Array, by: Turns | None) -> tuple[jax.Array, Held]:
+        """As `attend`, by a function of queries, keys and values, which gives what it attends to, and what it holds."""
+        attended, held = attend(*self.attention.project(self.attention_norm(x), by))
+        return x + self.attention.merge(attended), held
+
     def feed_forward(self, x: Stream, key: DropoutKey | None = None) -> Stream:
         """Runs the second half of the block."""
         values = values_of(x)
@@ -225,6 +230,11 @@ class Transformer(nnx.Module):
             return values
         nothing = mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES)
         return Residual(values, documents, nothing if self.balanced else None)
+
+    def embed_at(self, tokens: jax.Array, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, Turns | None]:
+        """Token ids and their positions [batch, seq] -> residual stream, and by what its layers rotate."""
+        by = None if (rotation := _rotation(self.shape)) is None else turns(rotation, self.shape.seq_len, positions)
+        return self._embedded(tokens, dtype, None, positions), by
 
     def _embedded(
         self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None, positions: jax.Array | None

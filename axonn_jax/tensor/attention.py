@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import lax
 
 from axonn_jax import compat
 from axonn_jax.options import AttentionKernel, Bias
-from axonn_jax.tensor.collectives import Comm
+from axonn_jax.tensor.collectives import SEQUENCE_AXIS, Comm, axis_size
 from axonn_jax.tensor.kernel_choice import Tiles, choose_form, tiles
 from axonn_jax.tensor.linear import Linear, column_parallel
 from axonn_jax.tensor.norm import HeadNorm
@@ -36,24 +36,35 @@ class Documents(NamedTuple):
     """Of a token in its document, int32."""
 
 
-def rotary(x: jax.Array, rotation: Rotation, positions: jax.Array | None = None) -> jax.Array:
-    """Rotates features [batch, seq, heads, head_dim] by position (RoFormer, eq. 34; halves layout as in Llama).
+Held = TypeVar("Held")
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Held]]
+"""Queries, keys and values -> what the queries attend to, and what the function holds, such as a cache."""
 
-    `positions` [batch, seq] are below seq; left out, they are the places in a row.
-    """
+
+class Turns(NamedTuple):
+    """Cosines and sines of each token's angles, both [batch or 1, seq, 1, head_dim/2] float32."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def turns(rotation: Rotation, length: int, positions: jax.Array | None = None) -> Turns:
+    """Angles of tokens at `positions` [batch, seq], all below `length`; left out, of those at 0 to `length` - 1."""
+    angles = np.outer(np.arange(length, dtype=np.float64), np.array(rotation.frequencies))
+
+    def of_tokens(table: np.ndarray[Any, Any]) -> jax.Array:
+        values = jnp.asarray(rotation.amplitude * table, jnp.float32)
+        return values[None, :, None, :] if positions is None else jnp.take(values, positions, axis=0)[:, :, None, :]
+
+    return Turns(of_tokens(np.cos(angles)), of_tokens(np.sin(angles)))
+
+
+def rotary(x: jax.Array, by: Turns) -> jax.Array:
+    """Rotates features [batch, seq, heads, head_dim] (RoFormer, eq. 34; halves layout as in Llama)."""
     half = x.shape[-1] // 2
-    angles = np.outer(np.arange(x.shape[1], dtype=np.float64), np.array(rotation.frequencies))
-    cos = _turns(rotation.amplitude * np.cos(angles), positions)
-    sin = _turns(rotation.amplitude * np.sin(angles), positions)
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    turned = jnp.concatenate([first * by.cos - second * by.sin, second * by.cos + first * by.sin], -1)
     return turned.astype(x.dtype)
-
-
-def _turns(table: np.ndarray[Any, Any], positions: jax.Array | None) -> jax.Array:
-    """A table [seq, features] for all heads, of each token's position."""
-    values = jnp.asarray(table, jnp.float32)
-    return values[None, :, None, :] if positions is None else jnp.take(values, positions, axis=0)[:, :, None, :]
 
 
 def _blocked(
@@ -264,6 +275,13 @@ class Attention(nnx.Module):
 
         With `comm` "sequence" `x` and the result are [batch, seq/Gy, hidden/Gx].
         """
+        sequence = x.shape[1] * (axis_size(SEQUENCE_AXIS) if self.qkv.comm == "sequence" else 1)
+        positions, numbers = (None, None) if documents is None else (documents.positions, documents.numbers)
+        by = None if self.rotation is None else turns(self.rotation, sequence, positions)
+        return self.merge(causal_attention(*self.project(x, by), self.kernel, self.window, numbers))
+
+    def project(self, x: jax.Array, by: Turns | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim], local heads."""
         (qkv,) = column_parallel((self.qkv,), x)
         batch, seq, _ = qkv.shape
         qkv = qkv.reshape(batch, seq, -1, self.group + 2, self.head_dim)
@@ -271,9 +289,8 @@ class Attention(nnx.Module):
         k, v = qkv[..., self.group, :], qkv[..., self.group + 1, :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotation is not None:
-            positions = None if documents is None else documents.positions
-            q, k = rotary(q, self.rotation, positions), rotary(k, self.rotation, positions)
-        numbers = None if documents is None else documents.numbers
-        attended = causal_attention(q, k, v, self.kernel, self.window, numbers)
-        return self.out(attended.reshape(batch, seq, -1))
+        return (q, k, v) if by is None else (rotary(q, by), rotary(k, by), v)
+
+    def merge(self, attended: jax.Array) -> jax.Array:
+        """What local heads give, [batch, seq, heads, head_dim] -> what is added to the residual stream."""
+        return self.out(attended.reshape(*attended.shape[:2], -1))

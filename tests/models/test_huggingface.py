@@ -20,7 +20,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.experts.load import is_load
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
-from axonn_jax.inference.generate import logits
+from axonn_jax.inference.forward import logits
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface import from_huggingface, shape_from_config, to_huggingface
 from axonn_jax.models.huggingface.families import config_from_shape

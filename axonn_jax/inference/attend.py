@@ -1,0 +1,117 @@
+"""What a token attends to: all keys of its slot's cache, and the protocol of those that attend to fewer."""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from axonn_jax.inference.cache import LayerCache, append, positions
+
+
+Attended = tuple[jax.Array, LayerCache]
+
+
+class Seen(NamedTuple):
+    """Which places of the cache a decode step may attend to."""
+
+    valid: jax.Array
+    """[slots, capacity] bool."""
+    newest: jax.Array
+    """[slots]: the place of the token that asks."""
+    count: jax.Array
+    """[slots]: how many places are valid."""
+
+
+class CachedAttention(Protocol):
+    """Which keys a token attends to, and how a layer's cache holds them. `extra` is a layer's own data, if any."""
+
+    name: str
+    dense_prompt: bool
+    """Whether a prompt goes through in chunks, with full attention; else token by token."""
+
+    def features(self, head_dim: int) -> tuple[tuple[int, Any], ...]:
+        """Features and dtype (None: that of the model) of each array of a layer's cache."""
+
+    def stored(self, k: jax.Array, v: jax.Array, extra: Any) -> LayerCache:
+        """Keys and values [batch, kv_heads, seq, head_dim] -> what is written of them."""
+
+    def held(self, arrays: LayerCache, extra: Any) -> tuple[jax.Array, jax.Array]:
+        """Keys and values as the model gave them, of what was written."""
+
+    def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
+        """Puts `new` tokens into the cache; queries [slots, kv_heads, group, head_dim] -> what they attend to."""
+
+
+class FullAttention:
+    """Attends to every key."""
+
+    name: str = "full"
+    dense_prompt: bool = True
+
+    def features(self, head_dim: int) -> tuple[tuple[int, Any], ...]:
+        """Keys and values."""
+        return (head_dim, None), (head_dim, None)
+
+    def stored(self, k: jax.Array, v: jax.Array, extra: Any) -> LayerCache:
+        """As they are."""
+        return k, v
+
+    def held(self, arrays: LayerCache, extra: Any) -> tuple[jax.Array, jax.Array]:
+        """As they are."""
+        return arrays[0], arrays[1]
+
+    def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
+        """Softmax over all valid places, in float32."""
+        k, v = arrays = append(arrays, new, seen.newest)
+        return weighted(scores(q, k), seen.valid[:, None, None], v).astype(q.dtype), arrays
+
+
+def scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """[slots, kv_heads, group, d] and [slots, kv_heads, capacity, d] -> [slots, kv_heads, group, capacity] float32.
+
+    They are divided by the root of `q`'s features.
+    """
+    return products(q, k) * q.shape[-1] ** -0.5
+
+
+def products(q: jax.Array, k: jax.Array) -> jax.Array:
+    """As `scores`, undivided."""
+    return lax.dot_general(q, k, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+
+
+def weighted(scored: jax.Array, visible: jax.Array, v: jax.Array) -> jax.Array:
+    """The softmax of scores [slots, kv_heads, group, n] times values [slots, kv_heads, n, d], float32."""
+    masked = jnp.where(visible, scored, -jnp.inf)
+    weights = jnp.exp(masked - jnp.max(masked, -1, keepdims=True))
+    out = lax.dot_general(
+        weights.astype(v.dtype), v, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+    )
+    return out / jnp.sum(weights, -1, keepdims=True)
+
+
+def attend_chunk(q: jax.Array, new: LayerCache, old: LayerCache, start: jax.Array, window: int) -> jax.Array:
+    """A chunk of a prompt over what stands before it and itself: [1, chunk, heads, head_dim], float32 inside.
+
+    `new` are its keys and values [1, kv_heads, chunk, head_dim], `old` those in the cache [1, kv_heads, capacity,
+    head_dim], of which `start` tokens have been written; a token sees `window` tokens, or with 0 all. One KV head's
+    queries at a time: scores are [group, chunk, capacity + chunk].
+    """
+    chunk, (kv_heads, head_dim) = q.shape[1], (new[0].shape[1], q.shape[3])
+    k, v = (jnp.concatenate(pair, 2)[0] for pair in zip(old, new, strict=True))
+    query = start + jnp.arange(chunk)
+    key = jnp.concatenate([positions(start, old[0].shape[2]), query])
+    visible = (key >= 0) & (key <= query[:, None])
+    if window:
+        visible &= key > query[:, None] - window
+
+    def one(of_head: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        q, k, v = (a[None, None] for a in of_head)
+        rows = q.reshape(1, 1, -1, head_dim)
+        scored = scores(rows, k).reshape(1, 1, -1, chunk, k.shape[2])
+        flat = jnp.where(visible, scored, -jnp.inf).reshape(1, 1, -1, k.shape[2])
+        return weighted(flat, jnp.bool_(True), v)[0, 0].reshape(-1, chunk, head_dim)
+
+    queries = q[0].reshape(chunk, kv_heads, -1, head_dim).transpose(1, 2, 0, 3)
+    out = lax.map(one, (queries, k, v))  # [kv_heads, group, chunk, head_dim]
+    return out.transpose(2, 0, 1, 3).reshape(1, chunk, -1, head_dim).astype(q.dtype)

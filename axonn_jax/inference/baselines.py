@@ -1,0 +1,131 @@
+"""What Loki is compared with, as its paper does: other choices of keys, written for what they choose, not for speed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axonn_jax.inference.attend import Attended, FullAttention, Seen, products, scores, weighted
+from axonn_jax.inference.cache import LayerCache, append
+from axonn_jax.inference.loki import LokiAttention, turn
+from axonn_jax.inference.select import largest
+
+
+def _number(seen: Seen, keys: float) -> jax.Array:
+    """How many keys of each slot, [slots, 1, 1]."""
+    return jnp.maximum(jnp.floor(seen.count.astype(jnp.float32) * keys).astype(jnp.int32), 1)[:, None, None]
+
+
+def _first(ranked: jax.Array, seen: Seen, number: jax.Array, *, newest: bool = True) -> jax.Array:
+    """The valid places that rank first, the newest among them."""
+    ranked = jnp.where(seen.valid[:, None, None], ranked, -jnp.inf)
+    if newest:
+        own = (jnp.arange(ranked.shape[-1]) == seen.newest[:, None])[:, None, None]
+        ranked = jnp.where(own, jnp.inf, ranked)
+    number = jnp.broadcast_to(number, ranked.shape[:-1])
+    return largest(ranked, jnp.maximum(number, 1)) & seen.valid[:, None, None] & (number > 0)[..., None]
+
+
+@dataclass(frozen=True)
+class ExactTopK(FullAttention):
+    """Ranks by exact scores: the best that choosing so many keys can do."""
+
+    keys: float
+    name: str = "exact-topk"
+
+    def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
+        """The softmax over the keys of the largest scores."""
+        arrays = append(arrays, new, seen.newest)
+        scored = scores(q, arrays[0])
+        chosen = _first(scored, seen, _number(seen, self.keys))
+        return weighted(scored, chosen, arrays[1]).astype(q.dtype), arrays
+
+
+@dataclass(frozen=True)
+class RandomKeys(FullAttention):
+    """Ranks by chance, anew for every token, all heads alike."""
+
+    keys: float
+    name: str = "random"
+
+    def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
+        """The softmax over keys drawn at random and the newest."""
+        arrays = append(arrays, new, seen.newest)
+        scored = scores(q, arrays[0])
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), seen.count)
+        drawn = jax.vmap(lambda key: jax.random.uniform(key, scored.shape[-1:]))(keys)[:, None, None]
+        chosen = _first(jnp.broadcast_to(drawn, scored.shape), seen, _number(seen, self.keys))
+        return weighted(scored, chosen, arrays[1]).astype(q.dtype), arrays
+
+
+@dataclass(frozen=True)
+class NewestKeys(FullAttention):
+    """Ranks by age."""
+
+    keys: float
+    name: str = "window"
+
+    def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
+        """The softmax over the newest keys."""
+        arrays = append(arrays, new, seen.newest)
+        scored = scores(q, arrays[0])
+        age = -_age(seen, scored.shape[-1])[:, None, None].astype(jnp.float32)
+        chosen = _first(jnp.broadcast_to(age, scored.shape), seen, _number(seen, self.keys))
+        return weighted(scored, chosen, arrays[1]).astype(q.dtype), arrays
+
+
+def _age(seen: Seen, capacity: int) -> jax.Array:
+    """How many tokens are newer, [slots, capacity]."""
+    return (seen.newest[:, None] - jnp.arange(capacity)) % capacity
+
+
+@dataclass(frozen=True)
+class HeavyHitters(FullAttention):
+    """H2O (Zhang et al., NeurIPS 2023): the newest half of the keys, and those that got most attention so far.
+
+    What is not kept once is gone. Its sums of attention are a third array of the cache, minus infinity where a key is
+    gone; prompts therefore go through token by token.
+    """
+
+    keys: float
+    group: int
+    """Query heads of a KV head."""
+    name: str = "h2o"
+    dense_prompt: bool = False
+
+    def features(self, head_dim: int) -> tuple[tuple[int, Any], ...]:
+        """Keys, values, and each query head's sum of attention."""
+        return (*super().features(head_dim), (self.group, jnp.float32))
+
+    def stored(self, k: jax.Array, v: jax.Array, extra: Any) -> LayerCache:
+        """A new key has no attention yet."""
+        return k, v, jnp.zeros((*k.shape[:3], self.group), jnp.float32)
+
+    def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
+        """The softmax over what is kept, whose weights are added to the sums."""
+        arrays = append(arrays, new, seen.newest)
+        k, v, sums = arrays
+        scored, sums = scores(q, k), jnp.swapaxes(sums, 2, 3)
+        number = _number(seen, self.keys)
+        newest = (_age(seen, scored.shape[-1])[:, None, None] < jnp.maximum(number // 2, 1)[..., None]) & seen.valid[
+            :, None, None
+        ]
+        heavy = _first(jnp.where(newest, -jnp.inf, sums), seen, number - jnp.maximum(number // 2, 1), newest=False)
+        kept = (newest | heavy) & (sums > -jnp.inf)
+        masked = jnp.where(kept, scored, -jnp.inf)
+        sums = jnp.where(kept, sums + jax.nn.softmax(masked, -1), -jnp.inf)
+        return weighted(scored, kept, v).astype(q.dtype), (k, v, jnp.swapaxes(sums, 2, 3))
+
+
+@dataclass(frozen=True)
+class ReducedKeys(LokiAttention):
+    """PCAAttn of the paper: attends to all keys by the scores of the first features, as if there were no others."""
+
+    name: str = "reduced"
+
+    def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
+        """The softmax of approximate scores."""
+        arrays = append(arrays, new, seen.newest)
+        scored = products(turn(q, extra)[..., : self.first], arrays[0]) * q.shape[-1] ** -0.5
+        return weighted(scored, seen.valid[:, None, None], arrays[2]).astype(q.dtype), arrays

@@ -1,0 +1,70 @@
+"""The key/value cache of a layer: arrays [slots, kv_heads, capacity, features], written in place.
+
+A token at position p lies at p modulo the capacity: a model whose tokens see a window of others keeps a ring of it.
+Slots lie over `data`, heads over `y`, and over `x` too where the model's attention has them there.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LayerCache = tuple[jax.Array, ...]
+
+CHUNK = 512
+"""Tokens of a prompt that go through the model at a time."""
+_LEAST = 64
+
+
+def chunks(tokens: int, ring: int) -> list[int]:
+    """Lengths of the programs that take a prompt of so many tokens: 64, 128, 256 or 512 each."""
+    most = min(CHUNK, ring)
+    whole, rest = divmod(tokens, most)
+    return [most] * whole + ([min(most, bucket(rest))] if rest else [])
+
+
+def bucket(tokens: int) -> int:
+    """The smallest capacity for so many tokens that every chunk divides: a power of two, or a multiple of 512."""
+    if tokens > CHUNK:
+        return -(-tokens // CHUNK) * CHUNK
+    size = _LEAST
+    while size < tokens:
+        size *= 2
+    return size
+
+
+def grown(arrays: LayerCache, capacity: int) -> LayerCache:
+    """A layer's arrays with room for more tokens; none may have been overwritten yet."""
+    return tuple(jnp.pad(a, ((0, 0), (0, 0), (0, capacity - a.shape[2]), (0, 0))) for a in arrays)
+
+
+def append(arrays: LayerCache, new: LayerCache, places: jax.Array) -> LayerCache:
+    """Writes one token of every slot, [slots, kv_heads, 1, features], to the slot's place, [slots]."""
+
+    def one(array: jax.Array, token: jax.Array) -> jax.Array:
+        for slot in range(array.shape[0]):  # a scatter is a loop of the same writes on CPUs, and slower
+            at = (slot, 0, places[slot], 0)
+            array = lax.dynamic_update_slice(array, token[slot : slot + 1].astype(array.dtype), at)
+        return array
+
+    return tuple(one(array, token) for array, token in zip(arrays, new, strict=True))
+
+
+def insert(arrays: LayerCache, new: LayerCache, slot: jax.Array, start: jax.Array, valid: jax.Array) -> LayerCache:
+    """Writes a chunk of one slot's tokens, [1, kv_heads, chunk, features] of which the first `valid` count.
+
+    `start` is a multiple of the chunk, which divides the capacity.
+    """
+
+    def one(array: jax.Array, chunk: jax.Array) -> jax.Array:
+        at = (slot, 0, start % array.shape[2], 0)
+        before = lax.dynamic_slice(array, at, chunk.shape)
+        counts = jnp.arange(chunk.shape[2])[:, None] < valid
+        return lax.dynamic_update_slice(array, jnp.where(counts, chunk.astype(array.dtype), before), at)
+
+    return tuple(one(array, chunk) for array, chunk in zip(arrays, new, strict=True))
+
+
+def positions(count: jax.Array, capacity: int) -> jax.Array:
+    """Which token lies at each place, [..., capacity], when `count` [...] have been written; below 0: none."""
+    last = count[..., None] - 1
+    return last - (last - jnp.arange(capacity)) % capacity

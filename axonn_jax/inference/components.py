@@ -1,0 +1,161 @@
+"""Principal components of a model's keys: found in batches, kept in a file, read for generation."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.inference.attend import CachedAttention, FullAttention
+from axonn_jax.inference.baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys
+from axonn_jax.inference.loki import LokiAttention
+from axonn_jax.inference.options import LokiOptions
+from axonn_jax.models.config import ModelShape
+from axonn_jax.options import CachedKeys
+from axonn_jax.tensor.attention import causal_attention
+from axonn_jax.tensor.collectives import all_reduce, axis_size
+from axonn_jax.tensor.params import Params, SplitModule
+from axonn_jax.tensor.specs import shard_mapped
+
+FILE = "loki.safetensors"
+_SAME = 1e-3  # of sums over weights in another precision
+
+
+class Components(NamedTuple):
+    """Of the keys of every layer and KV head, by decreasing variance."""
+
+    vectors: NDArray[np.float32]
+    """[layers, kv_heads, D, D], a component a column."""
+    means: NDArray[np.float32]
+    """[layers, kv_heads, D], of the keys; not used in generation (only a rotation changes no score)."""
+    variances: NDArray[np.float32]
+    """[layers, kv_heads, D]."""
+    tokens: int
+
+    def ranks(self, share: float = 0.9) -> NDArray[np.int64]:
+        """How many components hold this share of the variance, [layers, kv_heads]."""
+        whole = np.cumsum(self.variances.astype(np.float64), -1)
+        return np.asarray((whole < share * whole[..., -1:]).sum(-1) + 1)
+
+
+def moments(parts: SplitModule, mesh: Mesh, dtype: Any, *, rotated: bool) -> Callable[..., Any]:
+    """A program (params, tokens [rows, seq]) -> sums of keys [kv_heads, D] and of their products [kv_heads, D, D].
+
+    One of each for every layer, float32, of keys after or before their rotation. Rows lie over `data`, over which the
+    sums are all-reduced: kv_heads D (D + 1) float32 a layer.
+    """
+
+    def local(params: Params, tokens: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        model: Any = parts.merge(params)
+        places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        x, by = model.embed_at(tokens, places, dtype)
+        found = []
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return causal_attention(q, k, v, window=model.shape.window), k
+
+        for block in model.blocks:
+            plain = None if rotated else block.attention.project(block.attention_norm(x), None)[1]
+            x, k = block.attend_by(attend, x, by)
+            x = block.feed_forward(x)
+            k = (k if plain is None else plain).astype(jnp.float32)
+            sums = jnp.sum(k, (0, 1)), jnp.einsum("bskd,bske->kde", k, k, precision=lax.Precision.HIGHEST)
+            found.append(tuple(all_reduce(one, BATCH_AXES) for one in sums))
+        return found
+
+    heads = parts.merge(parts.params).blocks[0].attention.qkv.comm  # type: ignore[attr-defined]
+    spec = P(("y", "x") if heads == "gather" else "y")
+    region = shard_mapped(local, mesh, (parts.specs, P(BATCH_AXES)), spec, differentiated=False)
+    return jax.jit(region, out_shardings=NamedSharding(mesh, P()))
+
+
+def calibrate(program: Callable[..., Any], params: Params, batches: Iterable[Any], grid: Grid) -> Components:
+    """Principal components from sums over batches of tokens [rows, seq], added up in float64 on the host."""
+    total: Any = None
+    tokens = 0
+    for batch in batches:
+        sums = jax.device_get(program(params, batch))
+        wide = jax.tree.map(lambda a: np.asarray(a, np.float64), sums)
+        total = wide if total is None else jax.tree.map(np.add, total, wide)
+        tokens += batch.size
+    firsts, seconds = (np.stack([layer[at] for layer in total]) / tokens for at in (0, 1))
+    spread = seconds - firsts[..., :, None] * firsts[..., None, :]
+    values, vectors = np.linalg.eigh(spread)
+    kinds = (vectors[..., ::-1], firsts, np.maximum(values[..., ::-1], 0))
+    return Components(*(np.ascontiguousarray(a, np.float32) for a in kinds), tokens)  # type: ignore[arg-type]
+
+
+def fingerprint(params: Params) -> list[float]:
+    """Sums of the magnitudes of every layer's query, key and value weights: the same on every grid."""
+    names = sorted(name for name in params if name.endswith("attention.qkv.kernel"))
+    sums = jax.jit(lambda all_: [jnp.sum(jnp.abs(a.astype(jnp.float32))) for a in all_])([params[n] for n in names])
+    return [float(value) for value in jax.device_get(sums)]
+
+
+def save(components: Components, path: Path, shape: ModelShape, params: Params, keys: str) -> None:
+    """Writes them to a file with the model that they are of."""
+    from safetensors.numpy import save_file
+
+    told = {"model": json.dumps(asdict(shape), sort_keys=True), "weights": json.dumps(fingerprint(params))}
+    arrays = {name: getattr(components, name) for name in ("vectors", "means", "variances")}
+    save_file(arrays, path, {**told, "tokens": str(components.tokens), "keys": keys})
+
+
+def load(path: Path, run: Path, shape: ModelShape) -> tuple[Components, Mapping[str, str]]:
+    """Components and what the file says of them; raises ``UserError`` where it is not of this model."""
+    from safetensors import SafetensorError, safe_open
+
+    command = f"axonn-jax loki {run} --data DIR"
+    if not path.is_file():
+        raise UserError("--attention", "loki", f"a calibration in {path}: {command}")
+    try:
+        with safe_open(path, "numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in ("vectors", "means", "variances")}
+            told = dict(file.metadata() or {})
+        components = Components(**arrays, tokens=int(told["tokens"]))
+        same = told["model"] == json.dumps(asdict(shape), sort_keys=True)
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise UserError("--attention", "loki", f"a calibration: {path} is damaged ({error}); {command}") from None
+    wanted = (shape.layers, shape.kv_heads, shape.head_dim, shape.head_dim)
+    if not same or components.vectors.shape != wanted:
+        raise UserError("--attention", "loki", f"a calibration of this model: {path} is another's; {command}")
+    return components, told
+
+
+def check_weights(told: Mapping[str, str], params: Params, run: Path) -> None:
+    """Raises ``UserError`` where components are of other weights."""
+    theirs, ours = np.array(json.loads(told["weights"])), np.array(fingerprint(params))
+    if theirs.shape != ours.shape or not np.allclose(theirs, ours, rtol=_SAME):
+        accepted = f"a calibration of these weights, which have been trained since: axonn-jax loki {run} --data DIR"
+        raise UserError("--attention", "loki", accepted)
+
+
+def laid_out(components: Components, spec: P, mesh: Mesh) -> list[jax.Array]:
+    """Each layer's components, with heads as the cache has them."""
+    sharding = NamedSharding(mesh, spec)
+    layers = [np.ascontiguousarray(layer) for layer in components.vectors]
+    return [jax.make_array_from_callback(layer.shape, sharding, layer.__getitem__) for layer in layers]
+
+
+def attention_of(name: CachedKeys, options: LokiOptions, shape: ModelShape) -> CachedAttention:
+    """The choice of keys that a command line names."""
+    makers: dict[CachedKeys, Callable[[], Any]] = {
+        "full": FullAttention,
+        "loki": partial(LokiAttention, options.first(shape), options.keys, options.block),
+        "exact-topk": partial(ExactTopK, options.keys),
+        "random": partial(RandomKeys, options.keys),
+        "window": partial(NewestKeys, options.keys),
+        "h2o": partial(HeavyHitters, options.keys, shape.heads // shape.kv_heads),
+    }
+    return makers[name]()  # type: ignore[no-any-return]

@@ -1,0 +1,274 @@
+"""Generation in slots: prompts wait, take the slots that are free, and leave them when their texts end."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.inference.attend import CachedAttention, FullAttention
+from axonn_jax.inference.programs import NO_TOKEN, ROWS, Programs
+from axonn_jax.inference.sampling import Sampling
+from axonn_jax.inference.slots import NO_KEY, Slot, copy_of, make_slots, parts_of, put, state, told
+from axonn_jax.inference.store import CacheStore
+from axonn_jax.inference.weights import of_model, of_run
+from axonn_jax.memory.report import unused
+from axonn_jax.models.transformer import Transformer
+
+SAMPLING = Sampling()
+STEPS = 16
+"""Tokens of every slot that one call of a program gives."""
+_TOLD = 64
+"""Tokens of every slot that one call of a program takes, where they are given one by one."""
+_FIRST = 256
+"""Tokens that a cache has room for at first, where more may come."""
+Scores = NDArray[np.float32]
+
+
+class Request(NamedTuple):
+    """A text to make."""
+
+    prompt: tuple[int, ...]
+    tokens: int
+    sample: int = 0
+    """Of its prompt; texts of one prompt and seed differ by it."""
+
+
+class Piece(NamedTuple):
+    """Some tokens more of a request."""
+
+    request: int
+    """Its place among all of them."""
+    ids: list[int]
+    log_probabilities: list[float]
+    """Under the model's own scores, whatever they are drawn by; zeros where nothing asks."""
+    ended: bool
+
+
+class Engine:
+    """A model that generates and scores texts on a grid of `data`, `y` and `x`.
+
+    `model` is a `Transformer` or a directory: a run's or a Hugging Face model's. `slots` texts are made at a time, a
+    multiple of `data`, each of at most `length` tokens, prompt included. Weights and cache are in `dtype`: by itself
+    bfloat16 on accelerators, else float32. Tokens in `stops` end a text; none of `limit` or above is drawn. A cache
+    has 2 * layers * kv_heads * head_dim * itemsize bytes a token and slot, split over `y`, and over `x` where heads
+    divide; it grows with the longest text. Every process of the grid makes one, and calls it alike. Raises
+    ``UserError`` for `pipe` or `z` above 1, sizes that do not divide, and slots that do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        model: Transformer | str | Path,
+        grid: Grid,
+        *,
+        slots: int = 8,
+        length: int | None = None,
+        dtype: Any = None,
+        attention: CachedAttention | None = None,
+        extras: Sequence[Any] | None = None,
+        stops: Sequence[int] = (),
+        limit: int | None = None,
+        steps: int = STEPS,
+    ):
+        replicas = grid.shape.batch_shards
+        if slots < 1 or slots % replicas:
+            raise UserError("slots", slots, f"a multiple of {grid.shape.batch_rule} = {replicas}, at least 1")
+        dtype = dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+        loaded = of_model(model, grid, dtype) if isinstance(model, Transformer) else of_run(Path(model), grid, dtype)
+        self.shape, self.grid, self.params = loaded.shape, grid, loaded.params
+        self.length = length or self.shape.seq_len
+        if not 1 <= self.length <= self.shape.seq_len:
+            raise UserError("length", self.length, f"at least 1 and at most model.seq_len = {self.shape.seq_len}")
+        limit = min(limit or self.shape.vocab, self.shape.vocab)
+        self.attention = attention or FullAttention()
+        self.programs = Programs(loaded.parts, grid.mesh, self.attention, dtype, tuple(stops), limit)
+        self.extras = list(extras) if extras is not None else [None] * self.shape.layers
+        """What the attention has of each layer, laid out as `programs.extra_spec`."""
+        self._slots, self._steps = make_slots(slots, replicas), steps
+        self._store = CacheStore(self.shape, self.programs, self._slots, self.length)
+        self._check_memory()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, tokens: int, sampling: Sampling = SAMPLING, samples: int = 1
+    ) -> list[list[list[int]]]:
+        """Continues every prompt `samples` times: the new token ids, by prompt and sample, a stop included.
+
+        A text depends on its prompt, the sampling and the sample's number alone, not on slots, grid or other prompts.
+        Raises ``UserError`` for a prompt that is empty or too long, or weights that give no finite scores.
+        """
+        requests = [Request(tuple(prompt), tokens, n) for prompt in prompts for n in range(samples)]
+        texts: list[list[int]] = [[] for _ in requests]
+        for piece in self.stream(requests, sampling):
+            texts[piece.request] += piece.ids
+        return [texts[at : at + samples] for at in range(0, len(texts), samples)]
+
+    def stream(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling = SAMPLING,
+        *,
+        logs: bool = False,
+        until: Callable[[int, Piece], bool] = lambda _, piece: False,
+    ) -> Iterator[Piece]:
+        """Yields texts piece by piece, as they come; a text that is `until` (request, piece) true of ends there."""
+        sampling.check()
+        for request in requests:
+            self._check(request)
+        waiting = deque(enumerate(requests))
+        for slot in self._slots:
+            slot.left = 0
+        decode = self.programs.decode(sampling.form, self._steps, logs=logs)
+        vocab = self.shape.padded_vocab(self.grid.shape.y) if sampling.form.penalty else 0
+        while waiting or any(slot.left for slot in self._slots):
+            self._fill(waiting, sampling)
+            active = [slot for slot in self._slots if slot.left]
+            self._store.reserve(max(slot.count + min(self._steps, slot.left) for slot in active))
+            drawn, found = self._call(decode, state(self._slots, self.grid.mesh, vocab), sampling.numbers)
+            for slot in active:
+                ids = [int(token) for token in drawn[:, slot.at] if token != NO_TOKEN]
+                if -1 in ids:
+                    raise UserError("model", "its weights", "weights that give finite scores for the next token")
+                piece = self._advanced(slot, ids, found[: len(ids), slot.at].tolist())
+                if not piece.ended and until(slot.request, piece):
+                    piece, slot.left = piece._replace(ended=True), 0
+                yield piece
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
+        """Log-probabilities, in nats, of each text's tokens but the first, given those before it: [tokens - 1] each.
+
+        Full attention takes a text in chunks; any other one token after the other, all slots at once.
+        """
+        for text in texts:
+            if not 2 <= len(text) <= self.length:
+                raise UserError("text", f"{len(text)} tokens", f"from 2 to length = {self.length} tokens")
+        if self.attention.name == "full":
+            return [self._score(text) for text in texts]
+        return [scores for at in range(0, len(texts), len(self._slots)) for scores in self._follow(texts[at:])]
+
+    def _check(self, request: Request) -> None:
+        if not request.prompt:
+            raise UserError("prompt", "", "at least one token")
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self.shape.vocab:
+            raise UserError("prompt", max(request.prompt), f"token ids below model.vocab = {self.shape.vocab}")
+        if request.tokens < 1:
+            raise UserError("tokens", request.tokens, "an integer of at least 1")
+        if (together := len(request.prompt) + request.tokens) > self.length:
+            accepted = f"with the prompt's {len(request.prompt)} together at most length = {self.length}"
+            raise UserError("tokens", request.tokens, f"{accepted}, not {together}")
+
+    def _check_memory(self) -> None:
+        """Raises ``UserError`` where the slots at their full length do not fit into the memory that is free."""
+        here = self.grid.mesh.devices.size // self.grid.shape.batch_shards
+        each = self._store.token_bytes() * self._store.ring // here
+        own = len(self._slots) // self.grid.shape.batch_shards
+        free = unused(self.grid.mesh, self.grid.size)
+        if free and own * each > free:
+            fits = free // each * self.grid.shape.batch_shards
+            accepted = f"at most {fits} of {self._store.ring} tokens: {free / 2**30:.2f} GiB are free on a device"
+            raise UserError("slots", len(self._slots), accepted)
+
+    def _call(self, program: Any, *given: Any) -> Sequence[Any]:
+        return self._store.call(program, self.params, self.extras, *given)
+
+    def _advanced(self, slot: Slot, ids: list[int], logs: list[float]) -> Piece:
+        slot.count, slot.left, slot.last = slot.count + len(ids), slot.left - len(ids), ids[-1]
+        slot.text += ids
+        if slot.count > self._store.capacity:  # the ring has come around
+            slot.cached = ()
+        if ids[-1] in self.programs.stops:
+            slot.left = 0
+        return Piece(slot.request, ids, logs, not slot.left)
+
+    def _fill(self, waiting: "deque[tuple[int, Request]]", sampling: Sampling) -> None:
+        """Gives free slots to requests that wait, and puts their prompts but for the last token into the cache.
+
+        A prompt that the cache of a slot on the same device holds is copied from there.
+        """
+        fresh: list[Slot] = []
+        twins: list[tuple[Slot, Slot]] = []
+        for slot in self._slots:
+            if slot.left or not waiting:
+                continue
+            slot.request, (prompt, slot.left, sample) = waiting.popleft()
+            slot.count, slot.last, slot.text = len(prompt) - 1, prompt[-1], list(prompt)
+            slot.key = sampling.key(sample)
+            self._store.reserve(min(len(prompt) + slot.left, max(2 * len(prompt), _FIRST)))
+            beside = [other for other in self._slots if other.device == slot.device]
+            if source := next((other for other in beside if other.cached == prompt), None):
+                self._copy(source, slot)
+                slot.cached = prompt
+            elif source := next((other for other in fresh if other in beside and other.text == slot.text), None):
+                twins.append((source, slot))
+            else:
+                fresh.append(slot)
+        while fresh:
+            now = [next((s for s in fresh if s.device == at), None) for at in range(self.grid.shape.batch_shards)]
+            self._prefill(now)
+            fresh = [slot for slot in fresh if slot not in now]
+        for source, slot in twins:
+            self._copy(source, slot)
+            slot.cached = source.cached
+
+    def _copy(self, source: Slot, target: Slot) -> None:
+        if source is not target:
+            copy = copy_of(source, target, self.grid.shape.batch_shards, self.grid.mesh)
+            self._call(self.programs.copy(), copy)
+
+    def _prefill(self, slots: Sequence[Slot | None]) -> None:
+        """Puts the prompts of one slot a device into the cache."""
+        new = [slot for slot in slots if slot is not None]
+        if self.attention.dense_prompt:
+            for start, _, chunk in parts_of(slots, self._store.ring, self.grid.mesh):
+                self._call(self.programs.prefill(first=start == 0), chunk)
+        else:
+            self._tell([(slot, list(slot.text)) for slot in new])
+        for slot in new:
+            slot.cached = tuple(slot.text) if slot.count <= self._store.capacity else ()
+
+    def _score(self, text: Sequence[int]) -> Scores:
+        slot, replicas, mesh = self._slots[0], self.grid.shape.batch_shards, self.grid.mesh
+        slot.text, slot.cached = list(text), ()
+        self._store.reserve(len(text) - 1)
+        found = []
+        for start, length, chunk in parts_of([slot, *[None] * (replicas - 1)], self._store.ring, mesh):
+            targets = np.zeros((replicas, length), np.int32)
+            own = text[start + 1 : start + 1 + length]
+            targets[0, : len(own)] = own
+            found.append(self._call(self.programs.score(first=start == 0), chunk, put(targets, ROWS, mesh))[0][0])
+        return np.concatenate(found)[: len(text) - 1]
+
+    def _follow(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
+        """Scores of as many of the texts as there are slots, token by token."""
+        for slot in self._slots:
+            slot.left, slot.cached, slot.key = 0, (), NO_KEY
+        pairs = list(zip(self._slots, texts, strict=False))
+        self._store.reserve(max(len(text) for _, text in pairs) - 1)
+        scores = self._tell(pairs)
+        return [scores[: len(text) - 1, slot.at] for slot, text in pairs]
+
+    def _tell(self, pairs: Sequence[tuple[Slot, Sequence[int]]]) -> Scores:
+        """Puts texts but for their last tokens into slots, token by token; the other slots wait. Scores [tokens, slots]."""
+        left = [slot.left for slot in self._slots]
+        for slot in self._slots:
+            slot.left = 0
+        for slot, text in pairs:
+            slot.count, slot.left, slot.last = 0, len(text) - 1, text[0]
+        tokens = told(pairs, len(self._slots), _TOLD)
+        found = [np.zeros((0, len(self._slots)), np.float32)]
+        for part in (tokens[start : start + _TOLD] for start in range(0, len(tokens), _TOLD)):
+            given = put(part, P(None, BATCH_AXES), self.grid.mesh)
+            found.append(self._call(self.programs.follow(_TOLD), state(self._slots, self.grid.mesh), given)[0])
+            for slot, _ in pairs:
+                steps = min(slot.left, _TOLD)
+                slot.count, slot.left = slot.count + steps, slot.left - steps
+                slot.last = int(part[steps - 1, slot.at]) if steps else slot.last
+        for slot, before in zip(self._slots, left, strict=True):
+            slot.left = before
+        return np.concatenate(found)

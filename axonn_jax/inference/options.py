@@ -1,0 +1,35 @@
+"""What a command line says of Loki and its baselines; no jax."""
+
+from dataclasses import dataclass
+
+from axonn_jax.errors import UserError
+from axonn_jax.models.config import ModelShape
+from axonn_jax.options import CachedKeys
+
+
+@dataclass(frozen=True)
+class LokiOptions:
+    """How keys are ranked, and how many a new token attends to."""
+
+    features: float = 0.25
+    """Share of a head's features that keys are ranked by."""
+    keys: float = 0.25
+    """Share of a text's tokens that a new one attends to; baselines read it too."""
+    block: int = 1
+    """Rank blocks of so many tokens by their best one: reads longer pieces of memory."""
+
+    def check(self, attention: CachedKeys) -> None:
+        """Raises ``UserError`` for a number out of range."""
+        for name in ("features", "keys"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UserError(f"--loki.{name}", getattr(self, name), "a number above 0 and at most 1")
+        if self.block not in (1, 2, 4, 8, 16, 32, 64):
+            raise UserError("--loki.block", self.block, "1, 2, 4, 8, 16, 32 or 64")
+        if attention != "loki":
+            for name in ("features", "block"):
+                if getattr(self, name) != getattr(LokiOptions(), name):
+                    raise UserError(f"--loki.{name}", getattr(self, name), f"nothing with --attention {attention}")
+
+    def first(self, shape: ModelShape) -> int:
+        """How many features keys are ranked by."""
+        return max(1, round(self.features * shape.head_dim))

@@ -1,0 +1,180 @@
+"""Choice of the next token on a vocabulary that lies over `y`: by its seed a text is the same on every grid."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from axonn_jax.errors import UserError
+from axonn_jax.inference.select import middle, ordered
+from axonn_jax.tensor.collectives import all_reduce, all_reduce_max, axis_size, shard_offset
+from axonn_jax.tensor.loss import VOCAB_AXIS
+
+_IMPL = "threefry2x32"  # by name: texts shall not change with jax's default
+
+
+class Form(NamedTuple):
+    """What of a `Sampling` decides on the program; the rest are numbers that it reads."""
+
+    greedy: bool
+    top_k: int
+    top_p: bool
+    min_p: bool
+    penalty: bool
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. The order is that of the fields, as in Hugging Face's `generate`."""
+
+    repetition_penalty: float = 1.0
+    """Divides positive scores of tokens that stand in the text already, multiplies negative ones; 1: does nothing."""
+    temperature: float = 0.8
+    """Divides the scores; 0: always the likeliest token, of equal ones that with the lowest id."""
+    top_k: int = 50
+    """Only so many likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Only the fewest likeliest tokens whose probabilities add up to this."""
+    min_p: float = 0.0
+    """Only tokens at least this times as probable as the likeliest one."""
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises ``UserError`` for a number out of range."""
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError("--temperature", self.temperature, "a finite number of at least 0")
+        if self.top_k < 0:
+            raise UserError("--top-k", self.top_k, "an integer of at least 0")
+        if not 0 < self.top_p <= 1:
+            raise UserError("--top-p", self.top_p, "a number above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise UserError("--min-p", self.min_p, "a number from 0 to 1")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise UserError("--repetition-penalty", self.repetition_penalty, "a finite number above 0")
+        if not 0 <= self.seed < 2**32:
+            raise UserError("--seed", self.seed, f"an integer of at least 0 and below {2**32}")
+
+    @property
+    def form(self) -> Form:
+        """What a program is compiled for."""
+        greedy = self.temperature == 0
+        drawn = not greedy
+        top_k = self.top_k if drawn else 0
+        return Form(greedy, top_k, drawn and self.top_p < 1, drawn and self.min_p > 0, self.repetition_penalty != 1)
+
+    @property
+    def numbers(self) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
+        """What a program reads: penalty, temperature, top_p and the logarithm of min_p."""
+        least = math.log(self.min_p) if self.min_p > 0 else -math.inf
+        return np.array([self.repetition_penalty, self.temperature, self.top_p, least], np.float32)
+
+    def key(self, sample: int) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
+        """What the noise of a text begins with: two words of the seed and the number of the text."""
+        return np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(self.seed, impl=_IMPL), sample)))
+
+
+def choose(
+    logits: jax.Array, form: Form, numbers: jax.Array, keys: jax.Array, positions: jax.Array, seen: jax.Array | None
+) -> jax.Array:
+    """Ids of the next tokens [rows] for logits [rows, vocab/Gy]; -1 where the logits are not finite.
+
+    `keys` [rows, 2] begin the noise, `positions` [rows] are those of the new tokens, `seen` [rows, vocab/Gy] says which
+    tokens the text holds. Noise is Gumbel's, by key, position and global token id (Gumbel-max). Collectives over `y`:
+    an all-reduce of a number a row, and a gather of the candidates: a value and an id a row and device, or with `top_k`
+    so many; `top_p` without it 32 all-reduces of a number a row.
+    """
+    logits = logits.astype(jnp.float32)
+    wrong = all_reduce(jnp.sum(jnp.isnan(logits) | (logits == jnp.inf), -1, dtype=jnp.int32), VOCAB_AXIS) > 0
+    if form.penalty and seen is not None:
+        penalty = numbers[0]
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    ids = _own_ids(logits)
+    if not form.greedy:
+        logits, ids = _allowed(logits / numbers[1], ids, form, numbers)
+        logits = logits + _gumbel(keys, positions, ids)
+    if form.top_k and not form.greedy:  # candidates are on every device
+        chosen = jnp.take_along_axis(ids, jnp.argmax(logits, -1, keepdims=True), -1)[:, 0]
+    else:
+        chosen = _likeliest(logits, ids)
+    return jnp.where(wrong, -1, chosen)
+
+
+def log_probabilities(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """Of tokens [rows] under logits [rows, vocab/Gy], float32; collectives: three all-reduces of a number a row."""
+    logits = logits.astype(jnp.float32)
+    top = all_reduce_max(jnp.max(logits, -1), VOCAB_AXIS)
+    total = all_reduce(jnp.sum(jnp.exp(logits - top[:, None]), -1), VOCAB_AXIS)
+    own = jnp.sum(jnp.where(_own_ids(logits) == ids[:, None], logits, 0.0), -1)
+    return all_reduce(own, VOCAB_AXIS) - top - jnp.log(total)
+
+
+def mark_seen(seen: jax.Array, ids: jax.Array, valid: jax.Array) -> jax.Array:
+    """The tokens that texts hold, [rows, vocab/Gy], with further ones [rows, n] where they are `valid`."""
+    local = ids - shard_offset(VOCAB_AXIS, seen.shape[1])
+    local = jnp.where(valid & (local >= 0) & (local < seen.shape[1]), local, seen.shape[1])
+    return seen.at[jnp.arange(seen.shape[0])[:, None], local].set(True, mode="drop")
+
+
+def _own_ids(logits: jax.Array) -> jax.Array:
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32) + shard_offset(VOCAB_AXIS, logits.shape[1])
+    return jnp.broadcast_to(ids, logits.shape)
+
+
+def _everywhere(x: jax.Array) -> jax.Array:
+    """[rows, n] of every shard of the vocabulary side by side, in the order of ids."""
+    return x if axis_size(VOCAB_AXIS) == 1 else lax.all_gather(x, VOCAB_AXIS, axis=1, tiled=True)
+
+
+def _likeliest(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """Ids of the largest logits, of equal ones the lowest."""
+    at = jnp.argmax(logits, -1, keepdims=True)
+    values, owners = (_everywhere(jnp.take_along_axis(a, at, -1)) for a in (logits, ids))
+    return jnp.take_along_axis(owners, jnp.argmax(values, -1, keepdims=True), -1)[:, 0]
+
+
+def _allowed(logits: jax.Array, ids: jax.Array, form: Form, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logits and ids of the tokens that may be drawn; the others' are minus infinity, or they are left out."""
+    if form.top_k:
+        largest, at = lax.top_k(logits, min(form.top_k, logits.shape[1]))
+        values, owners = _everywhere(largest), _everywhere(jnp.take_along_axis(ids, at, -1))
+        logits, at = lax.top_k(values, min(form.top_k, values.shape[1]))
+        ids = jnp.take_along_axis(owners, at, -1)
+        top = logits[:, :1]
+        if form.top_p:
+            weights = jax.nn.softmax(logits, -1)
+            logits = jnp.where(jnp.cumsum(weights, -1) - weights < numbers[2], logits, -jnp.inf)
+    else:
+        top = all_reduce_max(jnp.max(logits, -1, keepdims=True), VOCAB_AXIS)
+        if form.top_p:
+            logits = jnp.where(ordered(logits) >= _nucleus(logits, top, numbers[2]), logits, -jnp.inf)
+    if form.min_p:
+        logits = jnp.where(logits >= top + numbers[3], logits, -jnp.inf)
+    return logits, ids
+
+
+def _nucleus(logits: jax.Array, top: jax.Array, p: jax.Array) -> jax.Array:
+    """The lowest of `ordered` logits above which less than `p` of the probability lies, [rows, 1], by bisection."""
+    places, weights = ordered(logits), jnp.exp(logits - top)
+    enough = p * all_reduce(jnp.sum(weights, -1, keepdims=True), VOCAB_AXIS)
+
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds  # at `high` less than p lies above, at `low` more
+        between = middle(low, high)
+        above = all_reduce(jnp.sum(jnp.where(places > between, weights, 0.0), -1, keepdims=True), VOCAB_AXIS)
+        fits = above < enough
+        return jnp.where(fits, low, between), jnp.where(fits, between, high)
+
+    lowest = jnp.full(top.shape, -(2**31), jnp.int32)
+    return lax.fori_loop(0, 32, halve, (lowest, ordered(top)))[1]
+
+
+def _gumbel(keys: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
+    """Noise of tokens [rows, n], each by its row's key and position and its own id alone."""
+    rows = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl=_IMPL), positions)
+    words = jax.random.key_data(jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(rows, ids))
+    uniform = ((words[..., 0] >> 8).astype(jnp.float32) + 0.5) * 2.0**-24
+    return -jnp.log(-jnp.log(uniform))

@@ -1,0 +1,95 @@
+"""What the host knows of an engine's slots, and the arrays that programs take of it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.grid import BATCH_AXES
+from axonn_jax.inference.cache import chunks
+from axonn_jax.inference.programs import ROWS, Chunk, Copy, Slots
+
+NO_KEY = (0, 0)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place for one text."""
+
+    at: int
+    """Among all slots."""
+    device: int
+    """Along `data`."""
+    place: int
+    """Among the device's own slots."""
+    request: int = -1
+    count: int = 0
+    """Tokens in the cache."""
+    left: int = 0
+    """Tokens still to come."""
+    last: int = 0
+    """The newest token, which is not in the cache yet."""
+    key: Sequence[int] = NO_KEY
+    text: list[int] = field(default_factory=list)
+    """Prompt and what has come since."""
+    cached: tuple[int, ...] = ()
+    """The prompt whose keys and values are in the cache still, but for the last token's."""
+
+
+def make_slots(slots: int, devices: int) -> list[Slot]:
+    """So many slots, dealt out to the devices along `data` in order."""
+    return [Slot(at, *divmod(at, slots // devices)) for at in range(slots)]
+
+
+def put(tree: object, spec: P, mesh: Mesh) -> object:
+    """Arrays that every process has in full, laid out on the mesh; no collectives."""
+    sharding = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), tree)
+
+
+def state(slots: Sequence[Slot], mesh: Mesh, vocab: int = 0) -> Slots:
+    """What a decode step reads; with a `vocab`, padded, which of its tokens the texts hold."""
+    numbers = (np.array([getattr(slot, name) for slot in slots], np.int32) for name in ("last", "count", "left"))
+    keys = np.array([slot.key for slot in slots], np.uint32)
+    found: Slots = put(Slots(*numbers, keys), ROWS, mesh)  # type: ignore[arg-type,assignment]
+    if not vocab:
+        return found
+    seen = np.zeros((len(slots), vocab), bool)
+    for slot in slots:
+        seen[slot.at, slot.text] = True
+    return found._replace(seen=put(seen, P(BATCH_AXES, "y"), mesh))  # type: ignore[arg-type]
+
+
+def parts_of(slots: Sequence[Slot | None], ring: int, mesh: Mesh) -> Iterator[tuple[int, int, Chunk]]:
+    """Start, length and chunk of every part of the texts of one slot a device, all but their last tokens."""
+    counts = np.array([0 if slot is None else len(slot.text) - 1 for slot in slots], np.int32)
+    places = np.array([0 if slot is None else slot.place for slot in slots], np.int32)
+    start = 0
+    for length in chunks(int(counts.max()), ring):
+        tokens, valid = np.zeros((len(slots), length), np.int32), np.clip(counts - start, 0, length)
+        for row, slot in enumerate(slots):
+            if slot is not None:
+                tokens[row, : valid[row]] = slot.text[start : start + valid[row]]
+        chunk = Chunk(tokens, places, np.full(len(slots), start, np.int32), valid.astype(np.int32))  # type: ignore[arg-type]
+        yield start, length, put(chunk, ROWS, mesh)  # type: ignore[misc]
+        start += length
+
+
+def copy_of(source: Slot, target: Slot, devices: int, mesh: Mesh) -> Copy:
+    """The copy of one slot's cache to another of its device; the other devices copy a slot to itself."""
+    copy = Copy(*(np.zeros(devices, np.int32) for _ in Copy._fields))  # type: ignore[arg-type]
+    copy.source[source.device], copy.target[source.device] = source.place, target.place  # type: ignore[index]
+    return put(copy, ROWS, mesh)  # type: ignore[return-value]
+
+
+def told(texts: Iterable[tuple[Slot, Sequence[int]]], slots: int, multiple: int) -> np.ndarray:  # type: ignore[type-arg]
+    """The tokens behind the first of texts, [tokens, slots], zeros behind their ends, up to a multiple."""
+    pairs = list(texts)
+    longest = max(len(text) for _, text in pairs) - 1
+    found = np.zeros((-(-longest // multiple) * multiple, slots), np.int32)
+    for slot, text in pairs:
+        found[: len(text) - 1, slot.at] = text[1:]
+    return found

@@ -1,0 +1,60 @@
+"""The caches of all layers on the devices: made when first needed, grown, and used up by every program."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from axonn_jax.inference.cache import LayerCache, bucket, grown
+from axonn_jax.inference.programs import Programs
+from axonn_jax.inference.slots import Slot
+from axonn_jax.models.config import ModelShape
+
+
+class CacheStore:
+    """Caches for so many slots of a model; `ring` tokens of a slot at most, the model's window or all."""
+
+    def __init__(self, shape: ModelShape, programs: Programs, slots: Sequence[Slot], length: int):
+        self._shape, self._programs, self._slots = shape, programs, slots
+        self.ring = bucket(min(shape.window or length, length))
+        self.capacity = 0
+        """Tokens of a slot that there is room for."""
+        self._caches: list[LayerCache] | None = None
+        self._sharding = NamedSharding(programs.mesh, programs.cache_spec)
+        self._grow = jax.jit(grown, static_argnums=1, out_shardings=self._sharding)
+
+    def call(self, program: Any, params: Any, extras: Any, *given: Any) -> Sequence[Any]:
+        """Runs a program on the caches; what it gives besides, on the host."""
+        caches, self._caches = self._caches, None  # used up, whatever happens
+        self._caches, *results = program(params, extras, caches, *given)
+        return jax.device_get(results)  # type: ignore[no-any-return]
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for so many tokens a slot; it at least doubles where it grows."""
+        capacity = min(bucket(tokens), self.ring)
+        if self._caches is None:  # at first, or behind a call that failed
+            for slot in self._slots:
+                slot.cached = ()
+            self.capacity = max(capacity, self.capacity)
+            self._caches = self._empty()
+        elif capacity > self.capacity:
+            self.capacity = min(max(capacity, 2 * self.capacity), self.ring)
+            for layer, arrays in enumerate(self._caches):  # both sizes of only one layer take memory
+                self._caches[layer] = self._grow(arrays, self.capacity)
+                for array in arrays:
+                    array.delete()
+
+    def token_bytes(self) -> int:
+        """Bytes of a token of one slot, of all devices but those along `data`."""
+        each = self._programs.attention.features(self._shape.head_dim)
+        kinds = [(count, jnp.dtype(kind or self._programs.dtype).itemsize) for count, kind in each]
+        return self._shape.layers * self._shape.kv_heads * sum(count * item for count, item in kinds)
+
+    def _empty(self) -> list[LayerCache]:
+        lead = (len(self._slots), self._shape.kv_heads, self.capacity)
+        features = self._programs.attention.features(self._shape.head_dim)
+        sizes = [((*lead, count), kind or self._programs.dtype) for count, kind in features]
+        make = jax.jit(lambda: tuple(jnp.zeros(*size) for size in sizes), out_shardings=self._sharding)
+        return [make() for _ in range(self._shape.layers)]

@@ -1,0 +1,99 @@
+"""Weights of a run, of a pretrained directory or of a live model, laid out for generation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from axonn_jax.checkpoint.naming import PARAMS
+from axonn_jax.checkpoint.restore import load_weights, named_checkpoint
+from axonn_jax.distributed.host_sync import host_sync
+from axonn_jax.errors import UserError
+from axonn_jax.grid import Grid, GridShape
+from axonn_jax.models.block_comm import BlockComm
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.huggingface.families import shape_from_config
+from axonn_jax.models.huggingface.load import load_into
+from axonn_jax.models.huggingface.pretrained import is_pretrained, read_config
+from axonn_jax.models.huggingface.reader import Pretrained
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
+from axonn_jax.tensor.params import Params, SplitModule, placed, shapes_of, split_module
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model for generation: its parts with shapes in place of parameters, and these, on the grid's devices."""
+
+    shape: ModelShape
+    parts: SplitModule
+    params: Params
+
+
+def shape_of(run: Path) -> ModelShape:
+    """The model in a directory left by `axonn-jax train` or `convert`, or a Hugging Face model's."""
+    if is_pretrained(run):
+        return shape_from_config(read_config(run, "RUN_DIR"))
+    if (run / "config.toml").is_file():
+        from axonn_jax.train.config_file import read
+
+        return read(str(run / "config.toml"), []).model.shape()
+    raise UserError("RUN_DIR", str(run), "a directory left by `axonn-jax train`, with a config.toml")
+
+
+def check_grid(grid: GridShape) -> None:
+    """Raises ``UserError`` for axes over which generation does not go."""
+    for axis, why in (("pipe", "the stages would wait for each other"), ("z", "z would gather every weight")):
+        if getattr(grid, axis) != 1:
+            accepted = f"1 in generation, where for every token {why}; grid.y splits weights and heads"
+            raise UserError(f"grid.{axis}", getattr(grid, axis), accepted)
+
+
+def comm_for(shape: ModelShape, grid: GridShape) -> BlockComm:
+    """Heads over `y` and `x`, where they divide: with few tokens attention would be done twice along `x`."""
+    wide = BlockComm(attention=True)
+    return wide if grid.x > 1 and wide.fits(shape, grid) else BlockComm()
+
+
+def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
+    """A live model's weights, cast and laid out; no collectives."""
+    check_grid(grid.shape)
+    model.shape.check_grid(grid.shape)
+    whole = split_module(fit_vocabulary(model, grid.shape))
+    params = {name: value.astype(dtype) for name, value in whole.params.items()}
+    return Loaded(model.shape, shapes_of(whole), placed(params, whole.specs, grid.mesh))
+
+
+def of_run(
+    run: Path, grid: Grid, dtype: Any, *, shape: ModelShape | None = None, warn: Callable[[str], None] = lambda _: None
+) -> Loaded:
+    """The weights in a directory, each device its shards alone.
+
+    Raises ``UserError`` where they are not those of the `shape`, which is by itself that of the directory.
+    """
+    check_grid(grid.shape)
+    shape = shape or shape_of(run)
+    shape.check_grid(grid.shape)
+    pretrained = Pretrained(run, "RUN_DIR") if is_pretrained(run) else None
+    checkpoint = None if pretrained else named_checkpoint(run, host_sync(grid), warn, "checkpoint")
+    if checkpoint and shape.layers > len(checkpoint.manifest.arrays):  # before all of them are traced
+        accepted = f"the layers of the checkpoint, whose arrays are {len(checkpoint.manifest.arrays)}"
+        raise UserError("model.layers", shape.layers, accepted)
+    comm = comm_for(shape, grid.shape)
+    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), comm=comm))
+    model = fit_vocabulary(model, grid.shape)
+    parts = shapes_of(split_module(model), jnp.dtype(dtype))
+    abstract = {
+        name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(grid.mesh, parts.specs[name]))
+        for name, p in parts.params.items()
+    }
+    if pretrained:
+        return Loaded(shape, parts, load_into(pretrained, abstract))
+    assert checkpoint is not None
+    sizes = {PARAMS + name: p.shape for name, p in parts.params.items()}
+    return Loaded(shape, parts, load_weights(checkpoint, abstract, without_padding(sizes, padding_of(model))))
