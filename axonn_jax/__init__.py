@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from axonn_jax.errors import UserError
     from axonn_jax.experts.shape import MoeConfig
     from axonn_jax.grid import Grid, GridShape
+    from axonn_jax.inference.engine import Engine
+    from axonn_jax.inference.sampling import Sampling
     from axonn_jax.memory.offload_transform import offload
     from axonn_jax.pruned.config import PruneConfig
     from axonn_jax.tensor.parallelize.api import parallelize
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from axonn_jax.train.trainer import Trainer
 
 __all__ = [
+    "Engine",
     "Grid",
     "GridShape",
     "Loader",
@@ -30,6 +33,7 @@ __all__ = [
     "MoeConfig",
     "PipelineConfig",
     "PruneConfig",
+    "Sampling",
     "TensorConfig",
     "Trainer",
     "UserError",
@@ -42,6 +46,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Engine": "axonn_jax.inference.engine",
     "Grid": "axonn_jax.grid",
     "GridShape": "axonn_jax.grid",
     "Loader": "axonn_jax.data.loader",
@@ -49,6 +54,7 @@ _HOME = {
     "MoeConfig": "axonn_jax.experts.shape",
     "PipelineConfig": "axonn_jax.train.config",
     "PruneConfig": "axonn_jax.pruned.config",
+    "Sampling": "axonn_jax.inference.sampling",
     "TensorConfig": "axonn_jax.train.config",
     "Trainer": "axonn_jax.train.trainer",
     "UserError": "axonn_jax.errors",

@@ -99,3 +99,9 @@ def read_model(folder: Path) -> dict[str, np.ndarray]:
     for path in sorted(folder.glob("*.safetensors")):
         state |= safetensors.numpy.load_file(path)
     return state
+
+
+def generating(family: str) -> dict:
+    """A family's config with room for longer texts."""
+    longer = {name: 128 for name in ("n_positions", "max_position_embeddings") if name in CONFIGS[family]}
+    return CONFIGS[family] | longer

@@ -8,7 +8,6 @@ from jax import lax
 
 from axonn_jax.inference.cache import LayerCache, append, positions
 
-
 Attended = tuple[jax.Array, LayerCache]
 
 
@@ -19,7 +18,7 @@ class Seen(NamedTuple):
     """[slots, capacity] bool."""
     newest: jax.Array
     """[slots]: the place of the token that asks."""
-    count: jax.Array
+    tokens: jax.Array
     """[slots]: how many places are valid."""
 
 

@@ -14,7 +14,7 @@ from axonn_jax.inference.select import largest
 
 def _number(seen: Seen, keys: float) -> jax.Array:
     """How many keys of each slot, [slots, 1, 1]."""
-    return jnp.maximum(jnp.floor(seen.count.astype(jnp.float32) * keys).astype(jnp.int32), 1)[:, None, None]
+    return jnp.maximum(jnp.floor(seen.tokens.astype(jnp.float32) * keys).astype(jnp.int32), 1)[:, None, None]
 
 
 def _first(ranked: jax.Array, seen: Seen, number: jax.Array, *, newest: bool = True) -> jax.Array:
@@ -53,7 +53,7 @@ class RandomKeys(FullAttention):
         """The softmax over keys drawn at random and the newest."""
         arrays = append(arrays, new, seen.newest)
         scored = scores(q, arrays[0])
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), seen.count)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), seen.tokens)
         drawn = jax.vmap(lambda key: jax.random.uniform(key, scored.shape[-1:]))(keys)[:, None, None]
         chosen = _first(jnp.broadcast_to(drawn, scored.shape), seen, _number(seen, self.keys))
         return weighted(scored, chosen, arrays[1]).astype(q.dtype), arrays

@@ -1,7 +1,7 @@
 """Principal components of a model's keys: found in batches, kept in a file, read for generation."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from axonn_jax.errors import UserError
-from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.grid import BATCH_AXES
 from axonn_jax.inference.attend import CachedAttention, FullAttention
 from axonn_jax.inference.baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys
 from axonn_jax.inference.loki import LokiAttention
@@ -24,7 +24,7 @@ from axonn_jax.inference.options import LokiOptions
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import CachedKeys
 from axonn_jax.tensor.attention import causal_attention
-from axonn_jax.tensor.collectives import all_reduce, axis_size
+from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.params import Params, SplitModule
 from axonn_jax.tensor.specs import shard_mapped
 
@@ -49,29 +49,28 @@ class Components(NamedTuple):
         return np.asarray((whole < share * whole[..., -1:]).sum(-1) + 1)
 
 
-def moments(parts: SplitModule, mesh: Mesh, dtype: Any, *, rotated: bool) -> Callable[..., Any]:
+def moments(parts: SplitModule, mesh: Mesh, dtype: Any) -> Callable[..., Any]:
     """A program (params, tokens [rows, seq]) -> sums of keys [kv_heads, D] and of their products [kv_heads, D, D].
 
-    One of each for every layer, float32, of keys after or before their rotation. Rows lie over `data`, over which the
-    sums are all-reduced: kv_heads D (D + 1) float32 a layer.
+    By "post" and "pre", after and before rotation, for every layer, float32. Rows lie over `data`, over which the sums
+    are all-reduced: 2 kv_heads D (D + 1) float32 a layer.
     """
 
-    def local(params: Params, tokens: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    def local(params: Params, tokens: jax.Array) -> dict[str, list[Any]]:
         model: Any = parts.merge(params)
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x, by = model.embed_at(tokens, places, dtype)
-        found = []
+        found: dict[str, list[Any]] = {"post": [], "pre": []}
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
             return causal_attention(q, k, v, window=model.shape.window), k
 
         for block in model.blocks:
-            plain = None if rotated else block.attention.project(block.attention_norm(x), None)[1]
+            before = block.attention.project(block.attention_norm(x), None)[1]
             x, k = block.attend_by(attend, x, by)
             x = block.feed_forward(x)
-            k = (k if plain is None else plain).astype(jnp.float32)
-            sums = jnp.sum(k, (0, 1)), jnp.einsum("bskd,bske->kde", k, k, precision=lax.Precision.HIGHEST)
-            found.append(tuple(all_reduce(one, BATCH_AXES) for one in sums))
+            found["post"].append(_sums(k))
+            found["pre"].append(_sums(before))
         return found
 
     heads = parts.merge(parts.params).blocks[0].attention.qkv.comm  # type: ignore[attr-defined]
@@ -80,20 +79,33 @@ def moments(parts: SplitModule, mesh: Mesh, dtype: Any, *, rotated: bool) -> Cal
     return jax.jit(region, out_shardings=NamedSharding(mesh, P()))
 
 
-def calibrate(program: Callable[..., Any], params: Params, batches: Iterable[Any], grid: Grid) -> Components:
-    """Principal components from sums over batches of tokens [rows, seq], added up in float64 on the host."""
+def _sums(k: jax.Array) -> tuple[jax.Array, ...]:
+    k = k.astype(jnp.float32)
+    sums = jnp.sum(k, (0, 1)), jnp.einsum("bskd,bske->kde", k, k, precision=lax.Precision.HIGHEST)
+    return tuple(all_reduce(one, BATCH_AXES) for one in sums)
+
+
+def calibrate(program: Callable[..., Any], params: Params, batches: Iterable[Any]) -> dict[str, Components]:
+    """Principal components, "post" and "pre" rotation, of batches of tokens [rows, seq].
+
+    Sums are added up in float64 on the host; the keys themselves are never there.
+    """
     total: Any = None
     tokens = 0
     for batch in batches:
-        sums = jax.device_get(program(params, batch))
-        wide = jax.tree.map(lambda a: np.asarray(a, np.float64), sums)
-        total = wide if total is None else jax.tree.map(np.add, total, wide)
+        sums = jax.tree.map(lambda a: np.asarray(a, np.float64), jax.device_get(program(params, batch)))
+        total = sums if total is None else jax.tree.map(np.add, total, sums)
         tokens += batch.size
-    firsts, seconds = (np.stack([layer[at] for layer in total]) / tokens for at in (0, 1))
-    spread = seconds - firsts[..., :, None] * firsts[..., None, :]
-    values, vectors = np.linalg.eigh(spread)
-    kinds = (vectors[..., ::-1], firsts, np.maximum(values[..., ::-1], 0))
-    return Components(*(np.ascontiguousarray(a, np.float32) for a in kinds), tokens)  # type: ignore[arg-type]
+    return {kind: _components(layers, tokens) for kind, layers in total.items()}
+
+
+def _components(layers: Sequence[Any], tokens: int) -> Components:
+    means, products = (np.stack([layer[at] for layer in layers]) / tokens for at in (0, 1))
+    values, vectors = np.linalg.eigh(products - means[..., :, None] * means[..., None, :])
+    turned, middle, spread = (
+        np.ascontiguousarray(a, np.float32) for a in (vectors[..., ::-1], means, np.maximum(values[..., ::-1], 0))
+    )
+    return Components(turned, middle, spread, tokens)
 
 
 def fingerprint(params: Params) -> list[float]:
@@ -103,11 +115,11 @@ def fingerprint(params: Params) -> list[float]:
     return [float(value) for value in jax.device_get(sums)]
 
 
-def save(components: Components, path: Path, shape: ModelShape, params: Params, keys: str) -> None:
-    """Writes them to a file with the model that they are of."""
+def save(components: Components, path: Path, shape: ModelShape, weights: Sequence[float], keys: str) -> None:
+    """Writes them to a file with the model and the `fingerprint` of the weights that they are of."""
     from safetensors.numpy import save_file
 
-    told = {"model": json.dumps(asdict(shape), sort_keys=True), "weights": json.dumps(fingerprint(params))}
+    told = {"model": json.dumps(asdict(shape), sort_keys=True), "weights": json.dumps(weights)}
     arrays = {name: getattr(components, name) for name in ("vectors", "means", "variances")}
     save_file(arrays, path, {**told, "tokens": str(components.tokens), "keys": keys})
 

@@ -17,9 +17,8 @@ from axonn_jax.inference.attend import CachedAttention, FullAttention
 from axonn_jax.inference.programs import NO_TOKEN, ROWS, Programs
 from axonn_jax.inference.sampling import Sampling
 from axonn_jax.inference.slots import NO_KEY, Slot, copy_of, make_slots, parts_of, put, state, told
-from axonn_jax.inference.store import CacheStore
+from axonn_jax.inference.store import CacheStore, check_memory
 from axonn_jax.inference.weights import of_model, of_run
-from axonn_jax.memory.report import unused
 from axonn_jax.models.transformer import Transformer
 
 SAMPLING = Sampling()
@@ -89,11 +88,11 @@ class Engine:
         limit = min(limit or self.shape.vocab, self.shape.vocab)
         self.attention = attention or FullAttention()
         self.programs = Programs(loaded.parts, grid.mesh, self.attention, dtype, tuple(stops), limit)
-        self.extras = list(extras) if extras is not None else [None] * self.shape.layers
+        self.extras: Sequence[Any] = list(extras) if extras is not None else [None] * self.shape.layers
         """What the attention has of each layer, laid out as `programs.extra_spec`."""
+        check_memory(self.shape, self.programs, slots, self.length, grid)
         self._slots, self._steps = make_slots(slots, replicas), steps
         self._store = CacheStore(self.shape, self.programs, self._slots, self.length)
-        self._check_memory()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, tokens: int, sampling: Sampling = SAMPLING, samples: int = 1
@@ -163,17 +162,6 @@ class Engine:
             accepted = f"with the prompt's {len(request.prompt)} together at most length = {self.length}"
             raise UserError("tokens", request.tokens, f"{accepted}, not {together}")
 
-    def _check_memory(self) -> None:
-        """Raises ``UserError`` where the slots at their full length do not fit into the memory that is free."""
-        here = self.grid.mesh.devices.size // self.grid.shape.batch_shards
-        each = self._store.token_bytes() * self._store.ring // here
-        own = len(self._slots) // self.grid.shape.batch_shards
-        free = unused(self.grid.mesh, self.grid.size)
-        if free and own * each > free:
-            fits = free // each * self.grid.shape.batch_shards
-            accepted = f"at most {fits} of {self._store.ring} tokens: {free / 2**30:.2f} GiB are free on a device"
-            raise UserError("slots", len(self._slots), accepted)
-
     def _call(self, program: Any, *given: Any) -> Sequence[Any]:
         return self._store.call(program, self.params, self.extras, *given)
 
@@ -198,7 +186,7 @@ class Engine:
                 continue
             slot.request, (prompt, slot.left, sample) = waiting.popleft()
             slot.count, slot.last, slot.text = len(prompt) - 1, prompt[-1], list(prompt)
-            slot.key = sampling.key(sample)
+            slot.key = sampling.key(sample).tolist()
             self._store.reserve(min(len(prompt) + slot.left, max(2 * len(prompt), _FIRST)))
             beside = [other for other in self._slots if other.device == slot.device]
             if source := next((other for other in beside if other.cached == prompt), None):
@@ -254,7 +242,7 @@ class Engine:
         return [scores[: len(text) - 1, slot.at] for slot, text in pairs]
 
     def _tell(self, pairs: Sequence[tuple[Slot, Sequence[int]]]) -> Scores:
-        """Puts texts but for their last tokens into slots, token by token; the other slots wait. Scores [tokens, slots]."""
+        """Puts texts but for their last tokens into slots, token by token: scores [tokens, slots]; others wait."""
         left = [slot.left for slot in self._slots]
         for slot in self._slots:
             slot.left = 0

@@ -71,11 +71,11 @@ class LokiAttention:
         places = jnp.arange(ranked.shape[-1])
         ranked = jnp.where((places == seen.newest[:, None])[:, None, None], _CERTAIN, ranked)
         blocks = ranked.reshape(*ranked.shape[:-1], -1, self.block).max(-1)
-        return largest(blocks, jnp.broadcast_to(self.number(seen.count)[:, None, None], blocks.shape[:-1]))
+        return largest(blocks, jnp.broadcast_to(self.number(seen.tokens)[:, None, None], blocks.shape[:-1]))
 
-    def number(self, count: jax.Array) -> jax.Array:
+    def number(self, tokens: jax.Array) -> jax.Array:
         """How many blocks are chosen of so many tokens."""
-        keys = jnp.maximum(jnp.floor(count.astype(jnp.float32) * self.keys).astype(jnp.int32), 1)
+        keys = jnp.maximum(jnp.floor(tokens.astype(jnp.float32) * self.keys).astype(jnp.int32), 1)
         return -(-keys // self.block)
 
     def most(self, capacity: int) -> int:
@@ -90,7 +90,7 @@ def _by_head(
 
     The loop writes the new token too: arrays that it only read would be copied, as they are needed behind it.
     """
-    slots, kv_heads, group, size, block = ranked.shape
+    slots, kv_heads, group, _, block = ranked.shape
     capacity = arrays[0].shape[2]
 
     def one(at: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

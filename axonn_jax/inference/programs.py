@@ -23,42 +23,44 @@ from axonn_jax.tensor.specs import shard_mapped
 NO_TOKEN = -2
 """In a decode's tokens, where a slot had ended before; -1 is a token from logits that are not finite."""
 
-ROWS = P(BATCH_AXES)
+ROWS: Any = P(BATCH_AXES)
+Array = Any
+"""Of jax, or of numpy on its way there."""
 
 
 class Slots(NamedTuple):
     """What every slot is at, [slots] each, over `data`."""
 
-    last: jax.Array
+    last: Array
     """The newest token, which is not in the cache yet."""
-    counts: jax.Array
+    counts: Array
     """Tokens in the cache."""
-    left: jax.Array
+    left: Array
     """Tokens still to come; 0: the slot is free, or its text has ended."""
-    keys: jax.Array
+    keys: Array
     """[slots, 2] of `Sampling.key`."""
-    seen: jax.Array | None = None
+    seen: Any = None
     """[slots, vocab/Gy]: the tokens of its text; None where nothing asks."""
 
 
 class Chunk(NamedTuple):
     """A part of a prompt for one slot of each device along `data`, [devices] each."""
 
-    tokens: jax.Array
+    tokens: Array
     """[devices, chunk]."""
-    slot: jax.Array
+    slot: Array
     """Of the device's own slots."""
-    start: jax.Array
+    start: Array
     """Tokens of the prompt before it."""
-    valid: jax.Array
+    valid: Array
     """How many of its tokens count; 0: this device has nothing to do."""
 
 
 class Copy(NamedTuple):
     """A slot's cache for another slot of the same device along `data`, [devices] each; equal: nothing to do."""
 
-    source: jax.Array
-    target: jax.Array
+    source: Array
+    target: Array
 
 
 class Programs:
@@ -73,14 +75,16 @@ class Programs:
     ):
         self.parts, self.mesh, self.attention, self.dtype = parts, mesh, attention, jnp.dtype(dtype)
         self.stops, self._limit = stops, limit
-        heads = parts.merge(parts.params).blocks[0].attention.qkv.comm
+        model: Any = parts.merge(parts.params)
+        heads = model.blocks[0].attention.qkv.comm
         self.cache_spec = P(BATCH_AXES, ("y", "x") if heads == "gather" else "y")
         self.extra_spec = P(*self.cache_spec[1:])
         self._made: dict[Any, Callable[..., Any]] = {}
 
     def decode(self, form: Form, steps: int, *, logs: bool) -> Callable[..., Any]:
         """(..., slots, numbers) -> (caches, tokens [steps, slots], their log-probabilities, zeros without `logs`)."""
-        slots = Slots(ROWS, ROWS, ROWS, ROWS, P(BATCH_AXES, "y") if form.penalty else None)
+        seen: Any = P(BATCH_AXES, "y") if form.penalty else None
+        slots = Slots(ROWS, ROWS, ROWS, ROWS, seen)
         local = partial(self._decode, form, steps, logs)
         return self._program((form, steps, logs), local, (slots, P()), (P(), P()))
 

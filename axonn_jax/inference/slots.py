@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
 
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.inference.cache import chunks
@@ -44,7 +46,7 @@ def make_slots(slots: int, devices: int) -> list[Slot]:
     return [Slot(at, *divmod(at, slots // devices)) for at in range(slots)]
 
 
-def put(tree: object, spec: P, mesh: Mesh) -> object:
+def put(tree: Any, spec: P, mesh: Mesh) -> Any:
     """Arrays that every process has in full, laid out on the mesh; no collectives."""
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), tree)
@@ -52,15 +54,17 @@ def put(tree: object, spec: P, mesh: Mesh) -> object:
 
 def state(slots: Sequence[Slot], mesh: Mesh, vocab: int = 0) -> Slots:
     """What a decode step reads; with a `vocab`, padded, which of its tokens the texts hold."""
-    numbers = (np.array([getattr(slot, name) for slot in slots], np.int32) for name in ("last", "count", "left"))
+    last, counts, left = (
+        np.array([getattr(slot, name) for slot in slots], np.int32) for name in ("last", "count", "left")
+    )
     keys = np.array([slot.key for slot in slots], np.uint32)
-    found: Slots = put(Slots(*numbers, keys), ROWS, mesh)  # type: ignore[arg-type,assignment]
+    found = put(Slots(last, counts, left, keys), ROWS, mesh)
     if not vocab:
         return found
     seen = np.zeros((len(slots), vocab), bool)
     for slot in slots:
         seen[slot.at, slot.text] = True
-    return found._replace(seen=put(seen, P(BATCH_AXES, "y"), mesh))  # type: ignore[arg-type]
+    return found._replace(seen=put(seen, P(BATCH_AXES, "y"), mesh))
 
 
 def parts_of(slots: Sequence[Slot | None], ring: int, mesh: Mesh) -> Iterator[tuple[int, int, Chunk]]:
@@ -73,19 +77,19 @@ def parts_of(slots: Sequence[Slot | None], ring: int, mesh: Mesh) -> Iterator[tu
         for row, slot in enumerate(slots):
             if slot is not None:
                 tokens[row, : valid[row]] = slot.text[start : start + valid[row]]
-        chunk = Chunk(tokens, places, np.full(len(slots), start, np.int32), valid.astype(np.int32))  # type: ignore[arg-type]
-        yield start, length, put(chunk, ROWS, mesh)  # type: ignore[misc]
+        chunk = Chunk(tokens, places, np.full(len(slots), start, np.int32), valid.astype(np.int32))
+        yield start, length, put(chunk, ROWS, mesh)
         start += length
 
 
 def copy_of(source: Slot, target: Slot, devices: int, mesh: Mesh) -> Copy:
     """The copy of one slot's cache to another of its device; the other devices copy a slot to itself."""
-    copy = Copy(*(np.zeros(devices, np.int32) for _ in Copy._fields))  # type: ignore[arg-type]
-    copy.source[source.device], copy.target[source.device] = source.place, target.place  # type: ignore[index]
-    return put(copy, ROWS, mesh)  # type: ignore[return-value]
+    copy = Copy(*(np.zeros(devices, np.int32) for _ in Copy._fields))
+    copy.source[source.device], copy.target[source.device] = source.place, target.place
+    return put(copy, ROWS, mesh)
 
 
-def told(texts: Iterable[tuple[Slot, Sequence[int]]], slots: int, multiple: int) -> np.ndarray:  # type: ignore[type-arg]
+def told(texts: Iterable[tuple[Slot, Sequence[int]]], slots: int, multiple: int) -> NDArray[np.int32]:
     """The tokens behind the first of texts, [tokens, slots], zeros behind their ends, up to a multiple."""
     pairs = list(texts)
     longest = max(len(text) for _, text in pairs) - 1

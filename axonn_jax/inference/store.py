@@ -7,10 +7,34 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from axonn_jax.errors import UserError
+from axonn_jax.grid import Grid
 from axonn_jax.inference.cache import LayerCache, bucket, grown
 from axonn_jax.inference.programs import Programs
 from axonn_jax.inference.slots import Slot
+from axonn_jax.memory.report import unused
 from axonn_jax.models.config import ModelShape
+
+
+def ring_of(shape: ModelShape, length: int) -> int:
+    """The most tokens of a slot that are kept, of texts of at most `length`."""
+    return bucket(min(shape.window or length, length))
+
+
+def token_bytes(shape: ModelShape, programs: Programs) -> int:
+    """Bytes of a token of one slot, of all devices but those along `data`."""
+    each = [(count, kind or programs.dtype) for count, kind in programs.attention.features(shape.head_dim)]
+    return shape.layers * shape.kv_heads * sum(count * jnp.dtype(kind).itemsize for count, kind in each)
+
+
+def check_memory(shape: ModelShape, programs: Programs, slots: int, length: int, grid: Grid) -> None:
+    """Raises ``UserError`` where so many slots of their full length do not fit into the memory that is free."""
+    replicas, ring = grid.shape.batch_shards, ring_of(shape, length)
+    each = token_bytes(shape, programs) * ring * replicas // grid.mesh.devices.size
+    free = unused(grid.mesh, grid.size)
+    if free and slots // replicas * each > free:
+        accepted = f"at most {free // each * replicas} of {ring:,} tokens: {free / 2**30:.1f} GiB are free on a device"
+        raise UserError("slots", slots, accepted)
 
 
 class CacheStore:
@@ -18,7 +42,7 @@ class CacheStore:
 
     def __init__(self, shape: ModelShape, programs: Programs, slots: Sequence[Slot], length: int):
         self._shape, self._programs, self._slots = shape, programs, slots
-        self.ring = bucket(min(shape.window or length, length))
+        self.ring = ring_of(shape, length)
         self.capacity = 0
         """Tokens of a slot that there is room for."""
         self._caches: list[LayerCache] | None = None
@@ -45,12 +69,6 @@ class CacheStore:
                 self._caches[layer] = self._grow(arrays, self.capacity)
                 for array in arrays:
                     array.delete()
-
-    def token_bytes(self) -> int:
-        """Bytes of a token of one slot, of all devices but those along `data`."""
-        each = self._programs.attention.features(self._shape.head_dim)
-        kinds = [(count, jnp.dtype(kind or self._programs.dtype).itemsize) for count, kind in each]
-        return self._shape.layers * self._shape.kv_heads * sum(count * item for count, item in kinds)
 
     def _empty(self) -> list[LayerCache]:
         lead = (len(self._slots), self._shape.kv_heads, self.capacity)

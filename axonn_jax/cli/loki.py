@@ -1,0 +1,135 @@
+"""``axonn-jax loki``: finds in which directions a model's keys vary, to rank keys by a few of them."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from axonn_jax.cli_args import Arg, Positive
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.terminal import Ticker, say, table
+
+if TYPE_CHECKING:
+    from axonn_jax.inference.components import Components
+
+_FEW = 10  # tokens a feature
+_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Loki:
+    """Calibrate Loki attention (NeurIPS 2024): principal components of the keys of every layer and head.
+
+    Writes RUN_DIR/loki.safetensors, for `axonn-jax generate RUN_DIR --attention loki`, and prints how many components
+    hold 90 % of the variance.
+    """
+
+    run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
+    """A directory left by `axonn-jax train` or `convert`, or a Hugging Face model's."""
+    data: Path
+    """Tokens from `axonn-jax prepare`, of the model's tokenizer; its validation split is read."""
+    tokens: Positive = 200_000
+    """How many of them at most."""
+    seq_len: Annotated[int | None, Arg(default="model.seq_len", least=2)] = None
+    """Tokens of a sequence."""
+    keys: Literal["post", "pre"] = "post"
+    """Whether the components are those of keys after or before rotation; they turn keys after it in any case."""
+    plot: bool = False
+    """Draw RUN_DIR/loki.png: ranks by layer."""
+    grid: GridShape = field(default_factory=GridShape)
+    json: bool = False
+    """Print one JSON object."""
+
+
+def run(args: Loki) -> int:
+    """Calibrates, writes the file and prints the ranks, on the first process of a run.
+
+    Raises:
+        UserError: RUN_DIR or the data are of no use, or not of one vocabulary.
+    """
+    from axonn_jax.data.loader import TokenSamples
+    from axonn_jax.inference.weights import check_grid, of_run, shape_of
+
+    check_grid(args.grid)
+    shape = shape_of(args.run_dir)
+    shape.check_grid(args.grid)
+    if shape.window:
+        raise UserError("RUN_DIR", str(args.run_dir), "a model whose tokens see all before them, as Loki needs")
+    length = args.seq_len or shape.seq_len
+    if length > shape.seq_len:
+        raise UserError("--seq-len", length, f"at most model.seq_len = {shape.seq_len}")
+    samples = TokenSamples(args.data, "validation", length)
+    if samples.manifest.vocab > shape.vocab:
+        raise UserError("--data", str(args.data), f"tokens below model.vocab = {shape.vocab}")
+
+    from axonn_jax.distributed.initialize import start
+    from axonn_jax.inference import components
+
+    _, grid = start(args.grid)
+    loaded = of_run(args.run_dir, grid, "float32", warn=say)
+    rows = -(-_ROWS // grid.shape.batch_shards) * grid.shape.batch_shards
+    count = min(args.tokens // length, len(samples)) // rows
+    if not count:
+        raise UserError("--tokens", args.tokens, f"at least {rows * length}: {rows} sequences of {length}")
+    with Ticker("calibrating") as ticker:
+
+        def batches() -> Iterator[Any]:
+            import numpy as np
+
+            for batch in range(count):
+                ticker.now("sequences", count * rows, done=batch * rows)
+                yield np.stack([samples[batch * rows + row][:-1] for row in range(rows)])
+
+        program = components.moments(loaded.parts, grid.mesh, "float32")
+        found = components.calibrate(program, loaded.params, batches())
+    chosen = found[args.keys]
+    weights = components.fingerprint(loaded.params)
+    if grid.rank:
+        return 0
+    if chosen.tokens < _FEW * shape.head_dim:
+        say(f"warning: {chosen.tokens} tokens are few for {shape.head_dim} features; --tokens")
+    path = args.run_dir / components.FILE
+    components.save(chosen, path, shape, weights, args.keys)
+    if args.plot:
+        draw(found, shape.head_dim, args.run_dir / "loki.png")
+    ranks = {kind: one.ranks().tolist() for kind, one in found.items()}
+    if args.json:
+        print(json.dumps({"path": str(path), "tokens": chosen.tokens, "head_dim": shape.head_dim, "ranks": ranks}))
+        return 0
+    heads = ["layer", "after rotation", "before rotation"]
+    lines = [[str(at), *(_span(ranks[kind][at]) for kind in ("post", "pre"))] for at in range(shape.layers)]
+    print("\n".join(table(heads, lines)))
+    print(f"components that hold 90 % of the variance, of {shape.head_dim}; {chosen.tokens:,} tokens; {path}")
+    return 0
+
+
+def _span(ranks: list[int]) -> str:
+    return str(ranks[0]) if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
+
+
+def draw(found: "dict[str, Components]", head_dim: int, path: Path) -> None:
+    """Ranks at 90 % of the variance by layer, of every head and their mean; raises ``UserError`` for a bad path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained", dpi=200)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for (kind, words), color in zip((("post", "after"), ("pre", "before")), ("C0", "C1"), strict=True):
+        ranks = found[kind].ranks()
+        layers = range(len(ranks))
+        for head in range(ranks.shape[1]):
+            axes.plot(layers, ranks[:, head], ".", color=color, alpha=0.4)
+        axes.plot(layers, ranks.mean(1), "-", color=color, label=f"{words} rotation")
+    axes.axhline(head_dim, color="0.5", linestyle="--", label="features of a head")
+    axes.set(xlabel="layer", ylabel="components of 90 % of the variance", ylim=(0, head_dim * 1.08))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise UserError("--plot", str(path), f"a file that can be written; {error}") from None

@@ -1,0 +1,40 @@
+"""Greedy texts of four families, token for token those of transformers' `generate`, on every grid."""
+
+import json
+from pathlib import Path
+
+import grids
+import pytest
+from pretrained import generating, weights, write_model
+
+import axonn_jax as ax
+from axonn_jax.grid import GridShape
+from axonn_jax.inference.sampling import Sampling
+
+TEXTS = json.loads((Path(__file__).parents[1] / "fixtures" / "generation.json").read_text())
+GREEDY = Sampling(temperature=0)
+WAYS = [
+    (GridShape(), 3, 16), (GridShape(), 1, 5), (GridShape(y=2), 2, 64), (GridShape(x=2), 3, 16),
+    (GridShape(data=2), 2, 16), (GridShape(y=2, x=2), 4, 7),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=TEXTS)
+def family(request, tmp_path_factory):
+    config = generating(request.param)
+    path = write_model(tmp_path_factory.mktemp("models") / request.param.replace(" ", ""), config, weights(config))
+    return path, TEXTS[request.param]
+
+
+@pytest.mark.parametrize(
+    ("axes", "slots", "steps"),
+    [
+        pytest.param(*way, marks=[pytest.mark.slow] if 0 < at < 5 else [], id=f"{grids.name(way[0])} {way[1]} {way[2]}")
+        for at, way in enumerate(WAYS)
+    ],
+)
+def test_greedy_texts_are_those_of_transformers(family, axes, slots, steps):
+    path, texts = family
+    engine = ax.Engine(path, grids.lay(axes), slots=slots, steps=steps)
+    found = engine.generate([one["prompt"] for one in texts], tokens=64, sampling=GREEDY)
+    assert [text for (text,) in found] == [one["text"] for one in texts]

@@ -1,0 +1,101 @@
+"""Draws of the next token: the distribution of each sampler, by a chi-square test, and the tokens it may give."""
+
+import grids
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.inference.sampling import Sampling, choose, log_probabilities
+from axonn_jax.tensor.specs import shard_mapped
+
+DRAWS, VOCAB = 100_000, 48
+LOGITS = np.random.default_rng(0).normal(0, 1.5, VOCAB).astype(np.float32)
+SEEN = np.arange(VOCAB) % 3 == 0
+WAYS = {
+    "plain": Sampling(temperature=1.0, top_k=0),
+    "temperature": Sampling(temperature=0.7, top_k=0),
+    "top_k": Sampling(temperature=1.0, top_k=10),
+    "top_p": Sampling(temperature=1.0, top_k=0, top_p=0.8),
+    "min_p": Sampling(temperature=1.0, top_k=0, min_p=0.1),
+    "penalty": Sampling(temperature=1.0, top_k=0, repetition_penalty=1.7),
+    "all": Sampling(temperature=1.3, top_k=30, top_p=0.85, min_p=0.05, repetition_penalty=1.2),
+}
+
+
+def expected(way):
+    """Probabilities by numpy, in the order of transformers' processors."""
+    scores = LOGITS.astype(np.float64)
+    penalty = way.repetition_penalty
+    scores = np.where(SEEN, np.where(scores > 0, scores / penalty, scores * penalty), scores) / way.temperature
+    if way.top_k:
+        scores = np.where(scores < np.sort(scores)[-way.top_k], -np.inf, scores)
+    order = np.argsort(-scores)
+    weights = np.exp(scores - scores.max())
+    weights /= weights.sum()
+    before = np.cumsum(weights[order]) - weights[order]
+    weights[order[before >= way.top_p]] = 0
+    weights[weights < way.min_p * weights.max()] = 0
+    return weights / weights.sum()
+
+
+def drawn(way, rows=DRAWS, y=1):
+    grid = grids.lay(GridShape(y=y))
+    keys = np.broadcast_to(way.key(0), (rows, 2))
+    places = np.arange(rows, dtype=np.int32)
+    logits, seen = (np.broadcast_to(a, (rows, VOCAB)) for a in (LOGITS, SEEN))
+
+    def local(logits, keys, places, seen):
+        return choose(logits, way.form, way.numbers, keys, places, seen)
+
+    split = P(None, "y")
+    program = shard_mapped(local, grid.mesh, (split, P(), P(), split), P(), differentiated=False)
+    return np.asarray(jax.jit(program)(logits, keys, places, seen))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_draws_have_the_samplers_distribution(name):
+    weights, counts = expected(WAYS[name]), np.bincount(drawn(WAYS[name]), minlength=VOCAB)
+    assert not counts[weights == 0].any()
+    allowed = weights > 0
+    wanted = weights[allowed] * DRAWS
+    chi = ((counts[allowed] - wanted) ** 2 / wanted).sum()
+    freedom = allowed.sum() - 1
+    assert freedom < chi + 5 * (2 * freedom) ** 0.5  # not too good either: every draw has noise of its own
+    assert chi < freedom + 5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_draws_do_not_depend_on_the_grid(name):
+    np.testing.assert_array_equal(drawn(WAYS[name], 2000, y=4), drawn(WAYS[name], 2000))
+
+
+@pytest.mark.parametrize("y", [1, 2])
+def test_the_likeliest_token_of_equals_is_the_first(y):
+    grid, way = grids.lay(GridShape(y=y)), Sampling(temperature=0)
+    logits = np.zeros((2, 8), np.float32)
+    logits[0, [3, 6]] = 1.0
+    logits[1, 2] = np.nan
+
+    def local(logits):
+        zeros = jnp.zeros(2, jnp.int32)
+        chosen = choose(logits, way.form, way.numbers, jnp.zeros((2, 2), jnp.uint32), zeros, None)
+        return chosen, log_probabilities(logits, chosen)
+
+    program = shard_mapped(local, grid.mesh, (P(None, "y"),), P(), differentiated=False)
+    chosen, logs = jax.jit(program)(logits)
+    assert chosen.tolist() == [3, -1]
+    assert float(logs[0]) == pytest.approx(1 - np.log(6 + 2 * np.e), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -1.0), ("temperature", float("inf")), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5),
+     ("min_p", -0.1), ("min_p", float("nan")), ("repetition_penalty", 0.0), ("seed", -1), ("seed", 2**32)],
+)  # fmt: skip
+def test_numbers_out_of_range_are_named(field, value):
+    with pytest.raises(UserError, match=f"--{field.replace('_', '-')} = "):
+        Sampling(**{field: value}).check()
