@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from axonn_jax.errors import UserError
     from axonn_jax.experts.shape import MoeConfig
     from axonn_jax.grid import Grid, GridShape
-    from axonn_jax.inference.engine import Engine
+    from axonn_jax.inference.generator import Generator
     from axonn_jax.inference.sampling import Sampling
     from axonn_jax.memory.offload_transform import offload
     from axonn_jax.pruned.config import PruneConfig
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from axonn_jax.train.trainer import Trainer
 
 __all__ = [
-    "Engine",
+    "Generator",
     "Grid",
     "GridShape",
     "Loader",
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "Engine": "axonn_jax.inference.engine",
+    "Generator": "axonn_jax.inference.generator",
     "Grid": "axonn_jax.grid",
     "GridShape": "axonn_jax.grid",
     "Loader": "axonn_jax.data.loader",

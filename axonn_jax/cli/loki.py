@@ -12,7 +12,7 @@ from axonn_jax.grid import GridShape
 from axonn_jax.terminal import Ticker, say, table
 
 if TYPE_CHECKING:
-    from axonn_jax.inference.components import Components
+    from axonn_jax.loki.components import Components
 
 _FEW = 10  # tokens a feature
 _ROWS = 4
@@ -65,7 +65,7 @@ def run(args: Loki) -> int:
         raise UserError("--data", str(args.data), f"tokens below model.vocab = {shape.vocab}")
 
     from axonn_jax.distributed.initialize import start
-    from axonn_jax.inference import components
+    from axonn_jax.loki import components
 
     _, grid = start(args.grid)
     loaded = of_run(args.run_dir, grid, "float32", warn=say)
@@ -83,8 +83,8 @@ def run(args: Loki) -> int:
                 yield np.stack([samples[batch * rows + row][:-1] for row in range(rows)])
 
         program = components.moments(loaded.parts, grid.mesh, "float32")
-        found = components.calibrate(program, loaded.params, batches())
-    chosen = found[args.keys]
+        calibrated = components.calibrate(program, loaded.params, batches())
+    chosen = calibrated[args.keys]
     weights = components.fingerprint(loaded.params)
     if grid.rank:
         return 0
@@ -93,8 +93,8 @@ def run(args: Loki) -> int:
     path = args.run_dir / components.FILE
     components.save(chosen, path, shape, weights, args.keys)
     if args.plot:
-        draw(found, shape.head_dim, args.run_dir / "loki.png")
-    ranks = {kind: one.ranks().tolist() for kind, one in found.items()}
+        draw(calibrated, shape.head_dim, args.run_dir / "loki.png")
+    ranks = {kind: of_kind.ranks().tolist() for kind, of_kind in calibrated.items()}
     if args.json:
         print(json.dumps({"path": str(path), "tokens": chosen.tokens, "head_dim": shape.head_dim, "ranks": ranks}))
         return 0
@@ -109,7 +109,7 @@ def _span(ranks: list[int]) -> str:
     return str(ranks[0]) if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
 
 
-def draw(found: "dict[str, Components]", head_dim: int, path: Path) -> None:
+def draw(calibrated: "dict[str, Components]", head_dim: int, path: Path) -> None:
     """Ranks at 90 % of the variance by layer, of every head and their mean; raises ``UserError`` for a bad path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -119,7 +119,7 @@ def draw(found: "dict[str, Components]", head_dim: int, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for (kind, words), color in zip((("post", "after"), ("pre", "before")), ("C0", "C1"), strict=True):
-        ranks = found[kind].ranks()
+        ranks = calibrated[kind].ranks()
         layers = range(len(ranks))
         for head in range(ranks.shape[1]):
             axes.plot(layers, ranks[:, head], ".", color=color, alpha=0.4)

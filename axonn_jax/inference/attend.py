@@ -1,4 +1,4 @@
-"""What a token attends to: all keys of its slot's cache, and the protocol of those that attend to fewer."""
+"""Attention over a slot's cache: to all its keys, and the protocol of ways to attend to fewer."""
 
 from typing import Any, NamedTuple, Protocol
 

@@ -18,8 +18,8 @@ _LEAST = 64
 def chunks(tokens: int, ring: int) -> list[int]:
     """Lengths of the programs that take a prompt of so many tokens: 64, 128, 256 or 512 each."""
     most = min(CHUNK, ring)
-    whole, rest = divmod(tokens, most)
-    return [most] * whole + ([min(most, bucket(rest))] if rest else [])
+    full, rest = divmod(tokens, most)
+    return [most] * full + ([min(most, bucket(rest))] if rest else [])
 
 
 def bucket(tokens: int) -> int:

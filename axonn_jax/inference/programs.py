@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.inference.attend import CachedAttention, Seen, attend_chunk
 from axonn_jax.inference.cache import LayerCache, insert, positions
-from axonn_jax.inference.sampling import Form, choose, log_probabilities, mark_seen
+from axonn_jax.inference.sampling import SamplingForm, choose, log_probabilities, mark_seen
 from axonn_jax.tensor.attention import causal_attention
 from axonn_jax.tensor.collectives import live
 from axonn_jax.tensor.loss import masked
@@ -81,7 +81,7 @@ class Programs:
         self.extra_spec = P(*self.cache_spec[1:])
         self._made: dict[Any, Callable[..., Any]] = {}
 
-    def decode(self, form: Form, steps: int, *, logs: bool) -> Callable[..., Any]:
+    def decode(self, form: SamplingForm, steps: int, *, logs: bool) -> Callable[..., Any]:
         """(..., slots, numbers) -> (caches, tokens [steps, slots], their log-probabilities, zeros without `logs`)."""
         seen: Any = P(BATCH_AXES, "y") if form.penalty else None
         slots = Slots(ROWS, ROWS, ROWS, ROWS, seen)
@@ -113,30 +113,38 @@ class Programs:
         return self._made[key]
 
     def _decode(
-        self, form: Form, steps: int, logs: bool, params: Any, extras: Any, caches: Any, slots: Slots, numbers: Any
+        self,
+        form: SamplingForm,
+        steps: int,
+        logs: bool,
+        params: Any,
+        extras: Any,
+        caches: Any,
+        slots: Slots,
+        numbers: Any,
     ) -> tuple[Any, ...]:
         model = self.parts.merge(params)
 
         def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            at, caches, slots, drawn, found, _ = carry
+            at, caches, slots, drawn, scores, _ = carry
             logits, caches = self._token(model, extras, caches, slots)
             chosen = choose(logits, form, numbers, slots.keys, slots.counts + 1, slots.seen)
             active = slots.left > 0
             drawn = lax.dynamic_update_index_in_dim(drawn, jnp.where(active, chosen, NO_TOKEN), at, 0)
             if logs:
-                found = lax.dynamic_update_index_in_dim(found, log_probabilities(logits, chosen), at, 0)
+                scores = lax.dynamic_update_index_in_dim(scores, log_probabilities(logits, chosen), at, 0)
             ended = jnp.isin(chosen, jnp.array((-1, *self.stops)))
             slots = _advanced(slots, chosen, active)
             slots = slots._replace(left=jnp.where(ended, 0, slots.left))
             if slots.seen is not None:
                 slots = slots._replace(seen=mark_seen(slots.seen, chosen[:, None], active[:, None]))
-            return at + 1, caches, slots, drawn, found, _any(slots.left > 0)
+            return at + 1, caches, slots, drawn, scores, _any(slots.left > 0)
 
         rows = slots.last.shape[0]
-        drawn, found = jnp.full((steps, rows), NO_TOKEN, jnp.int32), jnp.zeros((steps, rows), jnp.float32)
-        carry = (jnp.int32(0), caches, slots, drawn, found, jnp.bool_(True))
-        _, caches, _, drawn, found, _ = lax.while_loop(lambda c: (c[0] < steps) & c[-1], step, carry)
-        return caches, _gathered(drawn, 1), _gathered(found, 1)
+        drawn, scores = jnp.full((steps, rows), NO_TOKEN, jnp.int32), jnp.zeros((steps, rows), jnp.float32)
+        carry = (jnp.int32(0), caches, slots, drawn, scores, jnp.bool_(True))
+        _, caches, _, drawn, scores, _ = lax.while_loop(lambda c: (c[0] < steps) & c[-1], step, carry)
+        return caches, _gathered(drawn, 1), _gathered(scores, 1)
 
     def _follow(
         self, steps: int, params: Any, extras: Any, caches: Any, slots: Slots, tokens: jax.Array
@@ -144,15 +152,15 @@ class Programs:
         model = self.parts.merge(params)
 
         def step(at: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            caches, slots, found = carry
+            caches, slots, scores = carry
             logits, caches = self._token(model, extras, caches, slots)
-            told = lax.dynamic_index_in_dim(tokens, at, keepdims=False)
-            found = lax.dynamic_update_index_in_dim(found, log_probabilities(logits, told), at, 0)
-            return caches, _advanced(slots, told, slots.left > 0), found
+            given = lax.dynamic_index_in_dim(tokens, at, keepdims=False)
+            scores = lax.dynamic_update_index_in_dim(scores, log_probabilities(logits, given), at, 0)
+            return caches, _advanced(slots, given, slots.left > 0), scores
 
         carry = (caches, slots, jnp.zeros(tokens.shape, jnp.float32))
-        caches, _, found = lax.fori_loop(0, steps, step, carry)
-        return caches, _gathered(found, 1)
+        caches, _, scores = lax.fori_loop(0, steps, step, carry)
+        return caches, _gathered(scores, 1)
 
     def _token(self, model: Any, extras: Any, caches: Any, slots: Slots) -> tuple[jax.Array, Any]:
         """The newest token of every slot through all layers: logits [slots, vocab/Gy]."""
@@ -215,9 +223,9 @@ class Programs:
 
 def _advanced(slots: Slots, token: jax.Array, active: jax.Array) -> Slots:
     """Every active slot one token further."""
-    one = active.astype(jnp.int32)
+    step = active.astype(jnp.int32)
     last = jnp.where(active, jnp.maximum(token, 0), slots.last)
-    return slots._replace(last=last, counts=slots.counts + one, left=slots.left - one)
+    return slots._replace(last=last, counts=slots.counts + step, left=slots.left - step)
 
 
 def _copied(params: Any, extras: Any, caches: list[LayerCache], copy: Copy) -> tuple[list[LayerCache]]:

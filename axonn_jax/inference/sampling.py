@@ -17,7 +17,7 @@ from axonn_jax.tensor.loss import VOCAB_AXIS
 _IMPL = "threefry2x32"  # by name: texts shall not change with jax's default
 
 
-class Form(NamedTuple):
+class SamplingForm(NamedTuple):
     """What of a `Sampling` decides on the program; the rest are numbers that it reads."""
 
     greedy: bool
@@ -59,12 +59,14 @@ class Sampling:
             raise UserError("--seed", self.seed, f"an integer of at least 0 and below {2**32}")
 
     @property
-    def form(self) -> Form:
+    def form(self) -> SamplingForm:
         """What a program is compiled for."""
         greedy = self.temperature == 0
         drawn = not greedy
         top_k = self.top_k if drawn else 0
-        return Form(greedy, top_k, drawn and self.top_p < 1, drawn and self.min_p > 0, self.repetition_penalty != 1)
+        return SamplingForm(
+            greedy, top_k, drawn and self.top_p < 1, drawn and self.min_p > 0, self.repetition_penalty != 1
+        )
 
     @property
     def numbers(self) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
@@ -78,7 +80,12 @@ class Sampling:
 
 
 def choose(
-    logits: jax.Array, form: Form, numbers: jax.Array, keys: jax.Array, positions: jax.Array, seen: jax.Array | None
+    logits: jax.Array,
+    form: SamplingForm,
+    numbers: jax.Array,
+    keys: jax.Array,
+    positions: jax.Array,
+    seen: jax.Array | None,
 ) -> jax.Array:
     """Ids of the next tokens [rows] for logits [rows, vocab/Gy]; -1 where the logits are not finite.
 
@@ -136,7 +143,7 @@ def _likeliest(logits: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.take_along_axis(owners, jnp.argmax(values, -1, keepdims=True), -1)[:, 0]
 
 
-def _allowed(logits: jax.Array, ids: jax.Array, form: Form, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _allowed(logits: jax.Array, ids: jax.Array, form: SamplingForm, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits and ids of the tokens that may be drawn; the others' are minus infinity, or they are left out."""
     if form.top_k:
         largest, at = lax.top_k(logits, min(form.top_k, logits.shape[1]))

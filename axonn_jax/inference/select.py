@@ -44,6 +44,6 @@ def compacted(chosen: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     target = jnp.where(rows, rank - 1, size)
     places = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape)
     empty = jnp.zeros((rows.shape[0], size), jnp.int32)
-    found = empty.at[jnp.arange(rows.shape[0])[:, None], target].set(places, mode="drop", unique_indices=True)
+    order = empty.at[jnp.arange(rows.shape[0])[:, None], target].set(places, mode="drop", unique_indices=True)
     counts = jnp.arange(size) < rank[:, -1:]
-    return tuple(a.reshape(*chosen.shape[:-1], size) for a in (found, counts))  # type: ignore[return-value]
+    return tuple(a.reshape(*chosen.shape[:-1], size) for a in (order, counts))  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""What the host knows of an engine's slots, and the arrays that programs take of it."""
+"""Slots as the host knows them, and the arrays that programs take of them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -58,13 +58,13 @@ def state(slots: Sequence[Slot], mesh: Mesh, vocab: int = 0) -> Slots:
         np.array([getattr(slot, name) for slot in slots], np.int32) for name in ("last", "count", "left")
     )
     keys = np.array([slot.key for slot in slots], np.uint32)
-    found = put(Slots(last, counts, left, keys), ROWS, mesh)
+    arrays = put(Slots(last, counts, left, keys), ROWS, mesh)
     if not vocab:
-        return found
+        return arrays
     seen = np.zeros((len(slots), vocab), bool)
     for slot in slots:
         seen[slot.at, slot.text] = True
-    return found._replace(seen=put(seen, P(BATCH_AXES, "y"), mesh))
+    return arrays._replace(seen=put(seen, P(BATCH_AXES, "y"), mesh))
 
 
 def parts_of(slots: Sequence[Slot | None], ring: int, mesh: Mesh) -> Iterator[tuple[int, int, Chunk]]:
@@ -89,11 +89,11 @@ def copy_of(source: Slot, target: Slot, devices: int, mesh: Mesh) -> Copy:
     return put(copy, ROWS, mesh)
 
 
-def told(texts: Iterable[tuple[Slot, Sequence[int]]], slots: int, multiple: int) -> NDArray[np.int32]:
+def tokens_behind(texts: Iterable[tuple[Slot, Sequence[int]]], slots: int, multiple: int) -> NDArray[np.int32]:
     """The tokens behind the first of texts, [tokens, slots], zeros behind their ends, up to a multiple."""
     pairs = list(texts)
     longest = max(len(text) for _, text in pairs) - 1
-    found = np.zeros((-(-longest // multiple) * multiple, slots), np.int32)
+    tokens = np.zeros((-(-longest // multiple) * multiple, slots), np.int32)
     for slot, text in pairs:
-        found[: len(text) - 1, slot.at] = text[1:]
-    return found
+        tokens[: len(text) - 1, slot.at] = text[1:]
+    return tokens

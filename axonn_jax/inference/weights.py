@@ -64,9 +64,9 @@ def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
     """A live model's weights, cast and laid out; no collectives."""
     check_grid(grid.shape)
     model.shape.check_grid(grid.shape)
-    whole = split_module(fit_vocabulary(model, grid.shape))
-    params = {name: value.astype(dtype) for name, value in whole.params.items()}
-    return Loaded(model.shape, shapes_of(whole), placed(params, whole.specs, grid.mesh))
+    split = split_module(fit_vocabulary(model, grid.shape))
+    params = {name: value.astype(dtype) for name, value in split.params.items()}
+    return Loaded(model.shape, shapes_of(split), placed(params, split.specs, grid.mesh))
 
 
 def of_run(

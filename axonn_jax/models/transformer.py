@@ -24,7 +24,7 @@ from axonn_jax.models.packed import Residual, Stream, balance_of, documents_of, 
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
-from axonn_jax.tensor.attention import Attend, Attention, Documents, Held, Rotation, Turns, turns
+from axonn_jax.tensor.attention import Angles, Attend, Attention, Documents, Held, Rotation, angles
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight, mark_varying
 from axonn_jax.tensor.dropout import DropoutKey, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
@@ -128,7 +128,7 @@ class Block(nnx.Module):
             return x._replace(values=values_of(self.attend(x.values, key, x.documents)))
         return x + self._drop(self.attention(self.attention_norm(x), documents), key, 0)
 
-    def attend_by(self, attend: Attend[Held], x: jax.Array, by: Turns | None) -> tuple[jax.Array, Held]:
+    def attend_by(self, attend: Attend[Held], x: jax.Array, by: Angles | None) -> tuple[jax.Array, Held]:
         """As `attend`, by a function of queries, keys and values, which gives what it attends to, and what it holds."""
         attended, held = attend(*self.attention.project(self.attention_norm(x), by))
         return x + self.attention.merge(attended), held
@@ -216,6 +216,8 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> Stream:
         """Token ids [batch, seq] -> residual stream in `dtype`, which every later layer computes in."""
+        if (seq := tokens.shape[1]) > self.shape.seq_len:
+            raise UserError("sequence length", seq, f"at most model.seq_len = {self.shape.seq_len}")
         if self.packed:
             documents = documents_of(tokens)
             return self._stream(self._embedded(token_ids(tokens), dtype, key, documents.positions), documents)
@@ -231,27 +233,24 @@ class Transformer(nnx.Module):
         nothing = mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES)
         return Residual(values, documents, nothing if self.balanced else None)
 
-    def embed_at(self, tokens: jax.Array, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, Turns | None]:
+    def embed_at(self, tokens: jax.Array, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, Angles | None]:
         """Token ids and their positions [batch, seq] -> residual stream, and by what its layers rotate."""
-        by = None if (rotation := _rotation(self.shape)) is None else turns(rotation, self.shape.seq_len, positions)
+        rotation = _rotation(self.shape)
+        by = None if rotation is None else angles(rotation, self.shape.seq_len, positions)
         return self._embedded(tokens, dtype, None, positions), by
 
     def _embedded(
         self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None, positions: jax.Array | None
     ) -> jax.Array:
-        seq = tokens.shape[1]
-        parts = axis_size(SEQUENCE_AXIS) if self.comm.sequence_split else 1
-        if seq > self.shape.seq_len:
-            raise UserError("sequence length", seq, f"at most model.seq_len = {self.shape.seq_len}")
-        if seq % parts:
+        seq, split = tokens.shape[1], self.comm.sequence_split
+        if seq % (parts := axis_size(SEQUENCE_AXIS) if split else 1):
             raise UserError("sequence length", seq, f"with sequence parallelism a multiple of y = {parts}")
         x = self.embedding(tokens, dtype)
         x = x * jnp.asarray(self.shape.hidden**0.5, dtype) if self.shape.embedding_scale else x
         x = x if self.positions is None else x + self.positions(seq, dtype, positions)
         if key is None or self.shape.dropout == 0.0:
             return x
-        key = key.fold_in(self.shape.layers)
-        return dropout(x, self.shape.dropout, key, sequence_split=self.comm.sequence_split)
+        return dropout(x, self.shape.dropout, key.fold_in(self.shape.layers), sequence_split=split)
 
     def logits(self, x: Stream) -> jax.Array:
         """Residual stream -> logits of the local shard of the vocabulary; minus infinity beyond it."""

@@ -41,25 +41,25 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Held]]
 """Queries, keys and values -> what the queries attend to, and what the function holds, such as a cache."""
 
 
-class Turns(NamedTuple):
+class Angles(NamedTuple):
     """Cosines and sines of each token's angles, both [batch or 1, seq, 1, head_dim/2] float32."""
 
     cos: jax.Array
     sin: jax.Array
 
 
-def turns(rotation: Rotation, length: int, positions: jax.Array | None = None) -> Turns:
+def angles(rotation: Rotation, length: int, positions: jax.Array | None = None) -> Angles:
     """Angles of tokens at `positions` [batch, seq], all below `length`; left out, of those at 0 to `length` - 1."""
-    angles = np.outer(np.arange(length, dtype=np.float64), np.array(rotation.frequencies))
+    radians = np.outer(np.arange(length, dtype=np.float64), np.array(rotation.frequencies))
 
     def of_tokens(table: np.ndarray[Any, Any]) -> jax.Array:
         values = jnp.asarray(rotation.amplitude * table, jnp.float32)
         return values[None, :, None, :] if positions is None else jnp.take(values, positions, axis=0)[:, :, None, :]
 
-    return Turns(of_tokens(np.cos(angles)), of_tokens(np.sin(angles)))
+    return Angles(of_tokens(np.cos(radians)), of_tokens(np.sin(radians)))
 
 
-def rotary(x: jax.Array, by: Turns) -> jax.Array:
+def rotary(x: jax.Array, by: Angles) -> jax.Array:
     """Rotates features [batch, seq, heads, head_dim] (RoFormer, eq. 34; halves layout as in Llama)."""
     half = x.shape[-1] // 2
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
@@ -277,10 +277,10 @@ class Attention(nnx.Module):
         """
         sequence = x.shape[1] * (axis_size(SEQUENCE_AXIS) if self.qkv.comm == "sequence" else 1)
         positions, numbers = (None, None) if documents is None else (documents.positions, documents.numbers)
-        by = None if self.rotation is None else turns(self.rotation, sequence, positions)
+        by = None if self.rotation is None else angles(self.rotation, sequence, positions)
         return self.merge(causal_attention(*self.project(x, by), self.kernel, self.window, numbers))
 
-    def project(self, x: jax.Array, by: Turns | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array, by: Angles | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim], local heads."""
         (qkv,) = column_parallel((self.qkv,), x)
         batch, seq, _ = qkv.shape

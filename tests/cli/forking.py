@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ("matplotlib.backends.backend_agg", "matplotlib.figure", "axonn_jax.timeline.picture")
-TRAINING = ("grain", "axonn_jax.inference.generate", "axonn_jax.train.main", *PICTURES)
+TRAINING = ("grain", "axonn_jax.inference.texts", "axonn_jax.train.main", *PICTURES)
 """What takes a while to import."""
 MOST_BYTES = 3 << 30
 """Memory at which a command is ended, so that the machine lives on."""

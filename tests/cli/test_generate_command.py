@@ -73,7 +73,7 @@ def told(monkeypatch, stream, pieces):
         def continue_prompt(self, prompt, **_):
             return iter(pieces)
 
-    monkeypatch.setattr("axonn_jax.inference.generate.Generator", Told)
+    monkeypatch.setattr("axonn_jax.inference.texts.Generator", Told)
     monkeypatch.setattr(initialize, "start", lambda *_: (None, None))
     monkeypatch.setattr(sys, "stdout", stream)
     assert main(["generate", "run", "--prompt", "say "]) == 0

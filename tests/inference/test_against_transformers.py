@@ -35,6 +35,6 @@ def family(request, tmp_path_factory):
 )
 def test_greedy_texts_are_those_of_transformers(family, axes, slots, steps):
     path, texts = family
-    engine = ax.Engine(path, grids.lay(axes), slots=slots, steps=steps)
-    found = engine.generate([one["prompt"] for one in texts], tokens=64, sampling=GREEDY)
+    generator = ax.Generator(path, grids.lay(axes), slots=slots, steps=steps)
+    found = generator.generate([one["prompt"] for one in texts], tokens=64, sampling=GREEDY)
     assert [text for (text,) in found] == [one["text"] for one in texts]

@@ -11,7 +11,7 @@ from tiny import GPT, KINDS, LLAMA, PROMPTS, continued, forward, model
 import axonn_jax as ax
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.inference.engine import Request
+from axonn_jax.inference.generator import Request
 from axonn_jax.inference.sampling import Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -34,8 +34,8 @@ def kind():
     @functools.cache
     def of(name):
         made = model(**KINDS[name])
-        engine = ax.Engine(made, grids.lay(GridShape()), slots=4)
-        drawn = [engine.generate(PROMPTS, tokens=12, sampling=way, samples=2) for way in (WARM, CANDIDATES)]
+        generator = ax.Generator(made, grids.lay(GridShape()), slots=4)
+        drawn = [generator.generate(PROMPTS, tokens=12, sampling=way, samples=2) for way in (WARM, CANDIDATES)]
         return made, continued(made, PROMPTS, 24), drawn
 
     return of
@@ -51,12 +51,12 @@ def kind():
 )
 def test_texts_and_scores_are_those_of_the_whole_sequence(name, axes, slots, steps, kind):
     made, greedy, drawn = kind(name)
-    engine = ax.Engine(made, grids.lay(axes), slots=slots, steps=steps)
-    assert [text for (text,) in engine.generate(PROMPTS, tokens=24, sampling=GREEDY)] == greedy
+    generator = ax.Generator(made, grids.lay(axes), slots=slots, steps=steps)
+    assert [text for (text,) in generator.generate(PROMPTS, tokens=24, sampling=GREEDY)] == greedy
     for way, texts in zip((WARM, CANDIDATES), drawn, strict=True):
-        assert engine.generate(PROMPTS, tokens=12, sampling=way, samples=2) == texts
+        assert generator.generate(PROMPTS, tokens=12, sampling=way, samples=2) == texts
     whole = [prompt + text for prompt, text in zip(PROMPTS, greedy, strict=True)]
-    for text, found in zip(whole, engine.score(whole), strict=True):
+    for text, found in zip(whole, generator.score(whole), strict=True):
         np.testing.assert_allclose(found, scored(made, text), atol=ROUNDING)
 
 
@@ -69,18 +69,18 @@ def test_two_samples_differ(kind):
 def test_prompts_of_several_chunks(window):
     made = model(**LLAMA | {"seq_len": 1300, "layers": 1, "window": window})
     text = np.random.default_rng(0).integers(0, 97, 1290).tolist()
-    engine = ax.Engine(made, grids.lay(GridShape(data=2)), slots=2)
-    np.testing.assert_allclose(engine.score([text])[0], scored(made, text), atol=ROUNDING)
+    generator = ax.Generator(made, grids.lay(GridShape(data=2)), slots=2)
+    np.testing.assert_allclose(generator.score([text])[0], scored(made, text), atol=ROUNDING)
     prompts = [text[:1275], text[:520], text[:3]]
-    found = engine.generate(prompts, tokens=8, sampling=GREEDY)
+    found = generator.generate(prompts, tokens=8, sampling=GREEDY)
     assert [own for (own,) in found] == continued(made, prompts, 8)
 
 
 def test_log_probabilities_are_of_the_models_own_scores():
     made = model(**GPT)
-    engine = ax.Engine(made, grids.lay(GridShape(y=2)), slots=1)
+    generator = ax.Generator(made, grids.lay(GridShape(y=2)), slots=1)
     text, logs = list(PROMPTS[1]), []
-    for piece in engine.stream([Request(tuple(text), 20)], CANDIDATES, logs=True):
+    for piece in generator.stream([Request(tuple(text), 20)], CANDIDATES, logs=True):
         text += piece.ids
         logs += piece.log_probabilities
     np.testing.assert_allclose(logs, scored(made, text)[len(PROMPTS[1]) - 1 :], atol=ROUNDING)
@@ -90,38 +90,38 @@ def test_a_stop_ends_a_text_and_its_slot_goes_to_the_next():
     made = model(**GPT)
     texts = continued(made, PROMPTS, 24)
     stop = texts[1][3]
-    engine = ax.Engine(made, grids.lay(GridShape()), slots=1, stops=[stop])
-    found = [text for (text,) in engine.generate(PROMPTS, tokens=24, sampling=GREEDY)]
+    generator = ax.Generator(made, grids.lay(GridShape()), slots=1, stops=[stop])
+    found = [text for (text,) in generator.generate(PROMPTS, tokens=24, sampling=GREEDY)]
     assert found == [text[: text.index(stop) + 1] if stop in text else text for text in texts]
 
 
 def test_a_cache_grows_and_is_used_again():
     made = model(**LLAMA | {"seq_len": 700})
-    engine = ax.Engine(made, grids.lay(GridShape(y=2)), slots=2)
-    short = engine.generate(PROMPTS[:2], tokens=10, sampling=GREEDY)
-    assert engine._store.capacity == 64
-    long = engine.generate([PROMPTS[1]], tokens=600, sampling=GREEDY)[0][0]
-    assert engine._store.capacity == 1024
+    generator = ax.Generator(made, grids.lay(GridShape(y=2)), slots=2)
+    short = generator.generate(PROMPTS[:2], tokens=10, sampling=GREEDY)
+    assert generator._store.capacity == 64
+    long = generator.generate([PROMPTS[1]], tokens=600, sampling=GREEDY)[0][0]
+    assert generator._store.capacity == 1024
     assert long[:10] == short[1][0]
-    np.testing.assert_allclose(engine.score([PROMPTS[1] + long])[0], scored(made, PROMPTS[1] + long), atol=ROUNDING)
-    assert engine.generate(PROMPTS[:2], tokens=10, sampling=GREEDY) == short
+    np.testing.assert_allclose(generator.score([PROMPTS[1] + long])[0], scored(made, PROMPTS[1] + long), atol=ROUNDING)
+    assert generator.generate(PROMPTS[:2], tokens=10, sampling=GREEDY) == short
 
 
 def test_an_interrupted_text_leaves_an_engine_of_use():
     made = model(**LLAMA)
-    engine = ax.Engine(made, grids.lay(GridShape()), slots=2)
-    whole = engine.generate(PROMPTS, tokens=20, sampling=GREEDY)
-    pieces = engine.stream([Request(tuple(prompt), 20) for prompt in PROMPTS], GREEDY)
+    generator = ax.Generator(made, grids.lay(GridShape()), slots=2)
+    whole = generator.generate(PROMPTS, tokens=20, sampling=GREEDY)
+    pieces = generator.stream([Request(tuple(prompt), 20) for prompt in PROMPTS], GREEDY)
     next(pieces)
     pieces.close()
-    assert engine.generate(PROMPTS, tokens=20, sampling=GREEDY) == whole
+    assert generator.generate(PROMPTS, tokens=20, sampling=GREEDY) == whole
 
 
 def test_weights_that_are_not_finite_are_named():
     made = model(**LLAMA)
     made.norm.scale.set_value(made.norm.scale.get_value() * np.nan)
     with pytest.raises(UserError, match="finite scores"):
-        ax.Engine(made, grids.lay(GridShape(y=2)), slots=1).generate([[1, 2]], tokens=3)
+        ax.Generator(made, grids.lay(GridShape(y=2)), slots=1).generate([[1, 2]], tokens=3)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_weights_that_are_not_finite_are_named():
 )
 def test_an_engine_that_cannot_be(axes, options, message):
     with pytest.raises(UserError, match=message):
-        ax.Engine(model(**LLAMA), grids.lay(axes), **{"slots": 2, **options})
+        ax.Generator(model(**LLAMA), grids.lay(axes), **{"slots": 2, **options})
 
 
 @pytest.mark.parametrize(
@@ -150,11 +150,11 @@ def test_an_engine_that_cannot_be(axes, options, message):
     ],
 )
 def test_a_request_that_cannot_be(prompt, tokens, message):
-    engine = ax.Engine(model(**LLAMA), grids.lay(GridShape()), slots=1)
+    generator = ax.Generator(model(**LLAMA), grids.lay(GridShape()), slots=1)
     with pytest.raises(UserError, match=message):
-        engine.generate([prompt], tokens=tokens)
+        generator.generate([prompt], tokens=tokens)
 
 
 def test_a_text_too_short_to_score():
     with pytest.raises(UserError, match="text = '1 tokens'"):
-        ax.Engine(model(**LLAMA), grids.lay(GridShape()), slots=1).score([[1]])
+        ax.Generator(model(**LLAMA), grids.lay(GridShape()), slots=1).score([[1]])

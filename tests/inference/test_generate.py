@@ -78,7 +78,7 @@ def test_the_likeliest_token_is_the_models(trained, monkeypatch):
     import axonn_jax as ax
     from axonn_jax.data.tokenize import load
     from axonn_jax.grid import GridShape, build_grid
-    from axonn_jax.inference.generate import Generator, logits
+    from axonn_jax.inference.texts import Generator, logits
     from axonn_jax.models import Transformer
     from axonn_jax.tensor.params import split_module
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from axonn_jax.cli_args import Arg, NotNegative, Positive
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.inference.options import LokiOptions
+from axonn_jax.loki.options import LokiOptions
 from axonn_jax.options import CachedKeys, InferencePrecision
 
 _TOKENS = 100
@@ -90,12 +90,14 @@ def run(args: Generate) -> int:
     if shape.window and args.attention != "full":
         raise UserError("--attention", args.attention, f"full for a model whose tokens see a window of {shape.window}")
 
-    from axonn_jax.inference import components
+    from axonn_jax.loki import components
 
-    found = components.load(args.run_dir / components.FILE, args.run_dir, shape) if args.attention == "loki" else None
+    calibrated = (
+        components.load(args.run_dir / components.FILE, args.run_dir, shape) if args.attention == "loki" else None
+    )
 
     from axonn_jax.distributed.initialize import start
-    from axonn_jax.inference.engine import Engine, Request
+    from axonn_jax.inference.generator import Generator, Request
 
     _, grid = start(args.grid)
     requests = [
@@ -104,7 +106,7 @@ def run(args: Generate) -> int:
         for sample in range(args.samples)
     ]
     replicas = grid.shape.batch_shards
-    engine = Engine(
+    generator = Generator(
         args.run_dir,
         grid,
         slots=args.slots or -(-min(_AT_ONCE, len(requests)) // replicas) * replicas,
@@ -113,11 +115,11 @@ def run(args: Generate) -> int:
         stops=end_tokens(args.run_dir, tokenizer),
         limit=entries,
     )
-    if found is not None:
-        vectors, told = found
-        components.check_weights(told, engine.params, args.run_dir)
-        engine.extras = components.laid_out(vectors, engine.programs.extra_spec, grid.mesh)
-    print_texts(engine, tokenizer, prompts, requests, sampling, args)
+    if calibrated is not None:
+        vectors, facts = calibrated
+        components.check_weights(facts, generator.params, args.run_dir)
+        generator.extras = components.laid_out(vectors, generator.programs.extra_spec, grid.mesh)
+    print_texts(generator, tokenizer, prompts, requests, sampling, args)
     return 0
 
 

@@ -12,7 +12,7 @@ from axonn_jax.terminal import printable, say
 
 if TYPE_CHECKING:
     from axonn_jax.cli.generate import Generate
-    from axonn_jax.inference.engine import Engine, Request
+    from axonn_jax.inference.generator import Generator, Request
     from axonn_jax.inference.sampling import Sampling
 
 _MOST_BYTES = 256 << 20
@@ -32,19 +32,19 @@ def read_prompts(path: Path | None) -> list[str]:
         if not line.strip():
             continue
         try:
-            found = parse_json(line)
+            entry = parse_json(line)
         except ValueError as error:
             raise UserError("--prompts", f"{path}, line {number}", f"an object in JSON; {error}") from None
-        if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
+        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
             raise UserError("--prompts", f"{path}, line {number}", 'an object whose "prompt" is a text')
-        prompts.append(found["prompt"])
+        prompts.append(entry["prompt"])
     if not prompts:
         raise UserError("--prompts", str(path), "at least one line")
     return prompts
 
 
 def print_texts(
-    engine: "Engine",
+    generator: "Generator",
     tokenizer: Any,
     prompts: Sequence[str],
     requests: "Sequence[Request]",
@@ -52,9 +52,9 @@ def print_texts(
     args: "Generate",
 ) -> None:
     """Makes all texts and prints them: a single one as it comes, of several each when it ends, in their order."""
-    from axonn_jax.inference.generate import write
+    from axonn_jax.inference.texts import write
 
-    first = engine.grid.rank == 0
+    first = generator.grid.rank == 0
     texts = ["" for _ in requests]
     counts, logs = [0] * len(requests), [[] for _ in requests]  # type: ignore[var-annotated]
     ended, printed = [False] * len(requests), 0
@@ -62,7 +62,7 @@ def print_texts(
     if single and first:
         _put(prompts[0])
     began = time.perf_counter()
-    for piece in write(engine, tokenizer, requests, sampling, stop=args.stop, logs=args.logprobs):
+    for piece in write(generator, tokenizer, requests, sampling, stop=args.stop, logs=args.logprobs):
         at = piece.request
         texts[at] += piece.text
         counts[at] += len(piece.ids)

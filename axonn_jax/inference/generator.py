@@ -16,7 +16,7 @@ from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.inference.attend import CachedAttention, FullAttention
 from axonn_jax.inference.programs import NO_TOKEN, ROWS, Programs
 from axonn_jax.inference.sampling import Sampling
-from axonn_jax.inference.slots import NO_KEY, Slot, copy_of, make_slots, parts_of, put, state, told
+from axonn_jax.inference.slots import NO_KEY, Slot, copy_of, make_slots, parts_of, put, state, tokens_behind
 from axonn_jax.inference.store import CacheStore, check_memory
 from axonn_jax.inference.weights import of_model, of_run
 from axonn_jax.models.transformer import Transformer
@@ -40,7 +40,7 @@ class Request(NamedTuple):
     """Of its prompt; texts of one prompt and seed differ by it."""
 
 
-class Piece(NamedTuple):
+class Continuation(NamedTuple):
     """Some tokens more of a request."""
 
     request: int
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
     ended: bool
 
 
-class Engine:
+class Generator:
     """A model that generates and scores texts on a grid of `data`, `y` and `x`.
 
     `model` is a `Transformer` or a directory: a run's or a Hugging Face model's. `slots` texts are made at a time, a
@@ -114,8 +114,8 @@ class Engine:
         sampling: Sampling = SAMPLING,
         *,
         logs: bool = False,
-        until: Callable[[int, Piece], bool] = lambda _, piece: False,
-    ) -> Iterator[Piece]:
+        until: Callable[[int, Continuation], bool] = lambda _, piece: False,
+    ) -> Iterator[Continuation]:
         """Yields texts piece by piece, as they come; a text that is `until` (request, piece) true of ends there."""
         sampling.check()
         for request in requests:
@@ -129,12 +129,12 @@ class Engine:
             self._fill(waiting, sampling)
             active = [slot for slot in self._slots if slot.left]
             self._store.reserve(max(slot.count + min(self._steps, slot.left) for slot in active))
-            drawn, found = self._call(decode, state(self._slots, self.grid.mesh, vocab), sampling.numbers)
+            drawn, logs_of = self._call(decode, state(self._slots, self.grid.mesh, vocab), sampling.numbers)
             for slot in active:
                 ids = [int(token) for token in drawn[:, slot.at] if token != NO_TOKEN]
                 if -1 in ids:
                     raise UserError("model", "its weights", "weights that give finite scores for the next token")
-                piece = self._advanced(slot, ids, found[: len(ids), slot.at].tolist())
+                piece = self._advanced(slot, ids, logs_of[: len(ids), slot.at].tolist())
                 if not piece.ended and until(slot.request, piece):
                     piece, slot.left = piece._replace(ended=True), 0
                 yield piece
@@ -165,14 +165,14 @@ class Engine:
     def _call(self, program: Any, *given: Any) -> Sequence[Any]:
         return self._store.call(program, self.params, self.extras, *given)
 
-    def _advanced(self, slot: Slot, ids: list[int], logs: list[float]) -> Piece:
+    def _advanced(self, slot: Slot, ids: list[int], logs: list[float]) -> Continuation:
         slot.count, slot.left, slot.last = slot.count + len(ids), slot.left - len(ids), ids[-1]
         slot.text += ids
         if slot.count > self._store.capacity:  # the ring has come around
             slot.cached = ()
         if ids[-1] in self.programs.stops:
             slot.left = 0
-        return Piece(slot.request, ids, logs, not slot.left)
+        return Continuation(slot.request, ids, logs, not slot.left)
 
     def _fill(self, waiting: "deque[tuple[int, Request]]", sampling: Sampling) -> None:
         """Gives free slots to requests that wait, and puts their prompts but for the last token into the cache.
@@ -188,11 +188,11 @@ class Engine:
             slot.count, slot.last, slot.text = len(prompt) - 1, prompt[-1], list(prompt)
             slot.key = sampling.key(sample).tolist()
             self._store.reserve(min(len(prompt) + slot.left, max(2 * len(prompt), _FIRST)))
-            beside = [other for other in self._slots if other.device == slot.device]
-            if source := next((other for other in beside if other.cached == prompt), None):
+            local = [near for near in self._slots if near.device == slot.device]
+            if source := next((near for near in local if near.cached == prompt), None):
                 self._copy(source, slot)
                 slot.cached = prompt
-            elif source := next((other for other in fresh if other in beside and other.text == slot.text), None):
+            elif source := next((near for near in fresh if near in local and near.text == slot.text), None):
                 twins.append((source, slot))
             else:
                 fresh.append(slot)
@@ -224,13 +224,13 @@ class Engine:
         slot, replicas, mesh = self._slots[0], self.grid.shape.batch_shards, self.grid.mesh
         slot.text, slot.cached = list(text), ()
         self._store.reserve(len(text) - 1)
-        found = []
+        scores = []
         for start, length, chunk in parts_of([slot, *[None] * (replicas - 1)], self._store.ring, mesh):
             targets = np.zeros((replicas, length), np.int32)
             own = text[start + 1 : start + 1 + length]
             targets[0, : len(own)] = own
-            found.append(self._call(self.programs.score(first=start == 0), chunk, put(targets, ROWS, mesh))[0][0])
-        return np.concatenate(found)[: len(text) - 1]
+            scores.append(self._call(self.programs.score(first=start == 0), chunk, put(targets, ROWS, mesh))[0][0])
+        return np.concatenate(scores)[: len(text) - 1]
 
     def _follow(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
         """Scores of as many of the texts as there are slots, token by token."""
@@ -248,15 +248,15 @@ class Engine:
             slot.left = 0
         for slot, text in pairs:
             slot.count, slot.left, slot.last = 0, len(text) - 1, text[0]
-        tokens = told(pairs, len(self._slots), _TOLD)
-        found = [np.zeros((0, len(self._slots)), np.float32)]
+        tokens = tokens_behind(pairs, len(self._slots), _TOLD)
+        scores = [np.zeros((0, len(self._slots)), np.float32)]
         for part in (tokens[start : start + _TOLD] for start in range(0, len(tokens), _TOLD)):
             given = put(part, P(None, BATCH_AXES), self.grid.mesh)
-            found.append(self._call(self.programs.follow(_TOLD), state(self._slots, self.grid.mesh), given)[0])
+            scores.append(self._call(self.programs.follow(_TOLD), state(self._slots, self.grid.mesh), given)[0])
             for slot, _ in pairs:
                 steps = min(slot.left, _TOLD)
                 slot.count, slot.left = slot.count + steps, slot.left - steps
                 slot.last = int(part[steps - 1, slot.at]) if steps else slot.last
         for slot, before in zip(self._slots, left, strict=True):
             slot.left = before
-        return np.concatenate(found)
+        return np.concatenate(scores)

@@ -1,4 +1,4 @@
-"""What Loki is compared with, as its paper does: other choices of keys, written for what they choose, not for speed."""
+"""Baselines of Loki, as in its paper: other choices of keys, written for what they choose, not for speed."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from axonn_jax.inference.attend import Attended, FullAttention, Seen, products, scores, weighted
 from axonn_jax.inference.cache import LayerCache, append
-from axonn_jax.inference.loki import LokiAttention, turn
 from axonn_jax.inference.select import largest
+from axonn_jax.loki.attention import LokiAttention, turn
 
 
 def _number(seen: Seen, keys: float) -> jax.Array:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.inference.attend import CachedAttention, FullAttention
-from axonn_jax.inference.baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys
-from axonn_jax.inference.loki import LokiAttention
-from axonn_jax.inference.options import LokiOptions
+from axonn_jax.loki.attention import LokiAttention
+from axonn_jax.loki.baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys
+from axonn_jax.loki.options import LokiOptions
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import CachedKeys
 from axonn_jax.tensor.attention import causal_attention
@@ -45,8 +45,8 @@ class Components(NamedTuple):
 
     def ranks(self, share: float = 0.9) -> NDArray[np.int64]:
         """How many components hold this share of the variance, [layers, kv_heads]."""
-        whole = np.cumsum(self.variances.astype(np.float64), -1)
-        return np.asarray((whole < share * whole[..., -1:]).sum(-1) + 1)
+        sums = np.cumsum(self.variances.astype(np.float64), -1)
+        return np.asarray((sums < share * sums[..., -1:]).sum(-1) + 1)
 
 
 def moments(parts: SplitModule, mesh: Mesh, dtype: Any) -> Callable[..., Any]:
@@ -60,7 +60,7 @@ def moments(parts: SplitModule, mesh: Mesh, dtype: Any) -> Callable[..., Any]:
         model: Any = parts.merge(params)
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x, by = model.embed_at(tokens, places, dtype)
-        found: dict[str, list[Any]] = {"post": [], "pre": []}
+        keys: dict[str, list[Any]] = {"post": [], "pre": []}
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
             return causal_attention(q, k, v, window=model.shape.window), k
@@ -69,9 +69,9 @@ def moments(parts: SplitModule, mesh: Mesh, dtype: Any) -> Callable[..., Any]:
             before = block.attention.project(block.attention_norm(x), None)[1]
             x, k = block.attend_by(attend, x, by)
             x = block.feed_forward(x)
-            found["post"].append(_sums(k))
-            found["pre"].append(_sums(before))
-        return found
+            keys["post"].append(_sums(k))
+            keys["pre"].append(_sums(before))
+        return keys
 
     heads = parts.merge(parts.params).blocks[0].attention.qkv.comm  # type: ignore[attr-defined]
     spec = P(("y", "x") if heads == "gather" else "y")
@@ -82,7 +82,7 @@ def moments(parts: SplitModule, mesh: Mesh, dtype: Any) -> Callable[..., Any]:
 def _sums(k: jax.Array) -> tuple[jax.Array, ...]:
     k = k.astype(jnp.float32)
     sums = jnp.sum(k, (0, 1)), jnp.einsum("bskd,bske->kde", k, k, precision=lax.Precision.HIGHEST)
-    return tuple(all_reduce(one, BATCH_AXES) for one in sums)
+    return tuple(all_reduce(total, BATCH_AXES) for total in sums)
 
 
 def calibrate(program: Callable[..., Any], params: Params, batches: Iterable[Any]) -> dict[str, Components]:
@@ -119,9 +119,9 @@ def save(components: Components, path: Path, shape: ModelShape, weights: Sequenc
     """Writes them to a file with the model and the `fingerprint` of the weights that they are of."""
     from safetensors.numpy import save_file
 
-    told = {"model": json.dumps(asdict(shape), sort_keys=True), "weights": json.dumps(weights)}
+    facts = {"model": json.dumps(asdict(shape), sort_keys=True), "weights": json.dumps(weights)}
     arrays = {name: getattr(components, name) for name in ("vectors", "means", "variances")}
-    save_file(arrays, path, {**told, "tokens": str(components.tokens), "keys": keys})
+    save_file(arrays, path, {**facts, "tokens": str(components.tokens), "keys": keys})
 
 
 def load(path: Path, run: Path, shape: ModelShape) -> tuple[Components, Mapping[str, str]]:
@@ -134,20 +134,20 @@ def load(path: Path, run: Path, shape: ModelShape) -> tuple[Components, Mapping[
     try:
         with safe_open(path, "numpy") as file:
             arrays = {name: file.get_tensor(name) for name in ("vectors", "means", "variances")}
-            told = dict(file.metadata() or {})
-        components = Components(**arrays, tokens=int(told["tokens"]))
-        same = told["model"] == json.dumps(asdict(shape), sort_keys=True)
+            facts = dict(file.metadata() or {})
+        components = Components(**arrays, tokens=int(facts["tokens"]))
+        same = facts["model"] == json.dumps(asdict(shape), sort_keys=True)
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise UserError("--attention", "loki", f"a calibration: {path} is damaged ({error}); {command}") from None
     wanted = (shape.layers, shape.kv_heads, shape.head_dim, shape.head_dim)
     if not same or components.vectors.shape != wanted:
         raise UserError("--attention", "loki", f"a calibration of this model: {path} is another's; {command}")
-    return components, told
+    return components, facts
 
 
-def check_weights(told: Mapping[str, str], params: Params, run: Path) -> None:
+def check_weights(facts: Mapping[str, str], params: Params, run: Path) -> None:
     """Raises ``UserError`` where components are of other weights."""
-    theirs, ours = np.array(json.loads(told["weights"])), np.array(fingerprint(params))
+    theirs, ours = np.array(json.loads(facts["weights"])), np.array(fingerprint(params))
     if theirs.shape != ours.shape or not np.allclose(theirs, ours, rtol=_SAME):
         accepted = f"a calibration of these weights, which have been trained since: axonn-jax loki {run} --data DIR"
         raise UserError("--attention", "loki", accepted)

@@ -101,12 +101,12 @@ def _by_head(
             lax.dynamic_update_slice(array, token[slot, head].astype(array.dtype), (start + newest[slot], 0))
             for array, token in zip(held, new, strict=True)
         ]
-        found = []
+        outs = []
         for query in range(group):
             rows = start + (places[slot, head, query, :, None] * block + jnp.arange(block)).reshape(-1)
             tail, value = (jnp.take(array, rows, 0, mode="clip") for array in held)
-            found.append(_read(rest[slot, head, query], ranked[slot, head, query].reshape(-1), tail, value))
-        return lax.dynamic_update_index_in_dim(out, jnp.stack(found), at, 0), *held
+            outs.append(_read(rest[slot, head, query], ranked[slot, head, query].reshape(-1), tail, value))
+        return lax.dynamic_update_index_in_dim(out, jnp.stack(outs), at, 0), *held
 
     flat = [array.reshape(slots * kv_heads * capacity, array.shape[3]) for array in arrays]
     out = jnp.zeros((slots * kv_heads, group, arrays[1].shape[3]), jnp.float32)

@@ -1,4 +1,4 @@
-"""What a command line says of Loki and its baselines; no jax."""
+"""The options of Loki and its baselines on a command line; no jax."""
 
 from dataclasses import dataclass
 
