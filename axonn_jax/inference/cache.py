@@ -4,6 +4,8 @@ A token at position p lies at p modulo the capacity: a model whose tokens see a 
 Slots lie over `data`, heads over `y`, and over `x` too where the model's attention has them there.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -46,7 +48,13 @@ def append(arrays: LayerCache, new: LayerCache, places: jax.Array) -> LayerCache
             array = lax.dynamic_update_slice(array, token[slot : slot + 1].astype(array.dtype), at)
         return array
 
-    return tuple(one(array, token) for array, token in zip(arrays, new, strict=True))
+    def apart(array: jax.Array, token: jax.Array) -> jax.Array:
+        return lax.cond(places[0] >= 0, one, lambda array, _: array, array, token)
+
+    # XLA's CPU compiler writes a single slot's token once more for the product that reads it, in a copy of the cache,
+    # where nothing keeps the two apart.
+    write = partial(lax.platform_dependent, cpu=apart, default=one) if places.shape[0] == 1 else one
+    return tuple(write(array, token) for array, token in zip(arrays, new, strict=True))
 
 
 def insert(arrays: LayerCache, new: LayerCache, slot: jax.Array, start: jax.Array, valid: jax.Array) -> LayerCache:

@@ -12,7 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo as jaxs
 from axonn_jax import compat
 from axonn_jax.errors import UserError
 from axonn_jax.hardware import AttentionDevice
-from axonn_jax.tensor.attention import Rotation, blocked_attention, causal_attention, rotary
+from axonn_jax.tensor.attention import Rotation, angles, blocked_attention, causal_attention, rotary
 from axonn_jax.tensor.kernel_choice import Tiles, against_cudnn, choose_form, tiles
 
 EPS = float(np.finfo(np.float32).eps)
@@ -88,7 +88,8 @@ def test_no_token_sees_a_later_one():
 
 def test_rotary_keeps_lengths_and_depends_on_distance_only():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 1, 1, 16)), jnp.float32)
-    turned = rotary(jnp.broadcast_to(x, (1, 50, 1, 16)), Rotation(tuple(10_000.0 ** -(np.arange(8) / 8))))[0, :, 0]
+    rotation = Rotation(tuple(10_000.0 ** -(np.arange(8) / 8)))
+    turned = rotary(jnp.broadcast_to(x, (1, 50, 1, 16)), angles(rotation, 50))[0, :, 0]
     np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x), rtol=8 * EPS)
     dots = turned @ turned.T
     np.testing.assert_allclose(dots[0, 10], dots[37, 47], rtol=64 * EPS)
