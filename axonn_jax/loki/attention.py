@@ -4,12 +4,16 @@ Keys are turned by an orthonormal matrix a head, their principal components by d
 same: no score changes (the paper's lemma 4.1). Approximate scores are those of the first features alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from axonn_jax.inference.attend import Attended, Seen, products
 from axonn_jax.inference.cache import LayerCache, append
@@ -32,8 +36,8 @@ class LokiAttention:
     first: int
     keys: float
     block: int = 1
-    by_head: bool = True
-    """Whether heads are read one after the other, as is fast on CPUs, or all at once."""
+    by_head: bool | None = None
+    """Whether heads are read one after the other or all at once; by itself the former on CPUs, where it is faster."""
     name: str = "loki"
     dense_prompt: bool = True
 
@@ -61,7 +65,9 @@ class LokiAttention:
         ranked = jnp.where(seen.valid[:, None, None], ranked, -jnp.inf)
         blocks = jnp.take_along_axis(ranked.reshape(*chosen.shape, self.block), places[..., None], -2)
         blocks = jnp.where(counts[..., None], blocks, -jnp.inf)
-        read = _by_head if self.by_head else _at_once
+        read: Callable[..., Attended] = _by_head if self.by_head else _at_once
+        if self.by_head is None:
+            read = partial(lax.platform_dependent, cpu=_by_head, default=_at_once)
         out, kept = read(turned[..., self.first :], blocks, places, new[1:], arrays[1:], seen.newest)
         return out.astype(q.dtype), (first, *kept)
 
@@ -80,7 +86,8 @@ class LokiAttention:
 
     def most(self, capacity: int) -> int:
         """The most blocks that are chosen of a cache."""
-        return min(-(-max(int(capacity * self.keys), 1) // self.block), capacity // self.block)
+        keys = int(np.float32(capacity) * np.float32(self.keys))  # as `number` has it
+        return min(-(-max(keys, 1) // self.block), capacity // self.block)
 
 
 def _by_head(
@@ -88,31 +95,30 @@ def _by_head(
 ) -> Attended:
     """One KV head of one slot after the other, for CPUs: what is read is worked on while it is in a core's cache.
 
-    The loop writes the new token too: arrays that it only read would be copied, as they are needed behind it.
+    The loop writes the new token too: arrays that it only read would be copied, as they are needed behind it. They go
+    through it in their own shape: flat ones of a single head would be copied too.
     """
     slots, kv_heads, group, _, block = ranked.shape
-    capacity = arrays[0].shape[2]
 
     def one(at: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         out, *held = carry
         slot, head = at // kv_heads, at % kv_heads
-        start = at * capacity
         held = [
-            lax.dynamic_update_slice(array, token[slot, head].astype(array.dtype), (start + newest[slot], 0))
+            lax.dynamic_update_slice(
+                array, token[slot, head][None, None].astype(array.dtype), (slot, head, newest[slot], 0)
+            )
             for array, token in zip(held, new, strict=True)
         ]
         outs = []
         for query in range(group):
-            rows = start + (places[slot, head, query, :, None] * block + jnp.arange(block)).reshape(-1)
-            tail, value = (jnp.take(array, rows, 0, mode="clip") for array in held)
+            rows = (places[slot, head, query, :, None] * block + jnp.arange(block)).reshape(-1)
+            tail, value = (array.at[slot, head, rows].get(mode="clip") for array in held)
             outs.append(_read(rest[slot, head, query], ranked[slot, head, query].reshape(-1), tail, value))
         return lax.dynamic_update_index_in_dim(out, jnp.stack(outs), at, 0), *held
 
-    flat = [array.reshape(slots * kv_heads * capacity, array.shape[3]) for array in arrays]
     out = jnp.zeros((slots * kv_heads, group, arrays[1].shape[3]), jnp.float32)
-    out, *flat = lax.fori_loop(0, slots * kv_heads, one, (out, *flat))
-    kept = tuple(a.reshape(array.shape) for a, array in zip(flat, arrays, strict=True))
-    return out.reshape(slots, kv_heads, group, -1), kept
+    out, *kept = lax.fori_loop(0, slots * kv_heads, one, (out, *arrays))
+    return out.reshape(slots, kv_heads, group, -1), tuple(kept)
 
 
 def _at_once(
@@ -120,8 +126,12 @@ def _at_once(
 ) -> Attended:
     """All heads together, for accelerators: what is chosen is laid out for a layer, a share `keys` of its cache."""
     block, arrays = ranked.shape[-1], append(arrays, new, newest)
-    rows = (places[..., None] * block + jnp.arange(block)).reshape(*places.shape[:3], -1)
-    tail, value = (jnp.take_along_axis(array[:, :, None], rows[..., None], 3) for array in arrays)
+    slots, kv_heads, capacity, _ = arrays[0].shape
+    start = (jnp.arange(slots * kv_heads) * capacity).reshape(slots, kv_heads, 1, 1)
+    rows = start + (places[..., None] * block + jnp.arange(block)).reshape(*places.shape[:3], -1)
+    tail, value = (
+        jnp.take(array.reshape(slots * kv_heads * capacity, array.shape[3]), rows, 0, mode="clip") for array in arrays
+    )
     each = jax.vmap(jax.vmap(jax.vmap(_read)))
     return each(rest, ranked.reshape(rows.shape), tail, value), arrays
 
@@ -136,4 +146,6 @@ def _read(rest: jax.Array, ranked: jax.Array, tail: jax.Array, value: jax.Array)
 
 def turn(x: jax.Array, components: jax.Array) -> jax.Array:
     """[slots, kv_heads, n, D] by each head's components [kv_heads, D, D]."""
-    return jnp.einsum("bknd,kde->bkne", x, components.astype(x.dtype))
+    turned = jnp.einsum("bknd,kde->bkne", x, components.astype(x.dtype))
+    # Else XLA's GPU compiler turns the whole cache to the layout that its product has, for a token to be written to it.
+    return with_layout_constraint(turned, Layout(major_to_minor=(0, 1, 2, 3)))

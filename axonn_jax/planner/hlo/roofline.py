@@ -122,19 +122,26 @@ def _moved(inside: Computation, one: Instruction, called: Computation | None) ->
             _size(arrays(inside.by_name[name].shape)) for name in one.operands if name in inside.by_name
         )
     users_of: dict[str, list[Instruction]] = {}
+    same: dict[str, str] = {}  # bitcasts, by the parameter whose bytes they are
     for user in called.instructions:
-        for name in set(user.operands):
+        names = {same.get(name, name) for name in user.operands}
+        if user.opcode == "bitcast" and called.by_name[min(names)].opcode == "parameter":
+            same[user.name] = min(names)
+            continue
+        for name in names:
             users_of.setdefault(name, []).append(user)
+
+    def first(user: Instruction) -> str:
+        return same.get(user.operands[0], user.operands[0])
+
     read = 0.0
     for parameter in called.instructions:
         if parameter.opcode != "parameter":
             continue
         users = users_of.get(parameter.name, [])
-        if users and all(user.opcode in _PARTIAL and user.operands[0] == parameter.name for user in users):
+        if users and all(user.opcode in _PARTIAL and first(user) == parameter.name for user in users):
             read += sum(_size(arrays(user.shape)) for user in users)
-        elif users and all(
-            user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name for user in users
-        ):
+        elif users and all(user.opcode == "dynamic-update-slice" and first(user) == parameter.name for user in users):
             updates = sum(_size(arrays(called.by_name[user.operands[1]].shape)) for user in users)
             written -= _size(arrays(parameter.shape)) - updates
         else:
