@@ -145,6 +145,20 @@ def last_flush() -> None:
     reader_is_gone(sys.stderr)
 
 
+@contextlib.contextmanager
+def libraries_on_stderr() -> Iterator[None]:
+    """Sends what libraries below Python print to stdout, as gloo does, to stderr meanwhile."""
+    sys.stdout.flush()
+    real = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(real, 1)
+        os.close(real)
+
+
 def _lead_nowhere(number: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     if null != number:

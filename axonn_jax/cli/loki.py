@@ -1,6 +1,7 @@
 """``axonn-jax loki``: finds in which directions a model's keys vary, to rank keys by a few of them."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from axonn_jax.cli_args import Arg, Positive
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.terminal import Ticker, say, table
+from axonn_jax.terminal import Ticker, libraries_on_stderr, say, table
 
 if TYPE_CHECKING:
     from axonn_jax.loki.components import Components
@@ -49,6 +50,8 @@ def run(args: Loki) -> int:
     Raises:
         UserError: RUN_DIR or the data are of no use, or not of one vocabulary.
     """
+    import numpy as np
+
     from axonn_jax.data.loader import TokenSamples
     from axonn_jax.inference.weights import check_grid, of_run, shape_of
 
@@ -60,38 +63,51 @@ def run(args: Loki) -> int:
     length = args.seq_len or shape.seq_len
     if length > shape.seq_len:
         raise UserError("--seq-len", length, f"at most model.seq_len = {shape.seq_len}")
-    samples = TokenSamples(args.data, "validation", length)
-    if samples.manifest.vocab > shape.vocab:
-        raise UserError("--data", str(args.data), f"tokens below model.vocab = {shape.vocab}")
+    try:
+        samples = TokenSamples(args.data, "valid", length)
+    except UserError as error:
+        field = "--seq-len" if error.field == "model.seq_len" else "--data"
+        raise UserError(field, error.value, error.accepted) from None
+    check_tokenizer(args, samples.manifest.vocab, shape.vocab)
+    rows = -(-_ROWS // args.grid.batch_shards) * args.grid.batch_shards
+    count = min(args.tokens // length, len(samples)) // rows
+    if not count:
+        accepted = f"at least {rows * length}: {rows} sequences of {length}"
+        if len(samples) < rows:
+            accepted = f"{accepted}, of which the validation split of {args.data} has {len(samples)}; see --seq-len"
+        raise UserError("--tokens", args.tokens, accepted)
 
     from axonn_jax.distributed.initialize import start
     from axonn_jax.loki import components
 
-    _, grid = start(args.grid)
+    path = args.run_dir / components.FILE
+    if path.is_dir() or not os.access(args.run_dir, os.W_OK):
+        raise UserError("RUN_DIR", str(args.run_dir), f"a directory in which {components.FILE} can be written")
+    with libraries_on_stderr():
+        _, grid = start(args.grid)
     loaded = of_run(args.run_dir, grid, "float32", warn=say)
-    rows = -(-_ROWS // grid.shape.batch_shards) * grid.shape.batch_shards
-    count = min(args.tokens // length, len(samples)) // rows
-    if not count:
-        raise UserError("--tokens", args.tokens, f"at least {rows * length}: {rows} sequences of {length}")
     with Ticker("calibrating") as ticker:
 
         def batches() -> Iterator[Any]:
-            import numpy as np
-
             for batch in range(count):
                 ticker.now("sequences", count * rows, done=batch * rows)
                 yield np.stack([samples[batch * rows + row][:-1] for row in range(rows)])
 
         program = components.moments(loaded.parts, grid.mesh, "float32")
-        calibrated = components.calibrate(program, loaded.params, batches())
+        try:
+            calibrated = components.calibrate(program, loaded.params, batches())
+        except np.linalg.LinAlgError:  # of keys that are not finite
+            raise UserError("RUN_DIR", str(args.run_dir), "weights that give finite keys") from None
     chosen = calibrated[args.keys]
     weights = components.fingerprint(loaded.params)
     if grid.rank:
         return 0
     if chosen.tokens < _FEW * shape.head_dim:
         say(f"warning: {chosen.tokens} tokens are few for {shape.head_dim} features; --tokens")
-    path = args.run_dir / components.FILE
-    components.save(chosen, path, shape, weights, args.keys)
+    try:
+        components.save(chosen, path, shape, weights, args.keys)
+    except OSError as error:
+        raise UserError("RUN_DIR", str(args.run_dir), f"room for {components.FILE}; {error.strerror}") from None
     if args.plot:
         draw(calibrated, shape.head_dim, args.run_dir / "loki.png")
     ranks = {kind: of_kind.ranks().tolist() for kind, of_kind in calibrated.items()}
@@ -103,6 +119,18 @@ def run(args: Loki) -> int:
     print("\n".join(table(heads, lines)))
     print(f"components that hold 90 % of the variance, of {shape.head_dim}; {chosen.tokens:,} tokens; {path}")
     return 0
+
+
+def check_tokenizer(args: Loki, vocab: int, most: int) -> None:
+    """Raises ``UserError`` for data of a tokenizer that is not RUN_DIR's."""
+    from axonn_jax.data.tokenize import load
+
+    if vocab > most:
+        raise UserError("--data", str(args.data), f"tokens below model.vocab = {most}; these are of {vocab}")
+    own, theirs = args.run_dir / "tokenizer.json", args.data / "tokenizer.json"
+    if own.exists() and load(own, "RUN_DIR").get_vocab() != load(theirs, "--data").get_vocab():
+        accepted = f"tokens of RUN_DIR's tokenizer: axonn-jax prepare SOURCE_DIR DATA_DIR --tokenizer {args.run_dir}"
+        raise UserError("--data", str(args.data), accepted)
 
 
 def _span(ranks: list[int]) -> str:
@@ -125,10 +153,10 @@ def draw(calibrated: "dict[str, Components]", head_dim: int, path: Path) -> None
             axes.plot(layers, ranks[:, head], ".", color=color, alpha=0.4)
         axes.plot(layers, ranks.mean(1), "-", color=color, label=f"{words} rotation")
     axes.axhline(head_dim, color="0.5", linestyle="--", label="features of a head")
-    axes.set(xlabel="layer", ylabel="components of 90 % of the variance", ylim=(0, head_dim * 1.08))
+    axes.set(xlabel="layer", ylabel="components that hold 90 %", ylim=(0, head_dim * 1.08))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     try:
         figure.savefig(path)
     except OSError as error:

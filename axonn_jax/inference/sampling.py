@@ -15,6 +15,7 @@ from axonn_jax.tensor.collectives import all_reduce, all_reduce_max, axis_size, 
 from axonn_jax.tensor.loss import VOCAB_AXIS
 
 _IMPL = "threefry2x32"  # by name: texts shall not change with jax's default
+_LEAST, _MOST = 0.0001, 10_000  # what scores are divided by; beyond, they may no longer be finite in float32
 
 
 class SamplingForm(NamedTuple):
@@ -45,16 +46,16 @@ class Sampling:
 
     def check(self) -> None:
         """Raises ``UserError`` for a number out of range."""
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError("--temperature", self.temperature, "a finite number of at least 0")
+        if self.temperature != 0 and not _LEAST <= self.temperature <= _MOST:
+            raise UserError("--temperature", self.temperature, f"0, or a number from {_LEAST} to {_MOST:,}")
         if self.top_k < 0:
             raise UserError("--top-k", self.top_k, "an integer of at least 0")
         if not 0 < self.top_p <= 1:
             raise UserError("--top-p", self.top_p, "a number above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise UserError("--min-p", self.min_p, "a number from 0 to 1")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise UserError("--repetition-penalty", self.repetition_penalty, "a finite number above 0")
+        if not _LEAST <= self.repetition_penalty <= _MOST:
+            raise UserError("--repetition-penalty", self.repetition_penalty, f"a number from {_LEAST} to {_MOST:,}")
         if not 0 <= self.seed < 2**32:
             raise UserError("--seed", self.seed, f"an integer of at least 0 and below {2**32}")
 

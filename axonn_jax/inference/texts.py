@@ -8,6 +8,8 @@ from axonn_jax.inference.generator import Continuation, Generator, Request
 from axonn_jax.inference.sampling import Sampling
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_BEFORE = 16
+"""Tokens of the prompt that are decoded with a text."""
 
 
 class TextPart(NamedTuple):
@@ -39,27 +41,35 @@ def write(
 ) -> Iterator[TextPart]:
     """Yields texts as they come; each ends at its tokens, at one of the generator's `stops` or before a `stop` string.
 
-    What may be the beginning of a stop string, or of a character whose bytes are not all there, is held back.
+    What may be the beginning of a stop string, or of a character whose bytes are not all there, is held back. The
+    token with which a stop string is complete is a part's last.
     """
     texts = [_Text() for _ in requests]
     longest = max(map(len, stop), default=1) - 1
 
-    def decoded(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode([token for token in ids if token not in generator.programs.stops]))
+    def decoded(request: int, ids: Sequence[int]) -> str:
+        """Behind a part of the prompt: alone, some tokenizers' texts begin without their blank."""
+        before = requests[request].prompt[-_BEFORE:]
+        kept = [token for token in ids if token not in generator.programs.stops]
+        return str(tokenizer.decode([*before, *kept]))[len(str(tokenizer.decode(before))) :]
 
     def stopped(request: int, piece: Continuation) -> bool:
-        text = decoded(texts[request].ids + piece.ids)
-        return any(ending in text for ending in stop)
+        return bool(stop) and _holds(decoded(request, texts[request].ids + piece.ids), stop)
 
     for piece in generator.stream(requests, sampling, logs=logs, until=stopped):
         so_far = texts[piece.request]
+        full = decoded(piece.request, so_far.ids + piece.ids)
+        number = len(piece.ids)
+        if ends := [at for text in stop if (at := full.find(text)) >= 0]:
+            full = full[: min(ends)]
+            new = (n for n in range(1, number) if _holds(decoded(piece.request, so_far.ids + piece.ids[:n]), stop))
+            number = next(new, number)
         so_far.ids += piece.ids
-        full = decoded(so_far.ids)
-        ends = [at for text in stop if (at := full.find(text)) >= 0]
-        full = full[: min(ends)] if ends else full
-        ready = len(full)
-        if not piece.ended:
-            ready = len(full.rstrip(UNFINISHED)) if full.endswith(UNFINISHED) else ready - longest
+        ready = len(full) if piece.ended else len(full.rstrip(UNFINISHED)) - longest
         ready = max(ready, so_far.shown)
         shown, so_far.shown = full[so_far.shown : ready], ready
-        yield TextPart(piece.request, shown, piece.ids, piece.log_probabilities, piece.ended)
+        yield TextPart(piece.request, shown, piece.ids[:number], piece.log_probabilities[:number], piece.ended)
+
+
+def _holds(text: str, stop: Sequence[str]) -> bool:
+    return any(ending in text for ending in stop)

@@ -85,7 +85,7 @@ class HeavyHitters(FullAttention):
     """H2O (Zhang et al., NeurIPS 2023): the newest half of the keys, and those that got most attention so far.
 
     What is not kept once is gone. Its sums of attention are a third array of the cache, minus infinity where a key is
-    gone; prompts therefore go through token by token.
+    gone; prompts therefore go through token by token, and a slot that waits (of 0 tokens) keeps what it has.
     """
 
     keys: float
@@ -104,9 +104,8 @@ class HeavyHitters(FullAttention):
 
     def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
         """The softmax over what is kept, whose weights are added to the sums."""
-        arrays = append(arrays, new, seen.newest)
-        k, v, sums = arrays
-        scored, sums = scores(q, k), jnp.swapaxes(sums, 2, 3)
+        k, v, before = append(arrays, new, seen.newest)
+        scored, sums = scores(q, k), jnp.swapaxes(before, 2, 3)
         number = _number(seen, self.keys)
         newest = (_age(seen, scored.shape[-1])[:, None, None] < jnp.maximum(number // 2, 1)[..., None]) & seen.valid[
             :, None, None
@@ -115,7 +114,8 @@ class HeavyHitters(FullAttention):
         kept = (newest | heavy) & (sums > -jnp.inf)
         masked = jnp.where(kept, scored, -jnp.inf)
         sums = jnp.where(kept, sums + jax.nn.softmax(masked, -1), -jnp.inf)
-        return weighted(scored, kept, v).astype(q.dtype), (k, v, jnp.swapaxes(sums, 2, 3))
+        after = jnp.where((seen.tokens > 0)[:, None, None, None], jnp.swapaxes(sums, 2, 3), before)
+        return weighted(scored, kept, v).astype(q.dtype), (k, v, after)
 
 
 @dataclass(frozen=True)

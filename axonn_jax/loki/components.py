@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
+from axonn_jax.documents import parse_json, replace_whole, typed
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.inference.attend import CachedAttention, FullAttention
@@ -117,11 +118,11 @@ def fingerprint(params: Params) -> list[float]:
 
 def save(components: Components, path: Path, shape: ModelShape, weights: Sequence[float], keys: str) -> None:
     """Writes them to a file with the model and the `fingerprint` of the weights that they are of."""
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save as bytes_of
 
     facts = {"model": json.dumps(asdict(shape), sort_keys=True), "weights": json.dumps(weights)}
     arrays = {name: getattr(components, name) for name in ("vectors", "means", "variances")}
-    save_file(arrays, path, {**facts, "tokens": str(components.tokens), "keys": keys})
+    replace_whole(path, bytes_of(arrays, {**facts, "tokens": str(components.tokens), "keys": keys}))
 
 
 def load(path: Path, run: Path, shape: ModelShape) -> tuple[Components, Mapping[str, str]]:
@@ -136,13 +137,22 @@ def load(path: Path, run: Path, shape: ModelShape) -> tuple[Components, Mapping[
             arrays = {name: file.get_tensor(name) for name in ("vectors", "means", "variances")}
             facts = dict(file.metadata() or {})
         components = Components(**arrays, tokens=int(facts["tokens"]))
+        typed(tuple[float, ...], parse_json(facts["weights"].encode()), "weights")
         same = facts["model"] == json.dumps(asdict(shape), sort_keys=True)
+        same &= components.vectors.shape == (shape.layers, shape.kv_heads, shape.head_dim, shape.head_dim)
+        if same and not _orthonormal(components.vectors):
+            raise ValueError("its components are not orthonormal")
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise UserError("--attention", "loki", f"a calibration: {path} is damaged ({error}); {command}") from None
-    wanted = (shape.layers, shape.kv_heads, shape.head_dim, shape.head_dim)
-    if not same or components.vectors.shape != wanted:
+    if not same:
         raise UserError("--attention", "loki", f"a calibration of this model: {path} is another's; {command}")
     return components, facts
+
+
+def _orthonormal(vectors: NDArray[Any]) -> bool:
+    if vectors.dtype != np.float32:
+        return False
+    return np.allclose(np.swapaxes(vectors, -1, -2) @ vectors, np.eye(vectors.shape[-1]), atol=_SAME)
 
 
 def check_weights(facts: Mapping[str, str], params: Params, run: Path) -> None:

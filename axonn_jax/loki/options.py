@@ -25,10 +25,10 @@ class LokiOptions:
                 raise UserError(f"--loki.{name}", getattr(self, name), "a number above 0 and at most 1")
         if self.block not in (1, 2, 4, 8, 16, 32, 64):
             raise UserError("--loki.block", self.block, "1, 2, 4, 8, 16, 32 or 64")
-        if attention != "loki":
-            for name in ("features", "block"):
-                if getattr(self, name) != getattr(LokiOptions(), name):
-                    raise UserError(f"--loki.{name}", getattr(self, name), f"nothing with --attention {attention}")
+        unread = {"loki": (), "full": ("features", "keys", "block")}.get(attention, ("features", "block"))
+        for name in unread:
+            if getattr(self, name) != getattr(LokiOptions(), name):
+                raise UserError(f"--loki.{name}", getattr(self, name), f"nothing with --attention {attention}")
 
     def first(self, shape: ModelShape) -> int:
         """How many features keys are ranked by."""

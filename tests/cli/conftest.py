@@ -1,5 +1,6 @@
 """What the tests of bad input share: prepared data, an empty place to run in, and what a refusal looks like."""
 
+import shutil
 import sys
 import types
 
@@ -7,6 +8,7 @@ import pytest
 
 from axonn_jax.cli.main import main
 from axonn_jax.data.prepare import prepare
+from axonn_jax.distributed import initialize
 
 BASE = {
     "model": ["layers = 2", "hidden = 32", "heads = 4", "seq_len = 16"],
@@ -58,6 +60,17 @@ def write_config(place, prepared):
         (place / "run.toml").write_text(text.replace("DATA", str(data)))
 
     return write
+
+
+@pytest.fixture
+def run_dir(prepared, place, write_config, monkeypatch):
+    """The directory of a run as far as a refusal to generate reads it; jax must not be started."""
+    write_config({"model": ["vocab = 300"]})
+    (place / "run").mkdir()
+    (place / "run.toml").rename(place / "run" / "config.toml")
+    shutil.copyfile(prepared / "tokenizer.json", place / "run" / "tokenizer.json")
+    monkeypatch.setattr(initialize, "start", lambda *_: pytest.fail("jax was started"))
+    return place / "run"
 
 
 @pytest.fixture

@@ -228,7 +228,7 @@ COMMANDS = {
     "unknown command": (
         ["trian"],
         [
-            "command = 'trian': one of train, launch, inspect, prepare, generate, convert, prune, timeline, ",
+            "command = 'trian': one of train, launch, inspect, prepare, generate, loki, convert, prune, timeline, ",
             "did you mean 'train'?",
         ],
     ),

@@ -9,10 +9,10 @@ import pytest
 from launched import AXONN, MPIRUN, UNDER_MPIRUN
 from launched import environment as of_mpirun
 
-from axonn_jax.cli.calibrate import libraries_on_stderr
 from axonn_jax.cli.main import main
 from axonn_jax.planner.machines.machine import MEASURED_KINDS
 from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.terminal import libraries_on_stderr
 
 
 def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):

@@ -3,25 +3,17 @@
 import io
 import json
 import os
-import shutil
+import re
 import subprocess
 import sys
+import types
 
 import pytest
 
 from axonn_jax.cli.main import main
 from axonn_jax.distributed import initialize
-
-
-@pytest.fixture
-def run_dir(prepared, place, write_config, monkeypatch):
-    """The directory of a run as far as a refusal reads it; jax must not be started."""
-    write_config({"model": ["vocab = 300"]})
-    (place / "run").mkdir()
-    (place / "run.toml").rename(place / "run" / "config.toml")
-    shutil.copyfile(prepared / "tokenizer.json", place / "run" / "tokenizer.json")
-    monkeypatch.setattr(initialize, "start", lambda *_: pytest.fail("jax was started"))
-    return place / "run"
+from axonn_jax.errors import UserError
+from axonn_jax.inference.texts import TextPart
 
 
 def change(act):
@@ -63,18 +55,24 @@ def test_a_prompt_that_is_not_utf8_as_a_shell_gives_it(run_dir):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
+def writing(monkeypatch, *parts):
+    """Puts a generator that gives these (text's number, piece, whether it ends) in the place of the real one."""
+
+    def write(*_, **__):
+        for request, text, ended in parts:
+            if isinstance(text, Exception):
+                raise text
+            yield TextPart(request, text, [1, 2], [-0.5, -1.5], ended)
+
+    grid = types.SimpleNamespace(rank=0)
+    monkeypatch.setattr("axonn_jax.inference.generator.Generator", lambda *_, **__: types.SimpleNamespace(grid=grid))
+    monkeypatch.setattr("axonn_jax.inference.texts.write", write)
+    monkeypatch.setattr(initialize, "start", lambda *_: (None, grid))
+
+
 def told(monkeypatch, stream, pieces):
     """What a generator that gives these pieces writes to a stream."""
-
-    class Told:
-        def __init__(self, *_):
-            pass
-
-        def continue_prompt(self, prompt, **_):
-            return iter(pieces)
-
-    monkeypatch.setattr("axonn_jax.inference.texts.Generator", Told)
-    monkeypatch.setattr(initialize, "start", lambda *_: (None, None))
+    writing(monkeypatch, *((0, text, at == len(pieces) - 1) for at, text in enumerate(pieces)))
     monkeypatch.setattr(sys, "stdout", stream)
     assert main(["generate", "run", "--prompt", "say "]) == 0
     stream.flush()
@@ -98,3 +96,40 @@ def test_in_a_pipe_a_models_text_is_as_it_is(run_dir, monkeypatch):
     pipe = io.BytesIO()
     told(monkeypatch, io.TextIOWrapper(pipe, encoding="utf-8", newline=""), [TEXT])
     assert pipe.getvalue().decode() == f"say {TEXT}\n"
+
+
+def prompts(folder, *texts):
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return ["generate", "run", "--prompts", "prompts.jsonl"]
+
+
+SHUFFLED = [(2, "C", False), (1, "B", True), (0, "A", False), (2, "c", True), (0, "a", True), (3, "D", True)]
+
+
+def test_texts_are_printed_whole_and_in_their_order(run_dir, place, monkeypatch, capsys):
+    writing(monkeypatch, *SHUFFLED)
+    words = [*prompts(place, "say ", "\u00e9"), "--samples", "2"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == "say Aa\n\nsay B\n\n\u00e9Cc\n\n\u00e9D\n\n"
+    assert main([*words, "--json", "--logprobs"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["prompt"], one["sample"], one["text"]) for one in found] == [
+        ("say ", 0, "Aa"), ("say ", 1, "B"), ("\u00e9", 0, "Cc"), ("\u00e9", 1, "D"),
+    ]  # fmt: skip
+    assert [one["logprobs"] for one in found] == [[-0.5, -1.5] * len(one["text"]) for one in found]
+
+
+def test_the_speed_leaves_out_what_came_with_compilation(run_dir, place, monkeypatch, capsys):
+    writing(monkeypatch, (0, "a", False), (0, "b", True))
+    assert main(["generate", "run", "--prompt", "x"]) == 0
+    line = r"4 tokens in \d+\.\d s with prompts and compilation; the last 2: [\d,.]+ tokens/s\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+    writing(monkeypatch, (0, "a", True), (1, "b", True))
+    assert main(prompts(place, "x", "y")) == 0
+    assert re.fullmatch(r"4 tokens in \d+\.\d s with prompts and compilation\n", capsys.readouterr().err)
+
+
+def test_a_prompt_is_not_printed_before_an_error(run_dir, monkeypatch, capsys):
+    writing(monkeypatch, (0, UserError("model", "its weights", "finite ones"), True))
+    assert main(["generate", "run", "--prompt", "x"]) == 2
+    assert capsys.readouterr() == ("", "error: model = 'its weights': finite ones\n")

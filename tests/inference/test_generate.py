@@ -4,13 +4,22 @@ import json
 import subprocess
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
 
+import grids
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import axonn_jax as ax
 from axonn_jax.cli.main import main
 from axonn_jax.data.prepare import prepare
+from axonn_jax.data.tokenize import load
+from axonn_jax.grid import GridShape
+from axonn_jax.inference.forward import logits
+from axonn_jax.inference.weights import of_run
 
 CONFIG = """
 [model]
@@ -57,43 +66,28 @@ def test_the_run_directory_holds_what_it_should(trained):
     assert set(records[-1]) == {"step", "eval_loss", "unigram_entropy"}
 
 
-def test_the_same_seed_gives_the_same_text_from_weights_of_another_grid(trained):
-    words = ("generate", "runs/tiny", "--prompt", "import ", "--tokens", "40", "--json")
-    first, second = run(*words, cwd=trained), run(*words, cwd=trained)
-    assert first.returncode == 0, first.stderr
-    assert first.stdout == second.stdout
-    answer = json.loads(first.stdout)
-    assert answer["prompt"] == "import "
-    assert len(answer["text"]) > 10
-    other = json.loads(run(*words, "--seed", "1", cwd=trained).stdout)
-    assert other["text"] != answer["text"]
+def generated(capsys, *words):
+    assert main(["generate", "runs/tiny", "--prompt", "import ", "--tokens", "20", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
-def test_the_likeliest_token_is_the_models(trained, monkeypatch):
-    """Greedy text equals argmax over the trained weights' logits, token by token."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
+def test_the_same_seed_gives_the_same_text_from_weights_of_another_grid(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    first, second, other = (generated(capsys, *words) for words in ((), ("--grid.y", "2"), ("--seed", "1")))
+    assert first == second
+    assert (first["prompt"], first["sample"]) == ("import ", 0)
+    assert len(first["text"]) > 10
+    assert other["text"] != first["text"]
 
-    import axonn_jax as ax
-    from axonn_jax.data.tokenize import load
-    from axonn_jax.grid import GridShape, build_grid
-    from axonn_jax.inference.texts import Generator, logits
-    from axonn_jax.models import Transformer
-    from axonn_jax.tensor.params import split_module
 
-    grid = build_grid(GridShape(), jax.devices()[:1])
-    shape = ax.models.ModelShape(1, 32, 2, 2, 128, 400, 32)
-    tokenizer = load(trained / "runs" / "tiny" / "tokenizer.json")
-    generator = Generator(trained / "runs" / "tiny", shape, tokenizer, grid)
-    text = "".join(generator.continue_prompt("def ", tokens=5, temperature=0, top_k=0, seed=0))
-    parts = split_module(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))))
-    ids = list(tokenizer.encode("def ").ids)
-    start = len(ids)
-    for _ in range(5):
-        scores = logits(parts, grid.mesh, generator.params, jnp.asarray([ids]))
-        ids.append(int(np.argmax(scores[0, -1])))
-    assert tokenizer.decode(ids[start:]) == text
+def test_the_likeliest_token_is_the_models(trained):
+    """Greedy tokens equal argmax over the trained weights' logits, one by one."""
+    run_dir, grid = trained / "runs" / "tiny", grids.lay(GridShape())
+    ids = load(run_dir / "tokenizer.json").encode("def ").ids
+    ((found,),) = ax.Generator(run_dir, grid).generate([ids], tokens=5, sampling=ax.Sampling(temperature=0))
+    loaded = of_run(run_dir, grid, "float32")
+    scores = jax.jit(partial(logits, loaded.parts, grid.mesh))(loaded.params, jnp.asarray([ids + found]))
+    assert found == np.argmax(scores[0, len(ids) - 1 : -1], -1).tolist()
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +28,7 @@ from axonn_jax.planner.machines.machine import (
 )
 from axonn_jax.planner.machines.machine_file import PLATFORMS, dumps_machine, loads_machine
 from axonn_jax.tensor.kernel_choice import choose_form
+from axonn_jax.terminal import libraries_on_stderr
 from axonn_jax.version import __version__
 
 if TYPE_CHECKING:
@@ -84,20 +84,6 @@ def run(args: Calibrate) -> int:
         print(json.dumps(figures) if args.json else _table(figures))
         print(f"wrote {args.out}", file=sys.stderr)
     return 0
-
-
-@contextmanager
-def libraries_on_stderr() -> Iterator[None]:
-    """Sends what libraries below Python print to stdout, as gloo does, to stderr meanwhile."""
-    sys.stdout.flush()
-    real = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(real, 1)
-        os.close(real)
 
 
 def _writable(path: Path) -> bool:

@@ -1,18 +1,18 @@
 """``axonn-jax generate``: continues prompts with a trained model."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from axonn_jax.cli_args import Arg, NotNegative, Positive
-from axonn_jax.errors import UserError
+from axonn_jax.cli_args import Arg, NotNegative
+from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.loki.options import LokiOptions
 from axonn_jax.options import CachedKeys, InferencePrecision
+from axonn_jax.terminal import libraries_on_stderr
 
-_TOKENS = 100
 _AT_ONCE = 16
+_MOST_SAMPLES = 1_000_000
 _DTYPES = {"auto": None, "fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -26,7 +26,7 @@ class Generate:
     """The text to continue."""
     prompts: Annotated[Path | None, Arg(default="--prompt")] = None
     """A file of many: a JSON object with the key "prompt" a line."""
-    samples: Positive = 1
+    samples: Annotated[int, Arg(least=1, most=_MOST_SAMPLES)] = 1
     """Texts for each prompt."""
     tokens: Annotated[int | None, Arg(default="100, or what model.seq_len leaves", least=1)] = None
     """How many tokens to add at most; a text ends before with the tokenizer's end of text."""
@@ -40,8 +40,8 @@ class Generate:
     """Sample among tokens at least this times as probable as the likeliest."""
     repetition_penalty: float = 1.0
     """Divides positive scores of tokens that the text holds, and multiplies negative ones."""
-    stop: tuple[str, ...] = ()
-    """Texts before which to end."""
+    stop: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
+    """A text before which to end."""
     seed: NotNegative = 0
     """Seed of the sampling; a text depends on prompt, seed and its number among the samples, not on grid or slots."""
     slots: Annotated[int | None, Arg(default="16, or one a text", least=1)] = None
@@ -64,8 +64,8 @@ def run(args: Generate) -> int:
     Raises:
         UserError: the directory is not a run's, or an option is out of range.
     """
-    from axonn_jax.cli.generate.texts import print_texts, read_prompts
-    from axonn_jax.data.tokenize import load, prompt_ids
+    from axonn_jax.cli.generate.texts import print_texts, prompts_of
+    from axonn_jax.data.tokenize import load
     from axonn_jax.inference.sampling import Sampling
     from axonn_jax.inference.weights import check_grid, shape_of
 
@@ -74,21 +74,24 @@ def run(args: Generate) -> int:
     sampling.check()
     if "" in args.stop:
         raise UserError("--stop", "", "a text of at least one character")
+    if args.logprobs and not args.json:
+        raise UserError("--logprobs", True, "--json beside it")
     if (args.prompt is None) == (args.prompts is None):
-        raise UserError("--prompt", args.prompt or "", "a text, or --prompts FILE.jsonl, one of both")
+        given = NOT_GIVEN if args.prompt is None else args.prompt
+        raise UserError("--prompt", given, "either a text or --prompts FILE, a JSON object a line")
     args.loki.check(args.attention)
     check_grid(args.grid)
     shape = shape_of(args.run_dir)
     shape.check_grid(args.grid)
-    tokenizer = load(args.run_dir / "tokenizer.json", "RUN_DIR")
-    if (entries := tokenizer.get_vocab_size()) > shape.vocab:
-        accepted = f"a tokenizer.json of at most model.vocab = {shape.vocab} entries in it; this one has {entries}"
-        raise UserError("RUN_DIR", str(args.run_dir), accepted)
-    prompts = [args.prompt] if args.prompt is not None else read_prompts(args.prompts)
-    ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-    wanted = [budget(args.tokens, tokens, shape.seq_len) for tokens in ids]
     if shape.window and args.attention != "full":
         raise UserError("--attention", args.attention, f"full for a model whose tokens see a window of {shape.window}")
+    if (args.slots or 0) % (replicas := args.grid.batch_shards):
+        raise UserError("--slots", args.slots, f"a multiple of {args.grid.batch_rule} = {replicas}")
+    tokenizer = load(args.run_dir / "tokenizer.json", "RUN_DIR")
+    if (entries := 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())) > shape.vocab:
+        accepted = f"a tokenizer.json of at most model.vocab = {shape.vocab} entries in it; this one has {entries}"
+        raise UserError("RUN_DIR", str(args.run_dir), accepted)
+    prompts = prompts_of(args, tokenizer, shape.seq_len)
 
     from axonn_jax.loki import components
 
@@ -99,17 +102,14 @@ def run(args: Generate) -> int:
     from axonn_jax.distributed.initialize import start
     from axonn_jax.inference.generator import Generator, Request
 
-    _, grid = start(args.grid)
-    requests = [
-        Request(tuple(own), tokens, sample)
-        for own, tokens in zip(ids, wanted, strict=True)
-        for sample in range(args.samples)
-    ]
-    replicas = grid.shape.batch_shards
+    with libraries_on_stderr():
+        _, grid = start(args.grid)
+    requests = [Request(own.ids, own.tokens, sample) for own in prompts for sample in range(args.samples)]
+    slots = args.slots or -(-min(_AT_ONCE, len(requests)) // replicas) * replicas
     generator = Generator(
         args.run_dir,
         grid,
-        slots=args.slots or -(-min(_AT_ONCE, len(requests)) // replicas) * replicas,
+        slots=slots,
         dtype=_DTYPES[args.precision],
         attention=components.attention_of(args.attention, args.loki, shape),
         stops=end_tokens(args.run_dir, tokenizer),
@@ -119,20 +119,8 @@ def run(args: Generate) -> int:
         vectors, facts = calibrated
         components.check_weights(facts, generator.params, args.run_dir)
         generator.extras = components.laid_out(vectors, generator.programs.extra_spec, grid.mesh)
-    print_texts(generator, tokenizer, prompts, requests, sampling, args)
+    print_texts(generator, tokenizer, prompts, requests, sampling, replace(args, slots=slots))
     return 0
-
-
-def budget(tokens: int | None, prompt: Sequence[int], most: int) -> int:
-    """How many tokens to add to a prompt; raises ``UserError`` where the model has no room for them."""
-    room = most - len(prompt)
-    if room < (tokens or 1):
-        accepted = f"at most {room}, as the prompt has {len(prompt)} tokens and model.seq_len is {most}"
-        if room < 1:
-            accepted = f"a prompt of at most {most - 1} tokens (model.seq_len = {most}); this one has {len(prompt)}"
-            raise UserError("--prompt", f"{len(prompt)} tokens", accepted)
-        raise UserError("--tokens", tokens, accepted)
-    return tokens or min(_TOKENS, room)
 
 
 def end_tokens(run: Path, tokenizer: Any) -> tuple[int, ...]:

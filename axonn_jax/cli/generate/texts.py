@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from axonn_jax.errors import UserError
 from axonn_jax.terminal import printable, say
@@ -16,37 +16,79 @@ if TYPE_CHECKING:
     from axonn_jax.inference.sampling import Sampling
 
 _MOST_BYTES = 256 << 20
+_TOKENS = 100
 
 
-def read_prompts(path: Path | None) -> list[str]:
-    """The prompts of a file with a JSON object a line; raises ``UserError`` that names the first line of no use."""
+class Prompt(NamedTuple):
+    """A prompt, and how many tokens to add to it."""
+
+    text: str
+    ids: tuple[int, ...]
+    tokens: int
+
+
+def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
+    """The prompts that a command line gives; raises ``UserError`` for the first that is of no use.
+
+    Of a file's, the error names the line.
+    """
+    from axonn_jax.data.tokenize import prompt_ids
+
+    prompts = []
+    for number, text in {0: args.prompt or ""}.items() if args.prompts is None else _read(args.prompts).items():
+        try:
+            ids = tuple(prompt_ids(tokenizer, text))
+            if len(ids) >= seq_len:
+                accepted = (
+                    f"a prompt of at most {seq_len - 1} tokens (model.seq_len = {seq_len}); this one has {len(ids)}"
+                )
+                raise UserError("--prompt", f"{len(ids)} tokens", accepted)
+        except UserError as error:
+            if args.prompts is None:
+                raise
+            raise UserError("--prompts", _line(args.prompts, number), error.accepted) from None
+        if (args.tokens or 1) > (room := seq_len - len(ids)):
+            where = f" in {_line(args.prompts, number)}" if args.prompts else ""
+            accepted = f"at most {room}, as the prompt{where} has {len(ids)} tokens and model.seq_len is {seq_len}"
+            raise UserError("--tokens", args.tokens, accepted)
+        prompts.append(Prompt(text, ids, args.tokens or min(_TOKENS, room)))
+    return prompts
+
+
+def _read(path: Path) -> dict[int, str]:
+    """The prompts of a file with a JSON object a line, by line."""
     from axonn_jax.documents import parse_json, read_bytes
 
-    assert path is not None
     try:
         lines = read_bytes(path, _MOST_BYTES).splitlines()
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError("--prompts", str(path), f"a file with a JSON object a line; {error.strerror}") from None
+    except ValueError as error:
         raise UserError("--prompts", str(path), f"a file with a JSON object a line; {error}") from None
-    prompts = []
+    prompts = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             entry = parse_json(line)
         except ValueError as error:
-            raise UserError("--prompts", f"{path}, line {number}", f"an object in JSON; {error}") from None
+            raise UserError("--prompts", _line(path, number), f"an object in JSON; {error}") from None
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-            raise UserError("--prompts", f"{path}, line {number}", 'an object whose "prompt" is a text')
-        prompts.append(entry["prompt"])
+            raise UserError("--prompts", _line(path, number), 'an object whose "prompt" is a text')
+        prompts[number] = entry["prompt"]
     if not prompts:
         raise UserError("--prompts", str(path), "at least one line")
     return prompts
 
 
+def _line(path: Path, number: int) -> str:
+    return f"{path}, line {number}"
+
+
 def print_texts(
     generator: "Generator",
     tokenizer: Any,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     requests: "Sequence[Request]",
     sampling: "Sampling",
     args: "Generate",
@@ -56,33 +98,48 @@ def print_texts(
 
     first = generator.grid.rank == 0
     texts = ["" for _ in requests]
-    counts, logs = [0] * len(requests), [[] for _ in requests]  # type: ignore[var-annotated]
+    logs: list[list[float]] = [[] for _ in requests]
     ended, printed = [False] * len(requests), 0
     single = len(requests) == 1 and not args.json
-    if single and first:
-        _put(prompts[0])
-    began = time.perf_counter()
+    speed = _Speed(min(args.slots or 1, len(requests)))
     for piece in write(generator, tokenizer, requests, sampling, stop=args.stop, logs=args.logprobs):
         at = piece.request
+        speed.count(len(piece.ids))
+        if single and first:
+            _put(piece.text if speed.pieces > 1 else prompts[0].text + piece.text)
         texts[at] += piece.text
-        counts[at] += len(piece.ids)
         logs[at] += piece.log_probabilities
         ended[at] = piece.ended
-        if single and first:
-            _put(piece.text)
         while not single and first and printed < len(requests) and ended[printed]:
-            prompt = prompts[printed // args.samples]
+            prompt = prompts[printed // args.samples].text
             result = {"prompt": prompt, "sample": requests[printed].sample, "text": texts[printed]}
             result |= {"logprobs": logs[printed]} if args.logprobs else {}
             _put(json.dumps(result) + "\n" if args.json else f"{prompt}{texts[printed]}\n\n")
             printed += 1
-    if not first:
-        return
-    if single:
-        _put("\n")
-    seconds = time.perf_counter() - began
-    speed = f"{sum(counts):,} tokens in {seconds:.1f} s, {sum(counts) / seconds:,.1f} tokens/s"
-    say(f"{speed} with prompts and compilation")
+    if first:
+        _put("\n" if single else "")
+        say(str(speed))
+
+
+class _Speed:
+    """Tokens and their time, what the first call of the generator gives apart: programs are compiled in it."""
+
+    def __init__(self, at_once: int):
+        self._at_once, self._began = at_once, time.perf_counter()
+        self.pieces, self._tokens, self._early, self._warm = 0, 0, 0, self._began
+
+    def count(self, tokens: int) -> None:
+        """Takes the tokens of a piece."""
+        self.pieces, self._tokens = self.pieces + 1, self._tokens + tokens
+        if self.pieces <= self._at_once:
+            self._early, self._warm = self._tokens, time.perf_counter()
+
+    def __str__(self) -> str:
+        now = time.perf_counter()
+        line = f"{self._tokens:,} tokens in {now - self._began:.1f} s with prompts and compilation"
+        if rest := self._tokens - self._early:
+            line += f"; the last {rest:,}: {rest / (now - self._warm):,.1f} tokens/s"
+        return line
 
 
 def _put(text: str) -> None:
