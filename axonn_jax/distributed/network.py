@@ -15,13 +15,13 @@ _LISTENS = "0A"
 
 
 def keep_mpi_local(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Lets a rank whose run is all on one host use shared memory only, before MPI starts, unless the user has chosen.
+    """Lets a rank whose run is all on one host do without TCP, before MPI starts, unless the user has chosen.
 
-    Open MPI's TCP transport would listen on every address.
+    Open MPI's TCP transport would listen on every address. Shared memory's own name differs between Open MPI 4 and 5.
     """
     local_size, size = (environ.get(f"OMPI_COMM_WORLD_{name}SIZE") for name in ("LOCAL_", ""))
     if local_size is not None and local_size == size:
-        environ.setdefault("OMPI_MCA_btl", "self,sm")
+        environ.setdefault("OMPI_MCA_btl", "^tcp")
 
 
 def offer(hosts: int) -> str:
