@@ -19,7 +19,7 @@ class Seen(NamedTuple):
     newest: jax.Array
     """[slots]: the place of the token that asks."""
     tokens: jax.Array
-    """[slots]: how many places are valid."""
+    """[slots]: how many places are valid; 0: the slot waits, and what comes of it is not read."""
 
 
 class CachedAttention(Protocol):
@@ -27,7 +27,7 @@ class CachedAttention(Protocol):
 
     name: str
     dense_prompt: bool
-    """Whether a prompt goes through in chunks, with full attention; else token by token."""
+    """Whether a prompt goes through in chunks, with full attention, and its keys stay; else token by token."""
 
     def features(self, head_dim: int) -> tuple[tuple[int, Any], ...]:
         """Features and dtype (None: that of the model) of each array of a layer's cache."""

@@ -51,9 +51,10 @@ def append(arrays: LayerCache, new: LayerCache, places: jax.Array) -> LayerCache
     def apart(array: jax.Array, token: jax.Array) -> jax.Array:
         return lax.cond(places[0] >= 0, one, lambda array, _: array, array, token)
 
-    # XLA's CPU compiler writes a single slot's token once more for the product that reads it, in a copy of the cache,
-    # where nothing keeps the two apart.
-    write = partial(lax.platform_dependent, cpu=apart, default=one) if places.shape[0] == 1 else one
+    # XLA's CPU compiler writes the token of a single slot or head once more for the product that reads it, in a copy of
+    # the cache, where nothing keeps the two apart.
+    single = 1 in arrays[0].shape[:2]
+    write = partial(lax.platform_dependent, cpu=apart, default=one) if single else one
     return tuple(write(array, token) for array, token in zip(arrays, new, strict=True))
 
 

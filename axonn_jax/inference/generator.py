@@ -218,7 +218,8 @@ class Generator:
         else:
             self._tell([(slot, list(slot.text)) for slot in new])
         for slot in new:
-            slot.cached = tuple(slot.text) if slot.count <= self._store.capacity else ()
+            kept = self.attention.dense_prompt and slot.count <= self._store.capacity
+            slot.cached = tuple(slot.text) if kept else ()
 
     def _score(self, text: Sequence[int]) -> Scores:
         slot, replicas, mesh = self._slots[0], self.grid.shape.batch_shards, self.grid.mesh

@@ -168,7 +168,8 @@ class Programs:
         valid = here >= 0
         if model.shape.window:
             valid &= here > slots.counts[:, None] - model.shape.window
-        seen = Seen(valid, slots.counts % here.shape[1], jnp.sum(valid, -1, dtype=jnp.int32))
+        tokens = jnp.where(slots.left > 0, jnp.sum(valid, -1, dtype=jnp.int32), 0)
+        seen = Seen(valid, slots.counts % here.shape[1], tokens)
 
         def attend(arrays: LayerCache, extra: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
             k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
