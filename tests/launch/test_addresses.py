@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from launched import CONFIG, UNDER_MPIRUN, Launched, command
+from launched import CONFIG, OF_OPEN_MPI_5, UNDER_MPIRUN, Launched, command
 
 from axonn_jax.distributed.network import exposed, free_port, listen_at, listening, offer, own_address
 from axonn_jax.errors import UserError
@@ -115,6 +115,7 @@ def expected(ranks, stages):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(UNDER_MPIRUN[1].args[0], reason="no MPI; scripts/setup installs one")
+@OF_OPEN_MPI_5
 @pytest.mark.parametrize(
     ("ranks", "axes"),
     [

@@ -1,20 +1,15 @@
 """The MPI channels between two real processes; tests/mpi/channel_worker.py is what each of them runs."""
 
 import json
-import os
-import shutil
-import subprocess
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from launched import MPIRUN, OF_OPEN_MPI_5, UNDER_MPIRUN, finished
 
-MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.skipif(MPIRUN is None or find_spec("mpi4py") is None, reason="no MPI; scripts/setup installs one"),
-]
+pytestmark = UNDER_MPIRUN
 WORKER = Path(__file__).with_name("channel_worker.py")
 CHANNELS = [
     "mpi4py",
@@ -23,16 +18,8 @@ CHANNELS = [
 
 
 def ranks(scenario, channel, devices=1, flags=(), count=2):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_"))}
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [MPIRUN, *flags, "--oversubscribe", "-n", str(count), sys.executable, str(WORKER), scenario, channel]
-    return subprocess.run(
-        [*command, str(devices)],
-        capture_output=True,
-        text=True,
-        env={**kept, **root, "JAX_PLATFORMS": "cpu"},
-        timeout=120,
-    )
+    return finished([*command, str(devices)], timeout=120)
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
@@ -52,7 +39,7 @@ def ranks(scenario, channel, devices=1, flags=(), count=2):
 def test_two_ranks(scenario, devices, channel):
     done = ranks(scenario, channel, devices)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(done.stdout.split("\n")[:-1]) == ["rank 0 done", "rank 1 done"]
+    assert sorted(re.findall(r"rank \d done", done.stdout)) == ["rank 0 done", "rank 1 done"]
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
@@ -93,6 +80,7 @@ def test_mpi4jax_is_refused_where_it_could_not_receive_while_it_sends(monkeypatc
     assert "pipeline.channel = 'mpi4jax': mpi4py in processes of one CPU core" in done.stderr
 
 
+@OF_OPEN_MPI_5
 @pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("scenario", ["killed", "stopped"])
 def test_a_dead_peer_ends_flush_and_close_in_time(scenario, channel):

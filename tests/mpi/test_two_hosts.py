@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launched import CONFIG, MPIRUN, UNDER_MPIRUN, Launched, command, curves, finished
+from launched import CONFIG, MPIRUN, OF_OPEN_MPI_5, UNDER_MPIRUN, Launched, command, curves, finished
 
 from axonn_jax.distributed.network import listening
 
@@ -47,7 +47,7 @@ def why_not():
     return ""
 
 
-pytestmark = UNDER_MPIRUN
+pytestmark = [*UNDER_MPIRUN, OF_OPEN_MPI_5]
 
 
 class Hosts:

@@ -63,7 +63,13 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for other processes: without the launcher's variables, which would make them its ranks."""
     kept = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_")
     launched = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL")
-    clean = {k: v for k, v in environ.items() if k.startswith(kept) or not k.startswith(launched)}
+    # Of mpirun of Open MPI 4, for its ranks: where its daemons are, and that none is to be started.
+    launched_4 = ("OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_MCA_initial_wdir")
+    clean = {
+        k: v
+        for k, v in environ.items()
+        if not k.startswith(launched_4) and (k.startswith(kept) or not k.startswith(launched))
+    }
     # Looking at a GPU must not take its memory away from the run that uses it.
     return {**clean, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
