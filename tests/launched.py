@@ -23,7 +23,7 @@ UNDER_MPIRUN = [
 OPEN_MPI_4 = (
     MPIRUN is not None and b"(Open MPI) 4." in subprocess.run([MPIRUN, "--version"], capture_output=True).stdout
 )
-OF_OPEN_MPI_5 = pytest.mark.skipif(OPEN_MPI_4, reason="mpirun's options and sockets are those of Open MPI 5")
+OF_OPEN_MPI_5 = pytest.mark.skipif(bool(OPEN_MPI_4), reason="mpirun's options and sockets are those of Open MPI 5")
 AXONN = [sys.executable, "-m", "axonn_jax.cli.main"]
 
 CONFIG = """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import gpu_environment
+from launched import OPEN_MPI_4, gpu_environment
 
 from axonn_jax.cli.doctor import Doctor, _show, run
 from axonn_jax.cli.doctor.checks import loopback, pinned, places, preallocated, slurm
@@ -107,7 +107,7 @@ def test_doctor_started_by_mpirun_still_finds_mpi() -> None:
     assert rows["mpi ping"]["status"] == "ok", rows["mpi ping"]
     told = re.fullmatch(r"mpirun on (.*); each rank on (.*)", rows["listens"]["found"])
     assert told, rows["listens"]
-    assert told[2] == "none"  # in shared memory
+    assert told[2] == "none" or OPEN_MPI_4  # in shared memory; ranks of Open MPI 4 listen for its daemons
     if exposed(set(told[1].split(", "))):  # as Open MPI 5.0.11 does
         assert rows["listens"]["status"] == "warning"
         assert rows["listens"]["fix"].startswith("unshare ")
