@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.inference.attend import CachedAttention, FullAttention
+from axonn_jax.inference.cpu_kernels import with_kernels_transposed
 from axonn_jax.inference.programs import NO_TOKEN, ROWS, Programs
 from axonn_jax.inference.sampling import Sampling
 from axonn_jax.inference.slots import NO_KEY, Slot, copy_of, make_slots, parts_of, put, state, tokens_behind
@@ -81,13 +82,15 @@ class Generator:
             raise UserError("slots", slots, f"a multiple of {grid.shape.batch_rule} = {replicas}, at least 1")
         dtype = dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
         loaded = of_model(model, grid, dtype) if isinstance(model, Transformer) else of_run(Path(model), grid, dtype)
-        self.shape, self.grid, self.params = loaded.shape, grid, loaded.params
+        self.shape, self.grid, parts, self.params = loaded.shape, grid, loaded.parts, loaded.params
+        if jax.default_backend() == "cpu":
+            parts, self.params = with_kernels_transposed(parts, self.params, grid.mesh)
         self.length = length or self.shape.seq_len
         if not 1 <= self.length <= self.shape.seq_len:
             raise UserError("length", self.length, f"at least 1 and at most model.seq_len = {self.shape.seq_len}")
         limit = min(limit or self.shape.vocab, self.shape.vocab)
         self.attention = attention or FullAttention()
-        self.programs = Programs(loaded.parts, grid.mesh, self.attention, dtype, tuple(stops), limit)
+        self.programs = Programs(parts, grid.mesh, self.attention, dtype, tuple(stops), limit)
         self.extras: Sequence[Any] = list(extras) if extras is not None else [None] * self.shape.layers
         """What the attention has of each layer, laid out as `programs.extra_spec`."""
         check_memory(self.shape, self.programs, slots, self.length, grid)

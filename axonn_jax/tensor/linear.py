@@ -1,7 +1,7 @@
 """The 4D-sharded matmul: Agarwal's algorithm as a Flax layer."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,12 @@ from axonn_jax.tensor.collectives import (
     scatter_features,
     scatter_sequence,
 )
+from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 from axonn_jax.tensor.params import constant_param, normal_param
 
 TensorAxis = Literal["x", "y"]
+Module = TypeVar("Module", bound=nnx.Module)
 
 
 def swapped(axis: TensorAxis) -> TensorAxis:
@@ -39,21 +41,25 @@ def matmul_4d(
     in_axis: TensorAxis,
     layouts: MatmulLayouts = PLAIN,
     comm: Comm = "all_reduce",
+    *,
+    turned: bool = False,
 ) -> jax.Array:
     """`Y = X W` on local shards: tokens over `data` and `z`, contraction over `in_axis`, columns over the other.
 
     Shapes: `x` [..., k/Gin], `kernel` [k/(Gin Gz), n/Gout] -> [..., n/Gout]. The kernel is cast to `x`'s dtype
-    before it travels; `layouts` says how products are computed. Collectives (DESIGN section 4): forward all-gather of W
-    over `z` and all-reduce of Y over `in_axis`; backward all-reduce of dX over the other axis and reduce-scatter of
-    dW over `z`. With `comm` "sequence" a product over `y` is reduce-scattered along the sequence dim of
-    [batch, seq, n/Gx]. With "gather" a product over `x` takes [..., k] and gives [..., n/(Gy Gx)] without a collective;
-    one over `y` is reduce-scattered over `x` along its features and then all-reduced, [..., k/(Gy Gx)] -> [..., n/Gx].
+    before it travels; it is held [n/Gout, k/Gin] if `turned`, where Gz is 1; `layouts` says how products are computed.
+    Collectives (DESIGN section 4): forward all-gather of W over `z` and all-reduce of Y over `in_axis`; backward
+    all-reduce of dX over the other axis and reduce-scatter of dW over `z`. With `comm` "sequence" a product over `y` is
+    reduce-scattered along the sequence dim of [batch, seq, n/Gx]. With "gather" a product over `x` takes [..., k] and
+    gives [..., n/(Gy Gx)] without a collective; one over `y` is reduce-scattered over `x` along its features and then
+    all-reduced, [..., k/(Gy Gx)] -> [..., n/Gx].
     Source: AxoNN 4D (arXiv 2305.13525), section on the 3D-parallel fully connected layer.
     """
     w = gather_weight(kernel, x.dtype)
     x = mark_varying(x, (swapped(in_axis),))
     tokens = x.reshape(-1, x.shape[-1])  # 2-D: batched operands cost the CPU backend a tenth of a step
-    y = matmul(tokens, w, layouts).reshape(*x.shape[:-1], w.shape[1])
+    y = matmul(tokens, w, layouts, turned=turned)
+    y = y.reshape(*x.shape[:-1], y.shape[1])
     if comm == "gather":
         return y if in_axis == "x" else all_reduce(scatter_features(y), in_axis)
     return scatter_sequence(y) if comm == "sequence" and in_axis == "y" else all_reduce(y, in_axis)
@@ -89,6 +95,8 @@ class Linear(nnx.Module):
         self.in_axis: TensorAxis = in_axis
         self.comm: Comm = comm
         self.layouts = PLAIN
+        self.turned = False
+        """Whether the kernel is held [out, in], as in generation on CPUs (`inference.cpu_kernels`)."""
         self.regather = False
         """Whether the backward pass gathers a split sequence again, in place of keeping what was gathered."""
         kernel_spec, bias_spec = _specs(in_axis, comm)
@@ -106,7 +114,7 @@ class Linear(nnx.Module):
 
     def apply_to_gathered(self, x: jax.Array, kernel: jax.Array | GatheredWeight) -> jax.Array:
         """Computes what a call does for an input that has been gathered, with a kernel in place of the layer's own."""
-        y = matmul_4d(x, kernel, self.in_axis, self.layouts, self.comm)
+        y = matmul_4d(x, kernel, self.in_axis, self.layouts, self.comm, turned=self.turned)
         return y if self.bias is None else add_bias(y, self.bias.get_value())
 
 
@@ -161,3 +169,11 @@ def regather_residual(module: nnx.Module) -> None:
     for _, layer in nnx.iter_modules(module):
         if isinstance(layer, Linear):
             layer.regather = True
+
+
+def with_layouts(model: Module, layouts: MatmulLayouts) -> Module:
+    """Returns the model itself, whose layers now multiply by their own weights as `layouts` says."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear | Embedding):
+            module.layouts = layouts
+    return model

@@ -63,6 +63,7 @@ class Form:
 
 
 AS_WRITTEN = Form()
+_TRANSPOSED = Form(product=True)
 FORMS = tuple(Form(*flags) for flags in itertools.product((False, True), repeat=3))
 """All forms, the one that XLA gets by itself first."""
 
@@ -72,6 +73,8 @@ class MatmulLayouts:
     """The form of every product for which one other than as written has been chosen."""
 
     chosen: tuple[tuple[Product, Form], ...] = ()
+    few: int = 0
+    """Of products of at most so many tokens the transposed one is computed, where nothing else is chosen."""
 
     @classmethod
     def of_forms(cls, forms: Mapping[Product, Form]) -> "MatmulLayouts":
@@ -80,7 +83,8 @@ class MatmulLayouts:
 
     def of(self, product: Product) -> Form:
         """The form to compute a product in."""
-        return dict(self.chosen).get(product, AS_WRITTEN)
+        few = product.m <= self.few and product.stored != "TN"
+        return dict(self.chosen).get(product, _TRANSPOSED if few else AS_WRITTEN)
 
 
 PLAIN = MatmulLayouts()

@@ -22,11 +22,12 @@ from axonn_jax.memory.precision import precisions
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.kernel_choice import AttentionForm, choose_form
+from axonn_jax.tensor.linear import with_layouts
 from axonn_jax.terminal import last_flush, say
 from axonn_jax.train.config import LOCK, Config
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.loop import Run
-from axonn_jax.train.matmul_layouts import choose_layouts, with_layouts
+from axonn_jax.train.matmul_layouts import choose_layouts
 from axonn_jax.train.optimizer import make_optimizer
 from axonn_jax.train.signals import StopSignals
 from axonn_jax.train.trainer import Trainer

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from axonn_jax.distributed.host_sync import HostSync
@@ -22,14 +21,10 @@ from axonn_jax.grid import Grid, GridShape
 from axonn_jax.memory.precision import precisions
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
-from axonn_jax.tensor.embedding import Embedding
-from axonn_jax.tensor.linear import Linear
 from axonn_jax.tensor.matmul import AS_WRITTEN, FORMS, PLAIN, Form, MatmulLayouts, Product, multiply, products
 from axonn_jax.train.config import Config
 from axonn_jax.train.engines.program import sub_batches_of
 from axonn_jax.train.validate import residual_comm_of
-
-Module = TypeVar("Module", bound=nnx.Module)
 
 BUDGET_S = 20.0
 """Seconds that measuring may take; what is not measured by then is computed as written."""
@@ -197,14 +192,6 @@ def choose_layouts(
         turned = "; ".join(f"{product}: {form}" for product, form in layouts.chosen)
         lines.append(f"matmul layouts: {len(layouts.chosen)} of {len(products)} products not as written: {turned}")
     return layouts, lines
-
-
-def with_layouts(model: Module, layouts: MatmulLayouts) -> Module:
-    """Returns the model itself, whose layers now multiply by their own weights as `layouts` says."""
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, Linear | Embedding):
-            module.layouts = layouts
-    return model
 
 
 def local_tokens(config: Config, shape: ModelShape) -> int:

@@ -9,8 +9,9 @@ from workers import Task, pin, serve
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
+from axonn_jax.tensor.linear import with_layouts
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts
-from axonn_jax.train.matmul_layouts import local_products, measure, with_layouts
+from axonn_jax.train.matmul_layouts import local_products, measure
 
 pin()
 
