@@ -103,7 +103,9 @@ WAYS = [
 ]
 
 
-FURTHER = [(axes, {}) for axes in grids.all_grids(2, 4, 8) if (axes, {}) not in WAYS]
+FURTHER = [
+    pytest.param(axes, {}, marks=pytest.mark.slow) for axes in grids.all_grids(2, 4, 8) if (axes, {}) not in WAYS
+]
 
 
 @pytest.mark.parametrize(
