@@ -108,10 +108,7 @@ FURTHER = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("axes", "options"),
-    [*WAYS, *(pytest.param(*way, marks=pytest.mark.slow, id=grids.name(way[0])) for way in FURTHER)],
-)
+@pytest.mark.parametrize(("axes", "options"), [*WAYS, *FURTHER])
 def test_curves_coincide_on_grids(axes, options, dense):
     want, params, masks = dense
     options = {"microbatches": 1 if axes.batch_shards == 8 else 2, **options}
