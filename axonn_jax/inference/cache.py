@@ -15,23 +15,24 @@ LayerCache = tuple[jax.Array, ...]
 CHUNK = 512
 """Tokens of a prompt that go through the model at a time."""
 _LEAST = 64
+_LEAST_CHUNK = 16
 
 
 def chunks(tokens: int, ring: int) -> list[int]:
-    """Lengths of the programs that take a prompt of so many tokens: 64, 128, 256 or 512 each."""
+    """Lengths of the programs that take a prompt of so many tokens: powers of two from 16 to 512."""
     most = min(CHUNK, ring)
     full, rest = divmod(tokens, most)
-    return [most] * full + ([min(most, bucket(rest))] if rest else [])
+    return [most] * full + ([_power(rest, _LEAST_CHUNK)] if rest else [])
 
 
 def bucket(tokens: int) -> int:
     """The smallest capacity for so many tokens that every chunk divides: a power of two, or a multiple of 512."""
-    if tokens > CHUNK:
-        return -(-tokens // CHUNK) * CHUNK
-    size = _LEAST
-    while size < tokens:
-        size *= 2
-    return size
+    return -(-tokens // CHUNK) * CHUNK if tokens > CHUNK else _power(tokens, _LEAST)
+
+
+def _power(number: int, least: int) -> int:
+    """The smallest power of two that is at least both; `least` is one."""
+    return max(least, 1 << (number - 1).bit_length())
 
 
 def grown(arrays: LayerCache, capacity: int) -> LayerCache:
