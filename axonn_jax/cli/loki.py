@@ -90,7 +90,7 @@ def run(args: Loki) -> int:
 
         def batches() -> Iterator[Any]:
             for batch in range(count):
-                ticker.now("sequences", count * rows, done=batch * rows)
+                ticker.now("calibrating", count * rows, "sequences", batch * rows)
                 yield np.stack([samples[batch * rows + row][:-1] for row in range(rows)])
 
         program = components.moments(loaded.parts, grid.mesh, "float32")
