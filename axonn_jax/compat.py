@@ -173,13 +173,6 @@ def gather(value: Any) -> list[Any]:
     return [json.loads(text) for _, text in sorted(client.key_value_dir_get(folder))]
 
 
-def array_metadata_store() -> Any:
-    """What Orbax's handler of arrays writes their layouts with; its own handler has one, others must be given it."""
-    from orbax.checkpoint._src.metadata import array_metadata_store as orbax
-
-    return orbax.Store()
-
-
 class FailingBarrier:
     """A barrier among the processes of a `jax.distributed` world that ends early where one of them has failed.
 

@@ -22,7 +22,6 @@ from axonn_jax import compat
 from axonn_jax.checkpoint.manifest import StoredArray, describe_files
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.checkpoint.snapshot import on_the_hosts_cores, snapshot
-from axonn_jax.checkpoint.writes import Writes
 from axonn_jax.distributed.cpu_allocator import GrowthLimit
 from axonn_jax.documents import replace_whole
 from axonn_jax.memory.host_arrays import HOST, LayerSlice, joined
@@ -150,19 +149,14 @@ def _lots(state: State, least: int) -> list[list[str]]:
 
 
 class _Arrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
-    """Orbax's writer of arrays, of which no write fails alone where one process writes; what it writes is the same."""
-
-    def __init__(self) -> None:
-        super().__init__(array_metadata_store=compat.array_metadata_store())
+    """Orbax's writer of arrays, of which all are written in one transaction: they fail together."""
 
     async def serialize(
         self, values: Sequence[jax.Array], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
         """See Orbax: copies the arrays to the host and returns what to wait for until they are written."""
-        if jax.process_count() == 1 and any(map(on_the_hosts_cores, values)):
-            writes = Writes(len(infos))
-            for info in infos:
-                info.byte_limiter = writes.of_array()
+        for info in infos:
+            info.byte_limiter = None  # with a limit there is no transaction
         return await super().serialize(values, infos, args)
 
 
