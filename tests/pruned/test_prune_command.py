@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grids
 import numpy as np
 import pytest
 
+import axonn_jax as ax
 from axonn_jax.checkpoint.manifest import read
+from axonn_jax.grid import GridShape
 from axonn_jax.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +57,21 @@ def test_goes_on_from_the_step_that_was_pruned(runs):
     assert command("generate", runs / "pruned", "--prompt", "def ", "--tokens", "3").startswith("def ")
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's and transformers' own
+def test_transformers_computes_the_same_with_an_export(runs, tmp_path):
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    command("convert", runs / "pruned", tmp_path / "export")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    kernel = theirs.transformer.h[1].mlp.c_fc.weight.detach().numpy()
+    assert np.count_nonzero(kernel) < kernel.size // 2
+    text = np.random.default_rng(0).integers(0, 300, (4, 32))
+    got = ax.Generator(runs / "pruned", grids.lay(GridShape(y=2))).score(text.tolist())
+    with torch.no_grad():
+        want = theirs(torch.as_tensor(text)).logits.log_softmax(-1)[:, :-1]
+    want = np.take_along_axis(want.numpy(), text[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(np.stack(got), want, rtol=0, atol=2e-5)
+
+
 def test_what_is_pruned_is_not_pruned_again(runs):
     said = command("prune", runs / "pruned", runs / "again", "--density", "0.1", status=2)
     assert "a run that is not pruned yet" in said
@@ -78,6 +96,7 @@ def test_masks_of_a_file_that_do_not_fit(runs, tmp_path, fault):
     if fault == "not a file of arrays":
         path.write_bytes(b"no archive")
     said = command("prune", runs / "dense", tmp_path / "out", "--mask-file", path, status=2)
-    assert said.startswith("error: prune.mask_file = ")
-    assert said.count("\n") == 1
+    *progress, error = said.splitlines()
+    assert error.startswith("error: prune.mask_file = ")
+    assert all(line.startswith("reading, 0:") for line in progress)  # on a slow machine
     assert not (tmp_path / "out").exists()
