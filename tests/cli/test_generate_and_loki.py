@@ -97,5 +97,9 @@ class Interrupted(io.StringIO):
 
 def test_an_interrupt_is_one_line_and_status_130(model, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", Interrupted())
-    assert main(["generate", str(model), "--prompt", "x", "--tokens", "40"]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without it
+    try:
+        assert main(["generate", str(model), "--prompt", "x", "--tokens", "40"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "interrupted\n"
