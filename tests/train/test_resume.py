@@ -56,12 +56,9 @@ SAVED_ON = ("z 2 x 2", "pipe 2", "pipe 2 zero offload")
 FAST = {
     ("z 2 x 2", "pipe 2"),
     ("pipe 2", "y 2 x 2"),
-    ("pipe 2", "pipe 2"),
-    ("z 2 x 2", "z 2 x 2"),
     ("z 2 x 2", "zero offload"),
     ("pipe 2", "pipe 2 zero offload"),
     ("pipe 2 zero offload", "scanned"),
-    ("pipe 2 zero offload", "pipe 2 zero offload"),
 }
 AXES = [field.name for field in dataclasses.fields(GridShape)]
 
