@@ -13,6 +13,8 @@ from axonn_jax.loki.attention import LokiAttention
 from axonn_jax.planner.hlo.collectives import collectives
 from axonn_jax.planner.hlo.program import arrays, parse
 
+pytestmark = pytest.mark.bits
+
 WIDTH = 64
 SIZES = {**LLAMA, "layers": 3, "head_dim": WIDTH, "vocab": 4096, "seq_len": 4096}
 STEPS, SLOTS = 8, 2

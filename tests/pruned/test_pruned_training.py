@@ -15,6 +15,8 @@ from axonn_jax.grid import GridShape
 from axonn_jax.pruned.prune import prunable
 from axonn_jax.tensor.params import split_module
 
+pytestmark = pytest.mark.bits
+
 DENSITY = 0.25
 PRUNE = ax.PruneConfig(density=DENSITY)
 SHAPE = grids.LLAMA

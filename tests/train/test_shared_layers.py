@@ -5,6 +5,8 @@ from shared_layers import CASES, LAYERS, check, gradients
 
 from axonn_jax.errors import UserError
 
+pytestmark = pytest.mark.bits
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_a_shared_layer_are_those_of_one_stage(case):
