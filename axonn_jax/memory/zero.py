@@ -1,6 +1,6 @@
 """The reduction of gradients, and ZeRO-1 (Rajbhandari et al., SC 20): they and state split over the replicas."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 import jax
@@ -27,11 +27,14 @@ Split = tuple[int, tuple[str, ...]]
 """A dim, and the axes of replicas that split it."""
 
 
-def split_over_replicas(shapes: Mapping[str, tuple[int, ...]], specs: Specs, mesh: Mesh) -> Specs:
+def split_over_replicas(
+    shapes: Mapping[str, tuple[int, ...]], specs: Specs, mesh: Mesh, stacked: Collection[str] = ()
+) -> Specs:
     """The layouts with the first dim of every parameter that divides split over its replicas, after its other axes.
 
     Those are `data` and `expert`, of experts `data` alone. A parameter of which no dim of the local shard is divisible
-    keeps its layout: all replicas hold it.
+    keeps its layout: all replicas hold it. The first dim of a `stacked` parameter is its layers', which stays whole: a
+    checkpoint takes layer by layer.
     """
 
     def layout(name: str) -> P:
@@ -40,7 +43,7 @@ def split_over_replicas(shapes: Mapping[str, tuple[int, ...]], specs: Specs, mes
         spec = (*specs[name], *[None] * (len(shapes[name]) - len(specs[name])))
         local = NamedSharding(mesh, specs[name]).shard_shape(shapes[name])
         for dim, over in enumerate(spec):
-            if replicas > 1 and local[dim] % replicas == 0:
+            if replicas > 1 and local[dim] % replicas == 0 and not (dim == 0 and name in stacked):
                 return P(*spec[:dim], (*_axes(over), *axes), *spec[dim + 1 :])
         return specs[name]
 

@@ -1,6 +1,6 @@
 """The compiled programs of a one-stage model: gradients of a step, evaluation, logits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,8 @@ class StageProgram(OnMesh):
     """Whether gradients are scattered over `data` (ZeRO-1), each device then having a part of most."""
     reshard_after: ReshardAfter = "forward"
     """When gathered weights are let go (docs/memory.md); "step" is "backward" where there is one microbatch."""
+    stacked: Collection[str] = ()
+    """The parameters that have those of all layers, with the layers' dim in front."""
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -124,7 +126,7 @@ class StageProgram(OnMesh):
         """The layout of every gradient: its parameter's, with ZeRO split over `data` too."""
         if not self.zero:
             return super().grad_specs
-        return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh)
+        return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh, self.stacked)
 
     def gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None

@@ -257,6 +257,7 @@ def build_step(
         dtypes.grad_dtype,
         zero,
         memory.reshard_after,
+        stack.own,
         pruned=None if pruned is None else pruned.over_layers(stack.own),
     )
     return stack, program, TrainStep(program, per_layer(optimizer, stack), clip, dtypes, memory.bucket)
