@@ -10,8 +10,6 @@ from pathlib import Path
 from axonn_jax.models.config import ModelShape
 
 ROOT = Path(__file__).resolve().parents[1]
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""Less work on machine code, of which nothing is looked at: collectives come before it."""
 
 
 def case(model, axes, activations="none", microbatches=1, scanned=False, gather="forward", comm=(0, 0, 0)):
@@ -24,7 +22,7 @@ def case(model, axes, activations="none", microbatches=1, scanned=False, gather=
 def check(devices, cases):
     """Accounts for the cases in a process with that many virtual devices; both sides must agree to the byte."""
     command = [sys.executable, str(ROOT / "tests" / "planner" / "account_worker.py"), str(devices)]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": FAST}
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, input=json.dumps(cases), env=environ, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,5 +1,7 @@
 """Pipelines of which several stages use one layer: the cases, and the gradients that they must have."""
 
+import functools
+
 import grids
 import jax
 import numpy as np
@@ -39,6 +41,11 @@ def model(uses):
         return ax.models.SequenceModel(layers, optax.softmax_cross_entropy_with_integer_labels)
 
     return make
+
+
+@functools.cache
+def of_one_stage(uses):
+    return gradients(uses)
 
 
 def gradients(uses, pipe=1, **options):

@@ -16,7 +16,9 @@ from axonn_jax.memory.optimizer_state import ModelState
 from axonn_jax.train.engines.step import TrainState
 
 
-@pytest.mark.parametrize("constraints", ["layers", "blocks", "none"])
+@pytest.mark.parametrize(
+    "constraints", ["layers", *(pytest.param(n, marks=pytest.mark.slow) for n in ("blocks", "none"))]
+)
 def test_llama_on_a_mixed_grid_is_the_same_by_either_program(constraints):
     done = compare_runs(LLAMA, GridShape(z=2, y=2), 4, Way(constraints=constraints), rounds=1)
     assert done.ratio < 1

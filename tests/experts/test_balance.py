@@ -60,9 +60,9 @@ def test_biases_move_against_the_counts(serial):
     ("axes", "options"),
     [
         (GridShape(1, 1, 2, 2, expert=2), {"clip": 1e9}),
-        (GridShape(1, 2, 1, 2, expert=2), {"zero": 1, "offload": "optimizer"}),
-        (GridShape(1, 2), {"offload": "optimizer"}),
-        (GridShape(2, 1, expert=2), {}),
+        pytest.param(GridShape(1, 2, 1, 2, expert=2), {"zero": 1, "offload": "optimizer"}, marks=pytest.mark.slow),
+        pytest.param(GridShape(1, 2), {"offload": "optimizer"}, marks=pytest.mark.slow),
+        pytest.param(GridShape(2, 1, expert=2), {}, marks=pytest.mark.slow),
         (GridShape(2, 2, 1, 2), {"zero": 1, "offload": "optimizer"}),
     ],
 )

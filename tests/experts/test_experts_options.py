@@ -22,7 +22,7 @@ CURVE_TOLERANCE = 2e-6
 STEPS = 20
 
 
-@pytest.mark.parametrize("model", ["sparse", "deepseek"])
+@pytest.mark.parametrize("model", ["sparse", pytest.param("deepseek", marks=pytest.mark.slow)])
 def test_other_routers_and_alternating_layers(model):
     grids.check_gradients(grids.gradients(grids.EXPERTS[model], GRID, bucket=3000), grids.reference(model))
 
@@ -30,14 +30,19 @@ def test_other_routers_and_alternating_layers(model):
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
-        (GRID, {"layout": SPLIT}),
         (GridShape(1, 1, 1, 2, 2, expert=2), {"layout": SPLIT, "activations": "full"}),
-        (GRID, {"activations": "full", "scanned": True}),
-        (GRID, {"activations": "dots"}),
-        (GridShape(1, 1, 1, 2, 2, expert=2), {"activations": "save_collectives"}),
         (GRID, {"reshard_after": "step", "sub_batches": 2}),
-        (GRID, {"ordered": True, "sub_batches": 2}),
-        (GridShape(1, 2, 1, 2, expert=2), {"zero": True, "scanned": True}),
+        *(
+            pytest.param(axes, options, marks=pytest.mark.slow)  # test_cases has each beside every other setting
+            for axes, options in (
+                (GRID, {"layout": SPLIT}),
+                (GRID, {"activations": "full", "scanned": True}),
+                (GRID, {"activations": "dots"}),
+                (GridShape(1, 1, 1, 2, 2, expert=2), {"activations": "save_collectives"}),
+                (GRID, {"ordered": True, "sub_batches": 2}),
+                (GridShape(1, 2, 1, 2, expert=2), {"zero": True, "scanned": True}),
+            )
+        ),
     ],
 )
 def test_gradients_do_not_depend_on_how_they_are_computed(axes, options):
@@ -57,7 +62,7 @@ def test_kinds_of_layers_that_alternate_are_one_loop():
         stack_layers(odd, split_module(odd))
 
 
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("scanned", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_loads_are_counted_over_the_global_batch(scanned):
     grads, _, _ = grids.gradients(grids.MIXTRAL, GridShape(1, 2, 2, 1, expert=2), scanned=scanned)
     one, _, _ = grids.gradients(grids.MIXTRAL, GridShape(), scanned=scanned)
@@ -83,6 +88,7 @@ def curve(axes, **options):
     return [[float(m[name]) for name in ("loss", "grad_norm")] for m in metrics]
 
 
+@pytest.mark.slow
 def test_curves_of_pipelines_and_offloaded_states_coincide():
     want = curve(GridShape())
     for axes, options in (

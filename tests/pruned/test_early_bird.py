@@ -37,8 +37,16 @@ def recorded():
     return looks
 
 
-@pytest.mark.parametrize("threshold", [0.06, 0.12, 1.0])
-@pytest.mark.parametrize("axes", [GridShape(), GridShape(1, 2, 1, 2)], ids=grids.name)
+@pytest.mark.parametrize(
+    ("axes", "threshold"),
+    [
+        (GridShape(), 0.12),
+        (GridShape(1, 2, 1, 2), 0.06),
+        *(pytest.param(GridShape(), other, marks=pytest.mark.slow) for other in (0.06, 1.0)),
+        *(pytest.param(GridShape(1, 2, 1, 2), other, marks=pytest.mark.slow) for other in (0.12, 1.0)),
+    ],
+    ids=str,
+)
 def test_finds_the_step_and_mask_of_the_rule(axes, threshold, recorded):
     want, mask = by_the_rule(recorded, threshold)
     config = ax.PruneConfig(density=DENSITY, method="early_bird", every=EVERY, threshold=threshold)

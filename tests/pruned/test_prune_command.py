@@ -1,8 +1,8 @@
 """The commands of a pruned run: train densely, prune, go on on another grid, generate, convert."""
 
+import io
 import json
-import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import grids
@@ -11,6 +11,7 @@ import pytest
 
 import axonn_jax as ax
 from axonn_jax.checkpoint.manifest import read
+from axonn_jax.cli.main import main
 from axonn_jax.grid import GridShape
 from axonn_jax.train.metrics import read_metrics
 
@@ -22,10 +23,11 @@ SMALL = [
 
 
 def command(*words, status=0):
-    run = [sys.executable, "-P", "-m", "axonn_jax.cli.main", *map(str, words)]
-    done = subprocess.run(run, check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == status, done.stderr
-    return done.stdout or done.stderr
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        got = main([*map(str, words)])
+    assert got == status, err.getvalue()
+    return out.getvalue() or err.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,9 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
-        (GridShape(1, 2, 1, 2), {"zero": 1}),
-        (GridShape(1, 1, 2, 1, 2), {}),
-        (GridShape(), {"scan_layers": "yes"}),
+        pytest.param(GridShape(1, 2, 1, 2), {"zero": 1}, marks=pytest.mark.slow),
+        pytest.param(GridShape(1, 1, 2, 1, 2), {}, marks=pytest.mark.slow),
+        pytest.param(GridShape(), {"scan_layers": "yes"}, marks=pytest.mark.slow),
         (GridShape(1, 2), {"offload": "optimizer"}),
         (GridShape(2, 2), {"zero": 1}),
     ],
@@ -51,6 +51,7 @@ def test_goes_on_on_other_grids(axes, options, saved):
     np.testing.assert_allclose(got, want[3:], rtol=CURVE_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_pipeline_saves_what_one_device_goes_on_with(tmp_path, saved):
     _, _, want = saved
     trainer = made(GridShape(2, 1, 1, 2))

@@ -20,8 +20,6 @@ from axonn_jax.train.engines.program import StageProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu" / "check"
-# Without optimisation XLA compiles the rehearsal in half the time.
-FAST = "--xla-flags=--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +39,7 @@ def check(*arguments: str) -> "subprocess.CompletedProcess[str]":
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory) -> tuple["subprocess.CompletedProcess[str]", dict[str, Any]]:
     out = tmp_path_factory.mktemp("gpu") / "check.json"
-    done = check("--quick", "--out", str(out), FAST)
+    done = check("--quick", "--out", str(out))
     assert out.exists(), done.stdout + done.stderr
     return done, json.loads(out.read_text())
 
@@ -277,7 +275,7 @@ def test_pytorchs_model_is_the_same_model():
 def test_pytorchs_rows_can_be_rehearsed_too(tmp_path):
     pytest.importorskip("torch")
     out = tmp_path / "check.json"
-    done = check("--quick", "--rehearse-torch", "--only", "training,torch", "--out", str(out), FAST)
+    done = check("--quick", "--rehearse-torch", "--only", "training,torch", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     for row in rows(json.loads(out.read_text()), "torch").values():
         assert row["status"] == "ok"

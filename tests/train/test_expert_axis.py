@@ -45,8 +45,8 @@ def of_one_device():
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
-        ({"expert": 2}, {}),
-        ({"data": 2, "expert": 2}, {"zero": 1}),
+        pytest.param({"expert": 2}, {}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "expert": 2}, {"zero": 1}, marks=pytest.mark.slow),
         ({"data": 2, "expert": 2, "z": 2}, {"zero": 1, "offload": "optimizer"}),
         ({"pipe": 2, "data": 2, "expert": 2}, {"zero": 1}),
     ],

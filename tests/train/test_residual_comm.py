@@ -27,9 +27,8 @@ SMALL = replace(grids.LLAMA, layers=1)
 
 
 def cases():
-    """Two that are quick; every grid with x of 2, 4 and 8, every policy, halves, sub-batches and orders are slow."""
+    """One, of fourfold x; every grid with x of 2, 4 and 8, every policy, halves, sub-batches and orders are slow."""
     few = [
-        ("gpt", GridShape(1, 1, 2, 2, 2), BOTH, {"bucket": 3000}),
         ("llama", GridShape(1, 2, 1, 1, 4), BOTH, {"activations": "full", "scanned": True}),
     ]
     for model, axes, inner, options in few:

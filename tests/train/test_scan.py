@@ -36,10 +36,8 @@ def unrolled(shape):
 
 
 def cases():
-    """A few that take every option once; the rest are slow."""
+    """Those of `test_cases` are left out, but dropout; the rest are slow."""
     few = [
-        ("gpt", 0.0, ALL, {"bucket": 3000}),
-        ("llama", 0.0, ALL, {"activations": "full"}),
         (
             "gpt",
             0.25,
@@ -120,7 +118,7 @@ def test_weights_and_state_go_from_scanned_to_unrolled_layers_and_back(tmp_path)
     assert losses[2] == losses[0]
 
 
-@pytest.mark.parametrize("in_memory", ["of the host", "of their own"])
+@pytest.mark.parametrize("in_memory", ["of the host", pytest.param("of their own", marks=pytest.mark.slow)])
 def test_saves_and_loads_take_one_state_on_the_devices(tmp_path, monkeypatch, in_memory):
     """Beside it a load takes both forms of one kind of parameter for a moment, here 11 % of all, and a save nothing.
 

@@ -1,17 +1,22 @@
 """Layers that several stages of a pipeline use: their gradients are those of one stage, wherever the stages are."""
 
 import pytest
-from shared_layers import CASES, LAYERS, check, gradients
+from shared_layers import CASES, LAYERS, check, gradients, of_one_stage
 
 from axonn_jax.errors import UserError
 
 pytestmark = pytest.mark.bits
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("one rank's stages, three times", "first and last", "1f1b", "gpipe")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
+)
 def test_gradients_of_a_shared_layer_are_those_of_one_stage(case):
     uses, options = CASES[case]
-    check(gradients(uses, **options), gradients(uses))
+    check(gradients(uses, **options), of_one_stage(uses))
 
 
 @pytest.mark.slow
@@ -28,7 +33,7 @@ def test_every_policy_and_number_of_stages(policy, chunks, pipe):
     split = ",".join(map(str, [each] * (stages - 1) + [LAYERS - each * (stages - 1)]))
     # Where a stage has one layer, the embedding is all of the first.
     uses = (pipe, 2 * pipe) if each == 1 else (1, each * (pipe if chunks > 1 else stages - 1))
-    check(gradients(uses, pipe, policy=policy, virtual_stages=chunks, split=split), gradients(uses))
+    check(gradients(uses, pipe, policy=policy, virtual_stages=chunks, split=split), of_one_stage(uses))
 
 
 def test_a_layer_of_three_ranks_is_refused():

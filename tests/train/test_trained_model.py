@@ -25,7 +25,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case == "one device" else []) for case in CASES]
+)
 def test_the_trained_module_comes_back(case):
     axes, options = CASES[case]
     given = grids.model_on(replace(SHAPE, layers=2) if case == "scanned" else SHAPE, grids.lay(GridShape()))

@@ -42,6 +42,7 @@ def one_device_curve(model):
 CURVE_TOLERANCE = 2e-6
 
 
+@pytest.mark.slow  # test_cases has a curve of every two axes
 @pytest.mark.parametrize("model", grids.MODELS)
 @pytest.mark.parametrize("axes", grids.all_grids(2, 4, 8), ids=grids.name)
 def test_loss_curve_equals_the_one_device_curve(model, axes):
@@ -50,12 +51,13 @@ def test_loss_curve_equals_the_one_device_curve(model, axes):
     assert curve[-1] < curve[0] - 0.2  # it does learn: the curves are not equal for want of change
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("microbatches", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_microbatches_do_not_change_the_curve(microbatches):
     _, curve = train("gpt", grids.GridShape(1, 2, 1, 1, 2), microbatches=microbatches)
     np.testing.assert_allclose(curve, one_device_curve("gpt"), rtol=CURVE_TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "dots", "save_collectives"])
 def test_activation_policies_do_not_change_the_curve(policy):
     _, curve = train("llama", grids.GridShape(1, 1, 2, 2, 2), activations=policy)
@@ -101,7 +103,13 @@ def test_the_optimizer_communicates_nothing():
 
 
 @pytest.mark.parametrize(
-    "optimizer", [optax.sgd(0.1, momentum=0.9), optax.lion(1e-3), optax.lamb(1e-2), optax.adafactor(1e-2)]
+    "optimizer",
+    [
+        pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.slow),
+        pytest.param(optax.lion(1e-3), marks=pytest.mark.slow),
+        optax.lamb(1e-2),
+        optax.adafactor(1e-2),
+    ],
 )
 def test_any_optax_transformation_also_those_that_are_not_elementwise(optimizer):
     _, sharded = train("gpt", grids.GridShape(1, 1, 2, 2, 2), optimizer=optimizer, steps=6)
@@ -162,7 +170,18 @@ def samples(count):
 ONE, FOUR, PIPE = grids.GridShape(), grids.GridShape(1, 2, 2, 1, 2), grids.GridShape(2, 1, 1, 2)
 
 
-@pytest.mark.parametrize(("axes", "size"), [(ONE, 7), (ONE, 50), (FOUR, 7), (FOUR, 32), (PIPE, 7), (PIPE, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "size"),
+    [
+        (ONE, 7),
+        pytest.param(ONE, 50, marks=pytest.mark.slow),
+        pytest.param(FOUR, 7, marks=pytest.mark.slow),
+        (FOUR, 32),
+        (PIPE, 7),
+        pytest.param(PIPE, 32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_an_evaluation_counts_every_sample_once_and_knows_the_vocabulary(axes, size):
     """An id beyond the vocabulary that is read only, in the first column, spoils the loss as a target does."""
     grid = grids.lay(axes)
