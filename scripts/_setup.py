@@ -22,7 +22,7 @@ STAMP = VENV / "setup.json"
 KEYED = ("pyproject.toml", "constraints.txt", "scripts/setup", "scripts/_setup.py")
 EXTRAS = ("dev", "docs", "hf", "tensorboard")
 BUILD_TOOLS = ("pip", "setuptools", "wheel", "nanobind")
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MPI_CHOICES = ("auto", "site", "wheel", "none")
 USAGE = "usage: scripts/setup [--again]; the variables it reads are listed at its top"
 

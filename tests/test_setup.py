@@ -104,8 +104,8 @@ def run_setup(root: Path, *arguments: str, **env: str) -> subprocess.CompletedPr
 def test_a_python_that_only_pretends_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts/setup", tmp_path / "scripts/setup")
-    program(tmp_path / "bin/python3.13", "echo 'pyenv: python3.13: command not found' >&2; exit 127")
-    program(tmp_path / "bin/python3.12", 'case "$*" in *ensurepip*) ;; *) echo "worker: $*" ;; esac')
+    program(tmp_path / "bin/python3.14", "echo 'pyenv: python3.14: command not found' >&2; exit 127")
+    program(tmp_path / "bin/python3.13", 'case "$*" in *ensurepip*) ;; *) echo "worker: $*" ;; esac')
     for tool in ("bash", "dirname"):  # all that PATH has besides: no Python of this machine
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool) or pytest.fail(tool))
     done = run_setup(tmp_path, "--again", PATH=f"{tmp_path}/bin")
@@ -121,6 +121,20 @@ def test_a_useless_axonn_python_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("AXONN_PYTHON = '/no/such/python': must be")
     assert done.stderr.count("\n") == 1
+
+
+def test_every_place_names_the_same_pythons(setup: ModuleType) -> None:
+    oldest, newest = (tuple(map(int, name.split("."))) for name in (setup.PYTHONS[0], setup.PYTHONS[-1]))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">={setup.PYTHONS[0]},<{newest[0]}.{newest[1] + 1}"
+    script = (ROOT / "scripts/setup").read_text()
+    assert f"{oldest} <= sys.version_info[:2] <= {newest}" in script
+    assert f"for name in {' '.join(f'python{name}' for name in reversed(setup.PYTHONS))} python3 python;" in script
+    for name in ("scripts/setup", "README.md", "CONTRIBUTING.md"):
+        texts = set(re.findall(r"3\.\d+ to 3\.\d+", (ROOT / name).read_text()))
+        assert texts == {f"{setup.PYTHONS[0]} to {setup.PYTHONS[-1]}"}, name
+    rows = set(re.findall(r"python: \[(.*)\]", (ROOT / ".github/workflows/test.yml").read_text()))
+    assert rows == {f'"{setup.PYTHONS[0]}", "{setup.PYTHONS[-1]}"'}
 
 
 def test_every_constraint_is_exact_and_every_dependency_is_pinned_for_every_python() -> None:
