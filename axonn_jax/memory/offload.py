@@ -83,9 +83,9 @@ class OffloadedOptimizer:
 
     def bytes(self) -> StateBytes:
         """Bytes of one device and its host, by formula; beside them three buckets of state are on the device."""
-        found = replace(self._on_devices.bytes(), offloaded=True)
+        usual = replace(self._on_devices.bytes(), offloaded=True)
         # Float32 weights are their own masters, of pruned parameters too, whose values are taken out for an update.
-        return found if self._precisions.master_weights else replace(found, masters=0)
+        return usual if self._precisions.master_weights else replace(usual, masters=0)
 
     def start(self, params: Params, positions: Params = {}, *, owned: bool = True) -> ModelState:  # noqa: B006
         """Float32 parameters -> the first state; each that is `owned` is freed when nothing more is made of it."""
