@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launched import MPIRUN, OF_OPEN_MPI_5, UNDER_MPIRUN, environment
 
-pytestmark = UNDER_MPIRUN
+pytestmark = [*UNDER_MPIRUN, pytest.mark.xdist_group("channels")]
 WORKER = Path(__file__).with_name("channel_worker.py")
 MPI4JAX = pytest.mark.skipif(find_spec("mpi4jax") is None, reason="no mpi4jax")
 CHANNELS = ["mpi4py", pytest.param("mpi4jax", marks=MPI4JAX)]
@@ -26,9 +26,9 @@ def at(channel, checks):
     return [f"{channel}/{check}" for check in checks]
 
 
-# Name: ranks, options of mpirun, the checks that run one after another. What mpi4jax blocks in is a thread of jax's pool,
-# which is as large as the number of devices: its checks on one device have a start of their own. Unclosed is last, as
-# the interpreter ends then.
+# Name: ranks, options of mpirun, the checks that run one after another. What mpi4jax blocks in is a thread of jax's
+# pool, of which more devices have more: its checks on one device have a start of their own. Unclosed is last, as the
+# interpreter ends then.
 STARTS = {
     "mpi4py": (2, (), at("mpi4py", [*BOTH_WAYS, *BUFFERS, PLAIN[-1]])),
     "mpi4jax": (2, (), at("mpi4jax", [check for check in [*BOTH_WAYS, PLAIN[-1]] if check.endswith("/1")])),
@@ -81,8 +81,10 @@ def found(name, check, started):
 
 
 def start_of(check):
-    """The start of two ranks that a check is in."""
-    return next(name for name, (ranks, options, checks) in STARTS.items() if check in checks and (ranks, options) == (2, ()))
+    """The first start of two ranks that a check is in."""
+    return next(
+        name for name, (ranks, options, checks) in STARTS.items() if check in checks and (ranks, options) == (2, ())
+    )
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
