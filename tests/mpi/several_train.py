@@ -15,26 +15,19 @@ from axonn_jax.cli.main import main
 from axonn_jax.distributed import initialize
 from axonn_jax.train import main as training
 
-join, start, grids, joined = initialize.join, initialize.start, {}, []
-
-
-def joining(world):
-    """As `join`, once: the processes stay connected."""
-    if not joined:
-        join(world)
-        joined.append(world)
+start, grids = initialize.start, {}
 
 
 def starting(shape, explicit=None, settings=""):
-    """As `start`; of a pipeline, whose processes cannot join others once they are a stage's, once."""
-    if shape.pipe == 1:
-        return start(shape, explicit, settings)
-    if shape not in grids:
+    """As `start`; a pipeline's grid stays, whose processes cannot join others once they are a stage's."""
+    if shape not in grids or shape.pipe == 1:
         grids[shape] = start(shape, explicit, settings)
+        # Joined, processes stay connected, and have told each other of their GPUs.
+        initialize.join, initialize.gpus.take = lambda world: None, lambda *views: ""
     return grids[shape]
 
 
-initialize.join, training.start = joining, starting
+training.start = starting
 for name, words in json.loads(Path(sys.argv[1]).read_text()):
     if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
         print(f"=== {name}", file=sys.stderr, flush=True)
