@@ -19,7 +19,7 @@ def test_many_batch_shapes_train_as_in_one_process(channel):
     words = [sys.executable, shapes_worker.__file__, json.dumps(SIZES), "pipe=2,x=2", channel]
     ran = finished([MPIRUN, "--oversubscribe", "-n", "4", *words])
     assert ran.returncode == 0, ran.stderr[-3000:]
-    (line,) = [line for line in ran.stdout.splitlines() if line.startswith("[")]
+    (line,) = [line for line in ran.stdout.splitlines() if line.startswith("[[")]
     got, want = json.loads(line), shapes_worker.losses(SIZES, ax.init(pipe=1))
     assert len(got) == len(SIZES)
     for here, there in zip(got, want, strict=True):

@@ -87,6 +87,7 @@ def start_of(check):
     )
 
 
+# The first check of a start waits for all of them.
 @pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("check", PLAIN)
 def test_two_ranks(check, channel, started):
@@ -142,6 +143,7 @@ def test_mpi4jax_is_refused_where_it_could_not_receive_while_it_sends(monkeypatc
 
 
 @OF_OPEN_MPI_5
+@pytest.mark.alone
 @pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("scenario", ["killed", "stopped"])
 def test_a_dead_peer_ends_flush_and_close_in_time(scenario, channel):

@@ -30,16 +30,17 @@ def test_what_a_process_saved_it_alone_reads_again(tmp_path):
 def test_a_new_run_sets_aside_what_a_first_one_left(config, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     new = {"train_steps": 1, "train_warmup": 0, "checkpoint_resume": "never"}
-    for ranks, pipe in ((1, 4), (2, 2), (1, 2)):  # the same step each time, from more stages first
-        (folder / "unfinished_step_00000001" / "part_003").mkdir(parents=True)
-        words = command(config, tmp_path / "run", ranks, grid_pipe=pipe, **new)
+    for ranks in (1, 2, 1):  # the same step each time
+        (folder / "unfinished_step_00000001" / "part_003").mkdir(parents=True)  # of more stages
+        words = command(config, tmp_path / "run", ranks, grid_pipe=2, **new)
         if ranks == 1:
             assert main(words[len(AXONN) :]) == 0
         else:
             done = finished(words)
             assert done.returncode == 0, done.stderr[-3000:]
         parts = {path.name for path in (folder / "step_00000001").iterdir()}
-        assert parts == {"manifest.json", *(f"part_{stage:03d}" for stage in range(pipe))}
+        assert parts == {"manifest.json", *(f"part_{stage:03d}" for stage in range(ranks))}
+        (folder / "step_00000001" / "part_003").mkdir()
     assert {path.name for path in folder.iterdir()} == {
         "step_00000001", "aside_step_00000001", "aside_step_00000001.2",
     }  # fmt: skip
