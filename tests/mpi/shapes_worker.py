@@ -11,7 +11,6 @@ from flax import nnx
 import axonn_jax as ax
 from axonn_jax.train.config import PipelineConfig
 
-
 VOCAB = 32
 
 
