@@ -259,8 +259,7 @@ class Scenarios:
     def unclosed(self):
         """The interpreter ends without close(): nothing hangs, nothing crashes."""
         channel, inbox = self.opened()
-        message = Message("forward", 1 - RANK, 0)
-        channel.send(message, self.value_of(message, 0)[1])
+        channel.send(Message("forward", 1 - RANK, 0), self.value_of(Message("forward", 1 - RANK, 0), 0)[1])
         self.check(inbox.get()[1], Message("forward", RANK, 0), 0)
         channel.flush(PATIENCE_S)
 
@@ -283,8 +282,8 @@ class Scenarios:
 
 def reported(check):
     """Runs a check; what it found, or the traceback of how it failed."""
-    name, scenario, devices = check.split("/")
-    scenario, _, variant = scenario.partition("-")
+    name, what, devices = check.split("/")
+    scenario, _, variant = what.partition("-")
     scenarios = Scenarios(name, variant, int(devices))
     try:
         return {"found": getattr(scenarios, scenario)()}

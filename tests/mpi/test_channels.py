@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launched import MPIRUN, OF_OPEN_MPI_5, UNDER_MPIRUN, environment
 
-pytestmark = [*UNDER_MPIRUN, pytest.mark.xdist_group("channels")]
+pytestmark = UNDER_MPIRUN
 WORKER = Path(__file__).with_name("channel_worker.py")
 MPI4JAX = pytest.mark.skipif(find_spec("mpi4jax") is None, reason="no mpi4jax")
 CHANNELS = ["mpi4py", pytest.param("mpi4jax", marks=MPI4JAX)]

@@ -23,19 +23,15 @@ EXAMPLES = ("experts", "pruned")
 PIPELINES = ["pipe 4 1f1b", "two processes a stage"]
 
 
-def of_starts(names, *, slow=()):
-    """The cases, those of one start for one worker of xdist."""
-    return [
-        pytest.param(name, marks=[pytest.mark.xdist_group(start_of(name)), *[pytest.mark.slow] * (name in slow)])
-        for name in names
-    ]
+def slow_where(names):
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_CASES)) for name in names]
 
 
 # The first case of a start waits for all of them: up to four runs in up to four processes.
 COMPARED = [name for name in EVERY_CASE if EVERY_CASE[name][1] != "early bird"]
 
 
-@pytest.mark.parametrize("name", of_starts(COMPARED, slow=SLOW_CASES))
+@pytest.mark.parametrize("name", slow_where(COMPARED))
 def test_the_curve_is_that_of_one_process_and_one_stage(name, run_of, one_process):
     ranks, model, options = EVERY_CASE[name]
     if options.get("pipeline_channel") == "mpi4jax" and find_spec("mpi4jax") is None:
@@ -58,7 +54,7 @@ def test_the_curve_is_that_of_one_process_and_one_stage(name, run_of, one_proces
     assert not errors(err)
 
 
-@pytest.mark.parametrize("name", of_starts({start_of(name): name for name in EVERY_CASE}.values(), slow=SLOW_CASES))
+@pytest.mark.parametrize("name", slow_where({start_of(name): name for name in EVERY_CASE}.values()))
 def test_its_processes_end_well(name, run_of):
     assert run_of.status(name) == 0
 
@@ -68,14 +64,14 @@ def records(run, key):
     return [record[key] for record in map(json.loads, lines) if key in record]
 
 
-@pytest.mark.parametrize("name", of_starts(["experts"]))
+@pytest.mark.parametrize("name", ["experts"])
 def test_experts_get_the_tokens_that_they_get_in_one_process(name, run_of, one_process):
     loads = [records(run, "largest_load") for run in (run_of(name)[0], one_process(name))]
     assert len(loads[0]) == 6
     np.testing.assert_allclose(*loads, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", of_starts(["early bird, data, goes on"]))
+@pytest.mark.parametrize("name", ["early bird, data, goes on"])
 def test_an_early_bird_over_processes_goes_on(name, run_of):
     assert "step 5: pruned 8 kernels to 0.1" in run_of("early bird, data")[1]
     run, said = run_of(name)
@@ -84,14 +80,14 @@ def test_an_early_bird_over_processes_goes_on(name, run_of):
     assert len(curves(run)[0]) == 8
 
 
-@pytest.mark.parametrize("name", of_starts([n for n in EVERY_CASE if "offload" in n or "all" in n], slow=SLOW_CASES))
+@pytest.mark.parametrize("name", slow_where([n for n in EVERY_CASE if "offload" in n or "all" in n]))
 def test_a_move_between_host_and_devices_is_no_program_among_the_others(name, run_of):
     _, err = run_of(name)
     assert "Compiling jit(" in err
     assert "device_put" not in err
 
 
-@pytest.mark.parametrize("name", of_starts(PIPELINES))
+@pytest.mark.parametrize("name", PIPELINES)
 def test_the_run_directory_is_complete(name, run_of):
     run, _ = run_of(name)
     names = {path.name for path in run.iterdir()}
@@ -111,13 +107,13 @@ def test_the_run_directory_is_complete(name, run_of):
     assert parts == {"manifest.json", *(f"part_{stage:03d}" for stage in range(pipe))}
 
 
-@pytest.mark.parametrize("name", of_starts(["z x", "data y"]))
+@pytest.mark.parametrize("name", ["z x", "data y"])
 def test_the_run_directory_of_a_mesh_is_complete(name, run_of):
     run, _ = run_of(name)
     assert {path.name for path in run.iterdir()} >= {"config.toml", "metrics.jsonl", "loss.png", "checkpoints"}
 
 
-@pytest.mark.parametrize("name", of_starts(PIPELINES))
+@pytest.mark.parametrize("name", PIPELINES)
 def test_generate_reads_the_checkpoint_of_a_pipeline(name, run_of, one_process, capsys):
     # The weights are those of the one-stage run up to rounding, and so is the likeliest continuation.
     texts = []
