@@ -54,18 +54,6 @@ def environment():
     return {**kept, **root, **free, "JAX_PLATFORMS": "cpu"}
 
 
-def metrics_of(config, folder, prepared, *words, ranks=1):
-    """Records of the steps of a finished run of an example's config at a small size, and what it said."""
-    sizes = ["--train.steps=6", "--train.warmup=1", "--model.layers=2", "--model.seq_len=64", "--train.global_batch=8"]
-    command = [*AXONN, "train", str(config), "--data.path", str(prepared), "--log.dir", str(folder), *sizes, *words]
-    if ranks > 1:
-        command = [MPIRUN, "--oversubscribe", "-n", str(ranks), *command]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "loss" in record], done.stderr
-
-
 def gpu_environment(folder, uuids):
     """As `environment`, of a machine whose nvidia-smi, in `folder`, lists these GPUs."""
     smi = folder / "nvidia-smi"

@@ -3,7 +3,10 @@ import sys
 import sysconfig
 
 import pytest
+import runs
 from launched import CONFIG
+
+from axonn_jax.cli.main import main
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +26,36 @@ def config(prepared, tmp_path):
     path = tmp_path / "c.toml"
     path.write_text(CONFIG.format(data=prepared, layers=2) + "\n[checkpoint]\nevery = 2\n")
     return path
+
+
+@pytest.fixture(scope="session")
+def one_process(prepared, tmp_path_factory):
+    """The directory of a model's run in one process and one stage."""
+    folder, done = tmp_path_factory.mktemp("one"), {}
+
+    def run(model):
+        if model not in done:
+            done[model] = folder / model.replace(" ", "_")
+            assert main(["train", *runs.words(model, folder, prepared, done[model])]) == 0
+        return done[model]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_of(prepared, tmp_path_factory):
+    """The directory of a case of runs.py, and what its run said; fails where it did not end well."""
+    folder, started = tmp_path_factory.mktemp("runs"), {}
+
+    def run(name):
+        start = runs.start_of(name)
+        if start not in started:
+            started[start] = runs.run_start(start, folder, prepared)
+        done, texts = started[start]
+        text = texts.get(name)
+        assert text is not None, f"not begun; the start ended with {done.returncode}: {done.stderr[-3000:]}"
+        assert "\ntrained " in text, f"status {done.returncode}: {text[-3000:]}"
+        return folder / runs.directory_of(name), text
+
+    run.status = lambda name: (run(name), started[runs.start_of(name)][0].returncode)[1]
+    return run

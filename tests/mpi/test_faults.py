@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from math import prod
 
 import pytest
 from launched import AXONN, CONFIG, MPIRUN, UNDER_MPIRUN, Launched, alive, command, environment, errors, finished, flags
 
 SETUPS = {"pipe 4": {"grid_pipe": 4}, "two processes a stage": {"grid_pipe": 2, "grid_x": 2}}
+TOLD = {"mpirun": {"grid_pipe": 2}, "ranks": SETUPS["two processes a stage"]}
 KILLED_S, STOPPED_S, ENDED_S, STALL_S = 15, 25, 15, 10
 REPEATS = 20
 
@@ -25,8 +27,8 @@ def launch(prepared, tmp_path):
     def start(setup, **options):
         config = tmp_path / "c.toml"
         config.write_text(CONFIG.format(data=prepared, layers=2))
-        long = {"train_steps": 100_000, "train_eval_every": 50, **SETUPS[setup], **options}
-        return Launched(command(config, tmp_path / "run", 4, **long), tmp_path)
+        long = {"train_steps": 100_000, "train_eval_every": 50, **setup, **options}
+        return Launched(command(config, tmp_path / "run", prod(setup.values()), **long), tmp_path)
 
     return start
 
@@ -40,7 +42,7 @@ def place_of(rank, setup):
 
 
 def kill(launch, setup, rank, wait, capsys):
-    with launch(setup) as run:
+    with launch(SETUPS[setup]) as run:
         run.wait_for("step 1/")
         time.sleep(wait)
         os.kill(run.ranks()[rank], signal.SIGKILL)
@@ -56,7 +58,7 @@ def kill(launch, setup, rank, wait, capsys):
 
 
 def stop(launch, setup, rank, wait, capsys):
-    with launch(setup, pipeline_stall_timeout=STALL_S) as run:
+    with launch(SETUPS[setup], pipeline_stall_timeout=STALL_S) as run:
         run.wait_for("step 1/")
         time.sleep(wait)
         os.kill(run.ranks()[rank], signal.SIGSTOP)
@@ -106,7 +108,7 @@ class TestFaults:
     @pytest.mark.parametrize("number", range(REPEATS // 2))
     def test_a_rank_killed_while_the_run_starts(self, number, launch, capsys):
         """In MPI's start, while it compiles, in the first steps: before the watch runs, mpirun alone reports."""
-        with launch("two processes a stage") as run:
+        with launch(SETUPS["two processes a stage"]) as run:
             end = time.monotonic() + random.Random().uniform(0.2, 8.0)
             while time.monotonic() < end or not run.ranks():
                 time.sleep(0.02)
@@ -118,13 +120,13 @@ class TestFaults:
             assert "Traceback" not in run.stderr
             tell(capsys, f"rank {rank} killed after {said}: all gone in {took:.2f} s")
 
-    @pytest.mark.parametrize("to", ["mpirun", "ranks"])
+    @pytest.mark.parametrize("to", TOLD)
     def test_a_run_told_to_end(self, to, launch, capsys):
         """As a user's kill or Slurm's scancel does it: to mpirun, or to every rank at once.
 
         Told itself, mpirun gives the ranks a second or so and then kills; so what they say may be cut off.
         """
-        with launch("two processes a stage") as run:
+        with launch(TOLD[to]) as run:
             run.wait_for("step 1/")
             run.ranks()
             for pid in [run.mpirun.pid] if to == "mpirun" else run.ranks().values():

@@ -57,15 +57,3 @@ def shell_cores(line):
     )
     (cores,) = {frozenset(map(int, line.split())) for line in done.stdout.splitlines()}
     return cores
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, of which one stays idle")
-def test_processes_bound_to_too_few_cores_are_told(tmp_path):
-    core = min(os.sched_getaffinity(0))
-    code = "import axonn_jax as ax; ax.init(pipe=2)"
-    bound = ["taskset", "-c", str(core)]
-    done = subprocess.run(
-        [MPIRUN, "--oversubscribe", "-n", "2", *bound, sys.executable, "-c", code],
-        env=environment(), capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stderr.count(NOTICE) == 1, done.stderr

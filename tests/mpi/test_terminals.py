@@ -45,6 +45,7 @@ def test_training_ends_well_when_nobody_reads_the_lines_of_mpirun(config, tmp_pa
     assert not (run / "restarts.log").exists()
 
 
+@pytest.mark.alone
 def test_ctrl_c_under_a_bare_mpirun_ends_soon_and_loses_no_earlier_save(config, tmp_path):
     """What README and docs/checkpoints.md say of it."""
     run = tmp_path / "run"

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launched import CONFIG, MPIRUN, OF_OPEN_MPI_5, UNDER_MPIRUN, Launched, command, curves, finished
+from launched import MPIRUN, OF_OPEN_MPI_5, UNDER_MPIRUN, Launched, command, curves, finished
 
 from axonn_jax.distributed.network import listening
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/launch.md"
-TOLERANCE = 2e-6  # as in test_mpirun_pipeline
+TOLERANCE = 2e-6  # as in test_curves
 STALL_S, CUT_S = 10, 25
+LONG = {"train_steps": 100_000, "checkpoint_every": 0}
 HOSTS = Path("/etc/hosts")
 NETNS = Path("/etc/netns")
 FORWARDED = ("PATH", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
@@ -117,20 +118,6 @@ def hosts(tmp_path_factory):
     assert not [end for end in made.ends if Path("/sys/class/net", end).exists()]
 
 
-@pytest.fixture(scope="module")
-def config(prepared, tmp_path_factory):
-    path = tmp_path_factory.mktemp("config") / "c.toml"
-    path.write_text(CONFIG.format(data=prepared, layers=2))
-    return path
-
-
-@pytest.fixture(scope="module")
-def one_process(config):
-    done = finished(command(config, config.parent / "one"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return curves(config.parent / "one")
-
-
 @pytest.mark.parametrize(
     ("ranks", "axes"),
     [
@@ -144,11 +131,12 @@ def one_process(config):
     ids=["pipe 2 x 2", "pipe 2", "data 2", "pipe 2 data 2 mpi4jax", "pipe 4", "data 2 x 2"],
 )
 def test_the_curve_across_two_hosts_is_that_of_one_process(ranks, axes, hosts, config, one_process, tmp_path):
-    done = finished(hosts.mpirun(ranks, command(config, tmp_path / "run", **axes)))
+    options = {"checkpoint_every": 0, "model_layers": 3, **axes}
+    done = finished(hosts.mpirun(ranks, command(config, tmp_path / "run", **options)))
     assert done.returncode == 0, done.stderr[-4000:]
-    losses, _, held_out = curves(tmp_path / "run")
-    np.testing.assert_allclose(losses, one_process[0], rtol=TOLERANCE)
-    np.testing.assert_allclose(held_out, one_process[2], rtol=TOLERANCE)
+    (losses, _, held_out), want = curves(tmp_path / "run"), curves(one_process("gpt"))
+    np.testing.assert_allclose(losses, want[0], rtol=TOLERANCE)
+    np.testing.assert_allclose(held_out, want[2], rtol=TOLERANCE)
     assert f"{ranks} processes on 2 host(s), by MPI" in done.stderr
 
 
@@ -164,7 +152,8 @@ def of_the_page(own, *processes):
 def test_two_hosts_listen_where_the_page_says_and_nowhere_else(hosts, config, tmp_path):
     """A coordinator and gloo listen at the hosts' own addresses; `ss` sees what /proc tells."""
     with Launched(
-        hosts.mpirun(2, command(config, tmp_path / "run", grid_data=2, train_steps=100_000)), tmp_path
+        hosts.mpirun(2, command(config, tmp_path / "run", grid_data=2, train_steps=100_000, checkpoint_every=0)),
+        tmp_path,
     ) as run:
         run.wait_for("step 1/")
         time.sleep(2)
@@ -197,7 +186,13 @@ def test_two_hosts_listen_where_the_page_says_and_nowhere_else(hosts, config, tm
     ids=["pipe 2", "pipe 2 x 2", "pipe 4"],
 )
 def test_a_cut_link_ends_every_rank_on_both_hosts(ranks, axes, hosts, config, tmp_path, capsys):
-    long = {**axes, "train_steps": 100_000, "train_eval_every": 50, "pipeline_stall_timeout": STALL_S}
+    long = {
+        **axes,
+        "checkpoint_every": 0,
+        "train_steps": 100_000,
+        "train_eval_every": 50,
+        "pipeline_stall_timeout": STALL_S,
+    }
     try:
         with Launched(hosts.mpirun(ranks, command(config, tmp_path / "run", **long)), tmp_path) as run:
             run.wait_for("step 1/")

@@ -1,0 +1,86 @@
+"""What only several processes together can find wrong: status 2, one line of one process, no run directory."""
+
+import shutil
+from pathlib import Path
+
+import pretrained
+import pytest
+from launched import CONFIG, MPIRUN, UNDER_MPIRUN, command, errors, finished, flags
+
+pytestmark = UNDER_MPIRUN
+slow = pytest.mark.slow
+QWEN = pretrained.CONFIGS["qwen3"] | {"num_attention_heads": 4, "vocab_size": 515}
+
+
+@pytest.fixture
+def plain(prepared, tmp_path):
+    path = tmp_path / "plain.toml"
+    path.write_text(CONFIG.format(data=prepared, layers=2))
+    return path
+
+
+def refused(words, run):
+    done = finished(words, timeout=120)
+    assert done.returncode == 2, done.stderr[-3000:]
+    (line,) = errors(done.stderr)
+    assert "compiling" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not run.exists()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"train_lr": 0.5}, "rank 1's train.lr = '0.5': the same on every rank; rank 0 has '0.003'"),
+        pytest.param({"grid_x": 2}, "rank 1's grid = ", marks=slow),
+        pytest.param({"model_seq_len": 16}, "rank 1's model.seq_len = '16': the same on every rank; rank 0 has '32'",
+                     marks=slow),
+    ],
+    ids=["lr", "grid", "seq_len"],
+)  # fmt: skip
+def test_ranks_of_different_settings_are_refused_before_anything_compiles(other, said, plain, tmp_path):
+    run = tmp_path / "run"
+    one = command(plain, run, grid_pipe=2)
+    line = refused([MPIRUN, "--oversubscribe", "-n", "1", *one, ":", "-n", "1", *one, *flags(other)], run)
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "said"),
+    [
+        (3, {"grid_pipe": 2}, "grid.pipe = 2: a divisor of the 3 processes"),
+        pytest.param(2, {"grid_pipe": 4}, "grid.pipe = 4: a divisor of the 2 processes", marks=slow),
+        pytest.param(4, {"grid_pipe": 2}, "stages of a multiple of 2 devices, their number of processes", marks=slow),
+        (4, {"grid_pipe": 2, "grid_x": 4}, "which has 2 cpu device(s) in 2 processes"),
+        pytest.param(2, {"grid_pipe": 2, "pipeline_channel": "local"},
+                     "pipeline.channel = 'local': mpi4py, mpi4jax or auto", marks=slow),
+        (2, {"grid_x": 4}, "2 cpu device(s) in 2 process(es)"),
+    ],
+    ids=["three for two", "two for four", "too many", "too few devices of a stage", "local", "too few devices"],
+)  # fmt: skip
+def test_what_does_not_fit_the_processes_is_one_line(ranks, options, said, plain, tmp_path):
+    run = tmp_path / "run"
+    line = refused(command(plain, run, ranks, **options), run)
+    assert said in line
+    assert "grid" in line or "pipeline.channel" in line
+
+
+def test_what_one_process_finds_in_the_data_ends_all(config, prepared, tmp_path):
+    data, run = Path(shutil.copytree(prepared, tmp_path / "data")), tmp_path / "run"
+    shard = max(data.glob("train*"))  # one process alone reads it to its end before training begins
+    shard.write_bytes(bytes(shard.stat().st_size))
+    line = refused(command(config, run, 2, data_path=data, grid_x=2, train_steps=2), run)
+    assert f"{shard.name} is corrupt: checksum " in line
+
+
+def test_a_missing_shard_of_a_pretrained_model_ends_all(config, tmp_path):
+    model = pretrained.write_model(tmp_path / "hf", QWEN, pretrained.weights(QWEN), files=3)
+    (model / "model-00002-of-00003.safetensors").unlink()
+    options = {"checkpoint_weights": model, "train_steps": 2, "grid_x": 2}
+    sizes = {"model_hidden": 48, "model_ffn": 40, "model_head_dim": 16, "model_vocab": 515, "model_kv_heads": 2}
+    kinds = {"model_positions": "rope", "model_norm": "rmsnorm", "model_mlp": "swiglu", "model_bias": "none"}
+    rest = {"model_qk_norm": "true", "model_norm_eps": 1e-5, "model_rope_theta": 1e6}
+    run = tmp_path / "run"
+    line = refused(command(config, run, 2, **options, **sizes, **kinds, **rest), run)
+    assert "model-00002-of-00003.safetensors': a file that is there; it is missing" in line
