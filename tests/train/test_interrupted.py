@@ -52,8 +52,15 @@ def break_at(rank, task):
     rank.start = started
 
 
-@pytest.mark.parametrize("policy", ["message", "1f1b"])
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    ("place", "policy"),
+    [
+        (0, "message"),
+        (1, "1f1b"),
+        pytest.param(0, "1f1b", marks=pytest.mark.slow),
+        pytest.param(1, "message", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_that_was_broken_off_has_not_been(policy, place):
     whole, broken = made({"pipe": 2}, policy=policy), made({"pipe": 2}, policy=policy)
     want = losses(whole)

@@ -165,7 +165,11 @@ def test_every_task_is_on_the_timeline():
 
 
 @pytest.mark.parametrize(
-    ("policy", "first", "last"), [("message", {"F", "B"}, {"FB"}), ("zero-bubble", {"F", "I", "W"}, {"FI", "W"})]
+    ("policy", "first", "last"),
+    [
+        pytest.param("message", {"F", "B"}, {"FB"}, marks=pytest.mark.slow),
+        ("zero-bubble", {"F", "I", "W"}, {"FI", "W"}),
+    ],
 )
 def test_with_recomputation_only_zero_bubble_lets_weight_gradients_wait(policy, first, last):
     made = trainer("gpt", {"pipe": 2}, activations="full", policy=policy)
@@ -185,7 +189,10 @@ def test_with_recomputation_only_zero_bubble_lets_weight_gradients_wait(policy, 
     assert (kept[1] == 0) is (policy == "message")
 
 
-@pytest.mark.parametrize(("free", "later"), [(0, [2, 2]), (2**40, [3, 3])], ids=["full", "roomy"])
+@pytest.mark.parametrize(
+    ("free", "later"),
+    [pytest.param(0, [2, 2], marks=pytest.mark.slow, id="full"), pytest.param(2**40, [3, 3], id="roomy")],
+)
 def test_after_the_first_step_more_microbatches_are_in_flight_where_there_is_memory_for_them(monkeypatch, free, later):
     asked, dispatcher = [], pipeline.PolicyDispatcher
     monkeypatch.setattr(build, "unused", lambda mesh, processes: free)

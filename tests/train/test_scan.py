@@ -101,6 +101,7 @@ def test_the_curve_of_20_steps_and_what_users_see_are_those_of_unrolled_layers()
     assert scanned.evaluate([batch]) == pytest.approx(plain.evaluate([batch]), rel=CURVE_TOLERANCE)
 
 
+@pytest.mark.slow  # test_cases goes from scanned layers to unrolled ones and back
 def test_weights_and_state_go_from_scanned_to_unrolled_layers_and_back(tmp_path):
     axes = grids.GridShape(1, 1, 2)
     scanned, _ = train("yes", axes, steps=2)

@@ -26,7 +26,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case == "one device" else []) for case in CASES]
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case in ("one device", "scanned") else []) for case in CASES],
 )
 def test_the_trained_module_comes_back(case):
     axes, options = CASES[case]
