@@ -1,7 +1,7 @@
 """Training runs in which every two settings meet: the one list behind the default tests of whole training steps.
 
 Each axis, precision, schedule and way to keep, cut or recompute meets each setting of every other one in at least one
-case (`test_cases.py` counts them); what only three settings together can break is for the products of `--all`.
+case (`test_cases.py` counts them); what only three settings together break is for the products of `--all`.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -63,6 +63,120 @@ class Case:
 
 
 CASES = [
+    Case(
+        "gpt",
+        z=2,
+        y=2,
+        x=2,
+        precision="fp16",
+        activations="dots",
+        layers="scanned",
+        parts="halves",
+        reshard="step",
+        comm="sequence",
+    ),
+    Case(
+        "gpt",
+        z=2,
+        y=2,
+        keep="offload",
+        activations="save_collectives",
+        parts="halves",
+        reshard="backward",
+        comm="sequence",
+    ),
+    Case("gpt", z=2, x=2, precision="bf16", activations="full", reshard="backward", comm="gather"),
+    Case("gpt", policy="interleaved", data=2, x=2, keep="zero", activations="dots", comm="gather"),
+    Case(
+        "gpt",
+        policy="message",
+        data=2,
+        y=2,
+        precision="fp16",
+        accumulate="compute",
+        keep="both",
+        activations="full",
+        comm="sequence",
+    ),
+    Case("gpt", policy="message", z=2),
+    Case(
+        "llama",
+        data=2,
+        z=2,
+        precision="fp16",
+        keep="zero",
+        activations="save_collectives",
+        layers="scanned",
+        reshard="backward",
+    ),
+    Case("llama", layers="scanned", parts="halves"),
+    Case(
+        "llama",
+        data=2,
+        z=2,
+        y=2,
+        precision="bf16",
+        accumulate="compute",
+        keep="zero",
+        activations="full",
+        layers="scanned",
+        parts="halves",
+        reshard="step",
+        comm="sequence",
+    ),
+    Case(
+        "llama",
+        data=2,
+        z=2,
+        precision="bf16",
+        accumulate="compute",
+        keep="both",
+        activations="dots",
+        reshard="backward",
+    ),
+    Case("llama", policy="message", y=2, x=2, precision="bf16", accumulate="compute", keep="offload", comm="gather"),
+    Case("llama", policy="interleaved", data=2, precision="fp16", keep="both"),
+    Case("experts", expert=2, activations="full"),
+    Case("experts", expert=2, z=2, x=2, keep="zero", layers="scanned", reshard="backward", comm="gather"),
+    Case("experts", data=2, expert=2, z=2, keep="offload", activations="dots", reshard="step"),
+    Case(
+        "experts",
+        expert=2,
+        z=2,
+        x=2,
+        keep="both",
+        activations="save_collectives",
+        parts="halves",
+        reshard="step",
+        comm="gather",
+    ),
+    Case("experts", data=2, z=2, y=2, parts="halves", reshard="step", comm="sequence"),
+    Case(
+        "experts",
+        policy="interleaved",
+        expert=2,
+        y=2,
+        precision="bf16",
+        accumulate="compute",
+        activations="save_collectives",
+        comm="sequence",
+    ),
+    Case("experts", policy="interleaved", z=2, x=2, precision="fp16", keep="offload", activations="full"),
+    Case(
+        "experts",
+        policy="message",
+        expert=2,
+        x=2,
+        precision="fp16",
+        accumulate="compute",
+        activations="save_collectives",
+        comm="gather",
+    ),
+    Case("experts", policy="message", data=2, y=2, keep="zero", activations="dots"),
+]
+"""Of every run: every two of `SETTINGS`."""
+
+MORE = [
     Case("gpt", z=2, y=2, activations="offload", reshard="step", comm="sequence"),
     Case("gpt", data=2, keep="zero", layers="scanned", parts="halves"),
     Case("gpt", z=2, y=2, x=2, keep="offload", activations="save_collectives", reshard="backward", comm="sequence"),
@@ -185,22 +299,28 @@ CASES = [
         comm="sequence",
     ),
 ]
+"""Of the long run: pruned parameters, zero-bubble and offloaded activations beside every other setting, too."""
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "model": ("gpt", "llama", "experts"),
-    "density": (1.0, 0.25),
-    "policy": ("none", "message", "interleaved", "zero-bubble"),
+    "policy": ("none", "message", "interleaved"),
     **dict.fromkeys(("data", "expert", "z", "y", "x"), (1, 2)),
     "precision": ("fp32", "bf16", "fp16"),
     "accumulate": ("fp32", "compute"),
     "keep": ("device", "zero", "offload", "both"),
-    "activations": ("none", "full", "dots", "save_collectives", "offload"),
+    "activations": ("none", "full", "dots", "save_collectives"),
     "layers": ("unrolled", "scanned"),
     "parts": ("whole", "halves"),
     "reshard": ("forward", "backward", "step"),
     "comm": ("all_reduce", "gather", "sequence"),
 }
-PIPED = {"policy": SETTINGS["policy"][1:]}
+FURTHER = {
+    **SETTINGS,
+    "density": (1.0, 0.25),
+    "policy": (*SETTINGS["policy"], "zero-bubble"),
+    "activations": (*SETTINGS["activations"], "offload"),
+}
+PIPED = {"policy": FURTHER["policy"][1:]}
 APART: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (PIPED, {"layers": ["scanned"], "parts": ["halves"], "reshard": ["backward", "step"]}),
     ({"layers": ["scanned"]}, {"keep": ["offload", "both"]}),

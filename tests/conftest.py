@@ -22,10 +22,17 @@ def hangup():
     signal.signal(signal.SIGHUP, before)
 
 
+NO_MESH = jax.sharding.get_mesh()
+
+
+def _forget_mesh():
+    if jax.sharding.get_mesh() != NO_MESH:
+        jax.set_mesh(NO_MESH)
+
+
 @pytest.fixture(autouse=True)
 def _no_mesh_left_behind():
-    """A test that sets the mesh (as `init` does) does not set it for the next one."""
-    before = jax.sharding.get_mesh()
+    """What sets the mesh (as `init` does), a test or a fixture of its module, does not set it for the next test."""
+    _forget_mesh()
     yield
-    if jax.sharding.get_mesh() != before:
-        jax.set_mesh(before)
+    _forget_mesh()

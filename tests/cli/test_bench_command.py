@@ -95,6 +95,7 @@ def test_facts_of_the_paper(capsys):
     assert len(rows) == 7
 
 
+@pytest.mark.slow
 def test_compile_as_json():
     argv = ["bench", "compile", "--model", "gpt2", "--scanned", "2", "3", "--unrolled", "3", "--rounds", "1", "--steps"]
     argv += ["0", "--grid.data", "1", "--grid.z", "1", "--grid.y", "1", "--grid.x", "1", "--microbatches", "1"]

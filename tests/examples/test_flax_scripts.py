@@ -26,7 +26,8 @@ def losses(name: str, *flags: str) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("flax_script.py", ("--grid.z", "2", "--grid.y", "2", "--grid.x", "2")),  # with dropout: masks are the same
+        # With dropout: masks are the same. tests/tensor/test_parallelize.py trains the scripts' models in one process.
+        pytest.param("flax_script.py", ("--grid.z", "2", "--grid.y", "2", "--grid.x", "2"), marks=pytest.mark.slow),
         pytest.param("vit.py", ("--grid.data", "2", "--grid.y", "2", "--grid.x", "2"), marks=pytest.mark.slow),
         pytest.param("cnn.py", ("--grid.data", "2", "--grid.z", "2", "--grid.x", "2"), marks=pytest.mark.slow),
     ],

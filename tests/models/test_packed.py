@@ -97,7 +97,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("one", "one window", "y")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
+)
 def test_documents_of_a_row_are_as_if_they_were_alone(case):
     kind, axes, options = CASES[case]
     # Sums over the same targets in another order, and attention over fewer keys in other blocks.
@@ -115,7 +120,13 @@ def uneven(vocab):
     return kinds, counts, np.stack([pack(row, 17, count) for row, count in zip(kinds, counts, strict=True)])
 
 
-@pytest.mark.parametrize("axes", [GridShape(data=2), GridShape(pipe=2, data=2)], ids=["data", "pipe"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param(GridShape(data=2), marks=pytest.mark.slow, id="data"),
+        pytest.param(GridShape(pipe=2, data=2), id="pipe"),
+    ],
+)
 def test_an_uneven_mask_over_microbatches_is_one_batch(axes):
     kinds, counts, rows = uneven(GPT.vocab)
     grads, loss, norm = alone(GPT, kinds, counts)

@@ -107,7 +107,7 @@ def test_the_run_directory_is_complete(name, run_of):
     assert parts == {"manifest.json", *(f"part_{stage:03d}" for stage in range(pipe))}
 
 
-@pytest.mark.parametrize("name", ["z x", "data y"])
+@pytest.mark.parametrize("name", ["z"])
 def test_the_run_directory_of_a_mesh_is_complete(name, run_of):
     run, _ = run_of(name)
     assert {path.name for path in run.iterdir()} >= {"config.toml", "metrics.jsonl", "loss.png", "checkpoints"}

@@ -82,11 +82,15 @@ def tell(capsys, line):
 class TestFaults:
     pytestmark = UNDER_MPIRUN
 
-    @pytest.mark.parametrize(("setup", "rank"), [("pipe 4", 1), ("two processes a stage", 3)])
+    @pytest.mark.parametrize(
+        ("setup", "rank"), [pytest.param("pipe 4", 1, marks=pytest.mark.slow), ("two processes a stage", 3)]
+    )
     def test_a_killed_rank_ends_all(self, setup, rank, launch, capsys):
         kill(launch, setup, rank, moment(random.Random()), capsys)
 
-    @pytest.mark.parametrize(("setup", "rank"), [("pipe 4", 2), ("two processes a stage", 1)])
+    @pytest.mark.parametrize(
+        ("setup", "rank"), [("pipe 4", 2), pytest.param("two processes a stage", 1, marks=pytest.mark.slow)]
+    )
     def test_a_stopped_rank_ends_all(self, setup, rank, launch, capsys):
         stop(launch, setup, rank, moment(random.Random()), capsys)
 
@@ -120,7 +124,7 @@ class TestFaults:
             assert "Traceback" not in run.stderr
             tell(capsys, f"rank {rank} killed after {said}: all gone in {took:.2f} s")
 
-    @pytest.mark.parametrize("to", TOLD)
+    @pytest.mark.parametrize("to", ["mpirun", pytest.param("ranks", marks=pytest.mark.slow)])
     def test_a_run_told_to_end(self, to, launch, capsys):
         """As a user's kill or Slurm's scancel does it: to mpirun, or to every rank at once.
 

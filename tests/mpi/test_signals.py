@@ -36,7 +36,7 @@ def saved(folder):
     return [rank for rank, file in enumerate(files) if file.exists() and file.read_text().endswith("complete\n")]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_handler_of_the_script_saves_to_its_end(when, tmp_path):
     with start(tmp_path, when, 2.0) as run:
         signalled(run, signal.SIGTERM)

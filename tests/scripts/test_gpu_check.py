@@ -48,6 +48,7 @@ def rows(found: dict[str, Any], section: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in found["sections"][section]["rows"]}
 
 
+@pytest.mark.slow
 def test_rehearsal_runs_every_section_and_succeeds_without_a_gpu(rehearsal):
     done, found = rehearsal
     assert done.returncode == 0, done.stdout + done.stderr
@@ -60,6 +61,7 @@ def test_rehearsal_runs_every_section_and_succeeds_without_a_gpu(rehearsal):
     assert statuses == {"ok", "skipped"}
 
 
+@pytest.mark.slow
 def test_rows_that_need_a_gpu_say_so(rehearsal):
     _, found = rehearsal
     skipped = [row for section in found["sections"].values() for row in section["rows"] if row["status"] == "skipped"]
@@ -69,6 +71,7 @@ def test_rows_that_need_a_gpu_say_so(rehearsal):
     assert "PyTorch" in names
 
 
+@pytest.mark.slow
 def test_rehearsal_measures_what_the_real_run_measures(rehearsal):
     done, found = rehearsal
     parity = rows(found, "parity")

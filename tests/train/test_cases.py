@@ -9,7 +9,7 @@ import cases
 import grids
 import numpy as np
 import pytest
-from cases import CASES, SETTINGS, Case
+from cases import CASES, FURTHER, MORE, SETTINGS, Case
 
 from axonn_jax.experts.load import is_load
 from axonn_jax.memory.host_arrays import joined
@@ -51,7 +51,8 @@ def plain(model, density):
     return Run(Case(model=model, density=density), Path(tempfile.mkdtemp()))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Making a trainer, a pipeline's or an offloaded one above all, compiles dozens of programs: 5 to 15 s a case.
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
 def test_any_two_settings_train_as_one_plain_device(case, tmp_path):
     want, got = plain(case.model, case.density), Run(case, tmp_path)
     loss, norm, gradient = HALF.get(case.precision, (CURVE_TOLERANCE, CURVE_TOLERANCE, None))
@@ -80,13 +81,14 @@ def test_any_two_settings_train_as_one_plain_device(case, tmp_path):
     got.trainer.close()
 
 
-def test_every_two_settings_meet_in_a_case():
+@pytest.mark.parametrize(("settings", "among"), [(SETTINGS, CASES), (FURTHER, MORE)], ids=["CASES", "MORE"])
+def test_every_two_settings_meet_in_a_case(settings, among):
     missing = {
         (one, a, other, b)
-        for one, other in combinations(SETTINGS, 2)
-        for a in SETTINGS[one]
-        for b in SETTINGS[other]
+        for one, other in combinations(settings, 2)
+        for a in settings[one]
+        for b in settings[other]
         if not cases.apart((one, a), (other, b))
-        and not any((getattr(case, one), getattr(case, other)) == (a, b) for case in CASES)
+        and not any((getattr(case, one), getattr(case, other)) == (a, b) for case in among)
     }
     assert not missing
