@@ -1,10 +1,10 @@
 """Training runs in which every two settings meet: the one list behind the default tests of whole training steps.
 
 Each axis, precision, schedule and way to keep, cut or recompute meets each setting of every other one in at least one
-case (`test_cases.py` counts them); what only three settings together break is for the products of `--all`.
+case (`train/test_cases.py` counts them); what only three settings together break is for the products of `--all`.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grids
@@ -19,21 +19,43 @@ from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.train.optimizer import decayed
 from axonn_jax.train.trainer import Trainer
 
-BUCKET = 8000
-MICROBATCHES, ROWS = 2, 32
+MICROBATCHES, ROWS, BUCKET = 2, 32, 8000
 SHAPES = {
     "gpt": replace(grids.GPT, layers=2, seq_len=8, dropout=0.1),  # tied: both ends of a pipeline hold the table
     "llama": replace(grids.LLAMA, hidden=32, heads=8, kv_heads=4, ffn=64, layers=2, seq_len=8),
     "experts": replace(grids.DEEPSEEK, layers=2, seq_len=8),
 }
+AXES = ("data", "expert", "z", "y", "x")
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "model": ("gpt", "llama", "experts"),
+    "policy": ("none", "message", "interleaved"),
+    **dict.fromkeys(AXES, (1, 2)),
+    "precision": ("fp32", "bf16", "fp16"),
+    "accumulate": ("fp32", "compute"),
+    "keep": ("device", "zero", "offload", "both"),
+    "activations": ("none", "full", "dots", "save_collectives"),
+    "layers": ("unrolled", "scanned"),
+    "parts": ("whole", "halves"),
+    "reshard": ("forward", "backward", "step"),
+    "comm": ("all_reduce", "gather", "sequence"),
+}
+"""The settings of every run, the plain one first."""
+FURTHER = {
+    **SETTINGS,
+    "weights": ("dense", "pruned"),
+    "policy": (*SETTINGS["policy"], "zero-bubble"),
+    "activations": (*SETTINGS["activations"], "offload"),
+}
+"""Those of the long run."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The settings of a run; the first value of each in `SETTINGS` is the plain one."""
+    """The settings of a run; `words` names those that are not plain, an axis standing for two devices along it."""
 
-    model: str = "gpt"
-    density: float = 1.0
+    words: str
+    model: str
+    weights: str = "dense"
     policy: str = "none"
     data: int = 1
     expert: int = 1
@@ -50,11 +72,7 @@ class Case:
     comm: str = "all_reduce"
 
     def __str__(self) -> str:
-        plain = Case()
-        changed = [
-            (f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)
-        ]
-        return " ".join(f"{name} {value}" if isinstance(value, int | float) else str(value) for name, value in changed)
+        return self.words
 
     @property
     def grid(self) -> GridShape:
@@ -62,264 +80,72 @@ class Case:
         return GridShape(pipe, self.data, self.z, self.y, self.x, expert=self.expert)
 
 
-CASES = [
-    Case(
-        "gpt",
-        z=2,
-        y=2,
-        x=2,
-        precision="fp16",
-        activations="dots",
-        layers="scanned",
-        parts="halves",
-        reshard="step",
-        comm="sequence",
-    ),
-    Case(
-        "gpt",
-        z=2,
-        y=2,
-        keep="offload",
-        activations="save_collectives",
-        parts="halves",
-        reshard="backward",
-        comm="sequence",
-    ),
-    Case("gpt", z=2, x=2, precision="bf16", activations="full", reshard="backward", comm="gather"),
-    Case("gpt", policy="interleaved", data=2, x=2, keep="zero", activations="dots", comm="gather"),
-    Case(
-        "gpt",
-        policy="message",
-        data=2,
-        y=2,
-        precision="fp16",
-        accumulate="compute",
-        keep="both",
-        activations="full",
-        comm="sequence",
-    ),
-    Case("gpt", policy="message", z=2),
-    Case(
-        "llama",
-        data=2,
-        z=2,
-        precision="fp16",
-        keep="zero",
-        activations="save_collectives",
-        layers="scanned",
-        reshard="backward",
-    ),
-    Case("llama", layers="scanned", parts="halves"),
-    Case(
-        "llama",
-        data=2,
-        z=2,
-        y=2,
-        precision="bf16",
-        accumulate="compute",
-        keep="zero",
-        activations="full",
-        layers="scanned",
-        parts="halves",
-        reshard="step",
-        comm="sequence",
-    ),
-    Case(
-        "llama",
-        data=2,
-        z=2,
-        precision="bf16",
-        accumulate="compute",
-        keep="both",
-        activations="dots",
-        reshard="backward",
-    ),
-    Case("llama", policy="message", y=2, x=2, precision="bf16", accumulate="compute", keep="offload", comm="gather"),
-    Case("llama", policy="interleaved", data=2, precision="fp16", keep="both"),
-    Case("experts", expert=2, activations="full"),
-    Case("experts", expert=2, z=2, x=2, keep="zero", layers="scanned", reshard="backward", comm="gather"),
-    Case("experts", data=2, expert=2, z=2, keep="offload", activations="dots", reshard="step"),
-    Case(
-        "experts",
-        expert=2,
-        z=2,
-        x=2,
-        keep="both",
-        activations="save_collectives",
-        parts="halves",
-        reshard="step",
-        comm="gather",
-    ),
-    Case("experts", data=2, z=2, y=2, parts="halves", reshard="step", comm="sequence"),
-    Case(
-        "experts",
-        policy="interleaved",
-        expert=2,
-        y=2,
-        precision="bf16",
-        accumulate="compute",
-        activations="save_collectives",
-        comm="sequence",
-    ),
-    Case("experts", policy="interleaved", z=2, x=2, precision="fp16", keep="offload", activations="full"),
-    Case(
-        "experts",
-        policy="message",
-        expert=2,
-        x=2,
-        precision="fp16",
-        accumulate="compute",
-        activations="save_collectives",
-        comm="gather",
-    ),
-    Case("experts", policy="message", data=2, y=2, keep="zero", activations="dots"),
-]
+def case(words: str) -> Case:
+    """Returns the case of some words: the model, axes, values of settings; `name=value` where two settings share it."""
+    names = {value: name for name, values in reversed(FURTHER.items()) for value in values if isinstance(value, str)}
+    given: dict[str, Any] = {}
+    for word in words.split():
+        name, _, value = word.rpartition("=")
+        given[name or (word if word in AXES else names[word])] = 2 if word in AXES else value
+    return Case(words, **given)
+
+
+CASES = [case(words) for words in (
+    "gpt z y x fp16 dots scanned halves step sequence",
+    "gpt z y offload save_collectives halves backward sequence",
+    "gpt z x bf16 full backward gather",
+    "gpt interleaved data x zero dots gather",
+    "gpt message data y fp16 compute both full sequence",
+    "gpt message z",
+    "llama data z fp16 zero save_collectives scanned backward",
+    "llama scanned halves",
+    "llama data z y bf16 compute zero full scanned halves step sequence",
+    "llama data z bf16 compute both dots backward",
+    "llama message y x bf16 compute offload gather",
+    "llama interleaved data fp16 both",
+    "experts expert full",
+    "experts expert z x zero scanned backward gather",
+    "experts data expert z offload dots step",
+    "experts expert z x both save_collectives halves step gather",
+    "experts data z y halves step sequence",
+    "experts interleaved expert y bf16 compute save_collectives sequence",
+    "experts interleaved z x fp16 offload full",
+    "experts message expert x fp16 compute save_collectives gather",
+    "experts message data y zero dots",
+)]  # fmt: skip
 """Of every run: every two of `SETTINGS`."""
+MORE = [case(words) for words in (
+    "gpt z y activations=offload step sequence",
+    "gpt data zero scanned halves",
+    "gpt z y x offload save_collectives backward sequence",
+    "gpt zero-bubble data z bf16 compute full",
+    "gpt interleaved data y both dots sequence",
+    "gpt zero-bubble data offload dots",
+    "gpt interleaved y fp16 compute full sequence",
+    "gpt pruned message x fp16 compute offload activations=offload gather",
+    "gpt pruned interleaved data z bf16 compute zero activations=offload",
+    "llama z fp16 compute offload halves step",
+    "llama z activations=offload scanned halves backward",
+    "llama data z both full step",
+    "llama zero-bubble y x full gather",
+    "llama interleaved x dots gather",
+    "llama zero-bubble y x bf16 offload",
+    "llama pruned message data y bf16 zero save_collectives sequence",
+    "llama pruned message z y sequence",
+    "experts data z bf16 compute both dots halves backward",
+    "experts expert z x bf16 compute save_collectives scanned halves step gather",
+    "experts data z x fp16 both backward gather",
+    "experts interleaved expert offload",
+    "experts message expert both dots",
+    "experts message offload full",
+    "experts interleaved expert both save_collectives",
+    "experts zero-bubble data x fp16 zero save_collectives gather",
+    "experts pruned expert z y zero full scanned halves backward sequence",
+    "experts pruned data expert z fp16 zero dots scanned step",
+    "experts pruned zero-bubble expert y both activations=offload sequence",
+)]  # fmt: skip
+"""Of the long run: every two of `FURTHER`."""
 
-MORE = [
-    Case("gpt", z=2, y=2, activations="offload", reshard="step", comm="sequence"),
-    Case("gpt", data=2, keep="zero", layers="scanned", parts="halves"),
-    Case("gpt", z=2, y=2, x=2, keep="offload", activations="save_collectives", reshard="backward", comm="sequence"),
-    Case("gpt", policy="zero-bubble", data=2, z=2, precision="bf16", accumulate="compute", activations="full"),
-    Case("gpt", policy="interleaved", data=2, y=2, keep="both", activations="dots", comm="sequence"),
-    Case("gpt", policy="zero-bubble", data=2, keep="offload", activations="dots"),
-    Case("gpt", policy="interleaved", y=2, precision="fp16", accumulate="compute", activations="full", comm="sequence"),
-    Case(
-        "gpt",
-        density=0.25,
-        policy="message",
-        x=2,
-        precision="fp16",
-        accumulate="compute",
-        keep="offload",
-        activations="offload",
-        comm="gather",
-    ),
-    Case(
-        "gpt",
-        density=0.25,
-        policy="interleaved",
-        data=2,
-        z=2,
-        precision="bf16",
-        accumulate="compute",
-        keep="zero",
-        activations="offload",
-    ),
-    Case("llama", z=2, precision="fp16", accumulate="compute", keep="offload", parts="halves", reshard="step"),
-    Case("llama", z=2, activations="offload", layers="scanned", parts="halves", reshard="backward"),
-    Case("llama", data=2, z=2, keep="both", activations="full", reshard="step"),
-    Case("llama", policy="zero-bubble", y=2, x=2, activations="full", comm="gather"),
-    Case("llama", policy="interleaved", x=2, activations="dots", comm="gather"),
-    Case("llama", policy="zero-bubble", y=2, x=2, precision="bf16", keep="offload"),
-    Case(
-        "llama",
-        density=0.25,
-        policy="message",
-        data=2,
-        y=2,
-        precision="bf16",
-        keep="zero",
-        activations="save_collectives",
-        comm="sequence",
-    ),
-    Case("llama", density=0.25, policy="message", z=2, y=2, comm="sequence"),
-    Case(
-        "experts",
-        data=2,
-        z=2,
-        precision="bf16",
-        accumulate="compute",
-        keep="both",
-        activations="dots",
-        parts="halves",
-        reshard="backward",
-    ),
-    Case(
-        "experts",
-        expert=2,
-        z=2,
-        x=2,
-        precision="bf16",
-        accumulate="compute",
-        activations="save_collectives",
-        layers="scanned",
-        parts="halves",
-        reshard="step",
-        comm="gather",
-    ),
-    Case("experts", data=2, z=2, x=2, precision="fp16", keep="both", reshard="backward", comm="gather"),
-    Case("experts", policy="interleaved", expert=2, keep="offload"),
-    Case("experts", policy="message", expert=2, keep="both", activations="dots"),
-    Case("experts", policy="message", keep="offload", activations="full"),
-    Case("experts", policy="interleaved", expert=2, keep="both", activations="save_collectives"),
-    Case(
-        "experts",
-        policy="zero-bubble",
-        data=2,
-        x=2,
-        precision="fp16",
-        keep="zero",
-        activations="save_collectives",
-        comm="gather",
-    ),
-    Case(
-        "experts",
-        density=0.25,
-        expert=2,
-        z=2,
-        y=2,
-        keep="zero",
-        activations="full",
-        layers="scanned",
-        parts="halves",
-        reshard="backward",
-        comm="sequence",
-    ),
-    Case(
-        "experts",
-        density=0.25,
-        data=2,
-        expert=2,
-        z=2,
-        precision="fp16",
-        keep="zero",
-        activations="dots",
-        layers="scanned",
-        reshard="step",
-    ),
-    Case(
-        "experts",
-        density=0.25,
-        policy="zero-bubble",
-        expert=2,
-        y=2,
-        keep="both",
-        activations="offload",
-        comm="sequence",
-    ),
-]
-"""Of the long run: pruned parameters, zero-bubble and offloaded activations beside every other setting, too."""
-
-SETTINGS: dict[str, tuple[Any, ...]] = {
-    "model": ("gpt", "llama", "experts"),
-    "policy": ("none", "message", "interleaved"),
-    **dict.fromkeys(("data", "expert", "z", "y", "x"), (1, 2)),
-    "precision": ("fp32", "bf16", "fp16"),
-    "accumulate": ("fp32", "compute"),
-    "keep": ("device", "zero", "offload", "both"),
-    "activations": ("none", "full", "dots", "save_collectives"),
-    "layers": ("unrolled", "scanned"),
-    "parts": ("whole", "halves"),
-    "reshard": ("forward", "backward", "step"),
-    "comm": ("all_reduce", "gather", "sequence"),
-}
-FURTHER = {
-    **SETTINGS,
-    "density": (1.0, 0.25),
-    "policy": (*SETTINGS["policy"], "zero-bubble"),
-    "activations": (*SETTINGS["activations"], "offload"),
-}
 PIPED = {"policy": FURTHER["policy"][1:]}
 APART: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (PIPED, {"layers": ["scanned"], "parts": ["halves"], "reshard": ["backward", "step"]}),
@@ -366,7 +192,7 @@ def trainer(case: Case) -> Trainer:
             policy="message" if case.policy == "none" else case.policy,
             virtual_stages=2 if case.policy == "interleaved" else 1,
         ),
-        prune=ax.PruneConfig(density=case.density),
+        prune=ax.PruneConfig(density=0.25 if case.weights == "pruned" else 1.0),
         **options,
     )
 

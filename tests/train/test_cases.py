@@ -47,14 +47,14 @@ class Run:
 
 
 @functools.cache
-def plain(model, density):
-    return Run(Case(model=model, density=density), Path(tempfile.mkdtemp()))
+def plain(model, weights):
+    return Run(Case("plain", model, weights), Path(tempfile.mkdtemp()))
 
 
 # Making a trainer, a pipeline's or an offloaded one above all, compiles dozens of programs: 5 to 15 s a case.
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
 def test_any_two_settings_train_as_one_plain_device(case, tmp_path):
-    want, got = plain(case.model, case.density), Run(case, tmp_path)
+    want, got = plain(case.model, case.weights), Run(case, tmp_path)
     loss, norm, gradient = HALF.get(case.precision, (CURVE_TOLERANCE, CURVE_TOLERANCE, None))
 
     np.testing.assert_allclose(got.told["loss"], want.told["loss"], rtol=loss)
