@@ -1,9 +1,7 @@
 """Every two settings of training meet: gradients, curve, bytes and checkpoints of `cases.CASES` are the plain run's."""
 
 import functools
-import tempfile
 from itertools import combinations
-from pathlib import Path
 
 import cases
 import grids
@@ -46,14 +44,15 @@ class Run:
         return [float(metrics["loss"]) for metrics in self._steps(SAVED, STEPS)]
 
 
-@functools.cache
-def plain(model, weights):
-    return Run(Case("plain", model, weights), Path(tempfile.mkdtemp()))
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The run of a model on one device, nothing set."""
+    return functools.cache(lambda *of: Run(Case("plain", *of), tmp_path_factory.mktemp("plain")))
 
 
 # Making a trainer, a pipeline's or an offloaded one above all, compiles dozens of programs: 5 to 15 s a case.
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
-def test_any_two_settings_train_as_one_plain_device(case, tmp_path):
+def test_any_two_settings_train_as_one_plain_device(case, plain, tmp_path):
     want, got = plain(case.model, case.weights), Run(case, tmp_path)
     loss, norm, gradient = HALF.get(case.precision, (CURVE_TOLERANCE, CURVE_TOLERANCE, None))
 
