@@ -119,6 +119,8 @@ def test_curves_coincide_on_grids(axes, options, dense):
     want, params, masks = dense
     options = {"microbatches": 1 if axes.batch_shards == 8 else 2, **options}
     trainer = make_trainer(model(), optimizer(), grids.lay(axes), prune=PRUNE, **options)
+    bytes_of = trainer.engine.memory()[0]
+    assert bytes_of["counted_between_steps"]["host"] == bytes_of["planned"]["host"]
     got, values = curve(trainer, len(want))
     np.testing.assert_allclose(got, want, rtol=CURVE_TOLERANCE)
     for name, mask in masks.items():
