@@ -79,6 +79,7 @@ def test_weights_gathered_once_a_step_send_less_and_compute_the_same():
     assert step.ratio < step.ratio_scattered < step.ratio_moved < 1
 
 
+@pytest.mark.slow
 def test_experts_send_less_than_masks_and_einsums():
     ways = [Way(moe=MoeConfig(dispatch=way, balance_weight=0.0)) for way in ("gather", "capacity")]
     shape = replace(experts.SMALL, layers=2, hidden=128, ffn=128, vocab=256, seq_len=64)

@@ -37,6 +37,7 @@ def printed(run_dir: Path, *flags: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_sharded_script_prints_the_plain_ones_texts_and_scores(tmp_path):
     prepare(ROOT / "axonn_jax", tmp_path / "text", vocab=512, include=["cli/*.py"])
     run_dir = pretrained.write_model(tmp_path / "model", LLAMA, pretrained.weights(LLAMA))

@@ -21,6 +21,7 @@ def test_the_readme_shows_the_example():
     assert all(line in example for line in code), [line for line in code if line not in example]
 
 
+@pytest.mark.slow
 def test_the_example_trains(tmp_path):
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     prepare(stdlib, tmp_path / "text", vocab=4096, include=["email/*.py", "asyncio/*.py", "json/*.py", "[a-f]*.py"])

@@ -80,7 +80,8 @@ class HostBytes:
         return result
 
 
-@pytest.mark.parametrize("pipe", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("pipe", [1, 2])
 def test_the_host_has_one_copy_of_the_state_whatever_happens(pipe, monkeypatch, tmp_path):
     count = HostBytes(monkeypatch)
     trainer = made(GridShape(pipe=pipe))

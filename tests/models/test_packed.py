@@ -97,7 +97,7 @@ CASES = {
 }
 
 
-SLOW = ("one", "one window", "y")
+SLOW = ("one", "one window", "y", "sequence")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ MODELS = {
 # and every kind of grid with every memory mode that is here at least once.
 CASES = {
     "mpi4jax": (2, "gpt", {"grid_pipe": 2, **MPI4JAX}),
-    "virtual stages": (2, "gpt", {"grid_pipe": 2, "pipeline_virtual_stages": 2}),
     "untied zero-bubble": (2, "llama", {"grid_pipe": 2, "pipeline_policy": "zero-bubble"}),
     "pruned, pipe": (2, "pruned", {"grid_pipe": 2}),
     "pipe 4 1f1b": (4, "gpt", {"grid_pipe": 4, "pipeline_policy": "1f1b", "pipeline_channel": "mpi4py"}),
@@ -46,6 +45,7 @@ CASES = {
     "experts": (2, "experts", {"grid_expert": 2}),
 }
 SLOW_CASES = {
+    "virtual stages": (2, "gpt", {"grid_pipe": 2, "pipeline_virtual_stages": 2}),
     "mpi4py": (2, "gpt", {"grid_pipe": 2, "pipeline_channel": "mpi4py"}),
     "pipe 4": (4, "gpt", {"grid_pipe": 4}),
     "1f1b": (2, "gpt", {"grid_pipe": 2, "pipeline_policy": "1f1b"}),

@@ -27,6 +27,7 @@ def test_what_a_process_saved_it_alone_reads_again(tmp_path):
     assert sum(map(len, read)) == len(manifest.files)
 
 
+@pytest.mark.slow
 def test_a_new_run_sets_aside_what_a_first_one_left(config, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     new = {"train_steps": 1, "train_warmup": 0, "checkpoint_resume": "never"}

@@ -37,7 +37,7 @@ def saved(tmp_path_factory):
         pytest.param(GridShape(1, 2, 1, 2), {"zero": 1}, marks=pytest.mark.slow),
         pytest.param(GridShape(1, 1, 2, 1, 2), {}, marks=pytest.mark.slow),
         pytest.param(GridShape(), {"scan_layers": "yes"}, marks=pytest.mark.slow),
-        (GridShape(1, 2), {"offload": "optimizer"}),
+        pytest.param(GridShape(1, 2), {"offload": "optimizer"}, marks=pytest.mark.slow),
         (GridShape(2, 2), {"zero": 1}),
     ],
 )

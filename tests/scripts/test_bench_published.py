@@ -53,6 +53,7 @@ def test_other_systems_are_predicted(published):
     assert max(abs(row.error) for row in found) < 0.17
 
 
+@pytest.mark.slow
 def test_machine_files_hold_what_all_rows_of_a_machine_give(published):
     for name in ("perlmutter", "frontier", "alps"):
         found = load_machine(name).network.straggling

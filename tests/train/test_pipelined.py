@@ -56,7 +56,7 @@ CASES = {
 }
 
 # Compiling takes 10 to 20 s each. `test_cases` has the other policies, each beside every way to keep and to recompute.
-QUICK = ("message virtual", "1f1b", "zero-bubble")
+QUICK = ("1f1b", "zero-bubble")
 
 
 def trainer(model, axes, *, activations="none", lazy=True, clip=0.5, precision="fp32", optimizer=None, **pipeline):
