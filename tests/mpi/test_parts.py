@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from launched import AXONN, MPIRUN, UNDER_MPIRUN, command, finished
 from saved import check_files
 
