@@ -1,6 +1,5 @@
 """Strictness for the whole suite: 8 virtual CPU devices, strict dtype promotion, warnings as errors."""
 
-import gc
 import os
 import signal
 
@@ -9,7 +8,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
-gc.set_threshold(200_000, 50, 100)  # tracing makes many objects: looking for cycles as often as usual takes 7 % of it
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # now: a command that a test calls would start another number of them
 jax.config.update("jax_numpy_dtype_promotion", "strict")
