@@ -6,8 +6,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 SLOWEST = 10
-LIMIT_S = 10
-"""A test of the default run that takes longer has a line that says why."""
 
 
 def seconds_by_test(reports: list[Path]) -> Counter[str]:
@@ -15,8 +13,8 @@ def seconds_by_test(reports: list[Path]) -> Counter[str]:
     found: Counter[str] = Counter()
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
-            module, _, name = case.get("classname", "").removeprefix("tests."), "::", case.get("name", "")
-            found[f"{module.replace('.', '/')}::{name}"] += float(case.get("time", 0))
+            module = case.get("classname", "").removeprefix("tests.").replace(".", "/")
+            found[f"{module}::{case.get('name', '')}"] += float(case.get("time", 0))
     return found
 
 

@@ -179,7 +179,7 @@ def trainer(case: Case) -> Trainer:
         microbatches=MICROBATCHES,
         clip=0.5,
         seed=5,
-        bucket=BUCKET,  # parameters are cut in the middle, and several share a bucket
+        bucket=BUCKET,  # several parameters share a bucket
         precision=case.precision,
         accumulate=case.accumulate,
         zero=int(case.keep in ("zero", "both")),
