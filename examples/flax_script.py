@@ -93,8 +93,9 @@ def main():
     model = ax.parallelize(model, grid, call=lambda model: model(jnp.zeros((BATCH, SEQ), jnp.int32)))
     print(ax.sharding_report(model))
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+    bounded = ax.in_flight()
     for step, text in enumerate(batches(steps), 1):
-        loss = train_step(model, optimizer, grid.shard_batch(text))
+        loss = bounded(train_step(model, optimizer, grid.shard_batch(text)))
         if step == 1 or step % 10 == 0:
             print(f"step {step}  loss {float(jax.device_get(loss)):.4f}")
 

@@ -87,8 +87,9 @@ def main():
     model = ax.parallelize(make_model(), grid, call=lambda model: model(jnp.zeros((BATCH, SIDE, SIDE, 1))))
     print(ax.sharding_report(model))
     optimizer = nnx.Optimizer(model, optax.adamw(2e-3), wrt=nnx.Param)
+    bounded = ax.in_flight()
     for step, batch in enumerate(batches(steps), 1):
-        loss = train_step(model, optimizer, grid.shard_batch(batch))
+        loss = bounded(train_step(model, optimizer, grid.shard_batch(batch)))
         if step == 1 or step % 10 == 0:
             print(f"step {step}  loss {float(loss):.4f}")
 

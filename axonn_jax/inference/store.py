@@ -50,8 +50,9 @@ class CacheStore:
         self._grow = jax.jit(grown, static_argnums=1, out_shardings=self._sharding)
 
     def call(self, program: Any, params: Any, extras: Any, *given: Any) -> Sequence[Any]:
-        """Runs a program on the caches; what it gives besides, on the host."""
+        """Runs a program on the caches, one at a time; what it gives besides, on the host."""
         caches, self._caches = self._caches, None  # used up, whatever happens
+        jax.block_until_ready(caches)  # a long prompt's chunks read nothing (`distributed.in_flight`)
         self._caches, *results = program(params, extras, caches, *given)
         return jax.device_get(results)  # type: ignore[no-any-return]
 

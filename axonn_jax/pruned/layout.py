@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
+from axonn_jax.pruned.masks import counting, rounds
 from axonn_jax.pruned.weight import places, put, taken
 from axonn_jax.tensor.params import Params, Specs
 from axonn_jax.tensor.specs import shard_mapped, size_over, spec_axes
@@ -63,18 +64,23 @@ class PrunedLayout:
             stacked=True,
         )
 
-    def index_of(self, name: str, mask: jax.Array) -> jax.Array:
-        """The index of a parameter from its global mask of booleans, laid out as it is; no collectives."""
-        return self._run(places, name, 1, slots=self.slots[name])(mask)  # type: ignore[no-any-return]
+    def indices_of(self, masks: Mapping[str, jax.Array]) -> Params:
+        """The indices of global masks of booleans by name, laid out as the parameters are; no collectives."""
+        positions: Params = {}
+        for names in rounds(masks):
+            own = tuple((self.specs[name], self.slots[name]) for name in names)
+            indices = _places(self.mesh, own)([masks[name] for name in names])
+            positions |= zip(names, jax.block_until_ready(indices), strict=True)
+        return positions
 
     def compressed(self, name: str, dense: jax.Array, index: jax.Array) -> jax.Array:
         """The values of a global dense array; no collectives."""
-        return self._run(taken, name, 2)(dense, index)  # type: ignore[no-any-return]
+        return self._run(taken, name)(dense, index)  # type: ignore[no-any-return]
 
     def expanded(self, name: str, values: jax.Array, index: jax.Array) -> jax.Array:
         """The global dense array of values, with zeros; no collectives."""
         shape = NamedSharding(self.mesh, self.specs[name]).shard_shape(self.shapes[name])
-        return self._run(_on_zeros, name, 2, shape=shape)(values, index)  # type: ignore[no-any-return]
+        return self._run(_on_zeros, name, shape=shape)(values, index)  # type: ignore[no-any-return]
 
     def written(self, dense: Params, index: Params, values: Params) -> Params:
         """Global dense arrays with values in the place of their kept entries; to be traced; no collectives."""
@@ -103,18 +109,18 @@ class PrunedLayout:
             for name, shape in self.shapes.items()
         }
 
-    def _run(self, local: Callable[..., Any], name: str, inputs: int, **settings: Any) -> Callable[..., Any]:
+    def _run(self, local: Callable[..., Any], name: str, **settings: Any) -> Callable[..., Any]:
         assert not self.stacked
-        return _compiled(local, tuple(settings.items()), self.mesh, self.specs[name], inputs)
+        return _compiled(local, tuple(settings.items()), self.mesh, self.specs[name])
 
 
 @cache  # one function object a form, so that jit compiles each once
 def _compiled(
-    local: Callable[..., Any], settings: tuple[tuple[str, Any], ...], mesh: Mesh, spec: P, inputs: int
+    local: Callable[..., Any], settings: tuple[tuple[str, Any], ...], mesh: Mesh, spec: P
 ) -> Callable[..., Any]:
     run = partial(local, **dict(settings))
     return jax.jit(
-        shard_mapped(run, mesh, (spec,) * inputs, spec, differentiated=False), out_shardings=NamedSharding(mesh, spec)
+        shard_mapped(run, mesh, (spec, spec), spec, differentiated=False), out_shardings=NamedSharding(mesh, spec)
     )
 
 
@@ -130,8 +136,8 @@ def whole_spec(spec: P, shape: tuple[int, ...]) -> P:
 def lay_out(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multiple: int = 1) -> PrunedLayout:
     """The layout for global masks, as parameters are laid out; slots are a multiple of `multiple`.
 
-    Raises ``UserError`` where a device's part of a parameter has too many entries for an index. Collective: an
-    all-reduce of two numbers a parameter.
+    Raises ``UserError`` where a device's part of a parameter has too many entries for an index. Collectives: two
+    all-reduces of a number a parameter.
     """
     most: dict[tuple[tuple[int, ...], P], int] = {}
     kept = 0
@@ -140,28 +146,43 @@ def lay_out(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multipl
         if 2 * local >= _MOST:
             accepted = f"a grid on which a device holds fewer than {_MOST // 2:,} entries of it"
             raise UserError("prune.density", f"{name} with {local:,} entries on a device", accepted)
-        kind = (mask.shape, specs[name])
-        largest, together = map(int, _counts(mesh, specs[name], mask.ndim)(mask))
-        most[kind], kept = max(most.get(kind, 1), largest), kept + together
+    for names in rounds(masks):
+        largest, together = _counts(mesh, tuple(specs[name] for name in names))([masks[name] for name in names])
+        for name, count in zip(names, np.asarray(largest).tolist(), strict=True):
+            kind = (masks[name].shape, specs[name])
+            most[kind] = max(most.get(kind, 1), count)
+        kept += sum(np.asarray(together).tolist())
     slots = {name: -(-most[mask.shape, specs[name]] // multiple) * multiple for name, mask in masks.items()}
     return PrunedLayout(mesh, {name: mask.shape for name, mask in masks.items()}, dict(specs), slots, kept)
 
 
 @cache
-def _counts(mesh: Mesh, spec: P, ndim: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """What gives the entries of a mask that the fullest device keeps, and that all of them keep."""
+def _counts(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], tuple[jax.Array, jax.Array]]:
+    """What gives the entries of each mask that its fullest device keeps, and that all of them keep: [masks] both."""
 
-    def local(mask: jax.Array) -> jax.Array:
-        return jnp.sum(mask, dtype=jnp.int32).reshape((1,) * ndim)
+    def local(masks: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.sum(mask, dtype=jnp.int32).reshape((1,) * mask.ndim) for mask in masks]
 
-    own = whole_spec(spec, (1,) * ndim)
-    count = shard_mapped(local, mesh, (spec,), own, differentiated=False)
+    def both(masks: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        own = [whole_spec(spec, mask.shape) for spec, mask in zip(specs, masks, strict=True)]
+        counts = shard_mapped(local, mesh, (list(specs),), own, differentiated=False)(masks)
+        return jnp.stack([jnp.max(c) for c in counts]), jnp.stack([jnp.sum(c, dtype=jnp.int64) for c in counts])
 
-    def both(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        counts = count(mask)
-        return jnp.max(counts), jnp.sum(counts)
+    return counting(both, out_shardings=NamedSharding(mesh, P()))
 
-    return jax.jit(both, out_shardings=NamedSharding(mesh, P()))
+
+@cache
+def _places(mesh: Mesh, own: tuple[tuple[P, int], ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """What gives the indices of masks, of which each has a layout and a number of slots."""
+    specs = [spec for spec, _ in own]
+
+    def local(masks: list[jax.Array]) -> list[jax.Array]:
+        return [places(mask, slots) for mask, (_, slots) in zip(masks, own, strict=True)]
+
+    return jax.jit(
+        shard_mapped(local, mesh, (specs,), specs, differentiated=False),
+        out_shardings=[NamedSharding(mesh, spec) for spec in specs],
+    )
 
 
 @dataclass(frozen=True)

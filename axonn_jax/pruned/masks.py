@@ -2,43 +2,63 @@
 
 By magnitude, or at random: then those with the largest of drawn numbers are kept. The threshold is found by halving on
 counts, so that nothing is sorted or gathered: XLA's sort is slow on CPUs, and a sort of a sharded array gathers it.
+
+Arrays go through a program by `rounds`, and each round is waited for: one program for all kernels of 48 layers compiles
+for a minute, and one for each in flight at once hangs XLA's CPU devices (`distributed.in_flight`). Counts are 64-bit
+integers: a kernel may have more entries than 32 bits count.
 """
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from axonn_jax.options import PruneScope
 
-_BITS = 31
-"""Of a float that is not negative, whose order is that of its bits as an integer; and of a place in an array."""
+Arrays = list[jax.Array]
+_LARGEST = 2**31 - 1
+"""The largest order of a float32 that is not negative: its bits as an integer."""
 
 
 def magnitude_masks(weights: Mapping[str, jax.Array], density: float, scope: PruneScope) -> dict[str, jax.Array]:
     """Masks of booleans that keep the entries of largest magnitude, laid out as the weights, which are float32.
 
     `layer`: of every parameter a share `density` of its entries, to the nearest number; `global`: of all together. Of
-    equal magnitudes the first are kept, in the order of names and then row by row. Collectives: about 60 all-reduces of
-    a number a parameter.
+    equal magnitudes the first are kept, in the order of names and then row by row. Collectives: about 31 all-reduces of
+    a number a parameter, and as many again where equal magnitudes are parted.
     """
-    bits = {name: _order(weight) for name, weight in sorted(weights.items())}
-    if scope == "layer":
-        return {name: _largest(b, jnp.int32(kept(b.size, density))) for name, b in bits.items()}
-    return _largest_of_all(bits, kept(sum(b.size for b in bits.values()), density))
+    if scope == "global":
+        return _largest_of_all(weights, kept(sum(weight.size for weight in weights.values()), density))
+    masks: dict[str, jax.Array] = {}
+    for names in rounds(weights):
+        chosen = [weights[name] for name in names]
+        masks |= zip(names, _ready(_largest(chosen, _counts_kept(chosen, density))), strict=True)
+    return masks
 
 
 def random_masks(
     weights: Mapping[str, jax.Array], density: float, scope: PruneScope, seed: int
 ) -> dict[str, jax.Array]:
-    """As `magnitude_masks`, of numbers drawn by seed, name and place in place of the magnitudes."""
-    drawn = {
-        name: _drawn(jax.random.key(seed), jnp.uint32(zlib.crc32(name.encode())), weight)
-        for name, weight in weights.items()
-    }
-    return magnitude_masks(drawn, density, scope)
+    """As `magnitude_masks`, of numbers drawn by seed, name and place in place of the magnitudes.
+
+    Numbers are drawn as the weights lie; with scope `layer` those of one round are there at a time, else all.
+    """
+    drawn: dict[str, jax.Array] = {}
+    masks: dict[str, jax.Array] = {}
+    for names in rounds(weights):
+        numbers = jnp.asarray([zlib.crc32(name.encode()) for name in names], jnp.uint32)
+        kinds = tuple((weights[name].shape, weights[name].sharding) for name in names)
+        of_round = dict(zip(names, _ready(_drawn(jax.random.key(seed), numbers, kinds)), strict=True))
+        if scope == "global":
+            drawn |= of_round
+        else:
+            masks |= magnitude_masks(of_round, density, scope)
+    return magnitude_masks(drawn, density, scope) if scope == "global" else masks
 
 
 def kept(entries: int, density: float) -> int:
@@ -46,70 +66,135 @@ def kept(entries: int, density: float) -> int:
     return max(1, round(entries * density))
 
 
-@jax.jit
-def _order(weight: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(jnp.abs(weight.astype(jnp.float32)), jnp.int32)
+def rounds(arrays: Mapping[str, jax.Array]) -> list[list[str]]:
+    """Names of arrays in groups of which none has two of one shape and layout, so that few programs serve them all.
+
+    A transformer's first round has one kernel of each kind, and so have the next: about as many rounds as layers.
+    """
+    seen: dict[Hashable, int] = {}
+    groups: list[list[str]] = []
+    for name in sorted(arrays):
+        kind = (arrays[name].shape, arrays[name].sharding)
+        turn = seen[kind] = seen.get(kind, -1) + 1
+        if turn == len(groups):
+            groups.append([])
+        groups[turn].append(name)
+    return groups
 
 
-@jax.jit
-def _drawn(key: jax.Array, number: jax.Array, like: jax.Array) -> jax.Array:
-    return jax.random.uniform(jax.random.fold_in(key, number), like.shape, jnp.float32)
+def counting(program: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A program, compiled with the options of `jax.jit`, in which integers may have 64 bits."""
+    compiled = jax.jit(program, **options)
+
+    @wraps(program)
+    def run(*args: Any) -> Any:
+        with jax.enable_x64(True):
+            return compiled(*args)
+
+    return run
 
 
-@jax.jit
-def _largest(bits: jax.Array, count: jax.Array) -> jax.Array:
-    """A mask of the `count` largest entries; of equal ones the first."""
-    threshold = _least(lambda at: jnp.sum(bits > at, dtype=jnp.int32) <= count)
-    return _above(bits, threshold, count - jnp.sum(bits > threshold, dtype=jnp.int32))
+def _ready(arrays: Arrays) -> Arrays:
+    return jax.block_until_ready(arrays)  # type: ignore[no-any-return]
 
 
-def _above(bits: jax.Array, threshold: jax.Array, ties: jax.Array) -> jax.Array:
-    """A mask of what is above a threshold, and of the first `ties` entries that are equal to it."""
-    place = jnp.arange(bits.size, dtype=jnp.int32).reshape(bits.shape)
-    equal = bits == threshold
-    last = _least(lambda at: jnp.sum(equal & (place <= at), dtype=jnp.int32) >= ties)
-    return (bits > threshold) | (equal & (place <= last) & (ties > 0))
+def _counts_kept(weights: Arrays, density: float) -> np.ndarray:
+    return np.array([kept(weight.size, density) for weight in weights])
 
 
-def _least(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The least number of 31 bits for which something holds that holds for all larger ones too."""
+@partial(jax.jit, static_argnames="kinds")
+def _drawn(
+    key: jax.Array, numbers: jax.Array, kinds: tuple[tuple[tuple[int, ...], jax.sharding.Sharding], ...]
+) -> Arrays:
+    return [
+        lax.with_sharding_constraint(
+            jax.random.uniform(jax.random.fold_in(key, numbers[at]), shape, jnp.float32), sharding
+        )
+        for at, (shape, sharding) in enumerate(kinds)
+    ]
 
-    def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+
+@counting
+def _largest(weights: Arrays, counts: jax.Array) -> Arrays:
+    """Masks of the `counts` largest entries of each; of equal ones the first."""
+    orders = _orders(weights)
+    low = jnp.zeros(len(orders), jnp.int32)
+    threshold = _least(lambda at: _totals(_larger(orders, at)) <= counts, low, low + _LARGEST)
+    return _above(weights, threshold, counts - _totals(_larger(orders, threshold)))
+
+
+def _orders(weights: Arrays) -> Arrays:
+    """Magnitudes as integers of the same order."""
+    return [lax.bitcast_convert_type(jnp.abs(weight.astype(jnp.float32)), jnp.int32) for weight in weights]
+
+
+def _larger(orders: Arrays, than: jax.Array) -> Arrays:
+    return [order > at for order, at in zip(orders, than, strict=True)]
+
+
+def _totals(masks: Arrays) -> jax.Array:
+    """Entries of each mask, [masks]; a row has fewer than 2^31."""
+    return jnp.stack([jnp.sum(jnp.sum(mask, axis=-1, dtype=jnp.int32), dtype=jnp.int64) for mask in masks])
+
+
+@counting
+def _above(weights: Arrays, threshold: jax.Array, ties: jax.Array) -> Arrays:
+    """Masks of what is above a threshold of each, and of the first `ties` entries of each that are equal to it."""
+    orders = _orders(weights)
+    equal = [order == at for order, at in zip(orders, threshold, strict=True)]
+    places = [jnp.arange(order.size, dtype=jnp.int64).reshape(order.shape) for order in orders]
+
+    def first(last: jax.Array) -> Arrays:
+        return [tied & (place <= at) for tied, place, at in zip(equal, places, last, strict=True)]
+
+    high = jnp.array([order.size - 1 for order in orders])
+    parted = (ties > 0) & (ties < _totals(equal))
+    last = _least(lambda at: _totals(first(at)) >= ties, jnp.where(parted, 0, high), high)
+    larger = _larger(orders, threshold)
+    return [above | (tied & some) for above, tied, some in zip(larger, first(last), ties > 0, strict=True)]
+
+
+def _least(holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.Array) -> jax.Array:
+    """The least numbers from `low` to `high` for which something holds that holds for all larger ones, `high` too."""
+
+    def halve(ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = ends
         middle = low + (high - low) // 2
         lower = holds(middle)
         return jnp.where(lower, low, middle + 1), jnp.where(lower, middle, high)
 
-    ends = (jnp.int32(0), jnp.int32(2**_BITS - 1))
-    return lax.fori_loop(0, _BITS, halve, ends)[1]
+    return lax.while_loop(lambda ends: jnp.any(ends[0] < ends[1]), halve, (low, high))[1]
 
 
-def _largest_of_all(bits: Mapping[str, jax.Array], count: int) -> dict[str, jax.Array]:
-    """As `_largest`, over several arrays; counts of many entries add up on the host, where they do not overflow."""
-    low, high = 0, 2**_BITS - 1
+def _largest_of_all(weights: Mapping[str, jax.Array], count: int) -> dict[str, jax.Array]:
+    """As `_largest`, of all arrays together; each round's counts add up on the host."""
+    groups = [(names, [weights[name] for name in names]) for names in rounds(weights)]
+
+    def more(threshold: int) -> dict[str, int]:
+        counts = [zip(names, _counts(chosen, threshold).tolist(), strict=True) for names, chosen in groups]
+        return {name: count for of_round in counts for name, count in of_round}
+
+    low, high = 0, _LARGEST
     while low < high:
         middle = (low + high) // 2
-        enough = sum(_more(bits, jnp.int32(middle))) <= count
+        enough = sum(more(middle).values()) <= count
         low, high = (low, middle) if enough else (middle + 1, high)
-    threshold, above, equal = jnp.int32(low), _more(bits, jnp.int32(low)), []
-    if low:
-        equal = [at_least - more for at_least, more in zip(_more(bits, jnp.int32(low - 1)), above, strict=True)]
-    else:
-        equal = [b.size - more for b, more in zip(bits.values(), above, strict=True)]
-    left, masks = count - sum(above), {}
-    for (name, b), ties in zip(bits.items(), equal, strict=True):
-        masks[name] = _tied(b, threshold, jnp.int32(min(left, ties)))
-        left -= min(left, ties)
+    above, at_least = more(low), more(low - 1)
+    left, ties = count - sum(above.values()), {}
+    for name in sorted(weights):
+        ties[name] = min(left, at_least[name] - above[name])
+        left -= ties[name]
+    masks: dict[str, jax.Array] = {}
+    for names, chosen in groups:
+        threshold, own = np.full(len(names), low, np.int32), np.array([ties[name] for name in names])
+        masks |= zip(names, _ready(_above(chosen, threshold, own)), strict=True)
     return masks
 
 
-def _more(bits: Mapping[str, jax.Array], threshold: jax.Array) -> list[int]:
-    return [int(count) for count in _counts(dict(bits), threshold).values()]
+def _counts(weights: Sequence[jax.Array], threshold: int) -> np.ndarray:
+    return np.asarray(_more(list(weights), np.full(len(weights), threshold, np.int32)))
 
 
-@jax.jit
-def _counts(bits: dict[str, jax.Array], threshold: jax.Array) -> dict[str, jax.Array]:
-    return {name: jnp.sum(b > threshold, dtype=jnp.int32) for name, b in bits.items()}
-
-
-_tied = jax.jit(_above)
+@counting
+def _more(weights: Arrays, threshold: jax.Array) -> jax.Array:
+    return _totals(_larger(_orders(weights), threshold))

@@ -58,7 +58,7 @@ def make_masks(config: PruneConfig, weights: Params, elsewhere: Collection[str] 
 def keep(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multiple: int) -> KeptEntries:
     """What masks keep, in slots that are a multiple of `multiple`. Collectives: those of `lay_out`."""
     layout = lay_out(masks, {name: specs[name] for name in masks}, mesh, multiple=multiple)
-    return KeptEntries(layout, {name: layout.index_of(name, mask) for name, mask in masks.items()})
+    return KeptEntries(layout, layout.indices_of(masks))
 
 
 def _read(path: Path, weights: Params, elsewhere: Collection[str]) -> dict[str, jax.Array]:

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from axonn_jax.distributed.host_sync import host_sync
+from axonn_jax.distributed.in_flight import in_flight
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.remat import check_activations
@@ -106,7 +107,8 @@ class Trainer:
         An id that is not in a transformer's vocabulary makes the loss NaN. A step whose loss or gradients are not
         finite leaves weights and optimizer state as they were, on every device, and is counted in the metrics'
         `skipped`; of a packed model such is a step without targets, ``UserError`` in a run of one process. Without a
-        pipeline the metrics are device values, and nothing is waited for.
+        pipeline the metrics are device values, and all that is waited for is the step before the last
+        (`in_flight`).
         """
         if self._packed and self.engine.grid.size == 1 and not counted_targets(batch).any():
             raise UserError("batch", batch.shape, "packed rows with at least one target that counts")
@@ -124,6 +126,7 @@ class Trainer:
         means, sequences, width = [], 0, 0
         packed = self._packed
         sync = host_sync(self.engine.grid) if packed else None
+        bounded = in_flight()
         for batch in batches:
             sequences = max(sequences, -(-len(batch) // share) * share)  # what is left runs in the same program
             filled, width = pad_batch(batch, sequences), batch.shape[1] - 1
@@ -131,8 +134,7 @@ class Trainer:
             every, count = targets * len(filled), targets * samples_in(filled)
             if sync is not None:  # in as many copies as each process's rows have
                 every = count = sum(map(int, sync.gather(str(int(counted_targets(filled).sum())))))
-            means.append((self.engine.mean_loss(filled), every, count))
-            jax.block_until_ready(means[-2:][0][0])  # one behind: CPU devices stand still with very many under way
+            means.append((bounded(self.engine.mean_loss(filled)), every, count))
         counted = samples * width if samples is not None and not packed else sum(count for *_, count in means)
         if not counted:
             raise UserError("evaluate", "no samples", "at least one sample")

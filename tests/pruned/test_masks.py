@@ -2,12 +2,14 @@
 
 import grids
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import GridShape
+from axonn_jax.pruned import masks
 from axonn_jax.pruned.masks import kept, magnitude_masks, random_masks
 
 AXES = [GridShape(), GridShape(1, 2, 2, 2), GridShape(1, 1, 1, 4, 2)]
@@ -64,3 +66,8 @@ def test_random_masks_do_not_depend_on_the_grid(scope):
     assert sum(np.asarray(mask).sum() for mask in want.values()) == pytest.approx(0.3 * 3 * 24 * 16, abs=2)
     assert any((np.asarray(other[name]) != np.asarray(want[name])).any() for name in given)
     assert (np.asarray(want["a"]) != np.asarray(want["b"])).any()
+
+
+def test_counts_of_more_entries_than_32_bits_have():
+    masked = masks.counting(lambda: masks._totals([jnp.ones((2**17, 2**15), bool)]))
+    assert int(masked()[0]) == 2**32

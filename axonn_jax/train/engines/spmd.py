@@ -14,6 +14,7 @@ from flax import nnx
 
 from axonn_jax.checkpoint.naming import MASKS, State, flatten, unflatten, unflatten_scale
 from axonn_jax.distributed.cpu_allocator import TemporariesInPlace
+from axonn_jax.distributed.in_flight import STEPS, InFlight
 from axonn_jax.grid import Grid
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.memory.report import all_finite, counted, report
@@ -35,7 +36,7 @@ from axonn_jax.train.engines.step import StepMetrics, TrainState, build_step
 class SpmdEngine:
     """Steps of a model that lies whole on one mesh; see `engine.Engine`, which says what each member is for.
 
-    A step dispatches and returns: its metrics are device values.
+    A step dispatches and returns: its metrics are device values, and at most two steps are in flight.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class SpmdEngine:
         self._temporaries: dict[tuple[int, ...], TemporariesInPlace] = {}
         self._last: StepMetrics | None = None
         self._loss = jax.jit(self.program.loss)
+        self._in_flight = InFlight(STEPS)
 
     def _kept(self, masks: Params) -> KeptEntries:
         return keep(masks, self._specs, self.grid.mesh, multiple=self.grid.shape.replicas)
@@ -123,9 +125,9 @@ class SpmdEngine:
         return unstack_params(self._stack, self.train_state.model.positions)
 
     def step(self, batch: np.ndarray) -> StepMetrics:
-        """Dispatches an optimizer step and returns.
+        """Dispatches an optimizer step and returns once that of the step before the last has ended.
 
-        It waits only where optimizer state is in host memory (`memory.offload`), or the CPU backend has large
+        It waits for this one only where optimizer state is in host memory (`memory.offload`), or the CPU backend has large
         temporaries to free first (`distributed.cpu_allocator`). Collectives are those of `StageProgram.gradients`.
         """
         if self._in_step:
@@ -141,7 +143,7 @@ class SpmdEngine:
         self._in_step = False
         if self.offloaded is None:
             self._last = metrics
-        return metrics  # type: ignore[no-any-return]
+        return self._in_flight(metrics)  # type: ignore[no-any-return]
 
     def _check_whole(self) -> None:
         """Goes on behind a step that an exception broke off, Ctrl-C say, as if it had not begun.

@@ -1,0 +1,49 @@
+"""Programs in flight: dispatched and not finished, of which a loop should keep few."""
+
+from collections import deque
+from typing import Any, TypeVar
+
+import jax
+
+from axonn_jax.errors import UserError
+
+Results = TypeVar("Results")
+STEPS = 2
+"""Programs of a training loop that are enough to keep devices busy: one runs, the next waits behind it."""
+
+
+class InFlight:
+    """Waits until at most `most` programs are in flight, each time it is given the results of another one."""
+
+    def __init__(self, most: int):
+        if most < 1:
+            raise UserError("in_flight", most, "at least 1 program")
+        self._most, self._results = most, deque[Any]()
+
+    def __call__(self, results: Results) -> Results:
+        """Returns the results of a program that was just dispatched; waits for those of earlier ones."""
+        self._results.append(results)
+        while len(self._results) > self._most:
+            jax.block_until_ready(self._results.popleft())
+        return results
+
+
+def in_flight(most: int = STEPS) -> InFlight:
+    """Returns a function through which a loop passes its loss, and which bounds the programs in flight.
+
+    ``bounded = ax.in_flight()`` before the loop, ``loss = bounded(train_step(model, optimizer, batch))`` in it. Each
+    call returns what it is given, once the program of `most` calls before has finished: the devices always have the
+    next program to run. Without a bound, a loop that reads nothing for more than 32 programs can hang: XLA's CPU client
+    lets 32 be in flight on a device, and the 33rd waits on the thread that a collective of the others needs. On other
+    devices the bound limits how far the host runs ahead, and the memory of batches that wait.
+
+    Args:
+        most: programs in flight when a call returns.
+
+    Returns:
+        A function of arrays, or a tree of them, that no later program is given to use up (a loss, metrics).
+
+    Raises:
+        UserError: `most` is below 1.
+    """
+    return InFlight(most)
