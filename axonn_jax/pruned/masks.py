@@ -151,7 +151,7 @@ def _above(weights: Arrays, threshold: jax.Array, ties: jax.Array) -> Arrays:
     parted = (ties > 0) & (ties < _totals(equal))
     last = _least(lambda at: _totals(first(at)) >= ties, jnp.where(parted, 0, high), high)
     larger = _larger(orders, threshold)
-    return [above | (tied & some) for above, tied, some in zip(larger, first(last), ties > 0, strict=True)]
+    return [above | (tied & kept) for above, tied, kept in zip(larger, first(last), ties > 0, strict=True)]
 
 
 def _least(holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.Array) -> jax.Array:

@@ -127,8 +127,8 @@ class SpmdEngine:
     def step(self, batch: np.ndarray) -> StepMetrics:
         """Dispatches an optimizer step and returns once that of the step before the last has ended.
 
-        It waits for this one only where optimizer state is in host memory (`memory.offload`), or the CPU backend has large
-        temporaries to free first (`distributed.cpu_allocator`). Collectives are those of `StageProgram.gradients`.
+        It waits for this one only where optimizer state is in host memory (`memory.offload`), or the CPU backend has
+        large temporaries to free first (`distributed.cpu_allocator`). Collectives: `StageProgram.gradients`.
         """
         if self._in_step:
             self._check_whole()
