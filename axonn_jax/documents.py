@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import gc
+import io
 import json
 import math
 import os
@@ -76,6 +77,16 @@ def replace_whole(path: Path, raw: bytes) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def save_picture(figure: Any, path: Path, **options: Any) -> None:
+    """Writes matplotlib's figure as `replace_whole` does, in the format that the path's suffix names.
+
+    Raises ``ValueError`` for a suffix that is no format's.
+    """
+    raw = io.BytesIO()
+    figure.savefig(raw, format=path.suffix.removeprefix(".") or "(none)", **options)
+    replace_whole(path, raw.getvalue())
 
 
 def flush(path: Path) -> None:

@@ -173,7 +173,7 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
         model = table_toml("model", table_of(side.shape))
         small[_CONFIG] = f"{model}\n\n{table_toml('checkpoint', {'weights': str(args.dest.absolute())})}\n".encode()
     source, dest = args.source.resolve(), args.dest.resolve()
-    with appearing(source, dest, force=args.force, kind=kind) as partial:
+    with appearing(source, dest, kind, force=args.force) as partial:
 
         def report(done: int, total: int) -> None:
             ticker.now("writing", total >> 20, "MiB", done >> 20)

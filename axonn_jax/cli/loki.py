@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from axonn_jax.cli_args import Arg, Positive
+from axonn_jax.documents import save_picture
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.terminal import Ticker, libraries_on_stderr, say, table
@@ -158,6 +159,6 @@ def draw(calibrated: "dict[str, Components]", head_dim: int, path: Path) -> None
     axes.grid(alpha=0.3)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     try:
-        figure.savefig(path)
+        save_picture(figure, path)
     except OSError as error:
         raise UserError("--plot", str(path), f"a file that can be written; {error}") from None

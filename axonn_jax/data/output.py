@@ -4,11 +4,11 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from axonn_jax.data.manifest import MANIFEST
 from axonn_jax.documents import Held, held, made
 from axonn_jax.errors import UserError
 
@@ -24,23 +24,13 @@ class OutputKind:
     out: str
     """The names of its arguments."""
     ours: re.Pattern[str]
-    """Names of the files that it writes."""
-    last: str
-    """The file without which a directory is none of the command's."""
-
-
-PREPARED = OutputKind(
-    "prepare",
-    "prepared",
-    "SOURCE_DIR",
-    "OUT_DIR",
-    re.compile(r"manifest\.json|tokenizer\.json|(train|valid)-\d{5,}\.bin"),
-    MANIFEST,
-)
+    """Names of the files and folders that it writes."""
+    last: str = ""
+    """The file without which a directory is none of the command's; without any, the command never replaces one."""
 
 
 @contextlib.contextmanager
-def appearing(source: Path, out: Path, *, force: bool, kind: OutputKind = PREPARED) -> Iterator[Path]:
+def appearing(source: Path, out: Path, kind: OutputKind, *, force: bool = False) -> Iterator[Path]:
     """Gives a directory to write in, which becomes ``out`` at the end by a rename, or goes on any failure.
 
     Where ``out`` has been taken meanwhile, what was written is kept beside it, and the error says where.
@@ -146,6 +136,7 @@ def _remove(folder: Path, kind: OutputKind) -> None:
     """Removes a directory of ours, whole or not, but nothing else that may be in it."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
+            path = folder / name
             if kind.ours.fullmatch(name):
-                (folder / name).unlink()
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         folder.rmdir()

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from numpy.typing import NDArray
 
 from axonn_jax.data import tokenize
 from axonn_jax.data.manifest import MANIFEST, TOKENIZER, Manifest, ShardWriter, Split, checksum
-from axonn_jax.data.output import appearing, is_partial
+from axonn_jax.data.output import OutputKind, appearing, is_partial
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.version import __version__
 
 SHARD_TOKENS = 16 << 20
+_FILES = re.compile(r"manifest\.json|tokenizer\.json|(train|valid)-\d{5,}\.bin")
+_PREPARED = OutputKind("prepare", "prepared", "SOURCE_DIR", "OUT_DIR", _FILES, MANIFEST)
 
 T = TypeVar("T")
 Report = Callable[[str, int, int], None]
@@ -83,7 +86,7 @@ def prepare(
     if not source.is_dir():
         raise UserError("SOURCE_DIR", str(source), "an existing directory of text or code")
     source, out = source.resolve(), out.resolve()
-    with appearing(source, out, force=force) as partial:
+    with appearing(source, out, _PREPARED, force=force) as partial:
         texts = scan(source, include, exclude, out, report)
         names = split(texts, holdout, seed)
         if given is None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from axonn_jax.documents import save_picture
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES
 from axonn_jax.planner.request import Estimate, PlanRequest
@@ -28,7 +29,7 @@ def draw_plan(
         figure.suptitle(title)
         _draw_panels(figure.subplots(2, 2), request, plan, scaling)
         try:
-            figure.savefig(path)
+            save_picture(figure, path)
         except (OSError, ValueError) as error:
             raise UserError("--png", str(path), f"the path of a .png file that can be written; {error}") from None
 

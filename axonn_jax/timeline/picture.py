@@ -4,13 +4,12 @@ A step whose tasks would be too narrow to tell apart is continued on up to three
 shown: where it fills, its middle, and where it drains. Above them a strip has all of it, dark where ranks work.
 """
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from axonn_jax.documents import replace_whole
+from axonn_jax.documents import save_picture
 from axonn_jax.timeline.spans import KINDS, Kind, Span, last_whole_step, ranks_of, usage, window
 
 PICTURE = "timeline.png"
@@ -128,9 +127,7 @@ def draw(
         tasks = [span for span in part if span.kind not in _WITHOUT_MICROBATCH and span.microbatch is not None]
         inside = [span for span in tasks if line.start <= (span.start + span.end) / 2 - start < line.end]
         _draw_numbers(axes, inside, scale)
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    replace_whole(path, png.getvalue())
+    save_picture(figure, path)
 
 
 def _lines(spans: Sequence[Span], whole: float) -> list[_Line]:

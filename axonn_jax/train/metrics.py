@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.documents import parse_json, read_bytes, replace_whole, typed
+from axonn_jax.documents import parse_json, read_bytes, save_picture, typed
 
 METRICS = "metrics.jsonl"
 _MOST = 2**31  # bytes read of a log: that of ten million steps
@@ -166,9 +166,7 @@ def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
     axes.grid(alpha=0.25)
     axes.legend(loc="upper right" if unigram_entropy is None else "best")
     path = directory / "loss.png"
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=120)
-    replace_whole(path, png.getvalue())
+    save_picture(figure, path, dpi=120)
     return path
 
 

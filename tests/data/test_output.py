@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,13 @@ from axonn_jax.data.manifest import Manifest
 from axonn_jax.data.prepare import prepare
 from axonn_jax.errors import UserError
 
+PACKAGE = Path(__file__).resolve().parents[2] / "axonn_jax"
+IN_ITS_PLACE = {  # what writes files in their places, and why
+    "documents.py": "it is what all others call",
+    "cli/convert.py": "into a directory that is not there yet",
+    "models/huggingface/export.py": "as convert",
+    "train/metrics.py": "beside, and renames",
+}
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 HANGING = """
 import pathlib, sys, time
@@ -196,6 +204,13 @@ def test_the_whole_of_a_mounted_disk_is_refused_at_once(tmp_path):
         with pytest.raises(UserError, match=r"OUT_DIR = .*a directory in it: .*mounted"):
             small(disk, report=lambda *_: pytest.fail("something was read"))
         assert os.listdir(tmp_path) == ["disk"]
+
+
+def test_files_too_are_whole_or_as_they_were():
+    """No command writes one in its place, where a full disk would cut it off."""
+    writing = re.compile(r"\.(write_text|write_bytes|savefig)\(")
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if writing.search(path.read_text())}
+    assert found == set(IN_ITS_PLACE)
 
 
 def race(texts, folder, chance, *, force, notes):

@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
+import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import grids
 import numpy as np
@@ -72,6 +75,33 @@ def test_transformers_computes_the_same_with_an_export(runs, tmp_path):
         want = theirs(torch.as_tensor(text)).logits.log_softmax(-1)[:, :-1]
     want = np.take_along_axis(want.numpy(), text[:, 1:, None], -1)[..., 0]
     np.testing.assert_allclose(np.stack(got), want, rtol=0, atol=2e-5)
+
+
+def test_a_prune_that_fails_leaves_nothing_and_can_be_done_again(runs, tmp_path, monkeypatch):
+    words = ["prune", runs / "dense", tmp_path / "new" / "out", "--density", "0.25", "--json"]
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        error = command(*words, status=2).splitlines()[-1]
+    out = tmp_path / "new" / "out"
+    assert error.startswith(f"error: OUT_DIR = '{out}': a place that can be written; the checkpoint of step 6 was not")
+    assert f" saved in {out / 'checkpoints'}: no space left on the device" in error
+    assert os.listdir(tmp_path) == []
+    assert json.loads(command(*words).splitlines()[-1])["step"] == 6
+    assert os.listdir(out.parent) == ["out"]
+    assert set(os.listdir(out)) == {"config.toml", "tokenizer.json", "checkpoints"}
+
+
+def test_what_a_killed_prune_left_goes_and_what_others_put_into_its_place_stays(runs, tmp_path):
+    remains = tmp_path / ".out.0123abcd.partial" / "checkpoints" / "unfinished_step_00000006"
+    remains.mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    refused = command("prune", runs / "dense", tmp_path / "out", "--density", "0.25", status=2)
+    assert "OUT_DIR = " in refused
+    assert "'notes.txt', so it is left as it is" in refused
+    (tmp_path / "out" / "notes.txt").unlink()
+    command("prune", runs / "dense", tmp_path / "out", "--density", "0.25")
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_what_is_pruned_is_not_pruned_again(runs):

@@ -10,6 +10,7 @@ from axonn_jax.cli.bench.common import SMALL, SMALL_ROWS, make_devices, versions
 from axonn_jax.cli.bench.compile_time import Setting, compile_cost, step_times
 from axonn_jax.cli_args import NotNegative, Positive
 from axonn_jax.distributed.cpu_allocator import keep_freed_memory
+from axonn_jax.documents import save_picture
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
@@ -129,4 +130,4 @@ def _draw(figures: dict[str, Any], path: Path) -> None:
         right.plot(names, [rows[name]["small_step_of_none"] for name in names], "o", color="tab:orange")
         right.set_ylabel("step time of a small model, over none's")
         right.set_ylim(bottom=0)
-    figure.savefig(path, dpi=120)
+    save_picture(figure, path, dpi=120)

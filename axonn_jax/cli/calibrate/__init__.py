@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from axonn_jax.cli_args import Arg, Positive
 from axonn_jax.distributed.gpu_limits import fraction, host_memory
+from axonn_jax.documents import replace_whole
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.planner.cost_model.compute import usual_kernel
@@ -80,16 +81,17 @@ def run(args: Calibrate) -> int:
     text = dumps_machine(machine)
     loads_machine(text, args.out.stem)  # what is written can be read
     if world.rank == 0:
-        args.out.write_text(text, encoding="utf-8")
+        try:
+            replace_whole(args.out, text.encode())
+        except OSError as error:
+            raise UserError("--out", str(args.out), f"a file that can be written; {error.strerror}") from None
         print(json.dumps(figures) if args.json else _table(figures))
         print(f"wrote {args.out}", file=sys.stderr)
     return 0
 
 
 def _writable(path: Path) -> bool:
-    if path.exists():
-        return path.is_file() and os.access(path, os.W_OK)
-    return path.parent.is_dir() and os.access(path.parent, os.W_OK)
+    return not path.is_dir() and path.parent.is_dir() and os.access(path.parent, os.W_OK)
 
 
 def _devices() -> int:

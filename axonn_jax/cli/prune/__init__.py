@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from axonn_jax.cli.prepare import terminated
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
 from axonn_jax.options import PruneScope
@@ -23,7 +24,7 @@ class Prune:
     run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
     """A directory left by `axonn-jax train`."""
     out_dir: Annotated[Path, Arg(positional="OUT_DIR")]
-    """The run directory to write; new, or empty."""
+    """The run directory to write; new, or empty. It appears complete or not at all."""
     density: float = 0.1
     """Share of the entries that is kept."""
     scope: PruneScope = "layer"
@@ -48,8 +49,6 @@ def run(args: Prune) -> int:
         raise UserError("--density", args.density, "a number above 0 and below 1")
     if not (args.run_dir / "config.toml").is_file():
         raise UserError("RUN_DIR", str(args.run_dir), "a directory left by `axonn-jax train`, with a config.toml")
-    if args.out_dir.exists() and (not args.out_dir.is_dir() or any(args.out_dir.iterdir())):
-        raise UserError("OUT_DIR", str(args.out_dir), "a new directory, or an empty one")
     given = (
         {"mask_file": args.mask_file, "method": "file"}
         if args.mask_file
@@ -60,7 +59,7 @@ def run(args: Prune) -> int:
     config = read(args.run_dir / "config.toml")
     config = replace(config, prune=prune, log=replace(config.log, dir=str(args.out_dir)))
     began = time.monotonic()
-    with Ticker("reading") as ticker:
+    with terminated(), Ticker("reading") as ticker:
         from axonn_jax.cli.prune.at_rest import prune_run
 
         step, kept, of = prune_run(config, args.run_dir, args.out_dir, ticker.now)

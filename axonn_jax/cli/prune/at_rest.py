@@ -1,11 +1,14 @@
 """Pruning of a run at rest: its newest checkpoint, read by a pruned trainer on one device, saved as another run."""
 
+import contextlib
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from axonn_jax.checkpoint.naming import MASKS
 from axonn_jax.checkpoint.restore import named_checkpoint
+from axonn_jax.data.output import OutputKind, appearing
 from axonn_jax.distributed.host_sync import host_sync
 from axonn_jax.distributed.initialize import start
 from axonn_jax.documents import replace_whole
@@ -20,34 +23,43 @@ from axonn_jax.train.optimizer import make_optimizer
 from axonn_jax.train.resume import FOLDER, save_as
 from axonn_jax.train.trainer import Trainer
 
+_SMALL = ("tokenizer.json", PRETRAINED)
+_FILES = re.compile("|".join(map(re.escape, ("config.toml", FOLDER, *_SMALL))))
+_RUN = OutputKind("prune", "pruned", "RUN_DIR", "OUT_DIR", _FILES)
+
 
 def prune_run(config: Config, source: Path, target: Path, progress: Callable[[str], None]) -> tuple[int, int, int]:
     """Writes a run directory with the pruned state of another; returns its step, the entries kept, and of how many.
 
-    `config` is the new run's. Raises ``UserError`` where there is no valid checkpoint, or one that is pruned already.
+    `config` is the new run's. Raises ``UserError`` where there is no valid checkpoint, or one that is pruned already,
+    or where the directory is not empty or cannot be written: then nothing is.
     """
-    _, grid = start(GridShape())
-    sync = host_sync(grid)
-    checkpoint = named_checkpoint(source, sync, lambda line: None, "RUN_DIR")
-    if any(name.startswith(MASKS) for name in checkpoint.manifest.arrays):
-        raise UserError("RUN_DIR", str(source), f"a run that is not pruned yet; {checkpoint.path} is")
-    memory = MemoryConfig(precision=config.memory.precision)
-    tensor = TensorConfig(scan_layers="no")
-    optimizer = make_optimizer(config.train)
-    trainer = Trainer(model_of(config), optimizer, grid, memory=memory, tensor=tensor, prune=config.prune)
-    progress("pruning")
-    step = trainer.load(checkpoint.path)
-    engine = trainer.engine
-    assert isinstance(engine, SpmdEngine)
-    progress("writing")
-    target.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", PRETRAINED):
-        if (source / name).is_dir():
-            shutil.copytree(source / name, target / name)
-        elif (source / name).exists():
-            shutil.copyfile(source / name, target / name)
-    replace_whole(target / "config.toml", to_toml(config).encode())
-    save_as(engine, target / FOLDER, step, checkpoint.manifest.run)
-    trainer.close()
-    kept, of = engine.kept_entries
+    with appearing(source.resolve(), target.resolve(), _RUN) as partial:
+        _, grid = start(GridShape())
+        sync = host_sync(grid)
+        checkpoint = named_checkpoint(source, sync, lambda line: None, "RUN_DIR")
+        if any(name.startswith(MASKS) for name in checkpoint.manifest.arrays):
+            raise UserError("RUN_DIR", str(source), f"a run that is not pruned yet; {checkpoint.path} is")
+        memory = MemoryConfig(precision=config.memory.precision)
+        tensor = TensorConfig(scan_layers="no")
+        optimizer = make_optimizer(config.train)
+        trainer = Trainer(model_of(config), optimizer, grid, memory=memory, tensor=tensor, prune=config.prune)
+        with contextlib.closing(trainer):
+            progress("pruning")
+            step = trainer.load(checkpoint.path)
+            engine = trainer.engine
+            assert isinstance(engine, SpmdEngine)
+            progress("writing")
+            for name in _SMALL:
+                if (source / name).is_dir():
+                    shutil.copytree(source / name, partial / name)
+                elif (source / name).exists():
+                    shutil.copyfile(source / name, partial / name)
+            replace_whole(partial / "config.toml", to_toml(config).encode())
+            try:
+                save_as(engine, partial / FOLDER, step, checkpoint.manifest.run)
+            except OSError as error:
+                why = str(error).replace(str(partial), str(target))
+                raise UserError("OUT_DIR", str(target), f"a place that can be written; {why}") from None
+            kept, of = engine.kept_entries
     return step, kept, of
