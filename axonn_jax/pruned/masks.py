@@ -94,6 +94,11 @@ def counting(program: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return run
 
 
+def totals(masks: Arrays) -> jax.Array:
+    """Entries of each mask, [masks], in a program of `counting`; a row has fewer than 2^31."""
+    return jnp.stack([jnp.sum(jnp.sum(mask, axis=-1, dtype=jnp.int32), dtype=jnp.int64) for mask in masks])
+
+
 def _ready(arrays: Arrays) -> Arrays:
     return jax.block_until_ready(arrays)  # type: ignore[no-any-return]
 
@@ -119,8 +124,8 @@ def _largest(weights: Arrays, counts: jax.Array) -> Arrays:
     """Masks of the `counts` largest entries of each; of equal ones the first."""
     orders = _orders(weights)
     low = jnp.zeros(len(orders), jnp.int32)
-    threshold = _least(lambda at: _totals(_larger(orders, at)) <= counts, low, low + _LARGEST)
-    return _above(weights, threshold, counts - _totals(_larger(orders, threshold)))
+    threshold = _least(lambda at: totals(_larger(orders, at)) <= counts, low, low + _LARGEST)
+    return _above(weights, threshold, counts - totals(_larger(orders, threshold)))
 
 
 def _orders(weights: Arrays) -> Arrays:
@@ -130,11 +135,6 @@ def _orders(weights: Arrays) -> Arrays:
 
 def _larger(orders: Arrays, than: jax.Array) -> Arrays:
     return [order > at for order, at in zip(orders, than, strict=True)]
-
-
-def _totals(masks: Arrays) -> jax.Array:
-    """Entries of each mask, [masks]; a row has fewer than 2^31."""
-    return jnp.stack([jnp.sum(jnp.sum(mask, axis=-1, dtype=jnp.int32), dtype=jnp.int64) for mask in masks])
 
 
 @counting
@@ -148,8 +148,8 @@ def _above(weights: Arrays, threshold: jax.Array, ties: jax.Array) -> Arrays:
         return [tied & (place <= at) for tied, place, at in zip(equal, places, last, strict=True)]
 
     high = jnp.array([order.size - 1 for order in orders])
-    parted = (ties > 0) & (ties < _totals(equal))
-    last = _least(lambda at: _totals(first(at)) >= ties, jnp.where(parted, 0, high), high)
+    parted = (ties > 0) & (ties < totals(equal))
+    last = _least(lambda at: totals(first(at)) >= ties, jnp.where(parted, 0, high), high)
     larger = _larger(orders, threshold)
     return [above | (tied & kept) for above, tied, kept in zip(larger, first(last), ties > 0, strict=True)]
 
@@ -197,4 +197,4 @@ def _counts(weights: Sequence[jax.Array], threshold: int) -> np.ndarray:
 
 @counting
 def _more(weights: Arrays, threshold: jax.Array) -> jax.Array:
-    return _totals(_larger(_orders(weights), threshold))
+    return totals(_larger(_orders(weights), threshold))

@@ -24,7 +24,6 @@ from axonn_jax.tensor.loss import without_targets
 from axonn_jax.terminal import duration
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
-from axonn_jax.train.engines.pruning import Pruning
 from axonn_jax.train.engines.step import StepMetrics
 from axonn_jax.train.metrics import MetricsLog, plot_loss
 from axonn_jax.train.optimizer import learning_rate
@@ -55,7 +54,7 @@ class Run:
         self.tokens = config.train.global_batch * shape.seq_len
         self.rate = learning_rate(config.train)
         self.start = self.engine.steps_done
-        self.pruning = Pruning(config.prune, self.engine)
+        trainer.pruning.loaded()
         self.remembered = 1
         """The step behind which it is said where the bytes are."""
         self.first_position = self.train_data.position
@@ -81,27 +80,29 @@ class Run:
     def go(self, stop: StopSignals) -> int:
         """Trains to the last step or until told to stop, evaluates, draws, saves; returns the exit status."""
         steps, every = self.config.train.steps, self.config.train.eval_every
-        save_every = self.config.checkpoint.every
+        save_every, pruning = self.config.checkpoint.every, self.trainer.pruning
         if self.start >= steps:
             self.say(
                 f"step {self.start} of {steps} is done already: nothing left to train. A larger train.steps goes on, "
                 "checkpoint.resume never starts anew"
             )
+            self._say_undone()
+            self._close_log()
             return 0
         self.say(f"{self.shape.params():,} parameters; {self.tokens:,} tokens a step; run directory {self.directory}")
         start = mark = time.monotonic()
         stopping = False
         with self.progress:
-            for line in (*self.engine.explain(self.config.train.global_batch), self.pruning.after(self.start)):
-                if line:
-                    self.say(line)
+            pruning.at(self.start)
+            for line in (*self.engine.explain(self.config.train.global_batch), *pruning.lines()):
+                self.say(line)
             self.say("compiling the step (the first time takes a while)")
             waiting: StepMetrics | None = None
             for step in range(self.start + 1, steps + 1):
                 if save_every > 0 and step % save_every == 0:
                     self.checkpoints.settle()  # so that a run that dies is never more than one save behind
                 metrics = self.trainer.step(next(self.train_data))
-                if line := self.pruning.after(step):
+                for line in pruning.lines():
                     self.say(line)
                     self.remembered = step + 1
                 if waiting is not None:  # one step behind: the devices are never waited for with nothing to do
@@ -132,7 +133,12 @@ class Run:
         self.say(
             "; ".join([f"trained {steps} steps in {duration(time.monotonic() - start)}", *self._pictures(), saved])
         )
+        self._say_undone()
         return 1 if error else 0
+
+    def _say_undone(self) -> None:
+        if line := self.trainer.pruning.undone():
+            self.say(line)
 
     def _pictures(self) -> list[str]:
         """Draws what is to be seen of the run; returns the files, comma by comma, or nothing."""

@@ -22,6 +22,7 @@ from axonn_jax.tensor.loss import pad_batch, samples_in
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, TensorConfig
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
+from axonn_jax.train.engines.pruning import Pruning
 from axonn_jax.train.engines.spmd import SpmdEngine
 from axonn_jax.train.engines.step import StepMetrics
 from axonn_jax.train.resume import load_checkpoint, save_as
@@ -77,6 +78,7 @@ class Trainer:
             self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, **given)
         else:
             self.engine = SpmdEngine(model, optimizer, grid, tensor=tensor, **given)
+        self.pruning = Pruning(prune, self.engine)
         self._packed = check_model(self.engine.parts.merge(self.engine.parts.params)).packed
 
     @property
@@ -108,11 +110,14 @@ class Trainer:
         finite leaves weights and optimizer state as they were, on every device, and is counted in the metrics'
         `skipped`; of a packed model such is a step without targets, ``UserError`` in a run of one process. Without a
         pipeline the metrics are device values, and all that is waited for is the step before the last
-        (`in_flight`).
+        (`in_flight`). It prunes too, where `prune` says that for behind this step.
         """
         if self._packed and self.engine.grid.size == 1 and not counted_targets(batch).any():
             raise UserError("batch", batch.shape, "packed rows with at least one target that counts")
-        return self.engine.step(batch)
+        self.pruning.at(self.engine.steps_done)  # a checkpoint of that step may have been loaded
+        metrics = self.engine.step(batch)
+        self.pruning.at(self.engine.steps_done)
+        return metrics
 
     def evaluate(self, batches: Iterable[np.ndarray], *, samples: int | None = None) -> float:
         """Mean loss over the targets of batches (this process's sequences of each), without dropout; waits for it.
@@ -153,7 +158,9 @@ class Trainer:
         `weights_only` takes the parameters and leaves optimizer state and step as they are. Every process of the run
         must call it. Raises ``UserError`` naming what is missing, unexpected, of another shape or corrupt.
         """
-        return load_checkpoint(self.engine, Path(path), weights_only=weights_only)
+        step = load_checkpoint(self.engine, Path(path), weights_only=weights_only)
+        self.pruning.loaded()
+        return step
 
     def close(self) -> None:
         """Ends threads and channels of a pipeline; call it before the process ends."""

@@ -1,6 +1,7 @@
 """Early-bird search: the step and the mask that the published rule gives, transcribed in numpy on recorded weights."""
 
 import grids
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_pruned_training import DENSITY, batches, largest, model, optimizer
@@ -8,19 +9,30 @@ from trainers import make_trainer
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
-from axonn_jax.pruned.prune import prunable
-from axonn_jax.train.engines.pruning import Pruning
+from axonn_jax.pruned import early_bird, masks
+from axonn_jax.pruned.config import PruneConfig
+from axonn_jax.pruned.early_bird import EarlyBird
+from axonn_jax.pruned.masks import magnitude_masks
 
 EVERY, STEPS = 2, 24
 
 
+def kernels(params):
+    """The parameters that are pruned, in numpy."""
+    names = [name for name in params if name.startswith("blocks.") and name.endswith(".kernel")]
+    return {name: np.asarray(params[name]) for name in names}
+
+
 def by_the_rule(recorded, threshold):
-    """The first look at which a mask differs from each of the four before by at most the threshold, and the mask."""
-    queue = []
+    """The first look at which a mask differs from each of the four before by at most the threshold, and the mask.
+
+    The threshold is one of what random masks of this density differ in.
+    """
+    queue, most = [], threshold * 2 * DENSITY * (1 - DENSITY)
     for step, weights in recorded:
         mask = np.concatenate([largest(value).reshape(-1) for _, value in sorted(weights.items())])
         queue = [*queue, mask][-5:]
-        if len(queue) == 5 and all(np.mean(mask != other) <= threshold for other in queue[:4]):
+        if len(queue) == 5 and all(np.mean(mask != other) <= most for other in queue[:4]):
             return step, mask
     return None, None
 
@@ -33,17 +45,17 @@ def recorded():
         trainer.step(batch)
         if step % EVERY == 0:
             params = trainer.engine.params
-            looks.append((step, {name: np.asarray(params[name]) for name in prunable(params, "blocks")}))
+            looks.append((step, kernels(params)))
     return looks
 
 
 @pytest.mark.parametrize(
     ("axes", "threshold"),
     [
-        (GridShape(), 0.12),
-        (GridShape(1, 2, 1, 2), 0.06),
-        *(pytest.param(GridShape(), other, marks=pytest.mark.slow) for other in (0.06, 1.0)),
-        *(pytest.param(GridShape(1, 2, 1, 2), other, marks=pytest.mark.slow) for other in (0.12, 1.0)),
+        (GridShape(), 0.32),
+        (GridShape(1, 2, 1, 2), 0.16),
+        *(pytest.param(GridShape(), other, marks=pytest.mark.slow) for other in (0.16, 1.0)),
+        *(pytest.param(GridShape(1, 2, 1, 2), other, marks=pytest.mark.slow) for other in (0.32, 1.0)),
     ],
     ids=str,
 )
@@ -51,17 +63,16 @@ def test_finds_the_step_and_mask_of_the_rule(axes, threshold, recorded):
     want, mask = by_the_rule(recorded, threshold)
     config = ax.PruneConfig(density=DENSITY, method="early_bird", every=EVERY, threshold=threshold)
     trainer = make_trainer(model(), optimizer(), grids.lay(axes), prune=config, zero=1)
-    pruning, losses = Pruning(config, trainer.engine), []
     pruned = None
     for step, batch in enumerate(batches(STEPS), start=1):
-        losses.append(float(trainer.step(batch)["loss"]))
-        if f"step {step}: pruned 10 kernels to" in pruning.after(step):
+        trainer.step(batch)
+        if any(line.startswith(f"step {step}: pruned 10 kernels to") for line in trainer.pruning.lines()):
             pruned = step
             break
     assert pruned == want
     if axes == GridShape() and pruned is not None:
         params = trainer.engine.params
-        names = sorted(prunable(params, "blocks"))
+        names = sorted(kernels(params))
         np.testing.assert_array_equal(
             np.concatenate([np.asarray(params[name]).reshape(-1) != 0 for name in names]), mask
         )
@@ -69,7 +80,48 @@ def test_finds_the_step_and_mask_of_the_rule(axes, threshold, recorded):
 
 
 def test_thresholds_of_the_test_are_between_never_and_at_once(recorded):
-    steps = [by_the_rule(recorded, threshold)[0] for threshold in (0.0, 0.06, 0.12, 1.0)]
+    steps = [by_the_rule(recorded, threshold)[0] for threshold in (0.0, 0.16, 0.32, 1.0)]
     assert steps[0] is None
     assert steps[-1] == 5 * EVERY
     assert any(step not in (None, 5 * EVERY) for step in steps)
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+@pytest.mark.parametrize("density", [0.3, 0.05, 0.01])
+def test_masks_that_have_nothing_to_do_with_each_other_are_not_alike(density, scope):
+    rng, search = np.random.default_rng(0), EarlyBird(PruneConfig().threshold)
+    for _ in range(12):
+        drawn = {name: rng.normal(size=(96, 64), scale=scale) for name, scale in (("a", 1.0), ("b", 1.0), ("c", 0.1))}
+        weights = {name: jnp.asarray(value, jnp.float32) for name, value in drawn.items()}
+        assert not search.done(magnitude_masks(weights, density, scope))
+    assert search.distance == pytest.approx(1.0, abs=0.15)
+
+
+def test_masks_that_stay_the_same_are_alike():
+    weights = {"a": jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32)}
+    search = EarlyBird(0.0)
+    assert [search.done(magnitude_masks(weights, 0.05, "layer")) for _ in range(6)] == [False] * 4 + [True] * 2
+
+
+def test_differing_entries_of_more_than_32_bits_count():
+    shape = (2**17, 2**15)
+    counted = masks.counting(lambda: early_bird._counts([jnp.ones(shape, bool)], [jnp.zeros(shape, bool)]))
+    assert np.asarray(counted()).tolist() == [[2**32], [2**32], [0]]
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_trainer_without_a_loop_prunes_when_it_is_time(loads, tmp_path):
+    trainer = make_trainer(model(), optimizer(), grids.lay(GridShape()), prune=PruneConfig(density=DENSITY, at_step=2))
+    for batch in batches(2):
+        dense = kernels(trainer.engine.params)
+        assert all(value.all() for value in dense.values())
+        trainer.step(batch)
+    want = make_trainer(model(), optimizer(), grids.lay(GridShape()))
+    for batch in batches(2):
+        want.step(batch)
+    if loads:
+        trainer.load(want.save(tmp_path, 2))
+        trainer.step(batches(1)[0])
+    pruned = kernels(trainer.engine.params)
+    for name, value in kernels(want.engine.params).items():
+        np.testing.assert_array_equal(pruned[name] != 0, largest(value), err_msg=name)
