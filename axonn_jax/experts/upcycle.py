@@ -3,7 +3,7 @@
 Every expert begins as a copy, so a router whose weights add up to 1 changes nothing at first, whatever it chooses.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from axonn_jax.experts.shape import ExpertShape, MoeConfig
 
 _EXPERTS, _ROUTER = ".mlp.experts.", ".mlp.router."
 Arrays = dict[str, jax.Array]
@@ -20,6 +22,21 @@ def dense_sources(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tu
     """Kernels of experts that are wanted and the dense ones stored that they can be copies of, by name; both shapes."""
     pairs = {name: name.replace(_EXPERTS, ".mlp.") for name in wanted if _EXPERTS in name and name not in stored}
     return {name: dense for name, dense in pairs.items() if stored.get(dense) == tuple(wanted[name][1:])}
+
+
+def biases_left_over(sources: Mapping[str, str], stored: Iterable[str]) -> list[str]:
+    """Biases of the dense layers that `sources` name, for which experts have no place."""
+    layers = {dense.rpartition(".mlp.")[0] for dense in sources.values()}
+    return sorted(name for name in stored if name.endswith(".bias") and name.rpartition(".mlp.")[0] in layers)
+
+
+def other_function(shape: ExpertShape, moe: MoeConfig) -> str:
+    """The setting that makes a mixture of equal experts another function than the dense layer, or an empty text."""
+    if not shape.norm and (shape.router == "sigmoid" or shape.per_token < shape.experts):
+        return "model.router_norm = false"
+    if shape.scale != 1.0:
+        return f"model.router_scale = {shape.scale:g}"
+    return f"moe.dispatch = {moe.dispatch}" if moe.drops else ""
 
 
 def is_of_router(name: str) -> bool:

@@ -149,17 +149,16 @@ class ModelShape:
         if self.positions == "rope" and self.head_dim % 2:
             if not derived:
                 raise UserError("model.head_dim", self.head_dim, "an even number, which rotary positions need")
-            raise UserError(
-                "model.heads",
-                self.heads,
-                f"rotary positions need an even hidden/heads, this is {self.head_dim}",
-            )
+            accepted = f"rotary positions need an even hidden/heads, this is {self.head_dim}"
+            raise UserError("model.heads", self.heads, accepted)
         if self.rope is not None:
             self.rope.check()
         elif self.rope_scaling != "none":
             raise UserError("model.rope_scaling", self.rope_scaling, f"none where positions are {self.positions}")
         if self.moe is not None:
             self.moe.check()
+            if not self.routed_layers:
+                raise UserError("model.moe_first", self.moe_first, f"an integer below model.layers = {self.layers}")
 
     def check_grid(self, grid: GridShape, *, sequence_split: bool = False) -> None:
         """Raises ``UserError`` unless every parameter and activation of the model divides over the grid.

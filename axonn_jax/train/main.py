@@ -20,6 +20,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.precision import precisions
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.huggingface.entries import why_not_exported
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.kernel_choice import AttentionForm, choose_form
 from axonn_jax.tensor.linear import with_layouts
@@ -59,6 +60,9 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync, notes: Sequ
     lines += [str(comm)] if config.tensor.residual_comm != "all_reduce" else []
     form, kernel = attention_form(config, shape, grid), config.model.attention
     lines += [str(form)] if kernel != "auto" or jax.default_backend() != "cpu" else []
+
+    why = why_not_exported(shape, biases_move=config.moe.balance_rate > 0) if shape.experts else ""
+    lines += [f"note: `axonn-jax convert` cannot make a Hugging Face model of this run: {why}"] if why else []
 
     make = model_of(config, comm=comm)
 

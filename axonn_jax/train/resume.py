@@ -16,7 +16,7 @@ from axonn_jax.data.manifest import Manifest as DataManifest
 from axonn_jax.distributed.host_sync import HostSync, host_sync
 from axonn_jax.documents import replace_whole
 from axonn_jax.errors import UserError
-from axonn_jax.experts.upcycle import dense_sources, is_of_router, upcycled
+from axonn_jax.experts.upcycle import biases_left_over, dense_sources, is_of_router, other_function, upcycled
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import TOKENIZER, is_pretrained, small_files
 from axonn_jax.train.config import Config
@@ -94,6 +94,9 @@ def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *,
 
     names = {name: shape for name, shape in engine.state_shapes().items() if wanted(name)}
     sources = dense_sources(names, {name: array.shape for name, array in has.items()}) if weights_only else {}
+    if biases := biases_left_over(sources, has):
+        accepted = f"a dense run with model.bias = none or qkv, as experts have no biases; {biases[0]} is there"
+        raise UserError(field, str(checkpoint.path), accepted)
     if sources:  # routers stay as they were made
         rest = {name: shape for name, shape in names.items() if name not in sources and not is_of_router(name)}
         names = rest | {dense: has[dense].shape for dense in sources.values()}
@@ -205,6 +208,9 @@ class Checkpoints:
         except CorruptCheckpoint as fault:
             raise UserError("checkpoint.weights", str(path), f"a valid checkpoint; {fault}") from None
         new = "; each expert is a copy of the dense model's layer, routers are new" if copied else ""
+        if copied and (moe := self._config.model.shape().moe) is not None:
+            setting = other_function(moe, self._config.moe)
+            new += f"; with {setting} they compute another function than it does" if setting else ""
         self._say(
             f"parameters of step {checkpoint.manifest.step} from {checkpoint.path}; optimizer and data start anew{new}"
         )

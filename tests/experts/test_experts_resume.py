@@ -83,3 +83,14 @@ def test_a_dense_model_of_another_width_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"\d+ missing: params\.blocks\.0\.mlp\.experts\.down\.kernel"):
         mixture.load(tmp_path, weights_only=True)
     mixture.close()
+
+
+def test_a_dense_model_with_biases_is_refused_and_the_reason_said(tmp_path):
+    dense = trainer(GridShape(), replace(grids.MIXTRAL, experts=0, bias="all"))
+    dense.save(tmp_path, 1)
+    dense.close()
+    mixture = trainer(GridShape(), replace(grids.MIXTRAL, bias="all"))
+    reason = r"model\.bias = none or qkv, as experts have no biases; params\.blocks\.0\.mlp\.down\.bias is there"
+    with pytest.raises(UserError, match=reason):
+        mixture.load(tmp_path, weights_only=True)
+    mixture.close()

@@ -123,6 +123,10 @@ def test_flops_equal_counting_the_traced_program(model):
         ({"kv_heads": 3}, r"model.kv_heads = 3: a divisor of heads \(8\); the nearest is 2"),
         ({"layers": 0}, "model.layers = 0: an integer of at least 1"),
         ({"dropout": 1.0}, "model.dropout = 1.0"),
+        (
+            {"layers": 1, "experts": 4, "moe_every": 2, "moe_first": 1},
+            "model.moe_first = 1: an integer below model.layers = 1",
+        ),
         ({"norm": "batchnorm"}, "model.norm = 'batchnorm': one of layernorm, rmsnorm"),
         ({"heads": 32, "kv_heads": 32, "positions": "rope"}, "model.heads = 32: rotary"),
     ],

@@ -104,6 +104,15 @@ def test_what_a_killed_prune_left_goes_and_what_others_put_into_its_place_stays(
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_nothing_is_written_that_train_would_refuse(runs, tmp_path):
+    shutil.copytree(runs / "dense", tmp_path / "dense")
+    config = tmp_path / "dense" / "config.toml"
+    config.write_text(config.read_text().replace("pipe = 1", "pipe = 2"))
+    refused = command("prune", tmp_path / "dense", tmp_path / "out", "--scope", "global", status=2)
+    assert refused == "error: prune.scope = 'global': layer where grid.pipe is above 1: no stage has all weights\n"
+    assert os.listdir(tmp_path) == ["dense"]
+
+
 def test_what_is_pruned_is_not_pruned_again(runs):
     said = command("prune", runs / "pruned", runs / "again", "--density", "0.1", status=2)
     assert "a run that is not pruned yet" in said

@@ -52,8 +52,8 @@ def run(args: Memory) -> int:
     shape = preset(args.model)
     if args.grid.pipe != 1:
         raise UserError("grid.pipe", args.grid.pipe, "1: this compiles one stage's step")
-    if args.png and not Path(args.png).absolute().parent.is_dir():
-        raise UserError("--png", args.png, "a file in a directory that exists")
+    if args.png and not (Path(args.png).suffix == ".png" and Path(args.png).absolute().parent.is_dir()):
+        raise UserError("--png", args.png, "a .png file in a directory that exists")
     keep_freed_memory()  # as a training run does
     make_devices(args.grid.devices)
     sequences = args.rows * args.grid.batch_shards

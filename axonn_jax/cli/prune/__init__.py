@@ -55,8 +55,8 @@ def run(args: Prune) -> int:
         else {"density": args.density, "scope": args.scope}
     )
     prune = PruneConfig(**given)  # type: ignore[arg-type]
-    check_prune(prune, 1)
     config = read(args.run_dir / "config.toml")
+    check_prune(prune, config.grid.pipe)  # what it writes, train takes
     config = replace(config, prune=prune, log=replace(config.log, dir=str(args.out_dir)))
     began = time.monotonic()
     with terminated(), Ticker("reading") as ticker:

@@ -33,6 +33,18 @@ def entries_of(shape: ModelShape) -> list[EntryMap]:
     return list(_entries(shape, layout))
 
 
+def why_not_exported(shape: ModelShape, *, biases_move: bool) -> str:
+    """Why a run of a model with experts could not become a Hugging Face model, or an empty text.
+
+    With `biases_move` routers' biases do not stay 0.
+    """
+    try:
+        lacking = [entry.ours for entry in entries_of(shape) if not entry.theirs]
+    except UserError:
+        return "no family of transformers that it writes has such experts"
+    return "moe.balance_rate moves routers' biases, which its family has not" if lacking and biases_move else ""
+
+
 def file_names(names: Sequence[str] | Mapping[str, Any], shape: ModelShape) -> dict[str, str]:
     """Maps the names that `entries_of` uses to those in a file, which may lack the prefix; without known buffers."""
     prefix = _PREFIX.get(layout_of(shape), "model.")
