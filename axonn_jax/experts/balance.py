@@ -4,24 +4,34 @@ import jax
 import jax.numpy as jnp
 
 from axonn_jax.experts.load import counted
+from axonn_jax.experts.packing import Packing
 from axonn_jax.experts.router import Routing
 from axonn_jax.experts.shape import ExpertShape
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, all_reduce, axis_size
 
 
-def balance_loss(routing: Routing, moe: ExpertShape, sequences: int, *, sequence_split: bool) -> jax.Array:
-    """Sum over the tokens of local sequences of their sequence's imbalance: a float32 scalar, 1 a token if even.
+def balance_loss(
+    routing: Routing, moe: ExpertShape, sequences: int, packing: Packing | None = None, *, sequence_split: bool
+) -> jax.Array:
+    """Sum over the targets of local sequences of their sequence's imbalance: a float32 scalar, 1 a target if even.
 
     A sequence's imbalance is `sum over experts of f P`: f the share of its choices that an expert got times the number
     of experts, P the mean of its tokens' shares of scores (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20; over all tokens
     of a batch it is Switch's, arXiv 2101.03961, eq. 4). It depends on no other sequence, so neither on the grid nor on
-    microbatches. Collective: where the sequence is split, an all-reduce over `y` of 8 bytes a sequence and expert.
+    microbatches. Of a packed row it is that of its text. Collective: where the sequence is split, an all-reduce over
+    `y` of 8 bytes a sequence and expert.
     """
     counts = counted(routing.choices.reshape(sequences, -1), moe.experts)
-    shares = jnp.sum(routing.shares.reshape(sequences, -1, moe.experts), axis=1)
-    tokens = routing.choices.shape[0] // sequences
+    tokens = jnp.float32(routing.choices.shape[0] // sequences * (axis_size(SEQUENCE_AXIS) if sequence_split else 1))
+    shares = routing.shares.reshape(sequences, -1, moe.experts)
+    targets = tokens
+    if packing is not None:
+        text = packing.here(sequence_split=sequence_split)
+        shares = jnp.where(text[..., None], shares, 0.0)
+        tokens = jnp.maximum(jnp.sum(packing.text, axis=1, dtype=jnp.float32), 1.0)[:, None]
+        targets = packing.targets[:, None]
+    shares = jnp.sum(shares, axis=1)
     if sequence_split:
         counts, shares = all_reduce(jnp.stack([counts, shares]), SEQUENCE_AXIS)
-        tokens *= axis_size(SEQUENCE_AXIS)
     often = counts * (moe.experts / (moe.per_token * tokens))
-    return jnp.sum(often * shares)
+    return jnp.sum(often * shares * (targets / tokens))

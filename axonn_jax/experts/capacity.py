@@ -88,7 +88,7 @@ def _assigned(choices: jax.Array, experts: int) -> _Slots:
     first_choices_first = choices.T.reshape(-1)
     chosen = jax.nn.one_hot(first_choices_first, experts, dtype=jnp.int32)
     before = jnp.cumsum(chosen, axis=0) - chosen
-    positions = jnp.take_along_axis(before, first_choices_first[:, None], axis=1)[:, 0]
+    positions = jnp.take_along_axis(before, first_choices_first[:, None], axis=1, mode="clip")[:, 0]
     return _Slots(choices, positions.reshape(k, tokens).T)
 
 

@@ -54,7 +54,7 @@ def grouped_mlp(
     [experts, hidden, ffn], `down` [experts, ffn, hidden] -> like `x`. Choices that are none of the experts count
     nothing. Sums over tiles and choices are float32; no collectives.
     """
-    tile = _tile(choices.size, up.shape[0])
+    tile = _tile(choices.shape[0], choices.shape[1], up.shape[0])
     groups = _sorted(choices, up.shape[0], tile)
     axes = frozenset().union(*map(compat.varying_axes, jax.tree.leaves((x, groups, weights, gate, up, down))))
     x, groups, weights, gate, up, down = jax.tree.map(
@@ -63,10 +63,10 @@ def grouped_mlp(
     return _grouped(x, weights, _Kernels(gate, up, down), groups, activation, tile)
 
 
-def _tile(choices: int, experts: int) -> int:
-    """A power of two near the mean number of tokens of an expert."""
-    mean = max(choices // experts, 1)
-    return min(max(1 << (mean.bit_length() - 1), _FEWEST), _MOST)
+def _tile(tokens: int, k: int, experts: int) -> int:
+    """A power of two near the mean number of tokens of an expert; no more than there are tokens."""
+    mean = max(tokens * k // experts, 1)
+    return min(max(1 << (mean.bit_length() - 1), _FEWEST), _MOST, 1 << (tokens - 1).bit_length())
 
 
 def _sorted(choices: jax.Array, experts: int, tile: int) -> _Groups:
@@ -95,6 +95,14 @@ class _Tile(NamedTuple):
     tokens: jax.Array
     here: jax.Array
     """Whether each is one of the expert's, [tile]: the last tile's may not be."""
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """The rows of its tokens, zeros for those that are not here."""
+        return self.own(x[self.tokens])
+
+    def own(self, rows: jax.Array) -> jax.Array:
+        """Rows with zeros for tokens that are not here, whatever an expert made of them: 0 times infinity is NaN."""
+        return jnp.where(self.here[:, None], rows, jnp.zeros((), rows.dtype))
 
 
 def _over_tiles(groups: _Groups, expert: jax.Array, k: int, tile: int, body: Callable[..., Any], carry: Any) -> Any:
@@ -132,10 +140,9 @@ def _grouped(
         own = _of_expert(kernels, expert)
 
         def of_tile(of: _Tile, y: jax.Array) -> jax.Array:
-            h = activated(activation, *_inner(x[of.tokens], own))
+            h = activated(activation, *_inner(of.rows(x), own))
             out = jnp.matmul(h, own.down, preferred_element_type=jnp.float32)
-            weight = jnp.where(of.here, flat[of.numbers], 0.0)
-            return y.at[of.tokens].add(out * weight[:, None])
+            return y.at[of.tokens].add(of.own(out * flat[of.numbers][:, None]))
 
         return _over_tiles(groups, expert, k, tile, of_tile, y)
 
@@ -158,7 +165,7 @@ def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) 
 
         def of_tile(of: _Tile, sums: Any) -> Any:
             dx, dweights, dkernels = sums
-            rows, dout = x[of.tokens], dy[of.tokens]
+            rows, dout = of.rows(x), of.rows(dy)
             h, pull = jax.vjp(partial(activated, activation), *_inner(rows, own))
             dh = dout @ own.down.T  # of an unweighted output
             dweight = jnp.where(of.here, jnp.sum(dh.astype(jnp.float32) * h.astype(jnp.float32), -1), 0.0)
@@ -171,7 +178,7 @@ def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) 
                 None if own.gate is None else _product(rows, dgate), _product(rows, dup), _product(h, dout * weight)
             )
             return (
-                dx.at[of.tokens].add(drows),
+                dx.at[of.tokens].add(of.own(drows)),
                 dweights.at[of.numbers].add(dweight),
                 jax.tree.map(jnp.add, dkernels, grads),
             )

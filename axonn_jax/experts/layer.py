@@ -1,6 +1,7 @@
 """The experts' layer: each token passes a few of many feed-forward layers, in the place of one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.experts.balance import balance_loss
 from axonn_jax.experts.capacity import by_capacity
-from axonn_jax.experts.dispatch import EXPERT_AXIS, gather_tokens, scatter_tokens
+from axonn_jax.experts.dispatch import EXPERT_AXIS, drops_duplicates, gather_tokens, scatter_tokens
 from axonn_jax.experts.grouped import activated, grouped_mlp
+from axonn_jax.experts.packing import Packing
 from axonn_jax.experts.router import Gate, Routing
 from axonn_jax.experts.shape import ExpertShape, MoeConfig
 from axonn_jax.options import Mlp
-from axonn_jax.tensor.collectives import axis_index, gather_weight
-from axonn_jax.tensor.params import normal_param
+from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size, gather_weight
+from axonn_jax.tensor.params import SplitModule, normal_param
 
 _INNER = ("y", "x")
 """What splits the experts' inner features: nothing is then communicated between an expert's matmuls."""
@@ -87,23 +89,54 @@ class MixtureOfExperts(nnx.Module):
         self.experts = LocalExperts(hidden, moe, activation, std=std, out_std=out_std, key=experts)
         self.shared = None if shared is None else shared(key=every)
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[batch, seq, hidden/Gx] -> what is added to it, and `balance_loss`.
+    def __call__(self, x: jax.Array, packing: Packing | None = None) -> tuple[jax.Array, jax.Array]:
+        """[batch, seq, hidden/Gx] -> what is added to it, and `balance_loss`; padding of packed rows passes no expert.
 
         Collectives: those of the router, of the dispatch and of the weights' gathers; none between an expert's matmuls.
         """
         batch, _, features = x.shape
         tokens = x.reshape(-1, features)
-        routing = self.router(tokens)
+        text = None if packing is None else packing.here(sequence_split=self.sequence_split).reshape(-1)
+        routing = self.router(tokens, text)
         y = self._dispatched(tokens, routing).reshape(x.shape)
         if self.shared is not None:
             shared: Any = self.shared
             y = y + shared(x)
-        return y, balance_loss(routing, self.moe, batch, sequence_split=self.sequence_split)
+        return y, balance_loss(routing, self.moe, batch, packing, sequence_split=self.sequence_split)
 
     def _dispatched(self, tokens: jax.Array, routing: Routing) -> jax.Array:
-        split, training = self.sequence_split, self.training
+        split, training, count = self.sequence_split, self.training, tokens.shape[0]
+        if drops_duplicates(split) and (rest := -count % axis_size(SEQUENCE_AXIS)):  # in a text of any length
+            tokens = jnp.pad(tokens, ((0, rest), (0, 0)))
+            routing = routing.padded(rest, self.moe.experts)
         if training.drops:
-            compute, count = self.experts.on_slots, self.moe.experts
-            return by_capacity(tokens, routing, compute, count, training.slack, sequence_split=split)
-        return scatter_tokens(self.experts(*gather_tokens(tokens, routing, sequence_split=split)), sequence_split=split)
+            compute, experts = self.experts.on_slots, self.moe.experts
+            y = by_capacity(tokens, routing, compute, experts, training.slack, sequence_split=split)
+        else:
+            y = scatter_tokens(
+                self.experts(*gather_tokens(tokens, routing, sequence_split=split)), sequence_split=split
+            )
+        return y[:count]
+
+
+def without_drops(parts: SplitModule) -> SplitModule:
+    """A model for evaluation and generation: its experts drop no token, so that none depends on others; itself if so.
+
+    Args:
+        parts: the model taken apart, of which parameters may be shapes alone.
+
+    Returns:
+        The same parts, of which `merge` gives a model whose dispatch is `gather`.
+    """
+
+    def dropping(model: nnx.Module) -> list[MixtureOfExperts]:
+        layers = [layer for _, layer in nnx.iter_modules(model) if isinstance(layer, MixtureOfExperts)]
+        return [layer for layer in layers if layer.training.drops]
+
+    def merge(params: Mapping[str, jax.Array]) -> nnx.Module:
+        model = parts.merge(params)
+        for layer in dropping(model):
+            layer.training = replace(layer.training, dispatch="gather")
+        return model
+
+    return parts._replace(merge=merge) if dropping(parts.merge(parts.params)) else parts

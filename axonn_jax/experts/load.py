@@ -1,10 +1,11 @@
 """Loads of experts: how many tokens chose each, counted as the gradient of the router's bias, which they may move.
 
 No loss depends on the bias. So its gradient can carry the counts: they add up over microbatches and devices as
-gradients do, in any engine, without a result or a collective of their own.
+gradients do, in any engine, without a result or a collective of their own. They are float32 in every precision, and
+exact up to 16 million choices of an expert a device and microbatch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -14,8 +15,6 @@ import optax
 
 from axonn_jax import compat
 from axonn_jax.tensor.collectives import mark_varying
-
-_CARRIER = "router.bias"
 
 
 def counting(weights: jax.Array, bias: jax.Array, choices: jax.Array) -> jax.Array:
@@ -42,39 +41,36 @@ _counting.defvjp(_forward, _backward)
 
 
 def counted(choices: jax.Array, experts: int) -> jax.Array:
-    """How often choices [rows, any] name each expert: [rows, experts] float32; no collectives."""
+    """How often choices [rows, any] name each expert: [rows, experts] float32; others name none; no collectives."""
     rows = choices.shape[0]
     none = mark_varying(jnp.zeros((rows, experts), jnp.float32), compat.varying_axes(choices))
-    return none.at[jnp.arange(rows)[:, None], choices].add(1.0)
+    return none.at[jnp.arange(rows)[:, None], choices].add(1.0, mode="drop")
 
 
-def is_load(name: str) -> bool:
-    """Returns whether the gradient of the parameter of this name is a count."""
-    return name.endswith(_CARRIER)
+def largest_load(grads: Mapping[str, jax.Array], loads: Collection[str]) -> jax.Array | None:
+    """The most loaded expert's share of the choices over the mean one's, of the worst layer; None without `loads`.
 
-
-def largest_load(grads: Mapping[str, jax.Array]) -> jax.Array | None:
-    """The most loaded expert's share of the choices over the mean one's, of the worst layer; None without experts."""
-    counts = [grad.astype(jnp.float32) for name, grad in grads.items() if is_load(name)]
+    Those are the names of the parameters whose gradients are counts, here and below.
+    """
+    counts = [grads[name] for name in sorted(loads) if name in grads]
     if not counts:
         return None
     return jnp.max(jnp.stack([jnp.max(jnp.max(c, -1) / jnp.mean(c, -1)) for c in counts]))
 
 
-def excesses(grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def excesses(grads: Mapping[str, jax.Array], loads: Collection[str]) -> dict[str, jax.Array]:
     """Gradients with, in the place of counts, what each expert has beyond the mean: for a `balancing` optimizer.
 
     That of a sum is the sum of those of its terms.
     """
 
     def excess(counts: jax.Array) -> jax.Array:
-        wide = counts.astype(jnp.float32)
-        return (wide - jnp.mean(wide, axis=-1, keepdims=True)).astype(counts.dtype)
+        return counts - jnp.mean(counts, axis=-1, keepdims=True)
 
-    return {name: excess(grad) if is_load(name) else grad for name, grad in grads.items()}
+    return {name: excess(grad) if name in loads else grad for name, grad in grads.items()}
 
 
-def balancing(tx: optax.GradientTransformation, rate: float) -> optax.GradientTransformation:
+def balancing(tx: optax.GradientTransformation, rate: float, loads: Collection[str]) -> optax.GradientTransformation:
     """The optimizer `tx`, by which routers' biases move against the sign of their experts' `excesses` by `rate`.
 
     So experts with more tokens than the mean are chosen less in the next step, without a loss (DeepSeek-V3, arXiv
@@ -82,12 +78,15 @@ def balancing(tx: optax.GradientTransformation, rate: float) -> optax.GradientTr
     """
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        own = {name: jnp.zeros_like(grad) if is_load(name) else grad for name, grad in grads.items()}
+        own = {name: jnp.zeros_like(grad) if name in loads else grad for name, grad in grads.items()}
         updates, state = tx.update(own, state, params)
         moved = {
-            name: -rate * jnp.sign(grads[name]) if is_load(name) else value
+            name: moves(grads[name]) if name in loads else value
             for name, value in updates.items()  # type: ignore[union-attr]
         }
         return moved, state
+
+    def moves(excess: jax.Array) -> jax.Array:
+        return -rate * jnp.sign(excess) if rate else jnp.zeros_like(excess)
 
     return optax.GradientTransformation(tx.init, update)  # type: ignore[arg-type]

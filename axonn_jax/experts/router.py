@@ -22,11 +22,16 @@ class Routing(NamedTuple):
     """Where the tokens of [tokens, hidden] go."""
 
     choices: jax.Array
-    """Numbers of experts [tokens, k], int32."""
+    """Numbers of experts [tokens, k], int32; that of none, the number of experts, for padding."""
     weights: jax.Array
     """What each one's result is multiplied by [tokens, k], float32."""
     shares: jax.Array
     """A token's scores over their sum, [tokens, experts] float32: what is balanced."""
+
+    def padded(self, count: int, experts: int) -> "Routing":
+        """With `count` more tokens, which choose none of the `experts`."""
+        choices = jnp.pad(self.choices, ((0, count), (0, 0)), constant_values=experts)
+        return Routing(choices, *(jnp.pad(a, ((0, count), (0, 0))) for a in (self.weights, self.shares)))
 
 
 class Gate(nnx.Module):
@@ -34,18 +39,20 @@ class Gate(nnx.Module):
 
     def __init__(self, hidden: int, moe: ExpertShape, *, std: float, key: jax.Array):
         self.moe = moe
-        self.kernel = normal_param(key, (hidden, moe.experts), std, P(FEATURE_AXIS, None))
-        self.bias = constant_param((moe.experts,), 0.0, P())
+        self.kernel = normal_param(key, (hidden, moe.experts), std, P(FEATURE_AXIS, None), role="router")
+        self.bias = constant_param((moe.experts,), 0.0, P(), role="load")
         """Added for the choice alone (DeepSeek-V3); nothing trains it, and its gradient is `experts.load`'s."""
 
-    def __call__(self, x: jax.Array) -> Routing:
-        """[tokens, hidden/Gx] -> the tokens' routing.
+    def __call__(self, x: jax.Array, text: jax.Array | None = None) -> Routing:
+        """[tokens, hidden/Gx] -> the tokens' routing; those that are not `text` [tokens] (None: all are) choose none.
 
         Collective: an all-reduce over `x` of 4 bytes a token and expert.
         """
         scores = x.astype(jnp.float32) @ self.kernel.get_value().astype(jnp.float32)
         bias = self.bias.get_value()
         routing = route(all_reduce(scores, FEATURE_AXIS), bias.astype(jnp.float32), self.moe)
+        if text is not None:
+            routing = routing._replace(choices=jnp.where(text[:, None], routing.choices, self.moe.experts))
         return routing._replace(weights=counting(routing.weights, bias, routing.choices))
 
 
@@ -54,20 +61,18 @@ def route(scores: jax.Array, bias: jax.Array, moe: ExpertShape) -> Routing:
 
     A weight is the softmax over all experts, or the sigmoid, of the score. The k largest of weight + bias are chosen,
     of experts in the groups kept, which have the largest sums of their best two. With `moe.norm` weights are divided
-    by their sum, then multiplied by `moe.scale`. Sources: Mixtral (arXiv 2401.04088) section 2.1, DeepSeek-V3 (arXiv
-    2412.19437) section 2.1.2.
+    by their sum, then multiplied by `moe.scale`. Quotients are those of logarithms, as weights may underflow to zero.
+    Sources: Mixtral (arXiv 2401.04088) section 2.1, DeepSeek-V3 (arXiv 2412.19437) section 2.1.2.
     """
-    if moe.router == "softmax":
-        gates = shares = jax.nn.softmax(scores, axis=-1)
-    else:
-        gates = jax.nn.sigmoid(scores)
-        shares = gates / jnp.sum(gates, axis=-1, keepdims=True)
+    logs = scores if moe.router == "softmax" else jax.nn.log_sigmoid(scores)
+    shares = jax.nn.softmax(logs, axis=-1)
+    gates = shares if moe.router == "softmax" else jax.nn.sigmoid(scores)
     ranked = _in_kept_groups(lax.stop_gradient(gates) + bias, moe)
     _, choices = lax.top_k(lax.stop_gradient(ranked), moe.per_token)
     choices = checkpoint_name(choices.astype(jnp.int32), CHOICES)
-    weights = jnp.take_along_axis(gates, choices, axis=-1)
+    weights = jnp.take_along_axis(logs if moe.norm else gates, choices, axis=-1)
     if moe.norm:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (1e-20 if moe.router == "sigmoid" else 0.0))
+        weights = jax.nn.softmax(weights, axis=-1)
     return Routing(choices, weights * moe.scale, shares)
 
 

@@ -121,5 +121,8 @@ class ExpertShape:
 
 
 def slots_of(tokens: int, per_token: int, experts: int, capacity: float) -> int:
-    """Slots of an expert for the tokens of one device: the mean number of its choices times `capacity`, rounded up."""
-    return max(1, -int(-(tokens * per_token * capacity) // experts))
+    """Slots of an expert for the tokens of one device: the mean number of its choices times `capacity`, rounded up.
+
+    At most one a token, as a token's choices are of different experts.
+    """
+    return min(tokens, max(1, -int(-(tokens * per_token * capacity) // experts)))

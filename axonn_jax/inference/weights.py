@@ -14,6 +14,7 @@ from axonn_jax.checkpoint.naming import PARAMS
 from axonn_jax.checkpoint.restore import load_weights, named_checkpoint
 from axonn_jax.distributed.host_sync import host_sync
 from axonn_jax.errors import UserError
+from axonn_jax.experts.layer import without_drops
 from axonn_jax.grid import Grid, GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
@@ -65,8 +66,8 @@ def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
     check_grid(grid.shape)
     model.shape.check_grid(grid.shape)
     split = split_module(fit_vocabulary(model, grid.shape))
-    params = {name: value.astype(dtype) for name, value in split.params.items()}
-    return Loaded(model.shape, shapes_of(split), placed(params, split.specs, grid.mesh))
+    params = {name: value if name in split.roles else value.astype(dtype) for name, value in split.params.items()}
+    return Loaded(model.shape, without_drops(shapes_of(split)), placed(params, split.specs, grid.mesh))
 
 
 def of_run(

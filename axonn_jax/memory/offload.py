@@ -71,7 +71,13 @@ class OffloadedOptimizer:
         }
         treated = treatments(optimizer, seen)
         forms = {
-            name: UpdateForm(self._placed[name].shard_shape(shape), specs[name], state_specs[name], treated[name])
+            name: UpdateForm(
+                self._placed[name].shard_shape(shape),
+                specs[name],
+                state_specs[name],
+                treated[name],
+                precisions.weights_of(name),
+            )
             for name, shape in self._shapes.items()
         }
         self.buckets = plan_updates(forms, on_devices.bucket, shared, cut=elementwise)
@@ -98,8 +104,9 @@ class OffloadedOptimizer:
             for name in bucket.names:
                 if self._numbers[name][-1] == number:
                     value = params.pop(name)
-                    weights[name] = value.astype(self._precisions.weights) if self._precisions.master_weights else value
-                    if self._precisions.master_weights and owned:
+                    dtype = self._precisions.weights_of(name)
+                    weights[name] = value.astype(dtype)
+                    if dtype != value.dtype and owned:
                         value.delete()
         return self._state({name: weights[name] for name in self._shapes}, states, positions)
 
@@ -163,7 +170,7 @@ class OffloadedOptimizer:
         weights = {}
         for name, value in masters.items():  # one by one, as what is cut is copied
             weight = jax.device_put(joined(value), NamedSharding(self.mesh, self._on_devices.specs[name]))
-            weights[name] = weight.astype(self._precisions.weights)
+            weights[name] = weight.astype(self._precisions.weights_of(name))
         leaves = tree_leaves_with_path((masters if self._precisions.master_weights else {}, optimizer))
         parts = {path: self._parts(path, leaf, owned) for path, leaf in leaves}  # a `CutArray` is a leaf
 

@@ -36,6 +36,8 @@ class UpdateForm:
     state_spec: P
     treatment: int
     """The same for parameters whose updates are the same computation."""
+    dtype: jnp.dtype
+    """Of its weights."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class BucketPrograms:
 
     def __init__(self, optimizer: optax.GradientTransformation, mesh: Mesh, precisions: Precisions):
         self.optimizer, self.mesh = optimizer, mesh
-        self.weights, self.master_weights = precisions.weights, precisions.master_weights
+        self.master_weights = precisions.master_weights
         self.compiled: dict[Hashable, Any] = {}
         self._row = P(mesh.axis_names)
 
@@ -227,7 +229,7 @@ class BucketPrograms:
             with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
                 updates, optimizer = self.optimizer.update(parts, optimizer, masters)
             masters = optax.apply_updates(masters, updates)
-            cast = [masters[name].astype(self.weights) for name in names]
+            cast = [masters[name].astype(bucket.form.dtype) for name in names]
             write = self._manual(bucket.write_weights, (specs, states, P(), P()), specs)
             after = jax.tree.leaves((masters if self.master_weights else {}, optimizer))
             kept = [jnp.where(finite, new, old) for new, old in zip(after, leaves, strict=True)]

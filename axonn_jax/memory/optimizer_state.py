@@ -192,7 +192,7 @@ class DeviceOptimizer:
         if not self._separate:
             return ModelState(masters, {}, optimizer)
         layouts = (self.state_specs, self.specs)
-        weights = whole_weights(masters, layouts, self.mesh, self.precisions.weights, self.bucket)
+        weights = whole_weights(masters, layouts, self.mesh, self.precisions.weights_of, self.bucket)
         if self.pruned is not None:
             onto = dense if dense is not None else self.pruned.zeros(self.precisions.weights)
             values = {name: weights[name] for name in index}

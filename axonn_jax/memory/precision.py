@@ -29,6 +29,16 @@ class Precisions:
     """Of the weights a step reads: float32, or the compute dtype where float32 masters lie apart from them."""
     grad_dtype: jnp.dtype
     """Of gradients while they add up over microbatches, and on their way over `data`."""
+    wide: frozenset[str] = frozenset()
+    """Parameters, by name, whose weights and gradients are float32 all the same."""
+
+    def weights_of(self, name: str) -> jnp.dtype:
+        """The dtype of a parameter's weights."""
+        return FULL.weights if name in self.wide else self.weights
+
+    def sums_of(self, name: str) -> jnp.dtype:
+        """The dtype of a parameter's gradients."""
+        return FULL.grad_dtype if name in self.wide else self.grad_dtype
 
     @property
     def scaled(self) -> bool:

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.experts.router import CHOICES
 from axonn_jax.memory.host_arrays import HOST
-from axonn_jax.models.packed import targets_of
+from axonn_jax.models.packed import inputs_of, targets_of
 from axonn_jax.models.protocol import Model, RunLayer
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import Activations
@@ -105,7 +105,9 @@ def batch_loss(
         return jnp.split(sequences, parts)
 
     keys = [None] * parts if key is None else key.split(parts)
-    xs = tuple(model.embed(tokens, dtype, key) for tokens, key in zip(split(batch[:, :-1]), keys, strict=True))
+    xs = tuple(
+        model.embed(tokens, dtype, key) for tokens, key in zip(split(inputs_of(model, batch)), keys, strict=True)
+    )
 
     def body(layer: Any, xs: SubBatches, index: jax.Array | int) -> SubBatches:
         return run_layer(layer, xs, None if key is None else key.of_layer(index))

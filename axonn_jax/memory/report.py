@@ -73,8 +73,8 @@ def state_bytes(
             elements = kept[name] if leaf.shape == full[name].shape else leaf.size
             moments += leaf.dtype.itemsize * elements
     return StateBytes(
-        weights=precisions.weights.itemsize * sum(local.values()),
-        gradients=precisions.grad_dtype.itemsize * sum(kept.values()),
+        weights=sum(precisions.weights_of(name).itemsize * count for name, count in local.items()),
+        gradients=sum(precisions.sums_of(name).itemsize * count for name, count in kept.items()),
         masters=4 * sum(kept.values()) if precisions.master_weights else 0,
         moments=moments,
         offloaded=offload,

@@ -1,6 +1,6 @@
 """The reduction of gradients, and ZeRO-1 (Rajbhandari et al., SC 20): they and state split over the replicas."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 
 import jax
@@ -159,9 +159,13 @@ def gather_in_buckets(parts: dict[str, jax.Array], split: Mapping[str, Split], c
 
 
 def whole_weights(
-    parts: dict[str, jax.Array], layouts: tuple[Specs, Specs], mesh: Mesh, dtype: jnp.dtype, capacity: int
+    parts: dict[str, jax.Array],
+    layouts: tuple[Specs, Specs],
+    mesh: Mesh,
+    dtype_of: Callable[[str], jnp.dtype],
+    capacity: int,
 ) -> dict[str, jax.Array]:
-    """Global arrays in the first of two layouts, as `split_over_replicas` gives it -> in the second, cast to `dtype`.
+    """Global arrays in the first of two layouts, as `split_over_replicas` gives it -> in the second, cast by name.
 
     Collectives: `gather_in_buckets`, of what is split.
     """
@@ -169,7 +173,7 @@ def whole_weights(
     split = splits(specs, further)
 
     def local(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        cast = {name: p.astype(dtype) for name, p in parts.items()}
+        cast = {name: p.astype(dtype_of(name)) for name, p in parts.items()}
         return cast | gather_in_buckets({name: cast[name] for name in cast if name in split}, split, capacity)
 
     return shard_mapped(local, mesh, (further,), specs, differentiated=False)(parts)  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from axonn_jax.errors import UserError
+from axonn_jax.experts.packing import Packing
 from axonn_jax.models.protocol import Model
 from axonn_jax.tensor.attention import Documents
 from axonn_jax.tensor.loss import target_weights
@@ -28,6 +29,8 @@ class Residual(NamedTuple):
     """Of packed rows."""
     balance: jax.Array | None
     """Sum of the losses that even out the loads of experts, of local tokens so far, a float32 scalar."""
+    packing: Packing | None = None
+    """Of packed rows of a model with experts."""
 
     @property
     def dtype(self) -> Any:
@@ -50,6 +53,24 @@ def documents_of(words: jax.Array) -> Documents:
     place = lax.broadcasted_iota(jnp.int32, words.shape, 1)
     begins = lax.cummax(jnp.where(starts == 1, place, 0), axis=1)
     return Documents(jnp.cumsum(starts, axis=1), place - begins)
+
+
+def packing_of(words: jax.Array) -> Packing:
+    """What experts see of packed rows [batch, seq + 1]; no collectives.
+
+    A document without a word that counts, as the rest of a row is, is padding.
+    """
+    starts, counts = words < 0, words & _COUNTED != 0
+    number = jnp.cumsum(starts.astype(jnp.int32), axis=1)
+    rows = jnp.arange(words.shape[0])[:, None]
+    trained = jnp.zeros((words.shape[0], words.shape[1] + 1), bool).at[rows, number].max(counts)
+    text = jnp.take_along_axis(trained, number, axis=1)[:, :-1]
+    return Packing(text, jnp.sum(counted(words), axis=1, dtype=jnp.float32))
+
+
+def inputs_of(model: Model, batch: jax.Array) -> jax.Array:
+    """What a model embeds of a batch [rows, seq + 1]: the words of packed rows, else the tokens before the last."""
+    return batch if model.packed else batch[:, :-1]
 
 
 def counted(words: Any) -> Any:

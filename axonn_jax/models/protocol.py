@@ -71,10 +71,10 @@ class Model(Protocol):
         """Raises ``UserError`` where the model does not divide over a grid."""
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> jax.Array:
-        """Token ids [batch, seq] -> what the first layer takes, in `dtype`."""
+        """What `models.packed.inputs_of` gives of a batch -> what the first layer takes, in `dtype`."""
 
     def continued(self, x: jax.Array, tokens: jax.Array | None) -> Any:
-        """What the first layer of a later stage takes: what has arrived, and of a packed model these tokens."""
+        """What the first layer of a later stage takes: what has arrived, and of a packed model the batch's words."""
 
     def run_layer(self, layer: Any, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
         """Calls one of the layers, with its own key."""

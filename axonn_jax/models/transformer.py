@@ -20,7 +20,7 @@ from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.packed import Residual, Stream, balance_of, documents_of, token_ids, values_of
+from axonn_jax.models.packed import Residual, Stream, balance_of, documents_of, packing_of, token_ids, values_of
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
@@ -139,7 +139,7 @@ class Block(nnx.Module):
         if isinstance(self.mlp, Mlp):
             branch, balance = self.mlp(self.mlp_norm(values)), None
         else:
-            branch, balance = self.mlp(self.mlp_norm(values))
+            branch, balance = self.mlp(self.mlp_norm(values), x.packing if isinstance(x, Residual) else None)
         values = values + self._drop(branch, key, 1)
         if not isinstance(x, Residual):
             return values
@@ -212,26 +212,30 @@ class Transformer(nnx.Module):
         def run(block: Block, x: Stream, index: jax.Array | int) -> Stream:
             return block(x, None if key is None else key.of_layer(index))
 
-        return run_layers(self.blocks, run, self.embed(tokens, dtype, key))
+        words = jnp.pad(tokens, ((0, 0), (0, 1))) if self.packed else tokens
+        return run_layers(self.blocks, run, self.embed(words, dtype, key))
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> Stream:
-        """Token ids [batch, seq] -> residual stream in `dtype`, which every later layer computes in."""
-        if (seq := tokens.shape[1]) > self.shape.seq_len:
+        """What `models.packed.inputs_of` gives -> residual stream in `dtype`, which every later layer computes in."""
+        if (seq := tokens.shape[1] - self.packed) > self.shape.seq_len:
             raise UserError("sequence length", seq, f"at most model.seq_len = {self.shape.seq_len}")
         if self.packed:
-            documents = documents_of(tokens)
-            return self._stream(self._embedded(token_ids(tokens), dtype, key, documents.positions), documents)
+            places = documents_of(tokens[:, :-1]).positions
+            return self._stream(self._embedded(token_ids(tokens[:, :-1]), dtype, key, places), tokens)
         return self._stream(self._embedded(tokens, dtype, key, None), None)
 
     def continued(self, x: jax.Array, tokens: jax.Array | None) -> Stream:
-        """The stream that another stage has begun on these tokens."""
-        return self._stream(x, None if tokens is None else documents_of(tokens))
+        """The stream that another stage has begun on these words (None: of a model that is not packed)."""
+        return self._stream(x, tokens)
 
-    def _stream(self, values: jax.Array, documents: Documents | None) -> Stream:
-        if documents is None and not self.balanced:
+    def _stream(self, values: jax.Array, words: jax.Array | None) -> Stream:
+        if words is None and not self.balanced:
             return values
-        nothing = mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES)
-        return Residual(values, documents, nothing if self.balanced else None)
+        nothing = mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES) if self.balanced else None
+        if words is None:
+            return Residual(values, None, nothing)
+        packing = None if self.shape.moe is None else packing_of(words)
+        return Residual(values, documents_of(words[:, :-1]), nothing, packing)
 
     def embed_at(self, tokens: jax.Array, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, Angles | None]:
         """Token ids and their positions [batch, seq] -> residual stream, and by what its layers rotate."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.experts.load import excesses, is_load, largest_load
+from axonn_jax.experts.load import excesses, largest_load
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.memory.zero import reduce_gradients
 from axonn_jax.pipeline.stage import Stage
@@ -38,7 +38,9 @@ class Reduction:
             name: jax.ShapeDtypeStruct(form.shape[1:], form.dtype, sharding=NamedSharding(self._mesh, spec))
             for (name, form), spec in zip(self._sums.items(), self._grad_specs.values(), strict=True)
         }
-        counted = {name: spec for name, spec in self._grad_specs.items() if name not in borrowed and not is_load(name)}
+        self._loads = sorted(stages[0].parts.loads & self._sums.keys())
+        left_out = borrowed.union(self._loads)
+        counted = {name: spec for name, spec in self._grad_specs.items() if name not in left_out}
         self.reduce = self._reduce()
         self.mean = self._mean()
         self.measure = self._measure(counted)
@@ -90,10 +92,10 @@ class Reduction:
         squares = shard_mapped(local, self._mesh, (self._grad_specs,), P())
 
         def measure(grads: Params) -> tuple[jax.Array, jax.Array | None, Params]:
-            loads = {name: grad for name, grad in grads.items() if is_load(name)}
-            return squares(grads), largest_load(loads), excesses(loads)
+            loads = {name: grads[name] for name in self._loads}
+            return squares(grads), largest_load(loads, self._loads), excesses(loads, self._loads)
 
         number = NamedSharding(self._mesh, P())
-        loads = {name: grad.sharding for name, grad in self._grads.items() if is_load(name)}
+        loads = {name: self._grads[name].sharding for name in self._loads}
         shardings = (number, number if loads else None, loads)
         return jax.jit(measure, out_shardings=shardings).lower(self._grads).compile()

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.experts.layer import without_drops
 from axonn_jax.memory.host_arrays import HOST, transferred
 from axonn_jax.pipeline.stage_programs import Result, StagePrograms
 from axonn_jax.pipeline.trace import DY, LATER, POSITIONS, TOKENS, Group, Stretch, X, crossing, trace_whole
@@ -32,8 +33,11 @@ class SegmentPrograms:
         out = traced.closed.jaxpr.outvars
         skip = 1 if stretch.first else 2
         gradients = {skip + i: name for i, name in enumerate(stretch.names)}
-        specs, dtype = stretch.parts.specs, stretch.work.sums
-        self.sums = {n: _as(crossing(out[i].aval, stretch.mesh, specs[n]), dtype) for i, n in gradients.items()}
+        parts = stretch.parts
+        dtypes = {n: jnp.dtype(jnp.float32) if n in parts.roles else stretch.work.sums for n in gradients.values()}
+        self.sums = {
+            n: _as(crossing(out[i].aval, stretch.mesh, parts.specs[n]), dtypes[n]) for i, n in gradients.items()
+        }
         """Its gradients while they add up, unreduced over `data`."""
         self.losses = crossing(out[0].aval, stretch.mesh) if stretch.last else None
         """Form of the last stretch's forward result: sums over each device's own targets."""
@@ -41,8 +45,8 @@ class SegmentPrograms:
         """Whether a forward and its backward are one program."""
         goals, joined = _goals(backwards, [] if stretch.first else [1], list(gradients), joins=self.joins)
         self.chain = StagePrograms(stretch, traced, goals, gradients, self.sums, joined)
-        plain = replace(stretch, keyed=False)
-        if stretch.keyed:
+        plain = replace(stretch, keyed=False, parts=without_drops(stretch.parts))
+        if stretch.keyed or plain.parts is not stretch.parts:
             traced = trace_whole(plain)
         self.evaluation = StagePrograms(plain, traced, {"F": [0]}, {}, {})
 

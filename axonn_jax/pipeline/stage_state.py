@@ -61,7 +61,8 @@ class StageState:
         keeping: StateOptions,
         model: Any,
     ):
-        self.mesh, self._keeping, self._shared, self._names = mesh, keeping, shared, list(parts.params)
+        self.mesh, self._keeping, self._shared = mesh, keeping, shared
+        self._prunable = prunable(parts, keeping.layers)
         self.specs = {name: parts.specs[name] for name in names}
         self._sizes = {name: parts.params[name].shape for name in names}
         params, kept, owned = self._made(model, shared), None, not isinstance(model, nnx.Module)
@@ -86,9 +87,8 @@ class StageState:
 
     def masks_of(self, weights: Params) -> Params:
         """Masks of the entries that are to be kept of dense weights."""
-        layers = self._keeping.layers
-        own = {name: weights[name] for name in prunable(weights, layers)}
-        return make_masks(self._keeping.prune, own, prunable(self._names, layers))
+        own = {name: weights[name] for name in self._prunable if name in weights}
+        return make_masks(self._keeping.prune, own, self._prunable)
 
     def kept(self, masks: Params) -> KeptEntries:
         """What masks keep."""

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.models.packed import balance_of, targets_of, values_of
+from axonn_jax.models.packed import balance_of, inputs_of, targets_of, values_of
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.segments import Segment
 from axonn_jax.options import Activations
@@ -144,9 +144,9 @@ class Stretch:
             key = DropoutKey(jax.random.fold_in(given[KEY], given[MICROBATCH]), given[LATER])
         model: Any = self.parts.merge({**self.parts.params, **tapping(self._forms(given), params, self.work.sums)})
         if self.first:
-            x = model.embed(given[TOKENS][:, :-1], self.work.dtype, key)
+            x = model.embed(inputs_of(model, given[TOKENS]), self.work.dtype, key)
         else:
-            x = model.continued(given[X], given[TOKENS][:, :-1] if model.packed else None)
+            x = model.continued(given[X], given[TOKENS] if model.packed else None)
         for number in self.pieces:
             x = model.run_segment(number, x, key)
         if not self.last:

@@ -1,7 +1,7 @@
 """Pruning of a model's parameters on a mesh: which ones, their masks, and their state compressed or dense."""
 
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.layout import PrunedLayout, lay_out
 from axonn_jax.pruned.masks import magnitude_masks, random_masks
-from axonn_jax.tensor.params import Params, Specs
+from axonn_jax.tensor.params import Params, Specs, SplitModule
 
 
 class KeptEntries(NamedTuple):
@@ -35,21 +35,23 @@ class KeptEntries(NamedTuple):
         return out
 
 
-def prunable(names: Iterable[str], layers: str) -> list[str]:
-    """The parameters that are pruned: kernels of a model's `layers`, but for routers'."""
-    return [
-        name for name in names if name.startswith(f"{layers}.") and name.endswith(".kernel") and "router" not in name
-    ]
+def prunable(parts: SplitModule, layers: str) -> list[str]:
+    """The parameters that are pruned: the matrices in a model's attribute `layers`, but for those of a role."""
+    inside = {name: p for name, p in parts.params.items() if name.startswith(f"{layers}.")}
+    return [name for name, p in inside.items() if p.ndim > 1 and name not in parts.roles]
 
 
 def make_masks(config: PruneConfig, weights: Params, elsewhere: Collection[str] = ()) -> dict[str, jax.Array]:
     """Masks of booleans for float32 weights, laid out as they are; other processes make those of weights `elsewhere`.
 
-    Those of an early-bird search are by magnitude. Raises ``UserError`` where those of a file are not for these
-    parameters. Collectives: `masks.magnitude_masks`.
+    Those of an early-bird search are by magnitude. Those of a file that is not there keep nothing: a checkpoint may
+    have the masks, and `train.engines.pruning` refuses to train without. Raises ``UserError`` where those of a file are
+    not for these parameters. Collectives: `masks.magnitude_masks`.
     """
     if config.method == "file":
-        return _read(Path(config.mask_file), weights, elsewhere)
+        if not (path := Path(config.mask_file)).is_file():
+            return {name: _placed(np.broadcast_to(False, p.shape), p.sharding) for name, p in weights.items()}
+        return _read(path, weights, elsewhere)
     if config.method == "random":
         return random_masks(weights, config.density, config.scope, config.seed)
     return magnitude_masks(weights, config.density, config.scope)

@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from axonn_jax.tensor.specs import spec_axes
 
 Params = dict[str, jax.Array]
 Specs = dict[str, PartitionSpec]
+Role = Literal["", "router", "load"]
+"""What a parameter is for, declared where it is made. A router's, and the bias whose gradient is its experts' `load`
+(`experts.load`), are float32 in every precision, as are their gradients; routers' are never pruned."""
 
 
 def normal_param(
@@ -25,17 +29,20 @@ def normal_param(
     spec: PartitionSpec,
     *,
     padded: tuple[int, ...] | None = None,
+    role: Role = "",
 ) -> nnx.Param[jax.Array]:
     """A float32 parameter drawn from N(0, std), of global `shape`, laid out by `spec`; zero up to a `padded` shape.
 
     Under `jax.set_mesh` each device makes its own shard and nothing else; the values do not depend on the mesh.
     """
-    return _param(_normal(shape, std, padded or shape), key, spec)
+    return _param(_normal(shape, std, padded or shape), key, spec, role)
 
 
-def constant_param(shape: tuple[int, ...], value: float, spec: PartitionSpec) -> nnx.Param[jax.Array]:
+def constant_param(
+    shape: tuple[int, ...], value: float, spec: PartitionSpec, *, role: Role = ""
+) -> nnx.Param[jax.Array]:
     """A float32 parameter filled with `value`, of global `shape`, laid out by `spec`."""
-    return _param(_constant(shape, value), None, spec)
+    return _param(_constant(shape, value), None, spec, role)
 
 
 @functools.cache  # one function object a kind, so that jit compiles each once
@@ -57,10 +64,13 @@ def _on_mesh(init: Callable[..., jax.Array], sharding: NamedSharding) -> Callabl
     return jax.jit(init, out_shardings=sharding)
 
 
-def _param(init: Callable[..., jax.Array], key: jax.Array | None, spec: PartitionSpec) -> nnx.Param[jax.Array]:
+def _param(
+    init: Callable[..., jax.Array], key: jax.Array | None, spec: PartitionSpec, role: Role
+) -> nnx.Param[jax.Array]:
     mesh = compat.context_mesh()
     value = init(key) if mesh is None else _on_mesh(init, NamedSharding(mesh, spec))(key)
-    return nnx.Param(value, out_sharding=spec, eager_sharding=False)
+    declared: dict[str, Any] = {"axonn_role": role} if role else {}
+    return nnx.Param(value, out_sharding=spec, eager_sharding=False, **declared)
 
 
 class SplitModule(NamedTuple):
@@ -69,6 +79,13 @@ class SplitModule(NamedTuple):
     params: Params
     specs: Specs
     merge: Callable[[Mapping[str, jax.Array]], nnx.Module]
+    roles: Mapping[str, Role] = MappingProxyType({})
+    """Of the parameters that have one."""
+
+    @property
+    def loads(self) -> frozenset[str]:
+        """The parameters whose gradients are counts."""
+        return frozenset(name for name, role in self.roles.items() if role == "load")
 
 
 def split_module(module: nnx.Module) -> SplitModule:
@@ -87,8 +104,10 @@ def split_module(module: nnx.Module) -> SplitModule:
         return nnx.merge(graphdef, nnx.from_flat_state(pairs), rest)
 
     params = {name: var.get_value() for name, (_, var) in flat.items()}
-    specs = {name: layout(var.get_metadata()) for name, (_, var) in flat.items()}
-    return SplitModule(params, specs, merge)
+    metadata = {name: var.get_metadata() for name, (_, var) in flat.items()}
+    specs = {name: layout(own) for name, own in metadata.items()}
+    roles = {name: own["axonn_role"] for name, own in metadata.items() if "axonn_role" in own}
+    return SplitModule(params, specs, merge, roles)
 
 
 def _shape(value: Any) -> jax.ShapeDtypeStruct:
@@ -101,8 +120,11 @@ def placed(params: Params, specs: Specs, mesh: Mesh) -> Params:
 
 
 def shapes_of(parts: SplitModule, dtype: jnp.dtype | None = None) -> SplitModule:
-    """The same parts with shapes in place of parameters, of another `dtype` if one is given."""
-    shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, dtype or p.dtype) for name, p in parts.params.items()}
+    """The same parts with shapes in place of parameters, of another `dtype` if given and where they have no role."""
+    shapes: Any = {
+        name: jax.ShapeDtypeStruct(p.shape, p.dtype if dtype is None or name in parts.roles else dtype)
+        for name, p in parts.params.items()
+    }
     return parts._replace(params=shapes)
 
 

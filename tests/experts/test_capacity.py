@@ -7,7 +7,9 @@ import grids
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.experts import capacity
@@ -15,10 +17,13 @@ from axonn_jax.experts.capacity import by_capacity, slots_of
 from axonn_jax.experts.router import Routing
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import BATCH_AXES, GridShape
+from axonn_jax.inference.generator import Generator
 from axonn_jax.models.block_comm import BlockComm
+from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import split_module
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.train.engines.program import StageProgram
+from axonn_jax.train.trainer import Trainer
 
 ROOM = MoeConfig(dispatch="capacity", capacity=2.0)  # of 4 experts a token takes 2: for every token of a device
 
@@ -102,3 +107,28 @@ def test_kept_communication_is_a_third_less(monkeypatch):
     for activations, each in (("full", 6), ("save_collectives", 4)):
         one_layer = communicated(2, activations) - communicated(1, activations)
         np.testing.assert_array_equal(one_layer, [each, each], activations)
+
+
+@pytest.mark.parametrize("axes", [GridShape(expert=2, y=2), GridShape(pipe=2)], ids=grids.name)
+def test_evaluation_drops_no_token(axes):
+    """Nor does its loss depend on later tokens; rows of 13 tokens, which `y` does not divide."""
+    tokens = np.random.default_rng(0).integers(0, grids.MIXTRAL.vocab, (8, 14))
+    losses = []
+    for moe in (MoeConfig(), MoeConfig(dispatch="capacity", capacity=0.3)):
+        model = Transformer(grids.MIXTRAL, rngs=nnx.Rngs(0), moe=moe)
+        trainer = Trainer(model, optax.sgd(0.1), grids.lay(axes), microbatches=2)
+        losses.append(trainer.evaluate([tokens]))
+        trainer.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_generation_drops_no_token():
+    model = Transformer(grids.MIXTRAL, rngs=nnx.Rngs(0), moe=MoeConfig(dispatch="capacity", capacity=0.3))
+    texts = [list(range(1, 12)), list(range(20, 30))]
+    made = Generator(model, grids.lay(GridShape(expert=2, y=2)), slots=2)
+    (alone,) = Generator(Transformer(grids.MIXTRAL, rngs=nnx.Rngs(0)), grids.lay(GridShape())).score(texts[:1])
+    np.testing.assert_allclose(made.score(texts)[0], alone, atol=1e-4)
+
+
+def test_slots_are_bounded_by_tokens():
+    assert slots_of(4, 2, 2, 8.0) == 4

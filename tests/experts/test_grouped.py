@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.experts import grouped
 from axonn_jax.experts.grouped import grouped_mlp
 from axonn_jax.grid import GridShape
 from axonn_jax.tensor.collectives import all_reduce, mark_varying
@@ -125,3 +126,29 @@ def test_nothing_of_the_inner_width_is_kept_and_loops_do_not_communicate():
     assert not {size for size in sizes if FFN in size and np.prod(size) > experts * HIDDEN * FFN}
     assert not {size for size in sizes if size[0] == experts and np.prod(size) > experts * HIDDEN * FFN}
     assert not re.search(r"all-(reduce|gather|to-all)|reduce-scatter|collective-permute", text)
+
+
+def test_an_expert_reaches_the_tokens_that_chose_it_alone():
+    """Kernels that are NaN, of an expert that one token of 64 chose: its row, and the expert's own gradients."""
+    rng = np.random.default_rng(0)
+    x, choices = rng.normal(size=(64, 4)).astype(np.float32), np.full((64, 1), 1, np.int32)
+    choices[5] = 0
+    up, down = np.ones((2, 4, 4), np.float32), np.ones((2, 4, 4), np.float32)
+    up[0] = down[0] = np.nan
+
+    def total(x, up, down):
+        y = grouped_mlp(x, jnp.asarray(choices), jnp.ones((64, 1)), None, up, down, "gelu")
+        return jnp.sum(y), y
+
+    grads, y = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(*map(jnp.asarray, (x, up, down)))
+    others = np.arange(64) != 5
+    assert np.isfinite(np.asarray(y)[others]).all()
+    assert not np.isfinite(np.asarray(y)[5]).any()
+    assert np.isfinite(np.asarray(grads[0])[others]).all()
+    assert np.isfinite(np.asarray(grads[1])[1]).all()
+    assert np.isfinite(np.asarray(grads[2])[1]).all()
+
+
+@pytest.mark.parametrize(("tokens", "k", "experts", "rows"), [(1, 2, 8, 1), (8, 8, 128, 8), (600, 2, 8, 128)])
+def test_a_tile_has_no_more_rows_than_there_are_tokens(tokens, k, experts, rows):
+    assert grouped._tile(tokens, k, experts) == rows

@@ -17,7 +17,6 @@ from flax import nnx
 from trainers import make_trainer
 
 from axonn_jax.errors import UserError
-from axonn_jax.experts.load import is_load
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.inference.forward import logits
@@ -135,7 +134,7 @@ def check_gradients(family, shape, grads, loss, norm):
     want_norm = sum(float(np.sum(g.astype(np.float64) ** 2)) for g in want.values()) ** 0.5
     assert abs(float(loss) - want_loss) <= LOSS_TOLERANCE * want_loss
     assert abs(float(norm) - want_norm) <= GRADIENT_TOLERANCE * want_norm
-    got = to_huggingface({name: g * (not is_load(name)) for name, g in grads.items()}, shape)
+    got = to_huggingface({name: g * (not grids.is_load(name)) for name, g in grads.items()}, shape)
     assert got.keys() == want.keys()
     tolerance = ROUTED_TOLERANCE if family in ROUTED else GRADIENT_TOLERANCE
     for name, g in got.items():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from cases import CASES, FURTHER, MORE, SETTINGS, Case
 
-from axonn_jax.experts.load import is_load
 from axonn_jax.memory.host_arrays import joined
 
 STEPS, SAVED = 4, 2
@@ -63,7 +62,7 @@ def test_any_two_settings_train_as_one_plain_device(case, plain, tmp_path):
     assert got.gradients.keys() == want.gradients.keys()
     for name, grad in want.gradients.items():
         error = got.gradients[name] - grad
-        if is_load(name):
+        if grids.is_load(name):
             assert case.precision != "fp32" or not error.any()
         elif gradient is None:
             assert np.abs(error).max() <= GRADIENT_TOLERANCE * np.abs(grad).max(), name

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from axonn_jax.experts.load import is_load
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.offload_buckets import unreduced_shardings
@@ -29,7 +28,7 @@ class OffloadedStep:
         self.step, self.program = step, program
         self.update = OffloadedOptimizer(step.update)
         plain = step.clip == 0.0 and not step.precisions.scaled and program.token_axes == BATCH_AXES
-        measured_first = program.zero or any(map(is_load, program.parts.params))
+        measured_first = program.zero or bool(program.parts.loads)
         self.interleaved = plain and not measured_first and program.grid.shape.replicas > 1
 
     def run(

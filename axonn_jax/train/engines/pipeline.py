@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any, Literal
@@ -68,17 +69,18 @@ class PipelineEngine:
                 return fit_vocabulary(make(), grid.shape)
 
             abstract = nnx.eval_shape(model)
-        self._padding, checked = padding_of(abstract), check_model(abstract)
+        self._padding, checked, split = padding_of(abstract), check_model(abstract), split_module(abstract)
         if checked.balance_rate is not None:
-            optimizer = balancing(optimizer, checked.balance_rate)
+            optimizer = balancing(optimizer, checked.balance_rate, split.loads)
         checked.check_grid(grid.shape)
         self._split = may_split(pipeline.split_backward, memory.activations)
         self._pieces = list(checked.segments)
         self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._pieces)
         self.grid, self.batches, self.pipeline = grid, BatchShards(grid, microbatches), pipeline
         check_elementwise(optimizer, checked, memory, prune)
-        zero, offloads, self.precisions = masters(memory, grid, pruned=prune.prunes)
-        self.parts = shapes_of(split_module(abstract), self.precisions.weights)
+        zero, offloads, dtypes = masters(memory, grid, pruned=prune.prunes)
+        self.precisions = replace(dtypes, wide=frozenset(split.roles))
+        self.parts = shapes_of(split, dtypes.weights)
         self._scale, self.steps_done = HostScale(scaled=self.precisions.scaled), 0
         self._clip, self._bucket, self._activations = clip, memory.bucket, memory.activations
         self._seed, self._keyed = seed, checked.drops_out

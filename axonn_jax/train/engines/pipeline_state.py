@@ -32,7 +32,7 @@ class PipelineState:
         scale: HostScale,
     ):
         self._parts, self._names, self._optimizer, self._scale = parts, names, keeping.optimizer, scale
-        self._pruned, self._layers = keeping.prune.prunes, keeping.layers
+        self._prunable = prunable(parts, keeping.layers) if keeping.prune.prunes else []
         holders = Counter(name for held in names for name in held)
         shared = {name for name, count in holders.items() if count > 1}
         self.stages = {
@@ -106,7 +106,7 @@ class PipelineState:
 
     def _abstract(self, pp_rank: int) -> State:
         params = self._params(pp_rank)
-        masks = prunable(params, self._layers) if self._pruned else ()
+        masks = [name for name in self._prunable if name in params]
         state = flatten(params, jax.eval_shape(self._optimizer.init, params), self._scale.state)
         return state | {MASKS + name: params[name] for name in masks}
 

@@ -1,7 +1,7 @@
 """The compiled programs of a one-stage model: gradients of a step, evaluation, logits."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.errors import UserError
-from axonn_jax.experts.load import is_load
+from axonn_jax.experts.layer import without_drops
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape
 from axonn_jax.memory.offload_buckets import unreduced_spec
 from axonn_jax.memory.remat import batch_loss, layer_runner
@@ -165,11 +165,12 @@ class StageProgram(OnMesh):
         return region(params, tokens, key)  # type: ignore[no-any-return]
 
     def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
-        """Mean loss of [microbatches, sequences, seq + 1] tokens, without dropout."""
+        """Mean loss of [microbatches, sequences, seq + 1] tokens, without dropout; no expert drops a token."""
+        evaluated = replace(self, parts=without_drops(self.parts))
 
         def local(params: Params, tokens: jax.Array) -> jax.Array:
             def add(total: jax.Array, batch: jax.Array) -> tuple[jax.Array, None]:
-                return total + self._loss_sum(params, batch, None), None
+                return total + evaluated._loss_sum(params, batch, None), None
 
             total, _ = lax.scan(add, mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES), tokens)
             return all_reduce(total, BATCH_AXES) / self._targets(tokens)
@@ -217,7 +218,9 @@ class StageProgram(OnMesh):
             return reduce_gradients(sums, *layouts, self.bucket, self.grid.mesh, self.token_axes, in_turn=in_turn)
 
         grads, loss = self._local_sums(params, tokens, key, scale, reduced)
-        norm = global_norm({name: grad for name, grad in grads.items() if not is_load(name)}, self.grad_specs)
+        norm = global_norm(
+            {name: grad for name, grad in grads.items() if name not in self.parts.loads}, self.grad_specs
+        )
         return grads, loss, norm if scale is None else norm / scale
 
     def _local_sums(
@@ -262,7 +265,7 @@ class StageProgram(OnMesh):
             backward = jax.jit(backward)
 
         def plus(sums: MaybeGathered, grads: MaybeGathered) -> MaybeGathered:
-            return jax.tree.map(lambda a, grad: a + grad.astype(self.sums), sums, grads)
+            return jax.tree.map(lambda a, grad: a + grad.astype(a.dtype), sums, grads)
 
         def add(
             carry: tuple[jax.Array, MaybeGathered], microbatch: tuple[jax.Array, jax.Array]
@@ -279,7 +282,11 @@ class StageProgram(OnMesh):
             loss, grads = backward(own, jnp.int32(count - 1), batch)
             return loss, finished(plus(sums, grads))
 
-        zeros = jax.tree.map(lambda p: mark_varying(jnp.zeros_like(p, self.sums), compat.varying_axes(p)), own)
+        def zero(name: str, p: Any) -> Any:
+            dtype = _FLOAT32 if name in self.parts.roles else self.sums
+            return jax.tree.map(lambda p: mark_varying(jnp.zeros_like(p, dtype), compat.varying_axes(p)), p)
+
+        zeros = {name: zero(name, p) for name, p in own.items()}
         start = (mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES), zeros)
         apart = finish is not None and self._last_apart
         looped = count - 1 if apart else count

@@ -61,7 +61,7 @@ class SpmdEngine:
         checked.check_grid(grid.shape)
         self.grid, self.optimizer, self.batches = grid, optimizer, BatchShards(grid, microbatches)
         made, self._prune, self._offloads = split_module(model), prune, memory.offload != "none"
-        self._specs, self._layers = made.specs, checked.layer_list
+        self._specs, self._prunable = made.specs, prunable(made, checked.layer_list)
         check_elementwise(optimizer, checked, memory, prune)
         parts = shapes_of(made)  # no array of the model's may live as long as the engine
         self._build = partial(build_step, parts.merge(parts.params), parts, optimizer, grid, clip, memory, tensor)
@@ -221,12 +221,12 @@ class SpmdEngine:
         self.train_state = TrainState(model, unflatten_scale(state, self.train_state.scale))
 
     def _make_masks(self, weights: Params) -> dict[str, jax.Array]:
-        return make_masks(self._prune, {name: weights[name] for name in prunable(weights, self._layers)})
+        return make_masks(self._prune, {name: weights[name] for name in self._prunable})
 
     def masks(self) -> dict[str, jax.Array]:
         """Masks of booleans of the entries that would be kept of the weights as they are."""
         masters = self._masters
-        return self._make_masks({name: joined(masters[name]) for name in prunable(masters, self._layers)})
+        return self._make_masks({name: joined(masters[name]) for name in self._prunable})
 
     def prune(self) -> PrunedLayout:
         """Keeps from now on what `masks` says of the weights and their state."""
@@ -238,6 +238,11 @@ class SpmdEngine:
     def pruned(self) -> bool:
         """Whether only some entries are trained."""
         return self._layout is not None
+
+    @property
+    def layout(self) -> PrunedLayout | None:
+        """The layout of what is pruned, of layers one by one; None where nothing is."""
+        return self._layout
 
     @property
     def kept_entries(self) -> tuple[int, int]:
@@ -261,10 +266,6 @@ class SpmdEngine:
         """Lines for people: what nothing hides in a step of so many sequences."""
         missing = [f"overlap: this XLA has no {name}, which is left out" for name in self._step.missing_options()]
         lines = exposed(self.program.sub_batches, self.grid.shape, sequences // self.batches.least)
-        if self._layout is not None:
-            (kept, of), slots = self.kept_entries, sum(map(prod, self._layout.value_shapes.values()))
-            where = f"{len(self._layout.shapes)} kernels are trained, in {slots:,} slots"
-            lines.append(f"pruned: {kept:,} of {of:,} entries of {where}")
         return [*lines, *missing]
 
     def write_timeline(self, directory: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """One optimizer step as a compiled program, for real arrays or for shapes alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
-from axonn_jax.experts.load import balancing, excesses, is_load, largest_load
+from axonn_jax.experts.load import balancing, excesses, largest_load
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import Grid
 from axonn_jax.memory.optimizer_state import DeviceOptimizer, ModelState, clip_factor
@@ -123,10 +123,11 @@ class TrainStep:
         metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": after.skipped}
         if scale.factor is not None:
             metrics["loss_scale"], factor = scale.factor, factor / scale.factor
-        load = largest_load(grads)
+        loads = self.program.parts.loads
+        load = largest_load(grads, loads)
         if load is not None:
             metrics["largest_load"] = load
-        return MeasuredStep(excesses(grads), metrics, factor, finite, after)
+        return MeasuredStep(excesses(grads, loads), metrics, factor, finite, after)
 
     @property
     def update(self) -> DeviceOptimizer:
@@ -144,7 +145,7 @@ class TrainStep:
         """The step under `jax.jit`; the state is donated to it and keeps its layout."""
         names = ["loss", "grad_norm", "skipped"]
         names += ["loss_scale"] if self.precisions.scaled else []
-        names += ["largest_load"] if any(map(is_load, self.program.parts.params)) else []
+        names += ["largest_load"] if self.program.parts.loads else []
         state = self.abstract()
         shardings = (jax.tree.map(lambda s: s.sharding, state), dict.fromkeys(names, self.scalar))
         options = self.compiler_options()
@@ -237,7 +238,7 @@ def build_step(
     """
     checked = check_model(model)
     if checked.balance_rate is not None:
-        optimizer = balancing(optimizer, checked.balance_rate)
+        optimizer = balancing(optimizer, checked.balance_rate, parts.loads)
     # Replicas add up beside layers that are unrolled, and to unroll many for that alone does not pay.
     few = not checked.layer_period or len(getattr(model, checked.layer_list)) < LAYERS
     communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.replicas > 1 and few)
@@ -260,6 +261,7 @@ def build_step(
         stack.own,
         pruned=None if pruned is None else pruned.over_layers(stack.own),
     )
+    dtypes = replace(dtypes, wide=frozenset(stack.parts.roles))
     return stack, program, TrainStep(program, per_layer(optimizer, stack), clip, dtypes, memory.bucket)
 
 

@@ -1,0 +1,24 @@
+"""Packing of rows as experts see it: which tokens are text, and how many targets a row has."""
+
+from typing import NamedTuple
+
+import jax
+from jax import lax
+
+from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size
+
+
+class Packing(NamedTuple):
+    """Of packed rows, whole also where the sequence is split."""
+
+    text: jax.Array
+    """True for tokens of documents of which some token is trained on, [rows, seq]; others are padding."""
+    targets: jax.Array
+    """Targets of each row that count, [rows] float32."""
+
+    def here(self, *, sequence_split: bool) -> jax.Array:
+        """`text` of the tokens of this device, [rows, seq/Gy] where the sequence is split; no collectives."""
+        if not sequence_split:
+            return self.text
+        size = self.text.shape[1] // axis_size(SEQUENCE_AXIS)
+        return lax.dynamic_slice_in_dim(self.text, axis_index(SEQUENCE_AXIS) * size, size, 1)
