@@ -17,6 +17,8 @@ class UserError(ValueError):
 
 _MOST = 300
 """Characters of a field or value that are shown: what a file holds may be of any length."""
+_CLOSE = 0.65
+"""The least share of letters that a word and a suggestion have in common: mpi and mpi4py, not gpt_oss and gpt2."""
 
 
 def _shown(value: object) -> str:
@@ -31,8 +33,8 @@ def _short(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns ``"; did you mean 'x'?"`` for the known word closest to ``word``, or an empty string."""
-    close = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    """Returns ``"; did you mean 'x'?"`` for the known word closest to ``word``, or an empty string if none is close."""
+    close = get_close_matches(word, list(known), n=1, cutoff=_CLOSE)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

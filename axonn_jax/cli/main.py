@@ -191,7 +191,8 @@ def report(error: BaseException) -> int:
             _say("interrupted")
         return 130
     text = " ".join(str(error).split())
-    shown = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    name = type(error).__name__ if type(error).__name__ != "error" else f"{type(error).__module__}.error"  # zlib's, say
+    shown = f"{name}: {text}" if text else name
     if os.environ.get(TRACEBACK, "") not in ("", "0"):
         say("".join(traceback.format_exception(error)).rstrip())
         _say(f"error: {shown}")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import types
+import zlib
 from importlib import metadata
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import pytest
 
 from axonn_jax.cli import main as command_line
 from axonn_jax.cli.main import COMMANDS, Command, main, rank_of, report
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, nearest
+from axonn_jax.models.huggingface.families import FAMILIES
 from axonn_jax.train.config_file import tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,6 +132,17 @@ def test_a_failed_run_is_one_line(monkeypatch, capsys):
     assert err.endswith("... (set AXONN_JAX_TRACEBACK=1 for the traceback)\n")
     assert err.count("\n") == 1
     assert len(err) < 800
+
+
+def test_an_exception_that_is_only_called_error_is_named_with_its_module(monkeypatch, capsys):
+    install(monkeypatch, fail(zlib.error("invalid block type")))
+    assert main(["try"]) == 1
+    assert capsys.readouterr().err.startswith("error: zlib.error: invalid block type")
+
+
+def test_only_what_is_close_is_suggested():
+    assert nearest("gpt_oss", FAMILIES) == ""
+    assert nearest("gtp2", FAMILIES) == "; did you mean 'gpt2'?"
 
 
 def test_traceback_on_request(monkeypatch, capsys):

@@ -1,5 +1,6 @@
-"""Every block of code in README and documentation runs: Python page by page, commands line by line."""
+"""Every block of code in README, documentation and example configs runs: Python by page, commands line by line."""
 
+import importlib
 import os
 import re
 import shlex
@@ -38,6 +39,11 @@ NOT_RUN = {  # what a line begins with, and why
     "axonn-jax calibrate": "measures for a minute; tests/cli/test_calibrate_command.py runs it",
     "axonn-jax plan --model gpt2 --machine here.toml": "needs calibrate's file",
 }
+# What takes a second or two: these run in the default suite, in the order of the pages.
+QUICK = tuple(
+    f"axonn-jax {words}"
+    for words in ("prepare", "convert runs/qwen3", "convert runs/gpt-tiny", "inspect", "prune", "train --help")
+)
 # Of the sizes that `SHORT` says.
 QWEN = pretrained.CONFIGS["qwen3"] | {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 512}
 
@@ -47,6 +53,10 @@ def blocks(language):
     for page in PAGES:
         for block in re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M):
             found[page.name].append(block)
+    if language == "sh":
+        for config in sorted((ROOT / "examples").glob("*.toml")):
+            if words := re.findall(r"^#   (axonn-jax .*)", config.read_text(), re.M):
+                found[config.name].append("\n".join(words))
     return found
 
 
@@ -56,7 +66,8 @@ def lines(page):
 
 PYTHON, SHELL = blocks("python"), blocks("sh")
 ALL = sorted({line for page in SHELL for line in lines(page)})
-TRAIN = [line for line in ALL if "axonn-jax train examples" in line]
+IN_ORDER = list(dict.fromkeys(line for page in SHELL for line in lines(page)))
+TRAIN = [line for line in ALL if re.search("axonn-jax .*train examples", line)]
 PLAN = [line for line in ALL if re.match("axonn-jax (plan|simulate) ", line) and "here.toml" not in line]
 
 
@@ -69,8 +80,33 @@ def test_every_block_names_its_language():
 @pytest.mark.parametrize("line", TRAIN)
 def test_the_configuration_of_a_training_line_is_good(line, checkout, monkeypatch):
     monkeypatch.chdir(checkout)
-    file, *flags = shlex.split(line.partition("axonn-jax train ")[2].rstrip("'"))
+    file, *flags = shlex.split(line.partition("axonn-jax ")[2].partition("train ")[2].rstrip("'"))
     check(read(file, split_argv(flags)[1]))
+
+
+@pytest.mark.parametrize("line", [line for line in ALL if "axonn-jax " in line and "train " not in line])
+def test_a_command_knows_the_flags_of_its_line(line, monkeypatch):
+    command, *words = shlex.split(line.partition("axonn-jax ")[2])
+    home = importlib.import_module(f"axonn_jax.cli.{command}" + (f".{words[0]}" if command == "bench" else ""))
+    started = []
+    monkeypatch.setattr(home, "run", lambda args: started.append(args) or 0)
+    assert main([command, *words]) == 0
+    assert started
+
+
+def test_quick_lines_run_in_the_order_of_the_pages(checkout, monkeypatch, capsys):
+    monkeypatch.chdir(checkout)
+    for name in ("text", "demo-data"):
+        Path("runs", name).unlink()
+    quick = [line for line in IN_ORDER if line.startswith(QUICK)]
+    assert {words for words in QUICK if any(line.startswith(words) for line in quick)} == set(QUICK)
+    short = shlex.split(f"train examples/gpt-tiny.toml --data.path runs/text --train.steps 1 {SHORT}")
+    for line in quick:
+        if "runs/gpt-tiny" in line and not Path("runs/gpt-tiny").exists():
+            assert main(short) == 0, capsys.readouterr().err
+        if line.startswith("axonn-jax prepare"):  # each page begins anew
+            shutil.rmtree(shlex.split(line)[3], ignore_errors=True)
+        assert main(shlex.split(line)[1:]) == 0, (line, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("line", PLAN)
@@ -104,7 +140,8 @@ def checkout(text, tmp_path):
     for name in ("examples", "scripts", "axonn_jax", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/text").symlink_to(text)
+    for name in ("text", "demo-data"):
+        (tmp_path / "runs" / name).symlink_to(text)
     model = pretrained.write_model(tmp_path / "runs/qwen3", QWEN, pretrained.weights(QWEN))
     shutil.copy(text / "tokenizer.json", model)
     commands = tmp_path / "commands"
@@ -138,9 +175,10 @@ def test_the_python_of_a_page_runs(page, checkout):
 @pytest.mark.skipif(MPIRUN is None or shutil.which("sh") is None, reason="no MPI; scripts/setup installs one")
 @pytest.mark.parametrize("page", list(SHELL))
 def test_the_commands_of_a_page_run(page, checkout):
-    if any("axonn-jax prepare" in line for line in lines(page)):
-        (checkout / "runs/text").unlink()
-    elif "axonn-jax train" not in lines(page)[0]:
+    prepared = [shlex.split(line)[3] for line in lines(page) if line.startswith("axonn-jax prepare")]
+    for name in prepared:
+        (checkout / name).unlink()
+    if not prepared and "axonn-jax train" not in lines(page)[0]:
         assert run("axonn-jax train examples/gpt-tiny.toml --data.path runs/text", checkout)[0] == 0
     for step, line in enumerate(lines(page), 2):
         if not line.startswith(tuple(NOT_RUN)):
