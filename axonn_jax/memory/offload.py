@@ -62,12 +62,13 @@ class OffloadedOptimizer:
         shapes, specs, state_specs = on_devices.shapes, on_devices.specs, on_devices.state_specs
         self._on_devices, self.mesh, self._precisions = on_devices, mesh, precisions
         self._shapes, self._progress = dict(shapes), progress
-        elementwise = check_offload(optimizer, "memory.offload = optimizer")
+        abstract = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        elementwise = check_offload(optimizer, "memory.offload = optimizer", abstract)
         self._placed = {name: on_host(NamedSharding(mesh, state_specs[name])) for name in shapes}
         # What elementwise optimizers do may depend on the number of dims alone.
         seen = {
-            name: jax.ShapeDtypeStruct((1,) * len(shape) if elementwise else shape, jnp.float32)
-            for name, shape in shapes.items()
+            name: jax.ShapeDtypeStruct((1,) * len(form.shape), form.dtype) if elementwise else form
+            for name, form in abstract.items()
         }
         treated = treatments(optimizer, seen)
         forms = {

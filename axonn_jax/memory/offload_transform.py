@@ -26,7 +26,7 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
 
     Raises ``UserError`` where the optimizer looks at all parameters together, or inside a transformation of jax's.
     """
-    check_offload(optimizer, "axonn_jax.offload")
+    check_offload(optimizer, "axonn_jax.offload", {})
 
     @partial(jax.jit, donate_argnums=1)
     def updated(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -13,9 +13,19 @@ from optax import GradientTransformation
 
 from axonn_jax.errors import UserError
 
-_SHAPES = {"matrix": (256, 130), "vector": (256,)}  # adafactor, for one, is elementwise on smaller ones
+_SHAPES = {2: (256, 130), 1: (256,)}
+"""Of probes, by number of dims: adafactor, for one, is elementwise on smaller ones."""
 _SCALES = (1e-3, 1e3)
-"""Of gradients, one after the other: Adam's first update does not depend on the scale."""
+"""Of gradients until an update is seen, one after the other: Adam's first update does not depend on the scale."""
+_LONGEST = 256
+"""Steps in which an update must be seen: of a rate that warms up, or of an average over several steps, the first are
+zero."""
+_ROUNDING = 1e-4
+"""Of an array's largest update: what two ways of computing it may differ in."""
+
+_OF_MASKS = (KeyError, TypeError, ValueError)
+"""What a mask raises that has all parameters' names, where only some are given."""
+_MASKS = "one whose masks and labels are functions of the parameters that it is given"
 
 Arrays = Mapping[str, Any]
 
@@ -36,8 +46,9 @@ def check_separable(optimizer: GradientTransformation, params: Arrays, own: Iter
     tiny = {name: jnp.full((2,) * len(p.shape), 0.5, jnp.float32) for name, p in params.items()}
     grads = {name: (1 + i % 7) * value for i, (name, value) in enumerate(tiny.items())}
     parts = [{name: tree[name] for name in own} for tree in (tiny, grads)]
-    together = [{name: step[name] for name in own} for step in _updates(optimizer, tiny, [grads] * len(_SCALES))]
-    if not _close(together, _updates(optimizer, parts[0], [parts[1]] * len(_SCALES)), rtol=1e-5):
+    probe = _Probe(optimizer)
+    together = probe.updates(tiny, [grads] * len(_SCALES))
+    if not _close(together, probe.updates(parts[0], [parts[1]] * len(_SCALES)), own):
         raise UserError(
             "optimizer", "a transformation that looks at all parameters together",
             "one that treats every parameter by itself where grid.pipe is above 1, since no stage has them "
@@ -45,16 +56,17 @@ def check_separable(optimizer: GradientTransformation, params: Arrays, own: Iter
         )  # fmt: skip
 
 
-def check_offload(optimizer: GradientTransformation, where: str) -> bool:
+def check_offload(optimizer: GradientTransformation, where: str, params: Arrays) -> bool:
     """Returns whether every element is updated by itself; if not, every parameter must be.
 
-    Found out by trying: a matrix and a vector, each by itself and in two parts. Raises ``UserError`` with the name of
-    what looks at all parameters together; `where` says what needs it.
+    Found out by trying: a matrix and a vector, each by itself and in two parts, under names of `params` if others are
+    not updated. Raises ``UserError`` with the name of what looks at all parameters together, or of what updates
+    nothing that could be looked at; `where` says what needs it.
     """
-    if _splits(optimizer, _elements):
+    if _splits(optimizer, _elements, shapes := _probed(optimizer, params)):
         return True
-    if not _splits(optimizer, _parameters):
-        faulty = [_name(link) for link in _links(optimizer) if not _splits(link, _parameters)]
+    if not _splits(optimizer, _parameters, shapes):
+        faulty = [_name(link) for link in _links(optimizer) if _looks_at_all(link, shapes)]
         raise UserError(
             "optimizer", ", ".join(faulty) or _name(optimizer),
             f"a transformation that treats every parameter by itself with {where}, which has a bucket of them at a "
@@ -76,9 +88,8 @@ def traced_update(optimizer: GradientTransformation, params: Arrays) -> tuple[st
     try:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
             closed = jax.make_jaxpr(step)(shapes, shapes)
-    except (KeyError, TypeError, ValueError) as error:  # as from a mask that has all parameters' names
-        accepted = "one whose masks and labels are functions of the parameters that it is given"
-        raise UserError("optimizer", "a transformation that does not take layers one by one", accepted) from error
+    except _OF_MASKS as error:
+        raise UserError("optimizer", "a transformation that does not take layers one by one", _MASKS) from error
     return str(closed.jaxpr), closed.consts
 
 
@@ -102,6 +113,10 @@ def treatments(optimizer: GradientTransformation, params: Arrays) -> dict[str, i
     return numbers
 
 
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Of probes, by name."""
+
+
 def _elements(params: Arrays) -> list[Arrays]:
     return [{name: value[rows] for name, value in params.items()} for rows in (slice(0, 128), slice(128, 256))]
 
@@ -110,39 +125,99 @@ def _parameters(params: Arrays) -> list[Arrays]:
     return [{name: value} for name, value in params.items()]
 
 
-def _splits(optimizer: GradientTransformation, divide: Callable[[Arrays], list[Arrays]]) -> bool:
+def _looks_at_all(link: GradientTransformation, shapes: Shapes) -> bool:
+    try:
+        return not _splits(link, _parameters, shapes)
+    except UserError:  # a link that only scales by zero for long, say
+        return False
+
+
+def _probed(optimizer: GradientTransformation, params: Arrays) -> Shapes:
+    """A matrix and a vector that the optimizer updates; what it freezes by name tells nothing of the others."""
+    named = (("matrix", _SHAPES[2]), ("vector", _SHAPES[1]))
+    if not params or len(_moved(optimizer, dict(named))) == len(named):
+        return named
+    shapes = {name: (2,) * len(p.shape) for name, p in params.items()}
+    of_dims = {min(len(shapes[name]), 2): name for name in _moved(optimizer, shapes) if shapes[name]}
+    return tuple((name, _SHAPES[dims]) for dims, name in sorted(of_dims.items())) or named
+
+
+def _moved(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The parameters that gradients of ones move; none where the optimizer does not take such names."""
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    try:
+        (update,) = _Probe(optimizer).updates(params, [params])
+    except UserError:
+        return []
+    return [name for name, value in update.items() if np.any(np.asarray(value) != 0)]
+
+
+@lru_cache(maxsize=32)
+def _splits(optimizer: GradientTransformation, divide: Callable[[Arrays], list[Arrays]], shapes: Shapes) -> bool:
     """Whether parts of parameters get the updates that they get as parts of the whole."""
     rng = np.random.default_rng(0)
-    drawn = [{name: rng.normal(size=shape).astype(np.float32) for name, shape in _SHAPES.items()} for _ in range(3)]
-    want = _updates(optimizer, drawn[0], drawn[1:])
+    drawn = [{name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes} for _ in range(3)]
+    probe = _Probe(optimizer)
+    want = probe.updates(drawn[0], drawn[1:])
     in_parts: list[dict[str, Any]] = [{} for _ in want]
     for params, *grads in zip(*map(divide, drawn), strict=True):
-        for joined, part in zip(in_parts, _updates(optimizer, params, grads), strict=True):
+        for joined, part in zip(in_parts, probe.updates(params, grads), strict=True):
             for name, value in part.items():
                 joined[name] = np.concatenate([joined[name], value]) if name in joined else np.asarray(value)
-    return _close(want, in_parts, rtol=1e-4, atol=1e-7)
+    return _close(want, in_parts, dict(shapes))
 
 
-def _close(want: Sequence[Arrays], have: Sequence[Arrays], *, rtol: float, atol: float = 0.0) -> bool:
-    return all(
-        np.allclose(a[name], b[name], rtol=rtol, atol=atol) for a, b in zip(want, have, strict=True) for name in a
-    )
+def _close(want: Sequence[Arrays], have: Sequence[Arrays], names: Iterable[str]) -> bool:
+    """Whether updates by name are the same but for rounding, which is relative to each one's own size."""
+
+    def differ(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+        return bool(np.abs(a - b).max(initial=0.0) > _ROUNDING * np.abs(a).max(initial=0.0))
+
+    pairs = [(np.asarray(a[name]), np.asarray(b[name])) for name in names for a, b in zip(want, have, strict=True)]
+    return not any(differ(a, b) for a, b in pairs)
 
 
-def _updates(
-    optimizer: GradientTransformation, params: Arrays, directions: Sequence[Arrays]
-) -> list[dict[str, jax.Array]]:
-    return jax.jit(partial(_steps, optimizer))(params, directions)  # type: ignore[no-any-return]
+class _Probe:
+    """An optimizer on probes: its updates at two scales of gradients, the first of each that are not all zero."""
 
+    def __init__(self, optimizer: GradientTransformation):
+        self._optimizer = optimizer
+        self._steps: list[int] = []
+        """How many steps the first probes took at each scale; the others take as many."""
+        self._step = jax.jit(self._stepped)
 
-def _steps(optimizer: GradientTransformation, params: Any, directions: Sequence[Arrays]) -> list[dict[str, jax.Array]]:
-    state, results = optimizer.init(params), []
-    for scale, direction in zip(_SCALES, directions, strict=True):
-        grads: Any = {name: scale * value for name, value in direction.items()}
+    def _stepped(self, state: Any, params: Any, grads: Any) -> tuple[Any, Any]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
-            result, state = optimizer.update(grads, state, params)
-        results.append({name: result[name] for name in params})  # type: ignore[index,call-overload]
-    return results
+            return self._optimizer.update(grads, state, params)  # type: ignore[return-value]
+
+    def updates(self, params: Arrays, directions: Sequence[Arrays]) -> list[dict[str, jax.Array]]:
+        """The updates of `params` by gradients along each of the directions, at a scale of its own.
+
+        Raises ``UserError`` where all of them are zero for too long.
+        """
+        given: Any = dict(params)
+        try:
+            return self._updates(given, directions)
+        except UserError:
+            raise
+        except _OF_MASKS as error:
+            raise UserError("optimizer", "a transformation that does not take some parameters alone", _MASKS) from error
+
+    def _updates(self, given: Any, directions: Sequence[Arrays]) -> list[dict[str, jax.Array]]:
+        state, results, known = self._optimizer.init(given), [], list(self._steps)
+        for number, (scale, direction) in enumerate(zip(_SCALES, directions, strict=False)):
+            grads: Any = {name: scale * value for name, value in direction.items()}
+            for step in range(1, _LONGEST + 1):
+                result, state = self._step(state, given, grads)
+                if step == known[number] if known else any(np.any(np.asarray(u) != 0) for u in result.values()):
+                    break
+            else:
+                accepted = f"one that changes a weight in its first {_LONGEST} steps, so that what it does can be tried"
+                raise UserError("optimizer", _name(self._optimizer), accepted)
+            if not known:
+                self._steps.append(step)
+            results.append({name: result[name] for name in given})
+        return results
 
 
 def _links(optimizer: GradientTransformation) -> Iterator[GradientTransformation]:

@@ -77,7 +77,7 @@ class PipelineEngine:
         self._pieces = list(checked.segments)
         self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._pieces)
         self.grid, self.batches, self.pipeline = grid, BatchShards(grid, microbatches), pipeline
-        check_elementwise(optimizer, checked, memory, prune)
+        check_elementwise(optimizer, checked, split.params, memory, prune)
         zero, offloads, dtypes = masters(memory, grid, pruned=prune.prunes)
         self.precisions = replace(dtypes, wide=frozenset(split.roles))
         self.parts = shapes_of(split, dtypes.weights)

@@ -20,16 +20,19 @@ from axonn_jax.train.config import MemoryConfig
 
 
 def check_elementwise(
-    optimizer: GradientTransformation, model: Model, memory: MemoryConfig, prune: PruneConfig
+    optimizer: GradientTransformation, model: Model, params: Params, memory: MemoryConfig, prune: PruneConfig
 ) -> None:
-    """Raises ``UserError`` where an optimizer looks at more than offload or pruning has of its state at a time."""
+    """Raises ``UserError`` where an optimizer looks at more than offload or pruning has of its state at a time.
+
+    Of `params` shapes are enough.
+    """
     if memory.offload != "none":
-        check_offload(optimizer, "memory.offload = optimizer")
+        check_offload(optimizer, "memory.offload = optimizer", params)
     if not prune.prunes:
         return
     if not model.layer_period:
         raise UserError("prune.density", prune.density, "1 with a model other than a Transformer")
-    if not check_offload(optimizer, "prune.density below 1"):
+    if not check_offload(optimizer, "prune.density below 1", params):
         accepted = "one that treats every element by itself where prune.density is below 1"
         raise UserError("optimizer", "a transformation that looks at whole parameters", accepted)
 

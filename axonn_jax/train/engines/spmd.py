@@ -62,7 +62,7 @@ class SpmdEngine:
         self.grid, self.optimizer, self.batches = grid, optimizer, BatchShards(grid, microbatches)
         made, self._prune, self._offloads = split_module(model), prune, memory.offload != "none"
         self._specs, self._prunable = made.specs, prunable(made, checked.layer_list)
-        check_elementwise(optimizer, checked, memory, prune)
+        check_elementwise(optimizer, checked, made.params, memory, prune)
         parts = shapes_of(made)  # no array of the model's may live as long as the engine
         self._build = partial(build_step, parts.merge(parts.params), parts, optimizer, grid, clip, memory, tensor)
         self._key = jax.random.key(seed) if checked.drops_out else None
