@@ -41,8 +41,9 @@ DEEPSEEK = replace(
     MIXTRAL, experts=8, shared_experts=1, expert_ffn=32,
     router="sigmoid", router_scale=2.5, router_groups=4, router_groups_kept=2,
 )  # fmt: skip
-EXPERTS = {"mixtral": MIXTRAL, "sparse": SPARSE, "deepseek": DEEPSEEK}
-"""Models with experts: Mixtral's, every second layer of a GPT (TED), DeepSeek-V3's router."""
+DENSE_FIRST = replace(MIXTRAL, layers=3, moe_first=1)
+EXPERTS = {"mixtral": MIXTRAL, "sparse": SPARSE, "deepseek": DEEPSEEK, "dense first": DENSE_FIRST}
+"""Models with experts: Mixtral's, every second layer of a GPT (TED), DeepSeek-V3's router, all layers but the first."""
 
 
 def is_load(name: str) -> bool:

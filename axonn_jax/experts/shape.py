@@ -49,7 +49,7 @@ class ExpertShape:
     every: int = 1
     """One layer of so many has experts."""
     first: int = 0
-    """Which of them, counted from 0."""
+    """The first that has, counted from 0."""
     shared: int = 0
     """Experts that every token takes, as one feed-forward layer of so many times the width."""
     router: Router = "softmax"
@@ -65,7 +65,7 @@ class ExpertShape:
 
     def is_routed(self, layer: int) -> bool:
         """Returns whether a layer has experts, in the place of a feed-forward layer of its own."""
-        return layer % self.every == self.first
+        return layer >= self.first and (layer - self.first) % self.every == 0
 
     def routed_layers(self, layers: int) -> int:
         """Returns how many of so many layers have experts."""
@@ -87,10 +87,8 @@ class ExpertShape:
             raise UserError("model.experts_per_token", self.per_token, accepted)
         if self.every < 1:
             raise UserError("model.moe_every", self.every, "an integer of at least 1")
-        if not 0 <= self.first < self.every:
-            raise UserError(
-                "model.moe_first", self.first, f"an integer from 0 to model.moe_every - 1 = {self.every - 1}"
-            )
+        if self.first < 0:
+            raise UserError("model.moe_first", self.first, "an integer of at least 0")
         if self.shared < 0:
             raise UserError("model.shared_experts", self.shared, "an integer of at least 0")
         if not 0 < self.scale < math.inf:

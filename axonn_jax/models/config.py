@@ -108,7 +108,7 @@ class ModelShape:
     moe_every: int = 1
     """One block of so many has experts, the others one feed-forward layer."""
     moe_first: int = 0
-    """Which of them, counted from 0."""
+    """The first that has, counted from 0; blocks before it have one feed-forward layer."""
     shared_experts: int = 0
     """Experts that every token takes."""
     router: Router = "softmax"

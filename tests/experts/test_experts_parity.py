@@ -26,3 +26,8 @@ CASES = [
 @pytest.mark.parametrize("axes", CASES)
 def test_loss_gradients_and_norm_equal_the_plain_model(axes):
     grids.check_gradients(grids.gradients(grids.MIXTRAL, axes, bucket=3000), grids.reference("mixtral"))
+
+
+def test_experts_in_all_layers_but_the_first():
+    axes = GridShape(1, 1, 2, 2, 1, expert=2)
+    grids.check_gradients(grids.gradients(grids.DENSE_FIRST, axes), grids.reference("dense first"))

@@ -293,6 +293,8 @@ def test_layers_with_experts_both_ways():
         ({"mlp_only_layers": [1, 3, 5]}, (2, 0)),
         ({"mlp_only_layers": [0, 2, 3, 5]}, (3, 1)),
         ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 5]}, (6, 3)),
+        ({"mlp_only_layers": [0]}, (1, 1)),
+        ({"mlp_only_layers": [0, 1, 3, 5]}, (2, 2)),
     ):
         shape = shape_from_config(base | fields)
         assert (shape.moe_every, shape.moe_first) == want

@@ -41,7 +41,7 @@ def _count(config: Config, default: int) -> int:
 
 
 def _layers_with_experts(config: Config, layers: int) -> tuple[int, int]:
-    """Of how many layers one has experts, and which of them, counted from 0."""
+    """Of how many layers one has experts, and the first that has, counted from 0."""
     step, dense = whole(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if step > layers:
         raise UserError("config.decoder_sparse_step", step, f"at most num_hidden_layers = {layers}")
@@ -52,7 +52,7 @@ def _layers_with_experts(config: Config, layers: int) -> tuple[int, int]:
     routed = [layer for layer in range(step - 1, layers, step) if layer not in set(dense)]
     if routed:
         every, first = routed[1] - routed[0] if len(routed) > 1 else layers, routed[0]
-        if first < every and routed == list(range(first, layers, every)):
+        if routed == list(range(first, layers, every)):
             return every, first
     accepted = "a list that leaves experts in layers first, first + every, first + 2 every and so on; nothing else"
     raise UserError("config.mlp_only_layers", dense, f"{accepted} is supported")
