@@ -35,10 +35,15 @@ class PrunedLayout:
     """Dense shapes."""
     specs: Specs
     slots: Mapping[str, int]
-    kept: int
-    """Entries that are trained, of all parameters and devices together."""
+    counts: Mapping[str, int]
+    """Entries that are trained, of all devices together; of stacked parameters by their layers' names."""
     stacked: bool = False
     """Whether a dim of layers, which is not sharded, is in front of dense and compressed arrays alike."""
+
+    @property
+    def kept(self) -> int:
+        """Entries that are trained, of all parameters and devices together."""
+        return sum(self.counts.values())
 
     @cached_property
     def value_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -140,7 +145,7 @@ def lay_out(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multipl
     all-reduces of a number a parameter.
     """
     most: dict[tuple[tuple[int, ...], P], int] = {}
-    kept = 0
+    counts: dict[str, int] = {}
     for name, mask in masks.items():
         local = prod(NamedSharding(mesh, specs[name]).shard_shape(mask.shape))
         if 2 * local >= _MOST:
@@ -151,9 +156,9 @@ def lay_out(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multipl
         for name, count in zip(names, np.asarray(largest).tolist(), strict=True):
             kind = (masks[name].shape, specs[name])
             most[kind] = max(most.get(kind, 1), count)
-        kept += sum(np.asarray(together).tolist())
+        counts |= zip(names, np.asarray(together).tolist(), strict=True)
     slots = {name: -(-most[mask.shape, specs[name]] // multiple) * multiple for name, mask in masks.items()}
-    return PrunedLayout(mesh, {name: mask.shape for name, mask in masks.items()}, dict(specs), slots, kept)
+    return PrunedLayout(mesh, {name: mask.shape for name, mask in masks.items()}, dict(specs), slots, counts)
 
 
 @cache

@@ -65,7 +65,7 @@ class Trainer:
         prune: PruneConfig = PruneConfig(),  # noqa: B008
     ):
         check_settings(grid.shape.pipe, memory, tensor)
-        check_prune(prune, grid.shape.pipe)
+        check_prune(prune, grid.shape.pipe, goes_on=True)
         check_activations(memory.activations)
         given: dict[str, Any] = {
             "microbatches": microbatches,
@@ -126,6 +126,7 @@ class Trainer:
         fill a batch up and do not count; where processes have sequences of their own `samples` says how many count,
         over all batches and processes.
         """
+        self.pruning.check_masks()
         shards = self.engine.batches
         share = shards.share
         means, sequences, width = [], 0, 0
@@ -150,13 +151,15 @@ class Trainer:
 
         Raises ``OSError`` with the reason where it cannot be written, or is not made of finite numbers.
         """
+        self.pruning.check_masks()
         return save_as(self.engine, Path(directory), step)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> int:
         """Takes over a checkpoint (a step_N, or the newest of a run), saved on any grid; returns its step.
 
         `weights_only` takes the parameters and leaves optimizer state and step as they are. Every process of the run
-        must call it. Raises ``UserError`` naming what is missing, unexpected, of another shape or corrupt.
+        must call it. Raises ``UserError`` naming what is missing, unexpected, of another shape or corrupt; also where
+        masks keep what `prune` does not ask for.
         """
         step = load_checkpoint(self.engine, Path(path), weights_only=weights_only)
         self.pruning.loaded()

@@ -61,7 +61,7 @@ def check(config: Config) -> Config:
     shape.check_grid(config.grid, sequence_split=config.memory.sequence_parallel)
     residual_comm_of(config, shape)
     check_settings(config.grid.pipe, config.memory, config.tensor)
-    check_prune(config.prune, config.grid.pipe)
+    check_prune(config.prune, config.grid.pipe, goes_on=_may_go_on(config.checkpoint, log))
     if config.prune.at_step >= config.train.steps:
         accepted = f"below train.steps, which is {config.train.steps}"
         raise UserError("prune.at_step", config.prune.at_step, accepted)
@@ -117,8 +117,11 @@ def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> Non
         raise UserError("tensor.scan_layers", tensor.scan_layers, accepted)
 
 
-def check_prune(prune: PruneConfig, pipe: int) -> None:
-    """Raises ``UserError`` for settings of pruning that contradict each other, or a pipeline."""
+def check_prune(prune: PruneConfig, pipe: int, *, goes_on: bool = False) -> None:
+    """Raises ``UserError`` for settings of pruning that contradict each other, or a pipeline.
+
+    A file of masks may be missing where a run `goes_on` from a checkpoint, which may have them.
+    """
     prune.check()
     if prune.later and pipe > 1:
         value = prune.at_step or prune.method
@@ -126,8 +129,13 @@ def check_prune(prune: PruneConfig, pipe: int) -> None:
         raise UserError(name, value, "pruning from the first step on where grid.pipe is above 1, not yet later")
     if prune.prunes and prune.scope == "global" and pipe > 1:
         raise UserError("prune.scope", prune.scope, "layer where grid.pipe is above 1: no stage has all weights")
-    if prune.mask_file and not Path(prune.mask_file).is_file():
+    if prune.mask_file and not goes_on and not Path(prune.mask_file).is_file():
         raise UserError("prune.mask_file", prune.mask_file, "an .npz file of arrays of booleans by parameter")
+
+
+def _may_go_on(checkpoint: CheckpointConfig, log: LogConfig) -> bool:
+    """Whether there may be a checkpoint that the run goes on from."""
+    return checkpoint.resume != "never" and (checkpoint.resume != "auto" or Path(log.dir).is_dir())
 
 
 def check_pipeline(

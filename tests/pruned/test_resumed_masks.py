@@ -1,13 +1,27 @@
 """Runs that go on: with the masks of their checkpoint, as their settings ask for them, or with a search begun anew."""
 
 import io
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import grids
+import jax
+import numpy as np
+import optax
 import pytest
+from flax import nnx
+from jax.sharding import Mesh
 
 from axonn_jax.cli.main import main
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.pruned.config import PruneConfig
+from axonn_jax.pruned.masks import kept
+from axonn_jax.train.trainer import Trainer
 
+FROM = "masks of the checkpoint that the run goes on from"
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     *("--model.layers", "2", "--model.hidden", "16", "--model.heads", "2", "--model.seq_len", "16"),
@@ -23,7 +37,8 @@ def train(tmp_path_factory):
 
     def command(*words, status=0):
         out, err = io.StringIO(), io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err):
+        mesh = Mesh(np.empty((), object), ())  # a run sets one, which the next one in this process is not to see
+        with redirect_stdout(out), redirect_stderr(err), jax.set_mesh(mesh):
             got = main([*map(str, words)])
         assert got == status, err.getvalue()
         return out.getvalue() + err.getvalue()
@@ -48,3 +63,115 @@ def test_a_search_that_is_interrupted_says_so_and_a_run_that_was_never_pruned(tr
     last = train("search", *search, "--train.steps", "10", "--prune.threshold", "1")
     assert "step 10: pruned 8 kernels to 0.05" in last
     assert "never pruned" not in last
+
+
+# Five runs are compiled, three of them of a pipeline: over 10 s.
+def test_a_pipeline_says_what_is_pruned_and_refuses_another_density(train):
+    pipe = ["--prune.density", "0.2", "--grid.pipe", "2", "--train.microbatches", "2"]
+    kept = "pruned: 1,230 of 6,144 entries of 8 kernels are trained, in 1,230 slots"
+    assert kept in train("pipe", *pipe, "--train.steps", "1")
+    refused = train("pipe", *pipe, "--train.steps", "2", "--prune.density", "0.02", status=2)
+    assert f"error: prune.density = 0.02: 0.2002, as the {FROM} keep 1,230 of 6,144 entries" in refused
+    assert kept in train("pipe", *pipe, "--train.steps", "2")
+    train("dense", "--train.steps", "1")
+    assert kept in train("dense", *pipe, "--train.steps", "2")
+
+
+def test_a_run_says_what_is_pruned_behind_a_later_step(train):
+    lines = train("late", "--prune.density", "0.2", "--prune.at_step", "1", "--train.steps", "2").splitlines()
+    (at,) = (number for number, line in enumerate(lines) if "step 1: pruned 8 kernels to 0.2" in line)
+    assert "pruned: 1,230 of 6,144 entries of 8 kernels are trained" in lines[at + 1]
+
+
+def made(axes, **prune):
+    shape = ModelShape(vocab=64, layers=2, hidden=64, heads=4, kv_heads=4, ffn=64, seq_len=8)
+    model = Transformer(shape, rngs=nnx.Rngs(0))
+    return Trainer(model, optax.adam(1e-3), grids.lay(axes), microbatches=2, prune=PruneConfig(**prune))
+
+
+@contextmanager
+def saved(axes, folder, **prune):
+    """Another such trainer's settings, and the checkpoint of one with these."""
+    with closing(made(axes, **prune)) as trainer:
+        kernels = {name: np.asarray(value) for name, value in trainer.engine.params.items() if "kernel" in name}
+        yield trainer.save(folder, 0), {name: value != 0 for name, value in kernels.items() if "blocks" in name}
+
+
+EITHER = pytest.mark.parametrize("axes", [GridShape(), GridShape(pipe=2, y=2)], ids=grids.name)
+
+
+@EITHER
+@pytest.mark.parametrize("density", [0.0001, 0.0011])
+def test_masks_keep_what_the_density_asks_for_to_an_entry(axes, density, tmp_path):
+    assert [kept(4096, share) for share in (0.001, 0.0001, 0.0011)] == [4, 1, 5]
+    trainer = made(axes, density=density)
+    refused = pytest.raises(UserError, match=rf"prune\.density = {density}: 0\.00098, as the {FROM} keep 48 of 49,152 ")
+    with saved(axes, tmp_path, density=0.001) as (path, _), closing(trainer), refused:
+        trainer.load(path)
+
+
+def test_the_density_that_an_error_names_is_accepted(tmp_path):
+    trainer = made(GridShape(), density=0.00098)
+    with saved(GridShape(), tmp_path, density=0.001) as (path, _), closing(trainer):
+        trainer.load(path)
+
+
+@EITHER
+def test_masks_of_all_kernels_together_go_on_anywhere(axes, tmp_path):
+    with saved(GridShape(), tmp_path, density=0.3, scope="global") as (path, masks):
+        assert len({mask.mean() for mask in masks.values()}) > 1
+        with closing(made(axes, density=0.3)) as trainer:
+            trainer.load(path)
+            assert np.isfinite(float(trainer.step(np.zeros((4, 9), np.int32))["loss"]))
+
+
+@EITHER
+@pytest.mark.parametrize("file", ["the same", "another", "none", "damaged"])
+def test_masks_of_a_file(axes, file, tmp_path):
+    with saved(axes, tmp_path, density=0.3) as (path, masks):
+        given = str(tmp_path / "masks.npz")
+        first = min(masks)
+        if file == "another":  # as many entries
+            masks[first] = masks[first][::-1]
+        if file != "none":
+            np.savez(given, **masks)
+        with closing(made(axes, method="file", mask_file=given)) as trainer:
+            if file == "damaged":
+                Path(given).write_bytes(b"no archive")
+            if file in ("another", "damaged"):
+                reason = f"{FROM}; 1 are not the same, such as that of {first}" if file == "another" else "an .npz file"
+                with pytest.raises(UserError, match=r"prune\.mask_file") as refused:
+                    trainer.load(path)
+                assert reason in str(refused.value)
+                return
+            if file == "none":
+                for use in (lambda: trainer.step(np.zeros((4, 9), np.int32)), lambda: trainer.save(tmp_path, 1)):
+                    with pytest.raises(UserError, match=r"prune\.mask_file = .*unless a checkpoint that is loaded has"):
+                        use()
+            trainer.load(path)
+            lines = trainer.pruning.lines()
+            assert ("is not there: the masks of the checkpoint go on" in lines[-1]) == (file == "none")
+            assert np.isfinite(float(trainer.step(np.zeros((4, 9), np.int32))["loss"]))
+            for name, mask in masks.items():
+                assert not np.asarray(trainer.engine.params[name])[~mask].any()
+
+
+@EITHER
+def test_a_file_that_is_not_there_and_a_checkpoint_without_masks(axes, tmp_path):
+    trainer = made(axes, method="file", mask_file=str(tmp_path / "gone.npz"))
+    refused = pytest.raises(UserError, match="unless a checkpoint that is loaded has masks")
+    with saved(axes, tmp_path) as (path, _), closing(trainer), refused:
+        trainer.load(path)
+
+
+def test_a_run_whose_file_of_masks_is_gone(train, tmp_path):
+    words = ["--prune.method", "file", "--prune.mask_file", tmp_path / "gone.npz"]
+    refused = train("gone", *words, status=2)
+    assert "prune.mask_file = " in refused
+    train("goes on", "--prune.density", "0.2", "--train.steps", "1")
+    lines = train("goes on", *words, "--train.steps", "2")
+    assert "is not there: the masks of the checkpoint go on" in lines
+    train("begun", "--train.steps", "1")
+    refused = train("begun", *words, "--train.steps", "2", status=2)
+    assert "unless a checkpoint that is loaded has masks" in refused
+    assert "Traceback" not in refused

@@ -1,49 +1,86 @@
-"""Time of pruning: at a run's beginning, behind a step, or once an early-bird search has a mask."""
+"""Time of pruning, at a run's beginning, behind a step or once a search has a mask; and whether masks are as asked."""
 
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
 
 from axonn_jax.checkpoint.naming import MASKS
+from axonn_jax.distributed.host_sync import HostSync, LocalSync, host_sync
 from axonn_jax.errors import UserError
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.early_bird import WINDOW, EarlyBird
+from axonn_jax.pruned.layout import PrunedLayout
+from axonn_jax.pruned.masks import kept
+from axonn_jax.pruned.prune import make_masks
 from axonn_jax.train.engines.engine import Engine
+from axonn_jax.train.engines.pipeline import PipelineEngine
+from axonn_jax.train.engines.pretrained import agree, packed
 from axonn_jax.train.engines.spmd import SpmdEngine
 
-_ROUNDED = 1e-3
-"""Of all entries: what may be kept more or less than a density, since every kernel keeps a whole number."""
+_CHECKPOINT = "masks of the checkpoint that the run goes on from"
 _LINES = 20
 """Lines for people that are kept until somebody takes them."""
 
 
 class Pruning:
-    """Prunes a trainer's engine that began densely, when its time has come."""
+    """Prunes a trainer's engine that began densely, when its time has come, and holds masks against the settings.
+
+    Raises ``UserError`` where some processes have the file of masks and some do not.
+    """
 
     def __init__(self, config: PruneConfig, engine: Engine):
-        self._config, self._search = config, EarlyBird(config.threshold)
+        self._config, self._trained, self._search = config, engine, EarlyBird(config.threshold)
         self._engine = engine if isinstance(engine, SpmdEngine) and config.prunes else None
+        self._sync: HostSync = host_sync(engine.grid) if config.prunes else LocalSync()
         self._last: int | None = None
         """The step of the last call of `at`."""
         self._lines: deque[str] = deque(maxlen=_LINES)
+        files = set(self._sync.gather("there" if Path(config.mask_file).is_file() else "") if config.mask_file else [])
+        if len(files) > 1:
+            raise UserError("prune.mask_file", config.mask_file, "a file that every process of the run can read")
+        self._fileless = self._unmasked = files == {""}
 
     def loaded(self) -> None:
-        """Begins anew with what an engine has loaded.
+        """Begins anew with what an engine has loaded, or with what it is where nothing was.
 
-        Raises ``UserError`` where that keeps another share of the entries than the settings say.
+        Raises ``UserError``, on all processes, where its masks are not what the settings ask for: of `prune.mask_file`,
+        as long as that is there, or else as many entries as `prune.density` says, of every kernel or of all together.
+        How and in which scope they were chosen does not count. Every process must call it.
         """
         self._search, self._last = EarlyBird(self._config.threshold), None
-        if self._engine is not None and self._engine.pruned and self._config.method != "file":
-            kept, of = self._engine.kept_entries
-            if abs(kept - self._config.density * of) > _ROUNDED * of:
-                accepted = f"{kept / of:.4g}, as the masks of the checkpoint that the run goes on from"
-                raise UserError("prune.density", self._config.density, accepted)
+        self._lines.clear()
+        if not self._config.prunes or (self._engine is not None and not self._engine.pruned):
+            return
+        held = kept_of(self._trained, self._sync, self._config.density)
+        self._unmasked = self._fileless and not held.entries
+        self.check_masks()
+        self._lines.append(str(held))
+        if self._fileless:
+            name = self._config.mask_file
+            self._lines.append(f"prune.mask_file = {name!r} is not there: the masks of the checkpoint go on")
+        elif self._config.method == "file":
+            check_file(self._trained, self._sync, self._config)
+        else:
+            check_density(held, self._config.density)
+
+    def check_masks(self) -> None:
+        """Raises ``UserError`` where masks come from a file that is not there, and no checkpoint had them."""
+        if self._unmasked:
+            accepted = "an .npz file of arrays of booleans by parameter, unless a checkpoint that is loaded has masks"
+            raise UserError("prune.mask_file", self._config.mask_file, accepted)
 
     def at(self, step: int) -> None:
         """Prunes if it is time, before or behind a step: of two calls with as many steps done the second does nothing.
 
         Collectives: those of `pruned.masks` and `pruned.early_bird`.
         """
+        self.check_masks()
         config, engine = self._config, self._engine
         if engine is None or engine.pruned or step < config.at_step or step == self._last:
             return
@@ -84,6 +121,7 @@ class Pruning:
         self._search = EarlyBird(self._config.threshold)
         what, took = f"pruned {len(layout.shapes)} kernels to {self._config.density:.3g}", time.monotonic() - began
         self._lines.append(f"step {self._last}: {what} in {took:.1f} s")
+        self._lines.append(str(kept_of(engine, self._sync, self._config.density)))
 
 
 def prune_for(engine: Engine, names: Iterable[str]) -> None:
@@ -92,3 +130,81 @@ def prune_for(engine: Engine, names: Iterable[str]) -> None:
     if late and any(name.startswith(MASKS) for name in names):
         assert isinstance(engine, SpmdEngine)
         engine.prune()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the masks of the whole model keep; as a text, a line for people."""
+
+    kernels: int
+    as_asked: int
+    """Kernels that keep as many entries as a density asks for."""
+    entries: int
+    of: int
+    slots: int
+
+    def __str__(self) -> str:
+        """Returns the line."""
+        where = f"{self.kernels} kernels are trained, in {self.slots:,} slots"
+        return f"pruned: {self.entries:,} of {self.of:,} entries of {where}"
+
+
+def kept_of(engine: Engine, sync: HostSync, density: float) -> Kept:
+    """What an engine's masks keep in the whole run, beside what a density asks for.
+
+    Messages: a few numbers of each process. An engine that is not pruned keeps nothing.
+    """
+
+    def numbers(layout: PrunedLayout | None) -> tuple[int, ...]:
+        if layout is None:
+            return (0,) * 5
+        sizes = {name: prod(shape) for name, shape in layout.shapes.items()}
+        as_asked = sum(layout.counts[name] == kept(size, density) for name, size in sizes.items())
+        slots = sum(map(prod, layout.value_shapes.values()))
+        return len(sizes), as_asked, layout.kept, sum(sizes.values()), slots
+
+    layouts: dict[int, PrunedLayout | None] = {}
+    if isinstance(engine, PipelineEngine):
+        layouts = {pp_rank: stage.layout for pp_rank, stage in engine.stages.items()}
+    elif isinstance(engine, SpmdEngine):
+        layouts = {0: engine.layout}
+    own = sync.gathered({pp_rank: numbers(layout) for pp_rank, layout in layouts.items()})
+    copies = engine.grid.stage_processes  # each says the same of its stage
+    return Kept(*(int(sum(column)) // copies for column in zip(*own, strict=True)))
+
+
+def check_density(held: Kept, density: float) -> None:
+    """Raises ``UserError`` where masks keep more or less than a density, of some kernel and of all together."""
+    if held.as_asked == held.kernels or held.entries == kept(held.of, density):
+        return
+    shares = [f"{held.entries / held.of:.{digits}g}" for digits in range(1, 18)]
+    share = next((text for text in shares if kept(held.of, float(text)) == held.entries), shares[-1])
+    raise UserError(
+        "prune.density", density, f"{share}, as the {_CHECKPOINT} keep {held.entries:,} of {held.of:,} entries"
+    )
+
+
+def check_file(engine: Engine, sync: HostSync, config: PruneConfig) -> None:
+    """Raises ``UserError``, on all processes, where an engine's masks are not those of the settings' file.
+
+    Collectives: an all-reduce of a number a parameter.
+    """
+    names = [name.removeprefix(MASKS) for name in engine.state_shapes() if name.startswith(MASKS)]
+    state = engine.state()
+    masks = {name: state[MASKS + name] for name in names if MASKS + name in state}
+    wanted, fault = {}, ""
+    try:
+        wanted = make_masks(config, masks, names)
+    except UserError as error:
+        fault = packed(error)
+    agree(sync, fault)
+    unlike = [name for name, mask in masks.items() if bool(_differ(wanted[name], mask.joined()))]
+    if unlike:
+        accepted = f"a file of the {_CHECKPOINT}; {len(unlike)} are not the same, such as that of {unlike[0]}"
+        fault = packed(UserError("prune.mask_file", config.mask_file, accepted))
+    agree(sync, fault)
+
+
+@jax.jit
+def _differ(mask: jax.Array, held: jax.Array) -> jax.Array:
+    return jnp.any(mask != held.astype(bool))
