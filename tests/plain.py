@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 
-def loss(params, shape, tokens, balance_weight=0.01):
+def loss(params, shape, tokens, balance_weight=0.001):
     """Mean cross-entropy of [sequences, seq + 1] token ids; experts' imbalance is in its gradient alone."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = params["embedding.table"][inputs]

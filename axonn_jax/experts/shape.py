@@ -12,9 +12,10 @@ from axonn_jax.options import Dispatch, NotNegative, Positive, Router
 class MoeConfig:
     """How experts are trained; used where model.experts is set."""
 
-    balance_weight: NotNegative = 0.01
+    balance_weight: NotNegative = 0.001
     """Weight of the loss that evens out how many tokens choose each expert, for every sequence and layer. It is in the
-    gradients and not in the loss that is reported. 0: none."""
+    gradients and not in the loss that is reported. transformers' router_aux_loss_coef times experts_per_token over the
+    layers with experts. 0: none."""
     balance_rate: NotNegative = 0.0
     """What a router's biases move by behind a step, towards experts that got fewer tokens than the mean: balance
     without a loss (DeepSeek-V3 used 0.001). 0: they stay."""
