@@ -46,7 +46,7 @@ def check_separable(optimizer: GradientTransformation, params: Arrays, own: Iter
     tiny = {name: jnp.full((2,) * len(p.shape), 0.5, jnp.float32) for name, p in params.items()}
     grads = {name: (1 + i % 7) * value for i, (name, value) in enumerate(tiny.items())}
     parts = [{name: tree[name] for name in own} for tree in (tiny, grads)]
-    probe = _Probe(optimizer)
+    probe = _Trial(optimizer)
     together = probe.updates(tiny, [grads] * len(_SCALES))
     if not _close(together, probe.updates(parts[0], [parts[1]] * len(_SCALES)), own):
         raise UserError(
@@ -146,7 +146,7 @@ def _moved(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ..
     """The parameters that gradients of ones move; none where the optimizer does not take such names."""
     params = {name: jnp.ones(shape) for name, shape in shapes.items()}
     try:
-        (update,) = _Probe(optimizer).updates(params, [params])
+        (update,) = _Trial(optimizer).updates(params, [params])
     except UserError:
         return []
     return [name for name, value in update.items() if np.any(np.asarray(value) != 0)]
@@ -157,7 +157,7 @@ def _splits(optimizer: GradientTransformation, divide: Callable[[Arrays], list[A
     """Whether parts of parameters get the updates that they get as parts of the whole."""
     rng = np.random.default_rng(0)
     drawn = [{name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes} for _ in range(3)]
-    probe = _Probe(optimizer)
+    probe = _Trial(optimizer)
     want = probe.updates(drawn[0], drawn[1:])
     in_parts: list[dict[str, Any]] = [{} for _ in want]
     for params, *grads in zip(*map(divide, drawn), strict=True):
@@ -177,7 +177,7 @@ def _close(want: Sequence[Arrays], have: Sequence[Arrays], names: Iterable[str])
     return not any(differ(a, b) for a, b in pairs)
 
 
-class _Probe:
+class _Trial:
     """An optimizer on probes: its updates at two scales of gradients, the first of each that are not all zero."""
 
     def __init__(self, optimizer: GradientTransformation):

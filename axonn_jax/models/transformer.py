@@ -107,8 +107,7 @@ class Block(nnx.Module):
             comm=comm.of(comm.attention),
         )
         self.mlp_norm = _norm(shape)
-        moe = shape.moe
-        self.balance_weight = training.balance_weight
+        moe, self.balance_weight = shape.moe, training.balance_weight
         self.mlp: Mlp | MixtureOfExperts
         if moe is None or not moe.is_routed(index):
             self.mlp = Mlp(shape, comm, out_std=out_std, key=key_mlp)
@@ -143,9 +142,8 @@ class Block(nnx.Module):
         values = values + self._drop(branch, key, 1)
         if not isinstance(x, Residual):
             return values
-        if x.balance is None or balance is None:
-            return x._replace(values=values)
-        return x._replace(values=values, balance=x.balance + self.balance_weight * balance)
+        more = 0.0 if x.balance is None or balance is None else self.balance_weight * balance
+        return x._replace(values=values, balance=None if x.balance is None else x.balance + more)
 
     def _drop(self, branch: jax.Array, key: DropoutKey | None, half: int) -> jax.Array:
         if key is None or self.dropout == 0.0:
@@ -229,13 +227,11 @@ class Transformer(nnx.Module):
         return self._stream(x, tokens)
 
     def _stream(self, values: jax.Array, words: jax.Array | None) -> Stream:
-        if words is None and not self.balanced:
-            return values
-        nothing = mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES) if self.balanced else None
+        balance = mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES) if self.balanced else None
         if words is None:
-            return Residual(values, None, nothing)
+            return values if balance is None else Residual(values, None, balance)
         packing = None if self.shape.moe is None else packing_of(words)
-        return Residual(values, documents_of(words[:, :-1]), nothing, packing)
+        return Residual(values, documents_of(words[:, :-1]), balance, packing)
 
     def embed_at(self, tokens: jax.Array, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, Angles | None]:
         """Token ids and their positions [batch, seq] -> residual stream, and by what its layers rotate."""

@@ -1,6 +1,7 @@
 """Pruning of a model's parameters on a mesh: which ones, their masks, and their state compressed or dense."""
 
 import zipfile
+import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +68,7 @@ def _read(path: Path, weights: Params, elsewhere: Collection[str]) -> dict[str, 
     try:
         with zipfile.ZipFile(path), np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError) as error:
         accepted = f"an .npz file of arrays of booleans by parameter; {error}"
         raise UserError("prune.mask_file", str(path), accepted) from None
     for name, weight in weights.items():

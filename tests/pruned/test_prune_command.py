@@ -120,7 +120,7 @@ def test_what_is_pruned_is_not_pruned_again(runs):
     assert "OUT_DIR" in command("prune", runs / "dense", runs / "pruned", status=2)
 
 
-@pytest.mark.parametrize("fault", ["not a file of arrays", "missing", "of another shape", "one more"])
+@pytest.mark.parametrize("fault", ["not a file of arrays", "damaged", "missing", "of another shape", "one more"])
 def test_masks_of_a_file_that_do_not_fit(runs, tmp_path, fault):
     path = tmp_path / "masks.npz"
     arrays = read(next((runs / "dense" / "checkpoints").glob("step_*"))).arrays
@@ -136,6 +136,11 @@ def test_masks_of_a_file_that_do_not_fit(runs, tmp_path, fault):
     np.savez(path, **masks)
     if fault == "not a file of arrays":
         path.write_bytes(b"no archive")
+    elif fault == "damaged":
+        np.savez_compressed(path, **masks)
+        raw = bytearray(path.read_bytes())
+        raw[80:120] = b"\xff" * 40
+        path.write_bytes(raw)
     said = command("prune", runs / "dense", tmp_path / "out", "--mask-file", path, status=2)
     *progress, error = said.splitlines()
     assert error.startswith("error: prune.mask_file = ")
