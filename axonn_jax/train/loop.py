@@ -13,7 +13,6 @@ import numpy as np
 from axonn_jax.checkpoint.manifest import name_of
 from axonn_jax.data.loader import Loader
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.distributed.initialize import describe
 from axonn_jax.distributed.launch import World
 from axonn_jax.documents import replace_whole
 from axonn_jax.errors import UserError
@@ -30,7 +29,7 @@ from axonn_jax.train.optimizer import learning_rate
 from axonn_jax.train.progress import Progress
 from axonn_jax.train.resume import Checkpoints
 from axonn_jax.train.signals import StopSignals
-from axonn_jax.train.trainer import Trainer
+from axonn_jax.train.trainer import Trainer, pruning_of
 
 MOST_SKIPPED = 20
 """Steps in a row that are not finite after which a run ends: fp16's scale falls from its largest to its least in 14."""
@@ -45,7 +44,6 @@ class Run:
         self.first = world.rank == 0
         self.rows = trainer.rows(config.train.global_batch)
         self.progress = Progress(config.train.steps, shown=self.first)
-        self.say(describe(world, self.engine.grid))
         self.checkpoints = Checkpoints(config, self.engine, sync, self.say)
         self.train_data = self._loader("train", position=self.checkpoints.resume())
         self.held_out, self.samples = held_out(
@@ -54,7 +52,8 @@ class Run:
         self.tokens = config.train.global_batch * shape.seq_len
         self.rate = learning_rate(config.train)
         self.start = self.engine.steps_done
-        trainer.pruning.loaded()
+        self.pruning = pruning_of(trainer)
+        self.pruning.loaded()
         self.remembered = 1
         """The step behind which it is said where the bytes are."""
         self.first_position = self.train_data.position
@@ -80,7 +79,7 @@ class Run:
     def go(self, stop: StopSignals) -> int:
         """Trains to the last step or until told to stop, evaluates, draws, saves; returns the exit status."""
         steps, every = self.config.train.steps, self.config.train.eval_every
-        save_every, pruning = self.config.checkpoint.every, self.trainer.pruning
+        save_every = self.config.checkpoint.every
         if self.start >= steps:
             self.say(
                 f"step {self.start} of {steps} is done already: nothing left to train. A larger train.steps goes on, "
@@ -93,8 +92,8 @@ class Run:
         start = mark = time.monotonic()
         stopping = False
         with self.progress:
-            pruning.at(self.start)
-            for line in (*self.engine.explain(self.config.train.global_batch), *pruning.lines()):
+            self.pruning.at(self.start)
+            for line in (*self.engine.explain(self.config.train.global_batch), *self.pruning.lines()):
                 self.say(line)
             self.say("compiling the step (the first time takes a while)")
             waiting: StepMetrics | None = None
@@ -102,7 +101,7 @@ class Run:
                 if save_every > 0 and step % save_every == 0:
                     self.checkpoints.settle()  # so that a run that dies is never more than one save behind
                 metrics = self.trainer.step(next(self.train_data))
-                for line in pruning.lines():
+                for line in self.pruning.lines():
                     self.say(line)
                     self.remembered = step + 1
                 if waiting is not None:  # one step behind: the devices are never waited for with nothing to do
@@ -137,7 +136,7 @@ class Run:
         return 1 if error else 0
 
     def _say_undone(self) -> None:
-        if line := self.trainer.pruning.undone():
+        if line := self.pruning.undone():
             self.say(line)
 
     def _pictures(self) -> list[str]:

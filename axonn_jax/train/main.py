@@ -13,7 +13,7 @@ from flax import nnx
 from axonn_jax import compat
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
 from axonn_jax.distributed.host_sync import HostSync, host_sync
-from axonn_jax.distributed.initialize import start
+from axonn_jax.distributed.initialize import describe, start
 from axonn_jax.distributed.launch import World
 from axonn_jax.documents import Held, held, made
 from axonn_jax.errors import UserError
@@ -64,6 +64,9 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync, notes: Sequ
     why = why_not_exported(shape, biases_move=config.moe.balance_rate > 0) if shape.experts else ""
     lines += [f"note: `axonn-jax convert` cannot make a Hugging Face model of this run: {why}"] if why else []
 
+    if world.rank == 0:  # before arrays are made: a process that ends there leaves a log that says what it was
+        for line in (describe(world, grid), *notes, *lines):
+            say(line)
     make = model_of(config, comm=comm)
 
     def model() -> Transformer:
@@ -82,8 +85,6 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync, notes: Sequ
         prune=config.prune,
     )
     run = Run(config, shape, world, trainer, sync)
-    for line in (*notes, *lines):
-        run.say(line)
     with StopSignals(sync, trainer.engine.peer_failed) as stop:
         status = run.go(stop)
         run.checkpoints.close()
