@@ -78,7 +78,7 @@ class Trainer:
             self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, **given)
         else:
             self.engine = SpmdEngine(model, optimizer, grid, tensor=tensor, **given)
-        self.pruning = Pruning(prune, self.engine)
+        self._pruning = Pruning(prune, self.engine)
         self._packed = check_model(self.engine.parts.merge(self.engine.parts.params)).packed
 
     @property
@@ -114,9 +114,9 @@ class Trainer:
         """
         if self._packed and self.engine.grid.size == 1 and not counted_targets(batch).any():
             raise UserError("batch", batch.shape, "packed rows with at least one target that counts")
-        self.pruning.at(self.engine.steps_done)  # a checkpoint of that step may have been loaded
+        self._pruning.at(self.engine.steps_done)  # a checkpoint of that step may have been loaded
         metrics = self.engine.step(batch)
-        self.pruning.at(self.engine.steps_done)
+        self._pruning.at(self.engine.steps_done)
         return metrics
 
     def evaluate(self, batches: Iterable[np.ndarray], *, samples: int | None = None) -> float:
@@ -126,7 +126,7 @@ class Trainer:
         fill a batch up and do not count; where processes have sequences of their own `samples` says how many count,
         over all batches and processes.
         """
-        self.pruning.check_masks()
+        self._pruning.check_masks()
         shards = self.engine.batches
         share = shards.share
         means, sequences, width = [], 0, 0
@@ -151,7 +151,7 @@ class Trainer:
 
         Raises ``OSError`` with the reason where it cannot be written, or is not made of finite numbers.
         """
-        self.pruning.check_masks()
+        self._pruning.check_masks()
         return save_as(self.engine, Path(directory), step)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> int:
@@ -162,9 +162,14 @@ class Trainer:
         masks keep what `prune` does not ask for.
         """
         step = load_checkpoint(self.engine, Path(path), weights_only=weights_only)
-        self.pruning.loaded()
+        self._pruning.loaded()
         return step
 
     def close(self) -> None:
         """Ends threads and channels of a pipeline; call it before the process ends."""
         self.engine.close()
+
+
+def pruning_of(trainer: Trainer) -> Pruning:
+    """What prunes a trainer's engine, for a loop that has lines of it to say."""
+    return trainer._pruning

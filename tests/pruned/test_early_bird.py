@@ -13,6 +13,7 @@ from axonn_jax.pruned import early_bird, masks
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.early_bird import EarlyBird
 from axonn_jax.pruned.masks import magnitude_masks
+from axonn_jax.train.trainer import pruning_of
 
 EVERY, STEPS = 2, 24
 
@@ -66,7 +67,7 @@ def test_finds_the_step_and_mask_of_the_rule(axes, threshold, recorded):
     pruned = None
     for step, batch in enumerate(batches(STEPS), start=1):
         trainer.step(batch)
-        if any(line.startswith(f"step {step}: pruned 10 kernels to") for line in trainer.pruning.lines()):
+        if any(line.startswith(f"step {step}: pruned 10 kernels to") for line in pruning_of(trainer).lines()):
             pruned = step
             break
     assert pruned == want

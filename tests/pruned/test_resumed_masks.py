@@ -19,7 +19,7 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.masks import kept
-from axonn_jax.train.trainer import Trainer
+from axonn_jax.train.trainer import Trainer, pruning_of
 
 FROM = "masks of the checkpoint that the run goes on from"
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +149,7 @@ def test_masks_of_a_file(axes, file, tmp_path):
                     with pytest.raises(UserError, match=r"prune\.mask_file = .*unless a checkpoint that is loaded has"):
                         use()
             trainer.load(path)
-            lines = trainer.pruning.lines()
+            lines = pruning_of(trainer).lines()
             assert ("is not there: the masks of the checkpoint go on" in lines[-1]) == (file == "none")
             assert np.isfinite(float(trainer.step(np.zeros((4, 9), np.int32))["loss"]))
             for name, mask in masks.items():

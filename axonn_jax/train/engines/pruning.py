@@ -133,7 +133,7 @@ def prune_for(engine: Engine, names: Iterable[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCounts:
     """What the masks of the whole model keep; as a text, a line for people."""
 
     kernels: int
@@ -149,7 +149,7 @@ class Kept:
         return f"pruned: {self.entries:,} of {self.of:,} entries of {where}"
 
 
-def kept_of(engine: Engine, sync: HostSync, density: float) -> Kept:
+def kept_of(engine: Engine, sync: HostSync, density: float) -> KeptCounts:
     """What an engine's masks keep in the whole run, beside what a density asks for.
 
     Messages: a few numbers of each process. An engine that is not pruned keeps nothing.
@@ -170,10 +170,10 @@ def kept_of(engine: Engine, sync: HostSync, density: float) -> Kept:
         layouts = {0: engine.layout}
     own = sync.gathered({pp_rank: numbers(layout) for pp_rank, layout in layouts.items()})
     copies = engine.grid.stage_processes  # each says the same of its stage
-    return Kept(*(int(sum(column)) // copies for column in zip(*own, strict=True)))
+    return KeptCounts(*(int(sum(column)) // copies for column in zip(*own, strict=True)))
 
 
-def check_density(held: Kept, density: float) -> None:
+def check_density(held: KeptCounts, density: float) -> None:
     """Raises ``UserError`` where masks keep more or less than a density, of some kernel and of all together."""
     if held.as_asked == held.kernels or held.entries == kept(held.of, density):
         return
