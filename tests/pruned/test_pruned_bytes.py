@@ -75,7 +75,7 @@ def test_state_is_as_large_as_the_formula_says(density, options):
     planned, counted = reports["planned"], reports["counted_between_steps"]["device"]
     assert counted == planned["device"] - planned["gradients"]  # which are there in a step alone
     params = trainer.engine.parts.params
-    kernels = sum(params[name].size for name in prunable(params, "blocks"))
+    kernels = sum(params[name].size for name in prunable(trainer.engine.parts, "blocks"))
     rest = sum(p.size for p in params.values()) - kernels
     weight = 2 if options else 4
     sums = 2 if "accumulate" in options else 4

@@ -74,7 +74,7 @@ def test_is_dense_under_the_usual_names(saved):
     arrays = read(path).arrays
     assert {name for name in arrays if not name.startswith("masks.")} == set(dense.engine.state())
     masks = [name for name in arrays if name.startswith("masks.")]
-    assert [name.removeprefix("masks.") for name in sorted(masks)] == sorted(prunable(kept, "blocks"))
+    assert [name.removeprefix("masks.") for name in sorted(masks)] == sorted(prunable(dense.engine.parts, "blocks"))
 
 
 def test_a_dense_run_is_pruned_where_it_goes_on(tmp_path):
@@ -87,7 +87,7 @@ def test_a_dense_run_is_pruned_where_it_goes_on(tmp_path):
         pruned.load(path, weights_only=only)
         for name, value in pruned.engine.params.items():
             want = np.asarray(weights[name])
-            want = want * largest(want) if name in prunable(weights, "blocks") else want
+            want = want * largest(want) if name in prunable(trainer.engine.parts, "blocks") else want
             np.testing.assert_array_equal(np.asarray(value), want)
         assert np.isfinite(float(pruned.step(batches(1)[0])["loss"]))
 
