@@ -22,7 +22,7 @@ from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Never, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Never, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -149,6 +149,10 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
         if value is None and NoneType in inner:
             return None
         return _typed(next(option for option in inner if option is not NoneType), value, name)
+    if origin is Literal:
+        if value not in inner:
+            raise _wrong(name, value, f"one of {', '.join(map(str, inner))}")
+        return value
     if origin is tuple:
         if type(value) is not list:
             raise _wrong(name, value, "a list")

@@ -1,12 +1,14 @@
 """Restoring: finds a valid checkpoint and reads it into any grid's layout."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from axonn_jax.checkpoint.manifest import (
+    MANIFEST,
     CheckpointManifest,
     CorruptCheckpoint,
     all_steps,
@@ -19,6 +21,9 @@ from axonn_jax.checkpoint.naming import MASKS, PARAMS, SCALE, State
 from axonn_jax.checkpoint.orbax import read_shard, reason
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.huggingface.pretrained import differences
+from axonn_jax.models.presets import shape_in
 
 _SHOWN = 5
 
@@ -99,6 +104,31 @@ def load(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> 
         except Exception as error:
             raise CorruptCheckpoint(f"{part}: {reason(error)}") from None
     return {name: loaded[name] for name in wanted}
+
+
+def stored_shape(checkpoint: Checkpoint, field: str) -> ModelShape | None:
+    """The sizes of the model that was saved; None where an earlier version saved it from Python, without them.
+
+    Raises ``UserError`` for `field` where they are none that a save writes.
+    """
+    try:
+        return shape_in(checkpoint.manifest.run)
+    except ValueError as error:
+        raise UserError(field, str(checkpoint.path), f"a valid checkpoint; {MANIFEST}: {error}") from None
+
+
+def check_model(checkpoint: Checkpoint, given: ModelShape | None, field: str, *, upcycles: bool = False) -> None:
+    """Raises ``UserError`` that lists the fields with which a model computes another function than the one saved.
+
+    Where it `upcycles` experts are copies of a dense model's layers, so that it has other fields of experts.
+    """
+    stored = stored_shape(checkpoint, field)
+    if given is None or stored is None:
+        return
+    if upcycles:
+        given = replace(given, experts=0, ffn=stored.ffn)
+    if wrong := differences(given, stored):
+        raise UserError(field, str(checkpoint.path), f"a checkpoint of this model; {', '.join(wrong)}")
 
 
 def check_shapes(checkpoint: Checkpoint, names: Mapping[str, tuple[int, ...]], field: str, *, only: str = "") -> None:

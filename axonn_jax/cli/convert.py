@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from axonn_jax.cli.prepare import terminated
 from axonn_jax.cli_args import Arg
-from axonn_jax.documents import TOML_BYTES, read_bytes
+from axonn_jax.documents import read_bytes
 from axonn_jax.errors import UserError
 from axonn_jax.terminal import Ticker, printable, say, size
 
@@ -104,31 +104,19 @@ def _opened(source: Path) -> Conversion:
 
 def _opened_run(source: Path) -> Conversion:
     from axonn_jax.checkpoint.export import StoredParameters
-    from axonn_jax.checkpoint.restore import named_checkpoint
+    from axonn_jax.checkpoint.restore import named_checkpoint, stored_shape
     from axonn_jax.distributed.host_sync import LocalSync
-    from axonn_jax.models.huggingface.pretrained import FOLDER, check_shape, small_files
-    from axonn_jax.train.config_file import loads
+    from axonn_jax.models.huggingface.pretrained import FOLDER, check_shape, shape_of, small_files
 
     checkpoint = named_checkpoint(source, LocalSync(), say, "SOURCE")
     folder = checkpoint.path.absolute().parent
     folder = folder.parent if folder.name == "checkpoints" else folder
-    text = checkpoint.manifest.run.get("config")
-    if not isinstance(text, str):  # saved from Python
-        text = _text(folder / _CONFIG)
-    shape = loads(text, [("data.path", "-")], source=str(source)).model.shape()  # a [model] will do, data plays no part
+    shape = stored_shape(checkpoint, "SOURCE") or shape_of(folder, "SOURCE")
     weights = StoredParameters(checkpoint, shape, "SOURCE")
     if (folder / FOLDER).is_dir():
         check_shape(shape, folder / FOLDER, "SOURCE")
         return Conversion(shape, weights, dict(small_files(folder / FOLDER, "SOURCE")), False, trained=True)
     return Conversion(shape, weights, _own_small_files(folder, shape), False, trained=True)
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_bytes(path, TOML_BYTES, inside=path.parent).decode()
-    except (OSError, ValueError):
-        accepted = f"a run directory with a {_CONFIG} that has its [model], or a checkpoint of `axonn-jax train`"
-        raise UserError("SOURCE", str(path.parent), accepted) from None
 
 
 def _own_small_files(folder: Path, shape: "ModelShape") -> dict[str, bytes]:

@@ -54,10 +54,11 @@ def run(args: Loki) -> int:
     import numpy as np
 
     from axonn_jax.data.loader import TokenSamples
-    from axonn_jax.inference.weights import check_grid, of_run, shape_of
+    from axonn_jax.inference.weights import check_grid, of_run
+    from axonn_jax.models.huggingface.pretrained import shape_of
 
     check_grid(args.grid)
-    shape = shape_of(args.run_dir)
+    shape = shape_of(args.run_dir, "RUN_DIR")
     shape.check_grid(args.grid)
     if shape.window:
         raise UserError("RUN_DIR", str(args.run_dir), "a model whose tokens see all before them, as Loki needs")

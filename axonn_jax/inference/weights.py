@@ -11,16 +11,15 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from axonn_jax.checkpoint.naming import PARAMS
-from axonn_jax.checkpoint.restore import load_weights, named_checkpoint
+from axonn_jax.checkpoint.restore import check_model, load_weights, named_checkpoint
 from axonn_jax.distributed.host_sync import host_sync
 from axonn_jax.errors import UserError
 from axonn_jax.experts.layer import without_drops
 from axonn_jax.grid import Grid, GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface.families import shape_from_config
 from axonn_jax.models.huggingface.load import load_into
-from axonn_jax.models.huggingface.pretrained import is_pretrained, read_config
+from axonn_jax.models.huggingface.pretrained import is_pretrained, shape_of
 from axonn_jax.models.huggingface.reader import Pretrained
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
@@ -34,17 +33,6 @@ class Loaded:
     shape: ModelShape
     parts: SplitModule
     params: Params
-
-
-def shape_of(run: Path) -> ModelShape:
-    """The model in a directory left by `axonn-jax train` or `convert`, or a Hugging Face model's."""
-    if is_pretrained(run):
-        return shape_from_config(read_config(run, "RUN_DIR"))
-    if (run / "config.toml").is_file():
-        from axonn_jax.train.config_file import read
-
-        return read(str(run / "config.toml"), []).model.shape()
-    raise UserError("RUN_DIR", str(run), "a directory left by `axonn-jax train`, with a config.toml")
 
 
 def check_grid(grid: GridShape) -> None:
@@ -78,13 +66,15 @@ def of_run(
     Raises ``UserError`` where they are not those of the `shape`, which is by itself that of the directory.
     """
     check_grid(grid.shape)
-    shape = shape or shape_of(run)
+    shape = shape or shape_of(run, "RUN_DIR")
     shape.check_grid(grid.shape)
     pretrained = Pretrained(run, "RUN_DIR") if is_pretrained(run) else None
     checkpoint = None if pretrained else named_checkpoint(run, host_sync(grid), warn, "checkpoint")
     if checkpoint and shape.layers > len(checkpoint.manifest.arrays):  # before all of them are traced
         accepted = f"the layers of the checkpoint, whose arrays are {len(checkpoint.manifest.arrays)}"
         raise UserError("model.layers", shape.layers, accepted)
+    if checkpoint:
+        check_model(checkpoint, shape, "RUN_DIR")
     comm = comm_for(shape, grid.shape)
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), comm=comm))
     model = fit_vocabulary(model, grid.shape)

@@ -8,11 +8,21 @@ from axonn_jax.models.presets import preset, preset_names
 
 if TYPE_CHECKING:
     from axonn_jax.models.huggingface.load import from_pretrained
+    from axonn_jax.models.huggingface.pretrained import shape_of
     from axonn_jax.models.packed import pack
     from axonn_jax.models.sequential import SequenceModel
     from axonn_jax.models.transformer import Transformer
 
-__all__ = ["ModelShape", "SequenceModel", "Transformer", "from_pretrained", "pack", "preset", "preset_names"]
+__all__ = [
+    "ModelShape",
+    "SequenceModel",
+    "Transformer",
+    "from_pretrained",
+    "pack",
+    "preset",
+    "preset_names",
+    "shape_of",
+]
 
 # Sizes are known without jax; only the models themselves need it.
 _HOME = {
@@ -20,6 +30,7 @@ _HOME = {
     "Transformer": "axonn_jax.models.transformer",
     "from_pretrained": "axonn_jax.models.huggingface.load",
     "pack": "axonn_jax.models.packed",
+    "shape_of": "axonn_jax.models.huggingface.pretrained",
 }
 
 

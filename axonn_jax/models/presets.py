@@ -1,8 +1,10 @@
 """The model of a run: named sizes from the literature, and the `[model]` table that changes them; without jax."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from axonn_jax.documents import TOML_BYTES, parse_toml, typed
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import (
@@ -107,7 +109,7 @@ def preset(name: str, **changes: object) -> ModelShape:
     return replace(shape, **changes) if changes else shape  # type: ignore[arg-type]
 
 
-_OF_EXPERTS = ("experts_", "expert_", "moe_", "shared_", "router")
+OF_EXPERTS = ("experts_", "expert_", "moe_", "shared_", "router")
 """What the names of fields that only models with experts have begin with."""
 
 
@@ -241,12 +243,27 @@ class ModelConfig:
 
 def table_of(shape: ModelShape) -> dict[str, Any]:
     """Returns every value of the table that gives a shape; of experts none where there are none."""
-    return {name: value for name, value in asdict(shape).items() if shape.experts or not name.startswith(_OF_EXPERTS)}
+    return {name: value for name, value in asdict(shape).items() if shape.experts or not name.startswith(OF_EXPERTS)}
+
+
+def shape_in(run: Mapping[str, Any]) -> ModelShape | None:
+    """The sizes in what a checkpoint keeps of its run: its `model`, or its `config`, a TOML text; None: neither.
+
+    Raises ``ValueError`` where they are none that a model has.
+    """
+    table, text = run.get("model"), run.get("config")
+    if table is None and isinstance(text, str):
+        if len(text) > TOML_BYTES:
+            raise ValueError(f"config = {len(text):,} characters, more than the {TOML_BYTES:,} that are read")
+        table = parse_toml(text).get("model")
+    if isinstance(table, dict) and isinstance(bias := table.get("bias"), bool):  # as earlier versions wrote
+        table = table | {"bias": "all" if bias else "none"}
+    return None if table is None else typed(ModelConfig, table, "model").shape()
 
 
 def _without_unused(shape: ModelShape, given: dict[str, Any]) -> ModelShape:
     """The shape; raises ``UserError`` where something of experts is given that it has none of."""
-    unused = {f.name: f.default for f in fields(shape) if not shape.experts and f.name.startswith(_OF_EXPERTS)}
+    unused = {f.name: f.default for f in fields(shape) if not shape.experts and f.name.startswith(OF_EXPERTS)}
     for name, default in (unused | {"expert_ffn": shape.ffn} if unused else unused).items():
         if given.get(name, default) != default:
             raise UserError(f"model.{name}", given[name], "left out in a model without model.experts")

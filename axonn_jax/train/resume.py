@@ -1,8 +1,10 @@
 """Checkpoints of a trainer and of a run: what a run needs to go on, and where it goes on."""
 
 import hashlib
+import itertools
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,15 +12,15 @@ from typing import Any
 from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint, all_steps, name_of, step_of
 from axonn_jax.checkpoint.naming import MASKS, PARAMS, SCALE
 from axonn_jax.checkpoint.orbax import reason
-from axonn_jax.checkpoint.restore import Checkpoint, check_shapes, load, named_checkpoint, newest
+from axonn_jax.checkpoint.restore import Checkpoint, check_model, check_shapes, load, named_checkpoint, newest
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.data.manifest import Manifest as DataManifest
 from axonn_jax.distributed.host_sync import HostSync, host_sync
-from axonn_jax.documents import replace_whole
 from axonn_jax.errors import UserError
 from axonn_jax.experts.upcycle import biases_left_over, dense_sources, is_of_router, other_function, upcycled
+from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
-from axonn_jax.models.huggingface.pretrained import TOKENIZER, is_pretrained, small_files
+from axonn_jax.models.huggingface.pretrained import TOKENIZER, check_shape, is_pretrained, keep_small_files
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.engine import Engine
@@ -26,12 +28,8 @@ from axonn_jax.train.engines.pretrained import agree, packed, take_pretrained
 from axonn_jax.train.engines.pruning import prune_for
 
 FOLDER = "checkpoints"
-_FACTS: Mapping[str, type] = {
-    "position": int,
-    "data.seed": int,
-    "train.seed": int,
-    "model.seq_len": int,
-    "data": str,
+_FACTS: Mapping[str, type] = dict.fromkeys(("position", "data.seed", "train.seed", "model.seq_len"), int) | {
+    "data": str
 }
 _OTHERWISE = "or checkpoint.resume never to start anew, or checkpoint.weights to start from its parameters alone"
 
@@ -56,9 +54,16 @@ def _begin_save(saver: Saver, engine: Engine, sync: HostSync, step: int, facts: 
     """Begins to save all of an engine's state, or refuses where that is not finite anywhere in the run."""
     with engine.saving() as progress:
         if finite(engine, sync):
-            saver.save(step, engine.state(), facts, progress)
+            shape = _shape_of(engine)
+            saver.save(step, engine.state(), {**facts, "model": asdict(shape)} if shape else facts, progress)
         else:
             saver.refuse(step, "weights or optimizer state are not finite numbers")
+
+
+def _shape_of(engine: Engine) -> ModelShape | None:
+    """The sizes of an engine's transformer; None of another model."""
+    shape = getattr(engine.parts.merge(engine.parts.params), "shape", None)
+    return shape if isinstance(shape, ModelShape) else None
 
 
 def finite(engine: Engine, sync: HostSync) -> bool:
@@ -72,11 +77,23 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
     if is_pretrained(path):
         if not weights_only:
             raise UserError("checkpoint", str(path), "a checkpoint; or weights_only=True for a pretrained directory")
-        take_pretrained(engine, path, sync, "checkpoint")
+        _take_pretrained(engine, path, sync, "checkpoint")
         return 0
     checkpoint = named_checkpoint(path, sync, lambda line: None, "checkpoint")
     _take(engine, checkpoint, sync, "checkpoint", weights_only=weights_only)
     return checkpoint.manifest.step
+
+
+def _take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> None:
+    """Puts the weights of a pretrained directory into an engine whose model is the one there, on all processes."""
+    fault = ""
+    try:
+        if shape := _shape_of(engine):
+            check_shape(shape, path, field)
+    except UserError as error:
+        fault = packed(error)
+    agree(sync, fault)
+    take_pretrained(engine, path, sync, field)
 
 
 def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> int:
@@ -100,6 +117,7 @@ def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *,
     if sources:  # routers stay as they were made
         rest = {name: shape for name, shape in names.items() if name not in sources and not is_of_router(name)}
         names = rest | {dense: has[dense].shape for dense in sources.values()}
+    check_model(checkpoint, _shape_of(engine), field, upcycles=bool(sources))
     check_shapes(checkpoint, names, field, only=only)
     fault = ""
     try:
@@ -149,8 +167,7 @@ class Checkpoints:
         self._say(
             f"resumed at step {step} from {checkpoint.path} (saved on grid {facts.grid}, {facts.processes} process(es))"
         )
-        position: int = facts.run["position"]
-        return position
+        return int(facts.run["position"])
 
     def save(self, step: int, position: int) -> None:
         """Begins to save the state after a step; waits for the save before, if it still runs."""
@@ -198,7 +215,7 @@ class Checkpoints:
 
     def _start_from(self, path: Path) -> None:
         if is_pretrained(path):
-            take_pretrained(self._engine, path, self._sync, "checkpoint.weights")
+            _take_pretrained(self._engine, path, self._sync, "checkpoint.weights")
             self._keep_small_files(path)
             self._say(f"parameters from {path}; optimizer and data start anew")
             return
@@ -220,20 +237,15 @@ class Checkpoints:
 
     def _keep_small_files(self, source: Path) -> None:
         """Keeps config, tokenizer and templates of the model that the run begins from, for `axonn-jax convert`."""
-        fault, folder = "", Path(self._config.log.dir) / PRETRAINED
+        fault, data = "", self._config.data.path
         if self._sync.rank == 0:
             try:
-                folder.mkdir(exist_ok=True)
-                for name, raw in small_files(source, "checkpoint.weights"):
-                    replace_whole(folder / name, raw)
-                    if name == TOKENIZER and raw != (Path(self._config.data.path) / TOKENIZER).read_bytes():
-                        self._say(
-                            f"warning: {self._config.data.path} was prepared with another tokenizer than that of "
-                            f"{source}; `axonn-jax prepare --tokenizer {source}` takes it"
-                        )
-            except OSError as error:
-                accepted = f"a directory whose small files can be kept in {folder}; {error.strerror}"
-                fault = packed(UserError("checkpoint.weights", str(source), accepted))
+                kept = keep_small_files(source, Path(self._config.log.dir) / PRETRAINED, "checkpoint.weights")
+                if TOKENIZER in kept and kept[TOKENIZER] != (Path(data) / TOKENIZER).read_bytes():
+                    self._say(
+                        f"warning: {data} was prepared with another tokenizer than that of {source}; "
+                        f"`axonn-jax prepare --tokenizer {source}` takes it"
+                    )
             except UserError as error:
                 fault = packed(error)
         agree(self._sync, fault)
@@ -283,13 +295,6 @@ class Checkpoints:
         if self._sync.rank == 0:
             for path in all_steps(self.directory):
                 if (step_of(path) or 0) > step:
-                    path.rename(_free_name(path.with_name(f"aside_{path.name}")))
+                    names = (f"aside_{path.name}{f'.{number}' if number > 1 else ''}" for number in itertools.count(1))
+                    path.rename(next(free for name in names if not (free := path.with_name(name)).exists()))
         self._sync.gather("")
-
-
-def _free_name(path: Path) -> Path:
-    number, candidate = 1, path
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}.{number}")
-    return candidate

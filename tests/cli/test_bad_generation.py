@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from axonn_jax.inference.weights import shape_of
 from axonn_jax.loki import components
+from axonn_jax.models.huggingface.pretrained import shape_of
 
 CALIBRATE = "axonn-jax loki run --data DIR"
 LONG = "the grid of 7 " * 9

@@ -67,7 +67,8 @@ def run(args: Generate) -> int:
     from axonn_jax.cli.generate.texts import print_texts, prompts_of
     from axonn_jax.data.tokenize import load
     from axonn_jax.inference.sampling import Sampling
-    from axonn_jax.inference.weights import check_grid, shape_of
+    from axonn_jax.inference.weights import check_grid
+    from axonn_jax.models.huggingface.pretrained import shape_of
 
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
     sampling = Sampling(**{name: getattr(args, name) for name in names})
@@ -81,7 +82,7 @@ def run(args: Generate) -> int:
         raise UserError("--prompt", given, "either a text or --prompts FILE, a JSON object a line")
     args.loki.check(args.attention)
     check_grid(args.grid)
-    shape = shape_of(args.run_dir)
+    shape = shape_of(args.run_dir, "RUN_DIR")
     shape.check_grid(args.grid)
     if shape.window and args.attention != "full":
         raise UserError("--attention", args.attention, f"full for a model whose tokens see a window of {shape.window}")

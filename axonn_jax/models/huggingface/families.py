@@ -1,7 +1,7 @@
 """Families of Hugging Face models: their config.json as `ModelShape`, and a `ModelShape` as config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from axonn_jax.errors import UserError, nearest
@@ -278,20 +278,3 @@ def _llama_config(shape: ModelShape, family: Family) -> dict[str, Any]:
     if family.window == "chosen":
         config |= {"use_sliding_window": bool(window), "max_window_layers": 0 if window else shape.layers}
     return config
-
-
-def differences(given: ModelShape, stored: ModelShape) -> list[str]:
-    """Fields of a run's model that are not those of a pretrained one, as "model.heads = 4 (8 there)".
-
-    Dropout and the spread of initial weights are the run's own; a run may use shorter sequences where positions are
-    rotary.
-    """
-    own = {"dropout", "init_std"}
-    if stored.positions == "rope" and given.seq_len <= stored.seq_len:
-        own.add("seq_len")
-    names = [f.name for f in fields(ModelShape) if f.name not in own]
-    return [
-        f"model.{name} = {getattr(given, name)} ({getattr(stored, name)} there)"
-        for name in names
-        if getattr(given, name) != getattr(stored, name)
-    ]

@@ -4,13 +4,15 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.documents import read_bytes, read_json
+from axonn_jax.documents import TOML_BYTES, read_bytes, read_json, replace_whole
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.huggingface.families import differences, shape_from_config
+from axonn_jax.models.huggingface.families import shape_from_config
+from axonn_jax.models.presets import OF_EXPERTS, shape_in
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 FOLDER = "pretrained"
@@ -23,6 +25,7 @@ SMALL = re.compile(
 SAVE_TOKENIZER = "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes it"
 _MOST_CONFIG = 16 << 20
 _MOST_SMALL = 256 << 20
+_MOST_MANIFEST = 64 << 20
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -70,10 +73,78 @@ def read_config(directory: Path, field: str) -> dict[str, Any]:
     return config
 
 
+def shape_of(directory: str | Path, field: str = "directory") -> ModelShape:
+    """The sizes of the model in a directory: a pretrained one's, a run's, or those of a checkpoint (a step_N).
+
+    Raises ``UserError``, which calls the directory `field`, where it is none of them, or its sizes cannot be read.
+    """
+    path = Path(directory)
+    if is_pretrained(path):
+        return shape_from_config(read_config(path, field))
+    shape, why = None, "a directory left by `axonn-jax train`, with a config.toml; a pretrained one, or a step_N"
+    try:
+        if (path / "config.toml").is_file():
+            shape = shape_in({"config": read_bytes(path / "config.toml", TOML_BYTES, inside=path).decode()})
+        elif (path / "manifest.json").is_file():
+            manifest = read_json(path / "manifest.json", _MOST_MANIFEST, inside=path)
+            shape = shape_in(manifest["content"]["run"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"a directory with the sizes of a model; {error}"
+    if shape is None:
+        raise UserError(field, str(path), why)
+    return shape
+
+
+def differences(given: ModelShape, stored: ModelShape) -> list[str]:
+    """Fields with which a model computes another function than a stored one, as "model.heads = 4 (8 there)".
+
+    Dropout and the spread of initial weights change none; nor do the length of sequences where positions are rotary,
+    a window as long as they are, and what another field switches off.
+    """
+    names = [f.name for f in fields(ModelShape)]
+    same = {"dropout", "init_std"}
+    if given.positions == stored.positions == "rope":
+        same.add("seq_len")
+    if _turns(given) == _turns(stored):
+        same |= {name for name in names if name.startswith("rope_")}
+    if _routed(given) == _routed(stored):
+        unused = set(OF_EXPERTS) if not given.experts else {"moe_every", "moe_first"}
+        unused |= {"ffn"} if all(_routed(given)) else set()
+        same |= {name for name in names if name.startswith(tuple(unused))}
+    windows = [shape.window if shape.window < given.seq_len else 0 for shape in (given, stored)]
+    if windows[0] == windows[1]:
+        same.add("window")
+    return [
+        f"model.{name} = {getattr(given, name)} ({getattr(stored, name)} there)"
+        for name in names
+        if name not in same and getattr(given, name) != getattr(stored, name)
+    ]
+
+
+def _turns(shape: ModelShape) -> object:
+    """How queries and keys turn, whichever fields say so."""
+    rope = shape.rope
+    try:
+        return rope and (rope.frequencies(shape.head_dim).tolist(), rope.amplitude)
+    except ArithmeticError:  # numbers that no model has
+        return rope
+
+
+def _routed(shape: ModelShape) -> list[bool]:
+    moe = shape.moe
+    return [moe is not None and moe.is_routed(layer) for layer in range(shape.layers)]
+
+
 def check_shape(given: ModelShape, directory: Path, field: str) -> None:
-    """Raises ``UserError`` unless a directory holds a model of these sizes; one line lists the fields that differ."""
+    """Raises ``UserError`` unless a directory holds the model of these sizes; one line lists the fields that differ.
+
+    Sequences may be shorter where positions are rotary, not longer.
+    """
     stored = shape_from_config(read_config(directory, field))
-    if wrong := differences(given, stored):
+    wrong = differences(given, stored)
+    if stored.positions == "rope" and given.seq_len > stored.seq_len:
+        wrong.append(f"model.seq_len = {given.seq_len} ({stored.seq_len} there)")
+    if wrong:
         raise UserError(field, str(directory), f"a model as [model] says; {', '.join(wrong)}")
 
 
@@ -94,6 +165,22 @@ def small_files(directory: Path, field: str) -> Iterator[tuple[str, bytes]]:
             raise UserError(field, str(directory / name), f"a file that can be read; {error.strerror}") from None
         except ValueError as error:
             raise UserError(field, str(directory / name), f"a small file; {error}") from None
+
+
+def keep_small_files(source: Path, folder: Path, field: str) -> dict[str, bytes]:
+    """Writes a directory's small files into a folder and returns them.
+
+    Raises ``UserError`` for one that cannot be read or written.
+    """
+    files = dict(small_files(source, field))
+    try:
+        folder.mkdir(exist_ok=True)
+        for name, raw in files.items():
+            replace_whole(folder / name, raw)
+    except OSError as error:
+        accepted = f"a directory whose small files can be kept in {folder}; {error.strerror}"
+        raise UserError(field, str(source), accepted) from None
+    return files
 
 
 def end_token(directory: Path, vocab: dict[str, int], field: str) -> int | None:
