@@ -78,7 +78,7 @@ FAMILIES: Mapping[str, Family] = {
         experts=True,
     ),
 }
-_NEVER = ("attn_logit_softcapping", "final_logit_softcapping", "quantization_config")
+_NEVER = ("attn_logit_softcapping", "final_logit_softcapping", "quantization_config", "per_layer_config")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _SAME = "nothing else is supported"
 
@@ -98,6 +98,8 @@ def shape_from_config(config: Config) -> ModelShape:
             raise UserError(f"config.{key}", config[key], f"absent: a {name} has no experts")
     for key in _NEVER:
         only(config, key)
+    if not flag(config, "is_causal", True):
+        raise UserError("config.is_causal", False, "true or absent: a token that sees later ones is not computed")
     only(config, "is_encoder_decoder", False)
     only(config, "add_cross_attention", False)
     return _gpt2_shape(config) if name == "gpt2" else _llama_shape(config, FAMILIES[name])
