@@ -159,7 +159,7 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
         small[CONFIG] = with_dtype(small[CONFIG], dtype_name(planned))
     if side.to_run:
         model = table_toml("model", table_of(side.shape))
-        small[_CONFIG] = f"{model}\n\n{table_toml('checkpoint', {'weights': str(args.dest.absolute())})}\n".encode()
+        small[_CONFIG] = f"{model}\n\n{table_toml('checkpoint', {'weights': '{folder}'})}\n".encode()
     source, dest = args.source.resolve(), args.dest.resolve()
     with appearing(source, dest, kind, force=args.force) as partial:
 

@@ -178,7 +178,8 @@ class CheckpointConfig:
     or the path of a step_N or of a run directory."""
     weights: str = ""
     """Where nothing is resumed: start from the parameters of this checkpoint (a step_N, or a run directory) or of this
-    pretrained directory (Hugging Face's, or one from `axonn-jax convert`), with new optimizer state, at step 0."""
+    pretrained directory (Hugging Face's, or one from `axonn-jax convert`), with new optimizer state, at step 0;
+    {folder} stands for that of the config file."""
 
 
 @dataclass(frozen=True)

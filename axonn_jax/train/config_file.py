@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
@@ -108,7 +108,9 @@ def read(
         if path.is_dir():
             accepted = "is a directory; give the path of a TOML file"
         raise UserError("CONFIG.toml", str(path), accepted) from None
-    return loads(text, flags, source=str(path), name=path.stem, warn=warn)
+    config = loads(text, flags, source=str(path), name=path.stem, warn=warn)
+    weights = config.checkpoint.weights.replace("{folder}", str(path.absolute().parent))
+    return replace(config, checkpoint=replace(config.checkpoint, weights=weights))
 
 
 def loads(

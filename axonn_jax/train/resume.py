@@ -155,10 +155,10 @@ class Checkpoints:
         self.saver.clean()
         checkpoint = self._resumed(where)
         step = checkpoint.manifest.step if checkpoint is not None else 0
+        if checkpoint is None and self._config.checkpoint.weights:
+            self._start_from(Path(self._config.checkpoint.weights))
         self._set_aside(step)
         if checkpoint is None:
-            if self._config.checkpoint.weights:
-                self._start_from(Path(self._config.checkpoint.weights))
             return 0
         self.saved_step = step if checkpoint.path.parent.absolute() == self.directory.absolute() else 0
         if self.saved_step:

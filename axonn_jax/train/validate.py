@@ -7,6 +7,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
 
+from axonn_jax.checkpoint.manifest import all_steps
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
@@ -44,7 +45,8 @@ def check(config: Config) -> Config:
     if config.log.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise UserError("log.tensorboard", True, "false, or `pip install axonn_jax[tensorboard]`")
     log = _check_log(config.log)
-    _check_checkpoint(config.checkpoint)
+    goes_on = _goes_on(config.checkpoint, log)
+    _check_checkpoint(config.checkpoint, goes_on=goes_on)
     if config.model.preset is not None or config.model.vocab is not None:
         config.model.shape()  # a mistake in the model is reported even where the data is not there yet
     manifest = _load(config.data)
@@ -52,7 +54,7 @@ def check(config: Config) -> Config:
     if shape.vocab < manifest.vocab:
         accepted = f"at least the prepared data's vocabulary, which is {manifest.vocab}"
         raise UserError("model.vocab", shape.vocab, accepted)
-    if config.checkpoint.weights and is_pretrained(weights := Path(config.checkpoint.weights)):
+    if config.checkpoint.weights and not goes_on and is_pretrained(weights := Path(config.checkpoint.weights)):
         from axonn_jax.models.huggingface.reader import Pretrained  # reads headers: needs a library, and a moment
 
         check_shape(shape, weights, "checkpoint.weights")
@@ -61,7 +63,7 @@ def check(config: Config) -> Config:
     shape.check_grid(config.grid, sequence_split=config.memory.sequence_parallel)
     residual_comm_of(config, shape)
     check_settings(config.grid.pipe, config.memory, config.tensor)
-    check_prune(config.prune, config.grid.pipe, goes_on=_may_go_on(config.checkpoint, log))
+    check_prune(config.prune, config.grid.pipe, goes_on=goes_on)
     if config.prune.at_step >= config.train.steps:
         accepted = f"below train.steps, which is {config.train.steps}"
         raise UserError("prune.at_step", config.prune.at_step, accepted)
@@ -133,9 +135,11 @@ def check_prune(prune: PruneConfig, pipe: int, *, goes_on: bool = False) -> None
         raise UserError("prune.mask_file", prune.mask_file, "an .npz file of arrays of booleans by parameter")
 
 
-def _may_go_on(checkpoint: CheckpointConfig, log: LogConfig) -> bool:
-    """Whether there may be a checkpoint that the run goes on from."""
-    return checkpoint.resume != "never" and (checkpoint.resume != "auto" or Path(log.dir).is_dir())
+def _goes_on(checkpoint: CheckpointConfig, log: LogConfig) -> bool:
+    """Whether there is a checkpoint that the run goes on from, if that is sound: it needs nothing then to begin."""
+    if checkpoint.resume == "auto":
+        return bool(all_steps(Path(log.dir) / "checkpoints"))
+    return checkpoint.resume != "never"
 
 
 def check_pipeline(
@@ -165,7 +169,7 @@ def _load(data: DataConfig) -> Manifest:
     return manifest
 
 
-def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+def _check_checkpoint(checkpoint: CheckpointConfig, *, goes_on: bool) -> None:
     if checkpoint.every and checkpoint.keep_every % checkpoint.every:
         raise UserError(
             "checkpoint.keep_every",
@@ -174,7 +178,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
         )
     if not checkpoint.resume:
         raise UserError("checkpoint.resume", checkpoint.resume, "auto, never, or the path of a checkpoint")
-    named = {"checkpoint.weights": checkpoint.weights}
+    named = {} if goes_on else {"checkpoint.weights": checkpoint.weights}
     if checkpoint.resume not in ("auto", "never"):
         named["checkpoint.resume"] = checkpoint.resume
     for name, path in named.items():

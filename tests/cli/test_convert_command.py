@@ -13,7 +13,7 @@ import pytest
 from axonn_jax.cli.main import main
 from axonn_jax.models.huggingface import shape_from_config
 from axonn_jax.models.huggingface.families import config_from_shape
-from axonn_jax.train.config_file import loads
+from axonn_jax.train import config_file
 
 
 def same(got, want):
@@ -43,9 +43,10 @@ def test_there_and_back_is_exact(name, files, dtype, tmp_path, capsys):
     assert carried(tmp_path / "out") == carried(source)
     assert carried(tmp_path / "run") == carried(source) | {"config.toml": config.encode()}
     shape = shape_from_config(pretrained.CONFIGS[name])
-    read = loads(config, [("data.path", "data")])
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    read = config_file.read(moved / "config.toml", [("data.path", "data")])
     assert read.model.shape() == shape
-    assert read.checkpoint.weights == str(tmp_path / "run")
+    assert read.checkpoint.weights == str(moved)
 
 
 @pytest.mark.parametrize("name", pretrained.CONFIGS)

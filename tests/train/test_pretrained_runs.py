@@ -1,6 +1,7 @@
 """From a pretrained directory to a trained run and back: on pipelines and grids, with its own tokenizer and files."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,21 @@ def test_a_run_begins_from_the_weights_and_goes_back(trained, capsys):
     for name, raw in pretrained.SMALL.items():
         assert (trained / "out" / name).read_bytes() == raw
     assert json.loads((trained / "out" / "config.json").read_text()) == CONFIG  # which says float32
+
+
+def test_a_run_goes_on_without_what_it_began_from(trained, tmp_path, capsys):
+    run = shutil.copytree(trained / "run", tmp_path / "run")
+    gone = (trained / "base").rename(trained / "gone")
+    try:
+        argv = ["train", str(run / "config.toml"), "--log.dir", str(run)]
+        assert main(argv) == 0
+        assert "step 2 of 2 is done already" in capsys.readouterr().err
+        (run / "checkpoints" / "step_00000002" / "manifest.json").unlink()
+        assert main(argv) == 2
+        assert f"checkpoint.weights = '{trained / 'base'}'" in capsys.readouterr().err
+        assert (run / "checkpoints" / "step_00000002").is_dir()
+    finally:
+        gone.rename(trained / "base")
 
 
 def test_an_export_is_the_checkpoint(trained, capsys):
