@@ -18,7 +18,7 @@ def balance_loss(
     A sequence's imbalance is `sum over experts of f P`: f the share of its choices that an expert got times the number
     of experts, P the mean of its tokens' shares of scores (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20; over all tokens
     of a batch it is Switch's, arXiv 2101.03961, eq. 4). It depends on no other sequence, so neither on the grid nor on
-    microbatches. Of a packed row it is that of its text. Collective: where the sequence is split, an all-reduce over
+    microbatches. Of padding there is none. Collective: where the sequence is split, an all-reduce over
     `y` of 8 bytes a sequence and expert.
     """
     counts = counted(routing.choices.reshape(sequences, -1), moe.experts)

@@ -90,7 +90,7 @@ class MixtureOfExperts(nnx.Module):
         self.shared = None if shared is None else shared(key=every)
 
     def __call__(self, x: jax.Array, packing: Packing | None = None) -> tuple[jax.Array, jax.Array]:
-        """[batch, seq, hidden/Gx] -> what is added to it, and `balance_loss`; padding of packed rows passes no expert.
+        """[batch, seq, hidden/Gx] -> what is added to it, and `balance_loss`; padding passes no expert.
 
         Collectives: those of the router, of the dispatch and of the weights' gathers; none between an expert's matmuls.
         """

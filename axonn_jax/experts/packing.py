@@ -9,10 +9,10 @@ from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size
 
 
 class Packing(NamedTuple):
-    """Of packed rows, whole also where the sequence is split."""
+    """Of rows, whole also where the sequence is split."""
 
     text: jax.Array
-    """True for tokens of documents of which some token is trained on, [rows, seq]; others are padding."""
+    """True for tokens of documents of which any token is trained on, [rows, seq]; all else is padding."""
     targets: jax.Array
     """Targets of each row that count, [rows] float32."""
 

@@ -14,9 +14,11 @@ from jax import lax
 
 from axonn_jax.errors import UserError
 from axonn_jax.experts.packing import Packing
+from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.protocol import Model
 from axonn_jax.tensor.attention import Documents
-from axonn_jax.tensor.loss import target_weights
+from axonn_jax.tensor.collectives import mark_varying
+from axonn_jax.tensor.loss import counting, readable, target_weights
 
 _ID, _COUNTED, _START = (1 << 24) - 1, 1 << 30, -(1 << 31)
 
@@ -30,7 +32,7 @@ class Residual(NamedTuple):
     balance: jax.Array | None
     """Sum of the losses that even out the loads of experts, of local tokens so far, a float32 scalar."""
     packing: Packing | None = None
-    """Of packed rows of a model with experts."""
+    """Of a model with experts."""
 
     @property
     def dtype(self) -> Any:
@@ -55,12 +57,18 @@ def documents_of(words: jax.Array) -> Documents:
     return Documents(jnp.cumsum(starts, axis=1), place - begins)
 
 
-def packing_of(words: jax.Array) -> Packing:
-    """What experts see of packed rows [batch, seq + 1]; no collectives.
+def packing_of(words: jax.Array, *, packed: bool) -> Packing:
+    """What experts see of rows [batch, seq + 1]; no collectives.
 
-    A document without a word that counts, as the rest of a row is, is padding.
+    A document without a target that counts, as the rest of a row is, is padding. A row that is not `packed` is one
+    document, and behind its last id that is not negative the rest.
     """
-    starts, counts = words < 0, words & _COUNTED != 0
+    if not packed:
+        targets = jnp.sum(counting(words), axis=1, dtype=jnp.float32)
+        text = lax.cummax((words >= 0).astype(jnp.int32), axis=1, reverse=True) == 1
+        return Packing(text[:, :-1] & (targets > 0)[:, None], targets)
+    starts = words < 0
+    counts = (words & _COUNTED != 0) & ~starts
     number = jnp.cumsum(starts.astype(jnp.int32), axis=1)
     rows = jnp.arange(words.shape[0])[:, None]
     trained = jnp.zeros((words.shape[0], words.shape[1] + 1), bool).at[rows, number].max(counts)
@@ -69,8 +77,13 @@ def packing_of(words: jax.Array) -> Packing:
 
 
 def inputs_of(model: Model, batch: jax.Array) -> jax.Array:
-    """What a model embeds of a batch [rows, seq + 1]: the words of packed rows, else the tokens before the last."""
-    return batch if model.packed else batch[:, :-1]
+    """What a model embeds of a batch [rows, seq + 1]: all of it where it `reads_words`, else ids before the last."""
+    return batch if model.reads_words else readable(batch)[:, :-1]
+
+
+def counted_targets(model: Model, batch: Any) -> Any:
+    """Whether each word or id of a batch [..., seq + 1] behind the first is a target that counts, [..., seq]."""
+    return counted(batch) if model.packed else counting(batch)
 
 
 def counted(words: Any) -> Any:
@@ -86,8 +99,7 @@ def targets_of(model: Model, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Targets of a batch [rows, seq + 1] and what each counts in a sum of losses, [rows, seq] int32 and float32."""
     if model.packed:
         return token_ids(batch[:, 1:]), packed_weights(batch, model.vocab)
-    weights = target_weights(batch, model.vocab)
-    return batch[:, 1:], weights
+    return readable(batch)[:, 1:], target_weights(batch, model.vocab)
 
 
 def packed_weights(words: jax.Array, vocab: int | None) -> jax.Array:
@@ -96,6 +108,20 @@ def packed_weights(words: jax.Array, vocab: int | None) -> jax.Array:
     known = jnp.bool_(True) if vocab is None else jnp.all(token_ids(words) < vocab, axis=1, keepdims=True)
     weights = jnp.where(known | ~jnp.any(counts, axis=1, keepdims=True), 1.0, jnp.nan)
     return jnp.where(counts | jnp.isnan(weights), weights, 0.0).astype(jnp.float32)
+
+
+def ids_of(words: jax.Array, *, packed: bool) -> tuple[jax.Array, jax.Array | None]:
+    """The ids to embed of rows [batch, seq + 1], and the places in their documents where these are `packed`."""
+    if packed:
+        return token_ids(words[:, :-1]), documents_of(words[:, :-1]).positions
+    return readable(words)[:, :-1], None
+
+
+def stream_of(values: jax.Array, words: jax.Array, *, packed: bool, experts: bool, balanced: bool) -> Residual:
+    """What the first layer takes: embedded values, and what later ones are to know of the rows [batch, seq + 1]."""
+    balance = mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES) if balanced else None
+    packing = packing_of(words, packed=packed) if experts else None
+    return Residual(values, documents_of(words[:, :-1]) if packed else None, balance, packing)
 
 
 def values_of(x: Stream) -> jax.Array:

@@ -53,7 +53,11 @@ class Model(Protocol):
 
     @property
     def packed(self) -> bool:
-        """Whether tokens are the words of `models.packed`; `embed` then gives a `Residual`."""
+        """Whether tokens are the words of `models.packed`."""
+
+    @property
+    def reads_words(self) -> bool:
+        """Whether layers look at the batch: at where documents begin, or at what experts are to see."""
 
     @property
     def residual_spec(self) -> P:
@@ -74,7 +78,7 @@ class Model(Protocol):
         """What `models.packed.inputs_of` gives of a batch -> what the first layer takes, in `dtype`."""
 
     def continued(self, x: jax.Array, tokens: jax.Array | None) -> Any:
-        """What the first layer of a later stage takes: what has arrived, and of a packed model the batch's words."""
+        """What the first layer of a later stage takes: what has arrived, and the batch if it `reads_words`."""
 
     def run_layer(self, layer: Any, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
         """Calls one of the layers, with its own key."""

@@ -38,7 +38,13 @@ class SequenceModel(nnx.Module):
         between: P | None = None,
     ):
         self.vocab, self.seq_len, self.drops_out, self.token_axes = None, None, False, BATCH_AXES
-        self.packed, self.balanced, self.balance_rate, self.layer_period = False, False, None, 0
+        self.packed, self.reads_words, self.balanced, self.balance_rate, self.layer_period = (
+            False,
+            False,
+            False,
+            None,
+            0,
+        )
         self.layers = nnx.List(list(layers))
         self._loss = loss
         self._flops = None if flops is None else tuple(flops)

@@ -20,12 +20,12 @@ from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.packed import Residual, Stream, balance_of, documents_of, packing_of, token_ids, values_of
+from axonn_jax.models.packed import Residual, Stream, balance_of, ids_of, stream_of, values_of
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
 from axonn_jax.tensor.attention import Angles, Attend, Attention, Documents, Held, Rotation, angles
-from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight, mark_varying
+from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight
 from axonn_jax.tensor.dropout import DropoutKey, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
 from axonn_jax.tensor.kernel_choice import Tiles
@@ -176,6 +176,7 @@ class Transformer(nnx.Module):
         self.layer_period = 1 if shape.moe is None else shape.moe.every
         self.balanced = shape.moe is not None and moe.balance_weight > 0.0
         self.balance_rate = None if shape.moe is None else moe.balance_rate
+        self.reads_words = packed or shape.moe is not None
         self.vocab, self.seq_len, self.drops_out = shape.vocab, shape.seq_len, shape.dropout > 0.0
         layers, hidden, std, split = shape.layers, shape.hidden, shape.init_std, comm.sequence_split
         self.residual_spec = P(BATCH_AXES, SEQUENCE_AXIS if split else None, "x")
@@ -210,28 +211,23 @@ class Transformer(nnx.Module):
         def run(block: Block, x: Stream, index: jax.Array | int) -> Stream:
             return block(x, None if key is None else key.of_layer(index))
 
-        words = jnp.pad(tokens, ((0, 0), (0, 1))) if self.packed else tokens
+        words = jnp.pad(tokens, ((0, 0), (0, 1))) if self.reads_words else tokens
         return run_layers(self.blocks, run, self.embed(words, dtype, key))
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> Stream:
         """What `models.packed.inputs_of` gives -> residual stream in `dtype`, which every later layer computes in."""
-        if (seq := tokens.shape[1] - self.packed) > self.shape.seq_len:
+        if (seq := tokens.shape[1] - self.reads_words) > self.shape.seq_len:
             raise UserError("sequence length", seq, f"at most model.seq_len = {self.shape.seq_len}")
-        if self.packed:
-            places = documents_of(tokens[:, :-1]).positions
-            return self._stream(self._embedded(token_ids(tokens[:, :-1]), dtype, key, places), tokens)
-        return self._stream(self._embedded(tokens, dtype, key, None), None)
+        if not self.reads_words:
+            return self._embedded(tokens, dtype, key, None)
+        ids, places = ids_of(tokens, packed=self.packed)
+        return self.continued(self._embedded(ids, dtype, key, places), tokens)
 
     def continued(self, x: jax.Array, tokens: jax.Array | None) -> Stream:
-        """The stream that another stage has begun on these words (None: of a model that is not packed)."""
-        return self._stream(x, tokens)
-
-    def _stream(self, values: jax.Array, words: jax.Array | None) -> Stream:
-        balance = mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES) if self.balanced else None
-        if words is None:
-            return values if balance is None else Residual(values, None, balance)
-        packing = None if self.shape.moe is None else packing_of(words)
-        return Residual(values, documents_of(words[:, :-1]), balance, packing)
+        """The stream that another stage has begun on these words (None: of a model that does not read them)."""
+        if tokens is None:
+            return x
+        return stream_of(x, tokens, packed=self.packed, experts=self.shape.moe is not None, balanced=self.balanced)
 
     def embed_at(self, tokens: jax.Array, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, Angles | None]:
         """Token ids and their positions [batch, seq] -> residual stream, and by what its layers rotate."""

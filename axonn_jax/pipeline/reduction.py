@@ -62,23 +62,19 @@ class Reduction:
         return jax.jit(run, donate_argnums=0).lower(sums).compile()
 
     def _mean(self) -> Callable[..., Any] | None:
-        """Results of the last stage's forwards, targets -> mean loss, an all-reduce of a scalar over `data` and `z`.
-
-        Targets are those that count of packed rows, else None: they are known.
-        """
+        """Results of the last stage's forwards, targets that count -> mean loss; 4 bytes over `data` and `z`."""
         last = next((stage for stage in self._stages if stage.last), None)
         if last is None or last.losses is None:
             return None
-        losses, targets = [last.losses] * last.work.microbatches, last.work.targets
-        counted = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self._mesh, P()))
+        losses = [last.losses] * last.work.microbatches
+        targets = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self._mesh, P()))
 
-        def local(losses: list[jax.Array], counted: jax.Array | None) -> jax.Array:
-            total = all_reduce(sum((value[0] for value in losses[1:]), losses[0][0]), BATCH_AXES)
-            return total / (targets if counted is None else counted)
+        def local(losses: list[jax.Array], targets: jax.Array) -> jax.Array:
+            return all_reduce(sum((value[0] for value in losses[1:]), losses[0][0]), BATCH_AXES) / targets
 
         specs = [last.losses.sharding.spec] * len(losses)
         run = jax.jit(shard_mapped(local, self._mesh, (specs, P()), P()))
-        return run.lower(losses, counted if last.model.packed else None).compile()
+        return run.lower(losses, targets).compile()
 
     def _measure(self, counted: dict[str, P]) -> Callable[..., Any]:
         """Gradients -> their sum of squares, a parameter that another rank also holds counted there; and of experts.

@@ -47,13 +47,6 @@ class StepShape:
     """What the forward pass keeps (`memory.remat`)."""
     sums: jnp.dtype
     """What gradients add up in."""
-    scaled: bool
-    """Whether the loss is scaled: the last stage's backward takes the factor."""
-
-    @property
-    def targets(self) -> int:
-        """Target tokens of a step's global batch."""
-        return self.rows * self.microbatches * (self.width - 1)
 
 
 @dataclass(frozen=True)
@@ -90,13 +83,13 @@ class Stretch:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it takes the tokens: the first, the last, and all that keep documents apart."""
-        return self.first or self.last or self.model.packed
+        """Whether it takes the tokens: the first, the last, and all of a model whose layers look at them."""
+        return self.first or self.last or self.model.reads_words
 
     @property
     def counts(self) -> bool:
         """Whether it takes what its losses' gradients begin with: the loss scale, over the targets that count."""
-        return (self.last or self.model.balanced) and (self.work.scaled or self.model.packed)
+        return self.last or self.model.balanced
 
     @property
     def model(self) -> Model:
@@ -146,7 +139,7 @@ class Stretch:
         if self.first:
             x = model.embed(inputs_of(model, given[TOKENS]), self.work.dtype, key)
         else:
-            x = model.continued(given[X], given[TOKENS] if model.packed else None)
+            x = model.continued(given[X], given[TOKENS] if model.reads_words else None)
         for number in self.pieces:
             x = model.run_segment(number, x, key)
         if not self.last:
@@ -177,9 +170,8 @@ class Stretch:
 
         (y, balance), pull = jax.vjp(forward, cast_for_reduction(self.work.sums, self.own(given), self.parts.specs), x)
 
-        def seed(loss: jax.Array) -> jax.Array:  # the loss is the mean over all targets of the step
-            scale = given.get(SCALE, jnp.float32(1.0)) / (1 if self.model.packed else self.work.targets)
-            return mark_varying(jnp.full(loss.shape, scale, loss.dtype), compat.varying_axes(loss))
+        def seed(loss: jax.Array) -> jax.Array:  # the loss is the mean over all targets of the step that count
+            return mark_varying(jnp.full(loss.shape, given[SCALE], loss.dtype), compat.varying_axes(loss))
 
         dp, dx = pull((seed(y) if dy is None else dy, None if balance is None else seed(balance)))
         return [y, *([] if x is None else [dx]), *(dp[name] for name in given if name in dp)]

@@ -9,7 +9,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.models.packed import counted
+from axonn_jax.models.packed import counted_targets
+from axonn_jax.models.protocol import Model
 from axonn_jax.pipeline.stage import Kept, Stage, replicated
 from axonn_jax.pipeline.stage_programs import Result
 from axonn_jax.pipeline.trace import KEY, MICROBATCH, SCALE, TOKENS
@@ -37,16 +38,21 @@ class StageWorker:
             numbers = range(stage.work.microbatches)
             self._numbers = [replicated(np.uint32(m), self._replicated) for m in numbers]
         self._count = None
-        if stage.model.packed and (stage.model.balanced or any(stage.last for stage in self.stages.values())):
-            self._count = _counting(self.mesh, stage.work.microbatches)
+        if stage.model.balanced or any(stage.last for stage in self.stages.values()):
+            self._count = _counting(stage.model, self.mesh, stage.work.microbatches)
         self.counted: jax.Array | None = None
-        """Targets of the step that count, where rows are packed and a loss is here."""
+        """Targets of the step that count, where a loss is here."""
         self.losses: list[jax.Array] = []
         self.sums: Params = {}
         self._zero = _zero({name: form for stage in self.stages.values() for name, form in stage.sums.items()})
         self._inbox: dict[Message, jax.Array] = {}
         # By (stage, microbatch): what its programs left, until the last has started.
         self._kept: dict[tuple[int, int], list[Kept]] = {}
+
+    @property
+    def targets(self) -> float:
+        """Targets of the batch that count, a number of the host; 0 where its losses are not here."""
+        return float(self.counted) if self.losses and self.counted is not None else 0.0
 
     @property
     def reads_tokens(self) -> bool:
@@ -69,10 +75,7 @@ class StageWorker:
         self._params = params
         self.losses, self._inbox, self._kept = [], {}, {}
         self._given: list[dict[str, jax.Array]] = [{} for _ in range(self._work.microbatches)]
-        factor = replicated(np.float32(1.0 if scale is None else scale), self._replicated)
         for number, given in enumerate(self._given):
-            if self._work.scaled:
-                given[SCALE] = factor
             if self.reads_tokens:
                 shape = (self._work.rows, self._work.width)
                 given[TOKENS] = jax.make_array_from_process_local_data(
@@ -81,6 +84,7 @@ class StageWorker:
             if self._numbers and key is not None:
                 given[KEY], given[MICROBATCH] = key, self._numbers[number]
         if self._count is not None:
+            factor = replicated(np.float32(1.0 if scale is None else scale), self._replicated)
             self.counted, seed = self._count([given[TOKENS] for given in self._given], factor)
             for given in self._given:
                 given[SCALE] = seed
@@ -127,14 +131,14 @@ class StageWorker:
         return ran
 
 
-def _counting(mesh: Mesh, microbatches: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Returns a program: packed tokens of all microbatches and the loss scale -> targets that count, scale over them.
+def _counting(model: Model, mesh: Mesh, microbatches: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Returns a program: tokens of all microbatches and the loss scale -> targets that count, scale over them.
 
     Collective: an all-reduce of one number over `data` and `z`.
     """
 
     def local(tokens: list[jax.Array], scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        own = sum(jnp.sum(counted(words), dtype=jnp.float32) for words in tokens)
+        own = sum(jnp.sum(counted_targets(model, words), dtype=jnp.float32) for words in tokens)
         total = all_reduce(jnp.asarray(own), BATCH_AXES)
         return total, scale / total
 

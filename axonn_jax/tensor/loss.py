@@ -203,16 +203,30 @@ NO_TARGET = -1
 """The targets of a row that fills a batch up."""
 
 
+def counting(batch: Any) -> Any:
+    """Whether each id of a batch [..., seq + 1] behind the first is a target that counts, [..., seq].
+
+    A negative one is none: -1, and -100 as PyTorch has it.
+    """
+    return batch[..., 1:] >= 0
+
+
 def target_weights(batch: jax.Array, vocab: int | None) -> jax.Array:
     """What each target of a batch [rows, seq + 1] counts in a sum of losses, [rows, seq] float32; no collectives.
 
-    Nothing in a row that has no targets, all of them being negative. In any other an id that is not in the vocabulary
-    (None: any is) counts NaN, and so the sum is NaN on every grid, whatever the layers make of such an id.
+    In a row with an id beyond the vocabulary (None: there is no end to it) every target that counts counts NaN, and so
+    the sum is NaN on every grid, whatever the layers make of such an id.
     """
-    counts = jnp.any(batch[:, 1:] >= 0, axis=1)
-    known = jnp.bool_(True) if vocab is None else jnp.all((batch >= 0) & (batch < vocab), axis=1)
-    weights = jnp.where(counts, jnp.where(known, 1.0, jnp.nan), 0.0).astype(jnp.float32)
-    return jnp.broadcast_to(weights[:, None], batch[:, 1:].shape)
+    known = jnp.bool_(True) if vocab is None else jnp.all(batch < vocab, axis=1, keepdims=True)
+    return jnp.where(counting(batch), jnp.where(known, 1.0, jnp.nan), 0.0).astype(jnp.float32)
+
+
+def readable(batch: jax.Array) -> jax.Array:
+    """The ids of a batch [rows, seq + 1] as layers may read them: 0 for a negative one, and in rows without targets.
+
+    So no result depends on such rows, and no lookup or loss ever meets an id that is none.
+    """
+    return jnp.where(jnp.any(counting(batch), axis=1, keepdims=True), jnp.maximum(batch, 0), 0)
 
 
 def pad_batch(batch: np.ndarray, rows: int) -> np.ndarray:
@@ -225,8 +239,3 @@ def without_targets(batch: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """The batch, of which some rows, a mask, no longer count."""
     targets = np.where(rows[:, None], np.array(NO_TARGET, batch.dtype), batch[:, 1:])
     return np.concatenate([batch[:, :1], targets], axis=1)
-
-
-def samples_in(batch: np.ndarray) -> int:
-    """The number of rows that count."""
-    return int(np.any(batch[:, 1:] >= 0, axis=1).sum())

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 
 from axonn_jax.checkpoint.manifest import name_of
 from axonn_jax.data.loader import Loader
+from axonn_jax.data.tokenize import files_of as tokenizer_files
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.distributed.launch import World
 from axonn_jax.documents import replace_whole
@@ -19,6 +21,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.hardware import peak_flops
 from axonn_jax.memory.report import lines as memory_lines
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.tensor.loss import without_targets
 from axonn_jax.terminal import duration
 from axonn_jax.train.config import Config
@@ -46,9 +49,8 @@ class Run:
         self.progress = Progress(config.train.steps, shown=self.first)
         self.checkpoints = Checkpoints(config, self.engine, sync, self.say)
         self.train_data = self._loader("train", position=self.checkpoints.resume())
-        self.held_out, self.samples = held_out(
-            self._loader("valid", shuffle=False), config.train.eval_batches, config.train.global_batch
-        )
+        valid = self._loader("valid", shuffle=False)
+        self.held_out = held_out(valid, config.train.eval_batches, config.train.global_batch)
         self.tokens = config.train.global_batch * shape.seq_len
         self.rate = learning_rate(config.train)
         self.start = self.engine.steps_done
@@ -62,7 +64,11 @@ class Run:
         if self.first:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._put("config.toml", to_toml(config).encode())
-            self._put("tokenizer.json", (Path(config.data.path) / "tokenizer.json").read_bytes())
+            files = tokenizer_files(Path(config.data.path))
+            for name in {*filter(OF_TOKENIZER.fullmatch, os.listdir(self.directory))} - files.keys():  # of other data
+                (self.directory / name).replace(self.directory / f"aside_{name}")
+            for name, raw in files.items():
+                self._put(name, raw)
             self.log = MetricsLog(self.directory, tensorboard=config.log.tensorboard, resumed=self.start, warn=self.say)
 
     def _put(self, name: str, raw: bytes) -> None:
@@ -250,7 +256,7 @@ class Run:
                 self.say(line)
 
     def _evaluate(self, step: int) -> None:
-        loss = self.trainer.evaluate(self.held_out, samples=self.samples)
+        loss = self.trainer.evaluate(self.held_out)
         if self.log is not None:
             self.log.write({"step": step, "eval_loss": loss, "unigram_entropy": self._entropy})
         self.say(f"step {step}: held-out loss {loss:.4f} (unigram entropy {self._entropy:.4f})")
@@ -268,8 +274,8 @@ class Run:
         )
 
 
-def held_out(loader: Loader, most: int, global_batch: int) -> tuple[list[np.ndarray], int]:
-    """The evaluation's batches, the first of the held-out split and at most so many, and their samples.
+def held_out(loader: Loader, most: int, global_batch: int) -> list[np.ndarray]:
+    """The evaluation's batches, the first of the held-out split and at most so many.
 
     Each sample is there once; behind the last of the split a batch is filled up. They are read once, and `loader`
     closed.
@@ -279,4 +285,4 @@ def held_out(loader: Loader, most: int, global_batch: int) -> tuple[list[np.ndar
     for number, batch in enumerate(batches):
         behind = np.array(loader.samples(number), dtype=int) >= loader.num_samples
         batches[number] = without_targets(batch, behind)
-    return batches, min(most * global_batch, loader.num_samples)
+    return batches

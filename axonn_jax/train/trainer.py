@@ -10,15 +10,14 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from axonn_jax.distributed.host_sync import host_sync
 from axonn_jax.distributed.in_flight import in_flight
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.remat import check_activations
-from axonn_jax.models.packed import counted as counted_targets
+from axonn_jax.models.packed import counted_targets
 from axonn_jax.models.protocol import check_model
 from axonn_jax.pruned.config import PruneConfig
-from axonn_jax.tensor.loss import pad_batch, samples_in
+from axonn_jax.tensor.loss import pad_batch
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, TensorConfig
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
@@ -38,11 +37,12 @@ class Trainer:
 
     `optimizer` is any optax transformation. It sees global arrays, so transformations that are not elementwise are
     right too; with `memory.offload` and with a pipeline it must treat every parameter by itself (``UserError``). The
-    loss is the mean over all target tokens of the global batch, whatever the grid, which is processed in
-    `microbatches` parts a step. With `clip` the gradients are scaled down to that global norm (0: not
-    clipped). `seed` is that of dropout. `memory`, `tensor`, `pipeline` and `prune` are the tables of a config file of
-    these names (`axonn-jax train --help`); of a model given, `memory.sequence_parallel`, `tensor.residual_comm` and
-    `tensor.matmul_layouts` are what it was made with, and `pipeline` counts where the grid's `pipe` is above 1.
+    loss is the mean over the targets of the global batch that count, whatever the grid. A negative id (-1, or -100 as
+    PyTorch has it) is no target, and as an input it is id 0. A step processes the batch in `microbatches` parts. With
+    `clip` the gradients are scaled down to that global norm (0: not clipped). `seed` is that of dropout. `memory`,
+    `tensor`, `pipeline` and `prune` are the tables of a config file of these names (`axonn-jax train --help`); of a
+    model given, `memory.sequence_parallel`, `tensor.residual_comm` and `tensor.matmul_layouts` are what it was made
+    with, and `pipeline` counts where the grid's `pipe` is above 1.
 
     `engine` is a `PipelineEngine` there, else an `SpmdEngine`. It has what tools and tests need
     (`engines.engine.Engine`), the float32 weights by name (`engine.params`) and the optimizer's state among it.
@@ -79,7 +79,7 @@ class Trainer:
         else:
             self.engine = SpmdEngine(model, optimizer, grid, tensor=tensor, **given)
         self._pruning = Pruning(prune, self.engine)
-        self._packed = check_model(self.engine.parts.merge(self.engine.parts.params)).packed
+        self._shapes = check_model(self.engine.parts.merge(self.engine.parts.params))
 
     @property
     def model(self) -> nnx.Module:
@@ -106,45 +106,34 @@ class Trainer:
     def step(self, batch: np.ndarray) -> StepMetrics:
         """One optimizer step on this process's [sequences, seq + 1] token ids of a global batch.
 
-        An id that is not in a transformer's vocabulary makes the loss NaN. A step whose loss or gradients are not
-        finite leaves weights and optimizer state as they were, on every device, and is counted in the metrics'
-        `skipped`; of a packed model such is a step without targets, ``UserError`` in a run of one process. Without a
-        pipeline the metrics are device values, and all that is waited for is the step before the last
-        (`in_flight`). It prunes too, where `prune` says that for behind this step.
+        An id beyond a transformer's vocabulary makes the loss NaN. A step whose loss or gradients are not finite leaves
+        weights and optimizer state as they were, on every device, and is counted in the metrics' `skipped`; such is a
+        step without targets, ``UserError`` in a run of one process. Without a pipeline the metrics are device values,
+        and all that is waited for is the step before the last (`in_flight`). It prunes too, where `prune` says that
+        for behind this step.
         """
-        if self._packed and self.engine.grid.size == 1 and not counted_targets(batch).any():
-            raise UserError("batch", batch.shape, "packed rows with at least one target that counts")
+        if self.engine.grid.size == 1 and len(batch) and not counted_targets(self._shapes, batch).any():
+            rows = "packed rows" if self._shapes.packed else "rows of ids from 0"
+            raise UserError("batch", batch.shape, f"{rows} with at least one target that counts")
         self._pruning.at(self.engine.steps_done)  # a checkpoint of that step may have been loaded
         metrics = self.engine.step(batch)
         self._pruning.at(self.engine.steps_done)
         return metrics
 
-    def evaluate(self, batches: Iterable[np.ndarray], *, samples: int | None = None) -> float:
+    def evaluate(self, batches: Iterable[np.ndarray]) -> float:
         """Mean loss over the targets of batches (this process's sequences of each), without dropout; waits for it.
 
-        Where this process has all sequences a batch may have any number of them. Those without targets, all being -1,
-        fill a batch up and do not count; where processes have sequences of their own `samples` says how many count,
-        over all batches and processes.
+        Where this process has all sequences a batch may have any number of them. Those without targets fill a batch up.
         """
         self._pruning.check_masks()
-        shards = self.engine.batches
-        share = shards.share
-        means, sequences, width = [], 0, 0
-        packed = self._packed
-        sync = host_sync(self.engine.grid) if packed else None
-        bounded = in_flight()
+        share, sequences, results, bounded = self.engine.batches.share, 0, [], in_flight()
         for batch in batches:
             sequences = max(sequences, -(-len(batch) // share) * share)  # what is left runs in the same program
-            filled, width = pad_batch(batch, sequences), batch.shape[1] - 1
-            targets = shards.least / share * width  # of all processes, for a sequence here
-            every, count = targets * len(filled), targets * samples_in(filled)
-            if sync is not None:  # in as many copies as each process's rows have
-                every = count = sum(map(int, sync.gather(str(int(counted_targets(filled).sum())))))
-            means.append((bounded(self.engine.mean_loss(filled)), every, count))
-        counted = samples * width if samples is not None and not packed else sum(count for *_, count in means)
-        if not counted:
-            raise UserError("evaluate", "no samples", "at least one sample")
-        return sum(float(mean) * targets for mean, targets, _ in means if targets) / counted
+            results.append(bounded(self.engine.mean_loss(pad_batch(batch, sequences))))
+        counts = [float(targets) for _, targets in results]
+        if not any(counts):
+            raise UserError("evaluate", "no targets", "at least one target that counts")
+        return sum(float(mean) * count for (mean, _), count in zip(results, counts, strict=True) if count) / sum(counts)
 
     def save(self, directory: str | Path, step: int) -> Path:
         """Writes all state to `directory/step_N` and waits for it; every process of the run must call it.

@@ -47,7 +47,7 @@ def measure_pipeline(
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
     pipe_shape, ranges = check_pipeline(sizes.pipe, microbatches, config, list(model.segments))
     size = (rows * sizes.batch_shards, shape.seq_len + 1, microbatches)
-    work = StepShape(*size, dtypes.compute, activations, dtypes.grad_dtype, dtypes.scaled)
+    work = StepShape(*size, dtypes.compute, activations, dtypes.grad_dtype)
     stages = plan(split_module(model), grid, pipe_shape, ranges, work, keyed=False)
     found = []
     for place in sorted({0, 1, sizes.pipe - 1}):

@@ -92,6 +92,7 @@ def test_the_run_directory_is_complete(name, run_of):
     run, _ = run_of(name)
     names = {path.name for path in run.iterdir()}
     wanted = {"config.toml", "metrics.jsonl", "loss.png", "timeline.json", "timeline.png", "tokenizer.json"}
+    wanted |= {"tokenizer_config.json"}
     assert names >= {*wanted, "checkpoints"}
     pipe = EVERY_CASE[name][2]["grid_pipe"]
     spans = read_trace(run / "timeline.json")

@@ -26,7 +26,7 @@ def planned(blocks, *, virtual_stages=1):
     parts = shapes_of(split_module(model), jnp.dtype("float32"))
     cuts = [0, *(1 + 2 * blocks * stage for stage in range(1, stages)), 2 + 2 * blocks * stages]
     ranges = [range(first, last) for first, last in pairwise(cuts)]
-    work = StepShape(2, shape.seq_len + 1, 4, jnp.dtype("float32"), "none", jnp.dtype("float32"), False)
+    work = StepShape(2, shape.seq_len + 1, 4, jnp.dtype("float32"), "none", jnp.dtype("float32"))
     grid = grids.lay(GridShape(pipe=2))
     return plan(parts, grid, PipelineShape(2, 4, virtual_stages), ranges, work, keyed=True), parts, ranges
 

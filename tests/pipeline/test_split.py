@@ -28,7 +28,7 @@ def handed(shape, precision):
     """Of a stage that is one block: elements of the stream's size after forward and input gradient, inputs included."""
     grid, dtypes = grids.lay(GridShape(pipe=2)), precisions(precision)
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
-    work = StepShape(2, shape.seq_len + 1, 4, dtypes.compute, "none", dtypes.grad_dtype, dtypes.scaled)
+    work = StepShape(2, shape.seq_len + 1, 4, dtypes.compute, "none", dtypes.grad_dtype)
     ranges = [range(3), range(3, 5), range(5, len(model.segments))]
     stages = plan(split_module(model), grid, PipelineShape(2, 4, 1), ranges, work, keyed=False)
     (group,) = stages[1]

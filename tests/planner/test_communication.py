@@ -70,12 +70,12 @@ def test_a_tied_table_travels_once_each_way():
 def test_one_axis_alone_is_ddp_and_fsdp():
     params = preset("llama2-7b").params()
     ddp = totals(predict(StepSpec(preset("llama2-7b"), GridShape(data=8), 8)))
-    assert ddp == {("all-reduce", "data"): 2 * Fraction(7, 8) * (4 * params + 4)}  # gradients and the loss
+    assert ddp == {("all-reduce", "data"): 2 * Fraction(7, 8) * (4 * params + 8)}  # gradients, targets and loss
     fsdp = totals(predict(StepSpec(preset("llama2-7b"), GridShape(z=8), 8, itemsize=2)))
     norms = 65 * 4096  # replicated over z, so reduced like DDP's
     assert fsdp == {
         ("all-gather", "z"): Fraction(7, 8) * 2 * (params - norms),
-        ("all-reduce", "z"): 2 * Fraction(7, 8) * 4 * (norms + 2),  # and the loss, and the global norm
+        ("all-reduce", "z"): 2 * Fraction(7, 8) * 4 * (norms + 3),  # and targets, the loss, the global norm
         ("reduce-scatter", "z"): Fraction(7, 8) * 4 * (params - norms),
     }
 

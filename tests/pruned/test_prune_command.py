@@ -88,7 +88,7 @@ def test_a_prune_that_fails_leaves_nothing_and_can_be_done_again(runs, tmp_path,
     assert os.listdir(tmp_path) == []
     assert json.loads(command(*words).splitlines()[-1])["step"] == 6
     assert os.listdir(out.parent) == ["out"]
-    assert set(os.listdir(out)) == {"config.toml", "tokenizer.json", "checkpoints"}
+    assert set(os.listdir(out)) == {"config.toml", "tokenizer.json", "tokenizer_config.json", "checkpoints"}
 
 
 def test_what_a_killed_prune_left_goes_and_what_others_put_into_its_place_stays(runs, tmp_path):

@@ -20,11 +20,13 @@ from axonn_jax.cli.bench.common import Constraints
 from axonn_jax.errors import UserError
 from axonn_jax.experts.grouped import activated
 from axonn_jax.experts.layer import MixtureOfExperts
+from axonn_jax.experts.packing import Packing
 from axonn_jax.experts.shape import slots_of
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.memory.precision import precisions
 from axonn_jax.memory.remat import layer_runner
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.packed import inputs_of, values_of
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.models.transformer import Block, Transformer
 from axonn_jax.options import AttentionKernel, Precision
@@ -98,7 +100,8 @@ class AutomaticProgram(OnMesh):
             return constrained(run_layer(block, (constrained(x),), key)[0])
 
         # Of all logits: parts of the tokens are parts of a device's own tokens, and here there are only global arrays.
-        x = run_layers(model.blocks, run_block, model.embed(batch[:, :-1], self.dtype, dropout_key))
+        x = values_of(model.embed(inputs_of(model, batch), self.dtype, dropout_key))
+        x = run_layers(model.blocks, run_block, x)
         return jnp.mean(cross_entropy(model.logits(x), batch[:, 1:]))
 
     def _rows(self, axis: str) -> NamedSharding:
@@ -161,7 +164,7 @@ class _OneHotExperts(nnx.Module):
     def __init__(self, layer: MixtureOfExperts, mesh: Mesh):
         self.layer, self.mesh = layer, mesh
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, packing: Packing | None = None) -> tuple[jax.Array, jax.Array]:
         """[batch, seq, hidden] -> what experts add, zero for choices without a slot, and no balance loss.
 
         Sources: Switch Transformers (arXiv 2101.03961) section 2.2, GShard (arXiv 2006.16668) algorithm 1.

@@ -65,7 +65,7 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
 
     Gradients in float32, over `data` and `expert`, and over `z` too where a parameter is replicated there; with the
     sequence split over `y` as well: norms, biases added to the stream, positions. Buckets change the number of
-    messages, not their bytes. Then the mean loss and the global norm, a scalar each.
+    messages, not their bytes. Then how many targets count, the mean loss and the global norm: a scalar each.
     """
     shape = work.shape
     over = (DATA, EXPERT, Z, Y) if work.comm.sequence_split else (DATA, EXPERT, Z)
@@ -90,6 +90,7 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
     yield reduced("norm", shape.hidden, (X,), vectors)
     if not shape.tied:
         yield reduced("head", shape.hidden * work.vocab, (X, Y, Z), 1)
+    yield work.row("targets", "update", "all-reduce", (DATA, EXPERT, Z), FLOAT32, 1)
     yield work.row("mean loss", "update", "all-reduce", (DATA, EXPERT, Z), FLOAT32, 1)
     norms = (EXPERT, Z, Y, X) if shape.routed_layers else (Z, Y, X)
     yield work.row("global norm", "update", "all-reduce", norms, FLOAT32, 1)

@@ -178,4 +178,4 @@ def _part(one: Predicted) -> Part:
         return "block"
     if one.name in ("embedding", "positions"):
         return "first"
-    return "step" if one.name in ("mean loss", "global norm") else "last"
+    return "step" if one.name in ("targets", "mean loss", "global norm") else "last"

@@ -103,8 +103,11 @@ class Engine(Protocol):
     def step(self, batch: np.ndarray) -> StepMetrics:
         """One optimizer step on this process's [sequences, seq + 1] token ids of a global batch."""
 
-    def mean_loss(self, batch: np.ndarray) -> Any:
-        """The mean loss over all targets of a batch, without dropout; of a host or a device."""
+    def mean_loss(self, batch: np.ndarray) -> tuple[Any, Any]:
+        """The mean loss over the targets of a batch that count, without dropout, and their number over all processes.
+
+        Numbers of a host or a device.
+        """
 
     def state(self) -> State:
         """What this process's jax world saves: arrays in use by names without the grid, each once in the whole run.

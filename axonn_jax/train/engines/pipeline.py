@@ -124,8 +124,7 @@ class PipelineEngine:
     def step(self, batch: np.ndarray) -> StepMetrics:
         """One optimizer step on this process's [sequences, seq + 1] token ids of a global batch.
 
-        Waits for the gradients, since clipping needs all stages' norms, and all ranks skip a step that is not finite;
-        the update itself is still under way on return.
+        Waits for the gradients, since clipping needs all stages' norms; the update is still under way on return.
         Messages: activations between neighbouring stages, [sequences, seq, hidden] in the compute dtype each way a
         microbatch; once a step 24 bytes a rank, and the gradient of a tied table between its two holders.
         Collectives within a stage are those of `StageProgram.gradients`.
@@ -135,8 +134,7 @@ class PipelineEngine:
             return self._run(pipe, microbatches)
 
     def _run(self, pipe: build.CompiledPipeline, microbatches: list[np.ndarray]) -> StepMetrics:
-        status, sync, step = self._links.status, self._links.sync, self.steps_done + 1
-        scale = self._scale.factor
+        status, sync, step, scale = self._links.status, self._links.sync, self.steps_done + 1, self._scale.factor
         for pp_rank, rank in pipe.ranks.items():
             key = rank.key(self._seed, self.steps_done) if self._keyed else None
             rank.begin(self.stages[pp_rank].given, microbatches, key, train=True, scale=scale)
@@ -177,7 +175,7 @@ class PipelineEngine:
     def memory(self) -> dict[int, dict[str, Any]]:  # noqa: D102
         return self._states.memory()
 
-    def mean_loss(self, batch: np.ndarray) -> float:  # noqa: D102
+    def mean_loss(self, batch: np.ndarray) -> tuple[float, float]:  # noqa: D102
         pipe, microbatches = self._prepare(batch)
         with self._started():
             for pp_rank, rank in pipe.ranks.items():
@@ -186,8 +184,9 @@ class PipelineEngine:
             pipe.executor.run(orders, self.steps_done, train=False)
             losses = pipe.losses()
             self._links.status.now(running="the agreement on the loss")
-            own = {pp_rank: (float(losses.get(pp_rank, 0.0)),) for pp_rank in pipe.ranks}
-            return sum(mean for (mean,) in self._links.sync.gathered(own))
+            own = {pp_rank: (float(losses.get(pp_rank, 0.0)), rank.targets) for pp_rank, rank in pipe.ranks.items()}
+            means, targets = zip(*self._links.sync.gathered(own), strict=True)
+            return sum(means), sum(targets)
 
     def finite(self) -> bool:  # noqa: D102
         return self._states.finite()
@@ -282,13 +281,12 @@ class PipelineEngine:
 
     def _plan(self, rows: int, width: int) -> build.Plan:
         dtypes, sizes = self.precisions, (rows, width, self.batches.microbatches)
-        shape = StepShape(*sizes, dtypes.compute, self._activations, dtypes.grad_dtype, dtypes.scaled)
+        shape = StepShape(*sizes, dtypes.compute, self._activations, dtypes.grad_dtype)
         layouts = {pp_rank: stage.layout for pp_rank, stage in self.stages.items()}
         return build.plan(self.parts, self.grid, self.pipe_shape, self.ranges, shape, self._keyed, layouts)
 
     def _dispatcher(self, pp_rank: int, pipe: build.CompiledPipeline) -> OrderedDispatcher:
-        leader = self._links.leader
-        if leader is not None and not leader.leads:
+        if (leader := self._links.leader) is not None and not leader.leads:
             return OrderedDispatcher(self.pipe_shape, pp_rank)
         in_flight = self.pipeline.in_flight
         if in_flight == 0 and self.pipe_shape.virtual_stages == 1:  # the first step tells how much memory is left

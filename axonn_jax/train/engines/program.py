@@ -17,7 +17,7 @@ from axonn_jax.grid import BATCH_AXES, Grid, GridShape
 from axonn_jax.memory.offload_buckets import unreduced_spec
 from axonn_jax.memory.remat import batch_loss, layer_runner
 from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
-from axonn_jax.models.packed import counted
+from axonn_jax.models.packed import counted_targets
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.stacked import Stacked
 from axonn_jax.options import ReshardAfter
@@ -150,7 +150,7 @@ class StageProgram(OnMesh):
     ) -> tuple[Params, jax.Array, jax.Array]:
         """As `gradients`, each device's own sums over microbatches, the mean loss, and the sum of all their squares.
 
-        Sums are laid out by `offload_buckets.unreduced_spec`; nothing but two numbers is reduced over `data`. Where
+        Sums are laid out by `offload_buckets.unreduced_spec`; nothing but three numbers is reduced over `data`. Where
         the sum of squares, over all devices, is finite, so are the gradients that the sums add up to.
         """
         each = P((*BATCH_AXES, "y", "x"))  # every device's count, copies too
@@ -164,18 +164,19 @@ class StageProgram(OnMesh):
         region = self._manual(local, (self.parts.specs, BATCH_SPEC, P()), (sums, P(), P()))
         return region(params, tokens, key)  # type: ignore[no-any-return]
 
-    def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
-        """Mean loss of [microbatches, sequences, seq + 1] tokens, without dropout; no expert drops a token."""
+    def loss(self, params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Mean loss of [microbatches, sequences, seq + 1] tokens, without dropout or dropped tokens; their targets."""
         evaluated = replace(self, parts=without_drops(self.parts))
 
-        def local(params: Params, tokens: jax.Array) -> jax.Array:
+        def local(params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
             def add(total: jax.Array, batch: jax.Array) -> tuple[jax.Array, None]:
                 return total + evaluated._loss_sum(params, batch, None), None
 
             total, _ = lax.scan(add, mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES), tokens)
-            return all_reduce(total, BATCH_AXES) / self._targets(tokens)
+            targets = self._targets(tokens)
+            return all_reduce(total, BATCH_AXES) / targets, targets
 
-        return self._manual(local, (self.parts.specs, BATCH_SPEC), P())(params, tokens)
+        return self._manual(local, (self.parts.specs, BATCH_SPEC), (P(), P()))(params, tokens)  # type: ignore[no-any-return]
 
     def _manual(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return shard_mapped(f, self.grid.mesh, in_specs, out_specs)
@@ -191,15 +192,10 @@ class StageProgram(OnMesh):
         scanned = isinstance(getattr(model, model.layer_list), Stacked)
         return self.ordered and self.grid.shape.replicas > 1 and not scanned
 
-    def _targets(self, tokens: jax.Array) -> int | jax.Array:
-        """Number of target tokens in the global batch of which `tokens` is this device's part.
-
-        Of packed rows those that count, by an all-reduce of one number over `data` and `z`.
-        """
-        if self._model(self.parts.params).packed:
-            return all_reduce(jnp.sum(counted(tokens), dtype=jnp.float32), BATCH_AXES)
-        microbatches, rows, width = tokens.shape
-        return microbatches * rows * self.grid.shape.batch_shards * (width - 1)
+    def _targets(self, tokens: jax.Array) -> jax.Array:
+        """Targets that count in the global batch of which `tokens` is this device's part, 4 bytes over `data`, `z`."""
+        counts = counted_targets(self._model(self.parts.params), tokens)
+        return all_reduce(jnp.sum(counts, dtype=jnp.float32), BATCH_AXES)
 
     def _loss_sum(self, params: MaybeGathered | Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
         model = self._model(params)

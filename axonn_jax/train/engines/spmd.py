@@ -181,8 +181,8 @@ class SpmdEngine:
         program = next(iter(self._compiled.values()), None)
         return {0: report(self.update.bytes(), arrays, self.grid.mesh, program)}
 
-    def mean_loss(self, batch: np.ndarray) -> Any:  # noqa: D102
-        return self._loss(self.train_state.model.weights, self.batches.shard(batch))
+    def mean_loss(self, batch: np.ndarray) -> tuple[Any, Any]:  # noqa: D102
+        return self._loss(self.train_state.model.weights, self.batches.shard(batch))  # type: ignore[no-any-return]
 
     def finite(self) -> bool:  # noqa: D102
         return all_finite(self.train_state.model)
