@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from axonn_jax.cli.prepare import terminated
 from axonn_jax.cli_args import Arg
-from axonn_jax.documents import read_bytes
 from axonn_jax.errors import UserError
 from axonn_jax.terminal import Ticker, printable, say, size
 
@@ -121,21 +120,16 @@ def _opened_run(source: Path) -> Conversion:
 
 def _own_small_files(folder: Path, shape: "ModelShape") -> dict[str, bytes]:
     """Config and tokenizer of a model that did not begin as a pretrained one."""
-    from axonn_jax.data.tokenize import EOT, load
+    from axonn_jax.data.tokenize import end_of, load, naming_end
     from axonn_jax.models.huggingface.families import config_from_shape
-    from axonn_jax.models.huggingface.pretrained import CONFIG, TOKENIZER
+    from axonn_jax.models.huggingface.pretrained import CONFIG, OF_TOKENIZER, SETTINGS, TOKENIZER, small_files
 
-    made, end = {}, None
-    if (folder / TOKENIZER).exists():
-        end = load(folder / TOKENIZER, "SOURCE").token_to_id(EOT)
-        made[TOKENIZER] = read_bytes(folder / TOKENIZER, 256 << 20, inside=folder)
-        settings: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": shape.seq_len,
-            "clean_up_tokenization_spaces": False,
-        }
-        settings |= {} if end is None else {"bos_token": EOT, "eos_token": EOT}
-        made["tokenizer_config.json"] = _json(settings)
+    made, end = dict(small_files(folder, "SOURCE", OF_TOKENIZER)), None
+    if TOKENIZER in made:
+        tokenizer = load(folder / TOKENIZER, "SOURCE")
+        if (end := end_of(folder, tokenizer, "SOURCE")) is not None:
+            made = naming_end(made, tokenizer, end)
+            made[SETTINGS] = _json({"model_max_length": shape.seq_len} | json.loads(made[SETTINGS]))
     made[CONFIG] = _json(config_from_shape(shape, "float32", end))
     return made
 

@@ -20,10 +20,11 @@ from axonn_jax.data import tokenize
 from axonn_jax.data.manifest import MANIFEST, TOKENIZER, Manifest, ShardWriter, Split, checksum
 from axonn_jax.data.output import OutputKind, appearing, is_partial
 from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.version import __version__
 
 SHARD_TOKENS = 16 << 20
-_FILES = re.compile(r"manifest\.json|tokenizer\.json|(train|valid)-\d{5,}\.bin")
+_FILES = re.compile(rf"manifest\.json|{OF_TOKENIZER.pattern}|(train|valid)-\d{{5,}}\.bin")
 _PREPARED = OutputKind("prepare", "prepared", "SOURCE_DIR", "OUT_DIR", _FILES, MANIFEST)
 
 T = TypeVar("T")
@@ -92,9 +93,11 @@ def prepare(
         if given is None:
             assert vocab is not None
             trained = tokenize.train(_texts(texts, names["train"], report), vocab)
-            given = trained, trained.to_str(pretty=True).encode(), tokenize.EOT_ID
-        encoder, raw, end = given
-        _write(partial / TOKENIZER, raw)
+            own = {TOKENIZER: trained.to_str(pretty=True).encode()}
+            given = trained, tokenize.naming_end(own, trained, tokenize.EOT_ID), tokenize.EOT_ID
+        encoder, files, end = given
+        for name, raw in files.items():
+            _write(partial / name, raw)
         if vocab is None:
             vocab = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
         dtype = np.dtype("uint16" if vocab <= 65535 else "uint32")

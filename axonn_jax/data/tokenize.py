@@ -1,6 +1,7 @@
 """Tokens: training of byte-level BPE, tokenizers of others, and token ids of files in bounded memory."""
 
 import codecs
+import contextlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,10 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from axonn_jax.data.manifest import MAX_TOKENIZER, MAX_VOCAB, TOKENIZER
+from axonn_jax.data.manifest import FORMAT, MANIFEST, MAX_MANIFEST, MAX_TOKENIZER, MAX_VOCAB, TOKENIZER, Manifest
 from axonn_jax.documents import parse_json, read_bytes, read_json, typed
 from axonn_jax.errors import UserError
-from axonn_jax.models.huggingface.pretrained import SAVE_TOKENIZER, end_token, root_of
+from axonn_jax.models.huggingface.pretrained import (
+    FOLDER,
+    OF_TOKENIZER,
+    SAVE_TOKENIZER,
+    SETTINGS,
+    end_token,
+    root_of,
+    small_files,
+)
 
 EOT = "<|endoftext|>"
 EOT_ID = 0  # the trainer numbers special tokens first
@@ -165,8 +174,8 @@ def _foreign(raw: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def load_given(path: Path, field: str) -> tuple[Any, bytes, int]:
-    """A tokenizer that exists: itself, its file's bytes and the id that ends a document.
+def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
+    """A tokenizer that exists: itself, its files by name and the id that ends a document.
 
     ``path`` is the file, or a directory with ``tokenizer.json``, such as one that `prepare` wrote or a pretrained
     model's. Raises ``UserError`` for what ``load`` refuses, and where nothing says which token ends a document.
@@ -180,14 +189,50 @@ def load_given(path: Path, field: str) -> tuple[Any, bytes, int]:
     if _is_ours(parsed := parse_json(raw)) and not _splits_as_ours(parsed):
         accepted = f"one that splits text as `prepare`'s does, or has other special tokens than {EOT} alone"
         raise UserError(field, str(file), accepted)
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
-    end = end_token(file.parent, vocab, field)
-    end = vocab.get(EOT) if end is None else end
-    if end is None:
-        accepted = "a tokenizer beside whose file tokenizer_config.json says which is the eos_token"
+    if (end := end_of(file.parent, tokenizer, field)) is None:
+        accepted = f"a tokenizer beside whose file {SETTINGS} says which is the eos_token"
         raise UserError(field, str(path), accepted)
     tokenizer.encode_special_tokens = True  # as in `_byte_level`
-    return tokenizer, raw, end
+    files = small_files(file.parent, field, OF_TOKENIZER) if file.name == TOKENIZER else {}
+    return tokenizer, naming_end({**dict(files), TOKENIZER: raw}, tokenizer, end), end
+
+
+def end_of(folder: Path, tokenizer: Any, field: str) -> int | None:
+    """The id that ends a document, as a prepared directory, a run or a pretrained one says it, or else that of EOT."""
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    with contextlib.suppress(OSError, ValueError):
+        raw = read_json(folder / MANIFEST, MAX_MANIFEST, inside=root_of(folder))
+        prepared = isinstance(raw, dict) and raw.get("format") == FORMAT
+        if prepared and type(end := raw.get("eot_id")) is int and end in vocab.values():
+            return end
+    ends = (end_token(place, vocab, field) for place in (folder, folder / FOLDER))
+    return next((end for end in ends if end is not None), vocab.get(EOT))
+
+
+def naming_end(files: Mapping[str, bytes], tokenizer: Any, end: int) -> dict[str, bytes]:
+    """A tokenizer's files by name, of which tokenizer_config.json says which token ends a document."""
+    token, settings = tokenizer.id_to_token(end), None
+    with contextlib.suppress(ValueError):
+        settings = parse_json(files.get(SETTINGS, b""))
+    if not isinstance(settings, dict):
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        settings["bos_token"] = token
+    given = settings.get("eos_token")
+    if (given.get("content") if isinstance(given, dict) else given) == token:
+        return dict(files)
+    raw = json.dumps(settings | {"eos_token": token}, indent=2, ensure_ascii=False) + "\n"
+    return {**files, SETTINGS: raw.encode()}
+
+
+def files_of(prepared: Path) -> dict[str, bytes]:
+    """The tokenizer's files of a prepared directory, which say its end token if they can be read as a tokenizer's.
+
+    Raises ``UserError`` where one of them cannot be read.
+    """
+    files = dict(small_files(prepared, "data.path", OF_TOKENIZER))
+    with contextlib.suppress(UserError):  # training needs none
+        return naming_end(files, load(prepared / TOKENIZER), Manifest.load(prepared).eot_id)
+    return files
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:

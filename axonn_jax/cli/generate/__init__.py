@@ -126,10 +126,7 @@ def run(args: Generate) -> int:
 
 def end_tokens(run: Path, tokenizer: Any) -> tuple[int, ...]:
     """The token that ends a text, as the directory names it, or the one of `prepare`'s tokenizers."""
-    from axonn_jax.data.tokenize import EOT
-    from axonn_jax.models.huggingface.pretrained import end_token
+    from axonn_jax.data.tokenize import end_of
 
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
-    end = end_token(run, vocab, "RUN_DIR")
-    end = vocab.get(EOT) if end is None else end
+    end = end_of(run, tokenizer, "RUN_DIR")
     return () if end is None else (end,)

@@ -1,6 +1,7 @@
 """Pruning of a run at rest: its newest checkpoint, read by a pruned trainer on one device, saved as another run."""
 
 import contextlib
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from axonn_jax.documents import replace_whole
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
+from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.train.config import Config, MemoryConfig, TensorConfig
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.spmd import SpmdEngine
@@ -23,8 +25,8 @@ from axonn_jax.train.optimizer import make_optimizer
 from axonn_jax.train.resume import FOLDER, save_as
 from axonn_jax.train.trainer import Trainer
 
-_SMALL = ("tokenizer.json", PRETRAINED)
-_FILES = re.compile("|".join(map(re.escape, ("config.toml", FOLDER, *_SMALL))))
+_SMALL = re.compile(rf"{PRETRAINED}|{OF_TOKENIZER.pattern}")
+_FILES = re.compile(rf"config\.toml|{FOLDER}|{_SMALL.pattern}")
 _RUN = OutputKind("prune", "pruned", "RUN_DIR", "OUT_DIR", _FILES)
 
 
@@ -50,10 +52,10 @@ def prune_run(config: Config, source: Path, target: Path, progress: Callable[[st
             engine = trainer.engine
             assert isinstance(engine, SpmdEngine)
             progress("writing")
-            for name in _SMALL:
+            for name in filter(_SMALL.fullmatch, os.listdir(source)):
                 if (source / name).is_dir():
                     shutil.copytree(source / name, partial / name)
-                elif (source / name).exists():
+                else:
                     shutil.copyfile(source / name, partial / name)
             replace_whole(partial / "config.toml", to_toml(config).encode())
             try:

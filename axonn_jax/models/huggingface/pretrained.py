@@ -17,10 +17,12 @@ from axonn_jax.models.presets import OF_EXPERTS, shape_in
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 FOLDER = "pretrained"
 """Where a run keeps the small files of the model that it began from."""
-SMALL = re.compile(
-    r"(config|generation_config|special_tokens_map|added_tokens|vocab)\.json"
-    r"|tokenizer[\w.-]*|chat_template\.(json|jinja)|merges\.txt"
+SETTINGS = "tokenizer_config.json"
+OF_TOKENIZER = re.compile(
+    r"(special_tokens_map|added_tokens|vocab)\.json|tokenizer[\w-]*\.[\w.-]+|chat_template\.(json|jinja)|merges\.txt"
 )
+"""Names of the files that make a tokenizer."""
+SMALL = re.compile(rf"(config|generation_config)\.json|{OF_TOKENIZER.pattern}")
 """Names of the files that are carried byte for byte."""
 SAVE_TOKENIZER = "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes it"
 _MOST_CONFIG = 16 << 20
@@ -148,11 +150,11 @@ def check_shape(given: ModelShape, directory: Path, field: str) -> None:
         raise UserError(field, str(directory), f"a model as [model] says; {', '.join(wrong)}")
 
 
-def small_files(directory: Path, field: str) -> Iterator[tuple[str, bytes]]:
+def small_files(directory: Path, field: str, wanted: re.Pattern[str] = SMALL) -> Iterator[tuple[str, bytes]]:
     """Names and bytes of config, tokenizer and templates. Raises ``UserError`` for one that cannot be read."""
     root = root_of(directory)
     try:
-        names = sorted(name for name in os.listdir(directory) if SMALL.fullmatch(name))
+        names = sorted(name for name in os.listdir(directory) if wanted.fullmatch(name))
     except OSError as error:
         raise UserError(field, str(directory), f"a directory that can be read; {error.strerror}") from None
     if "tokenizer.model" in names and TOKENIZER not in names:
@@ -186,7 +188,7 @@ def keep_small_files(source: Path, folder: Path, field: str) -> dict[str, bytes]
 def end_token(directory: Path, vocab: dict[str, int], field: str) -> int | None:
     """The id of the token behind a text, as tokenizer_config.json or config.json names it; None where neither does."""
     root = root_of(directory)
-    for name, key in (("tokenizer_config.json", "eos_token"), (CONFIG, "eos_token_id")):
+    for name, key in ((SETTINGS, "eos_token"), (CONFIG, "eos_token_id")):
         try:
             raw = read_json(directory / name, _MOST_CONFIG, inside=root)
         except OSError:
@@ -198,7 +200,7 @@ def end_token(directory: Path, vocab: dict[str, int], field: str) -> int | None:
         value = value[0] if isinstance(value, list) and value else value
         if isinstance(value, str) and value in vocab:
             return vocab[value]
-        if type(value) is int and 0 <= value < len(vocab):
+        if type(value) is int and value in vocab.values():
             return value
     return None
 
