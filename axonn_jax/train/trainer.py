@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -19,7 +18,7 @@ from axonn_jax.models.protocol import check_model
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.tensor.loss import pad_batch
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, TensorConfig
-from axonn_jax.train.engines.engine import Engine
+from axonn_jax.train.engines.engine import Engine, token_ids_of
 from axonn_jax.train.engines.pipeline import PipelineEngine
 from axonn_jax.train.engines.pruning import Pruning
 from axonn_jax.train.engines.spmd import SpmdEngine
@@ -103,15 +102,17 @@ class Trainer:
         """Sequences of a global batch that this process must load (all of them in a run of one process)."""
         return self.engine.batches.local(global_batch)
 
-    def step(self, batch: np.ndarray) -> StepMetrics:
+    def step(self, batch: Any) -> StepMetrics:
         """One optimizer step on this process's [sequences, seq + 1] token ids of a global batch.
 
+        They may be an array or lists, whatever `numpy.asarray` makes whole numbers of; ``UserError`` for all else.
         An id beyond a transformer's vocabulary makes the loss NaN. A step whose loss or gradients are not finite leaves
         weights and optimizer state as they were, on every device, and is counted in the metrics' `skipped`; such is a
         step without targets, ``UserError`` in a run of one process. Without a pipeline the metrics are device values,
         and all that is waited for is the step before the last (`in_flight`). It prunes too, where `prune` says that
         for behind this step.
         """
+        batch = token_ids_of(batch)
         if self.engine.grid.size == 1 and len(batch) and not counted_targets(self._shapes, batch).any():
             rows = "packed rows" if self._shapes.packed else "rows of ids from 0"
             raise UserError("batch", batch.shape, f"{rows} with at least one target that counts")
@@ -120,14 +121,15 @@ class Trainer:
         self._pruning.at(self.engine.steps_done)
         return metrics
 
-    def evaluate(self, batches: Iterable[np.ndarray]) -> float:
+    def evaluate(self, batches: Iterable[Any]) -> float:
         """Mean loss over the targets of batches (this process's sequences of each), without dropout; waits for it.
 
-        Where this process has all sequences a batch may have any number of them. Those without targets fill a batch up.
+        A batch is what `step` takes, and where this process has all sequences of any number of them. Those without
+        targets fill a batch up.
         """
         self._pruning.check_masks()
         share, sequences, results, bounded = self.engine.batches.share, 0, [], in_flight()
-        for batch in batches:
+        for batch in map(token_ids_of, batches):
             sequences = max(sequences, -(-len(batch) // share) * share)  # what is left runs in the same program
             results.append(bounded(self.engine.mean_loss(pad_batch(batch, sequences))))
         counts = [float(targets) for _, targets in results]

@@ -211,3 +211,51 @@ def test_a_batch_that_does_not_divide_is_refused(rows, width):
     trainer = make_trainer(grids.model_on(SMALL["gpt"], grid), optax.sgd(0.0), grid)
     with pytest.raises(UserError, match="multiple of"):
         trainer.step(np.zeros((rows, width), np.int32))
+
+
+class Tensor:
+    """What torch's do: they make an array of themselves, or raise an error of their own."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        if self.values is None:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        return self.values
+
+
+IDS = np.random.default_rng(0).integers(0, 64, (4, 9))
+NO_IDS = {
+    "far above": (IDS + 2**32, r"ndarray with 42949\d+"),
+    "beyond a sign": (IDS.astype(np.uint32) + np.uint32(2**31), r"ndarray with 21474\d+"),
+    "far below": (IDS - 2**40, r"ndarray with -\d+"),
+    "halves": (IDS + 0.5, "ndarray of float64"),
+    "booleans": ((IDS > 3).tolist(), "list of bool"),
+    "texts": ([["a", "b"]], "list of <U1"),
+    "uneven": ([[1, 2], [3]], "list"),
+    "one wide": (IDS[:, :1], r"\(4, 1\)"),
+    "a row": (IDS[0].tolist(), r"\(9,\)"),
+    "nothing": (None, "NoneType of object"),
+    "on a GPU": (Tensor(None), "Tensor"),
+}
+
+
+def test_a_batch_is_whatever_is_an_array_of_ids_and_nothing_else():
+    trainer = make_trainer(grids.model_on(SMALL["gpt"], grid := grids.lay(grids.GridShape())), optax.sgd(0.0), grid)
+    want = float(trainer.step(IDS)["loss"])
+    for batch in (
+        IDS.tolist(),
+        tuple(map(tuple, IDS.tolist())),
+        IDS.astype(np.uint8),
+        Tensor(IDS),
+        jax.numpy.array(IDS),
+    ):
+        assert float(trainer.step(batch)["loss"]) == want
+    assert trainer.evaluate([IDS.tolist()]) == pytest.approx(want, rel=grids.SCALAR_TOLERANCE)
+    for batch, shown in NO_IDS.values():
+        line = rf"^batch = '?{shown}'?: \[sequences, seq_len \+ 1\] token ids: whole [^\n]*$"
+        with pytest.raises(UserError, match=line):
+            trainer.step(batch)
+        with pytest.raises(UserError, match=line):
+            trainer.evaluate([batch])

@@ -17,6 +17,27 @@ from axonn_jax.tensor.params import Params, SplitModule
 from axonn_jax.train.engines.step import StepMetrics
 
 
+def token_ids_of(batch: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """A batch [sequences, seq + 1] as numpy's: of an array of any library, torch's too, or of lists of whole numbers.
+
+    Raises ``UserError`` where it is no such thing: other numbers are not rounded, and nothing is cut to 32 bits.
+    """
+    accepted = "[sequences, seq_len + 1] token ids: whole numbers of 32 bits, as an array or as lists of one length"
+    try:
+        ids = np.asarray(batch)
+    except Exception as error:  # of whatever makes an array of itself, or of lists that are uneven
+        raise UserError("batch", type(batch).__name__, accepted) from error
+    if ids.dtype.kind not in "iu":
+        raise UserError("batch", f"{type(batch).__name__} of {ids.dtype}", accepted)
+    if ids.ndim != 2 or ids.shape[1] < 2:
+        raise UserError("batch", ids.shape, accepted)
+    bounds, extremes = np.iinfo(np.int32), (ids.min(initial=0), ids.max(initial=0))
+    for extreme in extremes:
+        if not bounds.min <= extreme <= bounds.max:
+            raise UserError("batch", f"{type(batch).__name__} with {extreme}", accepted)
+    return ids.astype(np.int32, copy=False)
+
+
 class BatchShards:
     """Sequences of a global batch: which of them this process loads, and how they become one sharded array."""
 
