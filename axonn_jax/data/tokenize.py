@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from axonn_jax.data.manifest import FORMAT, MANIFEST, MAX_MANIFEST, MAX_TOKENIZER, MAX_VOCAB, TOKENIZER, Manifest
-from axonn_jax.documents import parse_json, read_bytes, read_json, typed
+from axonn_jax.documents import parse_json, read_bytes, read_json
 from axonn_jax.errors import UserError
 from axonn_jax.models.huggingface.pretrained import (
     FOLDER,
@@ -29,8 +28,7 @@ from axonn_jax.models.huggingface.pretrained import (
 EOT = "<|endoftext|>"
 EOT_ID = 0  # the trainer numbers special tokens first
 MIN_VOCAB = 257  # the 256 bytes and EOT
-_EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`"
-_TEMPLATE = "TemplateProcessing"
+_EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`, or a model's"
 _PIECE = 1 << 20
 _BATCH = 4 << 20
 _BATCH_ENTRIES = 1024
@@ -96,81 +94,48 @@ def check_vocab(vocab: int) -> None:
         raise UserError("--vocab", vocab, f"a whole number from {MIN_VOCAB} (the bytes and {EOT}) to {MAX_VOCAB}")
 
 
-@dataclass(frozen=True)
-class _Model:
-    type: str
-    vocab: Mapping[str, int]
-    merges: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True)
-class _File:
-    model: _Model
-
-
 def load(file: str | Path, field: str = "data.path") -> Any:
-    """Reads a ``tokenizer.json``.
-
-    Of one with the special tokens that ``train`` gives, its vocabulary and merges are taken and nothing else that it
-    may hold; another one, such as that of a pretrained model, is the library's to read.
+    """Reads a ``tokenizer.json``, with all of its settings but truncation and padding.
 
     Raises:
         UserError: the file is missing or is no tokenizer; ``field`` is what the line names.
     """
     try:
-        raw = read_json(Path(file), MAX_TOKENIZER, inside=root_of(Path(file).parent))
-        if not _is_ours(raw):
-            return _foreign(raw)
-        model = typed(_File, raw).model
-        if model.type != "BPE" or model.vocab.get(EOT) != EOT_ID:
-            raise ValueError(f"no BPE with {EOT} as token {EOT_ID}")
-        if sorted(model.vocab.values()) != [*range(len(model.vocab))]:
-            raise ValueError("its tokens are not numbered from 0 without a gap")
-        if not all(len(merge) == 2 and {*merge, "".join(merge)} <= model.vocab.keys() for merge in model.merges):
-            raise ValueError("a merge is not of two tokens to a third")
-        if not model.vocab.keys() >= {*pre_tokenizers.ByteLevel.alphabet()}:
-            raise ValueError("a byte is missing")
+        tokenizer = _sound(read_json(Path(file), MAX_TOKENIZER, inside=root_of(Path(file).parent)))
     except OSError as error:
         raise UserError(field, str(file), f"{_EXPECTED}; {error.strerror}") from None
     except ValueError as error:
         raise UserError(field, str(file), f"{_EXPECTED}; this one is damaged ({error})") from None
-    tokenizer = _byte_level(models.BPE(dict(model.vocab), [(left, right) for left, right in model.merges]))
-    tokenizer.add_special_tokens([EOT])
+    tokenizer.encode_special_tokens = _is_ours(tokenizer)
     return tokenizer
 
 
-def _is_ours(raw: Any) -> bool:
-    """Whether what a tokenizer.json holds has the special tokens of what ``train`` makes, sound or not."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("model"), dict):
-        return True
-    added = raw.get("added_tokens")
-    return not isinstance(added, list) or [t.get("id") for t in added if isinstance(t, dict)] == [EOT_ID]
+def _is_ours(tokenizer: Any) -> bool:
+    """Whether a tokenizer is what ``train`` makes in all but its vocabulary and merges."""
+    if [*tokenizer.get_added_tokens_decoder()] != [EOT_ID]:
+        return False
+    plain = _byte_level(models.BPE())
+    plain.add_special_tokens([EOT])
+    given, own = json.loads(tokenizer.to_str()), json.loads(plain.to_str())
+    own["model"] |= {name: given["model"].get(name) for name in ("vocab", "merges")}
+    return bool(own == given)
 
 
-def _splits_as_ours(raw: Mapping[str, Any]) -> bool:
-    before, after = raw.get("pre_tokenizer"), raw.get("post_processor")
-    plain = isinstance(before, dict) and before.get("type") == "ByteLevel" and before.get("add_prefix_space") is False
-    # transformers saves a template of nothing but the text itself; ByteLevel's only moves offsets
-    idle = after is None or (
-        isinstance(after, dict)
-        and (after.get("type") == "ByteLevel" or (after.get("type"), after.get("special_tokens")) == (_TEMPLATE, {}))
-    )
-    return plain and raw.get("normalizer") is None and idle
-
-
-def _foreign(raw: Mapping[str, Any]) -> Any:
-    """A tokenizer that somebody else made; raises ``ValueError``."""
+def _sound(raw: Any) -> Any:
+    """The tokenizer that a file's content describes; raises ``ValueError``."""
     try:
         tokenizer = Tokenizer.from_str(json.dumps(raw))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        numbers = [*tokenizer.get_vocab(with_added_tokens=True).values()]
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(" ".join(str(error).split())[:200]) from None
-    if not 0 <= largest < MAX_VOCAB:
+    if not 0 <= (largest := max(numbers, default=-1)) < MAX_VOCAB:
         raise ValueError(f"its largest token is {largest}")
+    if len({*numbers}) < len(numbers):
+        raise ValueError("two of its tokens have one number")
     return tokenizer
 
 
@@ -186,9 +151,6 @@ def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
         raise UserError(field, str(file.parent / "tokenizer.model"), accepted)
     tokenizer = load(file, field)
     raw = read_bytes(file, MAX_TOKENIZER, inside=root_of(file.parent))
-    if _is_ours(parsed := parse_json(raw)) and not _splits_as_ours(parsed):
-        accepted = f"one that splits text as `prepare`'s does, or has other special tokens than {EOT} alone"
-        raise UserError(field, str(file), accepted)
     if (end := end_of(file.parent, tokenizer, field)) is None:
         accepted = f"a tokenizer beside whose file {SETTINGS} says which is the eos_token"
         raise UserError(field, str(path), accepted)
@@ -218,7 +180,7 @@ def naming_end(files: Mapping[str, bytes], tokenizer: Any, end: int) -> dict[str
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         settings["bos_token"] = token
     given = settings.get("eos_token")
-    if (given.get("content") if isinstance(given, dict) else given) == token:
+    if token in (None, given.get("content") if isinstance(given, dict) else given):
         return dict(files)
     raw = json.dumps(settings | {"eos_token": token}, indent=2, ensure_ascii=False) + "\n"
     return {**files, SETTINGS: raw.encode()}

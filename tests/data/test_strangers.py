@@ -165,8 +165,6 @@ TOKENIZERS = {
     "a number twice": lambda raw: raw["model"]["vocab"].update({"li": 5, "in": 5}),
     "a huge number": lambda raw: raw["model"]["vocab"].update({"li": 2**40}),
     "a number below 0": lambda raw: raw["model"]["vocab"].update({"li": -1}),
-    "a byte missing": lambda raw: raw["model"]["vocab"].update({"nine": raw["model"]["vocab"].pop("9")}),
-    "no end": lambda raw: raw["model"]["vocab"].update({"nine": raw["model"]["vocab"].pop("<|endoftext|>")}),
     "another model": lambda raw: raw["model"].update(type="Unigram"),
     "a vocabulary that is a list": lambda raw: raw["model"].update(vocab=[]),
     "no model": lambda raw: raw.pop("model"),
@@ -181,18 +179,7 @@ def test_a_strangers_tokenizer_is_a_line(data, case):
     TOKENIZERS[case](raw)
     (data / "tokenizer.json").write_text(json.dumps(raw))
     rewrite(data, lambda manifest: manifest.pop("tokenizer_sha256", None))
-    assert "tokenizer.json of a directory from `axonn-jax prepare`; this one is damaged (" in read(data)
-
-
-def test_a_tokenizer_can_only_split_as_ours_do(data):
-    """A pattern to split by that takes exponential time is not looked at."""
-    raw = json.loads((data / "tokenizer.json").read_text())
-    slow = {"type": "Split", "pattern": {"Regex": "(a*)*b"}, "behavior": "Isolated", "invert": False}
-    raw |= {"pre_tokenizer": slow, "normalizer": {"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": ""}}
-    (data / "tokenizer.json").write_text(json.dumps(raw))
-    tokenizer = tokenize.load(data / "tokenizer.json")
-    text = "line a<|endoftext|>" + "a" * 500 + "x" * 500
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert "tokenizer.json of a directory from `axonn-jax prepare`, or a model's; this one is damaged (" in read(data)
 
 
 def mutate(text, chance):
