@@ -29,6 +29,7 @@ T = TypeVar("T")
 _NOUNS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
 _LARGEST = 2**63 - 1
 _TOML_LINE = 10_000
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # Lustre mounted without flock, say
 _HOLDER_BYTES = 200  # read of what the holder of a lock wrote
 TOML_BYTES = 1_000_000
@@ -98,8 +99,15 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def check_pointer(raw: bytes) -> None:
+    """Raises ``ValueError`` for what Git LFS leaves in the place of a large file."""
+    if raw.startswith(_POINTER):
+        raise ValueError("a pointer of Git LFS, in the place of the file that `git lfs pull` fetches")
+
+
 def parse_json(raw: bytes) -> Any:
     """The value that JSON bytes hold; ``ValueError`` for what is not JSON, not finite or nested too deeply."""
+    check_pointer(raw)
     collects = gc.isenabled()
     gc.disable()  # it would look at all that has been read again and again: six times the time for millions of lists
     try:

@@ -142,6 +142,9 @@ def pack(
     `targets` say which of their tokens count (left out: all); what is left of the row is a document of its own that
     does not. Raises ``UserError`` where they do not fit, or an id has more than 24 bits.
     """
+    lengths = [np.size(ids) for ids in documents]
+    if targets is not None and (given := [np.size(counts) for counts in targets]) != lengths:
+        raise UserError("lengths of targets", given[:8], f"those of the documents, a list each: {lengths[:8]}")
     row = np.zeros(width, np.int32)
     at = 0
     for number, ids in enumerate(documents):
@@ -149,7 +152,7 @@ def pack(
         if len(words) == 0 or words.min() < 0 or words.max() > _ID:
             raise UserError(f"document {number}", list(ids)[:8], f"ids from 0 to {_ID:,}, at least one")
         if at + len(words) > width:
-            raise UserError("documents", sum(map(len, documents)), f"at most {width} tokens, the width of a row")
+            raise UserError("documents", sum(lengths), f"at most {width} tokens, the width of a row")
         counts = np.ones(len(words), bool) if targets is None else np.asarray(targets[number], bool)
         row[at : at + len(words)] = words | np.where(counts, _COUNTED, 0)
         row[at] |= _START

@@ -113,6 +113,16 @@ def test_the_hubs_cache_whose_files_are_links(tmp_path):
     same(pretrained.read_model(tmp_path / "run"), pretrained.weights(config))
 
 
+def test_a_folder_called_tokenizer_is_left_aside(tmp_path):
+    config = pretrained.CONFIGS["llama"]
+    source = pretrained.write_model(tmp_path / "hf", config, pretrained.weights(config))
+    (source / "tokenizer").mkdir()
+    (source / "tokenizer" / "tokenizer.json").write_text("{}")
+    (source / "vocab.json").mkdir()
+    assert main(["convert", str(source), str(tmp_path / "run")]) == 0
+    assert {path.name for path in source.iterdir() if path.is_dir()}.isdisjoint(os.listdir(tmp_path / "run"))
+
+
 def test_force_replaces_a_converted_directory_and_nothing_else(tmp_path, capsys):
     config = pretrained.CONFIGS["llama"]
     source = pretrained.write_model(tmp_path / "hf", config, pretrained.weights(config))
@@ -217,7 +227,7 @@ def moved(name, to):
 
 
 def link(name, to):
-    return lambda folder: ((folder / name).unlink(), (folder / name).symlink_to(to))
+    return lambda folder: ((folder / name).unlink(missing_ok=True), (folder / name).symlink_to(to))
 
 
 def pipe(name):
@@ -226,6 +236,7 @@ def pipe(name):
 
 NORM = "model.norm.weight"
 THIRD = "model-00003-of-00003.safetensors"
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5000000000\n"
 SCALED = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 BROKEN = {
     "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json"),
@@ -242,6 +253,22 @@ BROKEN = {
     "both directions": (config(is_causal=False), "config.is_causal = False: true or absent"),
     "no direction": (config(is_causal=None), "config.is_causal = None: true or false"),
     "layers apart": (config(per_layer_config={"0": {"hidden_act": "relu"}}), "config.per_layer_config", "absent"),
+    "a pointer of LFS": (text("model.safetensors", LFS), "model.safetensors': a sound", "Git LFS", "`git lfs pull`"),
+    "tokenizer a pointer": (text("tokenizer.json", LFS), "tokenizer.json': a small file; a pointer of Git LFS"),
+    "config a pointer": (text("config.json", LFS), "config.json': a config in JSON; a pointer of Git LFS"),
+    "shards without an index": (
+        both(index(), lambda f: (f / "model.safetensors.index.json").unlink()),
+        "= 'hf': model.safetensors, or model.safetensors.index.json, which names the file of each tensor, beside",
+    ),
+    "weights behind a link": (
+        lambda f: link("model.safetensors", (f / "model.safetensors").resolve().rename(f.resolve().parent / "w"))(f),
+        "a link that leads elsewhere (/",
+        "/w); give the directory that has the file itself, or a copy of it",
+    ),
+    "weights behind a broken link": (
+        link("model.safetensors", "nowhere"),
+        "the link leads to nowhere, which is missing",
+    ),
     "softcapping": (config(attn_logit_softcapping=50.0), "config.attn_logit_softcapping = 50.0: absent"),
     "partial rotary": (config(partial_rotary_factor=0.5), "config.partial_rotary_factor = 0.5: 1.0"),
     "rope type": (config(rope_scaling={"rope_type": "yarm", "factor": 2.0}), "'yarm'", "did you mean 'yarn'?"),

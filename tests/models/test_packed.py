@@ -177,6 +177,10 @@ def test_words():
         (([[1, 2], [3]], 2), "documents = 3: at most 2 tokens"),
         (([[1 << 24]], 4), "document 0 = "),
         (([[]], 4), "document 0 = "),
+        (([[1, 2], [3]], 8, [[True, True]]), "lengths of targets = [2]: those of the documents, a list each: [2, 1]"),
+        (([[1, 2]], 8, [[True, True], [True]]), "lengths of targets = [2, 1]: "),
+        (([[1, 2]], 8, [[True]]), "lengths of targets = [1]: "),
+        (([[1, 2]], 8, [True, False]), "lengths of targets = [1, 1]: "),
     ],
 )
 def test_what_does_not_fit_is_one_line(given, fault):

@@ -1,6 +1,7 @@
 """Files of tensors: safetensors of a stranger's directory, checked, of which any part is read and its bytes counted."""
 
 import math
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from axonn_jax.documents import open_regular, parse_json, read_json
+from axonn_jax.documents import check_pointer, open_regular, parse_json, read_json
 from axonn_jax.errors import UserError
 from axonn_jax.models.huggingface.pretrained import no_model, root_of
 
@@ -26,6 +27,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 _MOST_INDEX = 64 << 20
 _MOST_FILES = 100_000
 _PIECE = 1 << 20  # small enough that its memory is used again: new pages for each piece take longer than the copy
+_POINTER_BYTES = 64  # of a file's beginning, which say whether Git LFS left it
 _LENGTH = 8  # bytes in front of a header that say how long it is
 
 
@@ -131,17 +133,22 @@ class TensorFiles:
     def _header(self, name: str) -> dict[str, StoredTensor]:
         path = self.directory / name
         try:
-            open_regular(path, inside=root_of(self.directory)).close()
+            with open_regular(path, inside=root_of(self.directory)) as file:
+                check_pointer(file.read(_POINTER_BYTES))
             opened = safe_open(path, framework="numpy")
             slices = {tensor: opened.get_slice(tensor) for tensor in opened.keys()}  # noqa: SIM118
             stored = {tensor: (part.get_dtype(), tuple(part.get_shape())) for tensor, part in slices.items()}
         except FileNotFoundError:
-            raise self._bad(name, "a file that is there; it is missing") from None
+            gone = f"the link leads to {os.readlink(path)}, which is missing" if path.is_symlink() else "it is missing"
+            raise self._bad(name, f"a file that is there; {gone}") from None
         except OSError as error:
             raise self._bad(name, f"a file that can be read; {error.strerror or error}") from None
         except (SafetensorError, ValueError) as error:
             why = str(error).removeprefix("Error while deserializing header: ").replace("\n", " ")
-            raise self._bad(name, f"a sound safetensors file; {why[:200]}") from None
+            why = why[:200]
+            if path.is_symlink():
+                why += f" ({os.readlink(path)[:200]}); give the directory that has the file itself, or a copy of it"
+            raise self._bad(name, f"a sound safetensors file; {why}") from None
         stored_here = {}
         for tensor, (dtype, shape) in stored.items():
             if dtype not in DTYPES:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.documents import TOML_BYTES, read_bytes, read_json, replace_whole
+from axonn_jax.documents import TOML_BYTES, check_pointer, read_bytes, read_json, replace_whole
 from axonn_jax.errors import UserError
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.families import shape_from_config
@@ -56,6 +56,9 @@ def no_model(directory: Path, field: str, missing: str) -> UserError:
     for adapter in _ADAPTERS:
         if os.path.lexists(directory / adapter):
             return UserError(field, str(directory / adapter), "a whole model: merge the adapter into its base first")
+    if missing != CONFIG and (parts := sorted(path.name for path in directory.glob("*.safetensors"))):
+        index = f"{_WEIGHTS[1]}, which names the file of each tensor, beside {parts[0]}"
+        return UserError(field, str(directory), f"{missing}, or {index}; there is neither")
     return UserError(field, str(directory), f"a directory with {CONFIG} and safetensors; there is no {missing}")
 
 
@@ -155,6 +158,7 @@ def small_files(directory: Path, field: str, wanted: re.Pattern[str] = SMALL) ->
     root = root_of(directory)
     try:
         names = sorted(name for name in os.listdir(directory) if wanted.fullmatch(name))
+        names = [name for name in names if not (directory / name).is_dir()]
     except OSError as error:
         raise UserError(field, str(directory), f"a directory that can be read; {error.strerror}") from None
     if "tokenizer.model" in names and TOKENIZER not in names:
@@ -162,7 +166,9 @@ def small_files(directory: Path, field: str, wanted: re.Pattern[str] = SMALL) ->
         raise UserError(field, str(directory / "tokenizer.model"), accepted)
     for name in names:
         try:
-            yield name, read_bytes(directory / name, _MOST_SMALL, inside=root)
+            raw = read_bytes(directory / name, _MOST_SMALL, inside=root)
+            check_pointer(raw)
+            yield name, raw
         except OSError as error:
             raise UserError(field, str(directory / name), f"a file that can be read; {error.strerror}") from None
         except ValueError as error:
