@@ -77,9 +77,9 @@ def balancing(tx: optax.GradientTransformation, rate: float, loads: Collection[s
     2412.19437, section 2.1.2). For these parameters the optimizer itself gets zeros, and its updates do not count.
     """
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         own = {name: jnp.zeros_like(grad) if name in loads else grad for name, grad in grads.items()}
-        updates, state = tx.update(own, state, params)
+        updates, state = optax.with_extra_args_support(tx).update(own, state, params, **extra)
         moved = {
             name: moves(grads[name]) if name in loads else value
             for name, value in updates.items()  # type: ignore[union-attr]
@@ -89,4 +89,4 @@ def balancing(tx: optax.GradientTransformation, rate: float, loads: Collection[s
     def moves(excess: jax.Array) -> jax.Array:
         return -rate * jnp.sign(excess) if rate else jnp.zeros_like(excess)
 
-    return optax.GradientTransformation(tx.init, update)  # type: ignore[arg-type]
+    return optax.GradientTransformationExtraArgs(tx.init, update)  # type: ignore[arg-type]

@@ -111,8 +111,10 @@ class OffloadedOptimizer:
                         value.delete()
         return self._state({name: weights[name] for name in self._shapes}, states, positions)
 
-    def after(self, model: ModelState, grads: Params, factor: Any, finite: Any) -> tuple[ModelState, jax.Array]:
-        """The state after an update with `factor` times the gradients, none where not `finite`; `model` is used up.
+    def after(
+        self, model: ModelState, grads: Params, factor: Any, value: Any, finite: Any
+    ) -> tuple[ModelState, jax.Array]:
+        """The state after an update as `DeviceOptimizer.after` has it; `model` is used up.
 
         And an array that is ready when all has run. Moves every state byte to the device and back. Collectives: with
         ZeRO an all-gather of the new weights over `data`, a bucket at a time, `(G-1)/G * itemsize * elements` bytes a
@@ -124,14 +126,15 @@ class OffloadedOptimizer:
         def update(number: int, state: Any) -> Any:
             nonlocal done
             bucket, own = self._begin(number, weights)
-            new, state, done, _ = self.programs.update(bucket, own, state, self._take(grads, number), factor, finite)
+            taken = self._take(grads, number)
+            new, state, done, _ = self.programs.update(bucket, own, state, taken, factor, value, finite)
             weights.update(zip(bucket.names, new, strict=True))
             return state
 
         stream(model.optimizer, update)
         return self._state(weights, model.optimizer, model.positions, model.weights), done
 
-    def reducing(self, model: ModelState, sums: Params, finite: jax.Array) -> tuple[ModelState, jax.Array]:
+    def reducing(self, model: ModelState, sums: Params, value: Any, finite: jax.Array) -> tuple[ModelState, jax.Array]:
         """As `after` for sums of gradients that are not reduced yet: the state, and the gradients' global norm.
 
         `sums` are laid out by `unreduced_spec`; state is not split over `data`. Collectives: those of
@@ -145,7 +148,9 @@ class OffloadedOptimizer:
             bucket, own = self._begin(number, weights)
             last = number + 1 == len(self.buckets)
             following = None if last else (self.buckets[number + 1], self._take(sums, number + 1))
-            new, state, _, row = self.programs.update(bucket, own, state, row, np.float32(1.0), finite, following)
+            new, state, _, row = self.programs.update(
+                bucket, own, state, row, np.float32(1.0), value, finite, following
+            )
             weights.update(zip(bucket.names, new, strict=True))
             return state
 
@@ -154,7 +159,7 @@ class OffloadedOptimizer:
 
     def program(self, state: ModelState) -> Apply:
         """As `DeviceOptimizer.program`; the streaming is done by the host, which waits for room on the devices."""
-        return lambda state, grads, factor: self.after(state, grads, factor, np.bool_(True))
+        return lambda state, grads, factor, value: self.after(state, grads, factor, value, np.bool_(True))
 
     def restored(
         self,

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.memory.buckets import reduced_axes
 from axonn_jax.memory.optimizer_state import state_layout
+from axonn_jax.memory.optimizer_traits import updated
 from axonn_jax.memory.precision import Precisions
 from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.params import Params, Specs
@@ -205,6 +206,7 @@ class BucketPrograms:
         state: Any,
         grads: list[jax.Array] | Row,
         factor: Any,
+        value: Any,
         finite: Any,
         following: tuple[Bucket, list[jax.Array]] | None = None,
     ) -> tuple[list[jax.Array], Any, jax.Array, Any]:
@@ -217,7 +219,7 @@ class BucketPrograms:
         reduced = isinstance(grads, list)
 
         def update(weights: list[jax.Array], leaves: list[jax.Array], start: Any, grads: Any, *given: Any) -> Any:
-            factor, finite, ahead = given
+            factor, value, finite, ahead = given
             masters, optimizer = jax.tree.unflatten(tree, leaves)
             masters = masters or self._masters_of(bucket, weights, start)
             row: Any = () if reduced else grads
@@ -226,8 +228,7 @@ class BucketPrograms:
             else:
                 parts = self._manual(bucket.split, (self._row,), states)(grads[0])
             parts = {name: part.astype(jnp.float32) * factor for name, part in zip(names, parts, strict=True)}
-            with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
-                updates, optimizer = self.optimizer.update(parts, optimizer, masters)
+            updates, optimizer = updated(self.optimizer, parts, optimizer, masters, value)
             masters = optax.apply_updates(masters, updates)
             cast = [masters[name].astype(bucket.form.dtype) for name in names]
             write = self._manual(bucket.write_weights, (specs, states, P(), P()), specs)
@@ -244,7 +245,7 @@ class BucketPrograms:
             return own, jax.tree.leaves(self._state_shardings(bucket)), NamedSharding(self.mesh, P()), rows
 
         ahead = (following[1], np.int32(following[0].start)) if following else ()
-        given = (weights, leaves, np.int32(bucket.start), grads, factor, finite, ahead)
+        given = (weights, leaves, np.int32(bucket.start), grads, factor, value, finite, ahead)
         key = (bucket.program, reduced, following and following[0].program)
         new, leaves, done, row = self._run(key, update, shardings, (0, 1), *given)
         return new, jax.tree.unflatten(tree, leaves), done, row

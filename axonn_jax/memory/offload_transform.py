@@ -29,9 +29,9 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
     check_offload(optimizer, "axonn_jax.offload", {})
 
     @partial(jax.jit, donate_argnums=1)
-    def updated(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def updated(grads: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
-            return optimizer.update(grads, state, params)
+            return optax.with_extra_args_support(optimizer).update(grads, state, params, **extra)
 
     def init(params: Any) -> dict[tuple[str, ...], Any]:
         flat = _flat(params)
@@ -46,7 +46,7 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
             groups[tuple(names)] = transferred(jax.jit(optimizer.init, out_shardings=shardings)(own), HOST)
         return groups
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, dict[tuple[str, ...], Any]]:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, dict[tuple[str, ...], Any]]:
         flat, weights = _flat(grads), None if params is None else _flat(params)
         groups, states = list(state), list(state.values())
         updates: dict[str, jax.Array] = {}
@@ -54,7 +54,7 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
         def update_group(number: int, state: Any) -> Any:
             names = groups[number]
             own = None if weights is None else {name: weights[name] for name in names}
-            new, state = updated({name: flat[name] for name in names}, state, own)
+            new, state = updated({name: flat[name] for name in names}, state, own, extra)
             updates.update(new)
             return state
 
@@ -62,7 +62,7 @@ def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000
         tree = jax.tree.unflatten(jax.tree.structure(grads), [updates[name] for name in flat])
         return tree, dict(zip(groups, states, strict=True))
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
 def _flat(tree: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_map_with_path
 
-from axonn_jax.memory.optimizer_traits import owner
+from axonn_jax.memory.optimizer_traits import owner, updated
 from axonn_jax.memory.precision import FULL, Precisions
 from axonn_jax.memory.report import Shapes, StateBytes, local_elements, state_bytes
 from axonn_jax.memory.zero import whole_weights
@@ -42,8 +42,8 @@ class ModelState(NamedTuple):
         }
 
 
-Apply = Callable[[ModelState, Params, jax.Array], tuple[ModelState, jax.Array]]
-"""(state, gradients, their factor) -> the next state, and an array that is ready when it has run."""
+Apply = Callable[[ModelState, Params, jax.Array, jax.Array], tuple[ModelState, jax.Array]]
+"""(state, gradients, their factor, loss) -> the next state, and an array that is ready when it has run."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,12 @@ class DeviceOptimizer:
             jax.tree.map(lambda p: p.delete(), params)
         return state  # type: ignore[no-any-return]
 
-    def after(self, state: ModelState, grads: Params, factor: jax.Array, finite: jax.Array | None = None) -> ModelState:
+    def after(
+        self, state: ModelState, grads: Params, factor: jax.Array, value: jax.Array, finite: jax.Array | None = None
+    ) -> ModelState:
         """The state after an update with `factor` times the gradients, in float32; as before where not `finite`.
 
-        None: the host has seen to that.
+        None: the host has seen to that. `value` is the loss.
 
         To be traced. Collectives: where masters are split over `data`, an all-gather of the weights over it, in
         buckets, `(G-1)/G * itemsize * elements` bytes a device.
@@ -87,15 +89,14 @@ class DeviceOptimizer:
         own = {name: weight for name, weight in state.weights.items() if name not in state.masters}
         before = (self._as_masters(own) | state.masters, state.optimizer)
 
-        def updated(before: Any, grads: Params) -> Any:
+        def update(before: Any, grads: Params) -> Any:
             masters, optimizer = before
             grads = {name: grad.astype(jnp.float32) * factor for name, grad in grads.items()}
-            with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
-                updates, optimizer = self.optimizer.update(grads, optimizer, masters)
+            updates, optimizer = updated(self.optimizer, grads, optimizer, masters, value)
             return optax.apply_updates(masters, updates), optimizer
 
         on_cores = self.mesh.devices.flat[0].platform == "cpu"
-        masters, optimizer = _update_if(finite, updated, before, grads, on_cores=on_cores)
+        masters, optimizer = _update_if(finite, update, before, grads, on_cores=on_cores)
         dense = {name: state.weights[name] for name in state.positions}
         return self._from_masters(masters, optimizer, state.positions, dense)
 
@@ -104,8 +105,10 @@ class DeviceOptimizer:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
         done = NamedSharding(self.mesh, P())
 
-        def apply(state: ModelState, grads: Params, factor: jax.Array) -> tuple[ModelState, jax.Array]:
-            return self.after(state, grads, factor), jnp.zeros((), jnp.int32)
+        def apply(
+            state: ModelState, grads: Params, factor: jax.Array, value: jax.Array
+        ) -> tuple[ModelState, jax.Array]:
+            return self.after(state, grads, factor, value), jnp.zeros((), jnp.int32)
 
         # Weights that lie apart from their masters are not read, but leave their place to the new ones.
         return jax.jit(apply, donate_argnums=0, out_shardings=(shardings, done), keep_unused=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey
-from optax import GradientTransformation
+from optax import GradientTransformation, GradientTransformationExtraArgs, with_extra_args_support
 
 from axonn_jax.errors import UserError
 
@@ -33,6 +33,38 @@ Arrays = Mapping[str, Any]
 def owner(path: tuple[Any, ...], names: Iterable[str]) -> str | None:
     """The parameter among `names` that a leaf of an optax state belongs to, by its path; None: to all of them."""
     return next((key.key for key in reversed(path) if isinstance(key, DictKey) and key.key in names), None)
+
+
+def updated(optimizer: GradientTransformation, grads: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+    """Updates and state behind a step; `value` is the loss, for transformations that ask for it."""
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
+        return with_extra_args_support(optimizer).update(grads, state, params, value=value)
+
+
+def check_update(optimizer: GradientTransformation, params: Arrays) -> None:
+    """Raises ``UserError`` with the name of what is no transformation that `updated` can drive; tried on shapes."""
+    accepted = "an optax transformation of gradients and parameters, which may ask for the loss as `value`, no more"
+    if not isinstance(optimizer, GradientTransformation):
+        raise UserError("optimizer", type(optimizer).__name__, accepted)
+    if (error := _failure(optimizer, params)) is not None:
+        faulty = [_name(link) for link in _links(optimizer) if _failure(link, params) is not None]
+        reason = (str(error).splitlines() or [""])[0]
+        shown = ", ".join(faulty) or _name(optimizer)
+        raise UserError("optimizer", shown, f"{accepted} ({type(error).__name__}: {reason})") from error
+
+
+def _failure(optimizer: GradientTransformation, params: Arrays) -> Exception | None:
+    """What is raised by a first step with such parameters."""
+    shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, jnp.float32) for name, p in params.items()}
+
+    def step(params: Any, value: Any) -> Any:
+        return updated(optimizer, params, optimizer.init(params), params, value)
+
+    try:
+        jax.eval_shape(step, shapes, jax.ShapeDtypeStruct((), jnp.float32))
+    except Exception as error:  # of a stranger's code
+        return error
+    return None
 
 
 def check_separable(optimizer: GradientTransformation, params: Arrays, own: Iterable[str]) -> None:
@@ -82,12 +114,11 @@ def traced_update(optimizer: GradientTransformation, params: Arrays) -> tuple[st
     """
     shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in params.items()}
 
-    def step(params: Any, grads: Any) -> Any:
-        return optimizer.update(grads, optimizer.init(params), params)
+    def step(params: Any, grads: Any, value: Any) -> Any:
+        return updated(optimizer, grads, optimizer.init(params), params, value)
 
     try:
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
-            closed = jax.make_jaxpr(step)(shapes, shapes)
+        closed = jax.make_jaxpr(step)(shapes, shapes, jax.ShapeDtypeStruct((), jnp.float32))
     except _OF_MASKS as error:
         raise UserError("optimizer", "a transformation that does not take layers one by one", _MASKS) from error
     return str(closed.jaxpr), closed.consts
@@ -187,8 +218,7 @@ class _Trial:
         self._step = jax.jit(self._stepped)
 
     def _stepped(self, state: Any, params: Any, grads: Any) -> tuple[Any, Any]:
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
-            return self._optimizer.update(grads, state, params)  # type: ignore[return-value]
+        return updated(self._optimizer, grads, state, params, jnp.float32(1.0))
 
     def updates(self, params: Arrays, directions: Sequence[Arrays]) -> list[dict[str, jax.Array]]:
         """The updates of `params` by gradients along each of the directions, at a scale of its own.
@@ -227,7 +257,7 @@ def _links(optimizer: GradientTransformation) -> Iterator[GradientTransformation
         yield from _links(inner)
     elif "update_fns" in held and "init_fns" in first:
         for init, update in zip(first["init_fns"], held["update_fns"], strict=True):
-            yield from _links(GradientTransformation(init, update))
+            yield from _links(GradientTransformationExtraArgs(init, update))
     else:
         yield optimizer
 

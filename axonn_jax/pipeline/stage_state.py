@@ -130,10 +130,10 @@ class StageState:
         if kept is not None:
             self._apply = self._update.program(self.state)
 
-    def apply(self, grads: Params, factor: float) -> jax.Array:
+    def apply(self, grads: Params, factor: float, loss: float) -> jax.Array:
         """Starts an update with `factor` times the gradients; returns an array that is ready when it has run."""
-        number = replicated(np.float32(factor), NamedSharding(self.mesh, P()))
-        self.state, done = self._apply(self.state, grads, number)
+        numbers = (replicated(np.float32(number), NamedSharding(self.mesh, P())) for number in (factor, loss))
+        self.state, done = self._apply(self.state, grads, *numbers)
         return done
 
     def _made(self, model: Any, shared: Collection[str]) -> Params:

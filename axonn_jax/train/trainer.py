@@ -34,11 +34,14 @@ class Trainer:
     up, so that they lie in memory once, and the module given can be called no more; `trainer.model` is the trained one.
     Given as a function, each process of a pipeline makes only the parameters of its own stages.
 
-    `optimizer` is any optax transformation. It sees global arrays, so transformations that are not elementwise are
-    right too; with `memory.offload` and with a pipeline it must treat every parameter by itself (``UserError``). The
-    loss is the mean over the targets of the global batch that count, whatever the grid. A negative id (-1, or -100 as
-    PyTorch has it) is no target, and as an input it is id 0. A step processes the batch in `microbatches` parts. With
-    `clip` the gradients are scaled down to that global norm (0: not clipped). `seed` is that of dropout. `memory`,
+    `optimizer` is any optax transformation of gradients and parameters, which may ask for the loss, named `value`; not
+    one that evaluates the model again (`optax.lbfgs`) or keeps parameters of its own (`optax.lookahead`). It sees
+    global arrays, so transformations that are not elementwise are right too; with `memory.offload` and with a pipeline
+    it must treat every parameter by itself. All others are a ``UserError``.
+
+    The loss is the mean over the targets of the global batch that count, whatever the grid. A negative id (-1, or -100
+    as PyTorch has it) is no target, and as an input it is id 0. A step processes the batch in `microbatches` parts.
+    With `clip` the gradients are scaled down to that global norm (0: not clipped). `seed` is that of dropout. `memory`,
     `tensor`, `pipeline` and `prune` are the tables of a config file of these names (`axonn-jax train --help`); of a
     model given, `memory.sequence_parallel`, `tensor.residual_comm` and `tensor.matmul_layouts` are what it was made
     with, and `pipeline` counts where the grid's `pipe` is above 1.

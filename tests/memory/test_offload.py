@@ -117,7 +117,9 @@ def programs(layers):
     update._progress = told.append
     model = update.start({name: jnp.ones(shape) for name, shape in shapes.items()})
     told.clear()
-    update.after(model, {name: jnp.ones(shape) for name, shape in shapes.items()}, np.float32(1), np.bool_(True))
+    update.after(
+        model, {name: jnp.ones(shape) for name, shape in shapes.items()}, np.float32(1), np.float32(0), np.bool_(True)
+    )
     return len(update.programs.compiled), told, lines(update)
 
 

@@ -40,11 +40,12 @@ class OffloadedStep:
         another one.
         """
         before: MeasuredStep = measured(state.model.read, state.scale, tokens, key)
+        loss = before.metrics["loss"]
         if self.interleaved:
-            model, norm = self.update.reducing(state.model, before.grads, before.finite)
-            metrics: StepMetrics = {"loss": before.metrics["loss"], "grad_norm": norm, "skipped": before.scale.skipped}
+            model, norm = self.update.reducing(state.model, before.grads, loss, before.finite)
+            metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": before.scale.skipped}
             return TrainState(model, before.scale), metrics
-        model, _ = self.update.after(state.model, before.grads, before.factor, before.finite)
+        model, _ = self.update.after(state.model, before.grads, before.factor, loss, before.finite)
         return TrainState(model, before.scale), before.metrics
 
     @cached_property

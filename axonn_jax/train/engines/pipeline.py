@@ -35,7 +35,7 @@ from axonn_jax.timeline.trace import TIMELINE, write_trace
 from axonn_jax.train.config import MemoryConfig, PipelineConfig
 from axonn_jax.train.engines.engine import BatchShards
 from axonn_jax.train.engines.pipeline_state import PipelineState
-from axonn_jax.train.engines.pruned import check_elementwise
+from axonn_jax.train.engines.pruned import check_optimizer
 from axonn_jax.train.engines.step import StepMetrics, masters
 from axonn_jax.train.validate import check_pipeline
 
@@ -77,7 +77,7 @@ class PipelineEngine:
         self._pieces = list(checked.segments)
         self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._pieces)
         self.grid, self.batches, self.pipeline = grid, BatchShards(grid, microbatches), pipeline
-        check_elementwise(optimizer, checked, split.params, memory, prune)
+        check_optimizer(optimizer, checked, split.params, memory, prune)
         zero, offloads, dtypes = masters(memory, grid, pruned=prune.prunes)
         self.precisions = replace(dtypes, wide=frozenset(split.roles))
         self.parts = shapes_of(split, dtypes.weights)
@@ -161,7 +161,9 @@ class PipelineEngine:
             factor = float(clip_factor(norm, self._clip)) / (scale or 1.0)
             self._half_done = "update"
             for pp_rank, stage in self.stages.items():
-                pipe.executor.then(pp_rank, stage.apply(grads[pp_rank], factor), "update", "optimizer", step, begin)
+                pipe.executor.then(
+                    pp_rank, stage.apply(grads[pp_rank], factor, loss), "update", "optimizer", step, begin
+                )
         pipe.find_room(self.grid.size)
         self.steps_done += 1
         skipped = np.int32(self._scale.skipped)

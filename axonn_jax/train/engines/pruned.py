@@ -10,7 +10,7 @@ from optax import GradientTransformation
 from axonn_jax.checkpoint.naming import MASKS, PARAMS, State, shapes
 from axonn_jax.errors import UserError
 from axonn_jax.memory.host_arrays import joined
-from axonn_jax.memory.optimizer_traits import check_offload, owner
+from axonn_jax.memory.optimizer_traits import check_offload, check_update, owner
 from axonn_jax.models.protocol import Model
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.layout import PrunedArray, PrunedLayout
@@ -19,13 +19,14 @@ from axonn_jax.tensor.params import Params
 from axonn_jax.train.config import MemoryConfig
 
 
-def check_elementwise(
+def check_optimizer(
     optimizer: GradientTransformation, model: Model, params: Params, memory: MemoryConfig, prune: PruneConfig
 ) -> None:
-    """Raises ``UserError`` where an optimizer looks at more than offload or pruning has of its state at a time.
+    """Raises ``UserError`` where an optimizer asks for more than a step has, or offload or pruning of it at a time.
 
     Of `params` shapes are enough.
     """
+    check_update(optimizer, params)
     if memory.offload != "none":
         check_offload(optimizer, "memory.offload = optimizer", params)
     if not prune.prunes:

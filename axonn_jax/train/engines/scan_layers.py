@@ -4,6 +4,7 @@ Users, checkpoints and optimizers see the layers' own names; between steps nothi
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -90,15 +91,16 @@ def per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> optax.Gr
         others, layers = divided(params)
         return united(optimizer.init(others), jax.vmap(optimizer.init, out_axes=axes(layers))(layers))
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         (others, layers), (grads, layers_grads), (state, layers_state) = map(divided, (params, grads, state))
         over = axes(layers)
-        updates, state = optimizer.update(grads, state, others)
-        mapped = jax.vmap(optimizer.update, in_axes=(0, over, 0), out_axes=(0, over))
+        own_update = partial(optax.with_extra_args_support(optimizer).update, **extra)
+        updates, state = own_update(grads, state, others)
+        mapped = jax.vmap(own_update, in_axes=(0, over, 0), out_axes=(0, over))
         layers_updates, layers_state = mapped(layers_grads, layers_state, layers)
         return united(updates, layers_updates), united(state, layers_state)
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
 def check_per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> None:

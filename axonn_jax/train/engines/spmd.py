@@ -28,7 +28,7 @@ from axonn_jax.train.config import MemoryConfig, TensorConfig
 from axonn_jax.train.engines.engine import BatchShards, read_anew
 from axonn_jax.train.engines.offloaded import OffloadedStep
 from axonn_jax.train.engines.program import exposed
-from axonn_jax.train.engines.pruned import check_elementwise, compressed_state, dense_forms, mask_forms, read_pruned
+from axonn_jax.train.engines.pruned import check_optimizer, compressed_state, dense_forms, mask_forms, read_pruned
 from axonn_jax.train.engines.scan_layers import stack_state, unstack_params, unstack_state
 from axonn_jax.train.engines.step import StepMetrics, TrainState, build_step
 
@@ -62,7 +62,7 @@ class SpmdEngine:
         self.grid, self.optimizer, self.batches = grid, optimizer, BatchShards(grid, microbatches)
         made, self._prune, self._offloads = split_module(model), prune, memory.offload != "none"
         self._specs, self._prunable = made.specs, prunable(made, checked.layer_list)
-        check_elementwise(optimizer, checked, made.params, memory, prune)
+        check_optimizer(optimizer, checked, made.params, memory, prune)
         parts = shapes_of(made)  # no array of the model's may live as long as the engine
         self._build = partial(build_step, parts.merge(parts.params), parts, optimizer, grid, clip, memory, tensor)
         self._key = jax.random.key(seed) if checked.drops_out else None

@@ -110,7 +110,8 @@ class TrainStep:
         Where loss or norm are not finite, which all devices know alike, weights and optimizer state stay as they were.
         """
         measured = self.measured(state.model.read, state.scale, tokens, key)
-        model = self.update.after(state.model, measured.grads, measured.factor, measured.finite)
+        loss = measured.metrics["loss"]
+        model = self.update.after(state.model, measured.grads, measured.factor, loss, measured.finite)
         return TrainState(model, measured.scale), measured.metrics
 
     def measured(

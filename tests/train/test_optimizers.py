@@ -1,0 +1,62 @@
+"""Optimizers that ask for the loss get it in every engine, and those that ask for more are refused by name."""
+
+from dataclasses import replace
+
+import grids
+import jax
+import numpy as np
+import optax
+import pytest
+from trainers import make_trainer
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+
+PLATEAU = {"factor": 0.5, "patience": 1, "rtol": 0.5}
+RATE, STEPS = 0.1, 5
+BATCH = np.random.default_rng(0).integers(0, 64, (8, 9))
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "options"),
+    [
+        ("gpt", GridShape(1, 2), {"scan_layers": "yes"}),
+        pytest.param("gpt", GridShape(1, 2), {"offload": "optimizer"}, marks=pytest.mark.slow),
+        ("experts", GridShape(1, 2), {"offload": "optimizer"}),
+        ("gpt", GridShape(2, 2), {}),
+    ],
+)
+def test_an_optimizer_gets_the_loss(model, axes, options):
+    """Weights move by the rate that optax says of the losses in the metrics, though those hardly fall."""
+    shape = {"gpt": replace(grids.GPT, seq_len=8), "experts": replace(grids.MIXTRAL, layers=1, seq_len=8)}[model]
+    plateau = optax.contrib.reduce_on_plateau(**PLATEAU)
+    model_of = grids.model_on(shape, grids.lay(GridShape()))
+    trainer = make_trainer(model_of, optax.chain(optax.sgd(RATE), plateau), grids.lay(axes), microbatches=2, **options)
+    state, scales, moves = plateau.init({}), [], []
+    for _ in range(STEPS):
+        before = {name: np.asarray(value, np.float64) for name, value in trainer.engine.params.items()}
+        metrics = trainer.step(BATCH)
+        after = {name: np.asarray(value, np.float64) for name, value in trainer.engine.params.items()}
+        moved = sum(float(((after[name] - before[name]) ** 2).sum()) for name in before) ** 0.5
+        moves.append(moved / float(metrics["grad_norm"]) / RATE)
+        with jax.numpy_dtype_promotion("standard"):
+            _, state = plateau.update({}, state, value=np.float32(metrics["loss"]))
+        scales.append(float(state.scale))
+    trainer.close()
+    np.testing.assert_allclose(moves, scales, rtol=1e-4)
+    assert scales[-1] < 0.3
+
+
+REFUSED = {
+    "scale_by_zoom_linesearch": optax.lbfgs(0.1),
+    "lookahead": optax.lookahead(optax.sgd(0.1), 2, 0.5),
+    "scale_by_backtracking_linesearch": optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(4)),
+    "str": "adamw",
+}
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_what_asks_for_more_is_one_line(pipe):
+    for name, optimizer in REFUSED.items():
+        with pytest.raises(UserError, match=rf"^optimizer = '{name}': an optax transformation of gradients[^\n]*$"):
+            make_trainer(grids.model_on(grids.GPT, grids.lay(GridShape())), optimizer, grids.lay(GridShape(pipe)))
