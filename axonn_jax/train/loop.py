@@ -213,7 +213,7 @@ class Run:
                 "tokens_per_s": self.tokens / step_s,
                 "step_s": step_s,
                 "grad_norm": norm,
-                "lr": float(self.rate(step - 1)),
+                "lr": float(self.rate(step - 1 - (skipped if finite else skipped - 1))),
                 "skipped": skipped,
                 **{key: float(metrics[key]) for key in ("loss_scale", "largest_load") if key in metrics},  # type: ignore[literal-required]
                 **self._usage(step_s),

@@ -1,6 +1,7 @@
 """The optimizers that a config can name, from optax, and its learning-rate schedules."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,13 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from axonn_jax.documents import parse_toml
 from axonn_jax.train.config import TrainConfig
+
+_OF_RATE = ("lr", "warmup", "steps", "schedule", "min_lr_ratio")
 
 
 def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
-    """Learning rate by step, an optax schedule: linear warm-up, then cosine, linear or constant to the last step.
+    """Learning rate by update, an optax schedule: linear warm-up, then cosine, linear or constant to the last step.
 
-    Of a step that is a number of the host it is computed on the host, and waits for nothing that a device does.
+    A step that was skipped is no update. Of a number of the host it is computed on the host, and waits for nothing that
+    a device does.
     """
     warmup, rest = config.warmup, max(config.steps - config.warmup, 1)
     end = config.lr * config.min_lr_ratio
@@ -35,6 +40,29 @@ def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
         return numbers.where(at < warmup, config.lr * (at + 1) / warmup, after)
 
     return rate
+
+
+def changed_rate(config: TrainConfig, before: Any, updates: int) -> str:
+    """What a run that goes on says of its learning rate, if that is another than it would have been.
+
+    Args:
+        config: of now.
+        before: the TOML that the run had.
+        updates: those done.
+
+    Returns:
+        A part of a line with the last update's rate and the next one's, or nothing.
+    """
+    try:
+        table = parse_toml(before)["train"]
+        had = {key: table[key] for key in _OF_RATE if type(table[key]) is type(getattr(config, key))}
+        old = learning_rate(replace(config, **had))
+        last, following = (float(old(update)) for update in (max(updates - 1, 0), updates))
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):  # of another version, or a stranger's
+        return ""
+    changes = [f"train.{key} was {value}" for key, value in had.items() if value != getattr(config, key)]
+    now = float(learning_rate(config)(updates))
+    return "" if now == following else f"; learning rate {last:.3g}, now {now:.3g}, as {', '.join(changes)}"
 
 
 def decayed(params: Mapping[str, Any]) -> dict[str, bool]:

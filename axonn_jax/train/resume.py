@@ -26,6 +26,7 @@ from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pretrained import agree, packed, take_pretrained
 from axonn_jax.train.engines.pruning import prune_for
+from axonn_jax.train.optimizer import changed_rate
 
 FOLDER = "checkpoints"
 _FACTS: Mapping[str, type] = dict.fromkeys(("position", "data.seed", "train.seed", "model.seq_len"), int) | {
@@ -163,10 +164,10 @@ class Checkpoints:
         self.saved_step = step if checkpoint.path.parent.absolute() == self.directory.absolute() else 0
         if self.saved_step:
             self.saver.resumed(step)
-        facts = checkpoint.manifest
-        self._say(
-            f"resumed at step {step} from {checkpoint.path} (saved on grid {facts.grid}, {facts.processes} process(es))"
-        )
+        facts, updates = checkpoint.manifest, step - int(self._engine.state().get(f"{SCALE}skipped", 0))
+        saved = f"(saved on grid {facts.grid}, {facts.processes} process(es))"
+        saved += changed_rate(self._config.train, facts.run.get("config"), updates)
+        self._say(f"resumed at step {step} from {checkpoint.path} {saved}")
         return int(facts.run["position"])
 
     def save(self, step: int, position: int) -> None:
@@ -254,9 +255,8 @@ class Checkpoints:
         """A run goes on only with the seeds and the data that it began with: all else may change."""
         now, then = self._facts(0), checkpoint.manifest.run
         if not set(_FACTS) <= set(then):
-            raise UserError(
-                "checkpoint.resume", str(checkpoint.path), f"a checkpoint of `axonn-jax train`; {_OTHERWISE}"
-            )
+            accepted = f"a checkpoint of `axonn-jax train`; {_OTHERWISE}"
+            raise UserError("checkpoint.resume", str(checkpoint.path), accepted)
         for key, kind in _FACTS.items():
             if type(then[key]) is not kind or (kind is int and not 0 <= then[key] < 2**63):
                 raise CorruptCheckpoint(f"{MANIFEST} is not one that a save writes: run[{key!r}] is no {kind.__name__}")

@@ -50,6 +50,7 @@ def runs(tmp_path_factory):
 def test_goes_on_from_the_step_that_was_pruned(runs):
     said = command("train", runs / "pruned" / "config.toml", "--train.steps", "10", "--grid.data", "2", "--grid.y", "2")
     assert "resumed at step 6" in said
+    assert "as train.steps was 6" in said
     assert "of 24,576 entries of 8 kernels are trained" in said
     losses = [record["loss"] for record in read_metrics(runs / "pruned") if "loss" in record]
     assert len(losses) == 4

@@ -1,5 +1,6 @@
 """metrics.jsonl, loss.png, progress and peaks."""
 
+import dataclasses
 import io
 import json
 import math
@@ -15,8 +16,9 @@ from axonn_jax.errors import UserError
 from axonn_jax.hardware import peak_flops
 from axonn_jax.terminal import duration
 from axonn_jax.train.config import Config, DataConfig, LogConfig, TrainConfig
+from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.metrics import MetricsLog, plot_loss, read_metrics
-from axonn_jax.train.optimizer import learning_rate
+from axonn_jax.train.optimizer import changed_rate, learning_rate
 from axonn_jax.train.progress import Progress
 from axonn_jax.train.validate import check
 
@@ -209,3 +211,23 @@ def by_optax(schedule, warmup):
     }[schedule]
     ramp = optax.linear_schedule(3e-3 / max(warmup, 1), 3e-3, max(warmup - 1, 1))
     return optax.join_schedules([ramp, after], [warmup])
+
+
+def test_a_run_that_goes_on_by_another_schedule_says_both_rates():
+    """Of 4 updates and then 8: where a cosine of 4 ended, and where one of 8 is."""
+    then, now = (TrainConfig(steps=steps, lr=1e-2, min_lr_ratio=0.1) for steps in (4, 8))
+    had = to_toml(Config(train=then, data=DataConfig(path="text")))
+    last, following = (1e-3 + 9e-3 * (1 + math.cos(math.pi * at)) / 2 for at in (3 / 4, 4 / 8))
+    assert changed_rate(now, had, 4) == f"; learning rate {last:.3g}, now {following:.3g}, as train.steps was 4"
+    assert changed_rate(then, had, 2) == ""
+    constant = dataclasses.replace(then, schedule="constant", lr=2e-2)
+    assert changed_rate(constant, had, 1).endswith(", now 0.02, as train.lr was 0.01, train.schedule was cosine")
+    for broken in (
+        None,
+        "",
+        "train = 3",
+        "[train]\nlr = 1",
+        f"[train]\n{'steps = 9' * 400}",
+        had.replace("= 4", f"= {10**400}"),
+    ):
+        assert changed_rate(now, broken, 4) == ""

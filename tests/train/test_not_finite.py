@@ -2,10 +2,13 @@
 
 import sys
 
+import pytest
 from launched import AXONN, CONFIG, command, errors, finished
 
+from axonn_jax.train.config_file import read
 from axonn_jax.train.loop import MOST_SKIPPED
 from axonn_jax.train.metrics import read_metrics
+from axonn_jax.train.optimizer import learning_rate
 
 BROKEN = """
 import sys
@@ -49,6 +52,11 @@ def test_a_bad_step_is_named_and_a_broken_run_ends_with_its_last_good_checkpoint
         "step_00000002",
         "step_00000004",
     ]
+    rates = {record["step"]: record["lr"] for record in read_metrics(tmp_path / "run")}
+    rate = learning_rate(read(tmp_path / "run" / "config.toml").train)
+    # Updates before: two of step 3, and of step 6 on the four that were made, whatever was skipped meanwhile.
+    assert rates == pytest.approx({step: float(rate(2 if step == 3 else 4)) for step in rates}, rel=1e-6)
+    assert len(set(rates.values())) == 2
     last = 5 + MOST_SKIPPED
     named = {record["step"]: record["skipped"] for record in read_metrics(tmp_path / "run")}
     assert named == {3: 1} | {step: step - 4 for step in range(6, last + 1)}
