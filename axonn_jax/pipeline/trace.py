@@ -134,7 +134,7 @@ class Stretch:
         """
         key = None
         if self.keyed:
-            key = DropoutKey(jax.random.fold_in(given[KEY], given[MICROBATCH]), given[LATER])
+            key = DropoutKey(given[KEY], given[LATER], given[MICROBATCH])
         model: Any = self.parts.merge({**self.parts.params, **tapping(self._forms(given), params, self.work.sums)})
         if self.first:
             x = model.embed(inputs_of(model, given[TOKENS]), self.work.dtype, key)

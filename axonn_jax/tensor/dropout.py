@@ -18,6 +18,8 @@ class DropoutKey:
     key: jax.Array
     first_layer: jax.Array | None = None
     """What is added to numbers of layers, where layers run in the place of others that are so far ahead of them."""
+    microbatch: jax.Array | int = 0
+    """Which of the equal parts of the global batch's sequences these are among."""
     part: int = field(default=0, metadata={"static": True})
     """Which of the equal parts of this device's sequences is dropped from."""
     parts: int = field(default=1, metadata={"static": True})
@@ -40,19 +42,21 @@ class DropoutKey:
 def dropout(x: jax.Array, rate: float, key: DropoutKey, *, sequence_split: bool = False) -> jax.Array:
     """Zeroes entries of [batch, seq, features/Gx] with probability `rate` and scales the rest; no collectives.
 
-    The mask is drawn for the global activation and this device's part sliced out of it, so every grid drops the
-    same entries. XLA fuses slice and generator: only the local part is ever computed. With `sequence_split`, `x` is
-    [batch, seq/Gy, features/Gx].
+    A sequence's mask is drawn from its number in the global batch, whole, and this device's part sliced out of it. So
+    every grid and every number of microbatches drop the same entries. XLA fuses slice and generator, but on CPUs. With
+    `sequence_split`, `x` is [batch, seq/Gy, features/Gx].
     """
     sequences, seq, features = x.shape
     batch_shards, shard = 1, jnp.int32(0)
     for axis in BATCH_AXES:
         batch_shards, shard = batch_shards * axis_size(axis), shard * axis_size(axis) + axis_index(axis)
-    shards = axis_size("x")
-    first_sequence = (shard * key.parts + key.part) * sequences
-    first_feature = axis_index("x") * features
+    microbatch = jnp.asarray(key.microbatch, jnp.int32) * batch_shards + shard
+    numbers = (microbatch * key.parts + key.part) * sequences + jnp.arange(sequences, dtype=jnp.int32)
     lengths, first_token = (axis_size(SEQUENCE_AXIS), axis_index(SEQUENCE_AXIS) * seq) if sequence_split else (1, 0)
-    global_shape = (batch_shards * key.parts * sequences, lengths * seq, shards * features)
-    keep = jax.random.bernoulli(key.key, 1.0 - rate, global_shape)
-    keep = lax.dynamic_slice(keep, (first_sequence, first_token, first_feature), x.shape)
+    whole = (lengths * seq, axis_size("x") * features)
+
+    def drawn(number: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(jax.random.fold_in(key.key, number), 1.0 - rate, whole)
+
+    keep = lax.dynamic_slice(jax.vmap(drawn)(numbers), (0, first_token, axis_index("x") * features), x.shape)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))

@@ -197,11 +197,11 @@ class StageProgram(OnMesh):
         counts = counted_targets(self._model(self.parts.params), tokens)
         return all_reduce(jnp.sum(counts, dtype=jnp.float32), BATCH_AXES)
 
-    def _loss_sum(self, params: MaybeGathered | Params, batch: jax.Array, key: jax.Array | None) -> jax.Array:
+    def _loss_sum(self, params: MaybeGathered | Params, batch: jax.Array, key: DropoutKey | None) -> jax.Array:
         model = self._model(params)
         run_layer = layer_runner(model, self.activations, regather=self.reshard_after == "forward")
         parts = sub_batches_of(self.sub_batches, self.grid.shape, batch.shape[0])
-        return batch_loss(model, batch, self.dtype, None if key is None else DropoutKey(key), run_layer, parts)
+        return batch_loss(model, batch, self.dtype, key, run_layer, parts)
 
     def _local_gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
@@ -246,7 +246,7 @@ class StageProgram(OnMesh):
         targets = self._targets(tokens)
 
         def backward(p: MaybeGathered, index: jax.Array, batch: jax.Array) -> tuple[jax.Array, MaybeGathered]:
-            key_here = None if key is None else jax.random.fold_in(key, index)
+            key_here = None if key is None else DropoutKey(key, microbatch=index)
 
             def scaled(p: MaybeGathered) -> tuple[jax.Array, jax.Array]:
                 held = tapping(params, as_gathered(p, wholes, self.parts.specs), self.sums)
