@@ -32,7 +32,6 @@ TOKENIZERS = {
     "deep": (lambda file: file.write_text("[" * 100_000), "nested too deeply"),
     "a pipe": (lambda file: (file.unlink(), os.mkfifo(file)), "not a regular file"),
     "larger than the model": (change(lambda model: model["vocab"].update({"xyz": 300})), "at most model.vocab = 300"),
-    "without a byte": (change(lambda model: model["vocab"].update({"xyz": model["vocab"].pop("~")})), "a byte is"),
 }
 
 
