@@ -53,10 +53,10 @@ def dropout(x: jax.Array, rate: float, key: DropoutKey, *, sequence_split: bool 
     microbatch = jnp.asarray(key.microbatch, jnp.int32) * batch_shards + shard
     numbers = (microbatch * key.parts + key.part) * sequences + jnp.arange(sequences, dtype=jnp.int32)
     lengths, first_token = (axis_size(SEQUENCE_AXIS), axis_index(SEQUENCE_AXIS) * seq) if sequence_split else (1, 0)
-    whole = (lengths * seq, axis_size("x") * features)
+    sizes = (lengths * seq, axis_size("x") * features)
 
     def drawn(number: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(jax.random.fold_in(key.key, number), 1.0 - rate, whole)
+        return jax.random.bernoulli(jax.random.fold_in(key.key, number), 1.0 - rate, sizes)
 
     keep = lax.dynamic_slice(jax.vmap(drawn)(numbers), (0, first_token, axis_index("x") * features), x.shape)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))

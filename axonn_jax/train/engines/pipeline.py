@@ -161,12 +161,10 @@ class PipelineEngine:
             factor = float(clip_factor(norm, self._clip)) / (scale or 1.0)
             self._half_done = "update"
             for pp_rank, stage in self.stages.items():
-                pipe.executor.then(
-                    pp_rank, stage.apply(grads[pp_rank], factor, loss), "update", "optimizer", step, begin
-                )
+                done = stage.apply(grads[pp_rank], factor, loss)
+                pipe.executor.then(pp_rank, done, "update", "optimizer", step, begin)
         pipe.find_room(self.grid.size)
-        self.steps_done += 1
-        skipped = np.int32(self._scale.skipped)
+        self.steps_done, skipped = self.steps_done + 1, np.int32(self._scale.skipped)
         metrics: StepMetrics = {"loss": np.float32(loss), "grad_norm": np.float32(norm), "skipped": skipped}
         if scale is not None:
             metrics["loss_scale"] = np.float32(scale)
