@@ -101,7 +101,8 @@ def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int]
                 chosen.update((id(eqn), eqn) for eqn in [*chain, *_cheap_ones(chain, cheap, producer)])
         eqns = sorted(chosen.values(), key=lambda eqn: order[id(eqn)])
         if number:
-            here = {v for v, part in home.items() if part == number - 1} | set(wanted[-1]) | set(position) | cheap
+            given = set(_reads(runs[number - 1])) & set(position)  # a forward is not given the gradient that arrives
+            here = {v for v, part in home.items() if part == number - 1} | set(wanted[-1]) | given | cheap
             for group, left in _sums_ahead(eqns, {jaxpr.outvars[i] for i in outputs}, takes, here, producer):
                 runs[number - 1] += [*group, *_cheap_ones(group, cheap, producer)]
                 takes[group[-1].outvars[0]], eqns = number - 1, left
@@ -167,7 +168,8 @@ def _elementwise_from(var: Var, known: set[Var], producer: Mapping[Var, JaxprEqn
     chain: dict[int, JaxprEqn] = {}
     todo = [var]
     while todo:
-        eqn = producer[todo.pop()]
+        if (eqn := producer.get(todo.pop())) is None:
+            return None
         if id(eqn) in chain:
             continue
         if len(chain) == _LONGEST or not _elementwise(eqn):
@@ -175,8 +177,6 @@ def _elementwise_from(var: Var, known: set[Var], producer: Mapping[Var, JaxprEqn
         chain[id(eqn)] = eqn
         for v in eqn.invars:
             if isinstance(v, Var) and v not in known:
-                if v not in producer:
-                    return None
                 todo.append(v)
     return list(chain.values())
 

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from axonn_jax import compat
+from axonn_jax.channels.choose import choose
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
 from axonn_jax.distributed.host_sync import HostSync, host_sync
 from axonn_jax.distributed.initialize import describe, start
@@ -64,6 +65,8 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync, notes: Sequ
     why = why_not_exported(shape, biases_move=config.moe.balance_rate > 0) if shape.experts else ""
     lines += [f"note: `axonn-jax convert` cannot make a Hugging Face model of this run: {why}"] if why else []
 
+    if grid.shape.pipe > 1:
+        choose(config.pipeline.channel, grid.size)  # bad input is one line
     if world.rank == 0:  # before arrays are made: a process that ends there leaves a log that says what it was
         for line in (describe(world, grid), *notes, *lines):
             say(line)

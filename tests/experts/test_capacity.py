@@ -22,6 +22,7 @@ from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import split_module
 from axonn_jax.tensor.specs import shard_mapped
+from axonn_jax.train.config import PipelineConfig
 from axonn_jax.train.engines.program import StageProgram
 from axonn_jax.train.trainer import Trainer
 
@@ -116,8 +117,11 @@ def test_evaluation_drops_no_token(axes):
     losses = []
     for moe in (MoeConfig(), MoeConfig(dispatch="capacity", capacity=0.3)):
         model = Transformer(grids.MIXTRAL, rngs=nnx.Rngs(0), moe=moe)
-        trainer = Trainer(model, optax.sgd(0.1), grids.lay(axes), microbatches=2)
+        pipeline = PipelineConfig(policy="1f1b")
+        trainer = Trainer(model, optax.sgd(1e-30), grids.lay(axes), microbatches=2, pipeline=pipeline)
+        trained = float(trainer.step(tokens)["loss"])
         losses.append(trainer.evaluate([tokens]))
+        assert (trained == pytest.approx(losses[-1], rel=1e-6)) != moe.drops
         trainer.close()
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 

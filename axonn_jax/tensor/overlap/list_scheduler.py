@@ -134,7 +134,7 @@ class ListScheduler:
                 later = [end for end, _ in under_way if end > now]
                 if not over and later:
                     now = min(later)
-                elif not over:  # nothing else can run beside it
+                elif ended and not over:  # nothing else can run beside it; none: all that was ready had begun
                     finish(ended[0])
                 continue
             patient = not waiting or matmuls_run - waiting[0][0] < _PATIENCE
