@@ -91,7 +91,7 @@ def test_a_step_broken_off_in_its_update_says_that_the_trainer_must_be_made_agai
     trainer = made({"pipe": 2})
     trainer.step(batch(0))
 
-    def stopped(grads, factor):
+    def stopped(grads, factor, loss):
         raise Broken
 
     trainer.engine.stages[1].apply = stopped
