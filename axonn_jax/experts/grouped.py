@@ -93,26 +93,24 @@ class _Tile(NamedTuple):
     numbers: jax.Array
     """Of their choices."""
     tokens: jax.Array
+    """Their rows; where the last tile is not full, the row behind all tokens, which is zero and added to in vain:
+    another expert's token there would take part, and 0 times infinity is NaN."""
     here: jax.Array
-    """Whether each is one of the expert's, [tile]: the last tile's may not be."""
-
-    def rows(self, x: jax.Array) -> jax.Array:
-        """The rows of its tokens, zeros for those that are not here."""
-        return self.own(x[self.tokens])
-
-    def own(self, rows: jax.Array) -> jax.Array:
-        """Rows with zeros for tokens that are not here, whatever an expert made of them: 0 times infinity is NaN."""
-        return jnp.where(self.here[:, None], rows, jnp.zeros((), rows.dtype))
+    """Whether each is one of the expert's, [tile]."""
 
 
-def _over_tiles(groups: _Groups, expert: jax.Array, k: int, tile: int, body: Callable[..., Any], carry: Any) -> Any:
-    """Calls body(tile, carry) for the tiles of an expert, as many as its tokens fill."""
+def _over_tiles(
+    groups: _Groups, expert: jax.Array, choices: tuple[int, ...], tile: int, body: Callable[..., Any], carry: Any
+) -> Any:
+    """Calls body(tile, carry) for the tiles of an expert, as many as its tokens fill; `choices` are [tokens, k]."""
+    count, k = choices
     start, end = groups.starts[expert], groups.starts[expert + 1]
 
     def run(i: jax.Array, carry: Any) -> Any:
         at = start + i * tile
         numbers = lax.dynamic_slice(groups.order, (at,), (tile,))
-        return body(_Tile(numbers, numbers // k, at + jnp.arange(tile) < end), carry)
+        here = at + jnp.arange(tile) < end
+        return body(_Tile(numbers, jnp.where(here, numbers // k, count), here), carry)
 
     return lax.fori_loop(0, (end - start + tile - 1) // tile, run, carry)
 
@@ -134,20 +132,24 @@ def _zeros(shape: tuple[int, ...], like: jax.Array) -> jax.Array:
 def _grouped(
     x: jax.Array, weights: jax.Array, kernels: _Kernels, groups: _Groups, activation: Mlp, tile: int
 ) -> jax.Array:
-    k, flat = weights.shape[1], weights.reshape(-1)
+    x, flat = _and_a_row(x), weights.reshape(-1)
 
     def of_expert(expert: jax.Array, y: jax.Array) -> jax.Array:
         own = _of_expert(kernels, expert)
 
         def of_tile(of: _Tile, y: jax.Array) -> jax.Array:
-            h = activated(activation, *_inner(of.rows(x), own))
+            h = activated(activation, *_inner(x[of.tokens], own))
             out = jnp.matmul(h, own.down, preferred_element_type=jnp.float32)
-            return y.at[of.tokens].add(of.own(out * flat[of.numbers][:, None]))
+            return y.at[of.tokens].add(out * flat[of.numbers][:, None])
 
-        return _over_tiles(groups, expert, k, tile, of_tile, y)
+        return _over_tiles(groups, expert, weights.shape, tile, of_tile, y)
 
     y = lax.fori_loop(0, kernels.up.shape[0], of_expert, _zeros(x.shape, x))
-    return y.astype(x.dtype)
+    return y[:-1].astype(x.dtype)
+
+
+def _and_a_row(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, ((0, 1), (0, 0)))
 
 
 def _forward(
@@ -158,14 +160,14 @@ def _forward(
 
 def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) -> tuple[Any, ...]:
     x, weights, kernels, groups = kept
-    k, flat = weights.shape[1], weights.reshape(-1)
+    x, dy, flat = _and_a_row(x), _and_a_row(dy), weights.reshape(-1)
 
     def of_expert(expert: jax.Array, sums: Any) -> Any:
         own = _of_expert(kernels, expert)
 
         def of_tile(of: _Tile, sums: Any) -> Any:
             dx, dweights, dkernels = sums
-            rows, dout = of.rows(x), of.rows(dy)
+            rows, dout = x[of.tokens], dy[of.tokens]
             h, pull = jax.vjp(partial(activated, activation), *_inner(rows, own))
             dh = dout @ own.down.T  # of an unweighted output
             dweight = jnp.where(of.here, jnp.sum(dh.astype(jnp.float32) * h.astype(jnp.float32), -1), 0.0)
@@ -178,14 +180,14 @@ def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) 
                 None if own.gate is None else _product(rows, dgate), _product(rows, dup), _product(h, dout * weight)
             )
             return (
-                dx.at[of.tokens].add(of.own(drows)),
+                dx.at[of.tokens].add(drows),
                 dweights.at[of.numbers].add(dweight),
                 jax.tree.map(jnp.add, dkernels, grads),
             )
 
         dx, dweights, dkernels = sums
         none = jax.tree.map(lambda w: _zeros(w.shape, w), own)
-        dx, dweights, grads = _over_tiles(groups, expert, k, tile, of_tile, (dx, dweights, none))
+        dx, dweights, grads = _over_tiles(groups, expert, weights.shape, tile, of_tile, (dx, dweights, none))
         written = jax.tree.map(
             lambda all_of, own: lax.dynamic_update_index_in_dim(all_of, own.astype(all_of.dtype), expert, 0),
             dkernels,
@@ -196,7 +198,7 @@ def _backward(activation: Mlp, tile: int, kept: tuple[Any, ...], dy: jax.Array) 
     start = (_zeros(x.shape, x), _zeros(flat.shape, flat), jax.tree.map(jnp.zeros_like, kernels))
     dx, dweights, dkernels = lax.fori_loop(0, kernels.up.shape[0], of_expert, start)
     unused = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), groups)
-    return dx.astype(x.dtype), dweights.reshape(weights.shape).astype(weights.dtype), dkernels, unused
+    return dx[:-1].astype(x.dtype), dweights.reshape(weights.shape).astype(weights.dtype), dkernels, unused
 
 
 def _product(rows: jax.Array, grad: jax.Array) -> jax.Array:

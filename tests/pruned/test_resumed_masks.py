@@ -97,10 +97,12 @@ def saved(axes, folder, **prune):
         yield trainer.save(folder, 0), {name: value != 0 for name, value in kernels.items() if "blocks" in name}
 
 
-EITHER = pytest.mark.parametrize("axes", [GridShape(), GridShape(pipe=2, y=2)], ids=grids.name)
+PIPELINE = GridShape(pipe=2, y=2)
+EITHER = pytest.mark.parametrize("axes", [GridShape(), PIPELINE], ids=grids.name)
+ONE = pytest.mark.parametrize("axes", [GridShape(), pytest.param(PIPELINE, marks=pytest.mark.slow)], ids=grids.name)
 
 
-@EITHER
+@ONE
 @pytest.mark.parametrize("density", [0.0001, 0.0011])
 def test_masks_keep_what_the_density_asks_for_to_an_entry(axes, density, tmp_path):
     assert [kept(4096, share) for share in (0.001, 0.0001, 0.0011)] == [4, 1, 5]
@@ -125,7 +127,7 @@ def test_masks_of_all_kernels_together_go_on_anywhere(axes, tmp_path):
             assert np.isfinite(float(trainer.step(np.zeros((4, 9), np.int32))["loss"]))
 
 
-@EITHER
+@ONE
 @pytest.mark.parametrize("file", ["the same", "another", "none", "damaged"])
 def test_masks_of_a_file(axes, file, tmp_path):
     with saved(axes, tmp_path, density=0.3) as (path, masks):
@@ -156,7 +158,7 @@ def test_masks_of_a_file(axes, file, tmp_path):
                 assert not np.asarray(trainer.engine.params[name])[~mask].any()
 
 
-@EITHER
+@ONE
 def test_a_file_that_is_not_there_and_a_checkpoint_without_masks(axes, tmp_path):
     trainer = made(axes, method="file", mask_file=str(tmp_path / "gone.npz"))
     refused = pytest.raises(UserError, match="unless a checkpoint that is loaded has masks")
