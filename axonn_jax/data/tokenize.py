@@ -111,7 +111,7 @@ def load(file: str | Path, field: str = "data.path") -> Any:
 
 
 def _is_ours(tokenizer: Any) -> bool:
-    """Whether a tokenizer is what ``train`` makes in all but its vocabulary and merges."""
+    """Return True if all settings of a tokenizer are those of ``train``; vocabulary and merges may differ."""
     if [*tokenizer.get_added_tokens_decoder()] != [EOT_ID]:
         return False
     plain = _byte_level(models.BPE())

@@ -96,7 +96,7 @@ class _Tile(NamedTuple):
     """Their rows; where the last tile is not full, the row behind all tokens, which is zero and added to in vain:
     another expert's token there would take part, and 0 times infinity is NaN."""
     here: jax.Array
-    """Whether each is one of the expert's, [tile]."""
+    """True for rows of the tile that hold a token of the expert, [tile]."""
 
 
 def _over_tiles(

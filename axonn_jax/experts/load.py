@@ -41,7 +41,7 @@ _counting.defvjp(_forward, _backward)
 
 
 def counted(choices: jax.Array, experts: int) -> jax.Array:
-    """How often choices [rows, any] name each expert: [rows, experts] float32; others name none; no collectives."""
+    """Counts of choices [rows, any] by expert, [rows, experts] float32; numbers of no expert are left out."""
     rows = choices.shape[0]
     none = mark_varying(jnp.zeros((rows, experts), jnp.float32), compat.varying_axes(choices))
     return none.at[jnp.arange(rows)[:, None], choices].add(1.0, mode="drop")

@@ -9,7 +9,7 @@ from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size
 
 
 class Packing(NamedTuple):
-    """Of rows, whole also where the sequence is split."""
+    """Text and targets of a device's rows; every device along `y` has whole rows."""
 
     text: jax.Array
     """True for tokens of documents of which any token is trained on, [rows, seq]; all else is padding."""

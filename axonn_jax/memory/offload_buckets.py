@@ -38,7 +38,7 @@ class UpdateForm:
     treatment: int
     """The same for parameters whose updates are the same computation."""
     dtype: jnp.dtype
-    """Of its weights."""
+    """The dtype of the parameter's weights."""
 
 
 @dataclass(frozen=True)

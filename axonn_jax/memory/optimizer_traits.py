@@ -14,17 +14,17 @@ from optax import GradientTransformation, GradientTransformationExtraArgs, with_
 from axonn_jax.errors import UserError
 
 _SHAPES = {2: (256, 130), 1: (256,)}
-"""Of probes, by number of dims: adafactor, for one, is elementwise on smaller ones."""
+"""Shapes of probes by number of dims: large ones, as adafactor is elementwise on small ones."""
 _SCALES = (1e-3, 1e3)
-"""Of gradients until an update is seen, one after the other: Adam's first update does not depend on the scale."""
+"""Scales of a probe's gradients, each used until an update is seen: Adam's first one does not depend on the scale."""
 _LONGEST = 256
 """Steps in which an update must be seen: of a rate that warms up, or of an average over several steps, the first are
 zero."""
 _ROUNDING = 1e-4
-"""Of an array's largest update: what two ways of computing it may differ in."""
+"""Largest difference between two computations of an update that is rounding, over the update's largest entry."""
 
 _OF_MASKS = (KeyError, TypeError, ValueError)
-"""What a mask raises that has all parameters' names, where only some are given."""
+"""Errors of a mask that has all parameters' names, where only part of them is given."""
 _MASKS = "one whose masks and labels are functions of the parameters that it is given"
 
 Arrays = Mapping[str, Any]
@@ -145,7 +145,7 @@ def treatments(optimizer: GradientTransformation, params: Arrays) -> dict[str, i
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Of probes, by name."""
+"""Names and shapes of probes."""
 
 
 def _elements(params: Arrays) -> list[Arrays]:
@@ -199,7 +199,7 @@ def _splits(optimizer: GradientTransformation, divide: Callable[[Arrays], list[A
 
 
 def _close(want: Sequence[Arrays], have: Sequence[Arrays], names: Iterable[str]) -> bool:
-    """Whether updates by name are the same but for rounding, which is relative to each one's own size."""
+    """Return True if updates by name are equal but for rounding, relative to each update's largest entry."""
 
     def differ(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
         return bool(np.abs(a - b).max(initial=0.0) > _ROUNDING * np.abs(a).max(initial=0.0))
@@ -214,7 +214,7 @@ class _Trial:
     def __init__(self, optimizer: GradientTransformation):
         self._optimizer = optimizer
         self._steps: list[int] = []
-        """How many steps the first probes took at each scale; the others take as many."""
+        """Steps that the first probes took at each scale; later ones take as many."""
         self._step = jax.jit(self._stepped)
 
     def _stepped(self, state: Any, params: Any, grads: Any) -> tuple[Any, Any]:

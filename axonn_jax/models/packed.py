@@ -32,7 +32,7 @@ class Residual(NamedTuple):
     balance: jax.Array | None
     """Sum of the losses that even out the loads of experts, of local tokens so far, a float32 scalar."""
     packing: Packing | None = None
-    """Of a model with experts."""
+    """Text and targets of the rows, for experts; None in a model without them."""
 
     @property
     def dtype(self) -> Any:
@@ -58,7 +58,7 @@ def documents_of(words: jax.Array) -> Documents:
 
 
 def packing_of(words: jax.Array, *, packed: bool) -> Packing:
-    """What experts see of rows [batch, seq + 1]; no collectives.
+    """Packing of rows [batch, seq + 1] as experts see it; no collectives.
 
     A document without a target that counts, as the rest of a row is, is padding. A row that is not `packed` is one
     document, and behind its last id that is not negative the rest.
@@ -77,7 +77,7 @@ def packing_of(words: jax.Array, *, packed: bool) -> Packing:
 
 
 def inputs_of(model: Model, batch: jax.Array) -> jax.Array:
-    """What a model embeds of a batch [rows, seq + 1]: all of it where it `reads_words`, else ids before the last."""
+    """Input of `embed`, of a batch [rows, seq + 1]: all of it if the model `reads_words`, else ids but the last."""
     return batch if model.reads_words else readable(batch)[:, :-1]
 
 

@@ -38,13 +38,8 @@ class SequenceModel(nnx.Module):
         between: P | None = None,
     ):
         self.vocab, self.seq_len, self.drops_out, self.token_axes = None, None, False, BATCH_AXES
-        self.packed, self.reads_words, self.balanced, self.balance_rate, self.layer_period = (
-            False,
-            False,
-            False,
-            None,
-            0,
-        )
+        self.packed = self.reads_words = self.balanced = False
+        self.balance_rate, self.layer_period = None, 0
         self.layers = nnx.List(list(layers))
         self._loss = loss
         self._flops = None if flops is None else tuple(flops)

@@ -163,7 +163,7 @@ def lay_out(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multipl
 
 @cache
 def _counts(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], tuple[jax.Array, jax.Array]]:
-    """What gives the entries of each mask that its fullest device keeps, and that all of them keep: [masks] both."""
+    """Program that counts each mask's entries on its fullest device, and on all of them: [masks] both."""
 
     def local(masks: list[jax.Array]) -> list[jax.Array]:
         return [jnp.sum(mask, dtype=jnp.int32).reshape((1,) * mask.ndim) for mask in masks]
@@ -178,7 +178,7 @@ def _counts(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], tup
 
 @cache
 def _places(mesh: Mesh, own: tuple[tuple[P, int], ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """What gives the indices of masks, of which each has a layout and a number of slots."""
+    """Program that makes the indices of masks, of which each has a layout and a number of slots."""
     specs = [spec for spec, _ in own]
 
     def local(masks: list[jax.Array]) -> list[jax.Array]:

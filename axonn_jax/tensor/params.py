@@ -18,7 +18,7 @@ from axonn_jax.tensor.specs import spec_axes
 Params = dict[str, jax.Array]
 Specs = dict[str, PartitionSpec]
 Role = Literal["", "router", "load"]
-"""What a parameter is for, declared where it is made. A router's, and the bias whose gradient is its experts' `load`
+"""Role of a parameter, declared where it is made. A router's, and the bias whose gradient is its experts' `load`
 (`experts.load`), are float32 in every precision, as are their gradients; routers' are never pruned."""
 
 
@@ -80,7 +80,7 @@ class SplitModule(NamedTuple):
     specs: Specs
     merge: Callable[[Mapping[str, jax.Array]], nnx.Module]
     roles: Mapping[str, Role] = MappingProxyType({})
-    """Of the parameters that have one."""
+    """Roles by name, of the parameters that have one."""
 
     @property
     def loads(self) -> frozenset[str]:
