@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr  # type: ignore[attr-defined]  # jax 0.12 has it for old users
 
 from axonn_jax.hardware import AttentionDevice
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +22,8 @@ LOG = VENV / "setup.log"
 STAMP = VENV / "setup.json"
 KEYED = ("pyproject.toml", "constraints.txt", "scripts/setup", "scripts/_setup.py")
 EXTRAS = ("dev", "docs", "hf", "tensorboard")
-BUILD_TOOLS = ("pip", "setuptools", "wheel", "nanobind")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+BUILD_TOOLS = ("pip", "wheel", "nanobind", *PROJECT["build-system"]["requires"])
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MPI_CHOICES = ("auto", "site", "wheel", "none")
 USAGE = "usage: scripts/setup [--again]; the variables it reads are listed at its top"
@@ -64,8 +66,8 @@ def wanted(env: Mapping[str, str], last: Stamp | None, key: str) -> Stamp:
     extras, mpi = env.get("AXONN_EXTRAS", kept.extras), env.get("AXONN_MPI", kept.mpi)
     if mpi not in MPI_CHOICES:
         raise ValueError(f"AXONN_MPI = {mpi!r}: must be one of {', '.join(MPI_CHOICES)}")
-    names = sorted({name.strip() for name in extras.split(",")} - {"", "none", *EXTRAS})
-    return Stamp(key, ",".join(names), mpi)
+    names = {name.strip() for name in extras.split(",")} - {"", "none", *EXTRAS}
+    return Stamp(key, ",".join(sorted(names)), mpi)
 
 
 def venv_home(venv: Path) -> Path | None:

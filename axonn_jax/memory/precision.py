@@ -51,7 +51,7 @@ class Precisions:
         return self.weights != jnp.float32
 
 
-FULL = Precisions(*[jnp.dtype(jnp.float32)] * 3)
+FULL = Precisions(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), jnp.dtype(jnp.float32))
 """Everything in float32."""
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from axonn_jax.compat import ClosedJaxpr
 
 Keep = Callable[[JaxprEqn], bool]
 """Whether the results of an equation may be handed over, rather than computed again."""
@@ -227,7 +229,7 @@ def _depend_only_on(closed: ClosedJaxpr, free: set[Var]) -> set[Var]:
         if all(isinstance(v, Literal) or v in known for v in eqn.invars):
             known.update(eqn.outvars)
         else:
-            known.update(v for v in eqn.outvars if jax.numpy.issubdtype(v.aval.dtype, jax.dtypes.prng_key))
+            known.update(v for v in eqn.outvars if _is_key(v))
     return known - free
 
 
@@ -267,3 +269,7 @@ def _size(atom: Any) -> int:
 
 def _width(atom: Any) -> int:
     return int(atom.aval.dtype.itemsize)
+
+
+def _is_key(atom: Any) -> bool:
+    return bool(jax.numpy.issubdtype(atom.aval.dtype, jax.dtypes.prng_key))

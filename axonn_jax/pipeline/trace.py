@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -180,7 +179,7 @@ class Stretch:
 class Traced(NamedTuple):
     """A traced function on local shards, and what its inputs are called."""
 
-    closed: ClosedJaxpr
+    closed: compat.ClosedJaxpr
     slots: list[str]
 
 
@@ -192,7 +191,8 @@ def survey(stretch: Stretch) -> Stretch:
     names = tuple(slots[i] for i in part.inputs if slots[i] in stretch.parts.params)
     if stretch.last:
         return replace(stretch, names=names)
-    y, spec = closed.jaxpr.outvars[0].aval, stretch.model.residual_spec
+    y: Any = closed.jaxpr.outvars[0].aval
+    spec = stretch.model.residual_spec
     shape = global_shape(y.shape, spec, stretch.mesh)
     struct = jax.ShapeDtypeStruct(shape, y.dtype, sharding=NamedSharding(stretch.mesh, spec))
     return replace(stretch, names=names, y=struct)
@@ -205,7 +205,7 @@ def trace_whole(stretch: Stretch) -> Traced:
 
 def _trace(stretch: Stretch, f: Any, given: Mapping[str, jax.ShapeDtypeStruct]) -> Traced:
     slots = list(given)
-    traced: list[ClosedJaxpr] = []
+    traced: list[compat.ClosedJaxpr] = []
 
     def capture(*inputs: jax.Array) -> jax.Array:
         traced.append(jax.make_jaxpr(lambda *values: f(dict(zip(slots, values, strict=True))))(*inputs))

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import OPEN_MPI_4, gpu_environment
+from launched import MPIRUN, OPEN_MPI_4, gpu_environment
 
 from axonn_jax.cli.doctor import Doctor, _show, run
 from axonn_jax.cli.doctor.checks import loopback, pinned, places, preallocated, slurm
-from axonn_jax.cli.doctor.mpi import same_mpi
-from axonn_jax.cli.doctor.probes import Row, environment, probe, ranges, satisfies, which
+from axonn_jax.cli.doctor.mpi import mpi4jax, same_mpi, two_ranks
+from axonn_jax.cli.doctor.probes import Row, environment, installed, probe, ranges, satisfies, which
 from axonn_jax.distributed.network import exposed
 from axonn_jax.errors import UserError
 
@@ -79,6 +79,36 @@ def test_hidden_mpi4jax_is_missing_and_the_rest_is_untouched(tmp_path: Path) -> 
     assert "ImportError: hidden by a test" in rows["mpi4jax"]["found"] or "not installed" in rows["mpi4jax"]["found"]
     assert "mpi4jax" in rows["mpi4jax"]["fix"] or "setup --again" in rows["mpi4jax"]["fix"]
     assert rows["jax"]["status"] == "ok"
+
+
+SENDS = """
+import time, warnings
+import jax
+warnings.warn("The latest supported JAX version with this release of mpi4jax is 0.0.1")
+def has_cuda_support(): return False
+def send(array, dest, tag, comm): {}
+def recv(like, source, tag, comm): return jax.numpy.zeros_like(like) + {}
+"""
+
+
+@pytest.mark.skipif(installed("mpi4jax") is None, reason="no mpi4jax; scripts/setup builds it where it finds an MPI")
+@pytest.mark.parametrize(
+    ("launcher", "send", "arrives", "status", "says"),
+    [
+        (MPIRUN, "pass", "source", "ok", "tried, 2 ranks exchange an array"),
+        (None, "pass", "source", "ok", "tried, a rank sends itself an array"),
+        (MPIRUN, "pass", "source + 1", "warning", "an array does not arrive: AssertionError: what one rank sent"),
+        (MPIRUN, "raise RuntimeError('no target')", "source", "warning", "does not arrive: RuntimeError: no target"),
+        (None, "time.sleep(600)", "source", "warning", "an array does not arrive: no answer within 8 s"),
+    ],
+)
+def test_mpi4jax_is_tried_whatever_it_says_of_the_version_of_jax(
+    launcher: str | None, send: str, arrives: str, status: str, says: str, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(hide(tmp_path, "mpi4jax", SENDS.format(send, arrives))))
+    row = mpi4jax(two_ranks(launcher, "Open MPI"), 8 if "sleep" in send else 60)
+    assert (row.status, bool(row.fix)) == (status, status != "ok")
+    assert says in row.found
 
 
 def test_broken_jax_is_an_exit_status_of_1(tmp_path: Path) -> None:

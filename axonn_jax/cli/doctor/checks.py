@@ -202,10 +202,10 @@ def extras() -> Iterator[Row]:
 
 def host() -> Iterator[Row]:
     """Python and the machine."""
-    needs = (metadata.metadata("axonn_jax")["Requires-Python"] if installed("axonn_jax") else "") or ">=3.11,<3.14"
+    needs = metadata.metadata("axonn_jax")["Requires-Python"] if installed("axonn_jax") else ""
     version, good = platform.python_version(), satisfies(platform.python_version(), needs)
     fix = "" if good else f"AXONN_PYTHON=$(command -v python3.11) {setup_command() or 'bash scripts/setup'}"
-    shown = f"{version} ({sys.executable}; supported: {needs})"
+    shown = f"{version} ({sys.executable}{needs and f'; supported: {needs}'})"
     yield Row("python", "ok" if good else "missing", shown, "everything", fix, True)
     linux = sys.platform == "linux"
     where = "" if linux else "use Linux (on Windows: wsl --install)"

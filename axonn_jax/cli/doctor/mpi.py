@@ -23,12 +23,28 @@ print(sys.argv[1] + json.dumps({"multiple": level == MPI.THREAD_MULTIPLE, "cuda"
 MPI.Finalize()
 """
 _MPI4JAX = """
-import json, sys, warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always", UserWarning)
+import json, os, sys, warnings
+os.environ["JAX_PLATFORMS"] = "cpu"
+from axonn_jax.distributed.network import keep_mpi_local
+keep_mpi_local()
+import jax
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
     import mpi4jax
-told = [" ".join(str(w.message).split())[:140] for w in caught if "mpi4jax" in str(w.message)]
-print(sys.argv[1] + json.dumps({"mpi4jax": mpi4jax.has_cuda_support(), "warning": "; ".join(told)}), flush=True)
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+def answer(**known):
+    if world.rank == 0:
+        print(sys.argv[1] + json.dumps(known), flush=True)
+answer(cuda=mpi4jax.has_cuda_support())
+peer = world.size - 1 - world.rank
+@jax.jit
+def exchanged(mine):
+    mpi4jax.send(mine, peer, tag=1, comm=world)
+    return mpi4jax.recv(mine, peer, tag=1, comm=world)
+assert exchanged(jax.numpy.float32(world.rank)) == peer, "what one rank sent did not arrive at the other"
+world.barrier()
+answer(exchanged=world.size)
 """
 _PING = """
 import json, os, sys, time
@@ -76,8 +92,9 @@ def mpi(timeout: float) -> Iterator[Row]:
     else:
         cuda = ", takes the memory of CUDA devices" if library.answers.get("cuda") else ""
         yield Row("mpi4py", "ok", f"{version}, {text}, MPI_THREAD_MULTIPLE{cuda}", _RUNS)
-    yield mpi4jax(timeout)
-    yield from ping(launcher, version_text, timeout, fix)
+    start = two_ranks(launcher, version_text)
+    yield mpi4jax(start, timeout)
+    yield from ping(start, timeout, fix)
 
 
 def _fix(*pip: str) -> str:
@@ -109,31 +126,41 @@ def same_mpi(mpirun: str, library: str) -> bool:
     return same and ("Open MPI" in mpirun) == ("Open MPI" in library)
 
 
-def mpi4jax(timeout: float) -> Row:
-    """Whether mpi4jax imports here, and what it says about the JAX it finds."""
+def two_ranks(launcher: str | None, version_text: str) -> list[str]:
+    """Words that start a command as two ranks on this machine; none where there is no launcher."""
+    if launcher is None:
+        return []
+    open_mpi = "Open MPI" in version_text
+    root = ["--allow-run-as-root"] if open_mpi and os.geteuid() == 0 else []
+    return [launcher, *(["--oversubscribe"] if open_mpi else []), *root, "-n", "2"]
+
+
+def mpi4jax(start: list[str], timeout: float) -> Row:
+    """Tries mpi4jax: a compiled program sends an array to another rank, or where there is no mpirun to itself."""
     fails = "[pipeline] channel = mpi4jax (channel = mpi4py does without it)"
-    version = installed("mpi4jax")
-    seen = probe(python(_MPI4JAX), timeout)
     fix = _fix("--no-cache-dir", "--no-build-isolation", "mpi4jax")
-    if "mpi4jax" not in seen.answers:
-        trouble = f"{version} does not import: {seen.trouble(timeout)}" if version else "not installed"
-        return Row("mpi4jax", "missing", trouble, fails, fix)
-    cuda = "with CUDA" if seen.answers["mpi4jax"] else "without CUDA"
-    if warning := seen.answers.get("warning"):
-        return Row("mpi4jax", "warning", f"{version}, {cuda}; it says: {warning}", fails, pip_command("-U", "mpi4jax"))
-    return Row("mpi4jax", "ok", f"{version}, {cuda}", fails)
+    version = installed("mpi4jax")
+    if version is None:
+        return Row("mpi4jax", "missing", "not installed", fails, fix)
+    seen = probe([*start, *python(_MPI4JAX)], timeout)
+    if "cuda" not in seen.answers:
+        return Row("mpi4jax", "missing", f"{version} does not import: {seen.trouble(timeout)}", fails, fix)
+    built = f"{version}, {'with' if seen.answers['cuda'] else 'without'} CUDA, jax {installed('jax')}"
+    size = seen.answers.get("exchanged")
+    if size is None or not seen.ok:
+        return Row("mpi4jax", "warning", f"{built}: an array does not arrive: {seen.trouble(timeout)}", fails, fix)
+    return Row(
+        "mpi4jax", "ok", f"{built}: tried, {'2 ranks exchange' if size == 2 else 'a rank sends itself'} an array", fails
+    )
 
 
-def ping(launcher: str | None, version_text: str, timeout: float, fix: str) -> Iterator[Row]:
+def ping(start: list[str], timeout: float, fix: str) -> Iterator[Row]:
     """Whether two ranks on this machine start and talk, for real, and where they and mpirun listen meanwhile."""
     fails = "runs under mpirun on this machine"
-    if launcher is None:
+    if not start:
         yield Row("mpi ping", "missing", "no mpirun to try it with", fails, fix)
         return
-    flags = ["--oversubscribe"] if "Open MPI" in version_text else []
-    if flags and os.geteuid() == 0:
-        flags.append("--allow-run-as-root")
-    seen = probe([launcher, *flags, "-n", "2", *python(_PING)], timeout)
+    seen = probe([*start, *python(_PING)], timeout)
     answer = seen.answers.get("ping")
     if answer is None or not seen.ok:
         yield Row("mpi ping", "warning", f"2 ranks do not talk: {seen.trouble(timeout)}", fails, fix)
@@ -141,7 +168,7 @@ def ping(launcher: str | None, version_text: str, timeout: float, fix: str) -> I
     if answer["size"] != 2:
         yield Row("mpi ping", "warning", f"mpirun -n 2 made worlds of {answer['size']} rank", fails, fix)
         return
-    root = ", --allow-run-as-root needed here" if "--allow-run-as-root" in flags else ""
+    root = ", --allow-run-as-root needed here" if "--allow-run-as-root" in start else ""
     yield Row("mpi ping", "ok", f"2 ranks, {answer['us']:.1f} us one way{root}", fails)
     yield listens(seen.answers.get("listens", {}))
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import mlir
 
+from axonn_jax.compat import ClosedJaxpr
 from axonn_jax.grid import MESH_AXES
 from axonn_jax.tensor.collectives import axis_size
 from axonn_jax.tensor.overlap.list_scheduler import ListScheduler, OpOrder
