@@ -40,6 +40,20 @@ def grown(arrays: LayerCache, capacity: int) -> LayerCache:
     return tuple(jnp.pad(a, ((0, 0), (0, 0), (0, capacity - a.shape[2]), (0, 0))) for a in arrays)
 
 
+def tokens_to_write(arrays: LayerCache, new: LayerCache, places: jax.Array, active: jax.Array) -> LayerCache:
+    """New tokens of active slots, [slots, kv_heads, 1, features]; of others what stands at their places, [slots].
+
+    A slot without work may hold a prompt that others copy.
+    """
+
+    def one(array: jax.Array, token: jax.Array) -> jax.Array:
+        size = (1, array.shape[1], 1, array.shape[3])
+        there = [lax.dynamic_slice(array, (slot, 0, places[slot], 0), size) for slot in range(array.shape[0])]
+        return jnp.where(active[:, None, None, None], token.astype(array.dtype), jnp.concatenate(there))
+
+    return tuple(one(array, token) for array, token in zip(arrays, new, strict=True))
+
+
 def append(arrays: LayerCache, new: LayerCache, places: jax.Array) -> LayerCache:
     """Writes one token of every slot, [slots, kv_heads, 1, features], to the slot's place, [slots]."""
 

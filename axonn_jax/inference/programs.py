@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.inference.attend import CachedAttention, Seen, attend_chunk
-from axonn_jax.inference.cache import LayerCache, insert, positions
+from axonn_jax.inference.cache import LayerCache, insert, positions, tokens_to_write
 from axonn_jax.inference.sampling import SamplingForm, choose, log_probabilities, mark_seen
 from axonn_jax.tensor.attention import causal_attention
 from axonn_jax.tensor.collectives import live
@@ -174,7 +174,8 @@ class Programs:
         def attend(arrays: LayerCache, extra: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
             k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
             grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-            out, arrays = self.attention.step(grouped, self.attention.stored(k, v, extra), arrays, seen, extra)
+            new = tokens_to_write(arrays, self.attention.stored(k, v, extra), seen.newest, slots.left > 0)
+            out, arrays = self.attention.step(grouped, new, arrays, seen, extra)
             return out.reshape(q.shape), arrays
 
         x, caches = self._layers(model, slots.last[:, None], slots.counts[:, None], extras, caches, attend)
