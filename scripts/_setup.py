@@ -22,8 +22,7 @@ LOG = VENV / "setup.log"
 STAMP = VENV / "setup.json"
 KEYED = ("pyproject.toml", "constraints.txt", "scripts/setup", "scripts/_setup.py")
 EXTRAS = ("dev", "docs", "hf", "tensorboard")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-BUILD_TOOLS = ("pip", "wheel", "nanobind", *PROJECT["build-system"]["requires"])
+BUILD_SYSTEM = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MPI_CHOICES = ("auto", "site", "wheel", "none")
 USAGE = "usage: scripts/setup [--again]; the variables it reads are listed at its top"
@@ -66,8 +65,8 @@ def wanted(env: Mapping[str, str], last: Stamp | None, key: str) -> Stamp:
     extras, mpi = env.get("AXONN_EXTRAS", kept.extras), env.get("AXONN_MPI", kept.mpi)
     if mpi not in MPI_CHOICES:
         raise ValueError(f"AXONN_MPI = {mpi!r}: must be one of {', '.join(MPI_CHOICES)}")
-    names = {name.strip() for name in extras.split(",")} - {"", "none", *EXTRAS}
-    return Stamp(key, ",".join(sorted(names)), mpi)
+    names = sorted({name.strip() for name in extras.split(",")} - {"", "none", *EXTRAS})
+    return Stamp(key, ",".join(names), mpi)
 
 
 def venv_home(venv: Path) -> Path | None:
@@ -218,7 +217,7 @@ def install(installer: Installer, stamp: Stamp, built: str) -> Stamp:
     LOG.write_text(f"scripts/setup, Python {venv_version(VENV)}\n")
     STAMP.write_text(json.dumps(asdict(replace(stamp, key="", built=built))))  # unfinished, choices kept
     installer.say("installing the build tools")
-    installer.pip(*BUILD_TOOLS)
+    installer.pip("pip", "wheel", "nanobind", *BUILD_SYSTEM)
     extras = ",".join([*EXTRAS, *filter(None, [stamp.extras])])
     installer.say(f"installing axonn_jax[{extras}]")
     installer.pip("--no-build-isolation", "-e", f".[{extras}]")
