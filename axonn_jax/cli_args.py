@@ -35,7 +35,7 @@ class Arg:
     default: str = ""
     """What help shows as the default, where the field's own says nothing."""
     positional: str = ""
-    """The name of an argument without a flag, such as SOURCE_DIR."""
+    """The name of an argument without a flag, such as SOURCE."""
     short: str = ""
     """The flag, where it is not `--` and the field's name."""
     least: int | None = None

@@ -131,7 +131,7 @@ def check_tokenizer(args: Loki, vocab: int, most: int) -> None:
         raise UserError("--data", str(args.data), f"tokens below model.vocab = {most}; these are of {vocab}")
     own, theirs = args.run_dir / "tokenizer.json", args.data / "tokenizer.json"
     if own.exists() and load(own, "RUN_DIR").get_vocab() != load(theirs, "--data").get_vocab():
-        accepted = f"tokens of RUN_DIR's tokenizer: axonn-jax prepare SOURCE_DIR DATA_DIR --tokenizer {args.run_dir}"
+        accepted = f"tokens of RUN_DIR's tokenizer: axonn-jax prepare SOURCE DATA_DIR --tokenizer {args.run_dir}"
         raise UserError("--data", str(args.data), accepted)
 
 

@@ -14,34 +14,23 @@ from axonn_jax.terminal import Ticker, printable, say
 
 if TYPE_CHECKING:
     from axonn_jax.data.manifest import Manifest
-
-# fmt: off
-INCLUDE = (
-    "*.txt", "*.md", "*.rst", "*.tex", "*.html", "*.css", "*.py", "*.pyi", "*.pyx", "*.c", "*.h", "*.cc",
-    "*.cpp", "*.hpp", "*.cu", "*.cuh", "*.f", "*.f90", "*.F90", "*.jl", "*.rs", "*.go", "*.java", "*.kt",
-    "*.scala", "*.js", "*.ts", "*.jsx", "*.tsx", "*.rb", "*.pl", "*.lua", "*.r", "*.R", "*.m", "*.hs",
-    "*.ml", "*.sql", "*.sh", "*.cmake", "*.toml", "*.yaml", "*.yml",
-)
-EXCLUDE = (
-    ".git", ".hg", ".svn", "__pycache__", "site-packages", "node_modules", ".venv", ".tox", ".nox",
-    ".eggs", "*.egg-info", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints",
-    "*.min.js", "*.min.css",
-)
-# fmt: on
+    from axonn_jax.data.source import Source
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Turn a directory of text or code into tokenised shards to train on.
+    """Turn text or code into tokenised shards to train on.
 
-    Trains a byte-level BPE on the files (or takes a tokenizer that exists), encodes them, and holds some of them out
-    for evaluation. OUT_DIR is what `[data] path` of a training configuration names; it appears complete or not at
-    all.
+    Trains a byte-level BPE on the documents (or takes a tokenizer that exists), encodes them, and holds some of them
+    out for evaluation. A document is a file, or a record of JSON Lines (.jsonl, .ndjson) or Parquet; any of them may
+    be compressed (.gz, .zst). OUT_DIR is what `[data] path` of a training configuration names; it appears complete or
+    not at all.
     """
 
-    source: Annotated[Path, Arg(positional="SOURCE_DIR")]
-    """The directory whose files are read, with all below it. Symbolic links and files that are not UTF-8 text are
-    skipped."""
+    source: Annotated[Path, Arg(positional="SOURCE")]
+    """A folder, whose files are read with all below it; or one file; or, in quotes, a pattern such as
+    'data/*.jsonl.zst'. Files and records that are no UTF-8 text are left out and counted, and so are symbolic links
+    but those of the Hugging Face cache."""
 
     out: Annotated[Path, Arg(positional="OUT_DIR")]
     """The directory to write; new, or empty. One prepare at a time writes it, and what others put there meanwhile is
@@ -53,19 +42,28 @@ class Prepare:
     tokenizer: Annotated[Path | None, Arg(default="trained")] = None
     """Take this tokenizer.json, or that of this directory (a pretrained model's, another prepared one), instead."""
 
+    bos: bool = False
+    """Begin each document with the token that the post-processor of --tokenizer puts before a text, as those of
+    Llama do."""
+
+    field: str = "text"
+    """The field of a record, or column of a table, that holds the text of a document."""
+
     include: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
     """Read only files that match this pattern; repeat it for more. A pattern with a slash is compared with the
-    path below SOURCE_DIR, one without with the file's name. Without any: common kinds of text and source code."""
+    path below SOURCE, one without with the file's name, with or without .gz or .zst. Without any: common kinds of
+    text and source code, JSON Lines and Parquet."""
 
     exclude: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
-    """Leave out files and directories that match this pattern; repeat it for more. These come on top of .git,
-    __pycache__, site-packages, node_modules, virtual environments and tool caches below SOURCE_DIR."""
+    """Leave out files and folders that match this pattern; repeat it for more. These come on top of .git,
+    __pycache__, site-packages, node_modules, virtual environments and tool caches below SOURCE."""
 
     holdout: float = 0.05
-    """The share of the files to hold out for evaluation, at least one; a hash of path and seed chooses."""
+    """The share of the documents to hold out for evaluation, at least one; a hash of text and seed chooses. Of a
+    document that has a large share of all text the last part is held out."""
 
     seed: int = 0
-    """Changes which files are held out."""
+    """Changes which documents are held out."""
 
     shard_tokens: int = 16 << 20
     """The most tokens in one shard file."""
@@ -92,8 +90,10 @@ def run(args: Prepare) -> int:
             args.out,
             vocab=args.vocab,
             tokenizer=args.tokenizer,
-            include=args.include or INCLUDE,
-            exclude=(*EXCLUDE, *args.exclude),
+            include=args.include,
+            exclude=args.exclude,
+            field=args.field,
+            bos=args.bos,
             holdout=args.holdout,
             seed=args.seed,
             force=args.force,
@@ -101,8 +101,8 @@ def run(args: Prepare) -> int:
             report=lambda phase, done, total: ticker.now(phase, total >> 20, "MiB", done >> 20),
         )
     seconds = time.perf_counter() - began
-    for reason, count in sorted(source.skipped.items()):
-        say(f"skipped {count} {reason}, such as {source.examples[reason]!r}")
+    for line in _notes(args, manifest, source):
+        say(line)
     if args.json:
         print(json.dumps(_summary(manifest, seconds)))
     else:
@@ -110,17 +110,34 @@ def run(args: Prepare) -> int:
     return 0
 
 
+def _notes(args: Prepare, manifest: "Manifest", source: "Source") -> Iterator[str]:
+    """Yield a line for each thing that the user may not expect."""
+    from axonn_jax.data.source import endings
+    from axonn_jax.data.tokenize import begin_of, load
+
+    for kind, number in sorted(source.skipped.items()):
+        yield f"skipped {number:,} {kind}, such as {source.examples[kind]!r}"
+    if source.not_included:
+        yield f"left out by --include: {endings(source.not_included)}"
+    held, size = manifest.splits["valid"].bytes, source.size
+    if held > 2 * args.holdout * size:
+        yield f"held out: {held / size:.0%} of the text for --holdout {args.holdout:g}, as documents are few or uneven"
+    if args.tokenizer is not None and not args.bos and begin_of(tokenizer := load(manifest.path / "tokenizer.json")):
+        token = tokenizer.id_to_token(begin_of(tokenizer)[0])
+        yield f"documents begin without {token}, which this tokenizer puts before a text: --bos puts it there"
+
+
 def _summary(manifest: "Manifest", seconds: float) -> dict[str, Any]:
-    """The manifest with the number of shards in the place of their list."""
+    """The manifest with the numbers of documents and shards in the place of the list of shards."""
     summary = manifest.as_json()
-    for split in summary["splits"].values():
-        split["shards"] = len(split["shards"])
+    for name, split in manifest.splits.items():
+        summary["splits"][name] |= {"documents": split.documents, "shards": len(split.shards)}
     return {"path": str(manifest.path), "seconds": round(seconds, 3), **summary}
 
 
 def _lines(manifest: "Manifest", seconds: float) -> str:
     rows = [
-        f"{name}: {split.tokens:,} tokens from {split.files:,} files, {split.bytes:,} bytes "
+        f"{name}: {split.tokens:,} tokens from {split.documents:,} documents, {split.bytes:,} bytes "
         f"({split.bytes / split.tokens:.2f} a token), shards: {len(split.shards)}"
         for name, split in manifest.splits.items()
     ]

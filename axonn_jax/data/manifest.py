@@ -42,12 +42,16 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """The files that went into a split and the shards that came out, which in order are its token stream."""
+    """The text that went into a split and the shards that came out, which in order are its token stream."""
 
-    files: int
     bytes: int
     tokens: int
     shards: tuple[Shard, ...]
+
+    @property
+    def documents(self) -> int:
+        """How many documents it has."""
+        return sum(shard.documents for shard in self.shards)
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,9 @@ class Manifest:
     """``-sum p_t ln p_t``, nats a token, with ``p_t`` the share of token ``t`` in the held-out split, end-of-text
     included: the loss there of the best predictor that ignores all context."""
     skipped: Mapping[str, int]
-    """How many files were left out, by reason."""
+    """How many files and records were left out, by kind."""
     options: Mapping[str, Any]
-    """What was asked for: include, exclude, holdout, seed."""
+    """What was asked for: include, exclude, field, bos, holdout, seed."""
     tools: Mapping[str, str]
     """Versions of what wrote it."""
     tokenizer_sha256: str | None = None

@@ -1,15 +1,11 @@
-"""Tokens: training of byte-level BPE, tokenizers of others, and token ids of files in bounded memory."""
+"""Tokenizers: training of byte-level BPE, those of others, and the tokens that end and begin a text."""
 
-import codecs
 import contextlib
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from axonn_jax.data.manifest import FORMAT, MANIFEST, MAX_MANIFEST, MAX_TOKENIZER, MAX_VOCAB, TOKENIZER, Manifest
@@ -20,7 +16,7 @@ from axonn_jax.models.huggingface.pretrained import (
     OF_TOKENIZER,
     SAVE_TOKENIZER,
     SETTINGS,
-    end_token,
+    end_tokens,
     root_of,
     small_files,
 )
@@ -29,39 +25,6 @@ EOT = "<|endoftext|>"
 EOT_ID = 0  # the trainer numbers special tokens first
 MIN_VOCAB = 257  # the 256 bytes and EOT
 _EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`, or a model's"
-_PIECE = 1 << 20
-_BATCH = 4 << 20
-_BATCH_ENTRIES = 1024
-
-
-class BinaryFile(Exception):
-    """A file that holds a NUL byte, so it is not text."""
-
-
-def pieces(path: Path) -> Iterator[str]:
-    """Yields a file's text; one of over 1 MiB comes in pieces, cut after a line end where there is one.
-
-    The pieces joined are the file exactly: line ends and a byte-order mark stay as they are.
-
-    Raises:
-        BinaryFile: the file holds a NUL byte.
-        UnicodeDecodeError: the file is not UTF-8.
-        OSError: the file cannot be read.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    rest = ""
-    with path.open("rb") as file:
-        chunk = file.read(_PIECE)
-        while chunk:
-            following = file.read(_PIECE)
-            if b"\0" in chunk:
-                raise BinaryFile(path)
-            text = rest + decoder.decode(chunk, final=not following)
-            cut = len(text) if not following else (text.rfind("\n") + 1 or len(text))
-            if cut:
-                yield text[:cut]
-            rest = text[cut:]
-            chunk = following
 
 
 def train(texts: Iterable[str], vocab: int) -> Any:
@@ -161,14 +124,39 @@ def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
 
 def end_of(folder: Path, tokenizer: Any, field: str) -> int | None:
     """The id that ends a document, as a prepared directory, a run or a pretrained one says it, or else that of EOT."""
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    return next(_ends(folder, tokenizer, field), None)
+
+
+def ends_of(folder: Path, tokenizer: Any, field: str) -> tuple[int, ...]:
+    """The ids that end a text in generation: all that the files of a directory name, that of `end_of` first.
+
+    Without a tokenizer, which is then None, they are those that the files give as numbers.
+    """
+    return tuple(dict.fromkeys(_ends(folder, tokenizer, field)))
+
+
+def _ends(folder: Path, tokenizer: Any, field: str) -> Iterator[int]:
+    vocab = {} if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True)
+    named = False
     with contextlib.suppress(OSError, ValueError):
         raw = read_json(folder / MANIFEST, MAX_MANIFEST, inside=root_of(folder))
         prepared = isinstance(raw, dict) and raw.get("format") == FORMAT
         if prepared and type(end := raw.get("eot_id")) is int and end in vocab.values():
-            return end
-    ends = (end_token(place, vocab, field) for place in (folder, folder / FOLDER))
-    return next((end for end in ends if end is not None), vocab.get(EOT))
+            named = True
+            yield end
+    for place in (folder, folder / FOLDER):
+        for end in end_tokens(place, vocab, field):
+            named = True
+            yield end
+    if not named and EOT in vocab:
+        yield vocab[EOT]
+
+
+def begin_of(tokenizer: Any) -> list[int]:
+    """The ids that a tokenizer's post-processor puts before a text, often one or none."""
+    ids, text = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
+    added = len(ids) - len(text)
+    return next((ids[:at] for at in range(added + 1) if ids[at : at + len(text)] == text), [])
 
 
 def naming_end(files: Mapping[str, bytes], tokenizer: Any, end: int) -> dict[str, bytes]:
@@ -216,35 +204,3 @@ def _byte_level(model: Any) -> Any:
     # A file that happens to contain the characters <|endoftext|> must not end its document there.
     tokenizer.encode_special_tokens = True
     return tokenizer
-
-
-def encode_files(
-    tokenizer: Any, paths: Iterable[Path], end: int = EOT_ID
-) -> Iterator[tuple[int, int, NDArray[np.uint32]]]:
-    """Yields ``(files ended, bytes, token ids)`` batch by batch; the token ``end`` ends each file's ids.
-
-    Raises:
-        BinaryFile, UnicodeDecodeError, OSError: as ``pieces`` does.
-    """
-    eot = [end]
-    for batch in _batches(paths):
-        texts = [text for text in batch if text is not None]
-        # The "fast" form leaves out character offsets, which nobody here needs.
-        encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-        ids = [np.asarray(eot if text is None else next(encoded).ids, np.uint32) for text in batch]
-        yield batch.count(None), sum(len(text.encode()) for text in texts), np.concatenate(ids)
-
-
-def _batches(paths: Iterable[Path]) -> Iterator[list[str | None]]:
-    """Groups the pieces of many files, with None where a file ends, into batches of bounded size."""
-    batch: list[str | None] = []
-    characters = 0
-    for path in paths:
-        for text in itertools.chain(pieces(path), (None,)):
-            batch.append(text)
-            characters += len(text or "")
-            if characters >= _BATCH or len(batch) >= _BATCH_ENTRIES:
-                yield batch
-                batch, characters = [], 0
-    if batch:
-        yield batch

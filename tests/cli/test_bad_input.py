@@ -258,10 +258,10 @@ COMMANDS = {
         ["train", "run.toml", "--grid.x", "4", "--model.heads", "2", "--tensor.residual_comm", "gather"],
         ["model.kv_heads = 2: a multiple of y*x (tensor.residual_comm) = 4; nearest: 4"],
     ),
-    "prepare: nothing given": (["prepare"], ["SOURCE_DIR, OUT_DIR = (not given): required"]),
+    "prepare: nothing given": (["prepare"], ["SOURCE, OUT_DIR = (not given): required"]),
     "prepare: no source": (
         ["prepare", "none", "out", "--vocab", "300"],
-        ["SOURCE_DIR = 'none': an existing directory"],
+        ["SOURCE = 'none': an existing folder or file"],
     ),
     "prepare: unknown flag": (
         ["prepare", ".", "out", "--vocap", "300"],

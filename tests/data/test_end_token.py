@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from axonn_jax.cli.generate import end_tokens
 from axonn_jax.cli.main import main
 from axonn_jax.data import tokenize
 from axonn_jax.data.manifest import Manifest
+from axonn_jax.data.tokenize import ends_of
 
 SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 8192}
 KINDS = {
@@ -87,10 +87,13 @@ def test_a_run_of_a_tuned_model_ends_texts_as_that_does(prepared, tmp_path):
     root, end = prepared
     shutil.copytree(root / "given", tmp_path / "run" / "pretrained")
     tokenizer = tokenize.load(root / "given" / "tokenizer.json")
-    assert end_tokens(tmp_path / "run", tokenizer) == (end,)
+    assert ends_of(tmp_path / "run", tokenizer, "RUN_DIR") == (end,)
     (tmp_path / "run" / "pretrained" / "tokenizer_config.json").unlink()
     (tmp_path / "run" / "pretrained" / "config.json").write_text(json.dumps({"eos_token_id": [end, 0]}))
-    assert end_tokens(tmp_path / "run", tokenizer) == (end,)
+    (tmp_path / "run" / "pretrained" / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, end]}))
+    assert ends_of(tmp_path / "run", tokenizer, "RUN_DIR") == (end, 0, 5)
+    assert tokenize.end_of(tmp_path / "run", tokenizer, "RUN_DIR") == end
+    assert ends_of(tmp_path / "run", None, "RUN_DIR") == (end, 0, 5)
 
 
 def test_a_run_and_its_export_end_texts_as_its_data_does(prepared, tmp_path):
@@ -108,4 +111,4 @@ def test_a_run_and_its_export_end_texts_as_its_data_does(prepared, tmp_path):
     wanted = json.loads((root / "given" / "tokenizer_config.json").read_text())
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == wanted
     for folder in (run, tmp_path / "out"):
-        assert end_tokens(Path(folder), tokenize.load(folder / "tokenizer.json")) == (end,)
+        assert ends_of(Path(folder), tokenize.load(folder / "tokenizer.json"), "RUN_DIR") == (end,)

@@ -70,12 +70,12 @@ def test_one_that_draws_keeps_doing_so(tmp_path):
 def test_data_has_the_tokens_of_the_setting(tmp_path, capsys):
     folder = write(tmp_path / "given", before=SPLIT)
     (tmp_path / "text").mkdir()
-    for name in "ab":
-        (tmp_path / "text" / f"{name}.txt").write_text(TEXT)
-    argv = ["prepare", str(tmp_path / "text"), str(tmp_path / "data"), "--tokenizer", str(folder), "--holdout", "0.4"]
+    for name in range(5):
+        (tmp_path / "text" / f"{name}.txt").write_text(TEXT if name < 4 else "held out")
+    argv = ["prepare", str(tmp_path / "text"), str(tmp_path / "data"), "--tokenizer", str(folder), "--holdout", "0.1"]
     assert main(argv) == 0
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
-    assert np.fromfile(tmp_path / "data" / "train-00000.bin", "uint16").tolist() == [*ids, 0]
+    assert np.fromfile(tmp_path / "data" / "train-00000.bin", "uint16").tolist() == [*ids, 0] * 4
 
 
 def test_another_end_alone_needs_its_name(tmp_path):

@@ -103,7 +103,7 @@ MANIFESTS = {
     "a name that steers": (shard(name=ESCAPES), r"\x1b]0;owned\x07\x1b[2J\u202e"),
     "a dtype that steers": (top(dtype=ESCAPES), r"\x1b]0;owned"),
     "a tokenizer's checksum": (top(tokenizer_sha256=7), "tokenizer_sha256 = 7, not a text"),
-    "no splits": (top(splits={"train": {}}), "splits['train'].files is missing"),
+    "no splits": (top(splits={"train": {}}), "splits['train'].bytes is missing"),
 }
 
 

@@ -1,0 +1,78 @@
+"""Choice of the documents that are held out for evaluation."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+from axonn_jax.data.manifest import SPLITS
+from axonn_jax.data.read import Document
+from axonn_jax.data.source import Source
+from axonn_jax.errors import UserError
+
+
+class Holdout:
+    """Choice of the documents to hold out, by a hash of seed and text.
+
+    A document's split depends on no other document's, on no file and on no order, and copies of a text are in one
+    split. Both splits get at least one document: the one whose hash is nearest. Of a document that has
+    at least half of all text, or four times the share, the last part is held out in place of the whole.
+    """
+
+    def __init__(self, share: float, seed: int):
+        self._share, self._seed = share, f"{seed}\0".encode()
+        self._least, self._most = 1 << 64, -1
+        self._characters = self._longest = 0
+
+    def see(self, document: Document) -> None:
+        """Take a document into account; all are seen before the first is given a split."""
+        place = self._place(document)
+        self._least, self._most = min(self._least, place), max(self._most, place)
+        self._characters += document.characters
+        self._longest = max(self._longest, document.characters)
+
+    def divided(self, source: Source) -> Iterator[tuple[str, Document]]:
+        """Yield the documents with their splits.
+
+        Raises:
+            UserError: all documents are the same, or there is one character.
+        """
+        long, bound = min(4 * self._share, 0.5) * self._characters, int(self._share * 2**64)
+        if self._longest < long:
+            if self._least == self._most:
+                raise UserError("SOURCE", str(source.root), "documents that differ; all are the same")
+            bound = min(max(bound, self._least + 1), self._most)
+        if self._characters < 2:
+            raise UserError("SOURCE", str(source.root), "at least two characters, one to hold out")
+        for document in source.documents():
+            if document.characters >= long:
+                yield from zip(SPLITS, _divide(document, self._share), strict=True)
+            else:
+                yield ("valid" if self._place(document) < bound else "train"), document
+
+    def _place(self, document: Document) -> int:
+        return int.from_bytes(hashlib.sha256(self._seed + document.digest).digest()[:8], "big")
+
+
+def _divide(document: Document, share: float) -> tuple[Document, Document]:
+    """Divide a document in two: behind the first line end from where its last share begins, or just there.
+
+    Neither half is empty. Both have the digest of the document.
+    """
+    at = min(max(round(document.characters * (1 - share)), 1), document.characters - 1)
+
+    def halves() -> Iterator[tuple[str, str]]:
+        done, behind = 0, False
+        for part in document.parts():
+            if behind or done + len(part) <= at:
+                yield ("", part) if behind else (part, "")
+            else:
+                end = part.find("\n", at - done) + 1
+                end = end if end and done + end < document.characters else at - done
+                yield part[:end], part[end:]
+                behind = True
+            done += len(part)
+
+    def half(side: int) -> Document:
+        return replace(document, parts=lambda: filter(None, (pair[side] for pair in halves())))
+
+    return half(0), half(1)

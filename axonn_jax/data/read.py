@@ -1,0 +1,149 @@
+"""Documents of one file: a text, or the records of JSON Lines or Parquet, compressed or not."""
+
+import gzip
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from axonn_jax.errors import UserError
+
+_TABLE = ".parquet"
+_RECORDS = (".jsonl", ".ndjson", _TABLE)
+_COMPRESSED = (".gz", ".zst")
+_PART = 1 << 20
+_ROWS = 1024  # of a table, read at once
+
+
+class BinaryFile(Exception):
+    """A file that holds a NUL byte, so it is not text."""
+
+
+UNREADABLE = (BinaryFile, OSError, EOFError, zlib.error, ValueError)
+"""Exceptions from reading a file that is no text, damaged, or out of reach."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text of a source."""
+
+    digest: bytes
+    """SHA-256 of the text in UTF-8."""
+    characters: int
+    parts: Callable[[], Iterator[str]]
+    """Reads the text anew, in parts as `parts_of` cuts them."""
+
+    @classmethod
+    def of(cls, text: str) -> "Document":
+        """Return the document of a text that is in memory."""
+        digest = hashlib.sha256(text.encode()).digest()
+        return cls(digest, len(text), lambda: parts_of(io.StringIO(text, newline="")))
+
+
+def plain(path: Path) -> Path:
+    """Return a path without the ending of a compressed file."""
+    return path.with_suffix("") if path.suffix in _COMPRESSED else path
+
+
+def holds_records(path: Path) -> bool:
+    """Return True if a file's documents are records, by its ending: JSON Lines and Parquet."""
+    return plain(path).suffix in _RECORDS
+
+
+def text_parts(path: Path) -> Iterator[str]:
+    """Yield the text of a file in parts, exactly: line ends and a byte-order mark stay as they are.
+
+    Raises one of ``UNREADABLE``: ``UnicodeDecodeError`` where the file is not UTF-8.
+    """
+    with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
+        for part in parts_of(file):
+            if "\0" in part:
+                raise BinaryFile(path)
+            yield part
+
+
+def parts_of(file: TextIO) -> Iterator[str]:
+    """Yield a text in parts of about a million characters, cut behind a line end where there is one."""
+    rest, text = "", file.read(_PART)
+    while text:
+        following = file.read(_PART)
+        text = rest + text
+        end = (text.rfind("\n") + 1 if following else 0) or len(text)
+        yield text[:end]
+        rest, text = text[end:], following
+
+
+def records(path: Path, field: str) -> Iterator[tuple[str, str]]:
+    """Yield the text of each record and "", or "" and why the record has none.
+
+    A file that is damaged or out of reach ends with a record that is "unreadable".
+    """
+    table = plain(path).suffix == _TABLE
+    try:
+        for row in _rows(path, field) if table else _lines(path):
+            yield _text(row, field)
+    except UserError:
+        raise
+    except UNREADABLE:
+        yield "", "unreadable"
+
+
+def _text(row: Any, field: str) -> tuple[str, str]:
+    if row is None:
+        return "", "not_json"
+    if not isinstance(row, dict) or field not in row:
+        return "", "no_field"
+    text = row[field]
+    if not isinstance(text, str):
+        return "", "no_text"
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape
+        return "", "not_utf8"
+    return text, "" if text else "empty"
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    """Yield what the lines of JSON Lines hold, None for one that is not JSON; blank lines are left out."""
+    with _open(path) as file:
+        for line in file:
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except (ValueError, RecursionError):
+                    yield None
+
+
+def _rows(path: Path, column: str) -> Iterator[Any]:
+    """Yield the rows of Parquet with one column, or one empty row where the table has no such column."""
+    with _arrow(path).parquet.ParquetFile(path) as file:
+        if column not in file.schema_arrow.names:
+            yield {}
+            return
+        for batch in file.iter_batches(_ROWS, columns=[column]):
+            yield from batch.to_pylist()
+
+
+def _open(path: Path) -> io.BufferedReader | gzip.GzipFile:
+    if path.suffix == ".gz":
+        return gzip.GzipFile(path)
+    if path.suffix == ".zst":
+        raw: Any = _arrow(path).input_stream(str(path), compression="zstd")
+        return io.BufferedReader(raw)
+    return io.BufferedReader(io.FileIO(path))
+
+
+def _arrow(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        accepted = (
+            "a file that is read without pyarrow; pip install 'axonn_jax[data]' reads it, --exclude leaves it out"
+        )
+        raise UserError("SOURCE", str(path), accepted) from None
+    return pyarrow
