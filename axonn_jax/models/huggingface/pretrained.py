@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from axonn_jax.models.presets import OF_EXPERTS, shape_in
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 FOLDER = "pretrained"
 """Where a run keeps the small files of the model that it began from."""
-SETTINGS = "tokenizer_config.json"
+SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 OF_TOKENIZER = re.compile(
     r"(special_tokens_map|added_tokens|vocab)\.json|tokenizer[\w-]*\.[\w.-]+|chat_template\.(json|jinja)|merges\.txt"
 )
@@ -191,24 +191,27 @@ def keep_small_files(source: Path, folder: Path, field: str) -> dict[str, bytes]
     return files
 
 
-def end_token(directory: Path, vocab: dict[str, int], field: str) -> int | None:
-    """The id of the token behind a text, as tokenizer_config.json or config.json names it; None where neither does."""
-    root = root_of(directory)
-    for name, key in ((SETTINGS, "eos_token"), (CONFIG, "eos_token_id")):
+def end_tokens(directory: Path, vocab: Mapping[str, int], field: str) -> Iterator[int]:
+    """Yields ids of the tokens that end a text, as a directory's files name them; the one behind a document first.
+
+    Chat models name further ones in generation_config.json, and the end of a turn there alone. Of an empty vocabulary
+    nothing is known: any id is taken.
+    """
+    root, numbers = root_of(directory), set(vocab.values())
+    for name in (SETTINGS, CONFIG, GENERATION):
         try:
             raw = read_json(directory / name, _MOST_CONFIG, inside=root)
         except OSError:
             continue
         except ValueError as error:
             raise UserError(field, str(directory / name), f"an object in JSON; {error}") from None
-        value = raw.get(key) if isinstance(raw, dict) else None
-        value = value.get("content") if isinstance(value, dict) else value
-        value = value[0] if isinstance(value, list) and value else value
-        if isinstance(value, str) and value in vocab:
-            return vocab[value]
-        if type(value) is int and value in vocab.values():
-            return value
-    return None
+        for key in ("eos_token", "eos_token_id"):
+            value = raw.get(key) if isinstance(raw, dict) else None
+            for entry in value if isinstance(value, list) else [value]:
+                end = entry.get("content") if isinstance(entry, dict) else entry
+                end = vocab.get(end) if isinstance(end, str) else end
+                if type(end) is int and (end in numbers or not vocab):
+                    yield end
 
 
 def with_dtype(raw: bytes, dtype: str) -> bytes:
