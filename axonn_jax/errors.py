@@ -1,7 +1,9 @@
 """The one exception for a user's mistake."""
 
+import operator
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class UserError(ValueError):
@@ -30,6 +32,18 @@ def _shown(value: object) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _MOST else f"{text[:_MOST]}..."
+
+
+def integer(field: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return a number as Python's integer; raises ``UserError`` for another type, or one out of range."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        accepted = f"an integer of at least {least}" + ("" if most is None else f" and at most {most:,}")
+        raise UserError(field, value, accepted)
+    return number
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 import axonn_jax as ax
-from axonn_jax.data.tokenize import end_of
 
 
 def main():
@@ -24,9 +23,7 @@ def main():
 
     grid = ax.init(data=args.data, y=args.y, x=args.x)  # any grid, whatever the model was trained on
     tokenizer = Tokenizer.from_file(str(args.run_dir / "tokenizer.json"))
-    end = end_of(args.run_dir, tokenizer, "run_dir")
-    stops = [] if end is None else [end]
-    generator = ax.Generator(args.run_dir, grid, slots=4 * args.data, stops=stops, limit=tokenizer.get_vocab_size())
+    generator = ax.Generator(args.run_dir, grid, slots=4 * args.data, limit=tokenizer.get_vocab_size())
 
     prompts = [tokenizer.encode(prompt).ids for prompt in args.prompts]
     texts = generator.generate(prompts, tokens=args.tokens, sampling=ax.Sampling(temperature=0.8, seed=1), samples=2)

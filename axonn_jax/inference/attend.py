@@ -29,6 +29,9 @@ class CachedAttention(Protocol):
     dense_prompt: bool
     """Whether a prompt goes through in chunks, with full attention, and its keys stay; else token by token."""
 
+    calibrated: bool
+    """Whether each layer must have an `extra`."""
+
     def features(self, head_dim: int) -> tuple[tuple[int, Any], ...]:
         """Features and dtype (None: that of the model) of each array of a layer's cache."""
 
@@ -47,6 +50,7 @@ class FullAttention:
 
     name: str = "full"
     dense_prompt: bool = True
+    calibrated: bool = False
 
     def features(self, head_dim: int) -> tuple[tuple[int, Any], ...]:
         """Keys and values."""

@@ -2,25 +2,41 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, integer
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.inference.attend import CachedAttention, FullAttention
-from axonn_jax.inference.cpu_kernels import with_kernels_transposed
 from axonn_jax.inference.programs import NO_TOKEN, ROWS, Programs
 from axonn_jax.inference.sampling import Sampling
-from axonn_jax.inference.slots import NO_KEY, Slot, copy_of, make_slots, parts_of, put, state, tokens_behind
+from axonn_jax.inference.slots import (
+    NO_KEY,
+    Continuation,
+    Request,
+    Slot,
+    checked,
+    copy_of,
+    ids_of,
+    make_slots,
+    numbered,
+    parts_of,
+    put,
+    state,
+    tokens_behind,
+)
 from axonn_jax.inference.store import CacheStore, check_memory
-from axonn_jax.inference.weights import of_model, of_run
+from axonn_jax.inference.weights import floating, load_model, stops_of
+from axonn_jax.models.huggingface.pretrained import differences
 from axonn_jax.models.transformer import Transformer
+from axonn_jax.tensor.params import placed
 
 SAMPLING = Sampling()
 STEPS = 16
@@ -32,35 +48,16 @@ _FIRST = 256
 Scores = NDArray[np.float32]
 
 
-class Request(NamedTuple):
-    """A text to make."""
-
-    prompt: tuple[int, ...]
-    tokens: int
-    sample: int = 0
-    """Of its prompt; texts of one prompt and seed differ by it."""
-
-
-class Continuation(NamedTuple):
-    """Some tokens more of a request."""
-
-    request: int
-    """Its place among all of them."""
-    ids: list[int]
-    log_probabilities: list[float]
-    """Under the model's own scores, whatever they are drawn by; zeros where nothing asks."""
-    ended: bool
-
-
 class Generator:
     """A model that generates and scores texts on a grid of `data`, `y` and `x`.
 
     `model` is a `Transformer` or a directory: a run's or a Hugging Face model's. `slots` texts are made at a time, a
     multiple of `data`, each of at most `length` tokens, prompt included. Weights and cache are in `dtype`: by itself
-    bfloat16 on accelerators, else float32. Tokens in `stops` end a text; none of `limit` or above is drawn. A cache
-    has 2 * layers * kv_heads * head_dim * itemsize bytes a token and slot, split over `y`, and over `x` where heads
-    divide; it grows with the longest text. Every process of the grid makes one, and calls it alike. Raises
-    ``UserError`` for `pipe` or `z` above 1, sizes that do not divide, and slots that do not fit into memory.
+    bfloat16 on accelerators, else float32. Tokens in `stops` end a text, by themselves those that the directory names;
+    none of `limit` or above is drawn. A cache has 2 * layers * kv_heads * head_dim * itemsize bytes a token and slot,
+    split over `y`, and over `x` where heads divide; it grows with the longest text. Every process of the grid makes
+    one, and calls it alike; a stream, a list of texts or of scores is made at a time. Raises ``UserError`` for `pipe`
+    or `z` above 1, sizes that do not divide, and slots that do not fit into memory.
     """
 
     def __init__(
@@ -73,28 +70,28 @@ class Generator:
         dtype: Any = None,
         attention: CachedAttention | None = None,
         extras: Sequence[Any] | None = None,
-        stops: Sequence[int] = (),
+        stops: Sequence[int] | None = None,
         limit: int | None = None,
         steps: int = STEPS,
     ):
         replicas = grid.shape.batch_shards
-        if slots < 1 or slots % replicas:
+        if integer("slots", slots, 1) % replicas:
             raise UserError("slots", slots, f"a multiple of {grid.shape.batch_rule} = {replicas}, at least 1")
-        dtype = dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-        loaded = of_model(model, grid, dtype) if isinstance(model, Transformer) else of_run(Path(model), grid, dtype)
-        self.shape, self.grid, parts, self.params = loaded.shape, grid, loaded.parts, loaded.params
-        if jax.default_backend() == "cpu":
-            parts, self.params = with_kernels_transposed(parts, self.params, grid.mesh)
-        self.length = length or self.shape.seq_len
-        if not 1 <= self.length <= self.shape.seq_len:
+        self.grid, self._dtype, self._used = grid, floating(dtype), Lock()
+        with jax.set_mesh(grid.mesh):  # the newest grid of a script, or a mesh of its own, may be another
+            self.shape, parts, self.params = load_model(model, grid, self._dtype)
+        self.length = self.shape.seq_len if length is None else integer("length", length, 1)
+        if self.length > self.shape.seq_len:
             raise UserError("length", self.length, f"at least 1 and at most model.seq_len = {self.shape.seq_len}")
-        limit = min(limit or self.shape.vocab, self.shape.vocab)
+        vocab = self.shape.vocab
+        limit = vocab if limit is None else min(integer("limit", limit, 1), vocab)
+        stops = stops_of(model, vocab) if stops is None else ids_of("stops", stops, vocab)
         self.attention = attention or FullAttention()
-        self.programs = Programs(parts, grid.mesh, self.attention, dtype, tuple(stops), limit)
+        self.programs = Programs(parts, grid.mesh, self.attention, self._dtype, stops, limit)
         self.extras: Sequence[Any] = list(extras) if extras is not None else [None] * self.shape.layers
         """What the attention has of each layer, laid out as `programs.extra_spec`."""
         check_memory(self.shape, self.programs, slots, self.length, grid)
-        self._slots, self._steps = make_slots(slots, replicas), steps
+        self._slots, self._steps = make_slots(slots, replicas), integer("steps", steps, 1)
         self._store = CacheStore(self.shape, self.programs, self._slots, self.length)
 
     def generate(
@@ -103,9 +100,11 @@ class Generator:
         """Continues every prompt `samples` times: the new token ids, by prompt and sample, a stop included.
 
         A text depends on its prompt, the sampling and the sample's number alone, not on slots, grid or other prompts.
-        Raises ``UserError`` for a prompt that is empty or too long, or weights that give no finite scores.
+        A prompt that comes again gets further samples. Raises ``UserError`` for a prompt that is empty or too long, or
+        weights that give no finite scores.
         """
-        requests = [Request(tuple(prompt), tokens, n) for prompt in prompts for n in range(samples)]
+        samples, vocab = integer("samples", samples, 1), self.shape.vocab
+        requests = numbered(((ids_of("prompt", prompt, vocab), tokens) for prompt in prompts), samples)
         texts: list[list[int]] = [[] for _ in requests]
         for piece in self.stream(requests, sampling):
             texts[piece.request] += piece.ids
@@ -119,51 +118,81 @@ class Generator:
         logs: bool = False,
         until: Callable[[int, Continuation], bool] = lambda _, piece: False,
     ) -> Iterator[Continuation]:
-        """Yields texts piece by piece, as they come; a text that is `until` (request, piece) true of ends there."""
+        """Yields texts piece by piece, as they come; a text that is `until` (request, piece) true of ends there.
+
+        The slots are the stream's from its first piece to its last, or until it is closed or nothing refers to it.
+        """
         sampling.check()
-        for request in requests:
-            self._check(request)
+        requests = [checked(request, self.shape.vocab, self.length) for request in requests]
+        with self._use():
+            return self._stream(requests, sampling, logs, until)
+
+    def _stream(
+        self, requests: Sequence[Request], sampling: Sampling, logs: bool, until: Callable[[int, Continuation], bool]
+    ) -> Iterator[Continuation]:
         waiting = deque(enumerate(requests))
-        for slot in self._slots:
-            slot.left = 0
         decode = self.programs.decode(sampling.form, self._steps, logs=logs)
-        vocab = self.shape.padded_vocab(self.grid.shape.y) if sampling.form.penalty else 0
-        while waiting or any(slot.left for slot in self._slots):
-            self._fill(waiting, sampling)
-            active = [slot for slot in self._slots if slot.left]
-            self._store.reserve(max(slot.count + min(self._steps, slot.left) for slot in active))
-            drawn, logs_of = self._call(decode, state(self._slots, self.grid.mesh, vocab), sampling.numbers)
-            for slot in active:
-                ids = [int(token) for token in drawn[:, slot.at] if token != NO_TOKEN]
-                if -1 in ids:
-                    raise UserError("model", "its weights", "weights that give finite scores for the next token")
-                piece = self._advanced(slot, ids, logs_of[: len(ids), slot.at].tolist())
-                if not piece.ended and until(slot.request, piece):
-                    piece, slot.left = piece._replace(ended=True), 0
-                yield piece
+        vocab = self.params["embedding.table"].shape[0] if sampling.form.penalty else 0
+        with self._use():
+            for slot in self._slots:
+                slot.left = 0
+            while waiting or any(slot.left for slot in self._slots):
+                with jax.set_mesh(self.grid.mesh):
+                    self._fill(waiting, sampling)
+                    active = [slot for slot in self._slots if slot.left]
+                    self._store.reserve(max(slot.count + min(self._steps, slot.left) for slot in active))
+                    drawn, logs_of = self._call(decode, state(self._slots, self.grid.mesh, vocab), sampling.numbers)
+                for slot in active:
+                    ids = [int(token) for token in drawn[:, slot.at] if token != NO_TOKEN]
+                    if -1 in ids:
+                        raise UserError("model", "its weights", "weights that give finite scores for the next token")
+                    piece = self._advanced(slot, ids, logs_of[: len(ids), slot.at].tolist())
+                    if not piece.ended and until(slot.request, piece):
+                        piece, slot.left = piece._replace(ended=True), 0
+                    yield piece
+
+    def update(self, model: Transformer | str | Path) -> None:
+        """Takes other weights for a model of the same sizes, such as a trainer's after a step; compiles nothing again.
+
+        Raises ``UserError`` where the sizes differ. An attention's `extras` stay as they are.
+        """
+        with self._use(), jax.set_mesh(self.grid.mesh):
+            loaded = load_model(model, self.grid, self._dtype)
+            if wrong := differences(loaded.shape, self.shape):
+                raise UserError("model", ", ".join(wrong), "a model of the sizes with which the generator was made")
+            self.params = placed(loaded.params, self.programs.parts.specs, self.grid.mesh)
+            for slot in self._slots:
+                slot.cached = ()
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
         """Log-probabilities, in nats, of each text's tokens but the first, given those before it: [tokens - 1] each.
 
         Full attention takes a text in chunks; any other one token after the other, all slots at once.
         """
+        texts = [ids_of("text", text, self.shape.vocab) for text in texts]
         for text in texts:
             if not 2 <= len(text) <= self.length:
                 raise UserError("text", f"{len(text)} tokens", f"from 2 to length = {self.length} tokens")
-        if self.attention.name == "full":
-            return [self._score(text) for text in texts]
-        return [scores for at in range(0, len(texts), len(self._slots)) for scores in self._follow(texts[at:])]
+        with self._use(), jax.set_mesh(self.grid.mesh):
+            if self.attention.name == "full":
+                return [self._score(text) for text in texts]
+            return [scores for at in range(0, len(texts), len(self._slots)) for scores in self._follow(texts[at:])]
 
-    def _check(self, request: Request) -> None:
-        if not request.prompt:
-            raise UserError("prompt", "", "at least one token")
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self.shape.vocab:
-            raise UserError("prompt", max(request.prompt), f"token ids below model.vocab = {self.shape.vocab}")
-        if request.tokens < 1:
-            raise UserError("tokens", request.tokens, "an integer of at least 1")
-        if (together := len(request.prompt) + request.tokens) > self.length:
-            accepted = f"with the prompt's {len(request.prompt)} together at most length = {self.length}"
-            raise UserError("tokens", request.tokens, f"{accepted}, not {together}")
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        """Takes the slots; raises ``UserError`` where a stream that goes on has them, or something is missing."""
+        if self.attention.calibrated and any(extra is None for extra in self.extras):
+            raise UserError("extras", None, f"components of every layer for {self.attention.name} (axonn_jax.loki)")
+        if any(value.is_deleted() for value in self.params.values()):
+            raise UserError(
+                "model", "deleted", "a model whose arrays no trainer has taken: update(trainer.model)"
+            )
+        if not self._used.acquire(blocking=False):
+            raise UserError("generator", "in use", "one whose stream has come to its end, or is closed")
+        try:
+            yield
+        finally:
+            self._used.release()
 
     def _call(self, program: Any, *given: Any) -> Sequence[Any]:
         return self._store.call(program, self.params, self.extras, *given)
@@ -189,7 +218,7 @@ class Generator:
                 continue
             slot.request, (prompt, slot.left, sample) = waiting.popleft()
             slot.count, slot.last, slot.text = len(prompt) - 1, prompt[-1], list(prompt)
-            slot.key = sampling.key(sample).tolist()
+            slot.key = sampling.key(sample, prompt).tolist()
             self._store.reserve(min(len(prompt) + slot.left, max(2 * len(prompt), _FIRST)))
             local = [near for near in self._slots if near.device == slot.device]
             if source := next((near for near in local if near.cached == prompt), None):

@@ -1,7 +1,10 @@
 """Choice of the next token on a vocabulary that lies over `y`: by its seed a text is the same on every grid."""
 
 import math
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import jax
@@ -9,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, integer
 from axonn_jax.inference.select import middle, ordered
 from axonn_jax.tensor.collectives import all_reduce, all_reduce_max, axis_size, shard_offset
 from axonn_jax.tensor.loss import VOCAB_AXIS
@@ -46,18 +49,19 @@ class Sampling:
 
     def check(self) -> None:
         """Raises ``UserError`` for a number out of range."""
+        for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
+            if not isinstance(value := getattr(self, name), Real):
+                raise UserError(f"--{name.replace('_', '-')}", value, "a number")
+        integer("--top-k", self.top_k, 0)
+        integer("--seed", self.seed, 0, 2**32 - 1)
         if self.temperature != 0 and not _LEAST <= self.temperature <= _MOST:
             raise UserError("--temperature", self.temperature, f"0, or a number from {_LEAST} to {_MOST:,}")
-        if self.top_k < 0:
-            raise UserError("--top-k", self.top_k, "an integer of at least 0")
         if not 0 < self.top_p <= 1:
             raise UserError("--top-p", self.top_p, "a number above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise UserError("--min-p", self.min_p, "a number from 0 to 1")
         if not _LEAST <= self.repetition_penalty <= _MOST:
             raise UserError("--repetition-penalty", self.repetition_penalty, f"a number from {_LEAST} to {_MOST:,}")
-        if not 0 <= self.seed < 2**32:
-            raise UserError("--seed", self.seed, f"an integer of at least 0 and below {2**32}")
 
     @property
     def form(self) -> SamplingForm:
@@ -75,9 +79,12 @@ class Sampling:
         least = math.log(self.min_p) if self.min_p > 0 else -math.inf
         return np.array([self.repetition_penalty, self.temperature, self.top_p, least], np.float32)
 
-    def key(self, sample: int) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
-        """What the noise of a text begins with: two words of the seed and the number of the text."""
-        return np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(self.seed, impl=_IMPL), sample)))
+    def key(self, sample: int, prompt: Sequence[int] = ()) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
+        """Two words with which the noise of a text begins: of the seed, the prompt's tokens and the sample's number."""
+        key = jax.random.key(self.seed, impl=_IMPL)
+        for number in (zlib.crc32(np.asarray(prompt, "<u4").tobytes()), sample):
+            key = jax.random.fold_in(key, number)
+        return np.asarray(jax.random.key_data(key))
 
 
 def choose(
@@ -184,5 +191,13 @@ def _gumbel(keys: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
     """Noise of tokens [rows, n], each by its row's key and position and its own id alone."""
     rows = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl=_IMPL), positions)
     words = jax.random.key_data(jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(rows, ids))
-    uniform = ((words[..., 0] >> 8).astype(jnp.float32) + 0.5) * 2.0**-24
-    return -jnp.log(-jnp.log(uniform))
+    return gumbel(words[..., 0])
+
+
+def gumbel(words: jax.Array) -> jax.Array:
+    """Gumbel noise of random words of 32 bits, from -2.9 to 22.9: of an infinite one a token of no probability wins.
+
+    The words near 0, of the largest noise, keep all their bits.
+    """
+    uniform = jnp.minimum((words.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-uniform))

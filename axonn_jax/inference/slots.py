@@ -1,8 +1,10 @@
-"""Slots as the host knows them, and the arrays that programs take of them."""
+"""Requests and slots as the host knows them, and the arrays that programs take of them."""
 
+import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,11 +12,42 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
+from axonn_jax.errors import UserError, integer
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.inference.cache import chunks
 from axonn_jax.inference.programs import ROWS, Chunk, Copy, Slots
 
 NO_KEY = (0, 0)
+
+
+class Request(NamedTuple):
+    """A text to make."""
+
+    prompt: tuple[int, ...]
+    tokens: int
+    sample: int = 0
+    """Its number among those of its prompt; texts of one prompt and seed differ by it."""
+
+
+class Continuation(NamedTuple):
+    """Some tokens more of a request."""
+
+    request: int
+    """Its place among all of them."""
+    ids: list[int]
+    log_probabilities: list[float]
+    """Under the model's own scores, whatever they are drawn by; zeros where nothing asks."""
+    ended: bool
+
+
+def numbered(prompts: Iterable[tuple[Sequence[int], int]], samples: int) -> list[Request]:
+    """Requests of so many samples of every prompt, with its tokens; where one comes again, their numbers go on."""
+    times, requests = Counter[tuple[int, ...]](), []
+    for ids, tokens in prompts:
+        first = times[prompt := tuple(ids)]
+        requests += [Request(prompt, tokens, sample) for sample in range(first, first + samples)]
+        times[prompt] += samples
+    return requests
 
 
 @dataclass(eq=False)
@@ -39,6 +72,31 @@ class Slot:
     """Prompt and what has come since."""
     cached: tuple[int, ...] = ()
     """The prompt whose keys and values are in the cache still, but for the last token's."""
+
+
+def ids_of(field: str, value: Any, vocab: int) -> tuple[int, ...]:
+    """Token ids of a list or an array as Python's; raises ``UserError``, which calls them `field`, for others."""
+    try:
+        ids = tuple(operator.index(token) for token in np.asarray(value).tolist())
+    except (TypeError, ValueError):
+        raise UserError(field, value, "a list of token ids, which are integers") from None
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise UserError(field, token, f"token ids below model.vocab = {vocab}")
+    return ids
+
+
+def checked(request: Request, vocab: int, length: int) -> Request:
+    """A request of Python's integers; raises ``UserError`` where it is none, or prompt and tokens are over `length`."""
+    if not isinstance(request, Request):
+        raise UserError("request", request, "a Request(prompt, tokens) each")
+    prompt, tokens = ids_of("prompt", request.prompt, vocab), integer("tokens", request.tokens, 1)
+    if not prompt:
+        raise UserError("prompt", "", "at least one token")
+    if (together := len(prompt) + tokens) > length:
+        accepted = f"with the prompt's {len(prompt)} together at most length = {length}, not {together}"
+        raise UserError("tokens", tokens, accepted)
+    return Request(prompt, tokens, integer("sample", request.sample, 0, 2**32 - 1))
 
 
 def make_slots(slots: int, devices: int) -> list[Slot]:

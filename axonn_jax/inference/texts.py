@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from axonn_jax.inference.generator import Continuation, Generator, Request
+from axonn_jax.inference.generator import Generator
 from axonn_jax.inference.sampling import Sampling
+from axonn_jax.inference.slots import Continuation, Request
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BEFORE = 16

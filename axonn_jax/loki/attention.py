@@ -40,6 +40,7 @@ class LokiAttention:
     """Whether heads are read one after the other or all at once; by itself the former on CPUs, where it is faster."""
     name: str = "loki"
     dense_prompt: bool = True
+    calibrated: bool = True
 
     def features(self, head_dim: int) -> tuple[tuple[int, Any], ...]:
         """First features, the rest, values."""

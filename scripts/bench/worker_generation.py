@@ -75,7 +75,7 @@ def ours(path: Path, *joined: str) -> tuple[Generate, dict[str, Any]]:
     if joined:
         several = {"y": 2, "coordinator": f"127.0.0.1:{joined[1]}", "num_processes": 2, "process_id": int(joined[0])}
     grid = ax.init(**several)  # type: ignore[arg-type]
-    one, many = (ax.Generator(path, grid, slots=slots, length=1536) for slots in (1, SLOTS))
+    one, many = (ax.Generator(path, grid, slots=slots, length=1536, stops=()) for slots in (1, SLOTS))
     many.params = one.params
     greedy = ax.Sampling(temperature=0)
 

@@ -35,6 +35,6 @@ def family(request, tmp_path_factory):
 )
 def test_greedy_texts_are_those_of_transformers(family, axes, slots, steps):
     path, texts = family
-    generator = ax.Generator(path, grids.lay(axes), slots=slots, steps=steps)
+    generator = ax.Generator(path, grids.lay(axes), slots=slots, steps=steps, stops=())
     found = generator.generate([one["prompt"] for one in texts], tokens=64, sampling=GREEDY)
     assert [text for (text,) in found] == [one["text"] for one in texts]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from axonn_jax.cli_args import Arg, NotNegative
 from axonn_jax.errors import NOT_GIVEN, UserError
@@ -65,7 +65,7 @@ def run(args: Generate) -> int:
         UserError: the directory is not a run's, or an option is out of range.
     """
     from axonn_jax.cli.generate.texts import print_texts, prompts_of
-    from axonn_jax.data.tokenize import load
+    from axonn_jax.data.tokenize import ends_of, load
     from axonn_jax.inference.sampling import Sampling
     from axonn_jax.inference.weights import check_grid
     from axonn_jax.models.huggingface.pretrained import shape_of
@@ -101,11 +101,12 @@ def run(args: Generate) -> int:
     )
 
     from axonn_jax.distributed.initialize import start
-    from axonn_jax.inference.generator import Generator, Request
+    from axonn_jax.inference.generator import Generator
+    from axonn_jax.inference.slots import numbered
 
     with libraries_on_stderr():
         _, grid = start(args.grid)
-    requests = [Request(own.ids, own.tokens, sample) for own in prompts for sample in range(args.samples)]
+    requests = numbered(((own.ids, own.tokens) for own in prompts), args.samples)
     slots = args.slots or -(-min(_AT_ONCE, len(requests)) // replicas) * replicas
     generator = Generator(
         args.run_dir,
@@ -113,7 +114,7 @@ def run(args: Generate) -> int:
         slots=slots,
         dtype=_DTYPES[args.precision],
         attention=components.attention_of(args.attention, args.loki, shape),
-        stops=end_tokens(args.run_dir, tokenizer),
+        stops=ends_of(args.run_dir, tokenizer, "RUN_DIR"),
         limit=entries,
     )
     if calibrated is not None:
@@ -122,11 +123,3 @@ def run(args: Generate) -> int:
         generator.extras = components.laid_out(vectors, generator.programs.extra_spec, grid.mesh)
     print_texts(generator, tokenizer, prompts, requests, sampling, replace(args, slots=slots))
     return 0
-
-
-def end_tokens(run: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The token that ends a text, as the directory names it, or the one of `prepare`'s tokenizers."""
-    from axonn_jax.data.tokenize import end_of
-
-    end = end_of(run, tokenizer, "RUN_DIR")
-    return () if end is None else (end,)

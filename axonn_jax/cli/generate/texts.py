@@ -12,8 +12,9 @@ from axonn_jax.terminal import printable, say
 
 if TYPE_CHECKING:
     from axonn_jax.cli.generate import Generate
-    from axonn_jax.inference.generator import Generator, Request
+    from axonn_jax.inference.generator import Generator
     from axonn_jax.inference.sampling import Sampling
+    from axonn_jax.inference.slots import Request
 
 _MOST_BYTES = 256 << 20
 _TOKENS = 100
@@ -112,7 +113,7 @@ def print_texts(
         ended[at] = piece.ended
         while not single and first and printed < len(requests) and ended[printed]:
             prompt = prompts[printed // args.samples].text
-            result = {"prompt": prompt, "sample": requests[printed].sample, "text": texts[printed]}
+            result = {"prompt": prompt, "sample": printed % args.samples, "text": texts[printed]}
             result |= {"logprobs": logs[printed]} if args.logprobs else {}
             _put(json.dumps(result) + "\n" if args.json else f"{prompt}{texts[printed]}\n\n")
             printed += 1
