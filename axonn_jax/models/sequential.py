@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.segments import Segment
 from axonn_jax.models.stacked import layer_form
 from axonn_jax.tensor.dropout import DropoutKey
-from axonn_jax.tensor.params import SplitModule, split_module
+from axonn_jax.tensor.params import SplitModule, renewed, split_module
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 """(what the last layer gives, targets [batch, seq]) -> loss of every target, [batch, seq] float32."""
@@ -25,6 +26,10 @@ class SequenceModel(nnx.Module):
     passes between layers is an array whose first dim is the batch. Layers run on local shards, so plain Flax layers
     work on grids of `pipe`, `data` and `z`, with their parameters replicated; layers of `axonn_jax.tensor` are sharded
     over `x` and `y` as well. `between` is the layout of what passes: by default the batch dim over `data` and `z`.
+
+    A layer that holds random streams (`nnx.Rngs`) runs row by row and draws by the seed, the step and the row's place
+    in the batch; an evaluation is Flax's `eval`. Layers may hold other state that no call changes: an `nnx.BatchNorm`
+    that moves its statistics is a ``UserError``.
     """
 
     layer_list = "layers"
@@ -37,7 +42,11 @@ class SequenceModel(nnx.Module):
         flops: Sequence[int] | None = None,
         between: P | None = None,
     ):
-        self.vocab, self.seq_len, self.drops_out, self.token_axes = None, None, False, BATCH_AXES
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, nnx.Module):
+                accepted = "an nnx.Module; a function can be one of an nnx.Sequential's"
+                raise UserError(f"layers[{index}]", getattr(layer, "__name__", layer), accepted)
+        self.vocab, self.seq_len, self.drops_out, self.token_axes = None, None, True, BATCH_AXES
         self.packed = self.reads_words = self.balanced = False
         self.balance_rate, self.layer_period = None, 0
         self.layers = nnx.List(list(layers))
@@ -83,14 +92,72 @@ class SequenceModel(nnx.Module):
         return x
 
     def run_layer(self, layer: Any, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """Runs a layer, which takes no key."""
-        return layer(x)  # type: ignore[no-any-return]
+        """Runs a layer with a key as it trains, else as Flax's `eval` has it; row by row if it holds random streams."""
+        split: Any = nnx.split(layer, nnx.RngState, ...)
+        graphdef, streams, rest = split
+        draws = bool(jax.tree.leaves(streams))
+
+        def run(x: jax.Array, own: jax.Array) -> jax.Array:
+            made = nnx.merge(graphdef, _seeded(streams, own), renewed(rest))
+            _set_mode(made, training=key is not None, draws=draws)
+            y = made(x)
+            _check_unchanged(made, rest)
+            return y  # type: ignore[no-any-return]
+
+        def run_row(row: jax.Array, own: jax.Array) -> jax.Array:
+            y = run(row[None], own)
+            if y.shape[:1] != (1,):
+                made = f"{type(layer).__name__}, which draws and makes {y.shape} of {(1, *row.shape)}"
+                raise UserError("model", made, "layers that draw and leave the first dim, a row of the batch each")
+            return y[0]
+
+        same = jax.random.key(0)  # what draws in an evaluation too draws for every row alike, wherever the row is
+        if not draws:
+            return run(x, same)
+        return jax.vmap(run_row, (0, None if key is None else 0))(x, same if key is None else key.of_rows(len(x)))
 
     def run_segment(self, number: int, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
         """Runs the layer of a number."""
-        return self.run_layer(self.layers[number], x)
+        return self.run_layer(self.layers[number], x, None if key is None else key.of_layer(number))
 
     def total_loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
         """Sum of the losses of every target, times `weights` where given."""
         losses = self._loss(x, targets)
         return jnp.sum(losses if weights is None else losses * weights)
+
+
+def _seeded(streams: Any, key: jax.Array) -> Any:
+    """A layer's random streams as they begin from a key, each with its own."""
+    begun = []
+    for number, (path, var) in enumerate(nnx.to_flat_state(streams)):
+        shape, own = var.get_value().shape, jax.random.fold_in(key, number)
+        counts = isinstance(var, nnx.RngCount)
+        begun.append((path, var.replace(jnp.zeros(shape, jnp.uint32) if counts else jax.random.split(own, shape))))
+    return nnx.from_flat_state(begun)
+
+
+def _set_mode(layer: nnx.Module, *, training: bool, draws: bool) -> None:
+    """Sets what a layer leaves open, as an `nnx.MultiHeadAttention` does; for an evaluation all, by `eval`.
+
+    Raises ``UserError`` where it is to drop out and has nothing to draw from.
+    """
+    if not training:
+        layer.eval()
+    modules: list[Any] = [module for _, module in nnx.iter_modules(layer)]
+    for module in modules:
+        if getattr(module, "deterministic", False) is None:
+            module.deterministic = False
+        if isinstance(module, nnx.Dropout) and module.rate and not (module.deterministic or draws):
+            given = f"nnx.Dropout({module.rate}) without rngs"
+            raise UserError("model", given, "nnx.Dropout(rate, rngs=nnx.Rngs(seed))")
+
+
+def _check_unchanged(layer: Any, before: Any) -> None:
+    """Raises ``UserError`` where a call has changed what a layer holds beside its random streams."""
+    after = dict(nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.RngState))))
+    for path, var in nnx.to_flat_state(before):
+        pairs = zip(*(jax.tree.leaves(v.get_value()) for v in (var, after.get(path, var))), strict=True)
+        if any(old is not new for old, new in pairs):
+            state = f"{type(layer).__name__}, of which a call changes {'.'.join(map(str, path))} ({type(var).__name__})"
+            accepted = "layers that change nothing but random streams: LayerNorm, BatchNorm(use_running_average=True)"
+            raise UserError("model", state, accepted)

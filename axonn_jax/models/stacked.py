@@ -30,15 +30,15 @@ class LayerForm(NamedTuple):
 
     graph: Any
     state: int
-    """Arrays that are no parameters."""
+    """Arrays that are neither parameters nor of random streams, which begin from a key that a layer is given."""
     params: list[tuple[str, tuple[int, ...], Any, P]]
     """Name in the layer, shape, dtype and layout of each."""
 
 
 def layer_form(layer: nnx.Module, prefix: str, parts: SplitModule) -> LayerForm:
     """The form of a layer whose parameters' names in `parts` begin with `prefix`."""
-    split: Any = nnx.split(layer, nnx.Param, ...)
-    graph, _, rest = split
+    split: Any = nnx.split(layer, nnx.Param, nnx.RngState, ...)
+    graph, _, _, rest = split
     own = {name: array for name, array in parts.params.items() if name.startswith(prefix)}
     params = [(name.removeprefix(prefix), a.shape, a.dtype, parts.specs[name]) for name, a in own.items()]
     return LayerForm(graph, len(jax.tree.leaves(rest)), params)

@@ -38,6 +38,15 @@ class DropoutKey:
         """Returns the keys of equal parts of the sequences, whose masks together are this one's."""
         return [replace(self, part=part, parts=parts) for part in range(parts)]
 
+    def of_rows(self, sequences: int) -> jax.Array:
+        """Returns a key for each of this device's sequences, from its number in the global batch; no collectives."""
+        shards, shard = 1, jnp.int32(0)
+        for axis in BATCH_AXES:
+            shards, shard = shards * axis_size(axis), shard * axis_size(axis) + axis_index(axis)
+        microbatch = jnp.asarray(self.microbatch, jnp.int32) * shards + shard
+        numbers = (microbatch * self.parts + self.part) * sequences + jnp.arange(sequences, dtype=jnp.int32)
+        return jax.vmap(lambda number: jax.random.fold_in(self.key, number))(numbers)
+
 
 def dropout(x: jax.Array, rate: float, key: DropoutKey, *, sequence_split: bool = False) -> jax.Array:
     """Zeroes entries of [batch, seq, features/Gx] with probability `rate` and scales the rest; no collectives.
@@ -47,16 +56,12 @@ def dropout(x: jax.Array, rate: float, key: DropoutKey, *, sequence_split: bool 
     `sequence_split`, `x` is [batch, seq/Gy, features/Gx].
     """
     sequences, seq, features = x.shape
-    batch_shards, shard = 1, jnp.int32(0)
-    for axis in BATCH_AXES:
-        batch_shards, shard = batch_shards * axis_size(axis), shard * axis_size(axis) + axis_index(axis)
-    microbatch = jnp.asarray(key.microbatch, jnp.int32) * batch_shards + shard
-    numbers = (microbatch * key.parts + key.part) * sequences + jnp.arange(sequences, dtype=jnp.int32)
     lengths, first_token = (axis_size(SEQUENCE_AXIS), axis_index(SEQUENCE_AXIS) * seq) if sequence_split else (1, 0)
     sizes = (lengths * seq, axis_size("x") * features)
 
-    def drawn(number: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(jax.random.fold_in(key.key, number), 1.0 - rate, sizes)
+    def drawn(own: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(own, 1.0 - rate, sizes)
 
-    keep = lax.dynamic_slice(jax.vmap(drawn)(numbers), (0, first_token, axis_index("x") * features), x.shape)
+    masks = jax.vmap(drawn)(key.of_rows(sequences))
+    keep = lax.dynamic_slice(masks, (0, first_token, axis_index("x") * features), x.shape)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))

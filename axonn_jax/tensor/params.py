@@ -101,13 +101,27 @@ def split_module(module: nnx.Module) -> SplitModule:
 
     def merge(params: Mapping[str, jax.Array]) -> nnx.Module:
         pairs = [(path, var.replace(params[name])) for name, (path, var) in empty.items()]
-        return nnx.merge(graphdef, nnx.from_flat_state(pairs), rest)
+        return nnx.merge(graphdef, nnx.from_flat_state(pairs), renewed(rest))
 
     params = {name: var.get_value() for name, (_, var) in flat.items()}
     metadata = {name: var.get_metadata() for name, (_, var) in flat.items()}
     specs = {name: layout(own) for name, own in metadata.items()}
     roles = {name: own["axonn_role"] for name, own in metadata.items() if "axonn_role" in own}
     return SplitModule(params, specs, merge, roles)
+
+
+def renewed(state: Any) -> Any:
+    """A state of the same values in variables of their own, which a module made of it may change where it is traced."""
+    return nnx.from_flat_state([(path, var.replace(var.get_value())) for path, var in nnx.to_flat_state(state)])
+
+
+def shapes_alone(make: Callable[[], nnx.Module]) -> nnx.Module:
+    """A module as `make` gives it, with shapes in the place of its parameters; other state is there, and small."""
+    module: nnx.Module = nnx.eval_shape(make)
+    state = nnx.Not(nnx.Param)
+    if jax.tree.leaves(nnx.state(module, state)):
+        nnx.update(module, jax.jit(lambda: nnx.state(make(), state))())
+    return module
 
 
 def _shape(value: Any) -> jax.ShapeDtypeStruct:

@@ -28,7 +28,7 @@ from axonn_jax.pipeline.trace import StepShape
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher, forward_only
 from axonn_jax.schedule.policies import backwards, default_in_flight, joins, may_split
-from axonn_jax.tensor.params import Params, shapes_of, split_module
+from axonn_jax.tensor.params import Params, shapes_alone, shapes_of, split_module
 from axonn_jax.timeline.picture import draw
 from axonn_jax.timeline.spans import collect
 from axonn_jax.timeline.trace import TIMELINE, write_trace
@@ -68,7 +68,7 @@ class PipelineEngine:
             def model() -> nnx.Module:
                 return fit_vocabulary(make(), grid.shape)
 
-            abstract = nnx.eval_shape(model)
+            abstract = shapes_alone(model)
         self._padding, checked, split = padding_of(abstract), check_model(abstract), split_module(abstract)
         if checked.balance_rate is not None:
             optimizer = balancing(optimizer, checked.balance_rate, split.loads)

@@ -1,0 +1,192 @@
+"""Flax layers that draw random numbers, in a list: masks by row, off in an evaluation; and state that is refused."""
+
+import functools
+
+import grids
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from trainers import make_trainer
+
+import axonn_jax as ax
+from axonn_jax.errors import UserError
+from axonn_jax.grid import GridShape
+from axonn_jax.tensor.dropout import DropoutKey
+
+VOCAB, WIDTH, STEPS = 24, 8, 4
+BATCHES = np.random.default_rng(0).integers(0, VOCAB, (STEPS, 8, 7))
+# Sums of another order; one other entry dropped changes a loss by 1e-3.
+TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}
+
+
+class Noisy(nnx.Module):
+    """A user's layer: attention that drops, and noise of its own in training."""
+
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(2, WIDTH, dropout_rate=0.3, decode=False, rngs=rngs)
+        self.rngs, self.deterministic = rngs, False
+
+    def __call__(self, x):
+        x = x + self.attention(x)
+        return x if self.deterministic else x * (1 + 0.1 * jax.random.normal(self.rngs.noise(), x.shape))
+
+
+class Deep(nnx.Module):
+    """Layers that drop, stacked, with streams stacked as well."""
+
+    def __init__(self, rngs):
+        self.stack = nnx.split_rngs(splits=2)(nnx.vmap(mlp))(rngs)
+
+    def __call__(self, x):
+        return nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.stack, x)
+
+
+def mlp(rngs):
+    return nnx.Sequential(nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Dropout(0.2, rngs=rngs))
+
+
+def model(*middle, **streams):
+    def make():
+        rngs = nnx.Rngs(0, **{"dropout": 1, **streams})
+        between = [kind(rngs) for kind in middle]
+        layers = [nnx.Embed(VOCAB, WIDTH, rngs=rngs), *between, nnx.Linear(WIDTH, VOCAB, rngs=rngs)]
+        return ax.models.SequenceModel(layers, optax.softmax_cross_entropy_with_integer_labels)
+
+    return make
+
+
+def dropping(rngs, **options):
+    return nnx.Dropout(0.5, rngs=rngs, **options)
+
+
+NOISY = model(Noisy, *[mlp] * 4)  # in a pipeline layers that are alike share programs
+
+
+def curve(make, axes=None, steps=STEPS, load=None, save=None, **options):
+    """Losses of steps, and that of an evaluation."""
+    options = {"precision": "fp32", "microbatches": 1, **options}
+    trainer = make_trainer(make, optax.adam(3e-2), grids.lay(GridShape(**(axes or {}))), **options)
+    first = trainer.load(load) if load else 0
+    losses = [float(trainer.step(batch)["loss"]) for batch in BATCHES[first:steps]]
+    if save:
+        trainer.save(save, steps)
+    losses.append(trainer.evaluate([BATCHES[0]]))
+    trainer.close()
+    return losses
+
+
+@functools.cache
+def serial(make=NOISY):
+    return curve(make)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({}, {"microbatches": 2, "activations": "full"}),
+        ({"data": 2, "z": 2}, {"sub_batches": 2, "zero": 1, "offload": "optimizer"}),
+        pytest.param({"pipe": 2}, {"microbatches": 4}, marks=pytest.mark.slow),
+        pytest.param({"pipe": 2, "data": 2}, {"microbatches": 2, "activations": "offload"}, marks=pytest.mark.slow),
+        pytest.param({"data": 2}, {"microbatches": 2, "precision": "bf16"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_masks_do_not_depend_on_the_grid(axes, options):
+    tolerance = TOLERANCE[options.get("precision", "fp32")]
+    np.testing.assert_allclose(curve(NOISY, axes, **options), serial(), rtol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"data": 2}, {"pipe": 2}], ids=str)
+def test_stacked_streams_begin_from_the_step_too(axes):
+    stacked = model(Deep, Deep)
+    curves = curve(stacked, axes, microbatches=2), serial(stacked)
+    np.testing.assert_allclose(*curves, rtol=TOLERANCE["fp32"])
+
+
+def test_a_run_goes_on_with_the_masks_it_would_have_had(tmp_path):
+    curve(NOISY, steps=2, save=tmp_path)
+    rest = curve(NOISY, {"pipe": 2}, microbatches=4, load=tmp_path)
+    np.testing.assert_allclose(rest, serial()[2:], rtol=TOLERANCE["fp32"])
+
+
+def test_an_evaluation_drops_nothing():
+    plain, dropped = curve(model(), steps=0), curve(model(dropping), steps=0)
+    assert dropped == plain
+    options = {"steps": 0, "microbatches": 2}
+    assert curve(model(dropping), {"pipe": 2}, **options) == pytest.approx(plain, rel=TOLERANCE["fp32"])
+    kept = curve(model(functools.partial(dropping, deterministic=True)))  # as its owner wants it
+    np.testing.assert_allclose(kept, curve(model()), rtol=TOLERANCE["fp32"])
+
+
+def test_masks_come_from_the_seed_and_the_step():
+    def losses(seed, **streams):
+        trainer = make_trainer(model(dropping, **streams), optax.sgd(0.0), grids.lay(GridShape()), seed=seed)
+        return [float(trainer.step(BATCHES[0])["loss"]) for _ in range(3)]
+
+    first = losses(0)
+    assert len(set(first)) == 3
+    assert losses(0, dropout=5) == first  # the layer's own streams begin anew from the step's key
+    assert not set(losses(1)) & set(first)
+
+
+def test_every_row_and_layer_has_its_own_mask():
+    two = model(lambda rngs: nnx.Sequential(dropping(rngs), dropping(rngs)), dropping)()
+    x, key = jnp.ones((64, 6, 40)), DropoutKey(jax.random.key(0))
+    twice, once = (two.run_segment(number, x, key) for number in (1, 2))
+    for dropped, share in ((once, 0.5), (twice, 0.25)):
+        assert float(jnp.mean(dropped > 0)) == pytest.approx(share, abs=0.02)  # five standard deviations
+        assert float(jnp.mean(dropped)) == pytest.approx(1.0, abs=0.08)
+        assert len({row.tobytes() for row in np.asarray(dropped)}) == 64
+    shared = two.run_layer(two.layers[2], x, key.of_layer(5))
+    assert float(jnp.mean((shared > 0) == (once > 0))) == pytest.approx(0.5, abs=0.02)
+
+
+class Shifted(nnx.Module):
+    def __init__(self, rngs):
+        self.shift = nnx.Variable(jnp.arange(WIDTH) / WIDTH)
+        self.norm = nnx.BatchNorm(WIDTH, use_running_average=True, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(x + self.shift)
+
+
+def test_state_that_nothing_changes_is_a_constant():
+    np.testing.assert_allclose(curve(model(Shifted), {"pipe": 2}), curve(model(Shifted)), rtol=TOLERANCE["fp32"])
+
+
+class Counting(nnx.Module):
+    def __init__(self, rngs):
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return x
+
+
+class Flat(nnx.Module):
+    def __init__(self, rngs):
+        self.drop = dropping(rngs)
+
+    def __call__(self, x):
+        return self.drop(x.reshape(-1, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (lambda rngs: nnx.BatchNorm(WIDTH, rngs=rngs), r"BatchNorm, of which a call changes mean \(BatchStat\)"),
+        (Counting, r"Counting, of which a call changes calls \(Variable\)"),
+        (lambda rngs: nnx.Dropout(0.5), r"nnx\.Dropout\(0\.5\) without rngs"),
+        (lambda rngs: nnx.relu, r"layers\[1\] = 'relu'"),
+        (Flat, r"Flat, which draws and makes \(\d, 8\) of \(1, \d, 8\)"),
+    ],
+)
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_what_cannot_be_trained_is_refused_in_one_line(layer, said, pipe):
+    with pytest.raises(UserError, match=said) as raised:
+        curve(model(layer), {"pipe": pipe})
+    assert "\n" not in str(raised.value)
