@@ -3,15 +3,14 @@
 import json
 import subprocess
 import sys
-import sysconfig
 from functools import partial
-from pathlib import Path
 
 import grids
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import texts
 
 import axonn_jax as ax
 from axonn_jax.cli.main import main
@@ -49,7 +48,7 @@ def run(*words, cwd):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generate")
-    prepare(Path(sysconfig.get_paths()["stdlib"]), folder / "text", vocab=400, include=["json/*.py", "logging/*.py"])
+    prepare(texts.write(folder / "source"), folder / "text", vocab=400, include=["*.py"])
     (folder / "tiny.toml").write_text(CONFIG)
     done = run("train", "tiny.toml", "--grid.z", "2", "--grid.x", "2", cwd=folder)
     assert done.returncode == 0, done.stderr

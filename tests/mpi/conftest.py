@@ -1,9 +1,9 @@
 import subprocess
 import sys
-import sysconfig
 
 import pytest
 import runs
+import texts
 from launched import CONFIG
 
 from axonn_jax.cli.main import main
@@ -11,11 +11,10 @@ from axonn_jax.cli.main import main
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory):
-    """The interpreter's own json, email and logging packages as training text."""
-    out = tmp_path_factory.mktemp("mpi") / "data"
-    stdlib = sysconfig.get_paths()["stdlib"]
-    include = [word for name in ("json", "email", "logging") for word in ("--include", f"{name}/*.py")]
-    command = [sys.executable, "-m", "axonn_jax.cli.main", "prepare", stdlib, str(out), "--vocab", "512", *include]
+    """Training text with a vocabulary of 512."""
+    folder = tmp_path_factory.mktemp("mpi")
+    source, out = texts.write(folder / "text"), folder / "data"
+    command = [sys.executable, "-m", "axonn_jax.cli.main", "prepare", str(source), str(out), "--vocab", "512"]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     return out
 
