@@ -184,9 +184,7 @@ class Generator:
         if self.attention.calibrated and any(extra is None for extra in self.extras):
             raise UserError("extras", None, f"components of every layer for {self.attention.name} (axonn_jax.loki)")
         if any(value.is_deleted() for value in self.params.values()):
-            raise UserError(
-                "model", "deleted", "a model whose arrays no trainer has taken: update(trainer.model)"
-            )
+            raise UserError("model", "deleted", "a model whose arrays no trainer has taken: update(trainer.model)")
         if not self._used.acquire(blocking=False):
             raise UserError("generator", "in use", "one whose stream has come to its end, or is closed")
         try:

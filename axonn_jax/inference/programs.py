@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
@@ -109,7 +109,9 @@ class Programs:
         if key not in self._made:
             specs = (self.parts.specs, self.extra_spec, self.cache_spec, *given)
             region = shard_mapped(local, self.mesh, specs, (self.cache_spec, *results), differentiated=False)
-            self._made[key] = jax.jit(region, donate_argnums=2)
+            # As the caches come, or the next call, which gets them back, would be compiled for another layout.
+            layouts = (NamedSharding(self.mesh, self.cache_spec), *(None for _ in results))
+            self._made[key] = jax.jit(region, donate_argnums=2, out_shardings=layouts)
         return self._made[key]
 
     def _decode(

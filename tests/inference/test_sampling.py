@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.inference.sampling import Sampling, choose, log_probabilities
+from axonn_jax.inference.sampling import Sampling, choose, gumbel, log_probabilities
 from axonn_jax.tensor.specs import shard_mapped
 
 DRAWS, VOCAB = 100_000, 48
@@ -73,6 +73,23 @@ def test_draws_do_not_depend_on_the_grid(name):
     np.testing.assert_array_equal(drawn(WAYS[name], 2000, y=4), drawn(WAYS[name], 2000))
 
 
+def test_noise_is_finite_and_as_wide_as_its_words():
+    words = np.array([0, 1, 2**8, 2**31, 2**32 - 2**9, 2**32 - 1], np.uint32)
+    noise = np.asarray(jax.jit(gumbel)(words))
+    uniform = np.minimum((words.astype(np.float32) + np.float32(0.5)).astype(float) / 2**32, 1 - 2.0**-24)
+    np.testing.assert_allclose(noise, -np.log(-np.log1p(-uniform)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["plain", "top_p", "min_p"])
+def test_a_large_vocabulary_gives_no_token_of_probability_0(name):
+    """At this key, position and id the random word has all its upper bits set, of which noise was infinite once."""
+    key = jax.random.key_data(jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), 0))
+    logits, way = np.zeros((1, 151_936), np.float32), WAYS[name]
+    logits[0, 7] = 1000
+    chosen = jax.jit(lambda a: choose(a, way.form, way.numbers, key[None], jnp.array([210]), None))(logits)
+    assert chosen.tolist() == [7]
+
+
 @pytest.mark.parametrize("y", [1, 2])
 def test_the_likeliest_token_of_equals_is_the_first(y):
     grid, way = grids.lay(GridShape(y=y)), Sampling(temperature=0)
@@ -94,7 +111,8 @@ def test_the_likeliest_token_of_equals_is_the_first(y):
 @pytest.mark.parametrize(
     ("field", "value"),
     [("temperature", -1.0), ("temperature", float("inf")), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5),
-     ("min_p", -0.1), ("min_p", float("nan")), ("repetition_penalty", 0.0), ("seed", -1), ("seed", 2**32)],
+     ("min_p", -0.1), ("min_p", float("nan")), ("repetition_penalty", 0.0), ("seed", -1), ("seed", 2**32),
+     ("top_k", 2.5), ("temperature", "hot"), ("min_p", None)],
 )  # fmt: skip
 def test_numbers_out_of_range_are_named(field, value):
     with pytest.raises(UserError, match=f"--{field.replace('_', '-')} = "):
