@@ -1,12 +1,13 @@
 """The parts of scripts/setup that decide something, without installing anything."""
 
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -16,13 +17,25 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def setup() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("axonn_setup", ROOT / "scripts/_setup.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["axonn_setup"] = module
-    spec.loader.exec_module(module)
+def setup() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield script("_setup.py", patch)
+
+
+@pytest.fixture(scope="module")
+def versions(setup: ModuleType) -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "_setup", setup)
+        yield script("versions", patch)
+
+
+def script(name: str, patch: pytest.MonkeyPatch) -> ModuleType:
+    loader = SourceFileLoader(f"axonn_scripts_{name}", str(ROOT / "scripts" / name))
+    module = ModuleType(loader.name)
+    module.__file__ = loader.path
+    patch.setitem(sys.modules, loader.name, module)
+    patch.setattr(sys, "dont_write_bytecode", True)
+    loader.exec_module(module)
     return module
 
 
@@ -127,6 +140,9 @@ def test_every_place_names_the_same_pythons(setup: ModuleType) -> None:
     oldest, newest = (tuple(map(int, name.split("."))) for name in (setup.PYTHONS[0], setup.PYTHONS[-1]))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == f">={setup.PYTHONS[0]},<{newest[0]}.{newest[1] + 1}"
+    prefix = "Programming Language :: Python :: "
+    listed = [text.removeprefix(prefix) for text in project["classifiers"] if text.startswith(prefix)]
+    assert listed == list(setup.PYTHONS)
     script = (ROOT / "scripts/setup").read_text()
     assert f"{oldest} <= sys.version_info[:2] <= {newest}" in script
     assert f"for name in {' '.join(f'python{name}' for name in reversed(setup.PYTHONS))} python3 python;" in script
@@ -152,3 +168,31 @@ def test_every_constraint_is_exact_and_every_dependency_is_pinned_for_every_pyth
     ]
     names = {re.split(r"[\[<>=~! ]", text)[0].lower().replace("_", "-") for text in needed}
     assert not names - set(pins)
+
+
+def test_the_oldest_environment_has_the_lowest_version_of_all_that_pyproject_names(versions: ModuleType) -> None:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = pyproject["project"]["optional-dependencies"]
+    named = [*pyproject["build-system"]["requires"], *pyproject["project"]["dependencies"]]
+    for extra in set(extras) - {"aot", "cuda12", "cuda13"}:
+        named += extras[extra]
+    lowest = versions.lows(pyproject)
+    assert {line.replace("==", ">=") for line in lowest} == {re.sub(r"\[.*\]", "", text) for text in named}
+    linters = {line for line in (ROOT / "constraints.txt").read_text().splitlines() if re.match("(mypy|ruff)==", line)}
+    assert len(linters) == 2
+    oldest = set(versions.seeds("oldest", ROOT).split())
+    assert oldest == linters | {line for line in lowest if not line.startswith(("mypy", "ruff"))}
+    assert set(versions.seeds("newest", ROOT).split()) == linters
+
+
+def test_what_is_installed_is_written_as_the_constraints_are(versions: ModuleType) -> None:
+    assert versions.exact("PyYAML==6.0.4\nml_dtypes==0.6.0\nruamel.yaml==1.0\n") == (
+        "pyyaml==6.0.4\nml-dtypes==0.6.0\nruamel-yaml==1.0\n"
+    )
+
+
+def test_a_machine_that_cannot_make_the_environments_says_so_and_fails(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts/versions")]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"scripts/versions: not run, this machine lacks debootstrap, unshare, git.*\n", done.stderr)
