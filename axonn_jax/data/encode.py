@@ -3,7 +3,6 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
@@ -14,7 +13,7 @@ from axonn_jax.data.read import Document
 
 _BATCH = 4 << 20  # characters
 _BATCH_ENTRIES = 1024
-_WINDOWS = 4
+_GROUP = 4
 _OVERLAP = 8192
 
 Encoded = tuple[str, int, NDArray[np.uint32]]
@@ -63,69 +62,84 @@ def _short(tokenizer: Any, batch: list[tuple[str, str]], begin: Sequence[int], e
 
 
 @dataclass
-class _EncodedText:
-    """A stretch of a long document, and its tokens from ``first`` on: those before are of the window before."""
+class _Piece:
+    """A piece of a long document, encoded with some of the text around it."""
 
+    before: str
     text: str
-    encoding: Any
+    after: str
+    ids: NDArray[np.uint32]
+    """Tokens of all three."""
+    seam: Any
+    """Encoding of the end of ``text`` with ``after``, which has each token's characters."""
     first: int = 0
-
-    @cached_property
-    def ids(self) -> NDArray[np.uint32]:
-        return np.asarray(self.encoding.ids, np.uint32)
-
-    def token_at(self, character: int) -> int:
-        """Return the first token that begins at a character or behind it."""
-        return bisect_left(range(len(self.ids)), character, key=lambda token: self.encoding.token_to_chars(token)[0])
-
-    def spans(self, tokens: range, origin: int) -> list[tuple[int, int, int]]:
-        """Return ids and characters of tokens, counted from ``origin``."""
-        at = [self.encoding.token_to_chars(token) for token in tokens]
-        return [(int(self.ids[token]), a - origin, b - origin) for token, (a, b) in zip(tokens, at, strict=True)]
+    """The token from which on they are this piece's; those before it are the piece's before."""
 
 
 def _long(tokenizer: Any, parts: Iterator[str]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
     """Yield ``(bytes of text, token ids)`` of one long document.
 
-    A piece of text encoded by itself differs from the same piece of a document at both ends: some tokenizers put a
-    space before a text, and words and line ends are cut. So windows overlap, and are joined where the tokens of both
-    agree in the middle of their overlap. Where they do not, the two windows are encoded as one.
+    A piece encoded by itself differs from that piece of a document at both ends: some tokenizers put a space before a
+    text, and words and line ends are cut. So each piece is encoded with text of its neighbours, and two pieces are
+    joined where their tokens agree on both sides of the seam. Where they do not, the two are encoded as one.
     """
-    held, tail, nothing = None, "", np.empty(0, np.uint32)
-    while group := list(islice(parts, _WINDOWS)):
-        texts = []
-        for part in group:
-            texts.append(tail + part)
-            tail = texts[-1][-_OVERLAP:]
-        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-        for part, text, encoding in zip(group, texts, encodings, strict=True):
-            window, ids = _EncodedText(text, encoding), nothing
+    held, before, pieces = None, "", _pieces(parts)
+    following = next(pieces, None)
+    while following is not None:
+        texts = [following, *islice(pieces, _GROUP)]
+        following = texts.pop() if len(texts) > _GROUP else None
+        ends = [text[:_OVERLAP] for text in [*texts[1:], following or ""]]
+        begins = [text[-_OVERLAP:] for text in [before, *texts[:-1]]]
+        for piece in _encoded(tokenizer, begins, texts, ends):
+            size, ids = len(piece.text.encode()), np.empty(0, np.uint32)
             if held is not None:
-                if (last := _join(held, window, len(text) - len(part))) is not None:
-                    ids = held.ids[held.first : last]
+                last = _join(held, piece)
+                if last is None:
+                    (piece,) = _encoded(tokenizer, [held.before], [held.text + piece.text], [piece.after])
+                    piece.first = held.first
                 else:
-                    window = _both(tokenizer, held, part)
-            yield len(part.encode()), ids
-            held = window
-    yield 0, nothing if held is None else held.ids[held.first :]
+                    ids = held.ids[held.first : last]
+            yield size, ids
+            held = piece
+        before = texts[-1]
+    if held is not None:
+        yield 0, held.ids[held.first :]
 
 
-def _both(tokenizer: Any, left: _EncodedText, part: str) -> _EncodedText:
-    """Return one window of ``left`` and the text behind it."""
-    window = _EncodedText(left.text + part, tokenizer.encode(left.text + part, add_special_tokens=False))
-    if left.first:
-        window.first = window.token_at(left.encoding.token_to_chars(left.first)[0])
-    return window
+def _pieces(parts: Iterator[str]) -> Iterator[str]:
+    """Yield the parts, with those shorter than an overlap joined to others."""
+    held = ""
+    for part in parts:
+        if min(len(held), len(part)) >= _OVERLAP:
+            yield held
+            held = ""
+        held += part
+    yield held
 
 
-def _join(left: _EncodedText, right: _EncodedText, overlap: int) -> int | None:
-    """Return the token of ``left`` at which ``right`` takes over from its then ``first``; None where they disagree."""
-    origin = len(left.text) - overlap
-    middle = overlap // 4, overlap - overlap // 4
-    of_left = range(*(left.token_at(origin + at) for at in middle))
-    of_right = range(*(right.token_at(at) for at in middle))
-    skipped = max(left.first - of_left.start, 0)
-    if skipped >= len(of_left) or left.spans(of_left, origin) != right.spans(of_right, 0):
+def _encoded(tokenizer: Any, begins: list[str], texts: list[str], ends: list[str]) -> Iterator[_Piece]:
+    around = list(zip(begins, texts, ends, strict=True))
+    # The "fast" form leaves out each token's characters, which take as long as the tokens.
+    wholes = tokenizer.encode_batch_fast(list(map("".join, around)), add_special_tokens=False)
+    seams = tokenizer.encode_batch([text[-_OVERLAP:] + end for _, text, end in around], add_special_tokens=False)
+    for (before, text, after), whole, seam in zip(around, wholes, seams, strict=True):
+        yield _Piece(before, text, after, np.asarray(whole.ids, np.uint32), seam)
+
+
+def _join(left: _Piece, right: _Piece) -> int | None:
+    """Return the token of ``left`` at which ``right`` takes over, from its then ``first``; None where they disagree.
+
+    The tokens of the seam are those of ``left`` from a half of the overlap before it, and those of ``right`` to a half
+    behind it: each is compared away from the end that the other has not.
+    """
+    ids = np.asarray(left.seam.ids, np.uint32)
+    low, cut, high = (
+        bisect_left(range(len(ids)), at, key=lambda token: left.seam.token_to_chars(token)[0])
+        for at in (_OVERLAP // 2, _OVERLAP, _OVERLAP + _OVERLAP // 2)
+    )
+    last = len(left.ids) - (len(ids) - cut)
+    agree = np.array_equal(left.ids[len(left.ids) - (len(ids) - low) :], ids[low:])
+    if not (low < cut < high and agree and np.array_equal(right.ids[:high], ids[:high]) and last >= left.first):
         return None
-    right.first = of_right.start + skipped
-    return of_left.start + skipped
+    right.first = cut
+    return last

@@ -163,12 +163,12 @@ def _changed(source: Source, why: str) -> UserError:
 
 def _training(source: Source, held: Holdout, report: Report) -> Iterator[str]:
     """Yield the text to learn a vocabulary from."""
-    done = 0
+    done, total = 0, source.size
     documents = (document for split, document in held.divided(source) if split == "train")
     for text in _steady((part for document in documents for part in document.parts()), source):
         yield text
         done += len(text.encode())
-        report("counting words", done, source.size)
+        report("counting words", done, total)
     report("learning merges", 0, 0)
 
 
@@ -182,13 +182,13 @@ def _encode(
     report: Report,
 ) -> dict[str, Split]:
     """Write the tokens of all documents."""
-    sizes = Counter[str]()
+    sizes, total = Counter[str](), source.size
     for split, size, ids in _steady(encode(tokenizer, held.divided(source), begin, end), source):
         writers[split].add(ids)
         sizes[split] += size
-        report("encoding", sizes.total(), source.size)
-    if sizes.total() != source.size:
-        raise _changed(source, f"{source.size:,} bytes of text before, {sizes.total():,} now")
+        report("encoding", sizes.total(), total)
+    if sizes.total() != total:
+        raise _changed(source, f"{total:,} bytes of text before, {sizes.total():,} now")
     shards = {name: writer.close() for name, writer in writers.items()}
     return {
         name: Split(sizes[name], sum(shard.tokens for shard in of_split), of_split) for name, of_split in shards.items()

@@ -88,7 +88,7 @@ def test_tokens_of_a_long_document_are_those_of_the_whole(kind):
         whole = tokenizer.encode(text, add_special_tokens=False).ids
         assert np.concatenate([ids for _, _, ids in got]).tolist() == [7, *whole, 9]
         assert sum(size for _, size, _ in got) == len(text.encode())
-        assert len(got) > 9  # in windows, not at once
+        assert len(got) > 9  # in pieces, not at once
 
 
 @pytest.mark.usefixtures("short_parts")
