@@ -1,7 +1,6 @@
 """Texts in and out: prompts through a tokenizer into a generator, and what comes back as text, piece by piece."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from axonn_jax.inference.generator import Generator
@@ -11,6 +10,8 @@ from axonn_jax.inference.slots import Continuation, Request
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BEFORE = 16
 """Tokens of the prompt that are decoded with a text."""
+_LONGEST = 4
+"""Bytes of a character, and tokens, where a tokenizer has one a byte."""
 
 
 class TextPart(NamedTuple):
@@ -23,12 +24,52 @@ class TextPart(NamedTuple):
     ended: bool
 
 
-@dataclass
 class _Text:
     """A text so far: its tokens, and how much of it has been handed on."""
 
-    ids: list[int] = field(default_factory=list)
-    shown: int = 0
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], ends: Collection[int], stop: Sequence[str]):
+        self._tokenizer, self._ends, self._stop = tokenizer, ends, stop
+        self.ids: list[int] = []
+        self.shown = 0
+        parts = [prompt[-tokens:] for tokens in range(_BEFORE, _BEFORE + _LONGEST)]  # one begins with a character
+        self._before = min(parts, key=lambda ids: self._plain(ids).count(UNFINISHED))
+
+    def _plain(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+    def _decoded(self, ids: Sequence[int], *, special: bool) -> str:
+        """Tokens but those that end texts, behind a part of the prompt: alone, some texts begin without their blank."""
+        kept = [*self._before, *(token for token in ids if token not in self._ends)]
+        return self._plain(kept, special=special)[len(self._plain(self._before, special=special)) :]
+
+    def decoded(self, ids: Sequence[int], *, special: bool = False) -> tuple[str, str]:
+        """Tokens as text, and the last of them apart where they are bytes of a character that is not whole.
+
+        A tokenizer with a token a byte gives no character at all of bytes in a row that end within one.
+        """
+        text = self._decoded(ids, special=special)
+        if not text.endswith(UNFINISHED):
+            return text, ""
+        ends = range(len(ids), max(len(ids) - _LONGEST, -1), -1)
+        cuts = [(self._decoded(ids[:end], special=special), (len(ids) - end) * UNFINISHED) for end in ends]
+        return min(cuts, key=lambda parts: sum(part.count(UNFINISHED) for part in parts))
+
+    def holds_stop(self, ids: Sequence[int]) -> bool:
+        """Whether tokens hold a string at which to end, such as the text of a special token, which is not shown."""
+        text = self.decoded(ids, special=True)[0] if self._stop else ""
+        return any(ending in text for ending in self._stop)
+
+    def before_stop(self, ids: Sequence[int]) -> tuple[str, int]:
+        """Text before the first stop string, and the number of tokens with which one is complete."""
+        first = len(self.ids) + 1  # no tokens handed on before hold one
+        number = next((n for n in range(first, len(ids)) if self.holds_stop(ids[:n])), len(ids))
+        text = self.decoded(ids, special=True)[0]
+        end = min(at for ending in self._stop if (at := text.find(ending)) >= 0)
+        for count in range(number, -1, -1):
+            begin = self._decoded(ids[:count], special=True)
+            if len(begin) <= end and text.startswith(begin):
+                break
+        return self._decoded(ids[:count], special=False) + text[len(begin) : end], number
 
 
 def write(
@@ -43,34 +84,25 @@ def write(
     """Yields texts as they come; each ends at its tokens, at one of the generator's `stops` or before a `stop` string.
 
     What may be the beginning of a stop string, or of a character whose bytes are not all there, is held back. The
-    token with which a stop string is complete is a part's last.
+    token with which a stop string is complete is a part's last. A stop string may be the text of a special token.
     """
-    texts = [_Text() for _ in requests]
+    texts = [_Text(tokenizer, request.prompt, generator.programs.stops, stop) for request in requests]
     longest = max(map(len, stop), default=1) - 1
 
-    def decoded(request: int, ids: Sequence[int]) -> str:
-        """Behind a part of the prompt: alone, some tokenizers' texts begin without their blank."""
-        before = requests[request].prompt[-_BEFORE:]
-        kept = [token for token in ids if token not in generator.programs.stops]
-        return str(tokenizer.decode([*before, *kept]))[len(str(tokenizer.decode(before))) :]
-
     def stopped(request: int, piece: Continuation) -> bool:
-        return bool(stop) and _holds(decoded(request, texts[request].ids + piece.ids), stop)
+        return texts[request].holds_stop(texts[request].ids + piece.ids)
 
     for piece in generator.stream(requests, sampling, logs=logs, until=stopped):
         so_far = texts[piece.request]
-        full = decoded(piece.request, so_far.ids + piece.ids)
-        number = len(piece.ids)
-        if ends := [at for text in stop if (at := full.find(text)) >= 0]:
-            full = full[: min(ends)]
-            new = (n for n in range(1, number) if _holds(decoded(piece.request, so_far.ids + piece.ids[:n]), stop))
-            number = next(new, number)
-        so_far.ids += piece.ids
-        ready = len(full) if piece.ended else len(full.rstrip(UNFINISHED)) - longest
+        ids, number = so_far.ids + piece.ids, len(piece.ids)
+        if so_far.holds_stop(ids):
+            full, tokens = so_far.before_stop(ids)
+            ready, number = len(full), tokens - len(so_far.ids)
+        else:
+            full, rest = so_far.decoded(ids)
+            full += rest if piece.ended else ""
+            ready = len(full) if piece.ended else len(full.rstrip(UNFINISHED)) - longest
+        so_far.ids = ids
         ready = max(ready, so_far.shown)
         shown, so_far.shown = full[so_far.shown : ready], ready
         yield TextPart(piece.request, shown, piece.ids[:number], piece.log_probabilities[:number], piece.ended)
-
-
-def _holds(text: str, stop: Sequence[str]) -> bool:
-    return any(ending in text for ending in stop)

@@ -44,7 +44,33 @@ def parts(pieces, stop=(), prompt=(65,), made=BY_BYTE):
 def test_a_character_waits_for_its_bytes():
     raw = "a\u20acb".encode()
     assert parts([raw[:1], raw[1:3], raw[3:]]) == [("a", 1, False), ("", 2, False), ("\u20acb", 2, True)]
-    assert parts([raw[:1], raw[:2]])[1] == ("\N{REPLACEMENT CHARACTER}" * 2, 2, True)  # of bytes that are not UTF-8
+    assert parts([raw[:1], raw[:2]])[1] == ("a\N{REPLACEMENT CHARACTER}", 2, True)  # of bytes that are not UTF-8
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("cut", range(4))
+def test_characters_of_a_token_a_byte_are_not_lost(size, cut):
+    """Where the prompt's part that is decoded with the text begins within a character, and where the text ends so."""
+    text, prompt = "で\U0001f642す。東京\u00e9x", "日本語の文章です".encode()
+    ids = text.encode() + "東".encode()[:cut] if cut < 3 else text.encode()
+    found = parts([ids[at : at + size] for at in range(0, len(ids), size)], prompt=prompt[cut:])
+    assert "".join(one[0] for one in found) == text + "\N{REPLACEMENT CHARACTER}" * (cut % 3)
+    stopped = parts([ids[at : at + size] for at in range(0, len(ids), size)], stop=["東"], prompt=prompt)
+    assert "".join(one[0] for one in stopped) == "で\U0001f642す。"
+
+
+@pytest.mark.parametrize("size", [1, 2, 16])
+@pytest.mark.parametrize("stop", ["<|im_end|>", "c<|im_end|>", "<|im_end|>\n", "."])
+def test_a_stop_string_may_hold_a_special_token(size, stop):
+    """Which is not shown otherwise."""
+    vocab = {"<end>": END, "<|im_end|>": 257, "<|think|>": 258, **{chr(byte): byte for byte in range(256)}}
+    made = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens(["<|im_end|>", "<|think|>"])
+    ids = [97, 258, *b"bc", 257, *b"\nd."]
+    found = parts([ids[at : at + size] for at in range(0, len(ids), size)], stop=[stop], made=made)
+    assert "".join(one[0] for one in found) == {"c": "ab", ".": "abc\nd"}.get(stop[0], "abc")
+    assert sum(one[1] for one in found) == {"\n": 6, ".": 8}.get(stop[-1], 5)
 
 
 def test_a_text_ends_before_a_stop_and_with_the_token_that_completes_it():
