@@ -38,3 +38,18 @@ def test_greedy_texts_are_those_of_transformers(family, axes, slots, steps):
     generator = ax.Generator(path, grids.lay(axes), slots=slots, steps=steps, stops=())
     found = generator.generate([one["prompt"] for one in texts], tokens=64, sampling=GREEDY)
     assert [text for (text,) in found] == [one["text"] for one in texts]
+
+
+def test_a_text_ends_at_any_id_that_a_file_names(tmp_path):
+    """As chat models need: the end of a turn stands in generation_config.json alone."""
+    name = next(iter(TEXTS))
+    config = generating(name) | {"eos_token_id": [299, 0]}
+    path = write_model(tmp_path / "model", config, weights(config))
+    (path / "generation_config.json").write_text('{"eos_token_id": [262, 276, 9999]}')
+    prompts, whole = ([one[key] for one in TEXTS[name]] for key in ("prompt", "text"))
+    generator = ax.Generator(path, grids.lay(GridShape()), slots=2)
+    assert generator.programs.stops == (299, 0, 262, 276)
+    found = generator.generate(prompts, tokens=64, sampling=GREEDY)
+    for (text,), longer in zip(found, whole, strict=True):
+        ends = [at for at, token in enumerate(longer) if token in generator.programs.stops]
+        assert text == longer[: ends[0] + 1 if ends else None]
