@@ -53,6 +53,7 @@ CONFIGS = {
         "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [0],
     },
 }  # fmt: skip
+LENGTHS = ("n_positions", "max_position_embeddings")
 SMALL = {
     "generation_config.json": b'{ "eos_token_id":0 }',
     "tokenizer_config.json": b'{"eos_token": "<|endoftext|>"}\n\n',
@@ -103,5 +104,5 @@ def read_model(folder: Path) -> dict[str, np.ndarray]:
 
 def generating(family: str) -> dict:
     """A family's config with room for longer texts."""
-    longer = {name: 128 for name in ("n_positions", "max_position_embeddings") if name in CONFIGS[family]}
+    longer = {name: 128 for name in LENGTHS if name in CONFIGS[family]}
     return CONFIGS[family] | longer

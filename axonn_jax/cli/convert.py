@@ -4,7 +4,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,8 @@ _STORED = {"bf16": "bfloat16", "fp32": "float32"}
 _CONFIG = "config.toml"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.toml")
 _CHECKED_TOKENS = 64
+_USUAL_TOKENS = 2048
+"""The longest sequences in a new config.toml: what a model is able to read, 40,960 or more, fits few memories."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Convert:
     """Convert a Hugging Face model into a directory to train from, or a trained run into a Hugging Face model.
 
     What SOURCE is decides the direction. DEST appears complete or not at all. Both sides have config.json, safetensors
-    and the tokenizer's files, byte for byte; one to train from also a config.toml with the whole [model].
+    and the tokenizer's files, byte for byte; one to train from also a config.toml with the whole [model], and
+    its seq_len at most 2,048 where positions are rotary.
     """
 
     source: Annotated[Path, Arg(positional="SOURCE")]
@@ -152,7 +155,7 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
     if args.dtype != "keep" or side.trained:
         small[CONFIG] = with_dtype(small[CONFIG], dtype_name(planned))
     if side.to_run:
-        model = table_toml("model", table_of(side.shape))
+        model = table_toml("model", table_of(trained_shape(side.shape)))
         small[_CONFIG] = f"{model}\n\n{table_toml('checkpoint', {'weights': '{folder}'})}\n".encode()
     source, dest = args.source.resolve(), args.dest.resolve()
     with appearing(source, dest, kind, force=args.force) as partial:
@@ -170,7 +173,13 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
         "dtype": dtype_name(planned),
         "bytes": sum(tensor.nbytes for tensor in planned),
         "files": files,
+        **({"seq_len": trained_shape(side.shape).seq_len, "longest": side.shape.seq_len} if side.to_run else {}),
     }
+
+
+def trained_shape(shape: "ModelShape") -> "ModelShape":
+    """The shape with sequences as they are usually trained on, where positions are rotary and so none is cut off."""
+    return shape if shape.positions == "learned" else replace(shape, seq_len=min(shape.seq_len, _USUAL_TOKENS))
 
 
 def compare(run_side: Path, theirs_at: Path, shape: "ModelShape") -> dict[str, float]:
@@ -215,4 +224,6 @@ def _lines(result: Mapping[str, Any]) -> str:
     if "largest_difference" in result:
         pair = f"{result['largest_difference']:.3g}, of logits up to {result['largest_logit']:.3g}"
         lines.append(f"largest difference of logits to transformers: {pair}")
+    if (chosen := result.get("seq_len", 0)) < (longest := result.get("longest", 0)):
+        lines.append(f"trains on sequences of {chosen:,} tokens; up to {longest:,} by model.seq_len in config.toml")
     return "\n".join([*lines, printable(f"{result['path']} is {noun}, written in {result['seconds']:.1f} s")])

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from axonn_jax.cli.main import main
 from axonn_jax.models.huggingface import shape_from_config
 from axonn_jax.models.huggingface.families import config_from_shape
+from axonn_jax.models.huggingface.pretrained import differences, shape_of
 from axonn_jax.train import config_file
 
 
@@ -47,6 +49,31 @@ def test_there_and_back_is_exact(name, files, dtype, tmp_path, capsys):
     read = config_file.read(moved / "config.toml", [("data.path", "data")])
     assert read.model.shape() == shape
     assert read.checkpoint.weights == str(moved)
+
+
+@pytest.mark.parametrize("name", pretrained.CONFIGS)
+def test_a_new_config_trains_on_sequences_of_usual_length(name, tmp_path, capsys):
+    """Nothing but their length differs, rotation at every position included; the way back says the model's own."""
+    longest = 40_960 if name != "gpt2" else 4096  # whose positions are weights
+    config = pretrained.CONFIGS[name] | {key: longest for key in pretrained.LENGTHS if key in pretrained.CONFIGS[name]}
+    source = pretrained.write_model(tmp_path / "hf", config, pretrained.weights(config))
+    assert main(["convert", str(source), str(tmp_path / "run")]) == 0
+    line = "trains on sequences of 2,048 tokens; up to 40,960 by model.seq_len in config.toml"
+    assert (line in capsys.readouterr().out.splitlines()) == (name != "gpt2")
+    file, own = tmp_path / "run" / "config.toml", shape_from_config(config)
+
+    def shape(*given):
+        return config_file.read(file, [("data.path", "data"), *given]).model.shape()
+
+    assert shape() == replace(own, seq_len=4096 if name == "gpt2" else 2048)
+    assert shape(("model.seq_len", longest)) == own
+    assert shape_of(tmp_path / "run") == own  # as it is generated from
+    assert differences(shape(), own) == []
+    if own.rope is not None:
+        np.testing.assert_array_equal(shape().rope.frequencies(16), own.rope.frequencies(16))
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--json"]) == 0
+    assert "seq_len" not in json.loads(capsys.readouterr().out)
+    assert carried(tmp_path / "out") == carried(source)
 
 
 @pytest.mark.parametrize("name", pretrained.CONFIGS)
