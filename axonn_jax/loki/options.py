@@ -30,6 +30,11 @@ class LokiOptions:
             if getattr(self, name) != getattr(LokiOptions(), name):
                 raise UserError(f"--loki.{name}", getattr(self, name), f"nothing with --attention {attention}")
 
+    def share_read(self, shape: ModelShape) -> float:
+        """Numbers that a step reads of a KV head's cache, over those of full attention; a query head reads its keys."""
+        first, group = self.first(shape) / shape.head_dim, shape.heads // shape.kv_heads
+        return (first + group * self.keys * (2 - first)) / 2
+
     def first(self, shape: ModelShape) -> int:
         """How many features keys are ranked by."""
         return max(1, round(self.features * shape.head_dim))

@@ -130,7 +130,7 @@ def calibration(run_dir):
     """Writes a calibration of the run's model, its sizes or what it says of itself changed."""
     path = run_dir / components.FILE
 
-    def write(heads=4, weights=(1.0, 2.0), **sizes):
+    def write(heads=4, weights=((1.0, 2.0),), **sizes):
         shape = replace(shape_of(run_dir), **sizes)
         vectors = np.broadcast_to(np.eye(8, dtype=np.float32), (2, heads, 8, 8)).copy()
         components.save(components.Components(vectors, vectors[0], vectors[0], 9), path, shape, weights, "post")
@@ -142,8 +142,9 @@ def calibration(run_dir):
 FILES = {
     "cut off": lambda write: os.truncate(write(), 999),
     "empty": lambda write: write().write_bytes(b""),
+    "uneven": lambda write: write(weights=[[1.0], [1.0, 2.0]]),
     "no weights": lambda write: write(weights={"a": 1}),
-    "not finite": lambda write: write(weights=[float("nan")]),
+    "not finite": lambda write: write(weights=[[float("nan")]]),
     "no rotation": lambda write: (path := write()).write_bytes(path.read_bytes().replace(b"\x80\x3f", b"\x80\x4f")),
     "without its facts": lambda write: (path := write()).write_bytes(path.read_bytes().replace(b"tokens", b"tokenz")),
 }

@@ -55,13 +55,17 @@ def test_texts_of_a_file_on_two_grids(generate):
     assert len(found[3]["logprobs"]) < len(whole[3]["logprobs"]) == 20
 
 
-def test_loki_with_all_features_and_keys_is_full_attention(generate, model, prepared):
+def test_loki_with_all_features_and_keys_is_full_attention(generate, model, prepared, capsys):
     words = ["--data", str(prepared), "--seq-len", "16", "--tokens", "2000", "--plot", "--json"]
     (told,) = generate(*words, command="loki")
     assert np.shape(told["ranks"]["post"]) == np.shape(told["ranks"]["pre"]) == (2, 2)
     assert (model / "loki.png").read_bytes()[:4] == b"\x89PNG"
     full = generate()
-    assert texts(generate("--attention", "loki", "--loki.features", "1", "--loki.keys", "1")) == texts(full)
+    words = ["--attention", "loki", "--loki.features", "1", "--loki.keys", "1"]
+    assert texts(generate(*words)) == texts(full)
+    assert main(["generate", str(model), "--prompt", "x", "--tokens", "1", *words]) == 0
+    said = "warning: Loki reads 2.00 of what full attention reads, with 3 query heads a KV head, each of which chooses"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.loki.options import LokiOptions
 from axonn_jax.options import CachedKeys, InferencePrecision
-from axonn_jax.terminal import libraries_on_stderr
+from axonn_jax.terminal import libraries_on_stderr, say
 
 _AT_ONCE = 16
 _MOST_SAMPLES = 1_000_000
@@ -117,9 +117,12 @@ def run(args: Generate) -> int:
         stops=ends_of(args.run_dir, tokenizer, "RUN_DIR"),
         limit=entries,
     )
+    if args.attention == "loki" and (share := args.loki.share_read(shape)) >= 1:
+        heads = f"{shape.heads // shape.kv_heads} query heads a KV head, each of which chooses for itself"
+        say(f"warning: Loki reads {share:.2f} of what full attention reads, with {heads}; lower --loki.keys")
     if calibrated is not None:
         vectors, facts = calibrated
-        components.check_weights(facts, generator.params, args.run_dir)
+        components.check_weights(facts, generator.programs.parts, generator.params, args.run_dir)
         generator.extras = components.laid_out(vectors, generator.programs.extra_spec, grid.mesh)
     print_texts(generator, tokenizer, prompts, requests, sampling, replace(args, slots=slots))
     return 0
