@@ -116,6 +116,42 @@ def test_texts_are_printed_whole_and_in_their_order(run_dir, place, monkeypatch,
         ("say ", 0, "Aa"), ("say ", 1, "B"), ("\u00e9", 0, "Cc"), ("\u00e9", 1, "D"),
     ]  # fmt: skip
     assert [one["logprobs"] for one in found] == [[-0.5, -1.5] * len(one["text"]) for one in found]
+    assert [one["ids"] for one in found] == [[1, 2] * len(one["text"]) for one in found]
+
+
+@pytest.fixture
+def piped():
+    """A pipe's number, with these bytes in it; standard input comes from it too."""
+    before, ends = os.dup(0), []
+
+    def write(raw):
+        reading, writing_end = os.pipe()
+        os.write(writing_end, raw)
+        os.close(writing_end)
+        os.dup2(reading, 0)
+        ends.append(reading)
+        return reading
+
+    yield write
+    os.dup2(before, 0)
+    for end in (before, *ends):
+        os.close(end)
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/fd/{}", "/dev/stdin"])
+def test_prompts_from_a_pipe_and_what_else_their_lines_hold(run_dir, piped, monkeypatch, capsys, name):
+    lines = [{"id": "a/7", "prompt": "say ", "sample": None, "meta": {"n": [1]}}, {"prompt": "\u00e9"}]
+    end = piped("".join(json.dumps(line) + "\n" for line in lines).encode())
+    writing(monkeypatch, *SHUFFLED)
+    assert main(["generate", "run", "--prompts", name.format(end), "--samples", "2", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    made = [{"sample": n % 2, "text": text} for n, text in enumerate(["Aa", "B", "Cc", "D"])]
+    assert found == [lines[n // 2] | own for n, own in enumerate(made)]
+
+
+def test_an_empty_standard_input(run_dir, piped, refused):
+    piped(b"")
+    refused(["generate", "run", "--prompts", "-"], "--prompts = '-': at least one line; of several processes the first")
 
 
 def test_the_speed_leaves_out_what_came_with_compilation(run_dir, place, monkeypatch, capsys):

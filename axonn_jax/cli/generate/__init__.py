@@ -25,7 +25,7 @@ class Generate:
     prompt: str | None = None
     """The text to continue."""
     prompts: Annotated[Path | None, Arg(default="--prompt")] = None
-    """A file of many: a JSON object with the key "prompt" a line."""
+    """A file, a pipe or - for standard input: a JSON object with the key "prompt" a line; --json keeps its others."""
     samples: Annotated[int, Arg(least=1, most=_MOST_SAMPLES)] = 1
     """Texts for each prompt."""
     tokens: Annotated[int | None, Arg(default="100, or what model.seq_len leaves", least=1)] = None
@@ -53,7 +53,7 @@ class Generate:
     loki: LokiOptions = field(default_factory=LokiOptions)
     grid: GridShape = field(default_factory=GridShape)
     logprobs: bool = False
-    """With --json: the log-probability of every token too."""
+    """With --json: the id and the log-probability of every token too."""
     json: bool = False
     """Print a JSON object a text instead of the text as it comes."""
 

@@ -21,11 +21,12 @@ _TOKENS = 100
 
 
 class Prompt(NamedTuple):
-    """A prompt, and how many tokens to add to it."""
+    """A prompt, how many tokens to add to it, and its line: it and what else the object holds."""
 
     text: str
     ids: tuple[int, ...]
     tokens: int
+    line: dict[str, Any]
 
 
 def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
@@ -35,8 +36,9 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
     """
     from axonn_jax.data.tokenize import prompt_ids
 
-    prompts = []
-    for number, text in {0: args.prompt or ""}.items() if args.prompts is None else _read(args.prompts).items():
+    prompts, lines = [], {0: {"prompt": args.prompt or ""}} if args.prompts is None else _read(args.prompts)
+    for number, line in lines.items():
+        text = line["prompt"]
         try:
             ids = tuple(prompt_ids(tokenizer, text))
             if len(ids) >= seq_len:
@@ -52,16 +54,23 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
             where = f" in {_line(args.prompts, number)}" if args.prompts else ""
             accepted = f"at most {room}, as the prompt{where} has {len(ids)} tokens and model.seq_len is {seq_len}"
             raise UserError("--tokens", args.tokens, accepted)
-        prompts.append(Prompt(text, ids, args.tokens or min(_TOKENS, room)))
+        prompts.append(Prompt(text, ids, args.tokens or min(_TOKENS, room), line))
     return prompts
 
 
-def _read(path: Path) -> dict[int, str]:
-    """The prompts of a file with a JSON object a line, by line."""
+def _read(path: Path) -> dict[int, dict[str, Any]]:
+    """The objects of a file, a pipe or, as "-", standard input, by line."""
     from axonn_jax.documents import parse_json, read_bytes
 
     try:
-        lines = read_bytes(path, _MOST_BYTES).splitlines()
+        if (stream := str(path) == "-") or path.is_fifo():
+            with open(0 if stream else path, "rb", closefd=not stream) as pipe:
+                raw = pipe.read(_MOST_BYTES + 1)
+            if len(raw) > _MOST_BYTES:
+                raise ValueError(f"more than the {_MOST_BYTES:,} bytes that are read")
+        else:
+            raw = read_bytes(path, _MOST_BYTES)
+        lines = raw.splitlines()
     except OSError as error:
         raise UserError("--prompts", str(path), f"a file with a JSON object a line; {error.strerror}") from None
     except ValueError as error:
@@ -76,9 +85,10 @@ def _read(path: Path) -> dict[int, str]:
             raise UserError("--prompts", _line(path, number), f"an object in JSON; {error}") from None
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
             raise UserError("--prompts", _line(path, number), 'an object whose "prompt" is a text')
-        prompts[number] = entry["prompt"]
+        prompts[number] = entry
     if not prompts:
-        raise UserError("--prompts", str(path), "at least one line")
+        accepted = "at least one line; of several processes the first alone has a standard input" if stream else ""
+        raise UserError("--prompts", str(path), accepted or "at least one line")
     return prompts
 
 
@@ -100,6 +110,7 @@ def print_texts(
     first = generator.grid.rank == 0
     texts = ["" for _ in requests]
     logs: list[list[float]] = [[] for _ in requests]
+    ids: list[list[int]] = [[] for _ in requests]
     ended, printed = [False] * len(requests), 0
     single = len(requests) == 1 and not args.json
     speed = _Speed(min(args.slots or 1, len(requests)))
@@ -110,12 +121,13 @@ def print_texts(
             _put(piece.text if speed.pieces > 1 else prompts[0].text + piece.text)
         texts[at] += piece.text
         logs[at] += piece.log_probabilities
+        ids[at] += piece.ids
         ended[at] = piece.ended
         while not single and first and printed < len(requests) and ended[printed]:
-            prompt = prompts[printed // args.samples].text
-            result = {"prompt": prompt, "sample": printed % args.samples, "text": texts[printed]}
-            result |= {"logprobs": logs[printed]} if args.logprobs else {}
-            _put(json.dumps(result) + "\n" if args.json else f"{prompt}{texts[printed]}\n\n")
+            prompt, sample = prompts[printed // args.samples], printed % args.samples
+            result = prompt.line | {"sample": sample, "text": texts[printed]}
+            result |= {"ids": ids[printed], "logprobs": logs[printed]} if args.logprobs else {}
+            _put(json.dumps(result) + "\n" if args.json else f"{prompt.text}{texts[printed]}\n\n")
             printed += 1
     if first:
         _put("\n" if single else "")
