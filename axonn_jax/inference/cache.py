@@ -48,8 +48,8 @@ def tokens_to_write(arrays: LayerCache, new: LayerCache, places: jax.Array, acti
 
     def one(array: jax.Array, token: jax.Array) -> jax.Array:
         size = (1, array.shape[1], 1, array.shape[3])
-        there = [lax.dynamic_slice(array, (slot, 0, places[slot], 0), size) for slot in range(array.shape[0])]
-        return jnp.where(active[:, None, None, None], token.astype(array.dtype), jnp.concatenate(there))
+        kept = [lax.dynamic_slice(array, (slot, 0, places[slot], 0), size) for slot in range(array.shape[0])]
+        return jnp.where(active[:, None, None, None], token.astype(array.dtype), jnp.concatenate(kept))
 
     return tuple(one(array, token) for array, token in zip(arrays, new, strict=True))
 

@@ -29,8 +29,8 @@ class LokiAttention:
     `keys` is the share of a slot's tokens, at least one; with `block` above 1 whole blocks of so many tokens are ranked
     by their best score, and read in one piece. The cache holds the first features apart from the rest, so that ranking
     reads `first` contiguous features of every key, and an exact score needs only the rest of those chosen: of a cache
-    of S tokens it reads S D (first/D + keys (2 - first/D)) elements a head, where full attention reads 2 S D. Queries
-    of a group choose for themselves. Nothing is dropped from the cache. Every step is local to a head.
+    of S tokens it reads S D (first/D + G keys (2 - first/D)) elements a KV head, where full attention reads 2 S D: the
+    G queries of a group choose for themselves. Nothing is dropped from the cache. Every step is local to a head.
     """
 
     first: int

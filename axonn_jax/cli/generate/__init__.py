@@ -29,7 +29,7 @@ class Generate:
     samples: Annotated[int, Arg(least=1, most=_MOST_SAMPLES)] = 1
     """Texts for each prompt."""
     tokens: Annotated[int | None, Arg(default="100, or what model.seq_len leaves", least=1)] = None
-    """How many tokens to add at most; a text ends before with the tokenizer's end of text."""
+    """How many tokens to add at most; a text ends before at a token that ends texts."""
     temperature: float = 0.8
     """Divides the scores before sampling; 0 always takes the likeliest token."""
     top_k: NotNegative = 50
@@ -41,7 +41,7 @@ class Generate:
     repetition_penalty: float = 1.0
     """Divides positive scores of tokens that the text holds, and multiplies negative ones."""
     stop: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
-    """A text before which to end."""
+    """A text before which to end, also that of a special token."""
     seed: NotNegative = 0
     """Seed of the sampling; a text depends on prompt, seed and its number among the samples, not on grid or slots."""
     slots: Annotated[int | None, Arg(default="16, or one a text", least=1)] = None
