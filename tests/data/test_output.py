@@ -48,7 +48,7 @@ def texts(tmp_path_factory):
     return folder
 
 
-PROGRESS = ("reading, ", "counting words, ", "learning merges, ", "encoding ", "skipped ")
+PROGRESS = ("reading, ", "counting words, ", "learning merges, ", "encoding", "skipped ")
 
 
 def start(source, out, *flags):
