@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr  # type: ignore[attr-defined]  # jax 0.12 has it for old users
 
+from axonn_jax.grid import MESH_AXES
 from axonn_jax.hardware import AttentionDevice
 
 _GATHER_MS = 120_000
@@ -119,12 +120,12 @@ def described_gpus(nodes: int, each: int, target: str) -> list[Any]:
 
 
 def context_mesh() -> jax.sharding.Mesh | None:
-    """The concrete mesh set by `jax.set_mesh`, or None inside a trace or without one."""
+    """The mesh of a grid that `jax.set_mesh` set; None inside a trace, without one, or where a script set its own."""
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # inside a trace, where a parameter is abstract or made by the program around it
         return None
-    return None if mesh.empty else mesh
+    return mesh if mesh.axis_names == MESH_AXES else None
 
 
 def backends_started() -> bool:
@@ -160,17 +161,18 @@ def _plugins() -> list[str]:
     return [plugin.name for plugin in installed]
 
 
-def gather(value: Any) -> list[Any]:
-    """Everybody's value, anything that JSON keeps, by rank; once in a `jax.distributed` world, before jax's devices.
+def gather(value: Any, of: str) -> list[Any]:
+    """Everybody's value, anything that JSON keeps, by rank of a `jax.distributed` world.
 
-    Raises ``RuntimeError`` where a process does not come.
+    `of` names the values, of which a process has one as long as it lives. Raises ``RuntimeError`` where a
+    process does not come.
     """
     from jax._src import distributed
 
-    state, folder = distributed.global_state, "axonn_jax/gathered/"
+    state, folder = distributed.global_state, f"axonn_jax/{of}/"
     client: Any = state.client
-    client.key_value_set(f"{folder}{state.process_id:08d}", json.dumps(value))
-    client.wait_at_barrier("axonn_jax/gathered", timeout_in_ms=_GATHER_MS)
+    client.key_value_set(f"{folder}{state.process_id:08d}", json.dumps(value), allow_overwrite=True)
+    client.wait_at_barrier(folder, timeout_in_ms=_GATHER_MS)
     return [json.loads(text) for _, text in sorted(client.key_value_dir_get(folder))]
 
 

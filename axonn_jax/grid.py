@@ -9,6 +9,7 @@ from axonn_jax.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import jax
 
@@ -129,6 +130,17 @@ class Grid(NamedTuple):
     def stage_processes(self) -> int:
         """Processes of one stage; 1 also where one process holds all stages."""
         return max(1, self.size // self.shape.pipe)
+
+    def entered(self) -> "AbstractContextManager[object]":
+        """Returns a context with this grid's mesh as jax's; with none for a pipeline, where each stage has its own.
+
+        What a grid made before, or a script's own `jax.set_mesh`, has set is away inside.
+        """
+        import jax
+        import numpy as np
+
+        alone = self.shape.pipe == 1
+        return jax.set_mesh(self.mesh if alone else jax.sharding.Mesh(np.empty((), object), ()))
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Lays a batch over `BATCH_AXES` by its first dim: any tree of arrays, the same ones on every process.

@@ -1,8 +1,10 @@
 """Initialization of jax for a run: devices, `jax.distributed`, the grid's mesh, the first collectives."""
 
 import os
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -38,9 +40,10 @@ def init(
     """Finds this run's processes, starts jax for them and returns the grid, as the current mesh.
 
     In one process on the CPU backend it makes as many virtual devices as the grid needs. Under `mpirun`, `srun` or
-    with explicit `coordinator` (host:port), `num_processes` and `process_id` it joins the processes with
-    `jax.distributed`. Process 0 prints what was chosen and why. Raises ``UserError`` where the grid does not fit the
-    devices or two sources contradict each other.
+    with explicit `coordinator` (host:port), `num_processes` and `process_id` (or jax's variables of these names) it
+    joins the processes with `jax.distributed`; where the script has initialised that, it is taken as it is. Process 0
+    prints what was chosen and why. Raises ``UserError`` where the grid does not fit the devices or two sources
+    contradict each other.
     """
     given = (coordinator, num_processes, process_id)
     explicit = None
@@ -73,7 +76,8 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
 
     if not compat.accelerator_expected():
         keep_freed_memory()  # before MPI starts threads
-    world = detect(os.environ, ask_mpi, explicit)
+    taken = shape.pipe == 1 and jax.distributed.is_initialized()
+    world = detect(os.environ, ask_mpi, explicit, _joined() if taken else None)
     if compat.accelerator_expected() and not compat.backends_started():
         raise_pinned_limit(-(-world.size // world.hosts))
         if compat.gpus_expected() and (world.size == 1 or not gpus.chosen_by_user()):  # who is told may share a GPU
@@ -84,15 +88,18 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
     if world.size > 1 and shape.pipe > 1:
         return world, _start_stage(shape, world)
     if world.size == 1:
+        if jax.distributed.is_initialized() and jax.process_count() > 1:
+            accepted = f"a launch that MPI takes part in; jax.distributed has {jax.process_count()} processes, MPI one"
+            raise UserError("grid.pipe", shape.pipe, accepted)
         _make_cpu_devices(shape.devices)
     else:
         if shape.devices % world.size:
             raise UserError("grid", shape, f"a product that {world.size} processes divide, not {shape.devices}")
-        join(world)
-        say(world, gpus.take(world.rank, shape.devices // world.size, compat.gather))
+        if not taken:
+            join(world)
+        say(world, gpus.take(world.rank, shape.devices // world.size, partial(compat.gather, of="gpus")))
     grid = build_grid(shape, _devices(shape, world))._replace(rank=world.rank, size=world.size)
-    if shape.pipe == 1:
-        jax.set_mesh(grid.mesh)
+    grid.entered()
     if world.size > 1 and jax.default_backend() == "cpu":
         warm_up(grid.mesh)
     return world, grid
@@ -121,10 +128,15 @@ def _start_stage(shape: GridShape, world: World) -> Grid:
         )  # fmt: skip
     pp_rank, within = divmod(world.rank, per_stage)
     count = shape.stage_devices // per_stage
-    if compat.backends_started():
-        raise UserError("init", "called after jax started", "a call before any other use of jax devices")
+    _check_not_started()
+    left = jax.distributed.is_initialized()
+    if left:
+        say(world, "the script's jax.distributed is shut down: each stage of a pipeline has its own")
+        jax.distributed.shutdown()
     say(world, gpus.take(world.rank, count, comm.allgather))
     if per_stage == 1:
+        if left:  # else jax goes on counting the processes of before
+            join(replace(world, rank=0, size=1, hosts=1, coordinator=offer(1)))
         if not compat.accelerator_expected():
             jax.config.update("jax_num_cpu_devices", count)
     else:
@@ -162,7 +174,7 @@ def gpu_views() -> "list[gpus.View]":
 
         return MPI.COMM_WORLD.allgather(gpus.own_view())
     join(world)
-    return compat.gather(gpus.own_view())
+    return compat.gather(gpus.own_view(), "gpus")
 
 
 def say(world: World, notice: str) -> None:
@@ -200,14 +212,31 @@ def _devices(shape: GridShape, world: World) -> "Sequence[object]":
     return sorted(devices, key=lambda device: (device.process_index, device.id))
 
 
+def _joined() -> World:
+    """The processes that `jax.distributed` has joined."""
+    import jax
+
+    from axonn_jax import compat
+
+    hosts = len(set(compat.gather(platform.node(), "hosts")))
+    why = f"initialised before, as process {jax.process_index()} of {jax.process_count()}"
+    return World(jax.process_index(), jax.process_count(), hosts, None, "jax.distributed", why)
+
+
+def _check_not_started() -> None:
+    from axonn_jax import compat
+
+    if compat.backends_started():
+        raise UserError("init", "called after jax started", "a call before any other use of jax devices")
+
+
 def join(world: World) -> None:
     """Joins the processes of a world with `jax.distributed`, one CPU device each."""
     import jax
 
     from axonn_jax import compat
 
-    if compat.backends_started():
-        raise UserError("init", "called after jax started", "a call before any other use of jax devices")
+    _check_not_started()
     if not compat.accelerator_expected():
         # One device a process: several, with many dispatches in flight, deadlock in gloo.
         jax.config.update("jax_num_cpu_devices", 1)

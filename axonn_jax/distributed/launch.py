@@ -1,4 +1,4 @@
-"""Processes that make up this run, by explicit arguments, MPI, Slurm, or one process, in that order."""
+"""Processes that make up this run: those jax has joined, or by arguments, jax's variables, MPI, Slurm, or one."""
 
 import re
 import zlib
@@ -19,6 +19,8 @@ SLURM_STEP = (
 """What srun sets for a task; a batch shell or an ssh session has only some of them."""
 _MPI = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
 """MPI launchers' variables: number of processes, and a process's rank."""
+_JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+"""Variables by which `jax.distributed` itself finds its processes."""
 _LARGEST = 2**31 - 1
 _ENOUGH_CORES = 4
 """Of a process whose devices are accelerators: its threads wait most of the time."""
@@ -37,7 +39,7 @@ class World:
     coordinator: str | None
     """`host:port` of process 0 for `jax.distributed`; None for one process."""
     source: str
-    """Where this was found: explicit arguments, MPI, Slurm, or nothing (one process)."""
+    """Where this was found: jax.distributed, explicit arguments, JAX variables, MPI, Slurm, or none (one process)."""
     why: str
     """The reason, for people."""
     notice: str = ""
@@ -57,22 +59,35 @@ class Explicit:
     process_id: int
 
 
-def detect(environ: Mapping[str, str], mpi: Callable[[], World], explicit: Explicit | None = None) -> World:
+def detect(
+    environ: Mapping[str, str], mpi: Callable[[], World], explicit: Explicit | None = None, joined: World | None = None
+) -> World:
     """Decides which processes make up the run, in the stated order; `mpi` is asked only under an MPI launcher.
 
-    `mpi` initialises MPI and returns the world as that sees it; its `why` is MPI's library.
+    `mpi` initialises MPI and returns the world as that sees it; its `why` is MPI's library. `joined` is the world of
+    `jax.distributed` where that has been initialised.
 
     Raises ``UserError`` where two sources contradict each other, with both values.
     """
+    announced = next((name for name in _MPI if (number(environ, name, 1) or 1) > 1), None)
+    if joined is not None:
+        _check_joined(environ, joined, explicit, announced)
+        return joined
     if explicit is not None:
         return _from_explicit(explicit)
-    announced = next((name for name in _MPI if (number(environ, name, 1) or 1) > 1), None)
+    given = [name for name in _JAX if environ.get(name)]
+    if len(given) == len(_JAX):
+        return _from_variables(environ)
+    coordinator = environ.get(_JAX[0], "")
+    missing = [name for name in SLURM_STEP if not environ.get(name)]
     if announced is not None:
         _check_rank(environ, _MPI[announced], announced)
-        return _from_mpi(environ, announced, mpi())
-    missing = [name for name in SLURM_STEP if not environ.get(name)]
+        return _at(coordinator, _from_mpi(environ, announced, mpi()))
     if not missing and (number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1) > 1:
-        return _from_slurm(environ)
+        return _at(coordinator, _from_slurm(environ))
+    if given:
+        absent = ", ".join(name for name in _JAX if name not in given)
+        raise UserError(given[0], environ[given[0]], f"set together with {absent}, or under mpirun or srun")
     why = "no MPI launcher, no complete set of Slurm variables"
     if missing and len(missing) < len(SLURM_STEP):
         why = f"Slurm variables are incomplete (no {', '.join(missing)}), so this is not an srun task"
@@ -98,6 +113,27 @@ def _check_rank(environ: Mapping[str, str], name: str, of: str) -> int:
     if rank >= size:
         raise UserError(name, rank, f"0 to {of} - 1 = {size - 1}")
     return rank
+
+
+def _check_joined(environ: Mapping[str, str], joined: World, explicit: Explicit | None, announced: str | None) -> None:
+    """Raises ``UserError`` where arguments or an MPI launcher contradict the processes that jax has joined."""
+    accepted = f"the {joined.size} processes that jax.distributed was initialised with"
+    if explicit is not None and (explicit.num_processes, explicit.process_id) != (joined.size, joined.rank):
+        given = f"{explicit.process_id} of {explicit.num_processes}"
+        raise UserError("process_id, num_processes", given, f"{accepted}, of which this is {joined.rank}")
+    if announced is not None and number(environ, announced) != joined.size:
+        raise UserError(announced, environ[announced], accepted)
+
+
+def _from_variables(environ: Mapping[str, str]) -> World:
+    size = number(environ, _JAX[1], 1) or 1
+    rank = _check_rank(environ, _JAX[2], _JAX[1])
+    return replace(_from_explicit(Explicit(environ[_JAX[0]], size, rank)), source="JAX variables")
+
+
+def _at(coordinator: str, world: World) -> World:
+    """A world that meets at the address of jax's own variable, where that is set."""
+    return replace(world, coordinator=coordinator) if coordinator else world
 
 
 def _from_explicit(explicit: Explicit) -> World:
@@ -173,8 +209,8 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
 
 
 def first_slurm_host(nodelist: str) -> str:
-    """Returns the first host of a Slurm node list: ``gpu[007-009,12],x1`` -> ``gpu007``."""
-    match = re.match(r"([\w.-]+)(?:\[(\w+)[^\]]*\])?([\w.-]*)(?:[,\[]|$)", nodelist, re.ASCII)
+    """Returns the first host of a Slurm node list: ``gpu[007-009,12],x1`` -> ``gpu007``, ``r[0-1]n[0-9]`` -> r0n0."""
+    match = re.match(r"(?:[\w.-]+|\[\w[\w,-]*\])+(?=,|$)", nodelist, re.ASCII)
     if match is None:
         raise UserError("SLURM_STEP_NODELIST", nodelist, "a Slurm node list such as gpu[007-009]")
-    return match[1] + (match[2] or "") + match[3]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])

@@ -1,8 +1,9 @@
 """Trainer: a model, an optimizer and a grid become a step."""
 
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import optax
@@ -25,6 +26,20 @@ from axonn_jax.train.engines.spmd import SpmdEngine
 from axonn_jax.train.engines.step import StepMetrics
 from axonn_jax.train.resume import load_checkpoint, save_as
 from axonn_jax.train.validate import check_prune, check_settings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _on_own_mesh(method: Callable[Concatenate["Trainer", P], T]) -> Callable[Concatenate["Trainer", P], T]:
+    """Run a method under the mesh of the trainer's grid, whatever mesh is set."""
+
+    @functools.wraps(method)
+    def entered(self: "Trainer", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.engine.grid.entered():
+            return method(self, *args, **kwargs)
+
+    return entered
 
 
 class Trainer:
@@ -66,6 +81,8 @@ class Trainer:
         pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008
         prune: PruneConfig = PruneConfig(),  # noqa: B008
     ):
+        if not isinstance(grid, Grid):
+            raise UserError("grid", type(grid).__name__, "a grid, as ax.init returns one")
         check_settings(grid.shape.pipe, memory, tensor)
         check_prune(prune, grid.shape.pipe, goes_on=True)
         check_activations(memory.activations)
@@ -76,14 +93,16 @@ class Trainer:
             "memory": memory,
             "prune": prune,
         }
-        if grid.shape.pipe > 1:
-            self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, **given)
-        else:
-            self.engine = SpmdEngine(model, optimizer, grid, tensor=tensor, **given)
+        with grid.entered():
+            if grid.shape.pipe > 1:
+                self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, **given)
+            else:
+                self.engine = SpmdEngine(model, optimizer, grid, tensor=tensor, **given)
         self._pruning = Pruning(prune, self.engine)
         self._shapes = check_model(self.engine.parts.merge(self.engine.parts.params))
 
     @property
+    @_on_own_mesh
     def model(self) -> nnx.Module:
         """The trained module, of the type given: copies of the weights on the devices, which later steps leave alone.
 
@@ -105,6 +124,7 @@ class Trainer:
         """Sequences of a global batch that this process must load (all of them in a run of one process)."""
         return self.engine.batches.local(global_batch)
 
+    @_on_own_mesh
     def step(self, batch: Any) -> StepMetrics:
         """One optimizer step on this process's [sequences, seq + 1] token ids of a global batch.
 
@@ -124,6 +144,7 @@ class Trainer:
         self._pruning.at(self.engine.steps_done)
         return metrics
 
+    @_on_own_mesh
     def evaluate(self, batches: Iterable[Any]) -> float:
         """Mean loss over the targets of batches (this process's sequences of each), without dropout; waits for it.
 
@@ -140,6 +161,7 @@ class Trainer:
             raise UserError("evaluate", "no targets", "at least one target that counts")
         return sum(float(mean) * count for (mean, _), count in zip(results, counts, strict=True) if count) / sum(counts)
 
+    @_on_own_mesh
     def save(self, directory: str | Path, step: int) -> Path:
         """Writes all state to `directory/step_N` and waits for it; every process of the run must call it.
 
@@ -148,6 +170,7 @@ class Trainer:
         self._pruning.check_masks()
         return save_as(self.engine, Path(directory), step)
 
+    @_on_own_mesh
     def load(self, path: str | Path, *, weights_only: bool = False) -> int:
         """Takes over a checkpoint (a step_N, or the newest of a run), saved on any grid; returns its step.
 

@@ -107,6 +107,9 @@ def test_bad_explicit_arguments(told, field):
     [
         ("gpu[007-009,12],x1", "gpu007"),
         ("node5", "node5"),
+        ("rack[0-1]n[00-15]", "rack0n00"),
+        ("rack1-[3-4]-n[1,3],y", "rack1-3-n1"),
+        ("n[1-2].cluster", "n1.cluster"),
         ("a1,b2", "a1"),
         ("rack[3]n,other", "rack3n"),
         ("nid[000001,000005-7]", "nid000001"),
@@ -139,3 +142,30 @@ def test_cores_left_idle_are_one_line_with_the_flag_to_add(bound, offered, on_cp
         assert "mpirun --bind-to none" in notice
         assert "\n" not in notice
         assert detect(OPEN_MPI, facts(notice=notice)).notice == notice
+
+
+JOINED = World(1, 4, 1, None, "jax.distributed", "initialised before")
+
+
+def test_what_jax_has_joined_comes_first():
+    assert detect({**SLURM, **OPEN_MPI}, not_asked, joined=JOINED) is JOINED
+    assert detect({}, not_asked, Explicit("node1:1234", 4, 1), JOINED) is JOINED
+    with pytest.raises(UserError, match=r"process_id, num_processes = '0 of 4': the 4 processes .* of which this is 1"):
+        detect({}, not_asked, Explicit("node1:1234", 4, 0), JOINED)
+    with pytest.raises(UserError, match=r"OMPI_COMM_WORLD_SIZE = '8': the 4 processes"):
+        detect({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "1"}, not_asked, joined=JOINED)
+
+
+JAX = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+
+
+def test_variables_of_jax_itself():
+    world = detect({**SLURM, **JAX}, not_asked)
+    assert (world.rank, world.size, world.coordinator, world.source) == (3, 4, "node1:1234", "JAX variables")
+    address = {"JAX_COORDINATOR_ADDRESS": "node1:1234"}
+    assert detect({**SLURM, **address}, not_asked).coordinator == "node1:1234"
+    assert detect({**OPEN_MPI, **address}, facts()).coordinator == "node1:1234"
+    with pytest.raises(UserError, match=r"JAX_COORDINATOR_ADDRESS = 'node1:1234': set together with JAX_NUM_PROCESSES"):
+        detect(address, not_asked)
+    with pytest.raises(UserError, match=r"JAX_PROCESS_ID = 4: 0 to JAX_NUM_PROCESSES - 1 = 3"):
+        detect({**JAX, "JAX_PROCESS_ID": "4"}, not_asked)
