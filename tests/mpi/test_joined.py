@@ -35,9 +35,12 @@ def by_hand(how, folder, *axes, **variables):
         for rank in "01"
     ]
     ended = [process.communicate(timeout=200) for process in started]
-    return [json.loads(line) for out, _ in ended for line in out.splitlines() if line[0] == "{"], [
-        err for _, err in ended
-    ]
+    return objects("".join(out for out, _ in ended)), [err for _, err in ended]
+
+
+def objects(text):
+    """JSON among the lines that gloo writes."""
+    return [json.loads(line) for line in text.splitlines() if line[0] == "{"]
 
 
 def check(lines, axes):
