@@ -32,6 +32,7 @@ _TOML_LINE = 10_000
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # Lustre mounted without flock, say
 _HOLDER_BYTES = 200  # read of what the holder of a lock wrote
+_SIGHT_S = 10
 TOML_BYTES = 1_000_000
 """So much of a TOML file is read."""
 
@@ -245,6 +246,16 @@ def held(path: Path) -> Iterator[bool]:
                 return
         finally:
             os.close(file)
+
+
+def in_sight(path: Path) -> bool:
+    """Return True if a path that another process has made is seen here, at once or within ten seconds (NFS)."""
+    end = time.monotonic() + _SIGHT_S
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -176,10 +177,16 @@ def written(part: Path, process: int) -> list[Path]:
 
 
 def wait_for_markers(folder: Path, names: list[str], cancelled: Any) -> bool:
-    """Waits until all processes have left their checksums below `folder`; False if cancelled before."""
-    while not all((folder / name).exists() for name in names):
+    """Waits until all processes have left their checksums below `folder`; False if cancelled before.
+
+    Raises ``TimeoutError`` that names those that have not, after half an hour.
+    """
+    end = time.monotonic() + _TIMEOUT_S
+    while missing := [name for name in names if not (folder / name).exists()]:
         if cancelled.wait(_POLL_S):
             return False
+        if time.monotonic() > end:
+            raise TimeoutError(f"no {', '.join(missing)} within {_TIMEOUT_S} s")
     return True
 
 

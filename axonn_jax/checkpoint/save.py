@@ -27,7 +27,7 @@ from axonn_jax.checkpoint.manifest import (
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.checkpoint.orbax import OrbaxWriter, marker, reason, wait_for_markers
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.documents import flush, replace_whole, typed
+from axonn_jax.documents import flush, in_sight, replace_whole, typed
 from axonn_jax.grid import Grid
 
 _UNFINISHED, _REMOVED = "unfinished_", "removed_"
@@ -112,7 +112,10 @@ class Saver:
         job = _Job(step, self.directory / (_UNFINISHED + name_of(step)), time.monotonic())
         needed = sum(value.nbytes for value in state.values())
         refusals = self._sync.gather(self._prepare(job.folder, needed) if self._first else "")
-        if refusals[0]:
+        if not refusals[0]:
+            unseen = "" if in_sight(job.folder) else f"process {self._sync.rank} does not see {job.folder}"
+            refusals = [f"{text}, which all must share" for text in self._sync.gather(unseen) if text]
+        if refusals and refusals[0]:
             return self.refuse(step, refusals[0])
         self._job = job
         try:

@@ -29,6 +29,9 @@ LOG = "restarts.log"
 _FINAL = {0, 2}
 """Exit statuses after which starting again would change nothing: success, and bad input."""
 _LONGEST_WAIT_S = 60.0
+_VERSION_S = 20.0
+_FIRST_LINE = b"; grid pipe "
+"""In the line by which rank 0 says that the processes have met (`initialize.describe`)."""
 _LAST_LINES_S = 5.0
 
 
@@ -48,7 +51,7 @@ class Launch:
     """Processes of the job; 1: without a launcher."""
     restarts: NotNegative = 3
     """How often a failed job is started again, after 1, 2, 4, ... 60 s; a new checkpoint begins the count anew."""
-    mpirun: str = "mpirun --oversubscribe --bind-to none"
+    mpirun: Annotated[str | None, Arg(default="mpirun, Open MPI's with --oversubscribe --bind-to none")] = None
     """The launcher and its options, without -n."""
 
 
@@ -59,7 +62,9 @@ def run(args: Launch) -> int:
         UserError: a value cannot be used, there is no mpirun, or no configuration that can be read.
     """
     words = args.train[1:] if args.train[:1] == ("train",) else args.train
-    launcher = _launcher(args.mpirun, args.processes) if args.processes > 1 else []
+    launcher = _launcher(args.mpirun or "mpirun", args.processes) if args.processes > 1 else []
+    if launcher and args.mpirun is None and _is_open_mpi(launcher[0]):
+        launcher[1:1] = ["--oversubscribe", "--bind-to", "none"]
     return Restarts(words, args.restarts, before=launcher).run()
 
 
@@ -76,6 +81,15 @@ def _launcher(text: str, processes: int) -> list[str]:
     if path is None:
         raise UserError("--mpirun", text, "a launcher that is installed; scripts/setup installs Open MPI's mpirun")
     return [path, *words[1:], "-n", str(processes)]
+
+
+def _is_open_mpi(mpirun: str) -> bool:
+    """Return True if a launcher is Open MPI's: others, such as MPICH's Hydra, refuse options that they do not know."""
+    try:
+        done = subprocess.run([mpirun, "--version"], capture_output=True, timeout=_VERSION_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return b"Open MPI" in done.stdout
 
 
 class Restarts:
@@ -96,6 +110,8 @@ class Restarts:
         self._words, self._restarts, self._before = list(words), restarts, list(before)
         self._job: subprocess.Popen[bytes] | None = None
         self._told, self._number = threading.Event(), 0
+        self._reached = False
+        """True once a job's processes have met: what a launcher refuses before that, it refuses again."""
 
     def run(self) -> int:
         """Runs the job until it succeeds, is told to end, or has failed too often; returns the exit status."""
@@ -115,6 +131,9 @@ class Restarts:
                 return 128 + self._number  # it was this command that made another signal of it
             if status in _FINAL or self._told.is_set():
                 return status if status >= 0 else 128 - status
+            if self._before and not self._reached:
+                self._note(f"{' '.join(self._before)}: no process of the job began ({_how(status)}); not started again")
+                return status if status > 0 else 128 - status
             now = self._last_step()
             if now > step:
                 step, failed = now, 0
@@ -139,7 +158,7 @@ class Restarts:
         pipe = subprocess.PIPE if self._before else None
         self._job = subprocess.Popen([*self._before, *words], start_new_session=True, stdout=pipe, stderr=pipe)
         threads = [
-            threading.Thread(target=_copy, args=(source, number), daemon=True)
+            threading.Thread(target=self._copy, args=(source, number), daemon=True)
             for number, source in ((1, self._job.stdout), (2, self._job.stderr))
             if source is not None
         ]
@@ -151,6 +170,17 @@ class Restarts:
             self._job = None
             for thread in threads:
                 thread.join(_LAST_LINES_S)
+
+    def _copy(self, source: IO[bytes], target: int) -> None:
+        """Writes what it reads, and reads on where that cannot be written any more; notices the job's first line."""
+        last = b""
+        with source:
+            while chunk := os.read(source.fileno(), 65536):
+                self._reached = self._reached or _FIRST_LINE in last + chunk
+                last = chunk[-len(_FIRST_LINE) :]
+                with contextlib.suppress(OSError):
+                    while chunk:
+                        chunk = chunk[os.write(target, chunk) :]
 
     def _wait_for_stragglers(self) -> None:
         """Waits, for a minute at most, while a process of the ended job still lives and holds the run directory."""
@@ -196,15 +226,6 @@ class Restarts:
             self._directory.mkdir(parents=True, exist_ok=True)
             with (self._directory / LOG).open("a", encoding="utf-8") as log:
                 log.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")
-
-
-def _copy(source: IO[bytes], target: int) -> None:
-    """Writes what it reads, and reads on where that cannot be written any more."""
-    with source:
-        while chunk := os.read(source.fileno(), 65536):
-            with contextlib.suppress(OSError):
-                while chunk:
-                    chunk = chunk[os.write(target, chunk) :]
 
 
 def _how(status: int) -> str:

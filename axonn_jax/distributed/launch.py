@@ -185,6 +185,8 @@ def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int],
 
 
 def _from_slurm(environ: Mapping[str, str]) -> World:
+    if components := environ.get("SLURM_HET_SIZE"):
+        raise UserError("SLURM_HET_SIZE", components, "no such variable: a job of one component")
     size = number(environ, "SLURM_STEP_NUM_TASKS", 1) or 1
     if number(environ, "SLURM_NTASKS", 1) not in (None, size):
         raise UserError(

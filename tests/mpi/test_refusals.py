@@ -46,6 +46,17 @@ def test_ranks_of_different_settings_are_refused_before_anything_compiles(other,
     assert said in line
 
 
+def test_a_run_directory_that_the_processes_do_not_share_is_refused(plain, tmp_path):
+    hosts = [tmp_path / "a", tmp_path / "b"]
+    for host in hosts:
+        host.mkdir()
+    one = command(plain, "out", grid_data=2)
+    apart = ["-n", "1", "--wdir", str(hosts[0]), *one, ":", "-n", "1", "--wdir", str(hosts[1]), *one]
+    line = refused([MPIRUN, "--oversubscribe", *apart], hosts[0] / "out")
+    assert "log.dir = 'out': a directory that all processes share; rank 1 does not see" in line
+    assert not (hosts[1] / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("ranks", "options", "said"),
     [
