@@ -3,7 +3,6 @@
 import ast
 import inspect
 import os
-import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
-from axonn_jax.terminal import say
+from axonn_jax.terminal import columns, say, wrapped
 
 T = TypeVar("T")
 
@@ -24,7 +23,6 @@ _NOUNS: Mapping[Any, tuple[str, str]] = {  # in help, in errors
     Path: ("PATH", "a path"),
     bool: ("{true,false}", "true or false"),
 }
-_WIDTHS = (40, 400)  # the fewest and most columns of a help text, whatever the terminal says
 _INDENT = 24  # column at which the texts of flags begin
 
 
@@ -245,7 +243,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 def help_text(cls: type, prog: str, description: str = "", *, keys: bool = False) -> str:
     """The help of a command; with `keys`, flags are written as the keys of a TOML file are."""
-    width = max(_WIDTHS[0], min(_WIDTHS[1], shutil.get_terminal_size().columns))
+    width = columns()
     indent = min(_INDENT, width // 3)
     options = list(_options(cls, True))
     positional = [option for option in options if option.arg.positional]
@@ -253,15 +251,15 @@ def help_text(cls: type, prog: str, description: str = "", *, keys: bool = False
     needed = [option for option in flags if option.default is MISSING and not keys]
     words = ["[OPTIONS]", *(f"{option.flag} {option.metavar}" for option in needed)]
     words += [f"{option.flag}{' ...' * option.arg.rest}" for option in positional]
-    lines = [*_wrapped(f"usage: {prog} {' '.join(words)}", width, "  "), ""]
+    lines = [*wrapped(f"usage: {prog} {' '.join(words)}", width, "  "), ""]
     for paragraph in (description or inspect.getdoc(cls) or "").split("\n\n"):
-        lines += [*_wrapped(" ".join(paragraph.split()), width), ""]
+        lines += [*wrapped(" ".join(paragraph.split()), width), ""]
     sections = [("arguments:", positional)] if positional else []
     for group in dict.fromkeys(option.group for option in flags):
         sections.append((group or "options:", [option for option in flags if option.group == group]))
     bold = "\x1b[1m{}\x1b[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else "{}"
     for title, members in sections:
-        lines += [bold.format(line) for line in _wrapped(title, width)]
+        lines += [bold.format(line) for line in wrapped(title, width)]
         lines += [line for option in members for line in _entry(option, width, indent, keys)]
         lines += [f"  {'-h, --help':{indent - 2}}print this text", ""] if title == "options:" else [""]
     return "\n".join(lines)
@@ -278,7 +276,7 @@ def _entry(option: Option, width: int, indent: int, keys: bool) -> list[str]:
         name += f" {option.metavar}{' ...' if option.many and not option.arg.repeat else ''}"
     notes = _note(option, keys)
     text = f"{option.doc} ({notes})" if notes else option.doc
-    body = _wrapped(text, width - indent)
+    body = wrapped(text, width - indent)
     first = [f"  {name:{indent - 2}}{body.pop(0)}"] if len(name) + 4 <= indent else [f"  {name}"]
     return [*first, *(" " * indent + line for line in body)]
 
@@ -294,7 +292,3 @@ def _note(option: Option, keys: bool) -> str:
         return ""
     shown = " ".join(map(str, option.default)) if option.many else str(option.default)
     return f"default: {shown.lower() if option.kind is bool else shown}"
-
-
-def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]

@@ -5,7 +5,9 @@ import errno
 import io
 import os
 import select
+import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -26,6 +28,16 @@ def say(text: str) -> None:
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
         sys.stderr.write(printable(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
         sys.stderr.flush()
+
+
+def columns() -> int:
+    """Returns how wide a help text is: as the terminal says, from 40 to 400."""
+    return max(40, min(400, shutil.get_terminal_size().columns))
+
+
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Returns the lines of a text, those behind the first with an indent; no word is broken."""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
@@ -167,6 +179,11 @@ def _lead_nowhere(number: int) -> None:
     os.set_inheritable(number, True)
 
 
+def redraws(stream: Any) -> bool:
+    """Return True if lines on a stream can be drawn again: a terminal, and not one that calls itself dumb."""
+    return bool(stream.isatty()) and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
 class Ticker:
     """What a command is doing: on a terminal a live line after two seconds, elsewhere a line every ten."""
 
@@ -174,7 +191,7 @@ class Ticker:
         self, what: str, total: int = 0, *, stream: TextIO | None = None, first: float = 0.0, every: float = 0.0
     ):
         self._stream = unfailing() if stream is None else stream
-        self._live = self._stream.isatty()
+        self._live = redraws(self._stream)
         self._first, self._every = first or (2.0 if self._live else 10.0), every or (0.5 if self._live else 10.0)
         self._over, self._thread = threading.Event(), threading.Thread(target=self._watch, daemon=True)
         self._start, self._shown = time.monotonic(), False

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from axonn_jax.errors import UserError, nearest
-from axonn_jax.terminal import last_flush, open_missing, reader_is_gone, say
+from axonn_jax.terminal import columns, last_flush, open_missing, reader_is_gone, say, wrapped
 from axonn_jax.version import __version__
 
 PROG = "axonn-jax"
@@ -29,7 +29,7 @@ COMMANDS = (
     Command("train", "train a model as a TOML file says"),
     Command("launch", "train under mpirun; on failure, start again from the last checkpoint"),
     Command("inspect", "list the checkpoints of a run, and check that they are sound"),
-    Command("prepare", "turn a directory of text or code into tokenised shards"),
+    Command("prepare", "turn text or code into tokenised shards"),
     Command("generate", "continue prompts with a trained model"),
     Command("loki", "calibrate generation that ranks keys by a few features"),
     Command("convert", "turn a Hugging Face model into one to train from, and a run into a Hugging Face model"),
@@ -135,14 +135,17 @@ def _overview() -> str:
             "",
             *_listed("commands", COMMANDS),
             "",
-            f"{PROG} COMMAND --help shows a command's options, {PROG} --version what is installed.",
+            *wrapped(
+                f"{PROG} COMMAND --help shows a command's options, {PROG} --version what is installed.", columns()
+            ),
         ]
     )
 
 
 def _listed(title: str, commands: Sequence[Command]) -> list[str]:
     width = max(len(command.name) for command in commands)
-    return [f"{title}:", *(f"  {command.name:{width}}  {command.help}" for command in commands)]
+    lines = (wrapped(f"  {command.name:{width}}  {command.help}", columns(), " " * (width + 4)) for command in commands)
+    return [f"{title}:", *(line for lines_of_command in lines for line in lines_of_command)]
 
 
 def _versions() -> str:

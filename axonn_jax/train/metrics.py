@@ -143,7 +143,7 @@ def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
     if train:
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training loss")
-        axes.plot(steps, _running_mean(losses, 0.9), color="tab:blue", linewidth=1.8, label="running mean")
+        axes.plot(steps, _running_mean(losses), color="tab:blue", linewidth=1.8, label="running mean")
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", markersize=4, label="held-out loss")
         step, loss = held_out[-1]
@@ -174,9 +174,9 @@ def _drawable(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < _LARGEST
 
 
-def _running_mean(values: tuple[float, ...], decay: float) -> list[float]:
-    """Exponential mean with its start corrected (as Adam's)."""
-    means, mean, weight = [], 0.0, 0.0
+def _running_mean(values: tuple[float, ...]) -> list[float]:
+    """Exponential mean over about ten values, over a twentieth of a short run's, its start corrected (as Adam's)."""
+    means, mean, weight, decay = [], 0.0, 0.0, max(0.0, min(0.9, 1 - 20 / max(len(values), 1)))
     for value in values:
         mean = decay * mean + (1 - decay) * value
         weight = decay * weight + (1 - decay)

@@ -7,7 +7,7 @@ from collections import deque
 from types import TracebackType
 from typing import Any, Self
 
-from axonn_jax.terminal import duration, printable, say, unfailing
+from axonn_jax.terminal import duration, printable, redraws, say, unfailing
 
 _WARM_UP = 2  # first steps, which compile; the time left is not told from them
 _RECENT = 25  # steps whose median tells it: one in between that saved or evaluated does not count
@@ -26,7 +26,7 @@ class Progress:
         self._shown_once = False
         self._seen, self._recent = 0, deque[float](maxlen=_RECENT)
         self._bar: Any = None
-        if shown and sys.stderr.isatty():
+        if shown and redraws(sys.stderr):
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as Bar

@@ -39,6 +39,13 @@ def test_every_help_ends_where_there_is_no_width(words, columns, monkeypatch, ca
     assert max(map(len, shown.splitlines())) >= 38
 
 
+@pytest.mark.parametrize("words", [[], ["bench"], *LINES], ids=" ".join)
+def test_help_is_as_wide_as_the_terminal(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*words, "--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("columns", ["", "0", "1", "2", "3", "4", "5", "6", "10", "-1", "wide", "1000000000"])
 def test_a_refusal_is_the_same_line_at_any_width(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)

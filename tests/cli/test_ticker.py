@@ -2,12 +2,14 @@
 
 import io
 import json
+import sys
 import threading
 
 from axonn_jax.cli.main import main
 from axonn_jax.planner.simulate.simulator import simulate
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.terminal import Ticker
+from axonn_jax.train.progress import Progress
 
 
 class Stream(io.StringIO):
@@ -43,7 +45,18 @@ def test_lines_away_from_a_terminal():
         assert line.endswith(": 4,096 of 10,000 tasks")
 
 
-def test_a_live_line_on_a_terminal_that_is_gone_in_the_end():
+def test_a_dumb_terminal_gets_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert "4,096 of 10,000 tasks\n" in shown(True)
+    monkeypatch.setattr(sys, "stderr", stream := Stream(True))
+    with Progress(3, interval=0.0) as progress:
+        progress.update(1, 2.5, 1000.0, 0.5)
+    assert "step 1/3" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_live_line_on_a_terminal_that_is_gone_in_the_end(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     text = shown(True)
     assert "\n" not in text
     assert "4,096 of 10,000 tasks" in text

@@ -15,6 +15,7 @@ import pytest
 from axonn_jax.errors import UserError
 from axonn_jax.hardware import peak_flops
 from axonn_jax.terminal import duration
+from axonn_jax.train import metrics
 from axonn_jax.train.config import Config, DataConfig, LogConfig, TrainConfig
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.metrics import MetricsLog, plot_loss, read_metrics
@@ -231,3 +232,9 @@ def test_a_run_that_goes_on_by_another_schedule_says_both_rates():
         had.replace("= 4", f"= {10**400}"),
     ):
         assert changed_rate(now, broken, 4) == ""
+
+
+@pytest.mark.parametrize("steps", [1, 10, 40])
+def test_the_running_mean_of_a_short_run_is_on_its_curve(steps):
+    losses = tuple(2.0 + 6.0 * 0.9**step for step in range(steps))
+    assert np.abs(np.array(metrics._running_mean(losses)) - losses).max() < 0.35
