@@ -9,11 +9,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 LayerCache = tuple[jax.Array, ...]
 
 CHUNK = 512
 """Tokens of a prompt that go through the model at a time."""
+ROW_MAJOR = Layout(major_to_minor=(0, 1, 2, 3))
+"""Of what is written to a cache: else XLA's GPU compiler turns the whole cache to the layout that a product has."""
 _LEAST = 64
 _LEAST_CHUNK = 16
 
@@ -49,7 +52,8 @@ def tokens_to_write(arrays: LayerCache, new: LayerCache, places: jax.Array, acti
     def one(array: jax.Array, token: jax.Array) -> jax.Array:
         size = (1, array.shape[1], 1, array.shape[3])
         kept = [lax.dynamic_slice(array, (slot, 0, places[slot], 0), size) for slot in range(array.shape[0])]
-        return jnp.where(active[:, None, None, None], token.astype(array.dtype), jnp.concatenate(kept))
+        chosen = jnp.where(active[:, None, None, None], token.astype(array.dtype), jnp.concatenate(kept))
+        return with_layout_constraint(chosen, ROW_MAJOR)
 
     return tuple(one(array, token) for array, token in zip(arrays, new, strict=True))
 

@@ -167,16 +167,16 @@ class Generator:
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
         """Log-probabilities, in nats, of each text's tokens but the first, given those before it: [tokens - 1] each.
 
-        Full attention takes a text in chunks; any other one token after the other, all slots at once.
+        Full attention takes texts in chunks, one a device along `data`; any other token by token, one a slot.
         """
         texts = [ids_of("text", text, self.shape.vocab) for text in texts]
         for text in texts:
             if not 2 <= len(text) <= self.length:
                 raise UserError("text", f"{len(text)} tokens", f"from 2 to length = {self.length} tokens")
         with self._use(), jax.set_mesh(self.grid.mesh):
-            if self.attention.name == "full":
-                return [self._score(text) for text in texts]
-            return [scores for at in range(0, len(texts), len(self._slots)) for scores in self._follow(texts[at:])]
+            dense = self.attention.name == "full"
+            score, each = (self._score, self.grid.shape.batch_shards) if dense else (self._follow, len(self._slots))
+            return [scores for at in range(0, len(texts), each) for scores in score(texts[at : at + each])]
 
     @contextmanager
     def _use(self) -> Iterator[None]:
@@ -251,20 +251,26 @@ class Generator:
             kept = self.attention.dense_prompt and slot.count <= self._store.capacity
             slot.cached = tuple(slot.text) if kept else ()
 
-    def _score(self, text: Sequence[int]) -> Scores:
-        slot, replicas, mesh = self._slots[0], self.grid.shape.batch_shards, self.grid.mesh
-        slot.text, slot.cached = list(text), ()
-        self._store.reserve(len(text) - 1)
+    def _score(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
+        """Scores of as many texts as there are devices along `data`."""
+        slots: list[Slot | None] = [None] * self.grid.shape.batch_shards
+        for device, text in enumerate(texts):
+            slots[device] = slot = next(slot for slot in self._slots if slot.device == device)
+            slot.text, slot.cached = list(text), ()
+        self._store.reserve(max(map(len, texts)) - 1)
         scores = []
-        for start, length, chunk in parts_of([slot, *[None] * (replicas - 1)], self._store.ring, mesh):
-            targets = np.zeros((replicas, length), np.int32)
-            own = text[start + 1 : start + 1 + length]
-            targets[0, : len(own)] = own
-            scores.append(self._call(self.programs.score(first=start == 0), chunk, put(targets, ROWS, mesh))[0][0])
-        return np.concatenate(scores)[: len(text) - 1]
+        for start, length, chunk in parts_of(slots, self._store.ring, self.grid.mesh):
+            targets = np.zeros((len(slots), length), np.int32)
+            for row, text in zip(targets, texts, strict=False):
+                own = text[start + 1 : start + 1 + length]
+                row[: len(own)] = own
+            given = put(targets, ROWS, self.grid.mesh)
+            scores.append(self._call(self.programs.score(first=start == 0), chunk, given)[0])
+        together = np.concatenate(scores, 1)
+        return [row[: len(text) - 1] for row, text in zip(together, texts, strict=False)]
 
     def _follow(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
-        """Scores of as many of the texts as there are slots, token by token."""
+        """Scores of as many texts as there are slots, token by token."""
         for slot in self._slots:
             slot.left, slot.cached, slot.key = 0, (), NO_KEY
         pairs = list(zip(self._slots, texts, strict=False))

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import with_layout_constraint
 
 from axonn_jax.inference.attend import Attended, Seen, products
-from axonn_jax.inference.cache import LayerCache, append
+from axonn_jax.inference.cache import ROW_MAJOR, LayerCache, append
 from axonn_jax.inference.select import compacted, largest
 
 _CERTAIN = 3e38  # the newest token's score: it is always attended to
@@ -148,5 +148,4 @@ def _read(rest: jax.Array, ranked: jax.Array, tail: jax.Array, value: jax.Array)
 def turn(x: jax.Array, components: jax.Array) -> jax.Array:
     """[slots, kv_heads, n, D] by each head's components [kv_heads, D, D]."""
     turned = jnp.einsum("bknd,kde->bkne", x, components.astype(x.dtype))
-    # Else XLA's GPU compiler turns the whole cache to the layout that its product has, for a token to be written to it.
-    return with_layout_constraint(turned, Layout(major_to_minor=(0, 1, 2, 3)))
+    return with_layout_constraint(turned, ROW_MAJOR)
