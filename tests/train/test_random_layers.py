@@ -18,8 +18,8 @@ from axonn_jax.tensor.dropout import DropoutKey
 
 VOCAB, WIDTH, STEPS = 24, 8, 4
 BATCHES = np.random.default_rng(0).integers(0, VOCAB, (STEPS, 8, 7))
-# Sums of another order; one other entry dropped changes a loss by 1e-3.
-TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}
+# Sums of another order, and weights of 8 bits; another seed's masks change these losses by 4e-3 to 3e-2.
+TOLERANCE = {"fp32": 2e-6, "bf16": 1e-3}
 
 
 class Noisy(nnx.Module):
@@ -90,7 +90,7 @@ def serial(make=NOISY):
         ({"data": 2, "z": 2}, {"sub_batches": 2, "zero": 1, "offload": "optimizer"}),
         pytest.param({"pipe": 2}, {"microbatches": 4}, marks=pytest.mark.slow),
         pytest.param({"pipe": 2, "data": 2}, {"microbatches": 2, "activations": "offload"}, marks=pytest.mark.slow),
-        pytest.param({"data": 2}, {"microbatches": 2, "precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"data": 2}, {"microbatches": 2, "precision": "bf16", "zero": 1}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
