@@ -98,17 +98,17 @@ class SequenceModel(nnx.Module):
         draws = bool(jax.tree.leaves(streams))
 
         def run(x: jax.Array, own: jax.Array) -> jax.Array:
-            made = nnx.merge(graphdef, _seeded(streams, own), renewed(rest))
-            _set_mode(made, training=key is not None, draws=draws)
-            y = made(x)
-            _check_unchanged(made, rest)
+            own_layer = nnx.merge(graphdef, _seeded(streams, own), renewed(rest))
+            _set_mode(own_layer, training=key is not None, draws=draws)
+            y = own_layer(x)
+            _check_unchanged(own_layer, rest)
             return y  # type: ignore[no-any-return]
 
         def run_row(row: jax.Array, own: jax.Array) -> jax.Array:
             y = run(row[None], own)
             if y.shape[:1] != (1,):
-                made = f"{type(layer).__name__}, which draws and makes {y.shape} of {(1, *row.shape)}"
-                raise UserError("model", made, "layers that draw and leave the first dim, a row of the batch each")
+                shapes = f"{type(layer).__name__}, which draws and makes {y.shape} of {(1, *row.shape)}"
+                raise UserError("model", shapes, "layers that draw and leave the first dim, a row of the batch each")
             return y[0]
 
         same = jax.random.key(0)  # what draws in an evaluation too draws for every row alike, wherever the row is
