@@ -185,13 +185,16 @@ def files_of(prepared: Path) -> dict[str, bytes]:
     return files
 
 
-def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """Returns a prompt's tokens; raises ``UserError`` where it has none or is no text."""
+def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = True) -> list[int]:
+    """Returns a prompt's tokens, with those that the post-processor adds if `special`.
+
+    Raises ``UserError`` where it has none or is no text.
+    """
     try:
         prompt.encode()
     except UnicodeEncodeError:  # Python's stand-ins for bytes of a command line that are not UTF-8
         raise UserError("--prompt", prompt, "a text in UTF-8") from None
-    ids: list[int] = tokenizer.encode(prompt).ids
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=special).ids
     if not ids:
         raise UserError("--prompt", prompt, "a text of at least one token")
     return ids

@@ -26,6 +26,9 @@ class Generate:
     """The text to continue."""
     prompts: Annotated[Path | None, Arg(default="--prompt")] = None
     """A file, a pipe or - for standard input: a JSON object with the key "prompt" a line; --json keeps its others."""
+    chat: bool = False
+    """Put each prompt into the model's chat template, as what a user says, and print the answer alone. A line of
+    --prompts may have "messages", a whole conversation, in the place of its prompt. Needs the extra hf."""
     samples: Annotated[int, Arg(least=1, most=_MOST_SAMPLES)] = 1
     """Texts for each prompt."""
     tokens: Annotated[int | None, Arg(default="100, or what model.seq_len leaves", least=1)] = None

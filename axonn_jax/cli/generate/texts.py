@@ -34,13 +34,20 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
 
     Of a file's, the error names the line.
     """
+    from axonn_jax.cli.generate.chat import ChatTemplate
     from axonn_jax.data.tokenize import prompt_ids
 
-    prompts, lines = [], {0: {"prompt": args.prompt or ""}} if args.prompts is None else _read(args.prompts)
+    template = ChatTemplate(args.run_dir) if args.chat else None
+    prompts, lines = [], {0: {"prompt": args.prompt or ""}} if args.prompts is None else _read(args.prompts, args.chat)
     for number, line in lines.items():
-        text = line["prompt"]
+        text = "" if template else line["prompt"]  # an answer is shown without what the template says
         try:
-            ids = tuple(prompt_ids(tokenizer, text))
+            if template:
+                alone = [{"role": "user", "content": line.get("prompt")}]
+                messages = line.get("messages", alone)
+                ids = tuple(prompt_ids(tokenizer, template.text(messages), special=False))
+            else:
+                ids = tuple(prompt_ids(tokenizer, text))
             if len(ids) >= seq_len:
                 accepted = (
                     f"a prompt of at most {seq_len - 1} tokens (model.seq_len = {seq_len}); this one has {len(ids)}"
@@ -58,8 +65,8 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
     return prompts
 
 
-def _read(path: Path) -> dict[int, dict[str, Any]]:
-    """The objects of a file, a pipe or, as "-", standard input, by line."""
+def _read(path: Path, chat: bool) -> dict[int, dict[str, Any]]:
+    """The objects of a file, a pipe or, as "-", standard input, by line; in a chat they may have messages."""
     from axonn_jax.documents import parse_json, read_bytes
 
     try:
@@ -83,8 +90,10 @@ def _read(path: Path) -> dict[int, dict[str, Any]]:
             entry = parse_json(line)
         except ValueError as error:
             raise UserError("--prompts", _line(path, number), f"an object in JSON; {error}") from None
-        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-            raise UserError("--prompts", _line(path, number), 'an object whose "prompt" is a text')
+        messages = chat and isinstance(entry, dict) and "messages" in entry
+        if not (messages or (isinstance(entry, dict) and isinstance(entry.get("prompt"), str))):
+            accepted = 'an object whose "prompt" is a text' + ', or one with "messages"' * chat
+            raise UserError("--prompts", _line(path, number), accepted)
         prompts[number] = entry
     if not prompts:
         accepted = "at least one line; of several processes the first alone has a standard input" if stream else ""

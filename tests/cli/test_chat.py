@@ -1,0 +1,83 @@
+"""`generate --chat`: the ids are those of transformers' own chat template."""
+
+import json
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, processors
+
+from axonn_jax.cli.generate import Generate
+from axonn_jax.cli.generate.texts import prompts_of
+from axonn_jax.cli.main import main
+from axonn_jax.data.tokenize import load
+from axonn_jax.errors import UserError
+
+CHATML = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'odd' %}{{ raise_exception('no such role') }}"
+    "{% endif %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "line one <|im_end|>"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "line two"},
+]
+
+
+@pytest.fixture
+def chat_dir(run_dir):
+    """A run directory with a tokenizer that has a template, and a post-processor that would add a second <s>."""
+    tokenizer = Tokenizer.from_file(str(run_dir / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    tokenizer.save(str(run_dir / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>"}
+    (run_dir / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": CHATML}))
+    return run_dir
+
+
+def ids(folder, **options):
+    given = prompts_of(Generate(folder, chat=True, **options), load(folder / "tokenizer.json"), 4096)
+    assert [prompt.text for prompt in given] == [""] * len(given)
+    return [list(prompt.ids) for prompt in given]
+
+
+def test_ids_are_those_of_transformers(chat_dir, tmp_path):
+    theirs = transformers.AutoTokenizer.from_pretrained(chat_dir)
+
+    def wanted(messages):
+        return theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    user = [{"role": "user", "content": "line one"}]
+    assert ids(chat_dir, prompt="line one") == [wanted(user)]
+    lines = [{"prompt": "line one", "id": 3}, {"messages": TALK}]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert ids(chat_dir, prompts=tmp_path / "talks.jsonl") == [wanted(user), wanted(TALK)]
+    assert wanted(user).count(theirs.bos_token_id) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"messages": []}, "a list of objects such as"),
+        ({"messages": "hello"}, "a list of objects such as"),
+        ({"messages": [{"role": "odd", "content": "x"}]}, "what the chat template takes; no such role"),
+        ({"text": "x"}, 'an object whose "prompt" is a text, or one with "messages"'),
+    ],
+)
+def test_a_conversation_of_no_use_names_its_line(chat_dir, tmp_path, line, says):
+    (tmp_path / "talks.jsonl").write_text('{"prompt": "good"}\n' + json.dumps(line) + "\n")
+    with pytest.raises(UserError, match=r"--prompts = '.*talks\.jsonl, line 2'") as caught:
+        ids(chat_dir, prompts=tmp_path / "talks.jsonl")
+    assert says in str(caught.value)
+
+
+def test_without_a_template_or_transformers_it_is_one_line(run_dir, monkeypatch, capsys):
+    assert main(["generate", str(run_dir), "--prompt", "x", "--chat"]) == 2
+    assert "--chat = True: a model whose tokenizer has a chat template" in capsys.readouterr().err
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    assert main(["generate", str(run_dir), "--prompt", "x", "--chat"]) == 2
+    assert "pip install 'axonn_jax[hf]'" in capsys.readouterr().err
