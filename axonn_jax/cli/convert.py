@@ -123,17 +123,18 @@ def _opened_run(source: Path) -> Conversion:
 
 def _own_small_files(folder: Path, shape: "ModelShape") -> dict[str, bytes]:
     """Config and tokenizer of a model that did not begin as a pretrained one."""
-    from axonn_jax.data.tokenize import end_of, load, naming_end
+    from axonn_jax.data.tokenize import begin_of, end_of, load, naming_end
     from axonn_jax.models.huggingface.families import config_from_shape
     from axonn_jax.models.huggingface.pretrained import CONFIG, OF_TOKENIZER, SETTINGS, TOKENIZER, small_files
 
-    made, end = dict(small_files(folder, "SOURCE", OF_TOKENIZER)), None
+    made, end, begin = dict(small_files(folder, "SOURCE", OF_TOKENIZER)), None, None
     if TOKENIZER in made:
         tokenizer = load(folder / TOKENIZER, "SOURCE")
+        begin = next(iter(begin_of(tokenizer)), None)
         if (end := end_of(folder, tokenizer, "SOURCE")) is not None:
             made = naming_end(made, tokenizer, end)
             made[SETTINGS] = _json({"model_max_length": shape.seq_len} | json.loads(made[SETTINGS]))
-    made[CONFIG] = _json(config_from_shape(shape, "float32", end))
+    made[CONFIG] = _json(config_from_shape(shape, "float32", end, begin))
     return made
 
 

@@ -32,6 +32,9 @@ def write_tokenizer(folder, kind):
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False)
     made.train_from_iterator(["the token of the mesh and the shard of the token"] * 50, trainer)
     made.add_special_tokens(special)
+    if kind == "llama":
+        begin = [("<s>", made.token_to_id("<s>"))]
+        made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=begin)
     (folder / "tokenizer.json").write_text(made.to_str())
     (folder / "tokenizer_config.json").write_text(json.dumps(SETTINGS | {"eos_token": end, "pad_token": pad}))
     for name, raw in SMALL.items():
@@ -48,7 +51,7 @@ def prepared(request, tmp_path_factory):
         (root / "text" / f"{number}.txt").write_text("the token of the mesh and the shard\n" * (20 + number))
     end = write_tokenizer(root / "given", request.param)
     argv = ["prepare", str(root / "text"), str(root / "data"), "--tokenizer", str(root / "given"), "--holdout", "0.3"]
-    assert main(argv) == 0
+    assert main([*argv, *["--bos"] * (request.param == "llama")]) == 0
     return root, end
 
 
@@ -107,7 +110,9 @@ def test_a_run_and_its_export_end_texts_as_its_data_does(prepared, tmp_path):
     assert files(run) == files(root / "given")
     assert (run / "aside_merges.txt").read_text() == "of other data"
     assert main(["convert", str(run), str(tmp_path / "out")]) == 0
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == end
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    begin = tokenize.load(root / "given" / "tokenizer.json").token_to_id("<s>")
+    assert (config["eos_token_id"], config["bos_token_id"]) == (end, end if begin is None else begin)
     wanted = json.loads((root / "given" / "tokenizer_config.json").read_text())
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == wanted
     for folder in (run, tmp_path / "out"):

@@ -223,10 +223,11 @@ def layout_of(shape: ModelShape) -> Layout:
     return layouts.get(family_of(shape), "llama")
 
 
-def config_from_shape(shape: ModelShape, dtype: str, end: int | None) -> dict[str, Any]:
+def config_from_shape(shape: ModelShape, dtype: str, end: int | None, begin: int | None = None) -> dict[str, Any]:
     """A config.json that transformers 4 and 5 read, for a model that did not come from one.
 
-    `dtype` is that of its tensors; `end` is the token behind a text. Raises ``UserError`` for a shape of no family.
+    `dtype` is that of its tensors; `end` is the token behind a text, `begin` the one before, by default the same.
+    Raises ``UserError`` for a shape of no family.
     """
     name = family_of(shape)
     config: dict[str, Any] = {
@@ -236,7 +237,7 @@ def config_from_shape(shape: ModelShape, dtype: str, end: int | None) -> dict[st
         "vocab_size": shape.vocab,
         "tie_word_embeddings": shape.tied,
         "initializer_range": shape.init_std,
-        "bos_token_id": end,
+        "bos_token_id": end if begin is None else begin,
         "eos_token_id": end,
     }
     if name == "gpt2":
