@@ -188,13 +188,16 @@ def files_of(prepared: Path) -> dict[str, bytes]:
 def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = True) -> list[int]:
     """Returns a prompt's tokens, with those that the post-processor adds if `special`.
 
-    Raises ``UserError`` where it has none or is no text.
+    An empty prompt to a tokenizer that `prepare` trained is the end of the document before. Raises ``UserError`` where
+    it has no token or is no text.
     """
     try:
         prompt.encode()
     except UnicodeEncodeError:  # Python's stand-ins for bytes of a command line that are not UTF-8
         raise UserError("--prompt", prompt, "a text in UTF-8") from None
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=special).ids
+    if not ids and _is_ours(tokenizer):
+        return [EOT_ID]
     if not ids:
         raise UserError("--prompt", prompt, "a text of at least one token")
     return ids

@@ -66,7 +66,6 @@ PROMPTS = {
     "no object": (b'["x"]', 'p.jsonl, line 1\': an object whose "prompt" is a text'),
     "no prompt": (ENTRY.encode() + b'{"text": "x"}', 'p.jsonl, line 2\': an object whose "prompt" is a text'),
     "a number": (b'{"prompt": 7}', 'p.jsonl, line 1\': an object whose "prompt" is a text'),
-    "an empty prompt": (ENTRY.encode() + b'{"prompt": ""}', "p.jsonl, line 2': a text of at least one token"),
     "a long prompt": (
         (2 * ENTRY + json.dumps({"prompt": LONG})).encode(),
         "p.jsonl, line 3': a prompt of at most 15 tokens (model.seq_len = 16); this one has ",

@@ -11,6 +11,7 @@ import types
 import pytest
 
 from axonn_jax.cli.main import main
+from axonn_jax.data.tokenize import load, prompt_ids
 from axonn_jax.distributed import initialize
 from axonn_jax.errors import UserError
 from axonn_jax.inference.texts import TextPart
@@ -43,8 +44,16 @@ def test_a_tokenizer_of_no_use_is_found_before_jax_starts(run_dir, refused, case
 
 
 def test_a_prompt_of_no_use_is_found_before_jax_starts(run_dir, refused):
-    refused(["generate", "run", "--prompt", ""], "--prompt = '': a text of at least one token")
     refused(["generate", "run", "--prompt", os.fsdecode(b"caf\xe9")], r"--prompt = 'caf\udce9': a text in UTF-8")
+
+
+def test_an_empty_prompt_begins_a_document_where_the_tokenizer_is_ours(run_dir, refused):
+    assert prompt_ids(load(run_dir / "tokenizer.json"), "") == [0]
+    raw = json.loads((run_dir / "tokenizer.json").read_text())
+    raw["pre_tokenizer"]["add_prefix_space"] = True
+    raw["pre_tokenizer"]["use_regex"] = False
+    (run_dir / "tokenizer.json").write_text(json.dumps(raw))
+    refused(["generate", "run", "--prompt", ""], "--prompt = '': a text of at least one token")
 
 
 def test_a_prompt_that_is_not_utf8_as_a_shell_gives_it(run_dir):

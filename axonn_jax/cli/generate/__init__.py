@@ -23,7 +23,7 @@ class Generate:
     run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
     """A directory left by `axonn-jax train` or `convert`, or a Hugging Face model's."""
     prompt: str | None = None
-    """The text to continue."""
+    """The text to continue; an empty one begins a document, with a tokenizer that `prepare` trained."""
     prompts: Annotated[Path | None, Arg(default="--prompt")] = None
     """A file, a pipe or - for standard input: a JSON object with the key "prompt" a line; --json keeps its others."""
     chat: bool = False
