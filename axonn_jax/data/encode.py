@@ -120,10 +120,10 @@ def _pieces(parts: Iterator[str]) -> Iterator[str]:
 def _encoded(tokenizer: Any, begins: list[str], texts: list[str], ends: list[str]) -> Iterator[_Piece]:
     around = list(zip(begins, texts, ends, strict=True))
     # The "fast" form leaves out each token's characters, which take as long as the tokens.
-    wholes = tokenizer.encode_batch_fast(list(map("".join, around)), add_special_tokens=False)
+    encodings = tokenizer.encode_batch_fast(list(map("".join, around)), add_special_tokens=False)
     seams = tokenizer.encode_batch([text[-_OVERLAP:] + end for _, text, end in around], add_special_tokens=False)
-    for (before, text, after), whole, seam in zip(around, wholes, seams, strict=True):
-        yield _Piece(before, text, after, np.asarray(whole.ids, np.uint32), seam)
+    for (before, text, after), encoding, seam in zip(around, encodings, seams, strict=True):
+        yield _Piece(before, text, after, np.asarray(encoding.ids, np.uint32), seam)
 
 
 def _join(left: _Piece, right: _Piece) -> int | None:
