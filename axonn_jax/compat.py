@@ -179,7 +179,8 @@ def gather(value: Any, of: str) -> list[Any]:
 class FailingBarrier:
     """A barrier among the processes of a `jax.distributed` world that ends early where one of them has failed.
 
-    The coordination service's own barrier would wait out its time limit for a process that will never come.
+    The coordination service's own barrier would wait out its time limit for a process that will never come. What is set
+    in the service stays set, so a world's barriers are numbered, in the order in which each process makes them.
     """
 
     def __init__(self) -> None:
@@ -187,6 +188,10 @@ class FailingBarrier:
 
         self._client: Any = distributed.global_state.client
         self._rank, self._size = jax.process_index(), jax.process_count()
+        made = f"axonn_jax/barriers/{self._rank}/"
+        number = len(self._client.key_value_dir_get(made))
+        self._client.key_value_set(f"{made}{number}", "made")
+        self._place = f"axonn_jax/barrier/{number}"
         self._save = 0
         self._passed: Counter[str] = Counter()
 
@@ -196,16 +201,16 @@ class FailingBarrier:
 
     def fail(self, why: str) -> None:
         """Tells the others not to wait."""
-        self._client.key_value_set(f"axonn_jax/failed/{self._save}/{self._rank}", why[:500], allow_overwrite=True)
+        self._client.key_value_set(f"{self._place}/failed/{self._save}/{self._rank}", why[:500], allow_overwrite=True)
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Waits for all; raises ``RuntimeError`` with the reason of the process that failed, or ``TimeoutError``."""
-        self._passed[key] += 1  # Orbax names a barrier alike in every save; what is set stays set
-        folder = f"axonn_jax/barrier/{key}/{self._passed[key]}/"
+        self._passed[key] += 1  # Orbax names a barrier alike in every save
+        folder = f"{self._place}/passed/{key}/{self._passed[key]}/"
         end = time.monotonic() + timeout_ms / 1000
         self._client.key_value_set(folder + str(self._rank), "here", allow_overwrite=True)
         while len(self._client.key_value_dir_get(folder)) < self._size:
-            if failed := self._client.key_value_dir_get(f"axonn_jax/failed/{self._save}/"):
+            if failed := self._client.key_value_dir_get(f"{self._place}/failed/{self._save}/"):
                 raise RuntimeError(failed[0][1])
             if time.monotonic() > end:
                 raise TimeoutError(f"a process did not come within {timeout_ms / 1000:g} s")

@@ -1,5 +1,9 @@
-"""Two ranks save an array that is split over both; each writes down the files it reads to describe the checkpoint."""
+"""Two ranks save an array that is split over both; each writes down the files it reads to describe the checkpoint.
 
+Then another saver saves it again, for which the second rank writes late.
+"""
+
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -9,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import axonn_jax as ax
-from axonn_jax.checkpoint import manifest
+from axonn_jax.checkpoint import manifest, orbax
 from axonn_jax.checkpoint.save import Saver
 from axonn_jax.distributed.host_sync import host_sync
 
@@ -26,8 +30,23 @@ def recording(file, *rest):
 manifest.checksum = recording
 values = np.arange(60_000, dtype=np.float32)
 split = NamedSharding(grid.mesh, PartitionSpec("x"))
-saver = Saver(folder / "checkpoints", grid, host_sync(grid))
-saver.save(1, {"params.w": jax.make_array_from_callback(values.shape, split, lambda index: values[index])}, {})
-assert saver.settle() == ""
-saver.close()
+
+
+def save(step):
+    saver = Saver(folder / "checkpoints", grid, host_sync(grid))
+    saver.save(step, {"params.w": jax.make_array_from_callback(values.shape, split, lambda index: values[index])}, {})
+    assert saver.settle() == ""
+    saver.close()
+
+
+class Late(orbax._Arrays):
+    async def serialize(self, *arguments):
+        await asyncio.sleep(2)
+        return await super().serialize(*arguments)
+
+
+save(1)
 (folder / str(grid.rank)).write_text(json.dumps(read))
+if grid.rank == 1:
+    orbax._Arrays = Late
+save(2)

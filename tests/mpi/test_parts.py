@@ -4,22 +4,36 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launched import AXONN, MPIRUN, UNDER_MPIRUN, command, finished
 from saved import check_files
 
+from axonn_jax.checkpoint.orbax import stored_array
 from axonn_jax.cli.main import main
 
 pytestmark = UNDER_MPIRUN
 
 
-def test_what_a_process_saved_it_alone_reads_again(tmp_path):
-    """To describe the checkpoint: each file once."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The directory in which the ranks of save_worker.py leave their checkpoints, and what they read."""
+    folder = tmp_path_factory.mktemp("saved")
     worker = Path(__file__).with_name("save_worker.py")
-    done = finished([MPIRUN, "--oversubscribe", "-n", "2", sys.executable, str(worker), str(tmp_path)])
+    done = finished([MPIRUN, "--oversubscribe", "-n", "2", sys.executable, str(worker), str(folder)])
     assert done.returncode == 0, done.stderr[-3000:]
-    manifest = check_files(tmp_path / "checkpoints" / "step_00000001")
-    read = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    return folder
+
+
+def test_another_saver_of_the_same_processes_waits_for_all_of_them(saved):
+    part = saved / "checkpoints" / "step_00000002" / "part_000"
+    assert (stored_array(part, "params.w", 0).read().result() == np.arange(60_000)).all()
+
+
+def test_what_a_process_saved_it_alone_reads_again(saved):
+    """To describe the checkpoint: each file once."""
+    manifest = check_files(saved / "checkpoints" / "step_00000001")
+    read = [json.loads((saved / str(rank)).read_text()) for rank in range(2)]
     own = [sum(size for path, size in files if f"/ocdbt.process_{rank}/" in path) for rank, files in enumerate(read)]
     assert min(own) > 100_000  # each process's half of 240,000 bytes
     assert own[1] == sum(size for _, size in read[1])
