@@ -188,12 +188,15 @@ class FailingBarrier:
 
         self._client: Any = distributed.global_state.client
         self._rank, self._size = jax.process_index(), jax.process_count()
+        self._place = f"axonn_jax/barrier/{self._number()}"
+        self._save = 0
+        self._passed: Counter[str] = Counter()
+
+    def _number(self) -> int:
         made = f"axonn_jax/barriers/{self._rank}/"
         number = len(self._client.key_value_dir_get(made))
         self._client.key_value_set(f"{made}{number}", "made")
-        self._place = f"axonn_jax/barrier/{number}"
-        self._save = 0
-        self._passed: Counter[str] = Counter()
+        return number
 
     def begin(self, save: int) -> None:
         """Names what follows: a failure counts for it alone."""
