@@ -1,4 +1,4 @@
-"""Training under mpirun or alone, as a job of its own that is started again from its last complete checkpoint."""
+"""Training under mpirun, srun or alone, as a job of its own, started again from its last complete checkpoint."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,8 +26,10 @@ from axonn_jax.train.config_file import read, split_argv
 from axonn_jax.train.signals import handled
 
 LOG = "restarts.log"
-_FINAL = {0, 2}
-"""Exit statuses after which starting again would change nothing: success, and bad input."""
+_FINAL = {0, 2, 128 + signal.SIGUSR1, 128 + signal.SIGTERM}
+"""Exit statuses after which nothing is started again: success, bad input, and a signal that made the job save."""
+_SHELL = "4294967290"
+"""SLURM_STEP_ID of the shell that salloc opens on a node; a batch script's shell has none."""
 _LONGEST_WAIT_S = 60.0
 _VERSION_S = 20.0
 _FIRST_LINE = b"; grid pipe "
@@ -37,8 +39,9 @@ _LAST_LINES_S = 5.0
 
 @dataclass(frozen=True)
 class Launch:
-    """Train in several processes under mpirun, and start again from the last complete checkpoint when the job fails.
+    """Train in several processes, and start again from the last complete checkpoint when the job fails.
 
+    The processes are started by mpirun, in a Slurm allocation by srun, whose tasks Slurm tells before it ends them.
     TRAIN is the command line of `axonn-jax train`: CONFIG.toml and flags. Why a job was started again is told on
     standard error and kept in the run directory's restarts.log. SIGTERM, Ctrl-C or a closed terminal: all processes
     save and end, and nothing is started again. (A bare mpirun kills its processes half a second after Ctrl-C, which no
@@ -51,7 +54,7 @@ class Launch:
     """Processes of the job; 1: without a launcher."""
     restarts: NotNegative = 3
     """How often a failed job is started again, after 1, 2, 4, ... 60 s; a new checkpoint begins the count anew."""
-    mpirun: Annotated[str | None, Arg(default="mpirun, Open MPI's with --oversubscribe --bind-to none")] = None
+    mpirun: Annotated[str | None, Arg(default="srun in a Slurm allocation, else mpirun")] = None
     """The launcher and its options, without -n."""
 
 
@@ -62,10 +65,31 @@ def run(args: Launch) -> int:
         UserError: a value cannot be used, there is no mpirun, or no configuration that can be read.
     """
     words = args.train[1:] if args.train[:1] == ("train",) else args.train
-    launcher = _launcher(args.mpirun or "mpirun", args.processes) if args.processes > 1 else []
-    if launcher and args.mpirun is None and _is_open_mpi(launcher[0]):
-        launcher[1:1] = ["--oversubscribe", "--bind-to", "none"]
-    return Restarts(words, args.restarts, before=launcher).run()
+    files, flags = split_argv(list(words))
+    if not files:
+        raise UserError("CONFIG.toml", NOT_GIVEN, "the path of a TOML file, behind the flags")
+    config = read(files[0], flags)
+    launcher = [] if args.mpirun else _srun(args.processes, config.grid.pipe, os.environ)
+    if not launcher and args.processes > 1:
+        launcher = _launcher(args.mpirun or "mpirun", args.processes)
+        if args.mpirun is None and _is_open_mpi(launcher[0]):
+            launcher[1:1] = ["--oversubscribe", "--bind-to", "none"]
+    return Restarts(words, Path(config.log.dir), args.restarts, before=launcher).run()
+
+
+def _srun(processes: int, pipe: int, environ: Mapping[str, str]) -> list[str]:
+    """Return srun's words in a Slurm allocation, none elsewhere: Slurm signals its own steps, not what mpirun began."""
+    path = shutil.which("srun")
+    if path is None or not environ.get("SLURM_JOB_ID") or environ.get("SLURM_STEP_ID", _SHELL) != _SHELL:
+        return []
+    mpi = "none"  # whatever the site's default is: it may refuse, or start an MPI that nobody needs
+    if pipe > 1 and processes > 1:
+        mpi = "pmix"
+        if mpi not in _output([path, "--mpi=list"]):
+            say("axonn-jax: this Slurm has no pmix, which a pipeline needs; under mpirun, scancel saves nothing")
+            return []
+    cores = environ.get("SLURM_CPUS_PER_TASK")  # which srun does not take over from sbatch
+    return [path, f"--mpi={mpi}", *([f"--cpus-per-task={cores}"] if cores else []), "-n", str(processes)]
 
 
 def _launcher(text: str, processes: int) -> list[str]:
@@ -85,28 +109,26 @@ def _launcher(text: str, processes: int) -> list[str]:
 
 def _is_open_mpi(mpirun: str) -> bool:
     """Return True if a launcher is Open MPI's: others, such as MPICH's Hydra, refuse options that they do not know."""
+    return "Open MPI" in _output([mpirun, "--version"])
+
+
+def _output(words: Sequence[str]) -> str:
+    """Return all that a command says of itself; nothing where it does not answer."""
     try:
-        done = subprocess.run([mpirun, "--version"], capture_output=True, timeout=_VERSION_S)
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_VERSION_S)
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return b"Open MPI" in done.stdout
+        return ""
+    return done.stdout.decode(errors="replace")
 
 
 class Restarts:
     """Runs `axonn-jax train` with a command line, `before` in front of it, at most 1 + `restarts` times.
 
     After a job that came further than its last complete checkpoint before, the count and the waits begin anew.
-
-    Raises:
-        UserError: the command line names no configuration that can be read.
     """
 
-    def __init__(self, words: Sequence[str], restarts: int, before: Sequence[str] = ()):
-        files, flags = split_argv(list(words))
-        if not files:
-            raise UserError("CONFIG.toml", NOT_GIVEN, "the path of a TOML file, behind the flags")
-        config = read(files[0], flags)
-        self._directory = Path(config.log.dir)
+    def __init__(self, words: Sequence[str], directory: Path, restarts: int, before: Sequence[str] = ()):
+        self._directory = directory
         self._words, self._restarts, self._before = list(words), restarts, list(before)
         self._job: subprocess.Popen[bytes] | None = None
         self._told, self._number = threading.Event(), 0

@@ -57,3 +57,54 @@ def test_a_job_whose_processes_have_met_is_started_again(launch):
 def test_a_launcher_of_the_users_own_is_given_as_it_is(launch):
     _, asked = launch("Open MPI", "exit 3", "--mpirun", "mpirun --bind-to core")
     assert asked[0].startswith("--bind-to core -n 2 ")
+
+
+@pytest.fixture
+def in_slurm(tmp_path):
+    """Runs `axonn-jax launch` where an srun of the test's own lists these plugins; returns what srun was asked."""
+
+    def run(then, *flags, plugins="pmix none", **variables):
+        for name, first in (("srun", f'[ "$1" = --mpi=list ] && {{ echo {plugins} >&2; exit; }}'), ("mpirun", "")):
+            fake = tmp_path / name
+            fake.write_text(f'#!/bin/sh\n{first}\necho "{name} $*" >> asked\n{then}\n')
+            fake.chmod(0o755)
+        (tmp_path / "c.toml").write_text(CONFIG)
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(
+            [*AXONN, "launch", *flags],
+            env={**environment(), "PATH": path, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", **variables},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done, [line.split(" -m ")[0] for line in (tmp_path / "asked").read_text().splitlines()]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "asked"),
+    [
+        ("-n 2 c.toml", {"SLURM_CPUS_PER_TASK": "3"}, f"srun --mpi=none --cpus-per-task=3 -n 2 {sys.executable}"),
+        ("c.toml", {}, f"srun --mpi=none -n 1 {sys.executable}"),
+        ("-n 2 c.toml --grid.pipe 2", {"SLURM_STEP_ID": "4294967290"}, f"srun --mpi=pmix -n 2 {sys.executable}"),
+        ("-n 2 --mpirun mpirun c.toml", {}, f"mpirun -n 2 {sys.executable}"),
+    ],
+)
+def test_in_a_slurm_allocation_the_processes_are_a_step_of_it(in_slurm, flags, variables, asked):
+    assert in_slurm("exit 2", *flags.split(), **variables)[1] == [asked]
+
+
+def test_a_pipeline_where_slurm_has_no_pmix_begins_under_mpirun_with_a_line(in_slurm):
+    done, asked = in_slurm("exit 2", "-n", "2", "c.toml", "--grid.pipe", "2", plugins="none pmi2")
+    assert asked[-1].endswith(f"-n 2 {sys.executable}")
+    assert asked[-1].startswith("mpirun ")
+    assert "this Slurm has no pmix, which a pipeline needs; under mpirun, scancel saves nothing" in done.stderr
+
+
+@pytest.mark.parametrize("status", [138, 143])
+def test_a_job_that_a_signal_made_save_is_not_started_again(in_slurm, status):
+    line = "2 processes on 1 host(s), by Slurm: x; 2 x cpu (cpu); grid pipe 1 x data 2"
+    done, asked = in_slurm(f"echo '{line}'; exit {status}", "-n", "2", "c.toml")
+    assert (done.returncode, len(asked)) == (status, 1)
