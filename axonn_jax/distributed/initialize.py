@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from axonn_jax import terminal
 from axonn_jax.distributed import gpus
-from axonn_jax.distributed.launch import Explicit, World, detect
+from axonn_jax.distributed.launch import Explicit, World, detect, slurm_notice
 from axonn_jax.distributed.mpi_world import ask_mpi, check_same, world_comm
 from axonn_jax.distributed.network import listen_at, offer
 from axonn_jax.errors import UserError
@@ -84,7 +84,7 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
             raise_fraction()
     if world.source == "MPI":
         check_same(f"grid = {shape}\n{settings}")
-    say(world, world.notice)
+    say(world, world.notice or _slurm_notice(world))
     if world.size > 1 and shape.pipe > 1:
         return world, _start_stage(shape, world)
     if world.size == 1:
@@ -175,6 +175,15 @@ def gpu_views() -> "list[gpus.View]":
         return MPI.COMM_WORLD.allgather(gpus.own_view())
     join(world)
     return compat.gather(gpus.own_view(), "gpus")
+
+
+def _slurm_notice(world: World) -> str:
+    """Returns `slurm_notice` of this process, where Slurm and not mpirun has bound it."""
+    if world.source == "MPI" or not hasattr(os, "sched_getaffinity"):
+        return ""
+    from axonn_jax import compat
+
+    return slurm_notice(os.environ, len(os.sched_getaffinity(0)), on_cpus=not compat.accelerator_expected())
 
 
 def say(world: World, notice: str) -> None:

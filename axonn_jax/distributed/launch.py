@@ -184,6 +184,20 @@ def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int],
     )
 
 
+def slurm_notice(environ: Mapping[str, str], own: int, *, on_cpus: bool) -> str:
+    """Returns one line where an srun task has fewer cores, its `own`, than sbatch was asked for: srun takes no -c over.
+
+    Slurm sets SRUN_CPUS_PER_TASK for that; who sets it, or gives srun -c, has what was asked for.
+    """
+    asked = number(environ, "SLURM_CPUS_PER_TASK") or 0
+    if asked <= own or not environ.get("SLURM_STEP_ID") or not (on_cpus or own < _ENOUGH_CORES):
+        return ""
+    return (
+        f"warning: srun gave this task {own} of the {asked} cores of SLURM_CPUS_PER_TASK; `srun -c {asked}`, or "
+        f"SRUN_CPUS_PER_TASK={asked} in its environment, gives it all"
+    )
+
+
 def _from_slurm(environ: Mapping[str, str]) -> World:
     if components := environ.get("SLURM_HET_SIZE"):
         raise UserError("SLURM_HET_SIZE", components, "no such variable: a job of one component")

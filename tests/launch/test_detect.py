@@ -2,7 +2,7 @@
 
 import pytest
 
-from axonn_jax.distributed.launch import Explicit, World, binding_notice, detect, first_slurm_host
+from axonn_jax.distributed.launch import Explicit, World, binding_notice, detect, first_slurm_host, slurm_notice
 from axonn_jax.errors import UserError
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
@@ -142,6 +142,22 @@ def test_cores_left_idle_are_one_line_with_the_flag_to_add(bound, offered, on_cp
         assert "mpirun --bind-to none" in notice
         assert "\n" not in notice
         assert detect(OPEN_MPI, facts(notice=notice)).notice == notice
+
+
+@pytest.mark.parametrize(
+    ("variables", "own", "on_cpus", "line"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "2"}, 1, True, True),
+        ({"SLURM_CPUS_PER_TASK": "2"}, 2, True, False),
+        ({"SLURM_CPUS_PER_TASK": "64"}, 1, False, True),
+        ({"SLURM_CPUS_PER_TASK": "64"}, 8, False, False),  # GPUs: enough for its threads
+        ({"SLURM_CPUS_PER_TASK": "2", "SLURM_STEP_ID": ""}, 1, True, False),  # a batch shell's variables
+        ({}, 1, True, False),
+    ],
+)
+def test_cores_that_srun_does_not_take_over_from_sbatch_are_a_line(variables, own, on_cpus, line):
+    notice = slurm_notice({**SLURM, **variables}, own, on_cpus=on_cpus)
+    assert ("`srun -c " in notice) == line == bool(notice)
 
 
 JOINED = World(1, 4, 1, None, "jax.distributed", "initialised before")
