@@ -130,6 +130,18 @@ def test_hanging_devices_do_not_hang_doctor(tmp_path: Path) -> None:
     assert rows["devices"]["fix"] == "export JAX_PLATFORMS=cpu"
 
 
+def test_tasks_of_srun_start_no_mpirun_and_the_first_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**TASK, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    _, rows = doctor()
+    assert rows["mpi ping"]["status"] == "ok"
+    assert rows["mpi ping"]["found"].startswith("not tried: this is a task of srun")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setattr("axonn_jax.cli.doctor.examine", lambda timeout: [])
+    monkeypatch.setattr("axonn_jax.cli.doctor._show", lambda rows: pytest.fail("shown"))
+    assert run(Doctor()) == 0
+
+
 @pytest.mark.mpi
 @pytest.mark.skipif(which("mpirun")[0] is None, reason="there is no mpirun")
 def test_doctor_started_by_mpirun_still_finds_mpi() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from axonn_jax.cli.doctor.probes import Row, installed, pip_command, probe, python, setup_command, which
+from axonn_jax.distributed.launch import SLURM_STEP
 from axonn_jax.distributed.network import exposed
 
 _RUNS = "runs under mpirun (one process needs no MPI)"
@@ -92,6 +93,10 @@ def mpi(timeout: float) -> Iterator[Row]:
     else:
         cuda = ", takes the memory of CUDA devices" if library.answers.get("cuda") else ""
         yield Row("mpi4py", "ok", f"{version}, {text}, MPI_THREAD_MULTIPLE{cuda}", _RUNS)
+    if all(os.environ.get(name) for name in SLURM_STEP):
+        yield mpi4jax([], timeout)
+        yield Row("mpi ping", "ok", "not tried: this is a task of srun, in which mpirun would wait for Slurm", _RUNS)
+        return
     start = two_ranks(launcher, version_text)
     yield mpi4jax(start, timeout)
     yield from ping(start, timeout, fix)
