@@ -28,6 +28,7 @@ from axonn_jax.train.signals import handled
 LOG = "restarts.log"
 _FINAL = {0, 2, 128 + signal.SIGUSR1, 128 + signal.SIGTERM}
 """Exit statuses after which nothing is started again: success, bad input, and a signal that made the job save."""
+_PMIX_WORKS = "started"
 _SHELL = "4294967290"
 """SLURM_STEP_ID of the shell that salloc opens on a node; a batch script's shell has none."""
 _LONGEST_WAIT_S = 60.0
@@ -56,6 +57,8 @@ class Launch:
     """How often a failed job is started again, after 1, 2, 4, ... 60 s; a new checkpoint begins the count anew."""
     mpirun: Annotated[str | None, Arg(default="srun in a Slurm allocation, else mpirun")] = None
     """The launcher and its options, without -n."""
+    requeue: bool = False
+    """In a Slurm job, put the job in the queue again once SIGUSR1 (sbatch --signal=USR1@120) has made it save."""
 
 
 def run(args: Launch) -> int:
@@ -74,7 +77,15 @@ def run(args: Launch) -> int:
         launcher = _launcher(args.mpirun or "mpirun", args.processes)
         if args.mpirun is None and _is_open_mpi(launcher[0]):
             launcher[1:1] = ["--oversubscribe", "--bind-to", "none"]
-    return Restarts(words, Path(config.log.dir), args.restarts, before=launcher).run()
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if args.requeue and not job:
+        raise UserError("--requeue", True, "left out, as this is no Slurm job (SLURM_JOB_ID is not set)")
+    restarts = Restarts(words, Path(config.log.dir), args.restarts, before=launcher)
+    status = restarts.run()
+    if args.requeue and status == 128 + signal.SIGUSR1:
+        answer = _output(["scontrol", "requeue", job]).strip()
+        restarts.note(f"saved at SIGUSR1; scontrol requeue {job}: {answer or 'done'}")
+    return status
 
 
 def _srun(processes: int, pipe: int, environ: Mapping[str, str]) -> list[str]:
@@ -85,8 +96,9 @@ def _srun(processes: int, pipe: int, environ: Mapping[str, str]) -> list[str]:
     mpi = "none"  # whatever the site's default is: it may refuse, or start an MPI that nobody needs
     if pipe > 1 and processes > 1:
         mpi = "pmix"
-        if mpi not in _output([path, "--mpi=list"]):
-            say("axonn-jax: this Slurm has no pmix, which a pipeline needs; under mpirun, scancel saves nothing")
+        # The list of srun --mpi=list also has a plugin whose library is not there.
+        if _PMIX_WORKS not in _output([path, f"--mpi={mpi}", "-n", "1", "echo", _PMIX_WORKS]):
+            say("axonn-jax: no pmix of this Slurm works, which a pipeline needs; under mpirun, scancel saves nothing")
             return []
     cores = environ.get("SLURM_CPUS_PER_TASK")  # which srun does not take over from sbatch
     return [path, f"--mpi={mpi}", *([f"--cpus-per-task={cores}"] if cores else []), "-n", str(processes)]
@@ -154,7 +166,7 @@ class Restarts:
             if status in _FINAL or self._told.is_set():
                 return status if status >= 0 else 128 - status
             if self._before and not self._reached:
-                self._note(f"{' '.join(self._before)}: no process of the job began ({_how(status)}); not started again")
+                self.note(f"{' '.join(self._before)}: no process of the job began ({_how(status)}); not started again")
                 return status if status > 0 else 128 - status
             now = self._last_step()
             if now > step:
@@ -162,10 +174,10 @@ class Restarts:
             failed += 1
             why = f"the job {_how(status)}; last complete checkpoint: {f'step {now}' if now else 'none'}"
             if failed > self._restarts:
-                self._note(f"{why}; not started again, --restarts {self._restarts} used up since a new checkpoint")
+                self.note(f"{why}; not started again, --restarts {self._restarts} used up since a new checkpoint")
                 return status if status > 0 else 128 - status
             wait = min(2.0 ** (failed - 1), _LONGEST_WAIT_S)
-            self._note(f"{why}; starting again in {wait:g} s ({failed} of {self._restarts})")
+            self.note(f"{why}; starting again in {wait:g} s ({failed} of {self._restarts})")
             self._told.wait(wait)
             self._wait_for_stragglers()
             if self._told.is_set():
@@ -242,7 +254,8 @@ class Restarts:
                     return True
         return False
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Tells people, and the run directory's restarts.log."""
         say(f"axonn-jax: {text}")
         with contextlib.suppress(OSError):  # the log is a convenience; the job's own errors tell of a full disk
             self._directory.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ NOT_RUN = {  # what a line begins with, and why
     "source": "a shell's own",
     "python3 scripts/gpu/check --out": "needs a GPU",
     "srun": "needs Slurm",
+    "axonn-jax launch --requeue": "needs Slurm; tests/mpi/test_slurm.py",
     "#SBATCH": "needs Slurm",
     "export": "a shell's own",
     "lm-eval": "another project's",

@@ -17,6 +17,7 @@ def launch(tmp_path):
 
     def run(kind, then, *flags):
         (tmp_path / "bin").mkdir()
+        (tmp_path / "asked").touch()
         fake = tmp_path / "bin" / "mpirun"
         version = f'[ "$1" = --version ] && {{ printf "{VERSIONS[kind]}\\n"; exit; }}'
         fake.write_text(f"#!/bin/sh\n{version}\nprintf '%s\\n' \"$*\" >> asked\n{then}\n")
@@ -63,8 +64,9 @@ def test_a_launcher_of_the_users_own_is_given_as_it_is(launch):
 def in_slurm(tmp_path):
     """Runs `axonn-jax launch` where an srun of the test's own lists these plugins; returns what srun was asked."""
 
-    def run(then, *flags, plugins="pmix none", **variables):
-        for name, first in (("srun", f'[ "$1" = --mpi=list ] && {{ echo {plugins} >&2; exit; }}'), ("mpirun", "")):
+    def run(then, *flags, pmix="echo $5", **variables):
+        srun = f'[ "$4" = echo ] && {{ {pmix}; exit; }}'
+        for name, first in (("srun", srun), ("mpirun", ""), ("scontrol", 'echo "scontrol $*" >> asked; exit')):
             fake = tmp_path / name
             fake.write_text(f'#!/bin/sh\n{first}\necho "{name} $*" >> asked\n{then}\n')
             fake.chmod(0o755)
@@ -97,10 +99,10 @@ def test_in_a_slurm_allocation_the_processes_are_a_step_of_it(in_slurm, flags, v
 
 
 def test_a_pipeline_where_slurm_has_no_pmix_begins_under_mpirun_with_a_line(in_slurm):
-    done, asked = in_slurm("exit 2", "-n", "2", "c.toml", "--grid.pipe", "2", plugins="none pmi2")
+    done, asked = in_slurm("exit 2", "-n", "2", "c.toml", "--grid.pipe", "2", pmix="echo Invalid MPI type 'pmix' >&2")
     assert asked[-1].endswith(f"-n 2 {sys.executable}")
     assert asked[-1].startswith("mpirun ")
-    assert "this Slurm has no pmix, which a pipeline needs; under mpirun, scancel saves nothing" in done.stderr
+    assert "no pmix of this Slurm works, which a pipeline needs; under mpirun, scancel saves nothing" in done.stderr
 
 
 @pytest.mark.parametrize("status", [138, 143])
@@ -108,3 +110,15 @@ def test_a_job_that_a_signal_made_save_is_not_started_again(in_slurm, status):
     line = "2 processes on 1 host(s), by Slurm: x; 2 x cpu (cpu); grid pipe 1 x data 2"
     done, asked = in_slurm(f"echo '{line}'; exit {status}", "-n", "2", "c.toml")
     assert (done.returncode, len(asked)) == (status, 1)
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(138, True), (143, False), (0, False)])
+def test_requeue_asks_slurm_where_the_job_was_warned_and_saved(in_slurm, status, requeued):
+    done, asked = in_slurm(f"exit {status}", "-n", "2", "--requeue", "c.toml")
+    assert (done.returncode, "scontrol requeue 7" in asked) == (status, requeued)
+
+
+def test_requeue_outside_slurm_is_one_line(launch):
+    done, asked = launch("Hydra", "exit 0", "--requeue")
+    assert (done.returncode, asked) == (2, [])
+    assert "error: --requeue = True: left out, as this is no Slurm job" in done.stderr

@@ -39,10 +39,9 @@ SlurmdSpoolDir={folder}/spool
 StateSaveLocation={folder}/state
 SlurmdParameters=config_overrides
 SchedulerType=sched/builtin
-SchedulerParameters=requeue_delay=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-TaskPlugin={task}
+TaskPlugin=task/none
 SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -56,7 +55,8 @@ SCRIPTS = {
     "launch": "axonn-jax launch -n 2 train {config} {options}",
     "exec launch": "exec axonn-jax launch -n 2 train {config} {options}",
 }
-WITHIN_S = 240
+WITHIN_S = 400
+"""Slurm lets a job that was requeued wait for two minutes."""
 
 
 def ports(number):
@@ -84,7 +84,7 @@ class Slurm:
         for name in ("spool", "state"):
             (folder / name).mkdir()
         known = {"host": socket.gethostname(), "user": getpass.getuser(), "cores": max(4, os.cpu_count() or 1)}
-        text = CONF.format(**known, folder=folder, ports=ports(2), task="task/none")
+        text = CONF.format(**known, folder=folder, ports=ports(2))
         (folder / "slurm.conf").write_text(text)
         path = os.pathsep.join([str(Path(sys.executable).parent), SBIN])
         self._env = {**environment(), "SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
@@ -172,3 +172,15 @@ def test_a_job_that_slurm_ends_saves_and_the_next_goes_on(way, slurm, config, tm
         assert saved(run) > step, f"{end}:\n{slurm.output(job)}"
         step = saved(run)
         assert "starting again" not in slurm.output(job)
+
+
+def test_a_job_told_before_its_time_limit_goes_to_the_queue_again(slurm, config, tmp_path):
+    run = tmp_path / "run"
+    options = f"{OPTIONS} --checkpoint.every 1000000 --log.dir {run}"
+    script = f"axonn-jax launch --requeue -n $SLURM_NTASKS train {config} {options}"
+    job = slurm.submit(script, "--nodes=1", "--ntasks-per-node=2", "--time=2", "--signal=USR1@30", "--requeue")
+    slurm.wait_for(job, r"saved at SIGUSR1[\s\S]*resumed at step \d+[\s\S]*step +\d+/1000000")
+    assert f"resumed at step {saved(run)} " in slurm.output(job)
+    assert "Restarts=1" in slurm.run("scontrol", "show", "job", job)
+    slurm.run("scancel", job)
+    slurm.wait_until_gone(job)
