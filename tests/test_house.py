@@ -11,8 +11,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # What there is still to do, never more than this; a number that has fallen is written down here. `scripts/house`
 # prints the figures and the names behind them.
 ALLOWED = {
-    "lines": 39_200,
-    "files": 263,
+    "lines": 40_250,
+    "files": 268,
     "files in the root": 10,
     "folders over 12 files": 0,
     "files over 300 lines": 0,
@@ -29,7 +29,7 @@ ALLOWED = {
     "docstrings without a noun first": 0,
     "hooks replaced": 0,
     "two classes in one": 0,
-    "words of docs": 16_800,  # a new capability brings a page of at most 600, its results and its words in the glossary
+    "words of docs": 17_250,  # a new capability brings a page of at most 600, its results and its words in the glossary
     "options in over 8 files": 8,
 }
 
