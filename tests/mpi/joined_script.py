@@ -26,7 +26,9 @@ def losses(grid, folder):
 
 
 def main(how, address, folder, *axes):
-    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
+    rank = next(
+        int(os.environ[name]) for name in ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "RANK") if name in os.environ
+    )
     if how == "script":
         jax.distributed.initialize(address, 2, rank)
     for axis in axes:

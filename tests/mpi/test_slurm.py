@@ -1,6 +1,7 @@
 """A real Slurm of one node: what it does to a job before it ends it, under `srun` and `axonn-jax launch`."""
 
 import getpass
+import json
 import os
 import re
 import shutil
@@ -184,3 +185,16 @@ def test_a_job_told_before_its_time_limit_goes_to_the_queue_again(slurm, config,
     assert "Restarts=1" in slurm.run("scontrol", "show", "job", job)
     slurm.run("scancel", job)
     slurm.wait_until_gone(job)
+
+
+def test_a_script_that_has_joined_its_processes_itself_trains_under_srun(slurm, tmp_path):
+    at = f"127.0.0.1:{ports(1)[0]}"
+    script = Path(__file__).with_name("joined_script.py")
+    job = slurm.submit(f"srun --mpi=none -n 2 python {script} script {at} {tmp_path} data z", "-n", "2", "--time=10")
+    slurm.wait_until_gone(job)
+    lines = [json.loads(line) for line in slurm.output(job).splitlines() if line.startswith('{"axis"')]
+    assert [line["axis"] for line in lines].count("z") == 2, slurm.output(job)
+    assert {tuple(line["losses"]) for line in lines if line["axis"] == "z"} == {tuple(lines[-1]["losses"])}
+    assert "by jax.distributed: initialised before, as process 0 of 2" in slurm.output(job)
+    for axis in ("data", "z"):
+        assert (tmp_path / axis / "step_00000002" / "manifest.json").exists()
