@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -77,7 +78,11 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
     if not compat.accelerator_expected():
         keep_freed_memory()  # before MPI starts threads
     taken = shape.pipe == 1 and jax.distributed.is_initialized()
-    world = detect(os.environ, ask_mpi, explicit, _joined() if taken else None)
+    by_mpi = "mpi4py.MPI" in sys.modules  # in use already, by an earlier call say
+    world = detect(os.environ, ask_mpi, explicit, _joined() if taken and not by_mpi else None)
+    if taken and (world.rank, world.size) != (jax.process_index(), jax.process_count()):
+        accepted = f"process {jax.process_index()} of {jax.process_count()}, as in the jax.distributed of the script"
+        raise UserError("init", f"process {world.rank} of {world.size}, by {world.source}", accepted)
     if compat.accelerator_expected() and not compat.backends_started():
         raise_pinned_limit(-(-world.size // world.hosts))
         if compat.gpus_expected() and (world.size == 1 or not gpus.chosen_by_user()):  # who is told may share a GPU

@@ -94,7 +94,6 @@ def test_the_likeliest_token_is_the_models(trained):
     ("words", "message"),
     [
         (["nowhere", "--prompt", "x"], "RUN_DIR = 'nowhere'"),
-        (["runs/tiny", "--prompt", ""], "--prompt = ''"),
         (["runs/tiny", "--prompt", "x", "--tokens", "0"], "--tokens = 0"),
         (["runs/tiny", "--prompt", "x", "--temperature", "-1"], "--temperature = -1.0"),
         (["runs/tiny", "--prompt", "x", "--temperature", "nan"], "--temperature = nan"),

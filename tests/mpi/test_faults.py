@@ -173,7 +173,7 @@ def test_one_process_trains_a_pipeline_without_any_mpi(prepared, tmp_path):
 @pytest.mark.parametrize(
     ("hidden", "ranks", "options", "said", "advice"),
     [
-        ("mpi4py", 2, {}, "one process without mpi4py", "scripts/setup"),
+        ("mpi4py", 2, {}, "mpirun = 'several processes': mpi4py and an MPI that it loads", "scripts/setup"),
         ("mpi4jax", 2, {"pipeline_channel": "mpi4jax"}, "mpi4jax does not", "scripts/setup"),
         # In one process no package would help: these channels are for several.
         ("mpi4py", 1, {"pipeline_channel": "mpi4py"}, "pipeline.channel = 'mpi4py'", "local or auto"),

@@ -59,7 +59,8 @@ def masked(masks):
 
 def dense_oracle(steps, shape=SHAPE, **options):
     """Dense training from masked weights, gradients and updates multiplied by the masks."""
-    parts = split_module(model(shape)())
+    with grids.lay(GridShape()).entered():  # as a trainer makes it: eager, the last bits are others
+        parts = split_module(model(shape)())
     found = {name: largest(np.asarray(parts.params[name])) for name in prunable(parts, "blocks")}
     masks = {name: jnp.asarray(mask, jnp.float32) for name, mask in found.items()}
     weights = {name: value * masks.get(name, 1.0) for name, value in parts.params.items()}
