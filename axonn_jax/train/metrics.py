@@ -175,10 +175,9 @@ def _drawable(value: Any) -> bool:
 
 
 def _running_mean(values: tuple[float, ...]) -> list[float]:
-    """Exponential mean over about ten values, over a twentieth of a short run's, its start corrected (as Adam's)."""
-    means, mean, weight, decay = [], 0.0, 0.0, max(0.0, min(0.9, 1 - 20 / max(len(values), 1)))
-    for value in values:
-        mean = decay * mean + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        means.append(mean / weight)
+    """Mean of the values around each, of up to ten on either side and as many on both, so that it lags behind none."""
+    means, most = [], min(10, len(values) // 10)
+    for at in range(len(values)):
+        side = min(most, at, len(values) - 1 - at)
+        means.append(sum(values[at - side : at + side + 1]) / (2 * side + 1))
     return means
