@@ -237,4 +237,4 @@ def test_a_run_that_goes_on_by_another_schedule_says_both_rates():
 @pytest.mark.parametrize("steps", [1, 10, 40, 200])
 def test_the_running_mean_of_a_short_run_is_on_its_curve(steps):
     losses = tuple(2.0 + 6.0 * 0.9**step for step in range(steps))
-    assert np.abs(np.array(metrics._running_mean(losses)) - losses).max() < 0.4
+    assert np.abs(np.array(metrics._running_mean(losses)) - losses).max() < 0.6  # a step's fall at its steepest
