@@ -122,9 +122,11 @@ def _notes(args: Prepare, manifest: "Manifest", source: "Source") -> Iterator[st
     held, size = manifest.splits["valid"].bytes, source.size
     if held > 2 * args.holdout * size:
         yield f"held out: {held / size:.0%} of the text for --holdout {args.holdout:g}, as documents are few or uneven"
-    if args.tokenizer is not None and not args.bos and begin_of(tokenizer := load(manifest.path / "tokenizer.json")):
-        token = tokenizer.id_to_token(begin_of(tokenizer)[0])
-        yield f"documents begin without {token}, which this tokenizer puts before a text: --bos puts it there"
+    if args.tokenizer is not None and not args.bos:
+        tokenizer = load(manifest.path / "tokenizer.json")
+        if begin := begin_of(tokenizer):
+            token = tokenizer.id_to_token(begin[0])
+            yield f"documents begin without {token}, which this tokenizer puts before a text: --bos puts it there"
 
 
 def _summary(manifest: "Manifest", seconds: float) -> dict[str, Any]:

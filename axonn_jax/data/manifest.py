@@ -50,7 +50,7 @@ class Split:
 
     @property
     def documents(self) -> int:
-        """How many documents it has."""
+        """The number of documents in the shards."""
         return sum(shard.documents for shard in self.shards)
 
 
@@ -66,9 +66,9 @@ class Manifest:
     """``-sum p_t ln p_t``, nats a token, with ``p_t`` the share of token ``t`` in the held-out split, end-of-text
     included: the loss there of the best predictor that ignores all context."""
     skipped: Mapping[str, int]
-    """How many files and records were left out, by kind."""
+    """Numbers of files and records that were left out, by kind."""
     options: Mapping[str, Any]
-    """What was asked for: include, exclude, field, bos, holdout, seed."""
+    """The options given: include, exclude, field, bos, holdout, seed."""
     tools: Mapping[str, str]
     """Versions of what wrote it."""
     tokenizer_sha256: str | None = None

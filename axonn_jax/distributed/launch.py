@@ -39,7 +39,7 @@ class World:
     coordinator: str | None
     """`host:port` of process 0 for `jax.distributed`; None for one process."""
     source: str
-    """Where this was found: jax.distributed, explicit arguments, JAX variables, MPI, Slurm, or none (one process)."""
+    """The source: jax.distributed, explicit arguments, JAX variables, MPI, Slurm, or none (one process)."""
     why: str
     """The reason, for people."""
     notice: str = ""

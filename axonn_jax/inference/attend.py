@@ -30,7 +30,7 @@ class CachedAttention(Protocol):
     """Whether a prompt goes through in chunks, with full attention, and its keys stay; else token by token."""
 
     calibrated: bool
-    """Whether each layer must have an `extra`."""
+    """True if each layer must have an `extra`."""
 
     def features(self, head_dim: int) -> tuple[tuple[int, Any], ...]:
         """Features and dtype (None: that of the model) of each array of a layer's cache."""

@@ -16,7 +16,7 @@ LayerCache = tuple[jax.Array, ...]
 CHUNK = 512
 """Tokens of a prompt that go through the model at a time."""
 ROW_MAJOR = Layout(major_to_minor=(0, 1, 2, 3))
-"""Of what is written to a cache: else XLA's GPU compiler turns the whole cache to the layout that a product has."""
+"""The layout of tokens written to a cache; else XLA's GPU compiler turns the whole cache to that of a product."""
 _LEAST = 64
 _LEAST_CHUNK = 16
 

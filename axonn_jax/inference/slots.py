@@ -26,7 +26,7 @@ class Request(NamedTuple):
     prompt: tuple[int, ...]
     tokens: int
     sample: int = 0
-    """Its number among those of its prompt; texts of one prompt and seed differ by it."""
+    """The sample's number among those of its prompt; texts of one prompt and seed differ by it."""
 
 
 class Continuation(NamedTuple):

@@ -32,7 +32,7 @@ class Generate:
     samples: Annotated[int, Arg(least=1, most=_MOST_SAMPLES)] = 1
     """Texts for each prompt."""
     tokens: Annotated[int | None, Arg(default="100, or what model.seq_len leaves", least=1)] = None
-    """How many tokens to add at most; a text ends before at a token that ends texts."""
+    """The most tokens to add; a token that ends texts ends one before."""
     temperature: float = 0.8
     """Divides the scores before sampling; 0 always takes the likeliest token."""
     top_k: NotNegative = 50
