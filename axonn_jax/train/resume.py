@@ -201,13 +201,19 @@ class Checkpoints:
                 raise UserError("checkpoint.resume", where, f"a valid checkpoint; {fault}") from None
             return named
         below: int | None = None
+        unread = ""
         while (checkpoint := newest(self.directory, self._sync, self._say, below=below)) is not None:
             try:
                 self._load(checkpoint)
                 return checkpoint
             except CorruptCheckpoint as fault:
-                self._say(f"warning: checkpoint {checkpoint.path} cannot be read and is passed over: {fault}")
-                below = checkpoint.manifest.step
+                unread, below = f"{checkpoint.path} cannot be read: {fault}", checkpoint.manifest.step
+            if self._config.prune.later:  # the engine may be pruned already, which the checkpoint before may not be
+                accepted = f"a valid checkpoint; {unread}; move its folder elsewhere to go on from the one before"
+                raise UserError("checkpoint.resume", where, accepted)
+            self._say(f"warning: checkpoint {unread}; the one before it is taken")
+        if unread:  # the arrays of a new run were freed for those of the checkpoint
+            raise UserError("checkpoint.resume", where, f"a valid checkpoint, or never to start anew; {unread}")
         return None
 
     def _load(self, checkpoint: Checkpoint) -> None:

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
+from axonn_jax.checkpoint.manifest import CorruptCheckpoint
 from axonn_jax.cli.main import main
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
@@ -19,6 +20,7 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.masks import kept
+from axonn_jax.train import resume
 from axonn_jax.train.trainer import Trainer, pruning_of
 
 FROM = "masks of the checkpoint that the run goes on from"
@@ -81,6 +83,40 @@ def test_a_run_says_what_is_pruned_behind_a_later_step(train):
     lines = train("late", "--prune.density", "0.2", "--prune.at_step", "1", "--train.steps", "2").splitlines()
     (at,) = (number for number, line in enumerate(lines) if "step 1: pruned 8 kernels to 0.2" in line)
     assert "pruned: 1,230 of 6,144 entries of 8 kernels are trained" in lines[at + 1]
+
+
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Steps whose checkpoints pass every check and cannot be read all the same; a test adds to them."""
+    steps, real = set(), resume.load
+
+    def load(checkpoint, *rest):
+        if checkpoint.manifest.step in steps:
+            raise CorruptCheckpoint("a disk's fault")
+        return real(checkpoint, *rest)
+
+    monkeypatch.setattr(resume, "load", load)
+    return steps
+
+
+def test_checkpoints_that_cannot_be_read_give_way_to_the_one_before_or_end_the_run(train, unreadable):
+    often = ("--checkpoint.every", "1")
+    train("unread", *often, "--train.steps", "2")
+    unreadable.add(2)
+    again = train("unread", *often, "--train.steps", "3")
+    assert "step_00000002 cannot be read: a disk's fault; the one before it is taken" in again
+    assert "resumed at step 1" in again
+    unreadable.update((1, 2, 3))
+    line = train("unread", "--train.steps", "4", status=2).splitlines()[-1]
+    assert line.startswith("error: checkpoint.resume = 'auto': a valid checkpoint, or never to start anew; ")
+
+
+def test_an_unreadable_checkpoint_of_a_run_that_is_pruned_later_ends_it(train, unreadable):
+    prune = ("--prune.density", "0.5", "--prune.at_step", "1", "--checkpoint.every", "1")
+    train("unread_later", *prune, "--train.steps", "2")
+    unreadable.add(2)
+    line = train("unread_later", *prune, "--train.steps", "3", status=2).splitlines()[-1]
+    assert "step_00000002 cannot be read: a disk's fault; move its folder elsewhere to go on from the one" in line
 
 
 def made(axes, **prune):
