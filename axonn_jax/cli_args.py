@@ -107,7 +107,7 @@ class Option:
 
 
 def parse(cls: type[T], argv: Sequence[str], prog: str) -> T:
-    """Returns the arguments as an instance of a dataclass; `--help` prints help and raises ``SystemExit(0)``.
+    """Return the arguments as an instance of a dataclass; `--help` prints help and raises ``SystemExit(0)``.
 
     A field `long_name` is the flag `--long-name value` or `--long-name=value`, a field of a dataclass in the field
     `grid` is `--grid.x`, a boolean is `--name` or `--no-name`, a tuple takes the words up to the next flag.
@@ -175,7 +175,7 @@ def _given(options: Sequence[Option], argv: Sequence[str], prog: str) -> dict[tu
 
 
 def _is_flag(word: str) -> bool:
-    """Whether a word starts with a dash and is neither a dash alone nor a negative number."""
+    """True if a word starts with a dash and is neither a dash alone nor a negative number."""
     if not word.startswith("-") or word == "-":
         return False
     try:

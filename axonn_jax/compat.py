@@ -99,7 +99,7 @@ def keep_recomputation() -> dict[str, str]:
 
 
 def cuda_plugin_installed() -> bool:
-    """Whether jax's CUDA plugin is there, which compiles for GPUs also where none is."""
+    """True if jax's CUDA plugin is there, which compiles for GPUs also where none is."""
     if importlib.util.find_spec("jax_plugins") is None:  # asking for a part of what is not there is an error
         return False
     return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
@@ -129,14 +129,14 @@ def context_mesh() -> jax.sharding.Mesh | None:
 
 
 def backends_started() -> bool:
-    """Whether jax has initialised its devices, after which their number is fixed."""
+    """True if jax has initialised its devices, after which their number is fixed."""
     from jax._src import xla_bridge
 
     return bool(xla_bridge.backends_are_initialized())
 
 
 def accelerator_expected() -> bool:
-    """Whether jax would look for anything but a CPU, asked without starting it."""
+    """True if jax would look for anything but a CPU, asked without starting it."""
     platforms = getattr(jax.config, "jax_platforms", None)
     if platforms:
         return platforms.split(",")[0] != "cpu"
@@ -144,7 +144,7 @@ def accelerator_expected() -> bool:
 
 
 def gpus_expected() -> bool:
-    """Whether jax would look for GPUs, asked without starting it."""
+    """True if jax would look for GPUs, asked without starting it."""
     platforms = getattr(jax.config, "jax_platforms", None)
     if platforms:
         return not {"cuda", "rocm", "gpu"}.isdisjoint(platforms.split(","))
@@ -199,15 +199,15 @@ class FailingBarrier:
         return number
 
     def begin(self, save: int) -> None:
-        """Names what follows: a failure counts for it alone."""
+        """Name what follows: a failure counts for it alone."""
         self._save = save
 
     def fail(self, why: str) -> None:
-        """Tells the others not to wait."""
+        """Tell the others not to wait."""
         self._client.key_value_set(f"{self._place}/failed/{self._save}/{self._rank}", why[:500], allow_overwrite=True)
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Waits for all; raises ``RuntimeError`` with the reason of the process that failed, or ``TimeoutError``."""
+        """Wait for all; raise ``RuntimeError`` with the reason of the process that failed, or ``TimeoutError``."""
         self._passed[key] += 1  # Orbax names a barrier alike in every save
         folder = f"{self._place}/passed/{key}/{self._passed[key]}/"
         end = time.monotonic() + timeout_ms / 1000

@@ -38,7 +38,7 @@ TOML_BYTES = 1_000_000
 
 
 def open_regular(path: Path, inside: Path | None = None) -> BufferedReader:
-    """Opens a regular file to read; never waits for a pipe or a device.
+    """Open a regular file to read; never waits for a pipe or a device.
 
     Raises ``OSError`` where it cannot be read, ``ValueError`` where it is no regular file, or where links lead to one
     that is not below the directory `inside`.
@@ -67,7 +67,7 @@ def read_bytes(path: Path, most: int, inside: Path | None = None) -> bytes:
 
 
 def replace_whole(path: Path, raw: bytes) -> None:
-    """Writes a file that is there whole, or as it was, also after a crash; a link is replaced, not followed."""
+    """Write a file that is there whole, or as it was, also after a crash; a link is replaced, not followed."""
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
     try:
@@ -82,7 +82,7 @@ def replace_whole(path: Path, raw: bytes) -> None:
 
 
 def save_picture(figure: Any, path: Path, **options: Any) -> None:
-    """Writes matplotlib's figure as `replace_whole` does, in the format that the path's suffix names.
+    """Write matplotlib's figure as `replace_whole` does, in the format that the path's suffix names.
 
     Raises ``ValueError`` for a suffix that is no format's.
     """
@@ -92,7 +92,7 @@ def save_picture(figure: Any, path: Path, **options: Any) -> None:
 
 
 def flush(path: Path) -> None:
-    """Waits until a file, or a directory's list of names, is on the disk."""
+    """Wait until a file, or a directory's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -101,7 +101,7 @@ def flush(path: Path) -> None:
 
 
 def check_pointer(raw: bytes) -> None:
-    """Raises ``ValueError`` for what Git LFS leaves in the place of a large file."""
+    """Raise ``ValueError`` for what Git LFS leaves in the place of a large file."""
     if raw.startswith(_POINTER):
         raise ValueError("a pointer of Git LFS, in the place of the file that `git lfs pull` fetches")
 
@@ -136,7 +136,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def typed(kind: type[T], value: Any, name: str = "") -> T:
-    """Returns JSON as an instance of a type: dataclasses by their fields, tuples, mappings of texts, plain values.
+    """Return JSON as an instance of a type: dataclasses by their fields, tuples, mappings of texts, plain values.
 
     Nothing is guessed: only a whole number is taken for a float. Fields that a dataclass does not have are left out,
     so that later versions may write more. `name` is what the value is called in errors.
@@ -223,7 +223,7 @@ class Held(Exception):
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[bool]:
-    """Holds the lock of a file, which it makes and at the end removes; False where the file system has no locks.
+    """Hold the lock of a file, which it makes and at the end removes; False where the file system has no locks.
 
     A file that a killed process left is nobody's lock. Over NFS the lock counts on all hosts.
 
@@ -260,7 +260,7 @@ def in_sight(path: Path) -> bool:
 
 @contextlib.contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """Makes a folder and those above it; at the end those that it made and that are still empty go."""
+    """Make a folder and those above it; at the end those that it made and that are still empty go."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -287,7 +287,7 @@ def _take(file: int) -> bool:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether the open file is still the one at the path, which its last holder may just have removed."""
+    """True if the open file is still the one at the path, which its last holder may just have removed."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

@@ -47,7 +47,7 @@ def integer(field: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns ``"; did you mean 'x'?"`` for the known word closest to ``word``, or an empty string if none is close."""
+    """Return ``"; did you mean 'x'?"`` for the known word closest to ``word``, or an empty string if none is close."""
     close = get_close_matches(word, list(known), n=1, cutoff=_CLOSE)
     return f"; did you mean {close[0]!r}?" if close else ""
 

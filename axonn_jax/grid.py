@@ -90,14 +90,14 @@ class GridShape:
         return "data*expert*z" if self.expert > 1 else "data*z"
 
     def check_batch(self, global_batch: int, microbatches: int) -> None:
-        """Raises ``UserError`` unless the global batch splits into microbatches over `BATCH_AXES`."""
+        """Raise ``UserError`` unless the global batch splits into microbatches over `BATCH_AXES`."""
         if microbatches < 1:
             raise UserError("train.microbatches", microbatches, "an integer of at least 1")
         divides("train.global_batch", global_batch, self.batch_shards * microbatches, f"{self.batch_rule}*microbatches")
 
 
 def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", legal_axis: bool = False) -> None:
-    """Raises ``UserError`` unless a size divides, with the nearest that does and, if `legal_axis`, sizes of `axis`."""
+    """Raise ``UserError`` unless a size divides, with the nearest that does and, if `legal_axis`, sizes of `axis`."""
     if size > 0 and size % parts == 0:
         return
     low = size // parts * parts
@@ -132,7 +132,7 @@ class Grid(NamedTuple):
         return max(1, self.size // self.shape.pipe)
 
     def entered(self) -> "AbstractContextManager[object]":
-        """Returns a context with this grid's mesh as jax's; with none for a pipeline, where each stage has its own.
+        """Return a context with this grid's mesh as jax's; with none for a pipeline, where each stage has its own.
 
         What a grid made before, or a script's own `jax.set_mesh`, has set is away inside.
         """
@@ -143,7 +143,7 @@ class Grid(NamedTuple):
         return jax.set_mesh(self.mesh if alone else jax.sharding.Mesh(np.empty((), object), ()))
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Lays a batch over `BATCH_AXES` by its first dim: any tree of arrays, the same ones on every process.
+        """Lay a batch over `BATCH_AXES` by its first dim: any tree of arrays, the same ones on every process.
 
         Scalars are replicated. No collectives. Raises ``UserError`` for an array whose first dim does not divide.
         """
@@ -163,7 +163,7 @@ class Grid(NamedTuple):
 
 
 def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:
-    """Lays the meshes over all devices of a run of one process (or of a run without pipeline), `x` fastest.
+    """Lay the meshes over all devices of a run of one process (or of a run without pipeline), `x` fastest.
 
     Neighbours along `x` are then the closest devices (`arranged`), and each stage has a contiguous slice.
     Raises ``UserError`` when the number of devices is not the grid's product.
@@ -202,7 +202,7 @@ def arranged(shape: GridShape, devices: "Sequence[jax.Device]") -> "Sequence[jax
 
 
 def build_mesh(shape: GridShape, devices: "Sequence[jax.Device]") -> "jax.sharding.Mesh":
-    """Lays one stage's mesh over its devices, `x` fastest; raises ``UserError`` for a wrong number of them."""
+    """Lay one stage's mesh over its devices, `x` fastest; raise ``UserError`` for a wrong number of them."""
     import jax
     import numpy as np
 

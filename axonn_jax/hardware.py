@@ -69,6 +69,6 @@ class AttentionDevice:
     cudnn: int = 0
     """Version of cuDNN, such as 91100; 0: there is none."""
     tokamax: bool = False
-    """Whether it can be imported."""
+    """True if it can be imported."""
     alone: bool = True
-    """Whether the program runs on one device: jax takes tokamax's kernels in no manual region that checks axes."""
+    """True if the program runs on one device: jax takes tokamax's kernels in no manual region that checks axes."""

@@ -67,7 +67,7 @@ class Range:
     open_high: bool = False
 
     def check(self, name: str, value: float) -> None:
-        """Raises ``UserError`` for a number outside of it."""
+        """Raise ``UserError`` for a number outside of it."""
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
         if not (above and below):  # written so that NaN fails

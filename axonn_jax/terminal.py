@@ -23,7 +23,7 @@ def printable(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Prints lines on standard error in one write; where nobody reads them any more, work goes on without."""
+    """Print lines on standard error in one write; where nobody reads them any more, work goes on without."""
     with unheard():
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
         sys.stderr.write(printable(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
@@ -31,12 +31,12 @@ def say(text: str) -> None:
 
 
 def columns() -> int:
-    """Returns how wide a help text is: as the terminal says, from 40 to 400."""
+    """Return how wide a help text is: as the terminal says, from 40 to 400."""
     return max(40, min(400, shutil.get_terminal_size().columns))
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Returns the lines of a text, those behind the first with an indent; no word is broken."""
+    """Return the lines of a text, those behind the first with an indent; no word is broken."""
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
 
 
@@ -76,7 +76,7 @@ def size(count: float) -> str:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Lets writes to standard error fail; once its reader is gone, what is written to it goes nowhere."""
+    """Let writes to standard error fail; once its reader is gone, what is written to it goes nowhere."""
     try:
         yield
     except OSError as error:
@@ -118,7 +118,7 @@ class _Unfailing(io.TextIOBase):
 
 
 def open_missing() -> None:
-    """Opens those of a command's standard streams that it was started without (``2>&-``), on the null device.
+    """Open those of a command's standard streams that it was started without (``2>&-``), on the null device.
 
     Else the next file to be opened, a checkpoint say, would take the number and the lines of such a stream.
     """
@@ -134,7 +134,7 @@ def open_missing() -> None:
 
 
 def reader_is_gone(stream: TextIO) -> bool:
-    """Whether a stream is a pipe that nobody reads any more (``| head``); if so, what is still written goes nowhere."""
+    """True if a stream is a pipe that nobody reads any more (``| head``); if so, what is still written goes nowhere."""
     try:
         number = stream.fileno()
     except (OSError, ValueError):  # not a file, or closed
@@ -148,7 +148,7 @@ def reader_is_gone(stream: TextIO) -> bool:
 
 
 def last_flush() -> None:
-    """Flushes standard error at the end of a command, so that the interpreter's own flush cannot change its status."""
+    """Flush standard error at the end of a command, so that the interpreter's own flush cannot change its status."""
     try:
         sys.stderr.flush()
     except (OSError, ValueError):
@@ -159,7 +159,7 @@ def last_flush() -> None:
 
 @contextlib.contextmanager
 def libraries_on_stderr() -> Iterator[None]:
-    """Sends what libraries below Python print to stdout, as gloo does, to stderr meanwhile."""
+    """Send what libraries below Python print to stdout, as gloo does, to stderr meanwhile."""
     sys.stdout.flush()
     real = os.dup(1)
     os.dup2(2, 1)
@@ -198,11 +198,11 @@ class Ticker:
         self.now(what, total)
 
     def now(self, what: str, total: int = 0, unit: str = "tasks", done: int = 0) -> None:
-        """Begins something else, of so much in all if that is known, or goes on with it."""
+        """Begin something else, of so much in all if that is known, or go on with it."""
         self._what, self._total, self._done, self._unit = what, total, done, unit
 
     def done(self, count: int) -> None:
-        """Takes how much is done."""
+        """Take how much is done."""
         self._done = count
 
     def __enter__(self) -> Self:

@@ -31,7 +31,7 @@ class Ports:
     """Virtual stages of the whole pipeline."""
 
     def form(self, message: Message) -> jax.ShapeDtypeStruct:
-        """Returns the form of what `message` carries; ``KeyError`` for a stage that does not live here."""
+        """Return the form of what `message` carries; ``KeyError`` for a stage that does not live here."""
         try:
             return self.arriving[message.stage]
         except KeyError:
@@ -51,7 +51,7 @@ class Channel(ABC):
 
     @abstractmethod
     def start(self, deliver: Deliver, failed: Failed) -> None:
-        """Begins to receive; arrays given to `deliver` are laid out on the receiving stage's mesh.
+        """Begin to receive; arrays given to `deliver` are laid out on the receiving stage's mesh.
 
         Whatever goes wrong in the channel's threads, an exception of `deliver` included, goes to `failed` once, and the
         channel then carries nothing more. Raises ``ChannelClosed`` when started twice or after `close`.
@@ -59,7 +59,7 @@ class Channel(ABC):
 
     @abstractmethod
     def send(self, message: Message, value: jax.Array) -> None:
-        """Sends `value`, laid out on the sending stage's mesh, without waiting for anything.
+        """Send `value`, laid out on the sending stage's mesh, without waiting for anything.
 
         `value` may still be in computation; it then leaves when it is ready. Raises ``ChannelClosed`` where the channel
         does not run, ``UserError`` where MPI has no tag for the microbatch.
@@ -67,25 +67,25 @@ class Channel(ABC):
 
     @abstractmethod
     def busy(self, active: bool) -> None:
-        """Tells, each time a program has been started or none is left, whether this process computes on its cores.
+        """Tell, each time a program has been started or none is left, whether this process computes on its cores.
 
         Then looking for messages costs it (nearly) no time: the channel looks now, and seldom until the next call.
         """
 
     @abstractmethod
     def unsent(self) -> list[Message]:
-        """Returns the messages that have not left yet, for error lines."""
+        """Return the messages that have not left yet, for error lines."""
 
     @abstractmethod
     def flush(self, timeout: float) -> None:
-        """Waits until every message has left.
+        """Wait until every message has left.
 
         Raises ``TimeoutError`` that names those left after `timeout` seconds, ``ChannelClosed`` if the channel failed.
         """
 
     @abstractmethod
     def close(self, timeout: float = 5.0) -> bool:
-        """Stops the channel within about `timeout` seconds, sending what it still can; may be called twice.
+        """Stop the channel within about `timeout` seconds, sending what it still can; may be called twice.
 
         Returns False where a thread or a transfer is left hanging on a peer: an interpreter that ends by itself could
         then wait for ever in MPI or in jax, so the process should leave with `os._exit`.
@@ -93,10 +93,10 @@ class Channel(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Gives back its communicators, after `close`; collective over the pipe's ranks."""
+        """Give back its communicators, after `close`; collective over the pipe's ranks."""
 
 
 def hanging(what: str, timeout: float, left: Sequence[Message]) -> TimeoutError:
-    """Returns the error for messages that did not leave within `timeout` seconds."""
+    """Return the error for messages that did not leave within `timeout` seconds."""
     names = "; ".join(map(str, left[:4])) + (f"; and {len(left) - 4} more" if len(left) > 4 else "")
     return TimeoutError(f"{what}: {len(left)} message(s) not taken by their receivers within {timeout:g} s: {names}")

@@ -20,26 +20,26 @@ class HostBuffers:
     """Host memory: CPU devices' own, else copies. A buffer is whatever mpi4py takes as one."""
 
     def enter(self) -> None:
-        """Prepares the calling thread, which makes all MPI calls."""
+        """Prepare the calling thread, which makes all MPI calls."""
 
     def prepare(self, shard: jax.Array) -> None:
-        """Learns that a shard, still in computation, will be sent."""
+        """Learn that a shard, still in computation, will be sent."""
         shard.copy_to_host_async()  # nothing to do on CPU devices
 
     def outgoing(self, shard: jax.Array) -> np.ndarray:
-        """Returns the buffer of a shard that is ready; the shard has to live until it has left."""
+        """Return the buffer of a shard that is ready; the shard has to live until it has left."""
         return host_bytes(shard)
 
     def incoming(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> np.ndarray:
-        """Returns a fresh buffer for a shard of `form`; not to be written before it is `writable`."""
+        """Return a fresh buffer for a shard of `form`; not to be written before it is `writable`."""
         return empty_bytes(shard_bytes(form))
 
     def writable(self, buffer: np.ndarray) -> bool:
-        """Returns whether nothing uses the buffer's memory any more."""
+        """Return True if nothing uses the buffer's memory any more."""
         return True
 
     def array(self, buffer: np.ndarray, form: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
-        """Returns the shard that was received; the buffer becomes part of it."""
+        """Return the shard that was received; the buffer becomes part of it."""
         return from_bytes(buffer, form, device)
 
 
@@ -74,7 +74,7 @@ class DeviceBuffers:
                 self._fill(form, device)
 
     def enter(self) -> None:
-        """Makes the device's CUDA context the thread's, without which MPI would take its memory for the host's."""
+        """Make the device's CUDA context the thread's, without which MPI would take its memory for the host's."""
         if self._device.platform != "cpu":
             enter_context(self._device.local_hardware_id)
 
@@ -99,7 +99,7 @@ class DeviceBuffers:
         return form.sharding.shard_shape(form.shape), np.dtype(form.dtype), device
 
     def _fill(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> None:
-        """Orders what the store lacks, from a program: its result is an allocation that nothing else refers to."""
+        """Order what the store lacks, from a program: its result is an allocation that nothing else refers to."""
         key = shape, dtype, _ = self._key(form, device)
         if key not in self._make:
             here = jax.sharding.SingleDeviceSharding(device)
@@ -111,12 +111,12 @@ class DeviceBuffers:
 def choose_buffers(
     forms: Sequence[jax.ShapeDtypeStruct], devices: Sequence[jax.Device], library: str
 ) -> HostBuffers | DeviceBuffers:
-    """Returns the memory to use for messages of these forms on this process's devices, with the MPI of `library`."""
+    """Return the memory to use for messages of these forms on this process's devices, with the MPI of `library`."""
     return DeviceBuffers(forms, devices) if takes_device_memory(devices, library) else HostBuffers()
 
 
 def takes_device_memory(devices: Sequence[jax.Device], library: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether MPI can be given these devices' own memory, by the user's word (`MPI4JAX_USE_CUDA_MPI`) or by its own.
+    """True if MPI can be given these devices' own memory, by the user's word (`MPI4JAX_USE_CUDA_MPI`) or by its own.
 
     MPI is asked in processes of one GPU only: of several, not every MPI can tell whose memory it is given. `library`
     is a file whose symbols include MPI's.
@@ -128,13 +128,13 @@ def takes_device_memory(devices: Sequence[jax.Device], library: str, environ: Ma
 
 
 def cuda_aware(library: str) -> bool:
-    """Returns what MPI says of itself: whether it sends from and receives into the memory of CUDA devices."""
+    """Return what MPI says of itself: whether it sends from and receives into the memory of CUDA devices."""
     query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)  # an extension, which not every MPI has
     return query is not None and bool(query())
 
 
 def enter_context(ordinal: int) -> None:
-    """Makes a CUDA device's own context the calling thread's, as XLA does in threads of its own."""
+    """Make a CUDA device's own context the calling thread's, as XLA does in threads of its own."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:  # another vendor's device

@@ -16,7 +16,7 @@ _FIELD = "pipeline.channel"
 
 
 def choose(name: str, processes: int) -> str:
-    """Returns the channel to use: `local`, `mpi4py` or `mpi4jax`.
+    """Return the channel to use: `local`, `mpi4py` or `mpi4jax`.
 
     `auto` is `local` in one process, and in several `mpi4py`: from and into host memory it takes a third (small
     messages) to five sixths (large ones) of mpi4jax's time while cores are free, and 0.6 to 1.1 of it where they
@@ -40,7 +40,7 @@ def choose(name: str, processes: int) -> str:
 
 
 def open_channel(name: str, ports: Ports, comm: "MPI.Comm | None" = None) -> Channel:
-    """Makes the channel that `choose` named, not started; collective over `comm`, whose ranks are the pipe's.
+    """Make the channel that `choose` named, not started; collective over `comm`, whose ranks are the pipe's.
 
     A virtual stage lives on the rank `stage % comm.Get_size()`.
     """

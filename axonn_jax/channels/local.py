@@ -49,7 +49,7 @@ class LocalChannel(Channel):
 
 
 def move(value: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
-    """Lays `value` out as `form`, another stage's mesh of the same shape, without waiting for it.
+    """Lay `value` out as `form`, another stage's mesh of the same shape, without waiting for it.
 
     Communication: one transfer of a shard from each device to its counterpart, none between devices of equal shards.
     Raises ``ValueError`` where shape or dtype differ.

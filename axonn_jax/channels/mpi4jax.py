@@ -129,13 +129,13 @@ class _DirectionThreads:
         self._data.Free()
 
     def close(self) -> None:
-        """Ends both threads, unless one is in mpi4jax."""
+        """End both threads, unless one is in mpi4jax."""
         self._closing = True
         self.wakeup.wake()
         self.messages.put(None)
 
     def send_all(self) -> None:
-        """Sends messages in order until the channel closes."""
+        """Send messages in order until the channel closes."""
         programs: dict[tuple[int, int], Any] = {}
         while (outgoing := self.messages.get()) is not None:
             number, message, shards = outgoing
@@ -153,7 +153,7 @@ class _DirectionThreads:
             self._tracker.remove(number)
 
     def receive_all(self, deliver: Deliver) -> None:
-        """Receives and delivers until the channel closes."""
+        """Receive and deliver until the channel closes."""
         from mpi4py import MPI
 
         programs: dict[tuple[int, int, int], Any] = {}
@@ -179,7 +179,7 @@ class _DirectionThreads:
             deliver(message, rebuild(form, shards))
 
     def _wait_for(self, comm: "MPI.Comm", source: int, tag: int, status: "MPI.Status", *, transferring: bool) -> bool:
-        """Sleeps until a message is there to be received; False once the channel closes."""
+        """Sleep until a message is there to be received; False once the channel closes."""
         self.wakeup.found(more=True)
         while not comm.Iprobe(source, tag, status):
             if self._closing:
@@ -189,7 +189,7 @@ class _DirectionThreads:
 
 
 def _check_pool(ports: Ports) -> None:
-    """Raises ``UserError`` where jax's CPU pool could not receive while it sends."""
+    """Raise ``UserError`` where jax's CPU pool could not receive while it sends."""
     devices = {device for form in ports.arriving.values() for device in local_devices(form.sharding)}
     if any(device.platform != "cpu" for device in devices):
         return
@@ -210,12 +210,12 @@ def _check_pool(ports: Ports) -> None:
 
 
 def _carrier(dtype: np.dtype) -> np.dtype:
-    """Returns what a dtype travels as: MPI has no types for the short floats."""
+    """Return what a dtype travels as: MPI has no types for the short floats."""
     return np.dtype(dtype if dtype.itemsize > 2 else f"uint{8 * dtype.itemsize}")
 
 
 def _sender(comm: "MPI.Comm", peer: int, tag: int) -> Any:
-    """Returns the compiled send of a shard to rank `peer`."""
+    """Return the compiled send of a shard to rank `peer`."""
     import mpi4jax
 
     def send(shard: jax.Array) -> None:
@@ -225,7 +225,7 @@ def _sender(comm: "MPI.Comm", peer: int, tag: int) -> Any:
 
 
 def _receiver(comm: "MPI.Comm", source: int, tag: int, form: jax.ShapeDtypeStruct, device: jax.Device) -> Any:
-    """Returns the compiled receive of a shard of `form` onto `device`."""
+    """Return the compiled receive of a shard of `form` onto `device`."""
     import mpi4jax
 
     def receive() -> jax.Array:

@@ -118,7 +118,7 @@ class Mpi4pyChannel(Channel):
             comm.Free()
 
     def _exit(self) -> None:
-        """Keeps the thread out of MPI when the interpreter ends it: that would crash."""
+        """Keep the thread out of MPI when the interpreter ends it: that would crash."""
         if not self.close(1.0) and self._thread is not None:
             self._abandoned = True
             self._wakeup.wake()
@@ -150,7 +150,7 @@ class Mpi4pyChannel(Channel):
                 self._wakeup.sleep(transferring=bool(self._arriving or self._waiting), sending=bool(self._sending))
 
     def _post(self) -> bool:
-        """Starts the sends whose values are ready."""
+        """Start the sends whose values are ready."""
         while self._posted:
             self._waiting.append(self._posted.popleft())
         waiting, self._waiting = self._waiting, []
@@ -181,7 +181,7 @@ class Mpi4pyChannel(Channel):
         return True
 
     def _match(self) -> bool:
-        """Takes up what has come, each shard into fresh memory: the array made of it may be that memory."""
+        """Take up what has come, each shard into fresh memory: the array made of it may be that memory."""
         if self._closing:
             return False
         matched_any = False
@@ -203,7 +203,7 @@ class Mpi4pyChannel(Channel):
         return matched_any
 
     def _receive(self, arriving: _Arriving) -> None:
-        """Starts the receives whose buffers are free."""
+        """Start the receives whose buffers are free."""
         for index in [index for index in arriving.matched if self._buffers.writable(arriving.buffers[index])]:
             matched = arriving.matched.pop(index)
             arriving.requests[index] = matched.Irecv([arriving.buffers[index], self._mpi.BYTE])
@@ -214,7 +214,7 @@ class Mpi4pyChannel(Channel):
             yield matched, status
 
     def _open(self, message: Message, form: jax.ShapeDtypeStruct, index: int) -> _Arriving:
-        """Returns the oldest message of this name that lacks this shard: successive steps use the same names."""
+        """Return the oldest message of this name that lacks this shard: successive steps use the same names."""
         for arriving in self._arriving:
             if arriving.message == message and index not in arriving.buffers:
                 return arriving

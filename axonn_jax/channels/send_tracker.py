@@ -20,19 +20,19 @@ class SendTracker:
         self._error: BaseException | None = None
 
     def open(self) -> None:
-        """Lets messages in; ``ChannelClosed`` the second time and after `end`."""
+        """Let messages in; ``ChannelClosed`` the second time and after `end`."""
         with self._changed:
             if self._open or self._ended:
                 raise ChannelClosed(f"{self._name} channel: started twice, or after close")
             self._open = True
 
     def end(self) -> None:
-        """Lets no more messages in."""
+        """Let no more messages in."""
         with self._changed:
             self._open, self._ended = False, True
 
     def fail(self, error: BaseException) -> bool:
-        """Remembers what broke the channel; returns whether it is the first to do so."""
+        """Remember what broke the channel; return whether it is the first to do so."""
         with self._changed:
             first = self._error is None
             if first:
@@ -41,7 +41,7 @@ class SendTracker:
         return first
 
     def add(self, message: Message) -> int:
-        """Returns the number of a message to send; ``ChannelClosed`` where the channel does not run."""
+        """Return the number of a message to send; ``ChannelClosed`` where the channel does not run."""
         with self._changed:
             if not self._open or self._error is not None:
                 raise ChannelClosed(f"{self._name} channel: not running, so no {message}") from self._error
@@ -56,7 +56,7 @@ class SendTracker:
             self._changed.notify_all()
 
     def unsent(self) -> list[Message]:
-        """Returns the messages that have not left, oldest first."""
+        """Return the messages that have not left, oldest first."""
         with self._changed:
             return list(self._unsent.values())
 

@@ -37,7 +37,7 @@ class Wakeup:
         self.peers: Mapping[int, bytes] = {}
         """The addresses of the ranks that can be notified, and can notify this one."""
         self.notified = False
-        """Whether every rank that sends to this process's stages notifies it."""
+        """True if every rank that sends to this process's stages notifies it."""
         self._clock, self._since = clock, clock()
         self._called = False  # by a peer, and not yet found what for
         self._computing = False
@@ -64,7 +64,7 @@ class Wakeup:
         weakref.finalize(self, close, end).atexit = False
 
     def connect(self, comm: "MPI.Comm", ports: Ports) -> None:
-        """Finds out which ranks of `comm` can notify each other; collective over it."""
+        """Find out which ranks of `comm` can notify each other; collective over it."""
         addresses: list[bytes | None] = comm.allgather(self.address)
         heard = {rank: address for rank, address in enumerate(addresses) if address is not None and self.send(address)}
         mutual: list[set[int]] = comm.allgather(set(heard))
@@ -74,17 +74,17 @@ class Wakeup:
         self.notified = senders <= self.peers.keys()
 
     def wake(self) -> None:
-        """Ends the sleep, or the next one if nobody sleeps."""
+        """End the sleep, or the next one if nobody sleeps."""
         with contextlib.suppress(BlockingIOError):  # full of bytes that it has not read yet: it will look
             os.write(self._hand, b"o")
 
     def notify(self, rank: int) -> None:
-        """Tells a rank, where it has an address here, that there is a message for it."""
+        """Tell a rank, where it has an address here, that there is a message for it."""
         if rank in self.peers:
             self.send(self.peers[rank])
 
     def send(self, address: bytes) -> bool:
-        """Ends the sleep at another address, and says that a peer did; returns whether there is one."""
+        """End the sleep at another address, and say that a peer did; return whether there is one."""
         if self._ear is None:
             return False
         try:
@@ -102,12 +102,12 @@ class Wakeup:
             self.wake()
 
     def found(self, *, more: bool = False) -> None:
-        """Takes note that a look has found something; with `more`, what a peer's notice was for may be yet to come."""
+        """Take note that a look has found something; with `more`, what a peer's notice was for may be yet to come."""
         self._called = self._called and more
         self._since = self._clock()
 
     def sleep(self, *, transferring: bool, sending: bool = False) -> None:
-        """Sleeps until it is time to look again.
+        """Sleep until it is time to look again.
 
         `transferring` says that a transfer is under way whose other end waits for this one to go on, `sending` that a
         send is, which needs looks only once its receiver has notified: until then that waits, too.
@@ -120,7 +120,7 @@ class Wakeup:
             self._since = self._clock()
 
     def seconds(self, *, transferring: bool) -> float:
-        """Returns the next sleep in seconds: a share of the wait so far, so that it costs neither core nor time.
+        """Return the next sleep in seconds: a share of the wait so far, so that it costs neither core nor time.
 
         Idle: a hundredth of the wait, from 50 us to 1 ms. Beside a computation a wake-up takes from it (30 us), and
         what arrives is not urgent, as the channel looks whenever a program has been started: a sixteenth, from 4 ms to
@@ -137,7 +137,7 @@ class Wakeup:
         return min(16e-3, max(4e-3, waited / 16))
 
     def wait(self, seconds: float) -> Literal["own", "peer"] | None:
-        """Sleeps; returns who ended it, None if nobody did."""
+        """Sleep; return who ended it, None if nobody did."""
         if seconds < _GRAIN_S:  # of a time limit
             time.sleep(seconds)
             seconds = 0.0

@@ -90,7 +90,7 @@ class CheckpointManifest:
 
 
 def read(path: Path) -> CheckpointManifest:
-    """Reads the manifest of a checkpoint directory; fields of later versions are left out.
+    """Read the manifest of a checkpoint directory; fields of later versions are left out.
 
     Raises ``CorruptCheckpoint`` unless the file is to the byte as it was written, and holds only what a save writes.
     """
@@ -122,7 +122,7 @@ def read(path: Path) -> CheckpointManifest:
 
 
 def _as_written(raw: bytes, both: Any) -> bool:
-    """Whether a manifest is spelled as `CheckpointManifest.text` spells it, and matches its checksum.
+    """True if a manifest is spelled as `CheckpointManifest.text` spells it, and matches its checksum.
 
     The content is compared as it stands in the file: to render it anew would take minutes where somebody made it large.
     """
@@ -138,7 +138,7 @@ def _as_written(raw: bytes, both: Any) -> bool:
 
 
 def _check(manifest: CheckpointManifest) -> None:
-    """Raises ``ValueError`` for what no save writes, above all for names that lead out of the checkpoint's parts."""
+    """Raise ``ValueError`` for what no save writes, above all for names that lead out of the checkpoint's parts."""
     if not (0 <= manifest.step < 10**15 and manifest.processes > 0):
         raise ValueError(f"step = {manifest.step}, processes = {manifest.processes}")
     saved = datetime.fromisoformat(manifest.saved)
@@ -196,7 +196,7 @@ def _short(text: str) -> str:
 def file_faults(
     path: Path, manifest: CheckpointManifest, share: tuple[int, int] = (0, 1), *, fast: bool = False
 ) -> list[str]:
-    """Reads the files of a checkpoint and says what is wrong with each, none if all is well.
+    """Read the files of a checkpoint and say what is wrong with each, none if all is well.
 
     `share` = (rank, size) reads only this process's share of them. The first process also looks for files beside them,
     which nobody would check. `fast` looks at names and sizes alone.

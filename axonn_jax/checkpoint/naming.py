@@ -14,7 +14,7 @@ it, one with begins anew. Masks say which entries of pruned parameters are train
 
 
 def flatten(params: Mapping[str, Any], optimizer: Any, scale: Any = None) -> State:
-    """Names every array of parameters and optimizer state, such as `optimizer.0.mu.blocks.3.attention.qkv.kernel`.
+    """Name every array of parameters and optimizer state, such as `optimizer.0.mu.blocks.3.attention.qkv.kernel`.
 
     An optax state's own structure gives the path, so the names are those of the optimizer, whatever the grid.
     """
@@ -27,13 +27,13 @@ def flatten(params: Mapping[str, Any], optimizer: Any, scale: Any = None) -> Sta
 
 
 def unflatten(state: Mapping[str, Any], params: Mapping[str, Any], optimizer: Any) -> tuple[dict[str, Any], Any]:
-    """Returns parameters and optimizer state of the same structure as those given, with the mapping's values."""
+    """Return parameters and optimizer state of the same structure as those given, with the mapping's values."""
     values = {name: state[PARAMS + name] for name in params}
     return values, jax.tree_util.tree_map_with_path(lambda path, _: state[_name(path)], optimizer)
 
 
 def unflatten_scale(state: Mapping[str, Any], scale: Any) -> Any:
-    """Returns a loss scale, or a count, with the mapping's values."""
+    """Return a loss scale, or a count, with the mapping's values."""
     fields = [field for field, value in scale._asdict().items() if value is not None]
     return scale._replace(**{field: state[SCALE + field] for field in fields})
 

@@ -76,7 +76,7 @@ class OrbaxWriter:
         self._growth: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     def start(self, folder: Path, state: State, progress: Callable[[str], None] = lambda what: None) -> None:
-        """Copies the arrays to the host and begins to write them below `folder`; raises what stops the copying.
+        """Copy the arrays to the host and begin to write them below `folder`; raise what stops the copying.
 
         `state` is used up, so that arrays that nobody else needs are freed one by one. `progress` is told of every lot.
         """
@@ -106,7 +106,7 @@ class OrbaxWriter:
         self._growth = contextlib.closing(GrowthLimit(int(copied * _GROWTH))) if watched else contextlib.nullcontext()
 
     def finish(self, folder: Path) -> None:
-        """Waits until the part is written; each process then leaves the checksums of what it wrote beside it."""
+        """Wait until the part is written; each process then leaves the checksums of what it wrote beside it."""
         with self._growth, self._failing_together():
             with _quiet():
                 self._checkpointer.wait_until_finished()
@@ -117,7 +117,7 @@ class OrbaxWriter:
             replace_whole(folder / marker(self.name, number), json.dumps(left).encode())
 
     def close(self) -> None:
-        """Ends Orbax's threads."""
+        """End Orbax's threads."""
         with _quiet(), contextlib.suppress(Exception):  # what went wrong has been reported when it did
             self._checkpointer.close()
 
@@ -177,7 +177,7 @@ def written(part: Path, process: int) -> list[Path]:
 
 
 def wait_for_markers(folder: Path, names: list[str], cancelled: Any) -> bool:
-    """Waits until all processes have left their checksums below `folder`; False if cancelled before.
+    """Wait until all processes have left their checksums below `folder`; False if cancelled before.
 
     Raises ``TimeoutError`` that names those that have not, after half an hour.
     """
@@ -191,7 +191,7 @@ def wait_for_markers(folder: Path, names: list[str], cancelled: Any) -> bool:
 
 
 def read_shard(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
-    """Reads some arrays of a part into the shapes, types and layouts asked for; every process of the world calls it.
+    """Read some arrays of a part into the shapes, types and layouts asked for; every process of the world calls it.
 
     Arrays that are padded with zeros, here or in the part, are cut or padded: true shapes are in the manifest.
     """
@@ -239,7 +239,7 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps off the terminal what Orbax and Python's event loops log of errors that are reported anyway.
+    """Keep off the terminal what Orbax and Python's event loops log of errors that are reported anyway.
 
     Where one file cannot be written, others usually cannot either: Orbax raises the first failure, and Python tells of
     the rest when they are collected as garbage, which is done here.

@@ -92,7 +92,7 @@ def validated(path: Path, sync: HostSync) -> CheckpointManifest:
 
 
 def load(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
-    """Reads arrays into the shapes, types and layouts asked for, whatever grid wrote them.
+    """Read arrays into the shapes, types and layouts asked for, whatever grid wrote them.
 
     Every process of a jax world calls it with the same names. Raises ``CorruptCheckpoint`` where reading fails.
     """
@@ -118,7 +118,7 @@ def stored_shape(checkpoint: Checkpoint, field: str) -> ModelShape | None:
 
 
 def check_model(checkpoint: Checkpoint, given: ModelShape | None, field: str, *, upcycles: bool = False) -> None:
-    """Raises ``UserError`` that lists the fields with which a model computes another function than the one saved.
+    """Raise ``UserError`` that lists the fields with which a model computes another function than the one saved.
 
     Where it `upcycles` experts are copies of a dense model's layers, so that it has other fields of experts.
     """
@@ -132,7 +132,7 @@ def check_model(checkpoint: Checkpoint, given: ModelShape | None, field: str, *,
 
 
 def check_shapes(checkpoint: Checkpoint, names: Mapping[str, tuple[int, ...]], field: str, *, only: str = "") -> None:
-    """Raises ``UserError`` that lists what is missing, unexpected or of another shape in a checkpoint.
+    """Raise ``UserError`` that lists what is missing, unexpected or of another shape in a checkpoint.
 
     `names` are the shapes of the whole model's state; `only` is the prefix of the names that are looked at.
     """
@@ -154,7 +154,7 @@ def load_weights(
     abstract: Mapping[str, jax.ShapeDtypeStruct],
     sizes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, jax.Array]:
-    """Reads the parameters alone, by their names in the model; `sizes` are shapes without padding, by name of state.
+    """Read the parameters alone, by their names in the model; `sizes` are shapes without padding, by name of state.
 
     Raises ``UserError`` naming what is missing, unexpected or of another shape, or what cannot be read.
     """

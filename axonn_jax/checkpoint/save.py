@@ -86,24 +86,24 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way here."""
+        """True if a save is under way here."""
         return self._job is not None and self._job.thread is not None and self._job.thread.is_alive()
 
     def clean(self) -> None:
-        """Removes what an earlier run left unfinished; the first process alone does it."""
+        """Remove what an earlier run left unfinished; the first process alone does it."""
         if self._first and self.directory.is_dir():
             for path in self.directory.iterdir():
                 if path.name.startswith((_UNFINISHED, _REMOVED)):
                     shutil.rmtree(path, ignore_errors=True)
 
     def resumed(self, step: int) -> None:
-        """Tells of the complete checkpoint that the run goes on from."""
+        """Tell of the complete checkpoint that the run goes on from."""
         self.last = (step, time.monotonic())
 
     def save(
         self, step: int, state: State, run: Mapping[str, Any], progress: Callable[[str], None] = lambda what: None
     ) -> None:
-        """Begins a save; returns once the state is on the host. Waits first for the save before, if it still runs.
+        """Begin a save; return once the state is on the host. Waits first for the save before, if it still runs.
 
         The mapping `state` is used up; its arrays may be donated once this has returned. State that lives on the host
         is not copied: it is then written before this returns, and `progress` is told of its lots.
@@ -127,13 +127,13 @@ class Saver:
         return None
 
     def refuse(self, step: int, why: str) -> None:
-        """Takes note of a save that is not to be, as one that failed; waits first for the save before."""
+        """Take note of a save that is not to be, as one that failed; wait first for the save before."""
         self.settle()
         self._refused = why
         self._failed(step, why)
 
     def settle(self) -> str:
-        """Waits for the last save and agrees on how it went: an empty text, or why it failed (told once)."""
+        """Wait for the last save and agree on how it went: an empty text, or why it failed (told once)."""
         job, self._job = self._job, None
         if job is None:
             refused, self._refused = self._refused, ""
@@ -152,12 +152,12 @@ class Saver:
         return error
 
     def close(self) -> None:
-        """Ends what runs in the background; the save under way is waited for."""
+        """End what runs in the background; the save under way is waited for."""
         self.settle()
         self._writer.close()
 
     def _prepare(self, folder: Path, needed: int) -> str:
-        """Makes room for the save; returns why it cannot be done."""
+        """Make room for the save; return why it cannot be done."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
@@ -222,7 +222,7 @@ class Saver:
         flush(self.directory)
 
     def _retire(self, step: int) -> None:
-        """Removes checkpoints that need not be kept; one that cannot be removed stays."""
+        """Remove checkpoints that need not be kept; one that cannot be removed stays."""
         for path in all_steps(self.directory)[self._keep :]:
             number = step_of(path)
             if number is None or number >= step or (self._keep_every and number % self._keep_every == 0):

@@ -13,7 +13,7 @@ _ALIGNED = 64
 
 
 def snapshot(state: State) -> int:
-    """Puts copies in the place of arrays on the CPU backend, one after another; others stay, as saving copies them.
+    """Put copies in the place of arrays on the CPU backend, one after another; others stay, as saving copies them.
 
     Returns the bytes of the copies.
     An array in use that is being written cannot be donated: the next step would copy it, into memory that the
@@ -42,7 +42,7 @@ def snapshot(state: State) -> int:
 
 
 def on_the_hosts_cores(value: Any) -> bool:
-    """Whether the devices that an array is on compute with the cores of the host, in its memory."""
+    """True if the devices that an array is on compute with the cores of the host, in its memory."""
     return all(device.platform == "cpu" for device in value.sharding.device_set)
 
 

@@ -77,11 +77,11 @@ class _Batches:
         return sys.maxsize
 
     def numbers(self, batch: int) -> list[int]:
-        """Returns the global sample numbers of a batch."""
+        """Return the global sample numbers of a batch."""
         return [self._start + batch * self._stride + row for row in self._rows]
 
     def index(self, number: int) -> int:
-        """Returns which sample of the split has a global number."""
+        """Return which sample of the split has a global number."""
         epoch, place = divmod(number, len(self._samples))
         if self._key is None:
             return place
@@ -168,11 +168,11 @@ class Loader:
         return self._start + self._taken * self._global_batch
 
     def samples(self, batch: int) -> list[int]:
-        """Returns the global sample numbers of batch ``batch``, counted from the first position given."""
+        """Return the global sample numbers of batch ``batch``, counted from the first position given."""
         return self._batches.numbers(batch)
 
     def index(self, sample: int) -> int:
-        """Returns which sample of the split has the global number ``sample``."""
+        """Return which sample of the split has the global number ``sample``."""
         return self._batches.index(sample)
 
     def __iter__(self) -> Iterator[NDArray[np.int32]]:
@@ -186,7 +186,7 @@ class Loader:
         return taken
 
     def close(self) -> None:
-        """Stops reading ahead; taking another batch starts it again."""
+        """Stop reading ahead; taking another batch starts it again."""
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None

@@ -83,7 +83,7 @@ class Manifest:
         return np.dtype(self.dtype).newbyteorder("<")
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the object that ``manifest.json`` holds."""
+        """Return the object that ``manifest.json`` holds."""
         return {
             "format": FORMAT,
             "version": self.version,
@@ -101,7 +101,7 @@ class Manifest:
 
     @classmethod
     def load(cls, path: str | Path) -> "Manifest":
-        """Reads the manifest of a prepared directory and checks that every shard is there in its full size.
+        """Read the manifest of a prepared directory and check that every shard is there in its full size.
 
         Nothing outside of the directory is read, whatever the manifest says.
 
@@ -138,7 +138,7 @@ class Manifest:
         return manifest
 
     def _check_fields(self) -> None:
-        """Raises ``ValueError`` for what no prepare writes."""
+        """Raise ``ValueError`` for what no prepare writes."""
         if not 1 <= self.vocab <= MAX_VOCAB:
             raise ValueError(f"vocab = {self.vocab}, not 1 to {MAX_VOCAB}")
         if self.dtype not in _DTYPES:
@@ -171,7 +171,7 @@ class Manifest:
         return status.st_size
 
     def verify(self, splits: Iterable[str] = SPLITS, *, share: tuple[int, int] = (0, 1)) -> None:
-        """Reads the tokenizer and every shard of the given splits and compares their SHA-256 with the manifest's.
+        """Read the tokenizer and every shard of the given splits and compare their SHA-256 with the manifest's.
 
         `share` = (rank, size) reads only this process's share of them.
 
@@ -186,7 +186,7 @@ class Manifest:
             self.check_ids(np.memmap(self.path / shard.name, dtype=self.storage, mode="r"), shard)
 
     def check_tokenizer(self) -> None:
-        """Reads the tokenizer, a few MB; raises ``UserError`` where it is corrupt or not readable."""
+        """Read the tokenizer, a few MB; raise ``UserError`` where it is corrupt or not readable."""
         self._check(TOKENIZER, TOKENIZER, self.tokenizer_sha256)
         if self.tokenizer_sha256 is None:
             try:
@@ -195,7 +195,7 @@ class Manifest:
                 raise _bad(self.path, f"{TOKENIZER} is not valid JSON ({error}); {AGAIN}") from None
 
     def check_seq_len(self, seq_len: int, splits: Iterable[str] = SPLITS) -> None:
-        """Raises ``UserError`` where a split is shorter than a sequence and the token behind it."""
+        """Raise ``UserError`` where a split is shorter than a sequence and the token behind it."""
         for name in splits:
             if (tokens := self.splits[name].tokens) < seq_len + 1:
                 raise UserError(
@@ -206,7 +206,7 @@ class Manifest:
                 )
 
     def check_ids(self, ids: NDArray[Any], shard: Shard) -> None:
-        """Raises ``UserError`` where ids read from a shard are not all in the vocabulary."""
+        """Raise ``UserError`` where ids read from a shard are not all in the vocabulary."""
         if len(ids) and (largest := int(ids.max())) >= self.vocab:
             raise _bad(
                 self.path, f"shard {shard.name} has token {largest}, beyond its vocabulary of {self.vocab}; {AGAIN}"
@@ -242,7 +242,7 @@ class ShardWriter:
             self._file.close()
 
     def add(self, ids: NDArray[np.uint32]) -> None:
-        """Appends tokens, opening further files as they fill up."""
+        """Append tokens, opening further files as they fill up."""
         self.counts += np.bincount(ids, minlength=len(self.counts))
         while len(ids):
             if self._file is None:
@@ -261,7 +261,7 @@ class ShardWriter:
                 self._finish(self._file)
 
     def close(self) -> tuple[Shard, ...]:
-        """Ends the last file and returns all of them."""
+        """End the last file and return all of them."""
         if self._file is not None:
             self._finish(self._file)
         return tuple(self._done)
@@ -293,6 +293,6 @@ def _shard_name(split: str, number: int) -> str:
 
 
 def checksum(path: Path) -> str:
-    """Returns the SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -31,7 +31,7 @@ class OutputKind:
 
 @contextlib.contextmanager
 def appearing(source: Path, out: Path, kind: OutputKind, *, force: bool = False) -> Iterator[Path]:
-    """Gives a directory to write in, which becomes ``out`` at the end by a rename, or goes on any failure.
+    """Give a directory to write in, which becomes ``out`` at the end by a rename, or go on any failure.
 
     Where ``out`` has been taken meanwhile, what was written is kept beside it, and the error says where.
 
@@ -61,7 +61,7 @@ def appearing(source: Path, out: Path, kind: OutputKind, *, force: bool = False)
 
 
 def is_partial(out: Path, folder: Path, name: str) -> bool:
-    """Whether an entry of a folder belongs to a process that makes ``out``, now or before it was killed."""
+    """True if an entry of a folder belongs to a process that makes ``out``, now or before it was killed."""
     return folder == out.parent and name.startswith(f".{out.name}.")
 
 
@@ -89,7 +89,7 @@ def _check(source: Path, out: Path, force: bool, kind: OutputKind) -> None:
 
 
 def _place(source: Path, partial: Path, out: Path, force: bool, kind: OutputKind) -> None:
-    """Renames the finished directory to ``out``, where minutes may have passed since it was checked."""
+    """Rename the finished directory to ``out``, where minutes may have passed since it was checked."""
     old = partial.with_suffix(".old")
     try:
         _check(source, out, force, kind)
@@ -108,7 +108,7 @@ def _place(source: Path, partial: Path, out: Path, force: bool, kind: OutputKind
 
 
 def _sweep(out: Path, kind: OutputKind) -> None:
-    """Clears up after killed processes: the caller holds the lock, so none of them is alive."""
+    """Clear up after killed processes: the caller holds the lock, so none of them is alive."""
     left_over = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.(partial|old)")
     for name in sorted(os.listdir(out.parent)):
         folder = out.parent / name
@@ -125,7 +125,7 @@ def _sweep(out: Path, kind: OutputKind) -> None:
 
 
 def _retire(old: Path, out: Path, kind: OutputKind) -> None:
-    """Removes the directory that ``out`` was; what somebody put there in the last moment goes to ``out``."""
+    """Remove the directory that ``out`` was; what somebody put there in the last moment goes to ``out``."""
     for name in os.listdir(old):
         if not (kind.ours.fullmatch(name) or os.path.lexists(out / name)):
             (old / name).rename(out / name)
@@ -133,7 +133,7 @@ def _retire(old: Path, out: Path, kind: OutputKind) -> None:
 
 
 def _remove(folder: Path, kind: OutputKind) -> None:
-    """Removes a directory of ours, whole or not, but nothing else that may be in it."""
+    """Remove a directory of ours, whole or not, but nothing else that may be in it."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             path = folder / name

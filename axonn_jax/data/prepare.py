@@ -35,7 +35,7 @@ Report = Callable[[str, int, int], None]
 
 
 def _silent(phase: str, done: int, total: int) -> None:
-    """Reports nothing."""
+    """Report nothing."""
 
 
 def prepare(
@@ -54,7 +54,7 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     report: Report = _silent,
 ) -> tuple[Manifest, Source]:
-    """Writes the prepared directory ``out`` from the documents of ``source``, at once whole or not at all.
+    """Write the prepared directory ``out`` from the documents of ``source``, at once whole or not at all.
 
     A tokenizer of ``vocab`` entries is trained, or one that exists is taken (`tokenize.load_given`). What is read,
     `source.scan` says.
@@ -141,14 +141,14 @@ def _write(path: Path, raw: bytes) -> None:
 
 
 def unigram_entropy(counts: NDArray[np.integer[Any]]) -> float:
-    """Returns ``-sum p ln p`` in nats, with ``p`` the share of each entry of ``counts``; 0 for no counts."""
+    """Return ``-sum p ln p`` in nats, with ``p`` the share of each entry of ``counts``; 0 for no counts."""
     seen = counts[counts > 0].astype(np.float64)
     share = seen / max(seen.sum(), 1.0)
     return float(max(0.0, -(share * np.log(share)).sum()))
 
 
 def _steady(stream: Iterator[T], source: Source) -> Iterator[T]:
-    """Makes a ``UserError`` of a failure to read a file that could be read before."""
+    """Make a ``UserError`` of a failure to read a file that could be read before."""
     try:
         yield from stream
     except UserError:

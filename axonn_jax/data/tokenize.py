@@ -28,7 +28,7 @@ _EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`, or a mo
 
 
 def train(texts: Iterable[str], vocab: int) -> Any:
-    """Trains a byte-level BPE of exactly ``vocab`` entries, of which entry 0 is the end-of-text token.
+    """Train a byte-level BPE of exactly ``vocab`` entries, of which entry 0 is the end-of-text token.
 
     Only merges that occur at least twice are learned: one seen once says nothing about other text.
 
@@ -52,13 +52,13 @@ def train(texts: Iterable[str], vocab: int) -> Any:
 
 
 def check_vocab(vocab: int) -> None:
-    """Raises a UserError unless a byte-level BPE can have ``vocab`` entries."""
+    """Raise a UserError unless a byte-level BPE can have ``vocab`` entries."""
     if not MIN_VOCAB <= vocab <= MAX_VOCAB:
         raise UserError("--vocab", vocab, f"a whole number from {MIN_VOCAB} (the bytes and {EOT}) to {MAX_VOCAB}")
 
 
 def load(file: str | Path, field: str = "data.path") -> Any:
-    """Reads a ``tokenizer.json``, with all of its settings but truncation and padding.
+    """Read a ``tokenizer.json``, with all of its settings but truncation and padding.
 
     Raises:
         UserError: the file is missing or is no tokenizer; ``field`` is what the line names.
@@ -186,7 +186,7 @@ def files_of(prepared: Path) -> dict[str, bytes]:
 
 
 def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = True) -> list[int]:
-    """Returns a prompt's tokens, with those that the post-processor adds if `special`.
+    """Return a prompt's tokens, with those that the post-processor adds if `special`.
 
     An empty prompt to a tokenizer that `prepare` trained is the end of the document before. Raises ``UserError`` where
     it has no token or is no text.

@@ -30,7 +30,7 @@ class OnSlots(Protocol):
     """What computes local experts on their slots: [experts/G, slots, hidden] -> partial sums of the same shape."""
 
     def __call__(self, slots: jax.Array) -> jax.Array:
-        """Computes them."""
+        """Compute them."""
 
 
 class _Slots(NamedTuple):

@@ -26,7 +26,7 @@ EXPERT_AXIS = "expert"
 
 
 def drops_duplicates(sequence_split: bool) -> bool:
-    """Returns whether the devices along `y`, which have the same tokens, each send a part of them.
+    """Return True if the devices along `y`, which have the same tokens, each send a part of them.
 
     Duplicate token dropping (TED, Singh et al., ICS 23, section 5.1). Where nothing is sent there are no duplicates.
     """

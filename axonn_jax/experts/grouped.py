@@ -102,7 +102,7 @@ class _Tile(NamedTuple):
 def _over_tiles(
     groups: _Groups, expert: jax.Array, choices: tuple[int, ...], tile: int, body: Callable[..., Any], carry: Any
 ) -> Any:
-    """Calls body(tile, carry) for the tiles of an expert, as many as its tokens fill; `choices` are [tokens, k]."""
+    """Call body(tile, carry) for the tiles of an expert, as many as its tokens fill; `choices` are [tokens, k]."""
     count, k = choices
     start, end = groups.starts[expert], groups.starts[expert + 1]
 

@@ -18,7 +18,7 @@ from axonn_jax.tensor.collectives import mark_varying
 
 
 def counting(weights: jax.Array, bias: jax.Array, choices: jax.Array) -> jax.Array:
-    """Hands on weights [tokens, k]; the gradient of bias [experts] is how often `choices` [tokens, k] name each."""
+    """Hand on weights [tokens, k]; the gradient of bias [experts] is how often `choices` [tokens, k] name each."""
     return _counting(weights, mark_varying(bias, compat.varying_axes(choices)), choices)
 
 

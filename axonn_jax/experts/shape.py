@@ -28,7 +28,7 @@ class MoeConfig:
 
     @property
     def drops(self) -> bool:
-        """Whether tokens without a slot are dropped."""
+        """True if tokens without a slot are dropped."""
         return self.dispatch == "capacity"
 
     @property
@@ -56,7 +56,7 @@ class ExpertShape:
     router: Router = "softmax"
     """What is made of a router's scores: their softmax, or each one's sigmoid."""
     norm: bool = True
-    """Whether the weights of a token's choices add up to 1."""
+    """True if the weights of a token's choices add up to 1."""
     scale: float = 1.0
     """What the weights are multiplied by."""
     groups: int = 1
@@ -65,15 +65,15 @@ class ExpertShape:
     """How many of them."""
 
     def is_routed(self, layer: int) -> bool:
-        """Returns whether a layer has experts, in the place of a feed-forward layer of its own."""
+        """Return True if a layer has experts, in the place of a feed-forward layer of its own."""
         return layer >= self.first and (layer - self.first) % self.every == 0
 
     def routed_layers(self, layers: int) -> int:
-        """Returns how many of so many layers have experts."""
+        """Return how many of so many layers have experts."""
         return len(range(self.first, layers, self.every))
 
     def params(self, hidden: int, inputs: int, *, active: bool = False) -> int:
-        """Returns the parameters of a layer's experts and router, of `inputs` matmuls from the stream into each.
+        """Return the parameters of a layer's experts and router, of `inputs` matmuls from the stream into each.
 
         The `active` ones are those that a token passes: its choices, the shared experts, and the router.
         """
@@ -82,7 +82,7 @@ class ExpertShape:
         return (chosen + self.shared) * each + hidden * self.experts + self.experts
 
     def check(self) -> None:
-        """Raises ``UserError`` for numbers that contradict each other."""
+        """Raise ``UserError`` for numbers that contradict each other."""
         if not 1 <= self.per_token <= self.experts:
             accepted = f"an integer from 1 to model.experts = {self.experts}"
             raise UserError("model.experts_per_token", self.per_token, accepted)
@@ -110,7 +110,7 @@ class ExpertShape:
             raise UserError("model.router_groups", self.groups, f"at most {self.experts // 2}: a group has two or more")
 
     def check_grid(self, grid: GridShape, seq_len: int) -> None:
-        """Raises ``UserError`` where experts, their features, or tokens of sequences do not divide over a grid."""
+        """Raise ``UserError`` where experts, their features, or tokens of sequences do not divide over a grid."""
         divides("model.experts", self.experts, grid.expert, "grid.expert", axis="grid.expert", legal_axis=True)
         divides("model.expert_ffn", self.ffn, grid.y * grid.x * grid.z, "y*x*z")
         if grid.expert > 1 and grid.y > 1:  # each device along `y` sends its part of the tokens

@@ -40,7 +40,7 @@ def other_function(shape: ExpertShape, moe: MoeConfig) -> str:
 
 
 def is_of_router(name: str) -> bool:
-    """Returns whether a parameter is a router's, which a dense model has none of."""
+    """Return True if a parameter is a router's, which a dense model has none of."""
     return _ROUTER in name
 
 

@@ -51,7 +51,7 @@ def in_buckets(
     *,
     in_turn: bool,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Sends arrays together, bucket by bucket; gives each one's name and its part of what its bucket became.
+    """Send arrays together, bucket by bucket; give each one's name and its part of what its bucket became.
 
     `pack` makes [..., elements] of an array by its name; `send` is given a bucket of them and the first one's name. A
     bucket is put together `in_turn`, when the one before the last has been sent, or as soon as its arrays are there.
@@ -117,7 +117,7 @@ def in_backward_order(grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def in_place(mesh: Mesh) -> bool:
-    """Whether XLA reduces a whole array in place there; its CPU backend does not, and would need a second one."""
+    """True if XLA reduces a whole array in place there; its CPU backend does not, and would need a second one."""
     return str(mesh.devices.flat[0].platform) != "cpu"
 
 

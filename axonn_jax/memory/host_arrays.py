@@ -16,7 +16,7 @@ HOST = "pinned_host"
 
 
 def has_host_memory(mesh: Mesh) -> bool:
-    """Whether the devices can address memory of their host, which arrays can live in."""
+    """True if the devices can address memory of their host, which arrays can live in."""
     return _has(mesh.local_devices[0], HOST)
 
 
@@ -51,7 +51,7 @@ class CutArray:
         return from_shards(self.shape, self.sharding, arrays)
 
     def delete(self) -> None:
-        """Frees the parts."""
+        """Free the parts."""
         for part in self.parts:
             part.delete()
 
@@ -114,7 +114,7 @@ class LayerSlice:
         return kept
 
     def delete(self) -> None:
-        """Frees the stacked array, the parts of all layers."""
+        """Free the stacked array, the parts of all layers."""
         self.stacked.delete()
 
 

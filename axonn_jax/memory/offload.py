@@ -27,7 +27,7 @@ from axonn_jax.tensor.params import Params
 
 
 def stream(states: list[Any], update: Callable[[int, Any], Any]) -> None:
-    """Replaces each state, a tree in host memory, by `update(number, its copy on the devices)`; numbers stay there.
+    """Replace each state, a tree in host memory, by `update(number, its copy on the devices)`; numbers stay there.
 
     Returns early: waits only for the host's copy of a state where the devices have no room for another one.
     """

@@ -94,7 +94,7 @@ class Bucket:
     def write_weights(
         self, weights: list[jax.Array], parts: list[jax.Array], start: jax.Array, finite: jax.Array
     ) -> list[jax.Array]:
-        """Writes new values of what `take_weights` took into weights where they are `finite`.
+        """Write new values of what `take_weights` took into weights where they are `finite`.
 
         Collectives: an all-gather over the replicas of those that are split over them.
         """
@@ -130,7 +130,7 @@ class Bucket:
 def plan_updates(
     forms: Mapping[str, UpdateForm], capacity: int, shared: Collection[str] = (), *, cut: bool = True
 ) -> list[Bucket]:
-    """Puts parameters of the same form together, at most `capacity` elements on a device; a larger one is `cut`.
+    """Put parameters of the same form together, at most `capacity` elements on a device; a larger one is `cut`.
 
     That is along the first dim that has rows for so many parts, or else the longest. Those that are `shared` come
     first, each in buckets of its own.

@@ -42,7 +42,7 @@ def updated(optimizer: GradientTransformation, grads: Any, state: Any, params: A
 
 
 def check_update(optimizer: GradientTransformation, params: Arrays) -> None:
-    """Raises ``UserError`` with the name of what is no transformation that `updated` can drive; tried on shapes."""
+    """Raise ``UserError`` with the name of what is no transformation that `updated` can drive; tried on shapes."""
     accepted = "an optax transformation of gradients and parameters, which may ask for the loss as `value`, no more"
     if not isinstance(optimizer, GradientTransformation):
         raise UserError("optimizer", type(optimizer).__name__, accepted)
@@ -68,7 +68,7 @@ def _failure(optimizer: GradientTransformation, params: Arrays) -> Exception | N
 
 
 def check_separable(optimizer: GradientTransformation, params: Arrays, own: Iterable[str]) -> None:
-    """Raises ``UserError`` if the update of a stage's own parameters depends on parameters it does not hold.
+    """Raise ``UserError`` if the update of a stage's own parameters depends on parameters it does not hold.
 
     Found out by trying: tiny arrays under all names, all at once and the own ones alone.
     """
@@ -89,7 +89,7 @@ def check_separable(optimizer: GradientTransformation, params: Arrays, own: Iter
 
 
 def check_offload(optimizer: GradientTransformation, where: str, params: Arrays) -> bool:
-    """Returns whether every element is updated by itself; if not, every parameter must be.
+    """Return True if every element is updated by itself; if not, every parameter must be.
 
     Found out by trying: a matrix and a vector, each by itself and in two parts, under names of `params` if others are
     not updated. Raises ``UserError`` with the name of what looks at all parameters together, or of what updates
@@ -108,7 +108,7 @@ def check_offload(optimizer: GradientTransformation, where: str, params: Arrays)
 
 
 def traced_update(optimizer: GradientTransformation, params: Arrays) -> tuple[str, list[Any]]:
-    """Returns what an optimizer computes for such parameters at a step, as text and constants.
+    """Return what an optimizer computes for such parameters at a step, as text and constants.
 
     Raises ``UserError`` where it does not take them without the others.
     """
@@ -125,7 +125,7 @@ def traced_update(optimizer: GradientTransformation, params: Arrays) -> tuple[st
 
 
 def same_update(first: tuple[str, list[Any]], second: tuple[str, list[Any]]) -> bool:
-    """Whether two traces are of the same computation."""
+    """True if two traces are of the same computation."""
     (text, constants), (text_2, constants_2) = first, second
     same = text == text_2 and len(constants) == len(constants_2)
     return same and all(np.array_equal(a, b) for a, b in zip(constants, constants_2, strict=True))
@@ -185,7 +185,7 @@ def _moved(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ..
 
 @lru_cache(maxsize=32)
 def _splits(optimizer: GradientTransformation, divide: Callable[[Arrays], list[Arrays]], shapes: Shapes) -> bool:
-    """Whether parts of parameters get the updates that they get as parts of the whole."""
+    """True if parts of parameters get the updates that they get as parts of the whole."""
     rng = np.random.default_rng(0)
     drawn = [{name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes} for _ in range(3)]
     probe = _Trial(optimizer)

@@ -42,12 +42,12 @@ class Precisions:
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled up, since small gradients would be lost in float16."""
+        """True if the loss is scaled up, since small gradients would be lost in float16."""
         return self.compute == jnp.float16
 
     @property
     def master_weights(self) -> bool:
-        """Whether the optimizer has float32 weights of its own."""
+        """True if the optimizer has float32 weights of its own."""
         return self.weights != jnp.float32
 
 
@@ -86,7 +86,7 @@ def first_scale(*, scaled: bool = True) -> Scale:
 
 
 def next_scale(scale: Scale, finite: Any, numbers: ModuleType = jnp) -> Scale:
-    """Counts a step that was not finite. Halves the factor then, and doubles it after 200 clean steps, within limits.
+    """Count a step that was not finite. Halves the factor then, and doubles it after 200 clean steps, within limits.
 
     `numbers` is numpy where all of them are of the host.
     """
@@ -124,9 +124,9 @@ class HostScale:
         return int(self.state.skipped)
 
     def tell(self, *, finite: bool) -> None:
-        """Takes note of whether a step was finite."""
+        """Take note of whether a step was finite."""
         self.state = next_scale(self.state, np.bool_(finite), np)
 
     def restore(self, scale: Scale) -> None:
-        """Goes on from a state, on devices perhaps."""
+        """Go on from a state, on devices perhaps."""
         self.state = jax.tree.map(np.asarray, scale)

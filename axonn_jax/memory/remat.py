@@ -26,7 +26,7 @@ _LAYER_INPUT = "layer_input"
 
 
 def check_activations(activations: str) -> None:
-    """Raises ``UserError`` for what is no policy, such as ranges of layers, which earlier versions took."""
+    """Raise ``UserError`` for what is no policy, such as ranges of layers, which earlier versions took."""
     policies = get_args(Activations)
     if activations not in policies:
         accepted = f"one of {', '.join(policies)}, for all layers{nearest(activations, policies)}"
@@ -34,7 +34,7 @@ def check_activations(activations: str) -> None:
 
 
 def layer_runner(model: Model, activations: str, *, regather: bool = True) -> RunLayer:
-    """Returns how to run the model's layers under a policy; several sub-batches share a layer's gathered weights.
+    """Return how to run the model's layers under a policy; several sub-batches share a layer's gathered weights.
 
     `none` keeps every intermediate; `full` keeps a layer's input and computes the layer again in the backward
     pass, communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again;
@@ -73,7 +73,7 @@ def layer_runner(model: Model, activations: str, *, regather: bool = True) -> Ru
 
 
 def _saveable(activations: str) -> Any:
-    """Returns jax's policy for what a layer that is computed again keeps beside its input."""
+    """Return jax's policy for what a layer that is computed again keeps beside its input."""
     policies = jax.checkpoint_policies
     if activations == "dots":
         chosen = policies.save_only_these_names(CHOICES)

@@ -109,7 +109,7 @@ def unused(mesh: Mesh, processes: int) -> int:
 
 
 def all_finite(state: Any) -> bool:
-    """Whether no array of a tree holds an infinity or a NaN; waits for the arrays.
+    """True if no array of a tree holds an infinity or a NaN; waits for the arrays.
 
     Arrays on devices are looked at there, one after another and with no copy. Of one in host memory a process looks at
     the shards that it has. Collectives: an all-reduce of a scalar for each array that is sharded.

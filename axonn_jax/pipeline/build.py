@@ -50,7 +50,7 @@ def plan(
     keyed: bool,
     pruned: Mapping[int, PrunedLayout | None] = MappingProxyType({}),
 ) -> Plan:
-    """Traces the model stage by stage, abstractly, groups that are alike once.
+    """Trace the model stage by stage, abstractly, groups that are alike once.
 
     A stage of another process is traced on this one's mesh. `pruned` are layouts by rank of the pipe, of those here.
     """
@@ -79,7 +79,7 @@ def plan(
 
 
 def names_by_pp_rank(stages: Plan, pipe_shape: PipelineShape) -> list[tuple[str, ...]]:
-    """Returns the parameters of every pipe rank, in the model's order of stages."""
+    """Return the parameters of every pipe rank, in the model's order of stages."""
     return [
         tuple(
             dict.fromkeys(n for stage in pipe_shape.stages_of(pp_rank) for group in stages[stage] for n in group.names)
@@ -89,7 +89,7 @@ def names_by_pp_rank(stages: Plan, pipe_shape: PipelineShape) -> list[tuple[str,
 
 
 def shared(names: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
-    """Returns the parameters that two pipe ranks hold (a tied table), with the first and the second of them.
+    """Return the parameters that two pipe ranks hold (a tied table), with the first and the second of them.
 
     Raises ``UserError`` where more than two hold one.
     """
@@ -106,7 +106,7 @@ def shared(names: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
 def describe(
     pieces: Sequence[Segment], ranges: Sequence[range], pipe_shape: PipelineShape, policy: PipelinePolicy, channel: str
 ) -> list[str]:
-    """Returns the pieces and parameters of every stage, by `ranges` of `pieces`, and what the schedule is like."""
+    """Return the pieces and parameters of every stage, by `ranges` of `pieces`, and what the schedule is like."""
     lines = [
         f"stage {stage} (place {pipe_shape.rank_of(stage)}): {pieces[r[0]].name} to {pieces[r[-1]].name}, "
         f"{sum(piece.params for piece in pieces[r.start : r.stop]):,} parameters"
@@ -136,14 +136,14 @@ class Peers:
     recorder: Recorder = field(default_factory=Recorder)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         if self.leader is not None:
             self.leader.close()
         self.heartbeat.close()
 
 
 def connect(grid: Grid, pipe_shape: PipelineShape, policy: PipelinePolicy, stall_timeout: float) -> Peers:
-    """Connects the processes of a pipeline; collective over all processes of the run. Nothing is sent yet."""
+    """Connect the processes of a pipeline; collective over all processes of the run. Nothing is sent yet."""
     status = RankStatus()
     if grid.size == 1:
         return Peers(LocalSync(), Heartbeat(status, pipe_shape, stall_timeout), status)
@@ -209,7 +209,7 @@ class CompiledPipeline:
         self.open()
 
     def open(self) -> None:
-        """Connects it, anew after `close`: what was under way then is forgotten. Collective over the pipe ranks."""
+        """Connect it, anew after `close`: what was under way then is forgotten. Collective over the pipe ranks."""
         peers = self._peers
         self._carrier = open_channel(self._channel, self._ports, peers.pipe)
         self.executor = Executor(
@@ -217,7 +217,7 @@ class CompiledPipeline:
         )
 
     def losses(self) -> dict[int, jax.Array]:
-        """Returns the mean loss of the step that has run, at the last pipe rank if it is here."""
+        """Return the mean loss of the step that has run, at the last pipe rank if it is here."""
         return {
             pp_rank: mean(rank.losses, rank.counted)
             for pp_rank, rank in self.ranks.items()
@@ -225,7 +225,7 @@ class CompiledPipeline:
         }
 
     def find_room(self, processes: int) -> None:
-        """Fills `room`, the first time: half of what a device has never used is for more microbatches."""
+        """Fill `room`, the first time: half of what a device has never used is for more microbatches."""
         for pp_rank, rank in self.ranks.items() if not self.room else ():
             kept = sum(stage.bytes_kept() for stage in rank.stages.values())
             inputs = [stage.x for stage in rank.stages.values()]
@@ -233,15 +233,15 @@ class CompiledPipeline:
             self.room[pp_rank] = unused(rank.mesh, processes) * rank.mesh.size // (2 * max(1, kept))
 
     def bytes_kept(self) -> int:
-        """Returns the bytes of activations that a microbatch keeps between forward and backward, of the stages here."""
+        """Return the bytes of activations that a microbatch keeps between forward and backward, of the stages here."""
         return sum(stage.bytes_kept() for rank in self.ranks.values() for stage in rank.stages.values())
 
     def close(self) -> None:
-        """Ends its threads and its channel."""
+        """End its threads and its channel."""
         self.executor.close()
 
     def free(self) -> None:
-        """Closes it and gives back its communicators; collective over the pipe ranks."""
+        """Close it and give back its communicators; collective over the pipe ranks."""
         self.close()
         self._carrier.free()
 
@@ -256,11 +256,11 @@ class PipelineCache:
         return len(self._pipes)
 
     def values(self) -> list[CompiledPipeline]:
-        """Returns all that are kept."""
+        """Return all that are kept."""
         return list(self._pipes.values())
 
     def get(self, shape: tuple[int, int], make: Callable[[], CompiledPipeline]) -> CompiledPipeline:
-        """Returns the pipe for batches of a shape, made if there is none.
+        """Return the pipe for batches of a shape, made if there is none.
 
         Collective over the pipe ranks where one is made: it may replace the one that was not used longest.
         """
@@ -273,13 +273,13 @@ class PipelineCache:
         return pipe
 
     def reopen(self) -> None:
-        """Makes all of them forget what was under way."""
+        """Make all of them forget what was under way."""
         for pipe in self.values():
             pipe.close()
             pipe.open()
 
     def close(self) -> None:
-        """Ends them all."""
+        """End them all."""
         for pipe in self.values():
             pipe.close()
         self._pipes.clear()

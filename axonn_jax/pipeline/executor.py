@@ -94,12 +94,12 @@ class Executor:
         channel.start(lambda message, value: self._events.put(_Arrived(message, value)), self._broke)
 
     def close(self) -> None:
-        """Ends the threads and the channel."""
+        """End the threads and the channel."""
         self._end_threads()
         self._channel.close()
 
     def then(self, pp_rank: int, done: jax.Array, name: str, kind: SpanKind, step: int, at: float) -> None:
-        """Records a program that was started on a rank's device at time `at`, outside the tasks."""
+        """Record a program that was started on a rank's device at time `at`, outside the tasks."""
 
         def record(begin: float, end: float) -> None:
             self._recorder.add(pp_rank, name, kind, begin, end, step)
@@ -107,7 +107,7 @@ class Executor:
         self._probes[pp_rank].put(_Probe(at, done, record))
 
     def run(self, dispatchers: Mapping[int, OrderedDispatcher], step: int, *, train: bool = True) -> None:
-        """Runs every task of a step, or of an evaluation after it; returns when the last has run here.
+        """Run every task of a step, or of an evaluation after it; return when the last has run here.
 
         Raises what broke a program or the channel.
         """
@@ -164,7 +164,7 @@ class Executor:
             self._status.finished = str(started)
 
     def _take(self, event: _Arrived | _Ordered) -> None:
-        """Gives an arrival or an order to its dispatcher; an arrival that is early is kept for the next step."""
+        """Give an arrival or an order to its dispatcher; an arrival that is early is kept for the next step."""
         if isinstance(event, _Ordered):
             self._dispatchers[self._pipe_shape.rank_of(event.task.stage)].append(event.task)
             return

@@ -41,7 +41,7 @@ class LeaderBroadcast:
             self._thread.start()
 
     def follow(self, step: int, ordered: Callable[[Task], None], failed: Callable[[BaseException], None]) -> None:
-        """Hands on a step's tasks as their order comes, from any thread; those that have come at once."""
+        """Hand on a step's tasks as their order comes, from any thread; those that have come at once."""
         with self._lock:
             self._followed, self._ordered, self._failed = step, ordered, failed
             for task in self._early.pop(step, []):
@@ -50,16 +50,16 @@ class LeaderBroadcast:
                 failed(self._error)
 
     def leave(self) -> None:
-        """Ends the step that is followed, once all its tasks have come."""
+        """End the step that is followed, once all its tasks have come."""
         with self._lock:
             self._followed = None
 
     def send(self, task: Task, step: int) -> None:
-        """Tells the others, without waiting for them."""
+        """Tell the others, without waiting for them."""
         self._pass_on(np.array([_KINDS.index(task.kind), task.stage, task.microbatch, step], np.int32))
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(1.0)

@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 from axonn_jax.compat import ClosedJaxpr
 
 Keep = Callable[[JaxprEqn], bool]
-"""Whether the results of an equation may be handed over, rather than computed again."""
+"""True if the results of an equation may be handed over, rather than computed again."""
 
 _LAYOUT = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "pvary", "copy", "name"})
 """Equations that only show their operand in another form: a residual is the operand, once, and not the forms."""
@@ -46,13 +46,13 @@ class Part:
     """Which outputs of the whole function it computes."""
 
     def __call__(self, inputs: Sequence[Any], taken: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Runs it on its inputs and the values it takes over, in the order of both fields: (outputs, handed)."""
+        """Run it on its inputs and the values it takes over, in the order of both fields: (outputs, handed)."""
         results = jaxpr_as_fun(self.closed)(*inputs, *taken)
         return list(results[: len(self.outputs)]), list(results[len(self.outputs) :])
 
 
 def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int], keep: Sequence[Keep]) -> list[Part]:
-    """Cuts a function into one part for each set of output positions in `goals`, in that order.
+    """Cut a function into one part for each set of output positions in `goals`, in that order.
 
     Inputs are given to every part that needs them. Values that depend on `free` inputs alone (parameters: casts,
     gathered weights) are computed again wherever they are needed, so that they never wait in memory between two
@@ -124,7 +124,7 @@ def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int]
 
 
 def _only_shows(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation shows its operand, or a good part of it, in another form or a wider type."""
+    """Return True if an equation shows its operand, or a good part of it, in another form or a wider type."""
     if eqn.primitive.name in _LAYOUT:
         return True
     if eqn.primitive.name == "convert_element_type":
@@ -142,7 +142,7 @@ def _elementwise(eqn: JaxprEqn) -> bool:
 def _sums_ahead(
     eqns: list[JaxprEqn], ends: set[Any], takes: dict[Var, int], here: set[Var], producer: Mapping[Var, JaxprEqn]
 ) -> Iterator[tuple[list[JaxprEqn], list[JaxprEqn]]]:
-    """Finds sums that the part before, which has `here`, had better do: those of values that wait for nothing else.
+    """Find sums that the part before, which has `here`, had better do: those of values that wait for nothing else.
 
     Gives the equations of each, the sum last, and the part's own without them, and corrects `takes`. The gradient of a
     norm's scale is a vector; what it adds up is not.
@@ -166,7 +166,7 @@ def _sums_ahead(
 
 
 def _elementwise_from(var: Var, known: set[Var], producer: Mapping[Var, JaxprEqn]) -> list[JaxprEqn] | None:
-    """Returns the few elementwise equations that give `var` from `known` values, or None if there are none such."""
+    """Return the few elementwise equations that give `var` from `known` values, or None if there are none such."""
     chain: dict[int, JaxprEqn] = {}
     todo = [var]
     while todo:
@@ -188,7 +188,7 @@ def _reads(eqns: Iterable[JaxprEqn]) -> Iterator[Var]:
 
 
 def _cheap_ones(eqns: Iterable[JaxprEqn], cheap: set[Var], producer: Mapping[Var, JaxprEqn]) -> list[JaxprEqn]:
-    """Returns the equations behind the cheap values that `eqns` read."""
+    """Return the equations behind the cheap values that `eqns` read."""
     cheap_eqns: dict[int, JaxprEqn] = {}
     todo = [v for v in _reads(eqns) if v in cheap]
     while todo:
@@ -234,32 +234,32 @@ def _depend_only_on(closed: ClosedJaxpr, free: set[Var]) -> set[Var]:
 
 
 def keep_all(eqn: JaxprEqn) -> bool:
-    """Hands over every value that is needed later."""
+    """Hand over every value that is needed later."""
     return True
 
 
 def _chosen(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation chose, as routers do: computed again, it could choose differently."""
+    """Return True if an equation chose, as routers do: computed again, it could choose differently."""
     return eqn.primitive.name == "top_k"
 
 
 def keep_ungathered(eqn: JaxprEqn) -> bool:
-    """Hands over every value that is needed later, but of gathered ones the part, to be gathered again."""
+    """Hand over every value that is needed later, but of gathered ones the part, to be gathered again."""
     return eqn.primitive.name != "all_gather"
 
 
 def keep_none(eqn: JaxprEqn) -> bool:
-    """Hands over only the inputs and what was chosen; everything else is computed again."""
+    """Hand over only the inputs and what was chosen; everything else is computed again."""
     return _chosen(eqn)
 
 
 def keep_matmuls(eqn: JaxprEqn) -> bool:
-    """Hands over results of matmuls with weights (no batch dims) and computes the rest again."""
+    """Hand over results of matmuls with weights (no batch dims) and compute the rest again."""
     return _chosen(eqn) or (eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0])
 
 
 def keep_reductions(eqn: JaxprEqn) -> bool:
-    """Hands over what was summed or compared over devices and computes the rest again."""
+    """Hand over what was summed or compared over devices and compute the rest again."""
     return _chosen(eqn) or eqn.primitive.name.startswith(("psum", "pmax", "reduce_scatter"))
 
 

@@ -42,7 +42,7 @@ class SegmentPrograms:
         self.losses = crossing(out[0].aval, stretch.mesh) if stretch.last else None
         """Form of the last stretch's forward result: sums over each device's own targets."""
         self.joins = stretch.last and joins
-        """Whether a forward and its backward are one program."""
+        """True if a forward and its backward are one program."""
         goals, joined = _goals(backwards, [] if stretch.first else [1], list(gradients), joins=self.joins)
         self.chain = StagePrograms(stretch, traced, goals, gradients, self.sums, joined)
         plain = replace(stretch, keyed=False, parts=without_drops(stretch.parts))
@@ -92,13 +92,13 @@ class Stage:
         """Its gradients while they add up, unreduced over `data`."""
 
     def kept(self) -> list[Kept]:
-        """Returns what a microbatch has left here before its first task."""
+        """Return what a microbatch has left here before its first task."""
         return [Kept() for _ in self._members]
 
     def run(
         self, name: str, given: Mapping[str, jax.Array], arrived: jax.Array | None, kept: list[Kept], sums: Params
     ) -> Result:
-        """Starts the programs of a task, or of two in a row that are joined.
+        """Start the programs of a task, or of two in a row that are joined.
 
         `given` holds parameters and the microbatch's other inputs by name, `arrived` is what the task waited for.
         `kept` and `sums`, of which the arrays are donated, are brought up to date.
@@ -111,7 +111,7 @@ class Stage:
         return ran._replace(loss=loss)
 
     def evaluate(self, given: Mapping[str, jax.Array], arrived: jax.Array | None) -> Result:
-        """Starts a forward without dropout that keeps nothing."""
+        """Start a forward without dropout that keeps nothing."""
         for member in self._members:
             ran = member.evaluate(given, arrived)
             arrived = ran.value
@@ -124,7 +124,7 @@ class Stage:
         return kept + sum(x.size * x.dtype.itemsize for x in between if x is not None)
 
     def _order(self, name: str) -> list[tuple[int, str]]:
-        """Returns the groups in the order in which they run a task, each with its program."""
+        """Return the groups in the order in which they run a task, each with its program."""
         count = len(self._members)
         if name == "F":
             return [(number, name) for number in range(count)]
@@ -147,13 +147,13 @@ class _Member:
         )
 
     def sums(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the form of its gradients' sums."""
+        """Return the form of its gradients' sums."""
         return {own: self.programs.sums[name] for name, own in self._names.items()}
 
     def run(
         self, name: str, given: Mapping[str, jax.Array], arrived: jax.Array | None, kept: Kept, sums: Params
     ) -> Result:
-        """Starts one program; see `Stage.run`."""
+        """Start one program; see `Stage.run`."""
         if name.startswith("F") and arrived is not None:
             kept.arrived[X] = arrived
         elif name in ("B", "I"):
@@ -171,7 +171,7 @@ class _Member:
         return ran
 
     def evaluate(self, given: Mapping[str, jax.Array], arrived: jax.Array | None) -> Result:
-        """Starts a forward without dropout that keeps nothing."""
+        """Start a forward without dropout that keeps nothing."""
         inputs = self._inputs(given, {} if arrived is None else {X: arrived})
         return self.programs.evaluation.run("F", inputs, [], {})
 
@@ -189,7 +189,7 @@ class _Member:
 def _goals(
     backwards: Backwards, dx: list[int], own: list[int], *, joins: bool
 ) -> tuple[dict[str, list[int]], dict[str, tuple[str, ...]]]:
-    """Returns what each program owes, and the programs that are several of these at once.
+    """Return what each program owes, and the programs that are several of these at once.
 
     A backward in one piece is made of its two where both ways exist, so that both need the same of the forward.
     """
@@ -206,5 +206,5 @@ def _as(struct: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
 
 
 def replicated(value: np.generic, sharding: NamedSharding) -> jax.Array:
-    """Returns a host number on every device of a mesh, also where other processes hold some of the devices."""
+    """Return a host number on every device of a mesh, also where other processes hold some of the devices."""
     return jax.make_array_from_callback((), sharding, lambda _: np.asarray(value))

@@ -53,7 +53,7 @@ class _StageProgram(NamedTuple):
     reads: frozenset[str]
     """Which inputs programs behind it take."""
     adds: bool
-    """Whether it computes gradients of parameters."""
+    """True if it computes gradients of parameters."""
     heads: list[int]
     """What it computes beside them: 0 is the whole function's result, 1 the gradient of the input."""
 
@@ -81,7 +81,7 @@ class StagePrograms:
         self._programs = {name: self._compile(tuple(map(number.__getitem__, parts))) for name, parts in runs.items()}
 
     def bytes_kept(self) -> int:
-        """Returns the bytes that the first program hands to those behind it, over all devices of the stage."""
+        """Return the bytes that the first program hands to those behind it, over all devices of the stage."""
         return sum(s.size * s.dtype.itemsize for s in self._handed[0] if not _is_key(s))
 
     def reads(self, name: str) -> frozenset[str]:
@@ -91,7 +91,7 @@ class StagePrograms:
     def run(
         self, name: str, given: Mapping[str, jax.Array], kept: list[list[Any]], sums: dict[str, jax.Array]
     ) -> Result:
-        """Starts a program by its name in `goals` or `joined`.
+        """Start a program by its name in `goals` or `joined`.
 
         `given` holds every input by name. `kept` is what this microbatch's earlier programs handed over; it grows by
         this one's, and shrinks by what nothing needs any more. `sums` are donated to a program that adds to them.

@@ -34,9 +34,9 @@ class StateOptions:
     bucket: int
     """Elements that travel together."""
     offload: bool
-    """Whether optimizer state is in host memory."""
+    """True if optimizer state is in host memory."""
     split: bool
-    """Whether masters and optimizer state are split over `data`."""
+    """True if masters and optimizer state are split over `data`."""
     prune: PruneConfig = PruneConfig()  # noqa: RUF009 (frozen)
     layers: str = ""
     """What the names of layers' parameters begin with, of which some are pruned."""
@@ -74,7 +74,7 @@ class StageState:
         self._apply = self._update.program(self.state)
 
     def _begin(self, kept: KeptEntries | None) -> None:
-        """Makes the update of parameters of which these entries are kept; nothing is compiled."""
+        """Make the update of parameters of which these entries are kept; nothing is compiled."""
         self.layout = kept and kept.layout
         sizes = self._sizes if kept is None else self._sizes | kept.layout.value_shapes
         keeping, mesh = self._keeping, self.mesh
@@ -120,7 +120,7 @@ class StageState:
         return self._update.opt_state(self.state)
 
     def restore(self, masters: Params, optimizer: Any, kept: KeptEntries | None = None) -> None:
-        """Replaces weights and optimizer state, as `masters` and `opt_state` give them; uses them up.
+        """Replace weights and optimizer state, as `masters` and `opt_state` give them; uses them up.
 
         Of pruned parameters these are the entries that are `kept`.
         """
@@ -131,7 +131,7 @@ class StageState:
             self._apply = self._update.program(self.state)
 
     def apply(self, grads: Params, factor: float, loss: float) -> jax.Array:
-        """Starts an update with `factor` times the gradients; returns an array that is ready when it has run."""
+        """Start an update with `factor` times the gradients; return an array that is ready when it has run."""
         numbers = (replicated(np.float32(number), NamedSharding(self.mesh, P())) for number in (factor, loss))
         self.state, done = self._apply(self.state, grads, *numbers)
         return done

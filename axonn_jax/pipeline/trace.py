@@ -60,7 +60,7 @@ class Stretch:
     """Pieces of the whole model."""
     work: StepShape
     keyed: bool
-    """Whether it drops out: it then takes a key, the microbatch's number, and that of layers it is run in place of."""
+    """True if it drops out: it then takes a key, the microbatch's number, and that of layers it is run in place of."""
     x: jax.ShapeDtypeStruct | None
     """What arrives (None for the first)."""
     names: tuple[str, ...] = ()
@@ -72,22 +72,22 @@ class Stretch:
 
     @property
     def first(self) -> bool:
-        """Whether it reads the tokens and nothing else."""
+        """True if it reads the tokens and nothing else."""
         return self.pieces.start == 0
 
     @property
     def last(self) -> bool:
-        """Whether it ends with the loss."""
+        """True if it ends with the loss."""
         return self.pieces.stop == self.total
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it takes the tokens: the first, the last, and all of a model whose layers look at them."""
+        """True if it takes the tokens: the first, the last, and all of a model whose layers look at them."""
         return self.first or self.last or self.model.reads_words
 
     @property
     def counts(self) -> bool:
-        """Whether it takes what its losses' gradients begin with: the loss scale, over the targets that count."""
+        """True if it takes what its losses' gradients begin with: the loss scale, over the targets that count."""
         return self.last or self.model.balanced
 
     @property
@@ -97,7 +97,7 @@ class Stretch:
         return model  # type: ignore[no-any-return]
 
     def inputs(self, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns every input by name, as a global array with its layout; of the parameters those in `names`."""
+        """Return every input by name, as a global array with its layout; of the parameters those in `names`."""
 
         def struct(like: Any, spec: P) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(self.mesh, spec))
@@ -146,7 +146,7 @@ class Stretch:
         return model.total_loss(x, *targets_of(model, given[TOKENS])), None
 
     def own(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns the parameters, varying over what splits tokens on purpose: gradients then stay unreduced over it."""
+        """Return the parameters, varying over what splits tokens on purpose: gradients then stay unreduced over it."""
         axes = self.model.token_axes
         return {name: mark_varying(trained(form, self.work.sums), axes) for name, form in self._forms(given).items()}
 
@@ -184,7 +184,7 @@ class Traced(NamedTuple):
 
 
 def survey(stretch: Stretch) -> Stretch:
-    """Returns the stretch with what it needs and gives, by tracing its forward pass; nothing is allocated."""
+    """Return the stretch with what it needs and gives, by tracing its forward pass; nothing is allocated."""
     everything = stretch.inputs(stretch.parts.params)
     closed, slots = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)[0]], everything)
     (part,) = cut(closed, [[0]], [], [keep_all])
@@ -199,7 +199,7 @@ def survey(stretch: Stretch) -> Stretch:
 
 
 def trace_whole(stretch: Stretch) -> Traced:
-    """Traces forward and backward as one function: (inputs, `dy`) -> [result, `dx`, gradients of its parameters]."""
+    """Trace forward and backward as one function: (inputs, `dy`) -> [result, `dx`, gradients of its parameters]."""
     return _trace(stretch, lambda given: stretch.whole(given, given.get(DY)), stretch.all_inputs)
 
 
@@ -217,7 +217,7 @@ def _trace(stretch: Stretch, f: Any, given: Mapping[str, jax.ShapeDtypeStruct]) 
 
 
 def crossing(aval: Any, mesh: Mesh, spec: P | None = None) -> jax.ShapeDtypeStruct:
-    """Returns the global form of a local value that crosses between programs, or between microbatches.
+    """Return the global form of a local value that crosses between programs, or between microbatches.
 
     It gets a leading dim over the axes it varies over (beyond those of `spec`, a parameter's own layout), so that
     every device keeps what it has and nothing is communicated.
@@ -230,7 +230,7 @@ def crossing(aval: Any, mesh: Mesh, spec: P | None = None) -> jax.ShapeDtypeStru
 
 
 def global_shape(local: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
-    """Returns the shape of the array of which every device holds `local`, laid out by `spec`."""
+    """Return the shape of the array of which every device holds `local`, laid out by `spec`."""
     shape = list(local)
     for dim, axes in enumerate(spec):
         for axis in () if axes is None else (axes,) if isinstance(axes, str) else axes:
@@ -250,7 +250,7 @@ class Group:
 
 
 def like(first: Group, pieces: Sequence[Segment], own: range) -> Group:
-    """Returns the group of pieces `own` that runs the programs of a first one, whose pieces are like them."""
+    """Return the group of pieces `own` that runs the programs of a first one, whose pieces are like them."""
     layer_of = {pieces[a].layer: pieces[b].layer for a, b in zip(first.stretch.pieces, own, strict=True)}
 
     def renamed(name: str) -> str:

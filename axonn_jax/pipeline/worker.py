@@ -56,7 +56,7 @@ class StageWorker:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether one of its stages does."""
+        """True if one of its stages does."""
         return any(stage.tokens is not None for stage in self.stages.values())
 
     def begin(
@@ -68,7 +68,7 @@ class StageWorker:
         train: bool,
         scale: float | None = None,
     ) -> None:
-        """Prepares a step on this process's rows of each microbatch, [rows, seq + 1]; `key` is the step's.
+        """Prepare a step on this process's rows of each microbatch, [rows, seq + 1]; `key` is the step's.
 
         `scale` is what the loss is multiplied by before the backward pass, where it is at all.
         """
@@ -91,24 +91,24 @@ class StageWorker:
         self.sums = self._zero() if train else {}
 
     def key(self, seed: int, step: int) -> jax.Array:
-        """Returns the step's dropout key on this rank's mesh."""
+        """Return the step's dropout key on this rank's mesh."""
         return self._fold(np.uint32(seed), np.uint32(step))  # type: ignore[no-any-return]
 
     def take_sums(self) -> Params:
-        """Hands out the step's gradients and forgets them: whoever uses them up frees them."""
+        """Hand out the step's gradients and forgets them: whoever uses them up frees them."""
         sums, self.sums = self.sums, {}
         return sums
 
     def arrived(self, message: Message, value: jax.Array) -> None:
-        """Keeps what a message brought until its task is started."""
+        """Keep what a message brought until its task is started."""
         self._inbox[message] = value
 
     def joins(self, task: Task) -> bool:
-        """Whether a task is started together with the next one: a forward with its backward, on a last stage."""
+        """True if a task is started together with the next one: a forward with its backward, on a last stage."""
         return task.kind is Kind.FORWARD and self.stages[task.stage].joins
 
     def start(self, *tasks: Task, train: bool = True) -> Result:
-        """Starts the program of a task, or of one that `joins` and the next; returns at once.
+        """Start the program of a task, or of one that `joins` and the next; return at once.
 
         Unless `train`, the task is a forward of an evaluation.
         """
@@ -132,7 +132,7 @@ class StageWorker:
 
 
 def _counting(model: Model, mesh: Mesh, microbatches: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Returns a program: tokens of all microbatches and the loss scale -> targets that count, scale over them.
+    """Return a program: tokens of all microbatches and the loss scale -> targets that count, scale over them.
 
     Collective: an all-reduce of one number over `data` and `z`.
     """
@@ -146,7 +146,7 @@ def _counting(model: Model, mesh: Mesh, microbatches: int) -> Callable[..., tupl
 
 
 def _zero(forms: Mapping[str, jax.ShapeDtypeStruct]) -> Callable[[], Params]:
-    """Returns a compiled program that makes the sums a step starts with."""
+    """Return a compiled program that makes the sums a step starts with."""
     shardings = {name: form.sharding for name, form in forms.items()}
 
     def zeros() -> Params:

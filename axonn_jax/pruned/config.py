@@ -16,7 +16,7 @@ class PruneConfig:
     """Which: those of largest magnitude when pruning begins, some drawn at random, those of largest magnitude once they
     stay the same (early_bird, Early-Bird Tickets), or those that prune.mask_file says (file)."""
     scope: PruneScope = "layer"
-    """Whether every kernel keeps this share, or all of them together."""
+    """True if every kernel keeps this share, or all of them together."""
     seed: Seed = 0
     """Seed of what is drawn (random)."""
     at_step: CountOrZero = 0
@@ -31,16 +31,16 @@ class PruneConfig:
 
     @property
     def prunes(self) -> bool:
-        """Whether anything is pruned."""
+        """True if anything is pruned."""
         return self.density < 1.0 or self.method == "file"
 
     @property
     def later(self) -> bool:
-        """Whether the run begins densely."""
+        """True if the run begins densely."""
         return self.prunes and (self.at_step > 0 or self.method == "early_bird")
 
     def check(self) -> None:
-        """Raises ``UserError`` for settings that contradict each other."""
+        """Raise ``UserError`` for settings that contradict each other."""
         if self.mask_file and self.method != "file":
             raise UserError("prune.mask_file", self.mask_file, "left out, or prune.method = file")
         if self.method == "file" and not self.mask_file:

@@ -27,7 +27,7 @@ class EarlyBird:
         """The largest to one of the masks before, at the last look."""
 
     def done(self, masks: Mapping[str, jax.Array]) -> bool:
-        """Whether the newest mask's `distance` to each of the four before is at most `threshold`.
+        """True if the newest mask's `distance` to each of the four before is at most `threshold`.
 
         Collectives: all-reduces of three numbers a parameter and mask.
         """

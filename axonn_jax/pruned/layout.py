@@ -38,7 +38,7 @@ class PrunedLayout:
     counts: Mapping[str, int]
     """Entries that are trained, of all devices together; of stacked parameters by their layers' names."""
     stacked: bool = False
-    """Whether a dim of layers, which is not sharded, is in front of dense and compressed arrays alike."""
+    """True if a dim of layers, which is not sharded, is in front of dense and compressed arrays alike."""
 
     @property
     def kept(self) -> int:
@@ -231,6 +231,6 @@ class PrunedArray:
         return self.layout.expanded(self.name, values, index)
 
     def delete(self) -> None:
-        """Frees the values; the index stays."""
+        """Free the values; the index stays."""
         if self.values is not None:
             self.values.delete()

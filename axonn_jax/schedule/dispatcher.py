@@ -38,7 +38,7 @@ class OrderedDispatcher:
         self._count = self._forwards = self._releases = 0
 
     def append(self, task: Task) -> None:
-        """Appends a task to the order.
+        """Append a task to the order.
 
         Raises ``ValueError`` for a task of another rank, or one that is in it already.
         """
@@ -49,7 +49,7 @@ class OrderedDispatcher:
         self._order.append(task)
 
     def arrived(self, message: Message) -> None:
-        """Takes note that an input is there.
+        """Take note that an input is there.
 
         Raises ``ValueError`` for a message that came before or is for nobody here.
         """
@@ -59,7 +59,7 @@ class OrderedDispatcher:
         self._arrived.add(message)
 
     def next(self) -> Task | None:
-        """Returns the task to start now and counts it as started, or None if nothing can be started."""
+        """Return the task to start now and counts it as started, or None if nothing can be started."""
         if not self._order or not self._ready(self._order[0]):
             return None
         task = self._order.popleft()
@@ -67,7 +67,7 @@ class OrderedDispatcher:
         return self._start(task)
 
     def finished(self, task: Task) -> None:
-        """Takes note that a started task has run. Raises ``ValueError`` if it is not running."""
+        """Take note that a started task has run. Raises ``ValueError`` if it is not running."""
         if task not in self._running:
             raise ValueError(f"rank {self.rank}: {task} finished but is not running")
         self._running.remove(task)
@@ -75,7 +75,7 @@ class OrderedDispatcher:
             self._releases += 1
 
     def waiting_for(self) -> list[Message]:
-        """Returns the messages whose absence stops this rank now, most urgent first."""
+        """Return the messages whose absence stops this rank now, most urgent first."""
         message = needs(self._order[0], self.shape) if self._order else None
         return [message] if message is not None and message not in self._arrived else []
 
@@ -86,7 +86,7 @@ class OrderedDispatcher:
 
     @property
     def done(self) -> bool:
-        """Whether every task of this rank has finished."""
+        """True if every task of this rank has finished."""
         return self._releases == self.shape.microbatches * self.shape.virtual_stages
 
     @property
@@ -109,7 +109,7 @@ class OrderedDispatcher:
         return task
 
     def _ready(self, task: Task) -> bool:
-        """Returns whether the inputs of a task are there."""
+        """Return True if the inputs of a task are there."""
         before = predecessor(task)
         if before is not None and Task(before, task.stage, task.microbatch) not in self._begun:
             return False
@@ -150,7 +150,7 @@ class PolicyDispatcher(OrderedDispatcher):
         raise ValueError(f"rank {self.rank}: {task} from outside, but this rank chooses by itself")
 
     def arrived(self, message: Message) -> None:
-        """Takes note that an input is there.
+        """Take note that an input is there.
 
         Raises ``ValueError`` for a message that came before or is for nobody here.
         """
@@ -165,14 +165,14 @@ class PolicyDispatcher(OrderedDispatcher):
             self._rule.backward_ready(stage, microbatch)
 
     def next(self) -> Task | None:
-        """Returns the task to start now and counts it as started, or None if nothing can be started."""
+        """Return the task to start now and counts it as started, or None if nothing can be started."""
         if self._rule is None:
             return super().next()
         task = self._rule.choose()
         return None if task is None else self._start(task)
 
     def waiting_for(self) -> list[Message]:
-        """Returns the messages whose absence stops this rank now, most urgent first.
+        """Return the messages whose absence stops this rank now, most urgent first.
 
         In a fixed order this is the next task's message; under the message-driven policy, the first few of those that
         would let a task start: a rank asks whenever it has nothing to do, and shows one.
@@ -181,7 +181,7 @@ class PolicyDispatcher(OrderedDispatcher):
 
 
 def forward_only(shape: PipelineShape, rank: int) -> OrderedDispatcher:
-    """Returns an evaluation's dispatcher: microbatches in groups of `pipe`, a group through one stage at a time."""
+    """Return an evaluation's dispatcher: microbatches in groups of `pipe`, a group through one stage at a time."""
     dispatcher = OrderedDispatcher(shape, rank, (Kind.FORWARD,))
     for start in range(0, shape.microbatches, shape.pipe):
         for stage in shape.stages_of(rank):

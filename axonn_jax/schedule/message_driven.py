@@ -79,7 +79,7 @@ class MessageDriven:
             self.forward_ready(0, 0)
 
     def forward_ready(self, stage: int, microbatch: int) -> None:
-        """Takes note that a forward has its input. Raises ``ValueError`` if it had it before."""
+        """Take note that a forward has its input. Raises ``ValueError`` if it had it before."""
         received = self._received[stage // self._pipe]
         if received[microbatch]:
             raise ValueError(f"the input of stage {stage}, microbatch {microbatch}, arrived twice")
@@ -87,7 +87,7 @@ class MessageDriven:
         heapq.heappush(self._forwards, (microbatch // self._pipe, stage, microbatch))
 
     def backward_ready(self, stage: int, microbatch: int) -> None:
-        """Takes note that a backward has its input. Raises ``ValueError`` before its forward has started, and twice."""
+        """Take note that a backward has its input. Raises ``ValueError`` before its forward has started, and twice."""
         entry = (microbatch // self._pipe, -stage, microbatch)
         if stage != self._last:
             if entry not in self._backwards_due:
@@ -99,7 +99,7 @@ class MessageDriven:
         heapq.heappush(self._backwards, entry)
 
     def choose(self) -> Task | None:
-        """Returns the task to start now, and counts it as started; None if there is none to start.
+        """Return the task to start now, and counts it as started; None if there is none to start.
 
         A forward on the last stage makes its backward ready at once.
         """
@@ -115,7 +115,7 @@ class MessageDriven:
         return self._start_weight() if self._weights else None
 
     def missing(self) -> Iterator[Message]:
-        """Yields the messages any of which would let this rank start a task, most urgent first, found one by one."""
+        """Yield the messages any of which would let this rank start a task, most urgent first, found one by one."""
         room = self._held < self._bound
         if self._backwards or self._weights or (room and self._forwards and self._next_forward() is not None):
             return
@@ -138,11 +138,11 @@ class MessageDriven:
                     microbatch = received.find(0, microbatch + 1, end)
 
     def _allows_young(self) -> bool:
-        """Returns whether forwards of other than the oldest microbatch leave room for that one."""
+        """Return True if forwards of other than the oldest microbatch leave room for that one."""
         return self._chunks == 1 or self._younger + self._chunks < self._bound
 
     def _next_forward(self) -> int | None:
-        """Returns the index in the heap of the first ready forward that may start, given memory for it."""
+        """Return the index in the heap of the first ready forward that may start, given memory for it."""
         inside, young = self._inside < self._limit, self._allows_young()
         if inside and young:
             return 0
@@ -180,7 +180,7 @@ class MessageDriven:
         return Task(_FORWARD, stage, microbatch)
 
     def _next_oldest(self) -> None:
-        """Goes on to the first microbatch with forwards left to run here."""
+        """Go on to the first microbatch with forwards left to run here."""
         while self._forwards_started[self._oldest] == self._chunks:
             self._oldest += 1
             if self._oldest == self._microbatches:

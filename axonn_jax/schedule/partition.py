@@ -32,7 +32,7 @@ class SegmentCost:
 
 
 def partition(costs: Sequence[SegmentCost], pipe: int, virtual_stages: int = 1) -> list[range]:
-    """Returns one contiguous, non-empty range of pieces for each of the `pipe * virtual_stages` virtual stages.
+    """Return one contiguous, non-empty range of pieces for each of the `pipe * virtual_stages` virtual stages.
 
     The cost of the busiest rank (the sum over its virtual stages) is the smallest possible; among such splits the
     most parameters on a rank are few. Both are exact with one virtual stage. With several they are exact for small
@@ -74,7 +74,7 @@ _MOST_PIECES = 512
 
 
 def _even(times: Sequence[int], stages: int) -> list[int]:
-    """Cuts where the time of all before is nearest to a stage's share; a stage takes at most a piece more than that."""
+    """Cut where the time of all before is nearest to a stage's share; a stage takes at most a piece more than that."""
     before = list(accumulate(times, initial=0))
     cuts = [0]
     for stage in range(1, stages):
@@ -86,7 +86,7 @@ def _even(times: Sequence[int], stages: int) -> list[int]:
 
 
 def explicit(split: Sequence[int], pieces: int, stages: int) -> list[range]:
-    """Returns the ranges of a user's own split: the number of pieces of each of the virtual stages.
+    """Return the ranges of a user's own split: the number of pieces of each of the virtual stages.
 
     Raises:
         UserError: there are not `stages` numbers, one is below 1, or they do not add up to `pieces`.
@@ -123,7 +123,7 @@ def _chain(times: list[int], params: list[int], ranges: int) -> list[int]:
 
 
 def _bottleneck(pieces: int, ranges: int, price: Callable[[int, int], float]) -> tuple[float, list[int]]:
-    """Returns the split whose dearest range is the cheapest: that range's price, and the cuts with both ends.
+    """Return the split whose dearest range is the cheapest: that range's price, and the cuts with both ends.
 
     A range's price grows as its start moves left, so that search ends once the price alone exceeds the best.
     """
@@ -148,7 +148,7 @@ def _bottleneck(pieces: int, ranges: int, price: Callable[[int, int], float]) ->
 
 
 def _loads(sizes: list[int], cuts: list[int], pipe: int) -> list[int]:
-    """Returns the sum of sizes by rank."""
+    """Return the sum of sizes by rank."""
     loads = [0] * pipe
     for stage, (a, b) in enumerate(pairwise(cuts)):
         loads[stage % pipe] += sum(sizes[a:b])
@@ -197,7 +197,7 @@ Key = Callable[[list[int], list[int], float], list[int] | None]
 
 
 def _descend(cuts: list[int], times: list[int], params: list[int], pipe: int, key: Key) -> list[int]:
-    """Moves single pieces between stages until no move makes the key of the ranks' times and parameters smaller."""
+    """Move single pieces between stages until no move makes the key of the ranks' times and parameters smaller."""
     loads, weights = _loads(times, cuts, pipe), _loads(params, cuts, pipe)
     best = key(loads, weights, inf)
     assert best is not None
@@ -217,7 +217,7 @@ def _descend(cuts: list[int], times: list[int], params: list[int], pipe: int, ke
 def _moves(
     cuts: list[int], taker: int, times: list[int], params: list[int], loads: list[int], weights: list[int]
 ) -> Iterator[tuple[tuple[int, int, int], list[int], list[int]]]:
-    """Yields what follows if a stage grows by a piece at another's cost, all cuts between them moving by one.
+    """Yield what follows if a stage grows by a piece at another's cost, all cuts between them moving by one.
 
     Each is (step, first, last cut that moves by it), and the new times and parameters by rank, valid until the next.
     """
@@ -240,17 +240,17 @@ SIZES = (4, 3)
 
 
 def group_size(layers: int) -> int:
-    """Returns the layers of a group in a stage of so many: what is compiled is one group and what is left over."""
+    """Return the layers of a group in a stage of so many: what is compiled is one group and what is left over."""
     return layers if layers <= SIZES[0] else min(SIZES, key=lambda size: size + layers % size)
 
 
 def group_count(layers: float) -> int:
-    """Returns the groups that layers are in, halves of layers being one more."""
+    """Return the groups that layers are in, halves of layers being one more."""
     return 1 if layers < SIZES[0] + 1 else ceil(int(layers) / group_size(int(layers))) + (layers % 1 > 0)
 
 
 def group_ranges(kinds: Sequence[str], stage: range) -> list[range]:
-    """Returns the pieces of a stage's groups, in order, by the kind of every piece of the model.
+    """Return the pieces of a stage's groups, in order, by the kind of every piece of the model.
 
     Pieces of one kind are alike but for their parameters' values; those of the kind "" are like no other.
     """

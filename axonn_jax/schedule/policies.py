@@ -16,7 +16,7 @@ Backwards = Literal["whole", "split", "both"]
 
 
 def backwards(policy: PipelinePolicy, shape: PipelineShape, split: bool = True) -> Backwards:
-    """Returns which tasks a policy makes of backwards; `split` is what the message-driven policy may do."""
+    """Return which tasks a policy makes of backwards; `split` is what the message-driven policy may do."""
     if policy == "message" and split:
         some_whole = shape.virtual_stages == 1 and shape.microbatches > shape.pipe
         return "both" if some_whole else "split"
@@ -24,7 +24,7 @@ def backwards(policy: PipelinePolicy, shape: PipelineShape, split: bool = True) 
 
 
 def may_split(asked: bool, activations: str | None) -> bool:
-    """Returns whether the message-driven policy may split backwards, given the activation policy of all layers.
+    """Return True if the message-driven policy may split backwards, given the activation policy of all layers.
 
     A gradient of weights that waited would keep all that such a policy has computed again.
     """
@@ -32,7 +32,7 @@ def may_split(asked: bool, activations: str | None) -> bool:
 
 
 def joins(policy: PipelinePolicy, shape: PipelineShape) -> bool:
-    """Returns whether the last stage runs every forward and its backward (or input gradient) in a row, as one program.
+    """Return True if the last stage runs every forward and its backward (or input gradient) in a row, as one program.
 
     It is so where a rank has one stage, for all policies but GPipe.
     """
@@ -40,7 +40,7 @@ def joins(policy: PipelinePolicy, shape: PipelineShape) -> bool:
 
 
 def check_policy(policy: str, shape: PipelineShape) -> None:
-    """Raises ``UserError`` for an unknown policy, or one that cannot run with this many virtual stages."""
+    """Raise ``UserError`` for an unknown policy, or one that cannot run with this many virtual stages."""
     if policy not in POLICIES:
         raise UserError("pipeline.policy", policy, f"one of {', '.join(POLICIES)}{nearest(policy, POLICIES)}")
     if policy == "1f1b" and shape.virtual_stages != 1:
@@ -52,7 +52,7 @@ def check_policy(policy: str, shape: PipelineShape) -> None:
 
 
 def fixed_order(policy: PipelinePolicy, shape: PipelineShape, rank: int) -> list[Task]:
-    """Returns every task of a rank in the order in which a fixed policy runs them.
+    """Return every task of a rank in the order in which a fixed policy runs them.
 
     Sources: GPipe (Huang et al. 2019); 1F1B (Narayanan et al. 2021, PipeDream-Flush); interleaved 1F1B (Narayanan
     et al. 2021, Megatron-LM); ZB-H1 (Qi et al. 2024, Zero Bubble Pipeline Parallelism).
@@ -74,7 +74,7 @@ def fixed_order(policy: PipelinePolicy, shape: PipelineShape, rank: int) -> list
 
 
 def live_bound(policy: PipelinePolicy, shape: PipelineShape, rank: int, in_flight: int = 0, split: bool = True) -> int:
-    """Returns the most activations, counted in (stage, microbatch) pairs, that a rank ever keeps alive.
+    """Return the most activations, counted in (stage, microbatch) pairs, that a rank ever keeps alive.
 
     An activation is born when its forward starts and dies when its backward (the weight part of a split one) has
     finished. With P ranks, M microbatches, V virtual stages and rank r:
@@ -105,7 +105,7 @@ def live_bound(policy: PipelinePolicy, shape: PipelineShape, rank: int, in_fligh
 
 
 def default_in_flight(shape: PipelineShape) -> int:
-    """Returns how many microbatches the message-driven policy has in flight where nobody says.
+    """Return how many microbatches the message-driven policy has in flight where nobody says.
 
     With one virtual stage half as many again as 1F1B: where messages take any time at all, be it a fiftieth of a
     forward, 1F1B's P cost up to 4 % of a step (P = 8), and more than this gain little until they take half a forward.
@@ -117,7 +117,7 @@ def default_in_flight(shape: PipelineShape) -> int:
 def waiting_bound(
     policy: PipelinePolicy, shape: PipelineShape, rank: int, in_flight: int = 0, split: bool = True
 ) -> int:
-    """Returns how many of `live_bound`'s activations may wait for their weight gradient alone at once.
+    """Return how many of `live_bound`'s activations may wait for their weight gradient alone at once.
 
     ZB-H1 holds back what memory rank r has to spare beside rank 0, and has one more when the next of them starts. Under
     `message` all of them may wait: gradients may come in one after the other.
@@ -129,7 +129,7 @@ def waiting_bound(
 
 
 def in_flight_limit(shape: PipelineShape, rank: int, in_flight: int = 0) -> int:
-    """Returns how many microbatches may be between their first forward and their last backward on a rank.
+    """Return how many microbatches may be between their first forward and their last backward on a rank.
 
     This is the message-driven policy's. With one virtual stage `in_flight = P` is 1f1b's `P - r`; what is above P adds
     the difference on every rank, below P it caps every rank. With several it is `in_flight` on every rank. (More than
@@ -152,7 +152,7 @@ def _peak(shape: PipelineShape, rank: int) -> int:
 
 
 def _in_pairs(shape: PipelineShape, rank: int, *, group: int, warm_up: int) -> list[Task]:
-    """Returns `warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
+    """Return `warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
 
     Microbatches pass the virtual stages in groups. The order is made for the next multiple of `group` microbatches,
     and the tasks of those that do not exist are left out. Leaving out microbatches keeps an order feasible: a task
@@ -176,7 +176,7 @@ def _in_pairs(shape: PipelineShape, rank: int, *, group: int, warm_up: int) -> l
 
 
 def _split(order: list[Task], spare: int) -> list[Task]:
-    """Splits backwards; weight gradients lag behind by up to `spare` activations, and fill the end (ZB-H1)."""
+    """Split backwards; weight gradients lag behind by up to `spare` activations, and fill the end (ZB-H1)."""
     late: deque[Task] = deque()
     result: list[Task] = []
     for task in order:

@@ -99,16 +99,16 @@ class PipelineShape:
         return self.pipe * self.virtual_stages - 1
 
     def rank_of(self, stage: int) -> int:
-        """Returns the rank a virtual stage lives on."""
+        """Return the rank a virtual stage lives on."""
         return stage % self.pipe
 
     def stages_of(self, rank: int) -> range:
-        """Returns the virtual stages of a rank, shallowest first."""
+        """Return the virtual stages of a rank, shallowest first."""
         return range(rank, self.stages, self.pipe)
 
 
 def sends(task: Task, shape: PipelineShape) -> Message | None:
-    """Returns the message that a finished task gives rise to, or None if it has none.
+    """Return the message that a finished task gives rise to, or None if it has none.
 
     A forward sends its activations to the next stage, a backward (fused or of the inputs) its gradients to the one
     before.
@@ -122,7 +122,7 @@ def sends(task: Task, shape: PipelineShape) -> Message | None:
 
 
 def needs(task: Task, shape: PipelineShape) -> Message | None:
-    """Returns the message without which a task cannot start, or None if what it needs is on its own rank."""
+    """Return the message without which a task cannot start, or None if what it needs is on its own rank."""
     if task.kind is Kind.FORWARD:
         return Message("forward", task.stage, task.microbatch) if task.stage > 0 else None
     if task.kind is Kind.BACKWARD_WEIGHT or task.stage == shape.last:
@@ -131,12 +131,12 @@ def needs(task: Task, shape: PipelineShape) -> Message | None:
 
 
 def predecessor(task: Task) -> Kind | None:
-    """Returns the kind of task that must have started on the same stage and microbatch first, if any."""
+    """Return the kind of task that must have started on the same stage and microbatch first, if any."""
     if task.kind is Kind.FORWARD:
         return None
     return Kind.BACKWARD_INPUT if task.kind is Kind.BACKWARD_WEIGHT else Kind.FORWARD
 
 
 def show(orders: Sequence[Iterable[Task]]) -> str:
-    """Returns the task lists as text, one line a rank: `rank 0: F0.0 F0.1 B0.0 ...`."""
+    """Return the task lists as text, one line a rank: `rank 0: F0.0 F0.1 B0.0 ...`."""
     return "\n".join(f"rank {rank}: " + " ".join(map(str, order)) for rank, order in enumerate(orders))

@@ -60,7 +60,7 @@ def angles(rotation: Rotation, length: int, positions: jax.Array | None = None) 
 
 
 def rotary(x: jax.Array, by: Angles) -> jax.Array:
-    """Rotates features [batch, seq, heads, head_dim] (RoFormer, eq. 34; halves layout as in Llama)."""
+    """Rotate features [batch, seq, heads, head_dim] (RoFormer, eq. 34; halves layout as in Llama)."""
     half = x.shape[-1] // 2
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     turned = jnp.concatenate([first * by.cos - second * by.sin, second * by.cos + first * by.sin], -1)
@@ -156,7 +156,7 @@ blocked_attention.defvjp(_forward_rule, _backward_rule)
 
 
 def _in_chunks(f: Callable[..., Arrays], tiles: Tiles, numbers: jax.Array | None, *arrays: jax.Array) -> Arrays:
-    """Runs `f` on chunks of the leading dim, one after the other, as many heads at a time as the tiles allow."""
+    """Run `f` on chunks of the leading dim, one after the other, as many heads at a time as the tiles allow."""
     heads, seq = arrays[0].shape[:2]
     chunk = tiles.chunk(heads, seq)
     if chunk == heads:

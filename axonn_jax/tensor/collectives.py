@@ -47,7 +47,7 @@ def live(axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def mark_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Marks `x` as varying over `axes` in the forward pass.
+    """Mark `x` as varying over `axes` in the forward pass.
 
     Its transpose is an all-reduce of the cotangent over those axes that `x` did not vary over before: for the
     input of a matmul over the output axis that is the all-reduce of `dX` (DESIGN section 4), bytes
@@ -75,7 +75,7 @@ class WeightForm(Protocol):
 def gather_weight(
     w: jax.Array | GatheredWeight | WeightForm, dtype: jnp.dtype, axis: str = "z", dim: int = 0
 ) -> jax.Array:
-    """All-gathers a weight shard, cast to `dtype`, along `dim` over `axis`.
+    """All-gather a weight shard, cast to `dtype`, along `dim` over `axis`.
 
     The transpose reduce-scatters the gradient in the shard's own dtype: summed over many devices in bf16 it would be
     off by a percent and more. A weight that is `GatheredWeight` is taken as it is. Bytes a device on a ring: `(G-1)/G *
@@ -107,7 +107,7 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def reduce_scatter(g: jax.Array, axis: str = "z", dim: int = 0) -> jax.Array:
-    """Reduce-scatters a gathered weight's gradient along `dim` over `axis`: what autodiff makes of `gather_weight`.
+    """Reduce-scatter a gathered weight's gradient along `dim` over `axis`: what autodiff makes of `gather_weight`.
 
     Bytes a device on a ring: `(G-1)/G * size * itemsize`.
     """
@@ -115,7 +115,7 @@ def reduce_scatter(g: jax.Array, axis: str = "z", dim: int = 0) -> jax.Array:
 
 
 def all_reduce(y: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
-    """All-reduces partial sums over `axes`; the result no longer varies over them.
+    """All-reduce partial sums over `axes`; the result no longer varies over them.
 
     Bytes a device on a ring: `2 (G-1)/G * size * itemsize`, G the product of the axes' sizes.
     """
@@ -130,12 +130,12 @@ mlir.register_lowering(_alike, lambda _, x, *, axes: [x])
 
 
 def assume_replicated(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Declares that `x` is the same along `axes`, where jax cannot see it; not differentiable."""
+    """Declare that `x` is the same along `axes`, where jax cannot see it; not differentiable."""
     return _alike.bind(x, axes=tuple(axes))  # type: ignore[no-any-return]
 
 
 def all_reduce_max(y: jax.Array, axis: str) -> jax.Array:
-    """All-reduces to the maximum over `axis`; bytes as for `all_reduce`."""
+    """All-reduce to the maximum over `axis`; bytes as for `all_reduce`."""
     return lax.pmax(y, axis) if axis_size(axis) > 1 else y
 
 
@@ -163,7 +163,7 @@ Comm = Literal["all_reduce", "gather", "sequence"]
 
 
 def gather_sequence(x: jax.Array) -> jax.Array:
-    """All-gathers [batch, seq/Gy, features] along its sequence dim over `y`.
+    """All-gather [batch, seq/Gy, features] along its sequence dim over `y`.
 
     The transpose reduce-scatters. Bytes a device on a ring, either way: `(G-1)/G * size of the result * itemsize`.
     """
@@ -171,17 +171,17 @@ def gather_sequence(x: jax.Array) -> jax.Array:
 
 
 def scatter_sequence(sums: jax.Array) -> jax.Array:
-    """Reduce-scatters partial sums [batch, seq, features] over `y` along the sequence dim; bytes as for the gather."""
+    """Reduce-scatter partial sums [batch, seq, features] over `y` along the sequence dim; bytes as for the gather."""
     return _scatter(sums, SEQUENCE_AXIS, _SEQUENCE_DIM)
 
 
 def gather_features(x: jax.Array) -> jax.Array:
-    """All-gathers [..., features/Gx] along its features over `x`; bytes and transpose as for `gather_sequence`."""
+    """All-gather [..., features/Gx] along its features over `x`; bytes and transpose as for `gather_sequence`."""
     return _gather(x, FEATURE_AXIS, x.ndim - 1)
 
 
 def scatter_features(sums: jax.Array) -> jax.Array:
-    """Reduce-scatters partial sums [..., features] over `x` along the features; bytes as for the gather."""
+    """Reduce-scatter partial sums [..., features] over `x` along the features; bytes as for the gather."""
     return _scatter(sums, FEATURE_AXIS, sums.ndim - 1)
 
 

@@ -26,20 +26,20 @@ class DropoutKey:
     """Number of these parts."""
 
     def fold_in(self, number: jax.Array | int) -> "DropoutKey":
-        """Returns the key of one of several uses."""
+        """Return the key of one of several uses."""
         return replace(self, key=jax.random.fold_in(self.key, number))
 
     def of_layer(self, layer: jax.Array | int) -> "DropoutKey":
-        """Returns a layer's key."""
+        """Return a layer's key."""
         number = layer if self.first_layer is None else layer + self.first_layer
         return replace(self.fold_in(number), first_layer=None)
 
     def split(self, parts: int) -> list["DropoutKey"]:
-        """Returns the keys of equal parts of the sequences, whose masks together are this one's."""
+        """Return the keys of equal parts of the sequences, whose masks together are this one's."""
         return [replace(self, part=part, parts=parts) for part in range(parts)]
 
     def of_rows(self, sequences: int) -> jax.Array:
-        """Returns a key for each of this device's sequences, from its number in the global batch; no collectives."""
+        """Return a key for each of this device's sequences, from its number in the global batch; no collectives."""
         shards, shard = 1, jnp.int32(0)
         for axis in BATCH_AXES:
             shards, shard = shards * axis_size(axis), shard * axis_size(axis) + axis_index(axis)

@@ -98,7 +98,7 @@ class Embedding(nnx.Module):
         )
 
     def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Looks up global token ids [...] -> [..., hidden/Gx] in `dtype`.
+        """Look up global token ids [...] -> [..., hidden/Gx] in `dtype`.
 
         Collectives: all-gather of the table over `z`, all-reduce of the result over `y` (each `y` shard adds the
         rows it holds); backward a reduce-scatter of the table's gradient over `z`. A split stream is reduce-scattered

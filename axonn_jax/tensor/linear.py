@@ -31,7 +31,7 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 def swapped(axis: TensorAxis) -> TensorAxis:
-    """Returns the axis that swaps roles with `axis` in the next layer."""
+    """Return the axis that swaps roles with `axis` in the next layer."""
     return "y" if axis == "x" else "x"
 
 
@@ -96,9 +96,9 @@ class Linear(nnx.Module):
         self.comm: Comm = comm
         self.layouts = PLAIN
         self.turned = False
-        """Whether the kernel is held [out, in], as in generation on CPUs (`inference.cpu_kernels`)."""
+        """True if the kernel is held [out, in], as in generation on CPUs (`inference.cpu_kernels`)."""
         self.regather = False
-        """Whether the backward pass gathers a split sequence again, in place of keeping what was gathered."""
+        """True if the backward pass gathers a split sequence again, in place of keeping what was gathered."""
         kernel_spec, bias_spec = _specs(in_axis, comm)
         padded = (in_features, out_features if columns is None else columns)
         self.kernel = normal_param(key, (in_features, out_features), std, kernel_spec, padded=padded)
@@ -113,7 +113,7 @@ class Linear(nnx.Module):
         return self.apply_to_gathered(x, self.kernel.get_value())
 
     def apply_to_gathered(self, x: jax.Array, kernel: jax.Array | GatheredWeight) -> jax.Array:
-        """Computes what a call does for an input that has been gathered, with a kernel in place of the layer's own."""
+        """Compute what a call does for an input that has been gathered, with a kernel in place of the layer's own."""
         y = matmul_4d(x, kernel, self.in_axis, self.layouts, self.comm, turned=self.turned)
         return y if self.bias is None else add_bias(y, self.bias.get_value())
 
@@ -141,7 +141,7 @@ _plus.defvjp(_plus_forward, _plus_backward)
 
 
 def column_parallel(layers: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
-    """Applies layers that read the residual stream, all with one `comm`; their dX are added before they are reduced.
+    """Apply layers that read the residual stream, all with one `comm`; their dX are added before they are reduced.
 
     Stream [batch, seq, hidden/Gx], its sequence over `y` with "sequence" -> [batch, seq, features/Gy] a layer. What is
     gathered of the stream is gathered once for all; other collectives are those of `matmul_4d`.
@@ -172,7 +172,7 @@ def regather_residual(module: nnx.Module) -> None:
 
 
 def with_layouts(model: Module, layouts: MatmulLayouts) -> Module:
-    """Returns the model itself, whose layers now multiply by their own weights as `layouts` says."""
+    """Return the model itself, whose layers now multiply by their own weights as `layouts` says."""
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear | Embedding):
             module.layouts = layouts

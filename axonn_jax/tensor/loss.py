@@ -204,7 +204,7 @@ NO_TARGET = -1
 
 
 def counting(batch: Any) -> Any:
-    """Whether each id of a batch [..., seq + 1] behind the first is a target that counts, [..., seq].
+    """True if each id of a batch [..., seq + 1] behind the first is a target that counts, [..., seq].
 
     A negative one is none: -1, and -100 as PyTorch has it.
     """

@@ -13,7 +13,7 @@ from axonn_jax.tensor.params import constant_param
 def layer_norm(
     x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, eps: float, axis: str = FEATURE_AXIS
 ) -> jax.Array:
-    """Normalises [..., features/G] over features split over `axis`; float32 inside, returned in `x`'s dtype.
+    """Normalise [..., features/G] over features split over `axis`; float32 inside, returned in `x`'s dtype.
 
     Collective: one all-reduce over `axis` of three float32 a row (and one in the backward). Each shard's mean and
     centred sum of squares are combined (Chan et al. 1979), which on one shard is the two-pass variance.
@@ -26,7 +26,7 @@ def layer_norm(
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: str = FEATURE_AXIS) -> jax.Array:
-    """Divides [..., features/G] by the root mean square over features split over `axis`; float32 inside.
+    """Divide [..., features/G] by the root mean square over features split over `axis`; float32 inside.
 
     Collective: one all-reduce over `axis` of one float32 a row each way.
     """
@@ -37,7 +37,7 @@ def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: str = FEAT
 
 
 def head_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Divides [batch, seq, heads, head_dim] by each head's root mean square, then scales; float32 inside.
+    """Divide [batch, seq, heads, head_dim] by each head's root mean square, then scales; float32 inside.
 
     `scale` [head_dim] is all heads': its gradient is all-reduced over what splits heads, 4 head_dim bytes a microbatch.
     """

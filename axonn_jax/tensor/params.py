@@ -89,7 +89,7 @@ class SplitModule(NamedTuple):
 
 
 def split_module(module: nnx.Module) -> SplitModule:
-    """Splits a module into a flat dict of parameters, one of layouts, and a function that rebuilds the module.
+    """Split a module into a flat dict of parameters, one of layouts, and a function that rebuilds the module.
 
     Names are the attribute paths joined by dots (``blocks.3.attention.qkv.kernel``) and do not mention the grid.
     """

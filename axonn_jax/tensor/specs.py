@@ -10,17 +10,17 @@ from jax.sharding import PartitionSpec as P
 
 
 def spec_axes(spec: P) -> frozenset[str]:
-    """Returns the mesh axes that a layout splits over."""
+    """Return the mesh axes that a layout splits over."""
     return frozenset(a for dim in spec if dim is not None for a in ((dim,) if isinstance(dim, str) else dim))
 
 
 def split_dim(spec: P, axis: str) -> int | None:
-    """Returns the dim that a layout splits over an axis."""
+    """Return the dim that a layout splits over an axis."""
     return next((at for at, dim in enumerate(spec) if axis in spec_axes(P(dim))), None)
 
 
 def further_split(spec: P, further: P) -> tuple[int, tuple[str, ...]] | None:
-    """Returns the dim that a layout splits over axes that another one does not have, and those axes; None: equal."""
+    """Return the dim that a layout splits over axes that another one does not have, and those axes; None: equal."""
     more = spec_axes(further) - spec_axes(spec)
     if not more:
         return None
@@ -30,12 +30,12 @@ def further_split(spec: P, further: P) -> tuple[int, tuple[str, ...]] | None:
 
 
 def size_over(mesh: Mesh, axes: Iterable[str]) -> int:
-    """Returns the product of these axes' sizes."""
+    """Return the product of these axes' sizes."""
     return prod(mesh.shape[axis] for axis in axes)
 
 
 def live_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Returns the mesh's axes that are larger than one, slowest first."""
+    """Return the mesh's axes that are larger than one, slowest first."""
     return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
 
 
@@ -48,7 +48,7 @@ def shard_mapped(
     among_others: bool = False,
     differentiated: bool = True,
 ) -> Callable[..., Any]:
-    """Returns a function of global arrays that runs `f` on their local shards; itself where no axis is above one.
+    """Return a function of global arrays that runs `f` on their local shards; itself where no axis is above one.
 
     The region is over the mesh's axes that are larger than one. Leaving out an axis keeps its collectives of one out of
     the program. The mesh itself is made smaller because a region manual over only some axes of a mesh crashes XLA's CPU

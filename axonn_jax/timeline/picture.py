@@ -55,11 +55,11 @@ class _Scale(NamedTuple):
     """Virtual stages of a rank; the further ones are paler."""
 
     def at(self, seconds: float) -> float:
-        """Returns a moment of the spans' clock in units from the first task's start."""
+        """Return a moment of the spans' clock in units from the first task's start."""
         return (seconds - self.start) * self.per_second
 
     def face(self, span: Span) -> tuple[float, float, float]:
-        """Returns the colour of a span."""
+        """Return the colour of a span."""
         from matplotlib.colors import to_rgb
 
         pale = 0.6 * ((span.stage or 0) // self.ranks) / self.chunks if span.is_task else 0.0
@@ -78,7 +78,7 @@ class _Line(NamedTuple):
 def draw(
     spans: Sequence[Span], path: Path, title: str | None = None, *, step: int | None = None, heading: str | None = None
 ) -> None:
-    """Draws one step as a PNG, the last whole one unless `step` says which; `heading` stands for its length and idle.
+    """Draw one step as a PNG, the last whole one unless `step` says which; `heading` stands for its length and idle.
 
     Tasks bear the number of their microbatch where it fits; virtual stages of a rank differ in shade. What lies outside
     the time from the first task to the end of the last is not shown.
@@ -131,7 +131,7 @@ def draw(
 
 
 def _lines(spans: Sequence[Span], whole: float) -> list[_Line]:
-    """Returns the stretches to draw: the whole step, on several lines if need be, or its two ends and its middle."""
+    """Return the stretches to draw: the whole step, on several lines if need be, or its two ends and its middle."""
     shortest = max(min(_usual_widths(spans).values(), default=whole), whole * 1e-7)
     most = shortest * _ACROSS / _NARROWEST  # seconds on a line
     count = -(-whole // most)
@@ -225,7 +225,7 @@ def _draw_boxes(axes: Any, spans: Sequence[Span], scale: _Scale) -> None:
 def _add_boxes(
     axes: Any, boxes: Sequence[tuple[float, float, float]], height: float, faces: Any, edges: Any, seam: float
 ) -> None:
-    """Adds boxes (left, right, top), in the order of their calls."""
+    """Add boxes (left, right, top), in the order of their calls."""
     from matplotlib.collections import PolyCollection
 
     corners = [[(a, top), (b, top), (b, top + height), (a, top + height)] for a, b, top in boxes]
@@ -273,7 +273,7 @@ def _fit(width: float, height: float, digits: int, turn: bool = False) -> tuple[
 
 
 def _usual_widths(spans: Sequence[Span]) -> dict[Kind, float]:
-    """Returns the median duration in seconds of each kind of task that is of a microbatch."""
+    """Return the median duration in seconds of each kind of task that is of a microbatch."""
     lengths: dict[Kind, list[float]] = {}
     for span in spans:
         if span.kind not in _WITHOUT_MICROBATCH:

@@ -65,7 +65,7 @@ class Span:
 
     @property
     def is_task(self) -> bool:
-        """Whether this is work of the device, which communication is not."""
+        """True if this is work of the device, which communication is not."""
         return self.kind != "communication"
 
 
@@ -79,7 +79,7 @@ class Recorder:
         self._steps: dict[int, list[tuple[int, str, Kind, float, float, int]]] = {}
 
     def add(self, rank: int, name: str, kind: Kind, start: float, end: float, step: int) -> None:
-        """Records a span, times in seconds; a span of a step that was dropped already is dropped too."""
+        """Record a span, times in seconds; a span of a step that was dropped already is dropped too."""
         spans = self._steps.get(step)
         if spans is None:
             spans = self._first_of(step)
@@ -93,13 +93,13 @@ class Recorder:
         return spans
 
     def spans(self, step: int | None = None) -> list[Span]:
-        """Returns the spans of a step, or of all steps kept, in the order in which they were added."""
+        """Return the spans of a step, or of all steps kept, in the order in which they were added."""
         kept = sorted(self._steps.items()) if step is None else [(step, self._steps.get(step, []))]
         return [Span(*fields) for _, spans in kept for fields in tuple(spans)]
 
 
 def estimate_offset(samples: Sequence[tuple[float, float, float]]) -> float:
-    """Returns how many seconds the remote clock is ahead of the local one, wrong by half the least round trip at most.
+    """Return how many seconds the remote clock is ahead of the local one, wrong by half the least round trip at most.
 
     A sample is (local time of sending, remote time of answering, local time of receiving). The quickest exchange had
     the least room for an asymmetric delay, so it alone counts, as in NTP.
@@ -114,17 +114,17 @@ def estimate_offset(samples: Sequence[tuple[float, float, float]]) -> float:
 
 
 def shift(spans: Iterable[Span], offset: float) -> list[Span]:
-    """Returns the spans `offset` seconds later: with `estimate_offset`'s result, on the remote clock."""
+    """Return the spans `offset` seconds later: with `estimate_offset`'s result, on the remote clock."""
     return [replace(span, start=span.start + offset, end=span.end + offset) for span in spans]
 
 
 def merge(spans_by_rank: Iterable[Iterable[Span]]) -> list[Span]:
-    """Returns the spans of all ranks, which must be on one clock, in one list by their start."""
+    """Return the spans of all ranks, which must be on one clock, in one list by their start."""
     return sorted((span for spans in spans_by_rank for span in spans), key=lambda span: (span.start, span.end))
 
 
 def collect(recorder: Recorder, pipe: "MPI.Comm | None") -> list[Span]:
-    """Returns the spans of all pipe ranks on rank 0's clock, there; elsewhere an empty list.
+    """Return the spans of all pipe ranks on rank 0's clock, there; elsewhere an empty list.
 
     Collective over `pipe` (None: one process, which has them all): a few messages of 8 bytes with every rank to
     compare clocks, then its spans, about 100 bytes each.
@@ -152,17 +152,17 @@ def collect(recorder: Recorder, pipe: "MPI.Comm | None") -> list[Span]:
 
 
 def steps_of(spans: Iterable[Span]) -> list[int]:
-    """Returns the steps that have spans, in order."""
+    """Return the steps that have spans, in order."""
     return sorted({span.step for span in spans})
 
 
 def ranks_of(spans: Iterable[Span]) -> int:
-    """Returns the number of pipe ranks, of which the last has at least one span."""
+    """Return the number of pipe ranks, of which the last has at least one span."""
     return max((span.rank for span in spans), default=-1) + 1
 
 
 def last_whole_step(spans: Iterable[Span]) -> int | None:
-    """Returns the last step with as many tasks as any: a run that is stopped leaves its last step unfinished."""
+    """Return the last step with as many tasks as any: a run that is stopped leaves its last step unfinished."""
     tasks: dict[int, int] = {}
     for span in spans:
         tasks[span.step] = tasks.get(span.step, 0) + span.is_task
@@ -185,13 +185,13 @@ class Usage:
 
 
 def window(spans: Iterable[Span]) -> tuple[float, float]:
-    """Returns when the first task started and the last one ended, in seconds; (0, 0) without tasks."""
+    """Return when the first task started and the last one ended, in seconds; (0, 0) without tasks."""
     tasks = [span for span in spans if span.is_task]
     return min((span.start for span in tasks), default=0.0), max((span.end for span in tasks), default=0.0)
 
 
 def usage(spans: Sequence[Span], ranks: int) -> list[Usage]:
-    """Returns what became of the time of each of `ranks` ranks in one step; a rank without tasks was idle throughout.
+    """Return what became of the time of each of `ranks` ranks in one step; a rank without tasks was idle throughout.
 
     Raises:
         ValueError: the spans are of more than one step, whose pause between would count as idle.
@@ -216,7 +216,7 @@ def usage(spans: Sequence[Span], ranks: int) -> list[Usage]:
 
 
 def _covered(parts: Iterable[tuple[float, float]]) -> float:
-    """Returns the seconds in which at least one of the parts, from and to, lasts."""
+    """Return the seconds in which at least one of the parts, from and to, lasts."""
     total, until = 0.0, -math.inf
     for start, end in sorted(parts):
         if end > until:

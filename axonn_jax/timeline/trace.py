@@ -34,7 +34,7 @@ _COMMUNICATION_THREAD = 1000
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
-    """Writes the spans in Chrome's trace event format, which Perfetto opens; times count from the first span's start.
+    """Write the spans in Chrome's trace event format, which Perfetto opens; times count from the first span's start.
 
     A process is a stage, its threads are its tasks and its communication; arrows lead from stage to stage. The oldest
     steps are left out where there are more spans than `read_trace` reads.
@@ -70,7 +70,7 @@ def _events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
 
 
 def _threads(spans: Sequence[Span]) -> list[tuple[Span, int]]:
-    """Returns each span's thread: what overlaps in one thread is not shown, so what overlaps goes to a further one."""
+    """Return each span's thread: what overlaps in one thread is not shown, so what overlaps goes to a further one."""
     ends: dict[tuple[int, bool], list[float]] = {}
     threads = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
@@ -117,7 +117,7 @@ def _arrows(slices: Sequence[tuple[Span, dict[str, Any]]]) -> Iterator[dict[str,
 
 
 def read_trace(path: Path) -> list[Span]:
-    """Returns the spans of a file that `write_trace` wrote, by their start; seconds from the first one's.
+    """Return the spans of a file that `write_trace` wrote, by their start; seconds from the first one's.
 
     Raises:
         UserError: there is no such file, it is not such a trace, or one beyond what a pipelined run leaves.

@@ -34,14 +34,14 @@ _NOUNS: Mapping[Any, str] = {int: "an integer", float: "a number", bool: "true o
 
 @cache
 def tables() -> Mapping[str, Mapping[str, Any]]:
-    """Returns the type of every key by table, in the order of the dataclasses."""
+    """Return the type of every key by table, in the order of the dataclasses."""
     return MappingProxyType(
         {name: MappingProxyType(get_type_hints(cls)) for name, cls in get_type_hints(Config).items()}
     )
 
 
 def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]]:
-    """Returns the arguments that belong to no flag, and every flag's dotted name with its value, in order.
+    """Return the arguments that belong to no flag, and every flag's dotted name with its value, in order.
 
     The value of a text is kept as it is; of others, it is a number or a boolean where it reads as one. A boolean is
     true where no value follows; any other flag then has the value `NOT_GIVEN`.
@@ -91,7 +91,7 @@ def _scalar(text: str) -> object:
 def read(
     path: str | Path, flags: Iterable[tuple[str, object]] = (), *, warn: Callable[[str], None] = lambda line: None
 ) -> Config:
-    """Reads a TOML file, over which the flags win; `warn` is given one line where keys have names of earlier versions.
+    """Read a TOML file, over which the flags win; `warn` is given one line where keys have names of earlier versions.
 
     Raises:
         UserError: the file cannot be read or is not TOML, or a key or flag is unknown or of the wrong type.
@@ -121,7 +121,7 @@ def loads(
     name: str | None = None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> Config:
-    """Returns the config of a TOML text; flags are dotted names with values, `name` replaces `{name}` in log.dir.
+    """Return the config of a TOML text; flags are dotted names with values, `name` replaces `{name}` in log.dir.
 
     `warn` is given one line where keys have names of earlier versions.
 
@@ -192,7 +192,7 @@ def _known(dotted: str, value: object) -> tuple[str, str]:
 
 
 def _typed(dotted: str, value: object, annotation: Any) -> Any:
-    """Returns the value as the annotated type; only an integer for a number is converted, nothing is guessed."""
+    """Return the value as the annotated type; only an integer for a number is converted, nothing is guessed."""
     wanted = _not_none(annotation)
     if get_origin(wanted) is Literal:
         choices = get_args(wanted)
@@ -217,7 +217,7 @@ def _not_none(annotation: Any) -> Any:
 
 
 def _plain(text: str) -> bool:
-    """Whether the text can be a path and be written into config.toml (bytes that are not UTF-8 cannot)."""
+    """True if the text can be a path and be written into config.toml (bytes that are not UTF-8 cannot)."""
     return "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
@@ -235,7 +235,7 @@ def _listed(names: Iterable[object]) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Returns the config as TOML text that reads back as the same config."""
+    """Return the config as TOML text that reads back as the same config."""
     lines: list[str] = []
     for table in fields(config):
         value = getattr(config, table.name)
@@ -245,7 +245,7 @@ def to_toml(config: Config) -> str:
 
 
 def table_toml(name: str, values: Mapping[str, object]) -> str:
-    """Returns a table of a config as TOML text; TOML has no null: what is None is left out and reads back so."""
+    """Return a table of a config as TOML text; TOML has no null: what is None is left out and reads back so."""
     return "\n".join([f"[{name}]", *(f"{key} = {_literal(v)}" for key, v in values.items() if v is not None)])
 
 

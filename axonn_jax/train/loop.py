@@ -79,11 +79,11 @@ class Run:
             raise UserError("log.dir", str(self.directory), accepted) from None
 
     def say(self, text: str) -> None:
-        """Prints a line, on the first process only."""
+        """Print a line, on the first process only."""
         self.progress.say(text)
 
     def go(self, stop: StopSignals) -> int:
-        """Trains to the last step or until told to stop, evaluates, draws, saves; returns the exit status."""
+        """Train to the last step or until told to stop, evaluate, draw, save; return the exit status."""
         steps, every = self.config.train.steps, self.config.train.eval_every
         save_every = self.config.checkpoint.every
         if self.start >= steps:
@@ -146,7 +146,7 @@ class Run:
             self.say(line)
 
     def _pictures(self) -> list[str]:
-        """Draws what is to be seen of the run; returns the files, comma by comma, or nothing."""
+        """Draw what is to be seen of the run; return the files, comma by comma, or nothing."""
         drawn: list[Path] = []
         try:
             pictures = self.engine.write_timeline(self.directory)
@@ -167,7 +167,7 @@ class Run:
         return self.checkpoints.directory / name_of(step)
 
     def _stopped(self, stop: StopSignals, step: int) -> int:
-        """Ends a run that was told to: 128 plus the signal's number once its checkpoint is complete, else 1."""
+        """End a run that was told to: 128 plus the signal's number once its checkpoint is complete, else 1."""
         error, number = self.checkpoints.settle(), stop.number()
         self._close_log()
         name = signal.Signals(number).name
@@ -178,7 +178,7 @@ class Run:
         return 128 + number
 
     def _given_up(self, step: int) -> int:
-        """Ends a run whose steps change nothing any more, without a checkpoint of it."""
+        """End a run whose steps change nothing any more, without a checkpoint of it."""
         self.checkpoints.settle()
         self._close_log()
         finite, last = self.checkpoints.finite(), self.checkpoints.saver.last
@@ -195,7 +195,7 @@ class Run:
         return self.train_data.manifest.unigram_entropy
 
     def _report(self, step: int, metrics: StepMetrics, mark: float) -> float:
-        """Waits for a step, the run's one sync a step, and writes it down; returns when it was done."""
+        """Wait for a step, the run's one sync a step, and write it down; return when it was done."""
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         now = time.monotonic()
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -245,7 +245,7 @@ class Run:
         return used
 
     def _remember(self) -> None:
-        """Says where the bytes are, once a step has run, and writes it down."""
+        """Say where the bytes are, once a step has run, and write it down."""
         reports = self.engine.memory()
         if self.first:
             try:

@@ -37,7 +37,7 @@ from axonn_jax.train.validate import residual_comm_of
 
 
 def train(config: Config, report: Callable[[BaseException], int], notes: Sequence[str] = ()) -> int:
-    """Trains as a checked config says and leaves a run directory; returns the exit status.
+    """Train as a checked config says and leave a run directory; return the exit status.
 
     `report` prints an error for people and gives its exit status: of several processes one that fails ends at once.
     `notes` are lines about the configuration for people, which the first process says.
@@ -124,7 +124,7 @@ def _all_or_nothing(world: World, report: Callable[[BaseException], int]) -> Ite
 
 
 def _leave(status: int) -> None:
-    """Ends at once; the launcher ends what is left."""
+    """End at once; the launcher ends what is left."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     last_flush()
@@ -133,7 +133,7 @@ def _leave(status: int) -> None:
 
 @contextlib.contextmanager
 def only_run_in(directory: str, sync: HostSync, say: Callable[[str], None]) -> Iterator[None]:
-    """Holds a run's directory; the run's first process does that for all of them.
+    """Hold a run's directory; the run's first process does that for all of them.
 
     It makes the directory, and removes it in the end where nothing has been put into it, bad input for instance.
 
@@ -162,7 +162,7 @@ def only_run_in(directory: str, sync: HostSync, say: Callable[[str], None]) -> I
 
 
 def verify_data(path: str, sync: HostSync) -> None:
-    """Compares shards and tokenizer with their checksums; collective over all processes.
+    """Compare shards and tokenizer with their checksums; collective over all processes.
 
     Processes that see the same files, on one host or through a shared file system, read a share of them each; a
     host with a copy of its own reads that. Raises ``UserError``, the same on all, where one finds a fault or another

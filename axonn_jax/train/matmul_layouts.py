@@ -153,7 +153,7 @@ def _read(file: Path) -> dict[str, dict[str, str]]:
 
 
 def save(file: Path, device: Any, measured: Iterable[Measured]) -> str:
-    """Adds measurements to the file, or makes it; returns a line for people where that fails.
+    """Add measurements to the file, or make it; return a line for people where that fails.
 
     The file is replaced as a whole: who reads it meanwhile sees the old one or the new one.
     """

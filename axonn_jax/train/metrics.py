@@ -59,7 +59,7 @@ class MetricsLog:
         rewritten.replace(self.path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes one record; a number that is not finite becomes null, which JSON can hold."""
+        """Write one record; a number that is not finite becomes null, which JSON can hold."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with self._told():
             self._file.write(json.dumps(clean) + "\n")
@@ -69,7 +69,7 @@ class MetricsLog:
                         self._events.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         with self._told():
             self._file.close()
             if self._events is not None:
@@ -130,7 +130,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
 
 
 def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
-    """Draws loss.png from metrics.jsonl: training loss, its running mean, held-out loss, unigram entropy."""
+    """Draw loss.png from metrics.jsonl: training loss, its running mean, held-out loss, unigram entropy."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -66,7 +66,7 @@ def changed_rate(config: TrainConfig, before: Any, updates: int) -> str:
 
 
 def decayed(params: Mapping[str, Any]) -> dict[str, bool]:
-    """Says by name which parameters weight decay applies to: all but biases and those of norms."""
+    """Say by name which parameters weight decay applies to: all but biases and those of norms."""
     return {name: name.rsplit(".", 1)[-1] not in ("bias", "scale", "shift") for name in params}
 
 

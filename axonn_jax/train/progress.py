@@ -52,7 +52,7 @@ class Progress:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Prints a line of its own."""
+        """Print a line of its own."""
         if self._bar is not None:
             self._bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
         elif self._shown:
@@ -67,7 +67,7 @@ class Progress:
         saved: tuple[int, float] | None = None,
         skipped: int = 0,
     ) -> None:
-        """Shows a finished step, and the age of the last checkpoint: `saved` is its step and when it was complete.
+        """Show a finished step, and the age of the last checkpoint: `saved` is its step and when it was complete.
 
         `skipped` is how many steps so far changed nothing, since they were not finite.
         """

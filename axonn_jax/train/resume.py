@@ -36,7 +36,7 @@ _OTHERWISE = "or checkpoint.resume never to start anew, or checkpoint.weights to
 
 
 def save_as(engine: Engine, directory: Path, step: int, facts: Mapping[str, Any] = MappingProxyType({})) -> Path:
-    """Saves all of an engine's state, and what a run knows beside it, and waits.
+    """Save all of an engine's state, and what a run knows beside it, and wait.
 
     Raises ``OSError`` with the reason where it cannot.
     """
@@ -52,7 +52,7 @@ def save_as(engine: Engine, directory: Path, step: int, facts: Mapping[str, Any]
 
 
 def _begin_save(saver: Saver, engine: Engine, sync: HostSync, step: int, facts: Mapping[str, Any]) -> None:
-    """Begins to save all of an engine's state, or refuses where that is not finite anywhere in the run."""
+    """Begin to save all of an engine's state, or refuse where that is not finite anywhere in the run."""
     with engine.saving() as progress:
         if finite(engine, sync):
             shape = _shape_of(engine)
@@ -68,12 +68,12 @@ def _shape_of(engine: Engine) -> ModelShape | None:
 
 
 def finite(engine: Engine, sync: HostSync) -> bool:
-    """Whether an engine's state is finite in all processes of the run, which all must ask."""
+    """True if an engine's state is finite in all processes of the run, which all must ask."""
     return not any(sync.gather("" if engine.finite() else "not finite"))
 
 
 def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
-    """Loads a checkpoint, or a pretrained directory, that the caller names; returns its step."""
+    """Load a checkpoint, or a pretrained directory, that the caller names; return its step."""
     sync = host_sync(engine.grid)
     if is_pretrained(path):
         if not weights_only:
@@ -86,7 +86,7 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
 
 
 def _take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> None:
-    """Puts the weights of a pretrained directory into an engine whose model is the one there, on all processes."""
+    """Put the weights of a pretrained directory into an engine whose model is the one there, on all processes."""
     fault = ""
     try:
         if shape := _shape_of(engine):
@@ -98,7 +98,7 @@ def _take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> 
 
 
 def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> int:
-    """Puts a valid checkpoint's arrays into an engine; returns how many kernels became those of experts.
+    """Put a valid checkpoint's arrays into an engine; return how many kernels became those of experts.
 
     Raises ``CorruptCheckpoint`` on all processes where one cannot read it.
     """
@@ -146,7 +146,7 @@ class Checkpoints:
         """The step whose state is the newest that has been given to the saver, or that was resumed."""
 
     def resume(self) -> int:
-        """Goes on where the configuration says; returns the data position. 0: a new run.
+        """Go on where the configuration says; return the data position. 0: a new run.
 
         Raises ``UserError`` where a checkpoint is of another model or optimizer, other data or other seeds.
         """
@@ -171,26 +171,26 @@ class Checkpoints:
         return int(facts.run["position"])
 
     def save(self, step: int, position: int) -> None:
-        """Begins to save the state after a step; waits for the save before, if it still runs."""
+        """Begin to save the state after a step; wait for the save before, if it still runs."""
         _begin_save(self.saver, self._engine, self._sync, step, self._facts(position))
         self.saved_step = step
 
     def finite(self) -> bool:
-        """Whether the state is finite, in all processes of the run."""
+        """True if the state is finite, in all processes of the run."""
         with self._engine.saving():
             return finite(self._engine, self._sync)
 
     def settle(self) -> str:
-        """Waits for the save under way; returns why it failed, on all processes, or an empty text."""
+        """Wait for the save under way; return why it failed, on all processes, or an empty text."""
         with self._engine.saving():
             return self.saver.settle()
 
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """End what runs in the background."""
         self.saver.close()
 
     def _resumed(self, where: str) -> Checkpoint | None:
-        """Finds a checkpoint and loads it; one that cannot be read after all gives way to the one before."""
+        """Find a checkpoint and load it; one that cannot be read after all gives way to the one before."""
         if where == "never":
             return None
         if where != "auto":
@@ -243,7 +243,7 @@ class Checkpoints:
             self._keep_small_files(run / PRETRAINED)
 
     def _keep_small_files(self, source: Path) -> None:
-        """Keeps config, tokenizer and templates of the model that the run begins from, for `axonn-jax convert`."""
+        """Keep config, tokenizer and templates of the model that the run begins from, for `axonn-jax convert`."""
         fault, data = "", self._config.data.path
         if self._sync.rank == 0:
             try:
@@ -297,7 +297,7 @@ class Checkpoints:
             return reason(error)
 
     def _set_aside(self, step: int) -> None:
-        """Keeps, under other names, what the directory holds of later steps than this run goes on from."""
+        """Keep, under other names, what the directory holds of later steps than this run goes on from."""
         if self._sync.rank == 0:
             for path in all_steps(self.directory):
                 if (step_of(path) or 0) > step:

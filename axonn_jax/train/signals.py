@@ -57,7 +57,7 @@ class StopSignals:
             self._thread.join(5)
 
     def requested(self) -> bool:
-        """Whether the run shall end after this step; the same on every process, and asked by all after each step."""
+        """True if the run shall end after this step; the same on every process, and asked by all after each step."""
         return self._sync.any_before(bool(self._number))
 
     def number(self) -> int:

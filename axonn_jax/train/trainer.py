@@ -163,7 +163,7 @@ class Trainer:
 
     @_on_own_mesh
     def save(self, directory: str | Path, step: int) -> Path:
-        """Writes all state to `directory/step_N` and waits for it; every process of the run must call it.
+        """Write all state to `directory/step_N` and wait for it; every process of the run must call it.
 
         Raises ``OSError`` with the reason where it cannot be written, or is not made of finite numbers.
         """
@@ -172,7 +172,7 @@ class Trainer:
 
     @_on_own_mesh
     def load(self, path: str | Path, *, weights_only: bool = False) -> int:
-        """Takes over a checkpoint (a step_N, or the newest of a run), saved on any grid; returns its step.
+        """Take over a checkpoint (a step_N, or the newest of a run), saved on any grid; return its step.
 
         `weights_only` takes the parameters and leaves optimizer state and step as they are. Every process of the run
         must call it. Raises ``UserError`` naming what is missing, unexpected, of another shape or corrupt; also where
@@ -183,7 +183,7 @@ class Trainer:
         return step
 
     def close(self) -> None:
-        """Ends threads and channels of a pipeline; call it before the process ends."""
+        """End threads and channels of a pipeline; call it before the process ends."""
         self.engine.close()
 
 

@@ -33,7 +33,7 @@ from axonn_jax.train.config import (
 
 
 def check(config: Config) -> Config:
-    """Checks the config, cheap checks first; returns it with every model field and the run directory filled in.
+    """Check the config, cheap checks first; return it with every model field and the run directory filled in.
 
     Raises:
         UserError: a value is out of range, contradicts another or the data, or names something unusable.
@@ -88,14 +88,14 @@ def _check_ranges(config: Config) -> None:
 
 
 def residual_comm_of(config: Config, shape: ModelShape) -> BlockComm:
-    """Returns how blocks communicate; raises ``UserError`` where they cannot as `tensor.residual_comm` says."""
+    """Return how blocks communicate; raises ``UserError`` where they cannot as `tensor.residual_comm` says."""
     wanted, memory = config.tensor.residual_comm, config.memory
     split = memory.sequence_parallel
     return choose_residual_comm(wanted, shape, config.grid, memory.activations, sequence_split=split)
 
 
 def check_sub_batches(config: Config) -> None:
-    """Raises ``UserError`` where a device's sequences of a microbatch do not divide into the parts asked for."""
+    """Raise ``UserError`` where a device's sequences of a microbatch do not divide into the parts asked for."""
     parts, train = config.tensor.sub_batches, config.train
     sequences = train.global_batch // train.microbatches // config.grid.batch_shards
     if parts and sequences % parts and config.grid.pipe == 1:
@@ -104,7 +104,7 @@ def check_sub_batches(config: Config) -> None:
 
 
 def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> None:
-    """Raises ``UserError`` where options cannot go together, or not with a pipeline.
+    """Raise ``UserError`` where options cannot go together, or not with a pipeline.
 
     A pipeline's programs are cut out of one traced function equation by equation, and a loop over layers is a single
     one; its forward and backward passes are programs of their own, and each gathers what it reads. The buckets of
@@ -120,7 +120,7 @@ def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> Non
 
 
 def check_prune(prune: PruneConfig, pipe: int, *, goes_on: bool = False) -> None:
-    """Raises ``UserError`` for settings of pruning that contradict each other, or a pipeline.
+    """Raise ``UserError`` for settings of pruning that contradict each other, or a pipeline.
 
     A file of masks may be missing where a run `goes_on` from a checkpoint, which may have them.
     """
@@ -136,7 +136,7 @@ def check_prune(prune: PruneConfig, pipe: int, *, goes_on: bool = False) -> None
 
 
 def _goes_on(checkpoint: CheckpointConfig, log: LogConfig) -> bool:
-    """Whether there is a checkpoint that the run goes on from, if that is sound: it needs nothing then to begin."""
+    """True if there is a checkpoint that the run goes on from, if that is sound: it needs nothing then to begin."""
     if checkpoint.resume == "auto":
         return bool(all_steps(Path(log.dir) / "checkpoints"))
     return checkpoint.resume != "never"
@@ -145,7 +145,7 @@ def _goes_on(checkpoint: CheckpointConfig, log: LogConfig) -> bool:
 def check_pipeline(
     pipe: int, microbatches: int, pipeline: PipelineConfig, pieces: Sequence[Segment]
 ) -> tuple[PipelineShape, list[range]]:
-    """Returns the pipeline's sizes and the pieces of every virtual stage.
+    """Return the pipeline's sizes and the pieces of every virtual stage.
 
     Raises:
         UserError: the policy cannot run so, or the model does not split so.

@@ -173,7 +173,7 @@ class ListScheduler:
         return small
 
     def _only_elementwise(self, i: int, done: set[int]) -> bool:
-        """Whether nothing that has yet to run before an equation is a matmul or collective."""
+        """True if nothing that has yet to run before an equation is a matmul or collective."""
         behind = [j for j in self.before[i] if j not in done]
         seen: set[int] = set()
         while behind:
@@ -186,7 +186,7 @@ class ListScheduler:
         return True
 
     def small(self, i: int) -> bool:
-        """Whether a collective is a matter of latency, as a norm's sums are."""
+        """True if a collective is a matter of latency, as a norm's sums are."""
         return self.seconds[i] < 2 * H100.latency_s
 
 

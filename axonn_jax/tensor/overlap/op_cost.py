@@ -56,7 +56,7 @@ class OpTimes:
 
 
 def is_collective(eqn: JaxprEqn) -> bool:
-    """Whether an equation communicates."""
+    """True if an equation communicates."""
     return eqn.primitive.name in _COLLECTIVES
 
 

@@ -79,7 +79,7 @@ def reorder(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _recomputes(jaxpr: Jaxpr, inside: bool = False) -> bool:
-    """Whether matmuls are computed again in the backward pass."""
+    """True if matmuls are computed again in the backward pass."""
     if inside and any(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns):
         return True
     for eqn in jaxpr.eqns:
@@ -138,7 +138,7 @@ def _like(v: Any) -> Var:
 
 
 def _apart(values: list[Any], out: list[JaxprEqn]) -> list[Any]:
-    """Puts values behind a barrier, as `jax.checkpoint` does: XLA would find the first computation's results."""
+    """Put values behind a barrier, as `jax.checkpoint` does: XLA would find the first computation's results."""
     (eqn,) = jax.make_jaxpr(jax.lax.optimization_barrier)(jnp.zeros(())).jaxpr.eqns
     apart = []
     for value in values:
@@ -150,7 +150,7 @@ def _apart(values: list[Any], out: list[JaxprEqn]) -> list[Any]:
 
 
 def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any], reorder: OpOrder) -> ClosedJaxpr:
-    """Writes the order into the program.
+    """Write the order into the program.
 
     A matmul comes after the one before it, and what uses a collective's result comes after the last matmul that ran
     beside the collective.
@@ -211,11 +211,11 @@ def _result(eqn: JaxprEqn) -> Var:
 
 
 def _is_number(v: Var) -> bool:
-    """Whether it is neither an index nor a key."""
+    """True if it is neither an index nor a key."""
     return bool(jnp.issubdtype(aval_of(v).dtype, jnp.floating))
 
 
 def _ties() -> Callable[[Any, Any], JaxprEqn]:
-    """Makes ties of two variables; an equation belongs to the mesh that it was traced on."""
+    """Make ties of two variables; an equation belongs to the mesh that it was traced on."""
     (eqn,) = jax.make_jaxpr(_tie.bind)(jnp.zeros(()), jnp.zeros(())).jaxpr.eqns
     return lambda x, earlier: eqn.replace(invars=[x, earlier], outvars=[_like(x)])

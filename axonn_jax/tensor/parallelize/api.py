@@ -28,7 +28,7 @@ def parallelize(
     call: Callable[[Model], Any] | None = None,
     overrides: Mapping[str, str] | None = None,
 ) -> Model:
-    """Returns a copy of a Flax NNX model whose layers run 4D-sharded over the grid, its parameters placed on it.
+    """Return a copy of a Flax NNX model whose layers run 4D-sharded over the grid, its parameters placed on it.
 
     Type, attributes, parameter names and results stay; so do `nnx.jit`, `nnx.value_and_grad`, `nnx.Optimizer`,
     `nnx.split` and train/eval modes. Linear, LinearGeneral, Einsum, Conv, ConvTranspose, Embed, LayerNorm and

@@ -52,7 +52,7 @@ def by_rows(modules: Iterable[nnx.Module], mesh: Mesh) -> None:
 
 
 def check_grouped(jaxpr: Any, mesh: Mesh, layer: str) -> None:
-    """Raises ``UserError`` for a grouped convolution that XLA would partition, if its kernel is computed from inputs.
+    """Raise ``UserError`` for a grouped convolution that XLA would partition, if its kernel is computed from inputs.
 
     Manual regions and equations whose name begins with `layer` are not looked into.
     """

@@ -41,7 +41,7 @@ def in_region(
     y_spec: P,
     rows: tuple[int, int] | None = (0, 0),
 ) -> jax.Array:
-    """Runs `local` on local shards of an input [rows, ..., features] and of the layer's parameters.
+    """Run `local` on local shards of an input [rows, ..., features] and of the layer's parameters.
 
     `x_feature` is the input's dim of features (None: it has none, as ids) and the axis that splits it, `y_spec` the
     layout of the output's features, `rows` the batch dim of input and of output. Rows are split over `data` and `z`

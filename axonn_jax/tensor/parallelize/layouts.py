@@ -23,7 +23,7 @@ class ActivationSplit:
     size: int
     """Global size of the split dim."""
     last: bool
-    """Whether it was the last dim where it was made."""
+    """True if it was the last dim where it was made."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class LayerPlan:
     """Elements of the input and of the output of all its calls together, or of one row (see `rows_known`)."""
     rows_known: bool = False
     rows_split: bool = True
-    """Whether the rows of its (last known) call divide over `data` and `z`."""
+    """True if the rows of its (last known) call divide over `data` and `z`."""
 
     def spec(self, name: str) -> P:
         """The layout of one of the layer's parameters."""

@@ -85,7 +85,7 @@ class BatchShards:
         return len(batch) // self.share * self.least
 
     def shard(self, batch: np.ndarray) -> jax.Array:
-        """Makes [microbatches, global_batch / microbatches, seq + 1] on the mesh from this process's sequences."""
+        """Make [microbatches, global_batch / microbatches, seq + 1] on the mesh from this process's sequences."""
         global_batch, width = self.global_batch(batch), batch.shape[1]
         each = global_batch // self.microbatches
         position = {number: at for at, number in enumerate(self.local(global_batch))}
@@ -141,13 +141,13 @@ class Engine(Protocol):
         """Global shapes of the whole model's state, without padding of the vocabulary."""
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Takes over what `read` makes of shapes, types and layouts by name, of the names that are `wanted`.
+        """Take over what `read` makes of shapes, types and layouts by name, of the names that are `wanted`.
 
         Their arrays are freed first, so that the devices never hold two copies.
         """
 
     def finite(self) -> bool:
-        """Whether weights and optimizer state are finite numbers, as far as this process sees; waits for them."""
+        """True if weights and optimizer state are finite numbers, as far as this process sees; waits for them."""
 
     def memory(self) -> dict[int, dict[str, Any]]:
         """Where the bytes of one device are: planned by formula, counted, and of the compiled step once it has run.
@@ -162,16 +162,16 @@ class Engine(Protocol):
         """Around what may take long between steps, so that no peer takes this process for stuck; gives whom to tell."""
 
     def peer_failed(self) -> bool:
-        """Whether another process of the run is known to have gone, so that no step will end any more."""
+        """True if another process of the run is known to have gone, so that no step will end any more."""
 
     def explain(self, sequences: int) -> list[str]:
         """Lines for people on how a step of so many sequences runs."""
 
     def write_timeline(self, directory: Path) -> list[Path]:
-        """Writes what was measured of the last steps; returns the pictures for people, none without a pipeline."""
+        """Write what was measured of the last steps; return the pictures for people, none without a pipeline."""
 
     def close(self) -> None:
-        """Ends what runs beside the devices; results of the last step stay readable."""
+        """End what runs beside the devices; results of the last step stay readable."""
 
 
 def read_anew(state: State, read: Callable[[State], State], wanted: Callable[[str], bool]) -> State:

@@ -114,7 +114,7 @@ class PipelineEngine:
         return self._states.opt_state
 
     def close(self) -> None:
-        """Ends threads and channels; call it before the process ends (the last step's results stay readable)."""
+        """End threads and channels; call it before the process ends (the last step's results stay readable)."""
         self._pipes.close()
         self._links.close()
 
@@ -198,7 +198,7 @@ class PipelineEngine:
         return without_padding(self._states.shapes(), self._padding)
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Takes over what `read` makes of the wanted names' shapes, types and layouts; called for each rank here."""
+        """Take over what `read` makes of the wanted names' shapes, types and layouts; called for each rank here."""
         self._states.load(read, wanted)
         if any(stage.layout for stage in self.stages.values()):  # other entries may be kept than before
             self._pipes.close()
@@ -210,7 +210,7 @@ class PipelineEngine:
         self._links.status.now("between steps")
 
     def peer_failed(self) -> bool:
-        """Whether another process is known to have gone; if so, the watch says which and ends this one."""
+        """True if another process is known to have gone; if so, the watch says which and ends this one."""
         return self._links.heartbeat.peer_failed()
 
     def explain(self, sequences: int) -> list[str]:
@@ -218,7 +218,7 @@ class PipelineEngine:
         return build.describe(self._pieces, self.ranges, self.pipe_shape, self.pipeline.policy, self._channel)
 
     def write_timeline(self, directory: Path) -> list[Path]:
-        """Writes timeline.json and timeline.png of the last steps; every process of the run must call it."""
+        """Write timeline.json and timeline.png of the last steps; every process of the run must call it."""
         first_of_stage = self.grid.rank % self.grid.stage_processes == 0
         spans = collect(self._links.recorder, self._links.pipe) if first_of_stage else []
         if self.grid.rank != 0 or not spans:
@@ -266,7 +266,7 @@ class PipelineEngine:
             self._links.status.now("between steps")
 
     def _recover(self) -> None:
-        """Makes good for a step that an exception ended, Ctrl-C say: it is as if that step had not begun.
+        """Make good for a step that an exception ended, Ctrl-C say: it is as if that step had not begun.
 
         Raises ``RuntimeError`` where that cannot be.
         """

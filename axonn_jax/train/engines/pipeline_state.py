@@ -51,7 +51,7 @@ class PipelineState:
         return {pp_rank: joined(self._forms(stage)[1]) for pp_rank, stage in self.stages.items()}
 
     def finite(self) -> bool:
-        """Whether weights and optimizer state of the ranks here are finite numbers."""
+        """True if weights and optimizer state of the ranks here are finite numbers."""
         return all(all_finite(stage.state) for stage in self.stages.values())
 
     def by_rank(self) -> dict[int, State]:
@@ -83,7 +83,7 @@ class PipelineState:
         return {name: value.shape for pp_rank in ranks for name, value in self._abstract(pp_rank).items()}
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool]) -> None:
-        """Takes over what `read` makes of the wanted names' shapes, types and layouts; called for each rank here."""
+        """Take over what `read` makes of the wanted names' shapes, types and layouts; called for each rank here."""
         states = self.by_rank()
         for pp_rank, stage in self.stages.items():
             state, kept = states.pop(pp_rank), None

@@ -13,7 +13,7 @@ from axonn_jax.train.engines.engine import Engine
 
 
 def take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> None:
-    """Puts a pretrained directory's weights into an engine, each process the parts that its devices hold.
+    """Put a pretrained directory's weights into an engine, each process the parts that its devices hold.
 
     Raises ``UserError`` on all processes where one finds a fault, before anything of the engine's has changed.
     """
@@ -47,6 +47,6 @@ def packed(error: UserError) -> str:
 
 
 def agree(sync: HostSync, fault: str) -> None:
-    """Raises the same ``UserError`` on all processes where one has a fault."""
+    """Raise the same ``UserError`` on all processes where one has a fault."""
     if faults := [text for text in sync.gather(fault) if text]:
         raise UserError(*faults[0].split("\0", 2))

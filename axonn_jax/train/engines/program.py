@@ -44,7 +44,7 @@ BATCH_SPEC = P(None, BATCH_AXES)
 
 
 def sub_batches_of(wanted: int, grid: GridShape, rows: int) -> int:
-    """Returns the parts that a device's rows run in; 0 is two on accelerators where that can help, else one.
+    """Return the parts that a device's rows run in; 0 is two on accelerators where that can help, else one.
 
     Raises ``UserError`` where the rows do not divide into those wanted.
     """
@@ -106,11 +106,11 @@ class StageProgram(OnMesh):
     """Parts of a microbatch's local rows that run side by side, so that communication hides behind compute; 0: two
     on accelerators where that can help, else one."""
     ordered: bool = False
-    """Whether the order of a microbatch's computation is found here (`tensor.overlap.reorder`) and not left to XLA."""
+    """True if the order of a microbatch's computation is found here (`tensor.overlap.reorder`) and not left to XLA."""
     sums: jnp.dtype = _FLOAT32
     """What gradients add up in, and are reduced in over `z` and `data`."""
     zero: bool = False
-    """Whether gradients are scattered over `data` (ZeRO-1), each device then having a part of most."""
+    """True if gradients are scattered over `data` (ZeRO-1), each device then having a part of most."""
     reshard_after: ReshardAfter = "forward"
     """When gathered weights are let go (docs/memory.md); "step" is "backward" where there is one microbatch."""
     stacked: Collection[str] = ()
@@ -187,7 +187,7 @@ class StageProgram(OnMesh):
 
     @property
     def _last_apart(self) -> bool:
-        """Whether replicas add up beside a backward pass: in an order found here, but not behind a loop over layers."""
+        """True if replicas add up beside a backward pass: in an order found here, but not behind a loop over layers."""
         model = self._model(self.parts.params)
         scanned = isinstance(getattr(model, model.layer_list), Stacked)
         return self.ordered and self.grid.shape.replicas > 1 and not scanned

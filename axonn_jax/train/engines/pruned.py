@@ -22,7 +22,7 @@ from axonn_jax.train.config import MemoryConfig
 def check_optimizer(
     optimizer: GradientTransformation, model: Model, params: Params, memory: MemoryConfig, prune: PruneConfig
 ) -> None:
-    """Raises ``UserError`` where an optimizer asks for more than a step has, or offload or pruning of it at a time.
+    """Raise ``UserError`` where an optimizer asks for more than a step has, or offload or pruning of it at a time.
 
     Of `params` shapes are enough.
     """

@@ -47,7 +47,7 @@ class Pruning:
         self._fileless = self._unmasked = files == {""}
 
     def loaded(self) -> None:
-        """Begins anew with what an engine has loaded, or with what it is where nothing was.
+        """Begin anew with what an engine has loaded, or with what it is where nothing was.
 
         Raises ``UserError``, on all processes, where its masks are not what the settings ask for: of `prune.mask_file`,
         as long as that is there, or else as many entries as `prune.density` says, of every kernel or of all together.
@@ -70,13 +70,13 @@ class Pruning:
             check_density(held, self._config.density)
 
     def check_masks(self) -> None:
-        """Raises ``UserError`` where masks come from a file that is not there, and no checkpoint had them."""
+        """Raise ``UserError`` where masks come from a file that is not there, and no checkpoint had them."""
         if self._unmasked:
             accepted = "an .npz file of arrays of booleans by parameter, unless a checkpoint that is loaded has masks"
             raise UserError("prune.mask_file", self._config.mask_file, accepted)
 
     def at(self, step: int) -> None:
-        """Prunes if it is time, before or behind a step: of two calls with as many steps done the second does nothing.
+        """Prune if it is time, before or behind a step: of two calls with as many steps done the second does nothing.
 
         Collectives: those of `pruned.masks` and `pruned.early_bird`.
         """
@@ -125,7 +125,7 @@ class Pruning:
 
 
 def prune_for(engine: Engine, names: Iterable[str]) -> None:
-    """Prunes an engine that still trains densely, if the names of the checkpoint that it is to load have masks."""
+    """Prune an engine that still trains densely, if the names of the checkpoint that it is to load have masks."""
     late = isinstance(engine, SpmdEngine) and engine.prunes_later and not engine.pruned
     if late and any(name.startswith(MASKS) for name in names):
         assert isinstance(engine, SpmdEngine)
@@ -144,7 +144,7 @@ class KeptCounts:
     slots: int
 
     def __str__(self) -> str:
-        """Returns the line."""
+        """Return the line."""
         where = f"{self.kernels} kernels are trained, in {self.slots:,} slots"
         return f"pruned: {self.entries:,} of {self.of:,} entries of {where}"
 
@@ -174,7 +174,7 @@ def kept_of(engine: Engine, sync: HostSync, density: float) -> KeptCounts:
 
 
 def check_density(held: KeptCounts, density: float) -> None:
-    """Raises ``UserError`` where masks keep more or less than a density, of some kernel and of all together."""
+    """Raise ``UserError`` where masks keep more or less than a density, of some kernel and of all together."""
     if held.as_asked == held.kernels or held.entries == kept(held.of, density):
         return
     shares = [f"{held.entries / held.of:.{digits}g}" for digits in range(1, 18)]
@@ -185,7 +185,7 @@ def check_density(held: KeptCounts, density: float) -> None:
 
 
 def check_file(engine: Engine, sync: HostSync, config: PruneConfig) -> None:
-    """Raises ``UserError``, on all processes, where an engine's masks are not those of the settings' file.
+    """Raise ``UserError``, on all processes, where an engine's masks are not those of the settings' file.
 
     Collectives: an all-reduce of a number a parameter.
     """

@@ -104,7 +104,7 @@ def per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> optax.Gr
 
 
 def check_per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> None:
-    """Raises ``UserError`` where `per_layer` would not do what the optimizer does with the layers' own parameters.
+    """Raise ``UserError`` where `per_layer` would not do what the optimizer does with the layers' own parameters.
 
     Found out by trying: a layer's update must not depend on other parameters, must be the same computation under the
     names of every layer, and what it keeps beside its moments must not depend on the layer.

@@ -81,7 +81,7 @@ class SpmdEngine:
         self._in_step = False
 
     def _begin(self, kept: KeptEntries | None) -> None:
-        """Makes the programs of a step of which these entries are trained; nothing is compiled."""
+        """Make the programs of a step of which these entries are trained; nothing is compiled."""
         self._layout = kept and kept.layout
         self._stack, self.program, self._step = self._build(self._layout)
         self.precisions, self.parts = self._step.precisions, self._stack.per_layer
@@ -125,7 +125,7 @@ class SpmdEngine:
         return unstack_params(self._stack, self.train_state.model.positions)
 
     def step(self, batch: np.ndarray) -> StepMetrics:
-        """Dispatches an optimizer step and returns once that of the step before the last has ended.
+        """Dispatch an optimizer step and return once that of the step before the last has ended.
 
         It waits for this one only where optimizer state is in host memory (`memory.offload`), or the CPU backend has
         large temporaries to free first (`distributed.cpu_allocator`). Collectives: `StageProgram.gradients`.
@@ -146,7 +146,7 @@ class SpmdEngine:
         return self._in_flight(metrics)  # type: ignore[no-any-return]
 
     def _check_whole(self) -> None:
-        """Goes on behind a step that an exception broke off, Ctrl-C say, as if it had not begun.
+        """Go on behind a step that an exception broke off, Ctrl-C say, as if it had not begun.
 
         Raises ``RuntimeError`` where that step had used the state up.
         """
@@ -201,14 +201,14 @@ class SpmdEngine:
         return without_padding({name: value.shape for name, value in state.items()}, self._padding)
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Takes over what `read` makes of the wanted names' shapes, types and layouts."""
+        """Take over what `read` makes of the wanted names' shapes, types and layouts."""
         if self._layout is None:
             self._take_over(read_anew(self.state(), read, wanted), None)
         else:
             self._take_over(*read_pruned(self.state(), read, wanted, self._make_masks, self._kept))
 
     def _take_over(self, state: State, kept: KeptEntries | None) -> None:
-        """Takes a state over, of whose parameters these entries are kept."""
+        """Take a state over, of whose parameters these entries are kept."""
         if kept is not None:
             self._begin(kept)
         like: Any = self._stack.per_layer.params
@@ -229,14 +229,14 @@ class SpmdEngine:
         return self._make_masks({name: joined(masters[name]) for name in self._prunable})
 
     def prune(self) -> PrunedLayout:
-        """Keeps from now on what `masks` says of the weights and their state."""
+        """Keep from now on what `masks` says of the weights and their state."""
         kept = self._kept(self.masks())
         self._take_over(compressed_state(self.state(), kept), kept)
         return kept.layout
 
     @property
     def pruned(self) -> bool:
-        """Whether only some entries are trained."""
+        """True if only some entries are trained."""
         return self._layout is not None
 
     @property
@@ -251,11 +251,11 @@ class SpmdEngine:
 
     @property
     def prunes_later(self) -> bool:
-        """Whether the run begins densely and is to be pruned."""
+        """True if the run begins densely and is to be pruned."""
         return self._prune.later
 
     def saving(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
-        """Tells nobody: no peer watches this process."""
+        """Tell nobody: no peer watches this process."""
         return contextlib.nullcontext(lambda what: None)
 
     def peer_failed(self) -> bool:
@@ -269,7 +269,7 @@ class SpmdEngine:
         return [*lines, *missing]
 
     def write_timeline(self, directory: Path) -> list[Path]:
-        """Writes nothing: a step is one program."""
+        """Write nothing: a step is one program."""
         return []
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class GradientProgram(Protocol):
 
     @property
     def ordered(self) -> bool:
-        """Whether its order of computation is the package's, for which XLA needs options."""
+        """True if its order of computation is the package's, for which XLA needs options."""
 
     def shardings(self) -> dict[str, NamedSharding]:
         """The layout of every parameter."""
@@ -196,7 +196,7 @@ class MeasuredStep(NamedTuple):
     factor: Any
     """What the update multiplies the gradients by: clipping, and one over the loss scale; None: nothing to."""
     finite: jax.Array
-    """Whether the loss and all gradients are finite."""
+    """True if the loss and all gradients are finite."""
     scale: Scale
     """The next step's."""
 
@@ -216,7 +216,7 @@ def abstract(
 
 
 def masters(memory: MemoryConfig, grid: Grid, *, pruned: bool = False) -> tuple[bool, bool, Precisions]:
-    """Whether masters and optimizer state are split over replicas, whether they lie in host memory, and all dtypes."""
+    """True if masters and optimizer state are split over replicas, whether they lie in host memory, and all dtypes."""
     zero, offloads = memory.zero > 0 and grid.shape.replicas > 1, memory.offload != "none"
     return zero, offloads, precisions(memory.precision, memory.accumulate, separate_masters=zero or offloads or pruned)
 
