@@ -1,4 +1,4 @@
-"""Interface of a channel: it sends without waiting, and tells when a message has arrived."""
+"""Interface of a channel: asynchronous sends, and a callback for each message that arrives."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +10,10 @@ import jax
 from axonn_jax.schedule.tasks import Message
 
 Deliver = Callable[[Message, jax.Array], None]
-"""Takes a message that has arrived, from any thread; must not block."""
+"""Callback for an arrived message; called from any thread, must not block."""
 
 Failed = Callable[[BaseException], None]
-"""Takes what broke a channel, from any thread, once; must not block."""
+"""Callback for the exception that broke a channel; called once, from any thread, must not block."""
 
 
 class ChannelClosed(RuntimeError):
@@ -22,7 +22,7 @@ class ChannelClosed(RuntimeError):
 
 @dataclass(frozen=True)
 class Ports:
-    """The activations that arrive at this process, as the channel must rebuild them."""
+    """Forms of the activations and gradients that arrive at this process."""
 
     arriving: Mapping[int, jax.ShapeDtypeStruct]
     """By destination stage: global shape, dtype and `NamedSharding` of its incoming activations, and of the gradients
@@ -31,7 +31,7 @@ class Ports:
     """Virtual stages of the whole pipeline."""
 
     def form(self, message: Message) -> jax.ShapeDtypeStruct:
-        """Return the form of what `message` carries; ``KeyError`` for a stage that does not live here."""
+        """Return the form of the array that `message` carries; ``KeyError`` for a stage that does not live here."""
         try:
             return self.arriving[message.stage]
         except KeyError:
@@ -47,7 +47,7 @@ class Channel(ABC):
     """
 
     name: ClassVar[str]
-    """As in `pipeline.channel`."""
+    """Name of the channel in `pipeline.channel`."""
 
     @abstractmethod
     def start(self, deliver: Deliver, failed: Failed) -> None:
@@ -85,7 +85,7 @@ class Channel(ABC):
 
     @abstractmethod
     def close(self, timeout: float = 5.0) -> bool:
-        """Stop the channel within about `timeout` seconds, sending what it still can; may be called twice.
+        """Stop the channel within about `timeout` seconds, after sending as much as possible; may be called twice.
 
         Returns False where a thread or a transfer is left hanging on a peer: an interpreter that ends by itself could
         then wait for ever in MPI or in jax, so the process should leave with `os._exit`.
@@ -93,7 +93,7 @@ class Channel(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Give back its communicators, after `close`; collective over the pipe's ranks."""
+        """Free the channel's communicators, after `close`; collective over the pipe's ranks."""
 
 
 def hanging(what: str, timeout: float, left: Sequence[Message]) -> TimeoutError:

@@ -1,4 +1,4 @@
-"""Memory that MPI sends from and receives into: the host's, or the devices' own where MPI takes that."""
+"""Buffers for MPI messages: host memory, or device memory where MPI accepts it."""
 
 import ctypes
 import os
@@ -23,11 +23,11 @@ class HostBuffers:
         """Prepare the calling thread, which makes all MPI calls."""
 
     def prepare(self, shard: jax.Array) -> None:
-        """Learn that a shard, still in computation, will be sent."""
+        """Start the copy to the host of a shard that will be sent; the shard may still be in computation."""
         shard.copy_to_host_async()  # nothing to do on CPU devices
 
     def outgoing(self, shard: jax.Array) -> np.ndarray:
-        """Return the buffer of a shard that is ready; the shard has to live until it has left."""
+        """Return the buffer of a computed shard; the caller keeps the shard alive until the buffer has been sent."""
         return host_bytes(shard)
 
     def incoming(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> np.ndarray:
@@ -39,7 +39,7 @@ class HostBuffers:
         return True
 
     def array(self, buffer: np.ndarray, form: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
-        """Return the shard that was received; the buffer becomes part of it."""
+        """Return the received shard; `buffer` becomes part of the array."""
         return from_bytes(buffer, form, device)
 
 
@@ -57,7 +57,7 @@ class DeviceBytes:
 
 
 class DeviceBuffers:
-    """Device memory, without a copy on either side; its methods do what those of `HostBuffers` do.
+    """Buffers in device memory, without a copy on either side; methods as in `HostBuffers`.
 
     Memory that XLA hands out may be in use by programs that were started before, so a buffer made when its message
     comes would wait for them; each device keeps two of a form in store instead, one for either direction.
@@ -99,7 +99,7 @@ class DeviceBuffers:
         return form.sharding.shard_shape(form.shape), np.dtype(form.dtype), device
 
     def _fill(self, form: jax.ShapeDtypeStruct, device: jax.Device) -> None:
-        """Order what the store lacks, from a program: its result is an allocation that nothing else refers to."""
+        """Allocate the missing buffers of a form by running a program, whose result nothing else refers to."""
         key = shape, dtype, _ = self._key(form, device)
         if key not in self._make:
             here = jax.sharding.SingleDeviceSharding(device)
@@ -116,7 +116,7 @@ def choose_buffers(
 
 
 def takes_device_memory(devices: Sequence[jax.Device], library: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """True if MPI can be given these devices' own memory, by the user's word (`MPI4JAX_USE_CUDA_MPI`) or by its own.
+    """True if MPI accepts these devices' memory: as `MPI4JAX_USE_CUDA_MPI` says, else as MPI reports.
 
     MPI is asked in processes of one GPU only: of several, not every MPI can tell whose memory it is given. `library`
     is a file whose symbols include MPI's.
@@ -128,7 +128,7 @@ def takes_device_memory(devices: Sequence[jax.Device], library: str, environ: Ma
 
 
 def cuda_aware(library: str) -> bool:
-    """Return what MPI says of itself: whether it sends from and receives into the memory of CUDA devices."""
+    """Return True if MPI reports that it sends from and receives into CUDA device memory."""
     query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)  # an extension, which not every MPI has
     return query is not None and bool(query())
 

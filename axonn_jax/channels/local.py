@@ -9,9 +9,9 @@ from axonn_jax.schedule.tasks import Message
 
 
 class LocalChannel(Channel):
-    """Puts every message on its destination's devices at once.
+    """Channel that puts every message on the destination's devices at once.
 
-    A delivered array may still be in computation or on its way: what uses it waits for it on the device.
+    A delivered array may still be in computation or on its way; programs that use it wait on the device.
     """
 
     name: ClassVar[str] = "local"

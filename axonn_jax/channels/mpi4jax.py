@@ -1,4 +1,4 @@
-"""Channel between processes through mpi4jax: blocking, from and into device memory, so in threads of its own."""
+"""Channel between processes through mpi4jax: blocking transfers of device memory, in threads of its own."""
 
 import atexit
 import os
@@ -28,7 +28,7 @@ _Outgoing = tuple[int, Message, list[jax.Array]]
 
 
 class Mpi4jaxChannel(Channel):
-    """A sender and a receiver thread for each direction, which dispatch mpi4jax's blocking operations.
+    """Channel with a sender and a receiver thread for each direction, which dispatch mpi4jax's blocking operations.
 
     jax orders the mpi4jax calls of one thread only, so the four run side by side. A tag is part of a compiled program;
     therefore the data of a shard travels under the number of its device, the same program for every message, and a
@@ -37,8 +37,8 @@ class Mpi4jaxChannel(Channel):
     spin on a core. Between processes of one host who sends a header notifies the receiver.
 
     On CPU devices a blocked operation occupies a thread of jax's pool, which has one a core. So a process runs one send
-    at a time, and receives only what is there; else sends both ways could take all threads of all processes, and nobody
-    could receive. Raises ``UserError`` where the pool has one thread.
+    at a time, and receives only messages that are there; else sends both ways could take all threads of all processes,
+    and nobody could receive. Raises ``UserError`` where the pool has one thread.
 
     Collective over `comm`, whose ranks are the pipe's: it is duplicated four times and otherwise used
     only here.
@@ -105,7 +105,7 @@ class Mpi4jaxChannel(Channel):
 
 
 class _DirectionThreads:
-    """Both threads of one direction: their communicators, the messages to send, and what each does."""
+    """Sender and receiver thread of one direction, with their communicators and the queue of messages to send."""
 
     def __init__(
         self,
@@ -119,12 +119,12 @@ class _DirectionThreads:
         self._direction, self._ports, self._size, self._tracker = direction, ports, comm.Get_size(), tracker
         self._headers, self._data, self._turn = comm.Dup(), comm.Dup(), turn
         self.wakeup = Wakeup()
-        """Of the receiver."""
+        """Wakeup of the receiver thread."""
         self.wakeup.connect(comm, ports)
         self._closing = False
 
     def free(self) -> None:
-        """As `Channel.free`."""
+        """Free both communicators."""
         self._headers.Free()
         self._data.Free()
 
@@ -189,7 +189,7 @@ class _DirectionThreads:
 
 
 def _check_pool(ports: Ports) -> None:
-    """Raise ``UserError`` where jax's CPU pool could not receive while it sends."""
+    """Raise ``UserError`` if jax's CPU pool has one thread, so that a blocked send would stop all receives."""
     devices = {device for form in ports.arriving.values() for device in local_devices(form.sharding)}
     if any(device.platform != "cpu" for device in devices):
         return
@@ -210,7 +210,7 @@ def _check_pool(ports: Ports) -> None:
 
 
 def _carrier(dtype: np.dtype) -> np.dtype:
-    """Return what a dtype travels as: MPI has no types for the short floats."""
+    """Return the dtype that carries `dtype` through MPI: unsigned integers for the short floats, which MPI has not."""
     return np.dtype(dtype if dtype.itemsize > 2 else f"uint{8 * dtype.itemsize}")
 
 

@@ -1,4 +1,4 @@
-"""Channel between processes through mpi4py: nonblocking, from and into host memory, or the devices' own."""
+"""Channel between processes through mpi4py: nonblocking transfers of host memory, or of device memory."""
 
 import atexit
 import threading
@@ -47,10 +47,10 @@ class _Arriving:
 
 
 class Mpi4pyChannel(Channel):
-    """One progress thread makes all MPI calls; each shard is one message to its peer process.
+    """Channel with one progress thread that makes all MPI calls; each shard is one message to its peer process.
 
-    Between processes of one host who sends notifies the receiver, so that nobody has to look for what is not there.
-    Collective over `comm`, whose ranks are the pipe's: it is duplicated once a direction and not used otherwise.
+    Between processes of one host who sends notifies the receiver, so that no process polls for messages that are not
+    there. Collective over `comm`, whose ranks are the pipe's: it is duplicated once a direction and not used otherwise.
     """
 
     name: ClassVar[str] = "mpi4py"
@@ -118,7 +118,7 @@ class Mpi4pyChannel(Channel):
             comm.Free()
 
     def _exit(self) -> None:
-        """Keep the thread out of MPI when the interpreter ends it: that would crash."""
+        """Keep the progress thread out of MPI while the interpreter exits, where a call would crash."""
         if not self.close(1.0) and self._thread is not None:
             self._abandoned = True
             self._wakeup.wake()
@@ -181,7 +181,7 @@ class Mpi4pyChannel(Channel):
         return True
 
     def _match(self) -> bool:
-        """Take up what has come, each shard into fresh memory: the array made of it may be that memory."""
+        """Start to receive matched messages, each shard into fresh memory, which the resulting array may keep."""
         if self._closing:
             return False
         matched_any = False

@@ -1,4 +1,4 @@
-"""Messages of a channel that have not left: shared by its threads and its caller."""
+"""Record of a channel's unsent messages and first error, shared by the channel's threads and its caller."""
 
 import itertools
 import threading
@@ -8,7 +8,7 @@ from axonn_jax.schedule.tasks import Message
 
 
 class SendTracker:
-    """Counts messages in and out, and remembers what broke the channel."""
+    """Unsent messages of a channel and the exception that broke it; safe to use from several threads."""
 
     def __init__(self, name: str):
         self._name = name
@@ -20,19 +20,19 @@ class SendTracker:
         self._error: BaseException | None = None
 
     def open(self) -> None:
-        """Let messages in; ``ChannelClosed`` the second time and after `end`."""
+        """Accept messages from now on; ``ChannelClosed`` the second time and after `end`."""
         with self._changed:
             if self._open or self._ended:
                 raise ChannelClosed(f"{self._name} channel: started twice, or after close")
             self._open = True
 
     def end(self) -> None:
-        """Let no more messages in."""
+        """Accept no more messages."""
         with self._changed:
             self._open, self._ended = False, True
 
     def fail(self, error: BaseException) -> bool:
-        """Remember what broke the channel; return whether it is the first to do so."""
+        """Record the exception that broke the channel; return True for the first one."""
         with self._changed:
             first = self._error is None
             if first:
@@ -50,7 +50,7 @@ class SendTracker:
         return number
 
     def remove(self, number: int) -> None:
-        """The message has left."""
+        """Record that a message has left."""
         with self._changed:
             del self._unsent[number]
             self._changed.notify_all()
@@ -61,7 +61,7 @@ class SendTracker:
             return list(self._unsent.values())
 
     def flush(self, timeout: float) -> None:
-        """As `Channel.flush`."""
+        """Wait until every message has left; see `Channel.flush`."""
         with self._changed:
             done = self._changed.wait_for(lambda: not self._unsent or self._error is not None, timeout)
             left = list(self._unsent.values())

@@ -1,4 +1,4 @@
-"""Shards of an array that this process holds, and the array of them; the MPI tags that tell shards apart."""
+"""Local shards of an array, the array rebuilt from them, and the MPI tags that tell shards apart."""
 
 from collections.abc import Sequence
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _EARLY_S = 0.02
-"""A notice may come so much before its message can be seen."""
+"""Seconds by which a notice may precede its message."""
 _GRAIN_S = 1e-3
 
 
@@ -33,13 +33,13 @@ class Wakeup:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.address: bytes | None = None
-        """Where other processes of this host notify; None where they cannot (no Linux, or no sockets)."""
+        """Socket address at which other processes of this host notify; None without Linux or sockets."""
         self.peers: Mapping[int, bytes] = {}
-        """The addresses of the ranks that can be notified, and can notify this one."""
+        """Addresses of the ranks that this one can notify, and that can notify this one."""
         self.notified = False
         """True if every rank that sends to this process's stages notifies it."""
         self._clock, self._since = clock, clock()
-        self._called = False  # by a peer, and not yet found what for
+        self._called = False  # by a peer, whose message is not found yet
         self._computing = False
         self._own, self._hand = os.pipe()
         self._ear: socket.socket | None = None
@@ -75,34 +75,34 @@ class Wakeup:
 
     def wake(self) -> None:
         """End the sleep, or the next one if nobody sleeps."""
-        with contextlib.suppress(BlockingIOError):  # full of bytes that it has not read yet: it will look
+        with contextlib.suppress(BlockingIOError):  # full of unread bytes, so the sleep ends anyway
             os.write(self._hand, b"o")
 
     def notify(self, rank: int) -> None:
-        """Tell a rank, where it has an address here, that there is a message for it."""
+        """Notify a rank, if it has an address on this host, of a message."""
         if rank in self.peers:
             self.send(self.peers[rank])
 
     def send(self, address: bytes) -> bool:
-        """End the sleep at another address, and say that a peer did; return whether there is one."""
+        """End the sleep of the process at `address`; return False if nobody has that address."""
         if self._ear is None:
             return False
         try:
             self._ear.sendto(b"p", address)
-        except BlockingIOError:  # notices that it has not read yet fill its queue: it will look
+        except BlockingIOError:  # unread notices fill its queue, so it is awake
             return True
         except OSError:  # nobody has this name, here or any more
             return False
         return True
 
     def computing(self, active: bool) -> None:
-        """As `Channel.busy`."""
+        """Record that the process has begun or stopped computing; see `Channel.busy`."""
         self._computing = active
         if not self.notified:
             self.wake()
 
     def found(self, *, more: bool = False) -> None:
-        """Take note that a look has found something; with `more`, what a peer's notice was for may be yet to come."""
+        """Record that a look has found something; `more`: the message behind a peer's notice may still be to come."""
         self._called = self._called and more
         self._since = self._clock()
 
@@ -120,12 +120,12 @@ class Wakeup:
             self._since = self._clock()
 
     def seconds(self, *, transferring: bool) -> float:
-        """Return the next sleep in seconds: a share of the wait so far, so that it costs neither core nor time.
+        """Return the next sleep in seconds: a share of the wait so far, which bounds cost and delay.
 
         Idle: a hundredth of the wait, from 50 us to 1 ms. Beside a computation a wake-up takes from it (30 us), and
-        what arrives is not urgent, as the channel looks whenever a program has been started: a sixteenth, from 4 ms to
-        16 ms; but a tenth, from 50 us to 1 ms, while a transfer is under way. Where peers notify 20 ms, in case a
-        notice came before what it was for, and that tenth for transfers.
+        arrivals are not urgent, as the channel looks whenever a program has been started: a sixteenth, from 4 ms to 16
+        ms; but a tenth, from 50 us to 1 ms, while a transfer is under way. Where peers notify 20 ms, in case a notice
+        preceded its message, and that tenth for transfers.
         """
         waited = self._clock() - self._since
         if self.notified and not transferring:
@@ -137,7 +137,7 @@ class Wakeup:
         return min(16e-3, max(4e-3, waited / 16))
 
     def wait(self, seconds: float) -> Literal["own", "peer"] | None:
-        """Sleep; return who ended it, None if nobody did."""
+        """Sleep at most `seconds`; return the origin of the wake-up, None at the time limit."""
         if seconds < _GRAIN_S:  # of a time limit
             time.sleep(seconds)
             seconds = 0.0

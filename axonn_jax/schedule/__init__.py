@@ -1,1 +1,1 @@
-"""Schedule of a pipeline rank: its tasks, their orders, and a dispatcher that says what is next; pure Python."""
+"""Schedule of a pipeline rank: tasks, their orders, and a dispatcher that picks the next task; pure Python."""

@@ -1,4 +1,4 @@
-"""Dispatchers: each decides which task a rank starts next, given what has arrived and finished, without a clock."""
+"""Dispatchers: the next task of a rank, given the messages that have arrived and the tasks that have finished."""
 
 from collections import deque
 from collections.abc import Collection
@@ -10,17 +10,17 @@ from axonn_jax.schedule.policies import check_policy, fixed_order
 from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task, needs, predecessor
 
 _FEW = 8
-"""Missing messages that a dispatcher names."""
+"""Missing messages that a dispatcher names at most."""
 
 
 class OrderedDispatcher:
-    """Starts the tasks of one rank in an order given from outside, each as soon as its input is there.
+    """Dispatcher that starts the tasks of one rank in a given order, each as soon as its input is there.
 
     The processes of a stage other than its first follow that one: their programs hold collectives, so all must start
     the same tasks in the same order. A fixed policy is an order known in advance.
 
-    What a task needs from its own rank (a forward before its backward, input before weight gradients) is met once
-    the predecessor was *started*: a device runs its tasks in the order of their start, so a caller may start ahead.
+    A task's dependency on its own rank (a forward before its backward, input before weight gradients) is met once the
+    predecessor was *started*: a device runs its tasks in the order of their start, so a caller may start ahead.
     """
 
     def __init__(self, shape: PipelineShape, rank: int, last: Collection[Kind] = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)):
@@ -29,7 +29,7 @@ class OrderedDispatcher:
         self.shape, self.rank = shape, rank
         self._pipe, self._stages = shape.pipe, shape.stages
         self._last = last
-        """The kinds that end a microbatch in a stage."""
+        """Kinds of task that end a microbatch in a stage."""
         self._order: deque[Task] = deque()  # and not yet started
         self._known: set[Task] = set()  # ever appended
         self._arrived: set[Message] = set()
@@ -49,7 +49,7 @@ class OrderedDispatcher:
         self._order.append(task)
 
     def arrived(self, message: Message) -> None:
-        """Take note that an input is there.
+        """Record that an input has arrived.
 
         Raises ``ValueError`` for a message that came before or is for nobody here.
         """
@@ -59,7 +59,7 @@ class OrderedDispatcher:
         self._arrived.add(message)
 
     def next(self) -> Task | None:
-        """Return the task to start now and counts it as started, or None if nothing can be started."""
+        """Return the task to start now, counted as started, or None if nothing can be started."""
         if not self._order or not self._ready(self._order[0]):
             return None
         task = self._order.popleft()
@@ -67,7 +67,7 @@ class OrderedDispatcher:
         return self._start(task)
 
     def finished(self, task: Task) -> None:
-        """Take note that a started task has run. Raises ``ValueError`` if it is not running."""
+        """Record that a started task has run. Raises ``ValueError`` for a task that is not running."""
         if task not in self._running:
             raise ValueError(f"rank {self.rank}: {task} finished but is not running")
         self._running.remove(task)
@@ -128,7 +128,8 @@ class OrderedDispatcher:
 
 
 class PolicyDispatcher(OrderedDispatcher):
-    """Chooses the tasks of one rank by a policy; the same calls in the same order give the same choices.
+    """Dispatcher that chooses the tasks of one rank by a policy; the same calls in the same order give the same
+    choices.
 
     `in_flight` limits the microbatches between their first forward and their last backward under the message-driven
     policy (`in_flight_limit`) and with them the activations (`live_bound`), 0 for the defaults; `split` says whether
@@ -146,11 +147,11 @@ class PolicyDispatcher(OrderedDispatcher):
             self._order.extend(fixed_order(policy, shape, rank))
 
     def append(self, task: Task) -> None:
-        """Refuses: a dispatcher follows nobody."""
+        """Raise ``ValueError``: this dispatcher takes no order from outside."""
         raise ValueError(f"rank {self.rank}: {task} from outside, but this rank chooses by itself")
 
     def arrived(self, message: Message) -> None:
-        """Take note that an input is there.
+        """Record that an input has arrived.
 
         Raises ``ValueError`` for a message that came before or is for nobody here.
         """
@@ -165,7 +166,7 @@ class PolicyDispatcher(OrderedDispatcher):
             self._rule.backward_ready(stage, microbatch)
 
     def next(self) -> Task | None:
-        """Return the task to start now and counts it as started, or None if nothing can be started."""
+        """Return the task to start now, counted as started, or None if nothing can be started."""
         if self._rule is None:
             return super().next()
         task = self._rule.choose()

@@ -1,4 +1,4 @@
-"""Message-driven rule: which of the ready tasks a rank starts (AxoNN, IPDPS 22, with split backwards)."""
+"""Message-driven rule: choice among the ready tasks of a rank (AxoNN, IPDPS 22, with split backwards)."""
 
 import heapq
 from collections import deque
@@ -16,7 +16,7 @@ _Ready = tuple[int, int, int]
 class MessageDriven:
     """The ready tasks of one rank, and the choice among them.
 
-    Whatever has arrived decides; there is no fixed order. Among the ready:
+    Arrivals decide; there is no fixed order. Among the ready:
 
     1. Forwards and backwards take turns where both are ready; otherwise the one that is ready runs. AxoNN's first stage
        injects after each backward in the same way. Were backwards always first, the ranks behind one with a queue of
@@ -37,8 +37,8 @@ class MessageDriven:
     those in flight of younger ones never exceed `live_bound - V`.
 
     Known weakness: with V = 1, `in_flight = P` and messages that all take the same noticeable time, ZB-H1 is up to 6 %
-    shorter, since its order keeps weight gradients back where a backward is about to come, and a rank that goes by what
-    has arrived cannot know. Half as many again in flight, the default, make up for it.
+    shorter, since its order keeps weight gradients back where a backward is about to come, and a rank that goes by
+    arrivals cannot know. Half as many again in flight, the default, make up for it.
 
     It cannot deadlock. A backward is held back by nothing, a weight gradient neither.
 
@@ -79,7 +79,7 @@ class MessageDriven:
             self.forward_ready(0, 0)
 
     def forward_ready(self, stage: int, microbatch: int) -> None:
-        """Take note that a forward has its input. Raises ``ValueError`` if it had it before."""
+        """Record that a forward's input has arrived. Raises ``ValueError`` the second time."""
         received = self._received[stage // self._pipe]
         if received[microbatch]:
             raise ValueError(f"the input of stage {stage}, microbatch {microbatch}, arrived twice")
@@ -87,7 +87,7 @@ class MessageDriven:
         heapq.heappush(self._forwards, (microbatch // self._pipe, stage, microbatch))
 
     def backward_ready(self, stage: int, microbatch: int) -> None:
-        """Take note that a backward has its input. Raises ``ValueError`` before its forward has started, and twice."""
+        """Record that a backward's input has arrived. Raises ``ValueError`` before its forward, and twice."""
         entry = (microbatch // self._pipe, -stage, microbatch)
         if stage != self._last:
             if entry not in self._backwards_due:

@@ -14,7 +14,7 @@ from axonn_jax.errors import UserError
 
 @dataclass(frozen=True)
 class SegmentCost:
-    """What one piece of a model (embedding, a block, the head) costs a microbatch."""
+    """Cost of one piece of a model (embedding, a block, the head) for a microbatch."""
 
     name: str
     """Shown in messages."""
@@ -193,7 +193,7 @@ def _search(times: list[int], params: list[int], pipe: int, stages: int) -> list
 
 
 Key = Callable[[list[int], list[int], float], list[int] | None]
-"""Of times and parameters by rank, the largest first; None where the largest is more than a limit, as most are."""
+"""Key that a search minimizes: times and parameters by rank, largest first; None above the given time limit."""
 
 
 def _descend(cuts: list[int], times: list[int], params: list[int], pipe: int, key: Key) -> list[int]:
@@ -217,9 +217,9 @@ def _descend(cuts: list[int], times: list[int], params: list[int], pipe: int, ke
 def _moves(
     cuts: list[int], taker: int, times: list[int], params: list[int], loads: list[int], weights: list[int]
 ) -> Iterator[tuple[tuple[int, int, int], list[int], list[int]]]:
-    """Yield what follows if a stage grows by a piece at another's cost, all cuts between them moving by one.
+    """Yield the result of each way to grow a stage by one piece: another stage shrinks, the cuts between move by one.
 
-    Each is (step, first, last cut that moves by it), and the new times and parameters by rank, valid until the next.
+    Yields (step, first, last moved cut), and the new times and parameters by rank, valid until the next.
     """
     ranks, stages = len(loads), len(cuts) - 1
     for step in (1, -1):
@@ -240,7 +240,7 @@ SIZES = (4, 3)
 
 
 def group_size(layers: int) -> int:
-    """Return the layers of a group in a stage of so many: what is compiled is one group and what is left over."""
+    """Return the number of layers in a group of a stage: one group and the rest of the stage are compiled."""
     return layers if layers <= SIZES[0] else min(SIZES, key=lambda size: size + layers % size)
 
 

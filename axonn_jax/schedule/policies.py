@@ -12,11 +12,11 @@ POLICIES: tuple[PipelinePolicy, ...] = get_args(PipelinePolicy)
 
 
 Backwards = Literal["whole", "split", "both"]
-"""How the backward passes of a step run: in one task, in two (input and weight gradients), or in either way."""
+"""Forms of a step's backward passes: one task, two tasks (input and weight gradients), or either."""
 
 
 def backwards(policy: PipelinePolicy, shape: PipelineShape, split: bool = True) -> Backwards:
-    """Return which tasks a policy makes of backwards; `split` is what the message-driven policy may do."""
+    """Return the form of a policy's backwards; `split` allows the message-driven policy to split them."""
     if policy == "message" and split:
         some_whole = shape.virtual_stages == 1 and shape.microbatches > shape.pipe
         return "both" if some_whole else "split"
@@ -24,7 +24,7 @@ def backwards(policy: PipelinePolicy, shape: PipelineShape, split: bool = True) 
 
 
 def may_split(asked: bool, activations: str | None) -> bool:
-    """Return True if the message-driven policy may split backwards, given the activation policy of all layers.
+    """Return True if the message-driven policy may split backwards under the activation policy of all layers.
 
     A gradient of weights that waited would keep all that such a policy has computed again.
     """
@@ -74,7 +74,7 @@ def fixed_order(policy: PipelinePolicy, shape: PipelineShape, rank: int) -> list
 
 
 def live_bound(policy: PipelinePolicy, shape: PipelineShape, rank: int, in_flight: int = 0, split: bool = True) -> int:
-    """Return the most activations, counted in (stage, microbatch) pairs, that a rank ever keeps alive.
+    """Return the greatest number of activations, as (stage, microbatch) pairs, that a rank keeps alive.
 
     An activation is born when its forward starts and dies when its backward (the weight part of a split one) has
     finished. With P ranks, M microbatches, V virtual stages and rank r:
@@ -82,7 +82,7 @@ def live_bound(policy: PipelinePolicy, shape: PipelineShape, rank: int, in_fligh
     * gpipe: `M V`;
     * 1f1b: `min(M, P - r)`;
     * interleaved: 1f1b's for V = 1, else `min(M V, 2 (P - r - 1) + (V - 1) P + 1)`;
-    * zero-bubble: on every rank what rank 0 has under interleaved (for V = 1: `min(M, P)`);
+    * zero-bubble: rank 0's under interleaved, on every rank (for V = 1: `min(M, P)`);
     * message: `min(M V, in_flight V)`; with `in_flight` left at 0, `P + P // 2` for V = 1, else zero-bubble's. Fused
       backwards with V = 1 keep no more than `in_flight_limit`.
 
@@ -105,7 +105,7 @@ def live_bound(policy: PipelinePolicy, shape: PipelineShape, rank: int, in_fligh
 
 
 def default_in_flight(shape: PipelineShape) -> int:
-    """Return how many microbatches the message-driven policy has in flight where nobody says.
+    """Return the default number of microbatches in flight under the message-driven policy.
 
     With one virtual stage half as many again as 1F1B: where messages take any time at all, be it a fiftieth of a
     forward, 1F1B's P cost up to 4 % of a step (P = 8), and more than this gain little until they take half a forward.
@@ -117,10 +117,10 @@ def default_in_flight(shape: PipelineShape) -> int:
 def waiting_bound(
     policy: PipelinePolicy, shape: PipelineShape, rank: int, in_flight: int = 0, split: bool = True
 ) -> int:
-    """Return how many of `live_bound`'s activations may wait for their weight gradient alone at once.
+    """Return the greatest number of `live_bound`'s activations that wait for their weight gradient alone.
 
-    ZB-H1 holds back what memory rank r has to spare beside rank 0, and has one more when the next of them starts. Under
-    `message` all of them may wait: gradients may come in one after the other.
+    ZB-H1 holds back as many as rank r has fewer activations than rank 0, and has one more when the next of them starts.
+    Under `message` all of them may wait: gradients may come in one after the other.
     """
     if backwards(policy, shape, split) == "whole":
         return 0
@@ -129,35 +129,34 @@ def waiting_bound(
 
 
 def in_flight_limit(shape: PipelineShape, rank: int, in_flight: int = 0) -> int:
-    """Return how many microbatches may be between their first forward and their last backward on a rank.
+    """Return the greatest number of microbatches between first forward and last backward on a rank.
 
-    This is the message-driven policy's. With one virtual stage `in_flight = P` is 1f1b's `P - r`; what is above P adds
-    the difference on every rank, below P it caps every rank. With several it is `in_flight` on every rank. (More than
-    two groups would fill the memory with first chunks whenever stage 0 has time.) 0 is `default_in_flight`.
+    This is the message-driven policy's. With one virtual stage `in_flight = P` is 1f1b's `P - r`; a larger one adds the
+    difference on every rank, below P it caps every rank. With several it is `in_flight` on every rank. (More than two
+    groups would fill the memory with first chunks whenever stage 0 has time.) 0 is `default_in_flight`.
     """
     limit = in_flight or default_in_flight(shape)
     return limit if shape.virtual_stages > 1 else min(limit, max(limit, shape.pipe) - rank)
 
 
 def _warm_up(shape: PipelineShape, rank: int) -> int:
-    """Forwards before the first forward-backward pair (Megatron-LM)."""
+    """Number of forwards before the first forward-backward pair (Megatron-LM)."""
     if shape.virtual_stages == 1:
         return shape.pipe - rank - 1
     return 2 * (shape.pipe - rank - 1) + (shape.virtual_stages - 1) * shape.pipe
 
 
 def _peak(shape: PipelineShape, rank: int) -> int:
-    """Activations alive at once in the 1F1B orders: the warm-up's, and the forward of the first pair."""
+    """Number of activations alive at once in the 1F1B orders: the warm-up's and the first pair's."""
     return _warm_up(shape, rank) + 1
 
 
 def _in_pairs(shape: PipelineShape, rank: int, *, group: int, warm_up: int) -> list[Task]:
-    """Return `warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
+    """Return `warm_up` forwards, then forwards and backwards in turn, then the remaining backwards.
 
-    Microbatches pass the virtual stages in groups. The order is made for the next multiple of `group` microbatches,
-    and the tasks of those that do not exist are left out. Leaving out microbatches keeps an order feasible: a task
-    depends on tasks of its own microbatch only, so what is left has the same dependencies and meets them in the same
-    order.
+    Microbatches pass the virtual stages in groups. The order is made for the next multiple of `group` microbatches, and
+    the tasks of those that do not exist are left out. Leaving out microbatches keeps an order feasible: a task depends
+    on tasks of its own microbatch only, so the rest keeps its dependencies and their order.
     """
     pipe, chunks = shape.pipe, shape.virtual_stages
     total = -(-shape.microbatches // group) * group * chunks

@@ -8,18 +8,18 @@ from typing import Literal, NamedTuple
 from axonn_jax.errors import UserError
 
 Direction = Literal["forward", "backward"]
-"""Which way a message travels: activations go forward, their gradients backward."""
+"""Direction of a message: activations go forward, their gradients backward."""
 
 
 class Kind(enum.StrEnum):
-    """What a task computes."""
+    """Kind of a task, by the values it computes."""
 
     FORWARD = "F"
     """The stage's outputs from its inputs."""
     BACKWARD = "B"
     """Gradients of the inputs and of the weights in one task."""
     BACKWARD_INPUT = "I"
-    """Gradients of the inputs only: what the stage before waits for."""
+    """Gradients of the inputs only, for which the stage before waits."""
     BACKWARD_WEIGHT = "W"
     """Gradients of the weights only; nobody waits for them before the optimizer."""
 
@@ -30,7 +30,7 @@ class Task(NamedTuple):
     """One kind of work of one virtual stage for one microbatch."""
 
     kind: Kind
-    """What is computed."""
+    """Kind of work."""
     stage: int
     """Virtual stage, 0 to `pipe * virtual_stages - 1` in the order in which activations pass."""
     microbatch: int
@@ -41,18 +41,18 @@ class Task(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one stage sends another: it makes exactly one task runnable at its destination."""
+    """Message between neighbouring stages; it makes exactly one task runnable at its destination."""
 
     direction: Direction
     """`forward`: activations; `backward`: gradients of activations."""
     stage: int
-    """Virtual stage that receives it."""
+    """Virtual stage that receives the message."""
     microbatch: int
     """Microbatch of the step, from 0."""
 
     @property
     def sender(self) -> int:
-        """The virtual stage that sends it."""
+        """Virtual stage that sends the message."""
         return self.stage + (-1 if self.direction == "forward" else 1)
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class PipelineShape:
 
     @property
     def last(self) -> int:
-        """The virtual stage that computes the loss."""
+        """Virtual stage that computes the loss."""
         return self.pipe * self.virtual_stages - 1
 
     def rank_of(self, stage: int) -> int:
@@ -108,7 +108,7 @@ class PipelineShape:
 
 
 def sends(task: Task, shape: PipelineShape) -> Message | None:
-    """Return the message that a finished task gives rise to, or None if it has none.
+    """Return the message that a finished task sends, or None.
 
     A forward sends its activations to the next stage, a backward (fused or of the inputs) its gradients to the one
     before.
@@ -122,7 +122,7 @@ def sends(task: Task, shape: PipelineShape) -> Message | None:
 
 
 def needs(task: Task, shape: PipelineShape) -> Message | None:
-    """Return the message without which a task cannot start, or None if what it needs is on its own rank."""
+    """Return the message that a task needs from another rank, or None."""
     if task.kind is Kind.FORWARD:
         return Message("forward", task.stage, task.microbatch) if task.stage > 0 else None
     if task.kind is Kind.BACKWARD_WEIGHT or task.stage == shape.last:
