@@ -19,26 +19,26 @@ from axonn_jax.tensor.norm import HeadNorm
 
 
 class Rotation(NamedTuple):
-    """How far each pair of features turns from one token to the next."""
+    """Rotary embedding: angles by which pairs of features turn from one token to the next."""
 
     frequencies: tuple[float, ...]
-    """Radians a token, head_dim/2 of them."""
+    """Radians per token of each pair; head_dim/2 numbers."""
     amplitude: float = 1.0
-    """What rotated features are multiplied by."""
+    """Factor on rotated features."""
 
 
 class Documents(NamedTuple):
-    """Which tokens of [batch, seq] are of one document, where rows hold several."""
+    """Documents in rows [batch, seq] that hold several."""
 
     numbers: jax.Array
-    """Of a token's document in its row, int32."""
+    """Number of each token's document in its row, int32."""
     positions: jax.Array
-    """Of a token in its document, int32."""
+    """Position of each token in its document, int32."""
 
 
 Held = TypeVar("Held")
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Held]]
-"""Queries, keys and values -> what the queries attend to, and what the function holds, such as a cache."""
+"""Attention function: queries, keys and values -> attended values, and state that the function keeps, as a cache."""
 
 
 class Angles(NamedTuple):
@@ -292,5 +292,5 @@ class Attention(nnx.Module):
         return (q, k, v) if by is None else (rotary(q, by), rotary(k, by), v)
 
     def merge(self, attended: jax.Array) -> jax.Array:
-        """What local heads give, [batch, seq, heads, head_dim] -> what is added to the residual stream."""
+        """Project the outputs of local heads, [batch, seq, heads, head_dim], onto the residual stream."""
         return self.out(attended.reshape(*attended.shape[:2], -1))

@@ -1,6 +1,6 @@
 """The collectives of the 4D algebra, for use inside one manual region (`jax.shard_map`).
 
-Each is named for `jax.ad_checkpoint` policies, so that recomputation can keep what was communicated.
+Each is named for `jax.ad_checkpoint` policies, so that recomputation can keep the results.
 
 An axis of size one is left out of the manual region altogether (`tensor/specs.py`), and every function here takes
 an axis that is not there as one of size one: nothing is communicated and XLA sees a plain program. So the same
@@ -25,7 +25,7 @@ BLOCK_REDUCTIONS = (
     *("x_all_reduce", "y_all_reduce", "y_reduce_scatter", "x_reduce_scatter", "x_all_gather"),
     *("tokens_all_gather", "tokens_reduce_scatter", "tokens_all_to_all"),
 )
-"""Names under which a policy finds what a layer's forward pass communicates of activations."""
+"""Names, for activation policies, of the collectives on activations in a layer's forward pass."""
 
 
 def axis_size(axis: str) -> int:
@@ -42,7 +42,7 @@ def axis_index(axis: str) -> jax.Array | int:
 
 
 def live(axes: Iterable[str]) -> tuple[str, ...]:
-    """Those of `axes` that communicate here: in a manual region and larger than one."""
+    """Axes of `axes` that communicate here: part of the manual region and larger than one."""
     return tuple(axis for axis in axes if axis_size(axis) > 1)
 
 
@@ -66,10 +66,10 @@ class GatheredWeight:
 
 
 class WeightForm(Protocol):
-    """What has a shard of a weight in another form, in its place in a module, as `pruned.weight.PrunedWeight`."""
+    """A weight's shard in another form, in its place in a module, as `pruned.weight.PrunedWeight`."""
 
     def shard(self) -> jax.Array:
-        """The shard, when a layer reads it."""
+        """Return the dense shard for a layer."""
 
 
 def gather_weight(
@@ -107,7 +107,7 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def reduce_scatter(g: jax.Array, axis: str = "z", dim: int = 0) -> jax.Array:
-    """Reduce-scatter a gathered weight's gradient along `dim` over `axis`: what autodiff makes of `gather_weight`.
+    """Reduce-scatter a gathered weight's gradient along `dim` over `axis`; the transpose of `gather_weight`.
 
     Bytes a device on a ring: `(G-1)/G * size * itemsize`.
     """
@@ -153,11 +153,11 @@ SEQUENCE_AXIS, FEATURE_AXIS = "y", "x"
 _SEQUENCE_DIM = 1  # of [batch, seq, features]
 
 Comm = Literal["all_reduce", "gather", "sequence"]
-"""How a projection reads from and adds to the residual stream.
+"""Communication of a projection that reads from or adds to the residual stream.
 
-* all_reduce: it reads the local features and all-reduces over `x`; what it adds is all-reduced over `y`.
+* all_reduce: it reads the local features and all-reduces over `x`; its output is all-reduced over `y`.
 * gather: its inner features are split over `y` and `x`. The stream's features are gathered over `x` before the matmul;
-  what it adds is reduce-scattered over `x` and all-reduced over `y`.
+  its output is reduce-scattered over `x` and all-reduced over `y`.
 * sequence: the stream's sequence is split over `y`, gathered before the matmul and reduce-scattered behind.
 """
 

@@ -13,17 +13,17 @@ from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DropoutKey:
-    """A random key, and whose mask it draws: that of some of a device's sequences, in some of a model's layers."""
+    """Random key for the dropout masks of some of a device's sequences, in some of a model's layers."""
 
     key: jax.Array
     first_layer: jax.Array | None = None
-    """What is added to numbers of layers, where layers run in the place of others that are so far ahead of them."""
+    """Number added to layer numbers, for layers that run in the place of earlier ones."""
     microbatch: jax.Array | int = 0
-    """Which of the equal parts of the global batch's sequences these are among."""
+    """Number of the microbatch among the equal parts of the global batch's sequences."""
     part: int = field(default=0, metadata={"static": True})
-    """Which of the equal parts of this device's sequences is dropped from."""
+    """Number of the part among the equal parts of this device's sequences."""
     parts: int = field(default=1, metadata={"static": True})
-    """Number of these parts."""
+    """Number of equal parts of this device's sequences."""
 
     def fold_in(self, number: jax.Array | int) -> "DropoutKey":
         """Return the key of one of several uses."""

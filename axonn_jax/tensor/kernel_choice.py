@@ -17,7 +17,7 @@ class Tiles:
     """Sizes that blocked attention works in."""
 
     queries: int
-    """Of a block."""
+    """Queries of a block."""
     scores: int
     """That a chunk of heads may have at a time."""
 
@@ -26,7 +26,7 @@ class Tiles:
         return (slice(start, min(start + self.queries, seq)) for start in range(0, seq, self.queries))
 
     def computed(self, seq: int) -> int:
-        """Scores of a head that are computed: of each block with the keys up to its end."""
+        """Scores that a head computes: each block with the keys up to the block's end."""
         return sum((block.stop - block.start) * block.stop for block in self.blocks(seq))
 
     def chunk(self, heads: int, seq: int) -> int:
@@ -47,12 +47,12 @@ def tiles(platform: str, seq: int) -> Tiles:
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """The form taken."""
+    """Attention kernel chosen, with the reasons."""
 
     kernel: AttentionKernel
-    """Never auto."""
+    """Kernel in use; never "auto"."""
     why: str = ""
-    """What stands against each form that would be faster."""
+    """Reasons against each faster kernel; empty if there is none."""
 
     def __str__(self) -> str:
         return f"attention: {self.kernel}" + (f" ({self.why})" if self.why else "")

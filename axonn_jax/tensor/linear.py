@@ -98,7 +98,7 @@ class Linear(nnx.Module):
         self.turned = False
         """True if the kernel is held [out, in], as in generation on CPUs (`inference.cpu_kernels`)."""
         self.regather = False
-        """True if the backward pass gathers a split sequence again, in place of keeping what was gathered."""
+        """True if the backward pass gathers a split sequence again instead of keeping the gathered one."""
         kernel_spec, bias_spec = _specs(in_axis, comm)
         padded = (in_features, out_features if columns is None else columns)
         self.kernel = normal_param(key, (in_features, out_features), std, kernel_spec, padded=padded)
@@ -113,7 +113,7 @@ class Linear(nnx.Module):
         return self.apply_to_gathered(x, self.kernel.get_value())
 
     def apply_to_gathered(self, x: jax.Array, kernel: jax.Array | GatheredWeight) -> jax.Array:
-        """Compute what a call does for an input that has been gathered, with a kernel in place of the layer's own."""
+        """Apply the layer to a gathered input, with `kernel` in place of the layer's own."""
         y = matmul_4d(x, kernel, self.in_axis, self.layouts, self.comm, turned=self.turned)
         return y if self.bias is None else add_bias(y, self.bias.get_value())
 
@@ -143,8 +143,8 @@ _plus.defvjp(_plus_forward, _plus_backward)
 def column_parallel(layers: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     """Apply layers that read the residual stream, all with one `comm`; their dX are added before they are reduced.
 
-    Stream [batch, seq, hidden/Gx], its sequence over `y` with "sequence" -> [batch, seq, features/Gy] a layer. What is
-    gathered of the stream is gathered once for all; other collectives are those of `matmul_4d`.
+    Stream [batch, seq, hidden/Gx], its sequence over `y` with "sequence" -> [batch, seq, features/Gy] a layer. The
+    stream is gathered once for all layers; other collectives are those of `matmul_4d`.
     """
     comm = layers[0].comm
     if comm == "all_reduce":

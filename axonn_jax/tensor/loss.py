@@ -112,7 +112,7 @@ def _logits(rows: jax.Array, projection: Projection) -> jax.Array:
 
 
 class _How(NamedTuple):
-    """What is static of a chunked loss."""
+    """Static arguments of a chunked loss."""
 
     chunk: int
     turned: bool
@@ -136,7 +136,7 @@ def _chunked(rows: jax.Array, weight: jax.Array, targets: jax.Array, weights: ja
 
 
 Gradients = tuple[jax.Array, jax.Array]
-"""Of rows, and in float32 of the weight."""
+"""Gradients of the rows, and in float32 of the weight."""
 
 
 def _forward(
@@ -212,7 +212,7 @@ def counting(batch: Any) -> Any:
 
 
 def target_weights(batch: jax.Array, vocab: int | None) -> jax.Array:
-    """What each target of a batch [rows, seq + 1] counts in a sum of losses, [rows, seq] float32; no collectives.
+    """Weight of each target of a batch [rows, seq + 1] in a sum of losses, [rows, seq] float32; no collectives.
 
     In a row with an id beyond the vocabulary (None: there is no end to it) every target that counts counts NaN, and so
     the sum is NaN on every grid, whatever the layers make of such an id.

@@ -18,7 +18,7 @@ from axonn_jax import compat
 from axonn_jax.tensor.collectives import mark_varying
 
 Stored = Literal["NN", "NT", "TN"]
-"""How the two operands of `C[m, n] = A[m, k] B[k, n]` lie in memory: as they are (N), or transposed (T)."""
+"""Orientations in memory of the operands of `C[m, n] = A[m, k] B[k, n]`: as written (N) or transposed (T)."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Product:
 
 @dataclass(frozen=True)
 class Form:
-    """How a product is computed."""
+    """Way to compute a product: the arrays that are transposed."""
 
     left: bool = False
-    """A is first copied into its other orientation."""
+    """True if A is first copied into its other orientation."""
     right: bool = False
-    """B is first copied into its other orientation."""
+    """True if B is first copied into its other orientation."""
     product: bool = False
-    """The transposed product, `B^T A^T`, is computed and transposed back."""
+    """True if the transposed product, `B^T A^T`, is computed and transposed back."""
 
     def __str__(self) -> str:
         turned = [name for name in ("left", "right", "product") if getattr(self, name)]
@@ -74,7 +74,7 @@ class MatmulLayouts:
 
     chosen: tuple[tuple[Product, Form], ...] = ()
     few: int = 0
-    """Of products of at most so many tokens the transposed one is computed, where nothing else is chosen."""
+    """Tokens up to which products without a chosen form are computed transposed; 0 for never."""
 
     @classmethod
     def of_forms(cls, forms: Mapping[Product, Form]) -> "MatmulLayouts":
@@ -112,8 +112,8 @@ def products(rows: int, k: int, n: int, dtype: str, *, turned: bool = False) -> 
 def matmul(x: jax.Array, w: jax.Array, layouts: MatmulLayouts = PLAIN, *, turned: bool = False) -> jax.Array:
     """`Y = X W` on one device, [rows, k] and [k, n] (held as [n, k] if `turned`) -> [rows, n]; no collectives.
 
-    Products for which nothing is chosen are what `lax.dot_general` and its gradients are. With a choice among the
-    three there is no forward-mode derivative.
+    Products without a chosen form are `lax.dot_general` and its gradients. With a choice among the three there is no
+    forward-mode derivative.
     """
     n = w.shape[0] if turned else w.shape[1]
     y, dx, dw = map(layouts.of, products(x.shape[0], x.shape[1], n, x.dtype.name, turned=turned))
@@ -138,7 +138,7 @@ def multiply(a: jax.Array, b: jax.Array, stored: Stored, form: Form = AS_WRITTEN
 
 
 def _copied(a: jax.Array) -> jax.Array:
-    """As it is, in memory: XLA would move a transposition from one side of a matmul to the other."""
+    """Put a barrier behind an array: XLA would move a transposition from one side of a matmul to the other."""
     return lax.optimization_barrier(a)
 
 

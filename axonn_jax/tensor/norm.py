@@ -37,9 +37,10 @@ def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: str = FEAT
 
 
 def head_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Divide [batch, seq, heads, head_dim] by each head's root mean square, then scales; float32 inside.
+    """Divide [batch, seq, heads, head_dim] by each head's root mean square, then scale; float32 inside.
 
-    `scale` [head_dim] is all heads': its gradient is all-reduced over what splits heads, 4 head_dim bytes a microbatch.
+    `scale` [head_dim] is all heads': its gradient is all-reduced over the axes that split heads, 4 head_dim bytes a
+    microbatch.
     """
     h = x.astype(jnp.float32)
     h = h * lax.rsqrt(jnp.mean(jnp.square(h), -1, keepdims=True) + eps)

@@ -74,7 +74,7 @@ def _param(
 
 
 class SplitModule(NamedTuple):
-    """A module taken apart: its parameters by dotted path, their layouts, and the way back."""
+    """Module split into parameters and layouts by dotted path, and a function that rebuilds the module."""
 
     params: Params
     specs: Specs

@@ -1,4 +1,4 @@
-"""Layouts: what a `PartitionSpec` splits, and the manual region in which a function sees local shards."""
+"""Layouts: the dims that a `PartitionSpec` splits, and the manual region in which functions see local shards."""
 
 from collections.abc import Callable, Iterable
 from math import prod
@@ -52,11 +52,11 @@ def shard_mapped(
 
     The region is over the mesh's axes that are larger than one. Leaving out an axis keeps its collectives of one out of
     the program. The mesh itself is made smaller because a region manual over only some axes of a mesh crashes XLA's CPU
-    compiler on bfloat16 sums (jaxlib 0.10.2).
-    A region `among_others` in a program has the whole mesh, as arrays between regions carry it in their type and jax
-    refuses one other than the mesh that `jax.set_mesh` set; its layouts leave the axes of size one out all the same.
-    A region that is not `differentiated` may say of a result that it is the same on devices where jax cannot see why:
-    jax then does not track what varies over which axes, which is what makes gradients right.
+    compiler on bfloat16 sums (jaxlib 0.10.2). A region `among_others` in a program has the whole mesh, as arrays
+    between regions carry it in their type and jax refuses one other than the mesh that `jax.set_mesh` set; its layouts
+    leave the axes of size one out all the same. A region that is not `differentiated` may declare of a result that it
+    is the same on devices where jax cannot see why: jax then does not track the axes over which values vary, as right
+    gradients need.
     """
     axes = live_axes(mesh)
     if not axes:

@@ -69,9 +69,9 @@ def gather_params(params: Params, specs: Specs, dtype: jnp.dtype) -> MaybeGather
 
 
 def gather_once(params: Params, specs: Specs, dtype: jnp.dtype, inside: str) -> Params:
-    """Parameters split over `z`, those whose names begin with `inside` left out, full in `dtype`; none without it.
+    """Parameters outside `inside` (a name's prefix) that are split over `z`, gathered in `dtype`; empty without `z`.
 
-    For what every microbatch reads first or last, when there is nothing to hide a gather behind. Collectives: an
+    For parameters that every microbatch reads first or last, with nothing to hide a gather behind. Collectives: an
     all-gather a weight, as in `gather_weight`; none where `z` is of size one.
     """
     outside = {name: value for name, value in params.items() if not name.startswith(inside)}

@@ -1,4 +1,4 @@
-"""An order of computation found in virtual time: one compute unit, a network, and what is ready on each."""
+"""List scheduling of a program's equations in virtual time, on one compute unit and a network."""
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,20 +11,20 @@ from axonn_jax.tensor.overlap.op_cost import OpTimes, axes_of, flops, is_collect
 
 _ON_THE_WAY = frozenset({"reshape", "transpose", "convert_element_type", "squeeze", "add_any", "pvary", "pcast"})
 _SUMMED = _ON_THE_WAY | {"add", "concatenate"}
-"""And what is between a gradient and its reduction over replicas: the sum over microbatches, a bucket."""
+"""Operations between a gradient and its reduction over replicas: also the sum over microbatches, a bucket."""
 _PATIENCE = 6  # matmuls: a weight gradient and what leads to it wait no longer, or its operands would fill the memory
 _SLACK = 3.0  # times its seconds: a reduce-scatter shares the links with gathers, and only memory waits for it
 
 
 @dataclass
 class Window:
-    """A collective and what ran beside it and behind it."""
+    """Collective, with the matmuls that run beside and behind it."""
 
     collective: int
     overlapping: int | None = None
-    """The last matmul that ran while it was under way."""
+    """Last matmul that ran during the collective."""
     next: int | None = None
-    """The first matmul after it."""
+    """First matmul after the collective."""
 
 
 class ListScheduler:
@@ -154,7 +154,7 @@ class ListScheduler:
         return OpOrder(sequence, windows, self, yields)
 
     def _next_small(self, over: Iterable[Window], done: set[int]) -> list[int]:
-        """Small collectives that follow what has just arrived with nothing but elementwise work before them.
+        """Small collectives that follow arrived results with only elementwise work in between.
 
         They would wait for a large one that took the links first, and all else for them.
         """
@@ -192,13 +192,13 @@ class ListScheduler:
 
 @dataclass
 class OpOrder:
-    """An order found: positions of equations, and what ran beside each collective."""
+    """Order of a program: positions of equations, and the matmuls beside each collective."""
 
     sequence: list[int]
     windows: list[Window]
     scheduler: ListScheduler
     yields: dict[int, list[int]]
-    """Small collectives that large ones start after."""
+    """Small collectives before which large ones do not start."""
 
 
 def _over_replicas(eqn: JaxprEqn) -> bool:

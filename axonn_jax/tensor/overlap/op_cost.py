@@ -20,7 +20,7 @@ class OpTimes:
         self.sizes = dict(sizes)
 
     def seconds(self, eqn: JaxprEqn) -> float:
-        """Of a matmul or collective by its own figures, of anything else by what it writes."""
+        """Seconds of an equation: a matmul's or collective's own estimate, otherwise by the bytes of the results."""
         if is_collective(eqn):
             return H100.latency_s + self._ring_bytes(eqn) / self._ring_rate(eqn)
         if count := flops(eqn):
@@ -28,7 +28,7 @@ class OpTimes:
         return _bytes(eqn.outvars) / _BYTES_PER_S / 4  # most is fused with its neighbours
 
     def link(self, eqn: JaxprEqn) -> Link:
-        """Which links serve a collective: those of a node where its groups lie in one."""
+        """Links that serve a collective: a node's if each group lies in one node."""
         inner = self._inner(eqn)
         return "node" if prod(inner.values()) <= H100.node_devices else "network"
 
@@ -42,7 +42,7 @@ class OpTimes:
         return prod(self.sizes.get(axis, 1) for axis in axes_of(eqn))
 
     def _ring_rate(self, eqn: JaxprEqn) -> float:
-        """What a device sends: rings that cross nodes share what a node sends."""
+        """Bytes per second that a device sends: rings that cross nodes share their node's rate."""
         if self.link(eqn) == "node":
             return H100.node_bytes_per_s
         over = axes_of(eqn)
@@ -61,7 +61,7 @@ def is_collective(eqn: JaxprEqn) -> bool:
 
 
 def flops(eqn: JaxprEqn) -> float:
-    """Of a matmul, or of those in a loop; 0 of anything else."""
+    """FLOPs of a matmul, or of the matmuls in a loop; 0 for anything else."""
     if eqn.primitive.name == "scan":
         return float(eqn.params["length"]) * sum(map(flops, eqn.params["jaxpr"].jaxpr.eqns))
     if eqn.primitive.name != "dot_general":

@@ -92,7 +92,7 @@ def _recomputes(jaxpr: Jaxpr, inside: bool = False) -> bool:
 
 
 def _flat(jaxpr: Jaxpr, costs: OpTimes) -> tuple[list[JaxprEqn], list[Any]]:
-    """The equations with calls inlined; what a call recomputes on purpose is kept apart from what it recomputes."""
+    """Equations with calls inlined; a call's intended recomputation stays apart from the first computation."""
     out: list[JaxprEqn] = []
 
     def add(jaxpr: Jaxpr, names: dict[Var, Any], outer: bool) -> None:
@@ -122,7 +122,7 @@ def _flat(jaxpr: Jaxpr, costs: OpTimes) -> tuple[list[JaxprEqn], list[Any]]:
 
 
 def _with_ordered_body(eqn: JaxprEqn, costs: OpTimes) -> JaxprEqn:
-    """A loop over layers with the body in an order of its own; what is no loop, or communicates nothing, as it is."""
+    """The loop over layers with its body reordered; any other equation, or a loop without collectives, unchanged."""
     if eqn.primitive.name != "scan":
         return eqn
     body = eqn.params["jaxpr"]
@@ -152,7 +152,7 @@ def _apart(values: list[Any], out: list[JaxprEqn]) -> list[Any]:
 def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any], reorder: OpOrder) -> ClosedJaxpr:
     """Write the order into the program.
 
-    A matmul comes after the one before it, and what uses a collective's result comes after the last matmul that ran
+    A matmul comes after the one before it, and users of a collective's result come after the last matmul that ran
     beside the collective.
     """
     scheduler, tie = reorder.scheduler, _ties()
@@ -200,13 +200,13 @@ def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[
 
 
 def _carrier(eqn: JaxprEqn) -> int:
-    """Which operand of a matmul, or of a loop of them, takes the dependency: the smallest, should it become a copy."""
+    """Index of the operand of a matmul, or loop of matmuls, that takes the dependency: the smallest."""
     variables = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and _is_number(v)]
     return min(variables, key=lambda i: aval_of(eqn.invars[i]).size)
 
 
 def _result(eqn: JaxprEqn) -> Var:
-    """What tells that an equation has been computed: a result that is not dropped."""
+    """Result whose presence shows that the equation has been computed; not a dropped one."""
     return next(v for v in eqn.outvars if type(v) is Var and _is_number(v))
 
 

@@ -1,1 +1,1 @@
-"""Any Flax NNX model on a 4D grid: `ax.parallelize` and what it does to layers."""
+"""Flax NNX models on a 4D grid: `ax.parallelize` and the sharded layers behind it."""

@@ -1,4 +1,4 @@
-"""Any Flax NNX model on a 4D grid: its layers become sharded ones, everything else stays as it is."""
+"""Flax NNX models on a 4D grid: their layers become sharded ones, everything else stays unchanged."""
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -31,19 +31,19 @@ def parallelize(
     """Return a copy of a Flax NNX model whose layers run 4D-sharded over the grid, its parameters placed on it.
 
     Type, attributes, parameter names and results stay; so do `nnx.jit`, `nnx.value_and_grad`, `nnx.Optimizer`,
-    `nnx.split` and train/eval modes. Linear, LinearGeneral, Einsum, Conv, ConvTranspose, Embed, LayerNorm and
-    RMSNorm (alone or inside MultiHeadAttention and modules of your own) are split as DESIGN section 4 says, with
-    explicit collectives; other modules stay, their parameters replicated. `sharding_report` lists both, with reasons
-    and bytes.
+    `nnx.split` and train/eval modes. Linear, LinearGeneral, Einsum, Conv, ConvTranspose, Embed, LayerNorm and RMSNorm
+    (alone or inside MultiHeadAttention and modules of your own) are split over the axes of the grid, with explicit
+    collectives; other modules stay, their parameters replicated. `sharding_report` lists both, with reasons and bytes.
 
-    `call` is how the model is called, such as ``lambda m: m(tokens)``; it is traced, not run, and tells which layer
-    feeds which. Without it, roles of `x` and `y` alternate in the order in which layers were defined. `overrides`
-    maps path patterns (``"decoder.*.out"``) to "replicated", or to the axis to contract over, "x" or "y" (for an
-    embedding or a norm: the axis of its features); the last pattern that matches counts.
+    `call` calls the model, as ``lambda m: m(tokens)``; it is traced, not run, to learn the order of the layers. Without
+    it, roles of `x` and `y` alternate in the order in which layers were defined. `overrides` maps path patterns
+    (``"decoder.*.out"``) to "replicated", or to the axis to contract over, "x" or "y" (for an embedding or a norm: the
+    axis of its features); the last pattern that matches counts.
 
     Nothing is communicated here but parameters on their way to their devices. A grid of one device returns `model`
-    itself. Raises ``UserError`` for what is no NNX module, a grid with a pipeline, an override that matches nothing,
-    a grouped `jax.lax` convolution between layers where XLA would make wrong gradients of it (seen with `call` alone).
+    itself. Raises ``UserError`` for anything but an NNX module, a grid with a pipeline, an override that matches
+    nothing, a grouped `jax.lax` convolution between layers where XLA would make wrong gradients of it (seen with `call`
+    alone).
     """
     _check(model, grid)
     if grid.shape.devices == 1:

@@ -1,6 +1,6 @@
 """Convolutions that have no sharded form: by hand over rows, since XLA's partitioner gets some of them wrong.
 
-The kernel gradient of a grouped convolution (`feature_group_count` above 1) comes out a multiple of what it is where
+The kernel gradient of a grouped convolution (`feature_group_count` above 1) comes out a multiple of its value where
 rows are split over some devices and the same on others (jaxlib 0.10.2; `jax.jit` with layouts is enough to see it).
 """
 
@@ -32,7 +32,7 @@ class ByRows:
     convolve: Callable[..., jax.Array]
 
     def __call__(self, x: jax.Array, kernel: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        """As `jax.lax.conv_general_dilated`, rows first."""
+        """Convolve as `jax.lax.conv_general_dilated` does, each device its rows."""
         split = x.shape[0] % size_over(self.mesh, BATCH_AXES) == 0
         rows = P(BATCH_AXES) if split else P()
 

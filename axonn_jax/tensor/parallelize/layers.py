@@ -28,7 +28,7 @@ class LocalLayer:
 
 
 Local = Callable[[jax.Array, dict[str, Any], bool], jax.Array]
-"""A layer on local shards: its input, its parameters by name (None for one it lacks), whether rows are split."""
+"""A layer on local shards: input, parameters by name (None for absent ones), and True if rows are split."""
 
 
 def in_region(
@@ -69,8 +69,8 @@ def in_region(
 def gather_kernel(plan: LayerPlan, kernel: jax.Array, split: bool, dtype: jnp.dtype) -> jax.Array:
     """The kernel gathered over `z` in `dtype`; one that `z` does not split is cast to it.
 
-    It is made to vary over `data` before it is gathered: autodiff then scatters its gradient over `z` first and
-    reduces over `data` what is left, a `Gz`-th.
+    It is made to vary over `data` before it is gathered: autodiff then scatters its gradient over `z` first and reduces
+    the remaining `Gz`-th over `data`.
     """
     if not split or plan.z_dim is None:
         return kernel.astype(dtype)
@@ -84,9 +84,9 @@ def contract(
 
     `flax_call(stand_in, x)` is the layer's own Flax code; it runs on local shards, with all its options but those that
     are `replaced`. Where one axis splits both sides, each shard is a layer by itself. Collectives else as in
-    `tensor.linear.matmul_4d`: forward all-gather of W over `z`, all-reduce of Y over `in_axis`; backward
-    all-gather of W over `z` again, all-reduce of dX over `out_axis`, reduce-scatter of dW over `z`, all-reduce of
-    what is left over `data` (bytes: DESIGN section 4).
+    `tensor.linear.matmul_4d`: forward all-gather of W over `z`, all-reduce of Y over `in_axis`; backward all-gather of
+    W over `z` again, all-reduce of dX over `out_axis`, reduce-scatter of dW over `z`, all-reduce over `data` of the
+    local part.
     """
     dims = plan.dims
 
@@ -120,7 +120,7 @@ class ShardedLinear(nnx.Linear):
     axonn_plan: LayerPlan
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """As the Flax layer; the layout is the plan's, `out_sharding` is not looked at."""
+        """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
 
         def flat(layer: Any, x: jax.Array) -> jax.Array:
             # 2-D: batched operands cost the CPU backend a tenth of a step
@@ -136,7 +136,7 @@ class ShardedLinearGeneral(nnx.LinearGeneral):
     axonn_plan: LayerPlan
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """As the Flax layer; the layout is the plan's, `out_sharding` is not looked at."""
+        """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
         return contract(self, self.axonn_plan, inputs, nnx.LinearGeneral.__call__)
 
 
@@ -146,7 +146,7 @@ class ShardedEinsum(nnx.Einsum):
     axonn_plan: LayerPlan
 
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
-        """As the Flax layer; the layout is the plan's, `out_sharding` is not looked at."""
+        """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
         if einsum_str is not None:  # the plan was made for the string of the constructor: Flax says what is wrong
             return super().__call__(inputs, einsum_str)
         return contract(self, self.axonn_plan, inputs, nnx.Einsum.__call__)
@@ -158,7 +158,7 @@ class ShardedConv(nnx.Conv):
     axonn_plan: LayerPlan
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """As the Flax layer; the layout is the plan's, `out_sharding` is not looked at."""
+        """Convolve as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
         plan = self.axonn_plan
         if inputs.ndim < len(self.kernel_size) + 2:  # one example without a batch dim
             return self(inputs[None])[0]
@@ -175,7 +175,7 @@ class ShardedConvTranspose(nnx.ConvTranspose):
     axonn_plan: LayerPlan
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """As the Flax layer."""
+        """Convolve as the Flax layer does, on local shards."""
         if inputs.ndim < len(self.kernel_size) + 2:  # one example without a batch dim
             return self(inputs[None])[0]
         return contract(self, self.axonn_plan, inputs, nnx.ConvTranspose.__call__)
@@ -234,7 +234,8 @@ class ShardedLayerNorm(nnx.LayerNorm):
     axonn_plan: LayerPlan
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """As the Flax layer, the variance by two passes; with a mask it is the Flax layer, laid out by XLA."""
+        """Normalise as the Flax layer does, with a two-pass variance; with a mask, call the Flax layer, laid out by
+        XLA."""
         return super().__call__(x, mask=mask) if mask is not None else _normed(self, x, layer_norm, ("scale", "bias"))
 
 
@@ -244,7 +245,7 @@ class ShardedRMSNorm(nnx.RMSNorm):
     axonn_plan: LayerPlan
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """As the Flax layer; with a mask it is the Flax layer, laid out by XLA."""
+        """Normalise as the Flax layer does; with a mask, call the Flax layer, laid out by XLA."""
         return super().__call__(x, mask=mask) if mask is not None else _normed(self, x, rms_norm, ("scale",))
 
 

@@ -1,4 +1,4 @@
-"""Layouts of a layer: what it contracts and produces, and the axes that split its arrays."""
+"""Layouts of a layer: contracted and produced dims, and the axes that split its arrays."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -17,34 +17,34 @@ PLAN = "axonn_plan"
 
 @dataclass(frozen=True)
 class ActivationSplit:
-    """What is known of an activation's layout: the axis that splits it, and the dim that is split."""
+    """Known layout of an activation: the split dim and the axis that splits it."""
 
     axis: TensorAxis
     size: int
     """Global size of the split dim."""
     last: bool
-    """True if it was the last dim where it was made."""
+    """True if the split dim was the last one of the layer's output."""
 
 
 @dataclass(frozen=True)
 class Dims:
-    """What the sharded dims of a layer's arrays are, counted as Python indexes."""
+    """Sharded dims of a layer's arrays, as Python indexes."""
 
     x: int = -1
-    """The input's dim that is contracted and split over `in_axis`."""
+    """Dim of the input that is contracted and split over `in_axis`."""
     y: int = -1
-    """The output's dim that is split over `out_axis`."""
+    """Dim of the output that is split over `out_axis`."""
     bias: tuple[int, ...] = (-1,)
     """The output's dims that the bias's dims belong to, in their order."""
     rows: tuple[int, int] | None = (0, 0)
     """The batch dim of input and of output; None where there is none to split."""
     rank: int = 0
-    """How many more dims the output has than the input."""
+    """Dims of the output less dims of the input."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How one layer lies on the mesh.
+    """Layout of one layer on the mesh.
 
     `sharded` is False for a layer that stays as it was, its parameters replicated. A sharded layer of which nothing
     but the rows is split (no axes, no specs) has replicated parameters too.
@@ -124,7 +124,7 @@ class Kernel:
     """The output's dims of the bias's dims."""
     rows: tuple[int, int] | None = (0, 0)
     rank: int = 0
-    """How many more dims the output has than the input."""
+    """Dims of the output less dims of the input."""
     groups: int = 1
     """Groups of features, in order, that do not mix: a shard of whole groups needs no other's."""
 
@@ -137,14 +137,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm over the last dim: its parameters are as long as the features."""
+    """Norm over the last dim; each parameter has the length of the features."""
 
     features: int
     names: tuple[str, ...]
 
 
 def describe(layer: Any) -> Kernel | Norm | str:
-    """What could be split in a layer, or in one line why nothing can."""
+    """Return the splittable kernel or norm of a layer, or one line with the reason that there is none."""
     kind = type(layer)
     if kind is nnx.Linear:
         if layer.kernel.shape != (layer.in_features, layer.out_features):
@@ -171,7 +171,7 @@ def _stacked(shape: tuple[int, ...]) -> str:
 
 
 def _not_heads_size(sides: list[Side]) -> tuple[Side, ...]:
-    """Of several dims, as (heads, head_dim), the last stays whole: attention sums over it. The one before is best."""
+    """All but the last of several dims, as (heads, head_dim), best first: attention sums over the last."""
     return tuple(sides[-2::-1] if len(sides) > 1 else sides)
 
 

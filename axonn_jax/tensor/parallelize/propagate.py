@@ -54,7 +54,7 @@ class Chooser:
     def leaves(
         self, layer: Any, plan: LayerPlan, arrives: ActivationSplit | None, method: str = "__call__"
     ) -> ActivationSplit | None:
-        """How the output of a layer lies that has this plan."""
+        """Return the layout of the output of a layer with this plan, None if unsplit."""
         described = describe(layer)
         if not plan.sharded or not isinstance(described, Kernel):
             return arrives

@@ -1,4 +1,4 @@
-"""Report of what `parallelize` did: every layer with its roles, bytes and communication, or why it stayed."""
+"""Report of `parallelize`: each layer with its roles, bytes and communication, or the reason it was not split."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -98,9 +98,9 @@ class Entry:
     bytes: int
     """Bytes of its parameters and statistics altogether."""
     device_bytes: int
-    """Those of one device."""
+    """Bytes of the parameters and statistics on one device."""
     transfers: tuple[Transfer, ...]
-    """Its collectives in a training call."""
+    """Collectives of the layer in a training call."""
 
     @property
     def roles(self) -> str:
@@ -125,7 +125,7 @@ class ShardingReport:
 
     @property
     def device_bytes(self) -> int:
-        """Those of one device."""
+        """Bytes of all layers on one device."""
         return sum(entry.device_bytes for entry in self.entries)
 
     @property
@@ -162,7 +162,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 
 def sharding_report(model: nnx.Module) -> ShardingReport:
-    """What `parallelize` did to this model, in the order in which its attributes stand; `print` it.
+    """Return the report of `parallelize` for this model, layers in the order of its attributes; `print` it.
 
     Communication is that of forward and backward in one call, by ring formulas, for the inputs that `call` had, or
     else for one row; replicated layers' gradient reductions, which XLA places, are not in it.
