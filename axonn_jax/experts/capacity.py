@@ -1,7 +1,7 @@
-"""Dispatch with a capacity, the paper's: all-to-alls of as many tokens for every expert, more are dropped.
+"""Dispatch with a capacity, as in the paper: all-to-alls of equally many tokens per expert; excess tokens are dropped.
 
-Which tokens are dropped depends on the grid, and so does the loss. It sends less than `dispatch` where `expert` is
-larger than the choices of a token; and it is what DeepSpeed-TED (Singh et al., ICS 23) and its figures are about.
+The dropped tokens depend on the grid, and so does the loss. It sends less than `dispatch` where `expert` is larger than
+the choices of a token; DeepSpeed-TED (Singh et al., ICS 23) and its figures use it.
 """
 
 from typing import NamedTuple, Protocol
@@ -27,18 +27,18 @@ from axonn_jax.tensor.collectives import (
 
 
 class OnSlots(Protocol):
-    """What computes local experts on their slots: [experts/G, slots, hidden] -> partial sums of the same shape."""
+    """Function that computes local experts on their slots: [experts/G, slots, hidden] -> partial sums of that shape."""
 
     def __call__(self, slots: jax.Array) -> jax.Array:
-        """Compute them."""
+        """Return the partial sums of the slots."""
 
 
 class _Slots(NamedTuple):
-    """Where each choice [tokens, k] goes."""
+    """Destination of each choice [tokens, k]."""
 
     experts: jax.Array
     positions: jax.Array
-    """Among the slots of its expert; as many as there are slots, or more: dropped."""
+    """Slot within the expert; a number beyond the slots means dropped."""
 
 
 def by_capacity(
@@ -51,7 +51,7 @@ def by_capacity(
     sequence_split: bool,
     drop_duplicates: bool = True,
 ) -> jax.Array:
-    """Tokens [tokens, hidden/Gx] -> what their experts add, zero for choices that found no slot.
+    """Tokens [tokens, hidden/Gx] -> the sums of their experts' outputs, zero for choices without a slot.
 
     Slots fill in the order of the tokens, first choices before second ones. Collectives, with s slots an expert:
     all-to-alls over `expert` of `experts * s` rows of hidden/Gx there and back, bytes a device `(G-1)/G` of that; the

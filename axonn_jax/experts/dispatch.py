@@ -2,7 +2,7 @@
 
 Tokens are split over `expert`, their features over `x`, a split sequence over `y`. Every device computes its own
 experts, with its part of their inner features (over `y` and `x`), for all tokens of its `expert`, `y` and `x` that
-chose them: so tokens are gathered, and what was computed is reduce-scattered. None is dropped.
+chose them: tokens are gathered, and results reduce-scattered. No token is dropped.
 """
 
 import jax
@@ -38,7 +38,7 @@ def gather_tokens(x: jax.Array, routing: Routing, *, sequence_split: bool) -> tu
 
     Collectives: all-gathers over `expert` and `y`, and of the features over `x`. Bytes a device on a ring, with t
     tokens of h bytes and k choices on each: over `expert` `(G-1) t (h + 8 k)`, of t/Gy tokens where duplicates are
-    dropped; then over `y` `(Gy-1)/Gy` of what has been gathered, where duplicates are dropped or the sequence is split;
+    dropped; then over `y` `(Gy-1)/Gy` of the gathered bytes, where duplicates are dropped or the sequence is split;
     over `x` `(Gx-1)/Gx` of the tokens with all features.
     """
     choices, weights = routing.choices, routing.weights

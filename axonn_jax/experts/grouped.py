@@ -36,7 +36,7 @@ class _Groups(NamedTuple):
     order: jax.Array
     """Their numbers (token times k, plus which), and a tile of anything behind them."""
     starts: jax.Array
-    """Where each expert's begin, and where the last one's end."""
+    """Start of each expert's tokens, and the end of the last expert's."""
 
 
 def grouped_mlp(
@@ -81,7 +81,7 @@ def _sorted(choices: jax.Array, experts: int, tile: int) -> _Groups:
 
 
 def activated(activation: Mlp, gate: jax.Array | None, up: jax.Array) -> jax.Array:
-    """What goes into an expert's last matmul."""
+    """Input of an expert's last matmul."""
     if gate is None:
         return jax.nn.gelu(up, approximate=True)
     return (jax.nn.silu(gate) if activation == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
@@ -91,7 +91,7 @@ class _Tile(NamedTuple):
     """Some tokens of one expert."""
 
     numbers: jax.Array
-    """Of their choices."""
+    """Numbers of the tile's choices."""
     tokens: jax.Array
     """Their rows; where the last tile is not full, the row behind all tokens, which is zero and added to in vain:
     another expert's token there would take part, and 0 times infinity is NaN."""

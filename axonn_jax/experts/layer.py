@@ -22,7 +22,7 @@ from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size, g
 from axonn_jax.tensor.params import SplitModule, normal_param
 
 _INNER = ("y", "x")
-"""What splits the experts' inner features: nothing is then communicated between an expert's matmuls."""
+"""Axes that split the experts' inner features, so that nothing is communicated between an expert's matmuls."""
 
 
 class ExpertKernel(nnx.Module):
@@ -50,14 +50,14 @@ class LocalExperts(nnx.Module):
         self.down = ExpertKernel(narrow, P(EXPERT_AXIS, (*_INNER, "z"), None), z_dim=1, std=out_std, key=keys[2])
 
     def __call__(self, x: jax.Array, choices: jax.Array, weights: jax.Array) -> jax.Array:
-        """Tokens [tokens, hidden] -> partial sums of what the local experts make of those that chose them."""
+        """Return the local experts' partial sums for tokens [tokens, hidden], each of the tokens that chose it."""
         up = self.up.gathered(x.dtype)
         gate = None if self.gate is None else self.gate.gathered(x.dtype)
         local = choices - axis_index(EXPERT_AXIS) * up.shape[0]
         return grouped_mlp(x, local, weights, gate, up, self.down.gathered(x.dtype), self.activation)
 
     def on_slots(self, slots: jax.Array) -> jax.Array:
-        """Slots [experts/G, slots, hidden] -> partial sums of what each local expert makes of its own."""
+        """Return each local expert's partial sums for its slots [experts/G, slots, hidden]."""
         up = slots @ self.up.gathered(slots.dtype)
         gate = None if self.gate is None else slots @ self.gate.gathered(slots.dtype)
         inner = jax.checkpoint(partial(activated, self.activation))(gate, up)  # keeps its inputs, nothing in between
@@ -90,7 +90,7 @@ class MixtureOfExperts(nnx.Module):
         self.shared = None if shared is None else shared(key=every)
 
     def __call__(self, x: jax.Array, packing: Packing | None = None) -> tuple[jax.Array, jax.Array]:
-        """[batch, seq, hidden/Gx] -> what is added to it, and `balance_loss`; padding passes no expert.
+        """[batch, seq, hidden/Gx] -> the residual to add, and `balance_loss`; padding passes no expert.
 
         Collectives: those of the router, of the dispatch and of the weights' gathers; none between an expert's matmuls.
         """
@@ -120,13 +120,12 @@ class MixtureOfExperts(nnx.Module):
 
 
 def without_drops(parts: SplitModule) -> SplitModule:
-    """A model for evaluation and generation: its experts drop no token, so that none depends on others; itself if so.
+    """Return the model for evaluation and generation: experts drop no token, so no token depends on others.
 
     Args:
         parts: the model taken apart, of which parameters may be shapes alone.
 
-    Returns:
-        The same parts, of which `merge` gives a model whose dispatch is `gather`.
+    Returns: The same parts, with a `merge` that sets dispatch `gather`; unchanged if nothing is dropped.
     """
 
     def dropping(model: nnx.Module) -> list[MixtureOfExperts]:

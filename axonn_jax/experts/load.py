@@ -1,4 +1,4 @@
-"""Loads of experts: how many tokens chose each, counted as the gradient of the router's bias, which they may move.
+"""Loads of experts: tokens per expert, counted as the gradient of the router's bias, which they may move.
 
 No loss depends on the bias. So its gradient can carry the counts: they add up over microbatches and devices as
 gradients do, in any engine, without a result or a collective of their own. They are float32 in every precision, and
@@ -59,9 +59,9 @@ def largest_load(grads: Mapping[str, jax.Array], loads: Collection[str]) -> jax.
 
 
 def excesses(grads: Mapping[str, jax.Array], loads: Collection[str]) -> dict[str, jax.Array]:
-    """Gradients with, in the place of counts, what each expert has beyond the mean: for a `balancing` optimizer.
+    """Replace counts in gradients by each expert's excess over the mean, for a `balancing` optimizer.
 
-    That of a sum is the sum of those of its terms.
+    The excess of a sum is the sum of its terms' excesses.
     """
 
     def excess(counts: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Packing of rows as experts see it: which tokens are text, and how many targets a row has."""
+"""Packing of rows for experts: the tokens that are text, and the number of targets in each row."""
 
 from typing import NamedTuple
 

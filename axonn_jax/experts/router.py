@@ -15,18 +15,18 @@ from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce
 from axonn_jax.tensor.params import constant_param, normal_param
 
 CHOICES = "expert_choices"
-"""The name of what every activation policy keeps: computed again, a choice could be another one."""
+"""Name of the choices, which every activation policy keeps: computed again, a choice could differ."""
 
 
 class Routing(NamedTuple):
-    """Where the tokens of [tokens, hidden] go."""
+    """Routing of tokens [tokens, hidden] to experts."""
 
     choices: jax.Array
-    """Numbers of experts [tokens, k], int32; that of none, the number of experts, for padding."""
+    """Expert numbers [tokens, k], int32; for padding the number of experts, which is no expert."""
     weights: jax.Array
-    """What each one's result is multiplied by [tokens, k], float32."""
+    """Factor of each chosen expert's result [tokens, k], float32."""
     shares: jax.Array
-    """A token's scores over their sum, [tokens, experts] float32: what is balanced."""
+    """Normalised scores of the tokens [tokens, experts], float32, for balancing."""
 
     def padded(self, count: int, experts: int) -> "Routing":
         """With `count` more tokens, which choose none of the `experts`."""
@@ -77,7 +77,7 @@ def route(scores: jax.Array, bias: jax.Array, moe: ExpertShape) -> Routing:
 
 
 def _in_kept_groups(ranked: jax.Array, moe: ExpertShape) -> jax.Array:
-    """What ranks the experts; none of a group that is not kept is chosen."""
+    """Ranking scores of the experts, minus infinity for those in groups that are not kept."""
     if moe.groups == 1:
         return ranked
     groups = ranked.reshape(-1, moe.groups, moe.experts // moe.groups)

@@ -10,19 +10,18 @@ from axonn_jax.options import Dispatch, NotNegative, Positive, Router
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """How experts are trained; used where model.experts is set."""
+    """Training of experts; used where model.experts is set."""
 
     balance_weight: NotNegative = 0.001
-    """Weight of the loss that evens out how many tokens choose each expert, for every sequence and layer. It is in the
-    gradients and not in the loss that is reported. transformers' router_aux_loss_coef times experts_per_token over the
-    layers with experts. 0: none."""
+    """Weight of the loss that evens out the tokens of each expert, per sequence and layer: in the gradients, not in the
+    reported loss. transformers' router_aux_loss_coef times experts_per_token over the layers with experts. 0: none."""
     balance_rate: NotNegative = 0.0
-    """What a router's biases move by behind a step, towards experts that got fewer tokens than the mean: balance
-    without a loss (DeepSeek-V3 used 0.001). 0: they stay."""
+    """Step of the router's biases after each update, towards experts with fewer tokens than the mean: balance without a
+    loss (DeepSeek-V3 used 0.001). 0: fixed biases."""
     dispatch: Dispatch = "gather"
-    """How tokens reach their experts. gather: those of all of grid.expert are gathered, none is dropped, and the loss
-    is the same on every grid; capacity: each expert has slots for so many tokens of a device, exchanged by all-to-all,
-    and drops the others (TED)."""
+    """Way of tokens to their experts. gather: all tokens of grid.expert are gathered, none is dropped, and the loss is
+    the same on every grid; capacity: each expert has a fixed number of slots for a device's tokens, exchanged by
+    all-to-all, and drops the rest (TED)."""
     capacity: Positive = 1.25
     """capacity: slots of an expert over the mean number of tokens that choose it."""
 
@@ -39,30 +38,30 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The experts of a layer: feed-forward layers of which each token takes a few."""
+    """Experts of a layer: feed-forward layers, of which each token uses a few."""
 
     experts: int
-    """How many there are."""
+    """Number of experts."""
     per_token: int
-    """How many each token chooses."""
+    """Number of experts that each token chooses."""
     ffn: int
-    """Width of each."""
+    """Width of each expert."""
     every: int = 1
-    """One layer of so many has experts."""
+    """Period of the layers with experts: one layer in so many."""
     first: int = 0
-    """The first that has, counted from 0."""
+    """First layer with experts, counted from 0."""
     shared: int = 0
-    """Experts that every token takes, as one feed-forward layer of so many times the width."""
+    """Number of experts that every token uses, computed as one feed-forward layer of that many widths."""
     router: Router = "softmax"
-    """What is made of a router's scores: their softmax, or each one's sigmoid."""
+    """Function of a router's scores: their softmax, or each score's sigmoid."""
     norm: bool = True
     """True if the weights of a token's choices add up to 1."""
     scale: float = 1.0
-    """What the weights are multiplied by."""
+    """Factor on the weights."""
     groups: int = 1
-    """Groups of experts, of which a token first chooses some."""
+    """Number of groups of experts, some of which a token chooses first."""
     groups_kept: int = 1
-    """How many of them."""
+    """Number of groups that a token chooses."""
 
     def is_routed(self, layer: int) -> bool:
         """Return True if a layer has experts, in the place of a feed-forward layer of its own."""
