@@ -8,24 +8,24 @@ from axonn_jax.options import Count, CountOrZero, Density, PruneMethod, PruneSco
 
 @dataclass(frozen=True)
 class PruneConfig:
-    """Which entries of the blocks' kernels are trained; the others are zero and stay zero (SAMO)."""
+    """Pruning of the blocks' kernels: entries outside the mask are zero and stay zero (SAMO)."""
 
     density: Density = 1.0
-    """Share of their entries that is kept. 1: nothing is pruned."""
+    """Share of entries that is kept. 1: no pruning."""
     method: PruneMethod = "magnitude"
-    """Which: those of largest magnitude when pruning begins, some drawn at random, those of largest magnitude once they
-    stay the same (early_bird, Early-Bird Tickets), or those that prune.mask_file says (file)."""
+    """Choice of the kept entries. magnitude: the largest when pruning begins; random; early_bird: the largest once they
+    stay the same (Early-Bird Tickets); file: as prune.mask_file says."""
     scope: PruneScope = "layer"
-    """True if every kernel keeps this share, or all of them together."""
+    """Arrays that keep this share: every kernel (layer), or all of them together (global)."""
     seed: Seed = 0
-    """Seed of what is drawn (random)."""
+    """Seed of the random masks (random)."""
     at_step: CountOrZero = 0
-    """Steps that are trained densely before pruning (magnitude, random)."""
+    """Steps of dense training before pruning (magnitude, random)."""
     every: Count = 100
-    """Steps between looks at which entries are largest (early_bird)."""
+    """Steps between two masks (early_bird)."""
     threshold: Share = 0.2
-    """A mask is found that differs from each of the four before in at most this share of the entries that masks drawn
-    at random differ in (early_bird). Of density 0.5 that is the 0.1 of all entries that the paper takes."""
+    """Largest distance of the new mask to each of the four before, as a share of the distance between random masks
+    (early_bird). At density 0.5 the default is the paper's 0.1 of all entries."""
     mask_file: str = ""
     """An .npz file with an array of booleans by the parameter's name (file)."""
 

@@ -1,4 +1,4 @@
-"""Layout of pruned parameters on a mesh: how many entries a device keeps, and the ways between dense and compressed."""
+"""Layout of pruned parameters on a mesh: kept entries per device, and conversions between dense and compressed."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

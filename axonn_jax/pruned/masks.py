@@ -1,6 +1,6 @@
-"""Masks: which entries of parameters are kept, the same on every grid.
+"""Masks of the parameter entries to keep, the same on every grid.
 
-By magnitude, or at random: then those with the largest of drawn numbers are kept. The threshold is found by halving on
+By magnitude, or at random: entries with the largest random numbers are kept. The threshold is found by halving on
 counts, so that nothing is sorted or gathered: XLA's sort is slow on CPUs, and a sort of a sharded array gathers it.
 
 Arrays go through a program by `rounds`, and each round is waited for: one program for all kernels of 48 layers compiles
@@ -44,7 +44,7 @@ def magnitude_masks(weights: Mapping[str, jax.Array], density: float, scope: Pru
 def random_masks(
     weights: Mapping[str, jax.Array], density: float, scope: PruneScope, seed: int
 ) -> dict[str, jax.Array]:
-    """As `magnitude_masks`, of numbers drawn by seed, name and place in place of the magnitudes.
+    """Masks that keep random entries: `magnitude_masks` of numbers drawn by seed, name and place.
 
     Numbers are drawn as the weights lie; with scope `layer` those of one round are there at a time, else all.
     """
@@ -62,7 +62,7 @@ def random_masks(
 
 
 def kept(entries: int, density: float) -> int:
-    """How many of so many entries a density keeps: at least one."""
+    """Number of kept entries of `entries` at a density: at least one."""
     return max(1, round(entries * density))
 
 
@@ -139,7 +139,7 @@ def _larger(orders: Arrays, than: jax.Array) -> Arrays:
 
 @counting
 def _above(weights: Arrays, threshold: jax.Array, ties: jax.Array) -> Arrays:
-    """Masks of what is above a threshold of each, and of the first `ties` entries of each that are equal to it."""
+    """Masks of the entries above each threshold, and of the first `ties` entries equal to it."""
     orders = _orders(weights)
     equal = [order == at for order, at in zip(orders, threshold, strict=True)]
     places = [jnp.arange(order.size, dtype=jnp.int64).reshape(order.shape) for order in orders]
@@ -167,7 +167,7 @@ def _least(holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.Ar
 
 
 def _largest_of_all(weights: Mapping[str, jax.Array], count: int) -> dict[str, jax.Array]:
-    """As `_largest`, of all arrays together; each round's counts add up on the host."""
+    """Masks of the `count` largest entries of all arrays together; each round's counts add up on the host."""
     groups = [(names, [weights[name] for name in names]) for names in rounds(weights)]
 
     def more(threshold: int) -> dict[str, int]:

@@ -22,7 +22,7 @@ class KeptEntries(NamedTuple):
 
     layout: PrunedLayout
     positions: Params
-    """Where they lie, by name."""
+    """Positions of the kept entries, by name."""
 
     def compressed(self, params: Params, *, used_up: bool = False) -> Params:
         """Parameters with values in the place of the dense arrays of pruned ones, which are freed if `used_up`."""
@@ -59,7 +59,7 @@ def make_masks(config: PruneConfig, weights: Params, elsewhere: Collection[str] 
 
 
 def keep(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multiple: int) -> KeptEntries:
-    """What masks keep, in slots that are a multiple of `multiple`. Collectives: those of `lay_out`."""
+    """Lay out masked entries in slots that are a multiple of `multiple`. Collectives: those of `lay_out`."""
     layout = lay_out(masks, {name: specs[name] for name in masks}, mesh, multiple=multiple)
     return KeptEntries(layout, layout.indices_of(masks))
 

@@ -19,7 +19,7 @@ class PrunedWeight:
     dense: jax.Array
     """The part itself, whose entries that are not kept are zero."""
     index: jax.Array
-    """Where the kept entries lie in it, row by row: [1, ..., slots] int32, ascending; slots to spare are beyond it."""
+    """Positions of the kept entries, row by row: [1, ..., slots] int32, ascending; spare slots lie beyond the last."""
     tap: jax.Array | None = None
     """[1, ..., slots], of any value: gradients arrive here, in its dtype. None where there are none."""
 
@@ -73,19 +73,19 @@ def places(mask: jax.Array, slots: int) -> jax.Array:
 
 
 def trained(p: jax.Array | PrunedWeight, sums: jnp.dtype) -> jax.Array:
-    """A parameter, or the tap of a pruned one: what gradients are taken for, of the latter in the dtype `sums`."""
+    """Return the differentiated array of a parameter: itself, or a pruned one's tap in dtype `sums`."""
     if isinstance(p, PrunedWeight):
         return mark_varying(jnp.zeros(p.index.shape, sums), compat.varying_axes(p.index))
     return p
 
 
 def unpruned(params: Mapping[str, Any], among: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """What is `among` some arrays by name, but for those of pruned parameters."""
+    """Return the arrays of `among` whose parameters are not pruned."""
     return {name: value for name, value in among.items() if not isinstance(params[name], PrunedWeight)}
 
 
 def tapping(params: Mapping[str, Any], held: Mapping[str, Any], sums: jnp.dtype) -> dict[str, Any]:
-    """What layers read: what is `held` by name, of pruned parameters the weights, with their tap from there.
+    """Return the weights for layers: those `held`, and for pruned parameters the dense weight with `held` as tap.
 
     Gradients that are reduce-scattered over `z` are so in the dtype `sums`, as for other weights.
     """
