@@ -1,4 +1,4 @@
-"""Export of a checkpoint: its parameters as the tensors of a Hugging Face model, a part of one in memory at a time."""
+"""Export of a checkpoint's parameters as tensors of a Hugging Face model, a part of a parameter in memory at a time."""
 
 import math
 from collections.abc import Iterator

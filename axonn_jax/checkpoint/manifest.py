@@ -1,7 +1,7 @@
-"""Manifest of a complete checkpoint: names of checkpoints, what lies in one, and whether that is what was written.
+"""Manifest of a complete checkpoint: files with checksums, arrays, and tests that the files are unchanged.
 
-A manifest's own checksum finds what an accident damaged. Who forges a manifest computes the checksum anew: so what it
-says is believed of files inside its own checkpoint only.
+A manifest's own checksum finds accidental damage. A forger computes the checksum anew, so a manifest is believed about
+files inside its own checkpoint only.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _MOST_AROUND = 1 << 16
 _LONGEST, _DEEPEST = 512, 16  # of a file's name below a checkpoint
 _SHOWN = 3  # faults
 _KEPT_OPEN = ".nfs"
-"""What NFS names a removed file that somebody still has open."""
+"""Prefix of a removed file that somebody still has open on NFS."""
 _CONTENT = b'\n "content": '
 _PART = re.compile(r"part_[0-9]{3,}(/lot_[0-9]{3,})?")
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -32,7 +32,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class CorruptCheckpoint(Exception):
-    """A checkpoint cannot be used; the text names the file and what is wrong with it."""
+    """A checkpoint cannot be used; the text names the file and the fault."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class File:
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """What one process has written of a part."""
+    """Arrays and files that one process has written of a part."""
 
     arrays: Mapping[str, StoredArray]
     files: Mapping[str, File]
@@ -72,7 +72,7 @@ class CheckpointManifest:
     saved: str
     """When it was complete, in UTC."""
     run: Mapping[str, Any]
-    """What a run needs to go on: data position, seeds, configuration."""
+    """State of the run to resume: data position, seeds, configuration."""
     arrays: Mapping[str, StoredArray]
     files: Mapping[str, File]
     format: int = FORMAT
@@ -92,7 +92,7 @@ class CheckpointManifest:
 def read(path: Path) -> CheckpointManifest:
     """Read the manifest of a checkpoint directory; fields of later versions are left out.
 
-    Raises ``CorruptCheckpoint`` unless the file is to the byte as it was written, and holds only what a save writes.
+    Raises ``CorruptCheckpoint`` unless the file is unchanged to the byte, and holds only fields of a save.
     """
     try:
         raw = read_bytes(path / MANIFEST, _MOST_BYTES, inside=path)
@@ -138,7 +138,7 @@ def _as_written(raw: bytes, both: Any) -> bool:
 
 
 def _check(manifest: CheckpointManifest) -> None:
-    """Raise ``ValueError`` for what no save writes, above all for names that lead out of the checkpoint's parts."""
+    """Raise ``ValueError`` for values that no save writes, above all names that lead out of the checkpoint's parts."""
     if not (0 <= manifest.step < 10**15 and manifest.processes > 0):
         raise ValueError(f"step = {manifest.step}, processes = {manifest.processes}")
     saved = datetime.fromisoformat(manifest.saved)
@@ -172,7 +172,7 @@ def step_of(path: Path) -> int | None:
 
 
 def all_steps(directory: Path) -> list[Path]:
-    """What is named as a complete checkpoint below `directory`, newest first; valid or not."""
+    """Folders named as complete checkpoints below `directory`, newest first; valid or not."""
     try:
         paths = list(directory.iterdir())
     except OSError:
@@ -196,7 +196,7 @@ def _short(text: str) -> str:
 def file_faults(
     path: Path, manifest: CheckpointManifest, share: tuple[int, int] = (0, 1), *, fast: bool = False
 ) -> list[str]:
-    """Read the files of a checkpoint and say what is wrong with each, none if all is well.
+    """Read the files of a checkpoint and return a line for each fault, none if all is well.
 
     `share` = (rank, size) reads only this process's share of them. The first process also looks for files beside them,
     which nobody would check. `fast` looks at names and sizes alone.

@@ -9,8 +9,8 @@ State = dict[str, Any]
 """Arrays, or their shapes, by name: `params.<parameter>`, `optimizer.<path in the optax state>`."""
 
 PARAMS, OPTIMIZER, SCALE, MASKS = "params.", "optimizer.", "scale.", "masks."
-"""What names begin with. A count of skipped steps and a loss scale (fp16) are optional: a run without one does not mind
-it, one with begins anew. Masks say which entries of pruned parameters are trained; a run that trains all passes by."""
+"""Prefixes of names. A missing count of skipped steps or loss scale (fp16) begins anew, an unused one is ignored. Masks
+say which entries of pruned parameters are trained; a run that trains all ignores them."""
 
 
 def flatten(params: Mapping[str, Any], optimizer: Any, scale: Any = None) -> State:

@@ -33,13 +33,13 @@ WORTH_IT = 32_000_000
 _TIMEOUT_S = 1800
 _POLL_S = 0.02
 _GROWTH = 0.05
-"""Of the copies: by so much more the process may grow while they are written."""
+"""Share of the copies by which the process may grow while they are written."""
 _WIDEST = 4
 """Bytes of an element, however it was stored."""
 _OF_A_PROCESS = "ocdbt.process_"
-"""What the names of folders that Orbax lets one process write begin with; its number follows."""
+"""Prefix of the folders that Orbax lets one process write; the process's number follows."""
 _NOBODY_WAITED = ("was never retrieved", "was destroyed but it is pending")
-"""What Python's event loops say of a task that failed, or still waited, beside the one whose failure was raised."""
+"""Log messages of Python's event loops about failures beside the one that was raised."""
 _LOTS = 24
 """A lot of state in host memory is about this part of it: 0.5 bytes a parameter of 12."""
 _LEAST = 32_000_000
@@ -49,12 +49,11 @@ _LEAST = 32_000_000
 class OrbaxWriter:
     """Writes parts, one at a time; every process of a jax world makes the same calls.
 
-    `start` returns once the arrays are copied to the host, so they may be donated to the next step; `finish` waits
-    for the files, on any thread. State that lives in host memory is not copied there, nor is all of a pruned one dense
-    at once: `start` writes it in lots, one after another, each in a folder of its own, and returns when Orbax has
-    written all. Where one process fails, the
-    others of its world learn of it instead of waiting. While it writes, freed memory is not kept beyond a little.
-    `sizes` are true shapes, by name, of what is padded.
+    `start` returns once the arrays are copied to the host, so they may be donated to the next step; `finish` waits for
+    the files, on any thread. State that lives in host memory is not copied there, nor is all of a pruned one dense at
+    once: `start` writes it in lots, one after another, each in a folder of its own, and returns when Orbax has written
+    all. Where one process fails, the others of its world learn of it instead of waiting. While it writes, freed memory
+    is not kept beyond a little. `sizes` are true shapes, by name, of padded arrays.
     """
 
     def __init__(self, name: str, sizes: Mapping[str, tuple[int, ...]]):
@@ -76,7 +75,7 @@ class OrbaxWriter:
         self._growth: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     def start(self, folder: Path, state: State, progress: Callable[[str], None] = lambda what: None) -> None:
-        """Copy the arrays to the host and begin to write them below `folder`; raise what stops the copying.
+        """Copy the arrays to the host and begin to write them below `folder`; raise any failure to copy.
 
         `state` is used up, so that arrays that nobody else needs are freed one by one. `progress` is told of every lot.
         """
@@ -106,7 +105,7 @@ class OrbaxWriter:
         self._growth = contextlib.closing(GrowthLimit(int(copied * _GROWTH))) if watched else contextlib.nullcontext()
 
     def finish(self, folder: Path) -> None:
-        """Wait until the part is written; each process then leaves the checksums of what it wrote beside it."""
+        """Wait until the part is written; each process then writes the checksums of its files beside the part."""
         with self._growth, self._failing_together():
             with _quiet():
                 self._checkpointer.wait_until_finished()
@@ -155,19 +154,19 @@ class _Arrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
     async def serialize(
         self, values: Sequence[jax.Array], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
-        """See Orbax: copies the arrays to the host and returns what to wait for until they are written."""
+        """See Orbax: copies the arrays to the host and returns futures of their writing."""
         for info in infos:
             info.byte_limiter = None  # with a limit there is no transaction
         return await super().serialize(values, infos, args)
 
 
 def marker(part: str, process: int) -> str:
-    """The file in which a process leaves the checksums of what it wrote of a part."""
+    """File in which a process lists the checksums of the files it wrote of a part."""
     return f"{part}.{process}.json"
 
 
 def written(part: Path, process: int) -> list[Path]:
-    """What a process wrote of a part: its own folders, and for the first process also all that is in nobody's."""
+    """Files that a process wrote of a part: those in its own folders; the first process also has those in nobody's."""
     own, files_found = f"{_OF_A_PROCESS}{process}", []
     for folder, folders, files in os.walk(part):
         folders[:] = [name for name in folders if name == own or not name.startswith(_OF_A_PROCESS)]
@@ -239,7 +238,7 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep off the terminal what Orbax and Python's event loops log of errors that are reported anyway.
+    """Silence the logs of Orbax and Python's event loops about errors that are reported anyway.
 
     Where one file cannot be written, others usually cannot either: Orbax raises the first failure, and Python tells of
     the rest when they are collected as garbage, which is done here.

@@ -132,7 +132,7 @@ def check_model(checkpoint: Checkpoint, given: ModelShape | None, field: str, *,
 
 
 def check_shapes(checkpoint: Checkpoint, names: Mapping[str, tuple[int, ...]], field: str, *, only: str = "") -> None:
-    """Raise ``UserError`` that lists what is missing, unexpected or of another shape in a checkpoint.
+    """Raise ``UserError`` that lists missing, unexpected and misshapen arrays of a checkpoint.
 
     `names` are the shapes of the whole model's state; `only` is the prefix of the names that are looked at.
     """
@@ -156,7 +156,7 @@ def load_weights(
 ) -> dict[str, jax.Array]:
     """Read the parameters alone, by their names in the model; `sizes` are shapes without padding, by name of state.
 
-    Raises ``UserError`` naming what is missing, unexpected or of another shape, or what cannot be read.
+    Raises ``UserError`` naming the arrays that are missing, unexpected or misshapen, or the unreadable file.
     """
     sizes = sizes or {PARAMS + name: want.shape for name, want in abstract.items()}
     check_shapes(checkpoint, sizes, "checkpoint", only=PARAMS)

@@ -90,7 +90,7 @@ class Saver:
         return self._job is not None and self._job.thread is not None and self._job.thread.is_alive()
 
     def clean(self) -> None:
-        """Remove what an earlier run left unfinished; the first process alone does it."""
+        """Remove unfinished saves of earlier runs; the first process alone does it."""
         if self._first and self.directory.is_dir():
             for path in self.directory.iterdir():
                 if path.name.startswith((_UNFINISHED, _REMOVED)):
@@ -152,7 +152,7 @@ class Saver:
         return error
 
     def close(self) -> None:
-        """End what runs in the background; the save under way is waited for."""
+        """End the background threads, after the save under way."""
         self.settle()
         self._writer.close()
 

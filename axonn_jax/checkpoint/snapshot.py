@@ -1,4 +1,4 @@
-"""Copies of a state that training goes on beside: what the CPU backend shows as host memory is the arrays in use."""
+"""Copies of a state that outlive the next step: the CPU backend's host memory is the arrays in use."""
 
 import mmap
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 from axonn_jax.checkpoint.naming import State
 
 _ALIGNED = 64
-"""Bytes: what XLA needs of memory that it takes over without copying it."""
+"""Bytes to which memory must be aligned for XLA to take it over without a copy."""
 
 
 def snapshot(state: State) -> int:
