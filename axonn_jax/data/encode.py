@@ -1,4 +1,4 @@
-"""Token ids of documents: those of each whole document, in bounded memory however long it is."""
+"""Token ids of documents, one document at a time, in bounded memory."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence

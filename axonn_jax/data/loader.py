@@ -111,8 +111,8 @@ class Loader:
     for a key drawn by numpy's ``SeedSequence(seed, spawn_key=(e,))``. With ``shuffle=False`` every epoch has the
     stream's own order.
 
-    A batch is the samples ``position + r`` for ``r`` in ``rows``; then ``position`` goes up by ``global_batch``.
-    So what comes next depends only on ``seed`` and ``position``, not on batch sizes or on who reads which rows.
+    A batch is the samples ``position + r`` for ``r`` in ``rows``; then ``position`` goes up by ``global_batch``. So the
+    next batch depends only on ``seed`` and ``position``, not on batch sizes or on who reads which rows.
 
     Grain reads ``prefetch`` batches ahead on one thread (none for 0), which starts with the first batch.
 

@@ -36,7 +36,7 @@ class Shard:
     name: str
     tokens: int
     documents: int
-    """How many documents end in this shard."""
+    """Number of documents that end in this shard."""
     sha256: str
 
 
@@ -70,7 +70,7 @@ class Manifest:
     options: Mapping[str, Any]
     """The options given: include, exclude, field, bos, holdout, seed."""
     tools: Mapping[str, str]
-    """Versions of what wrote it."""
+    """Versions of the libraries that wrote the directory."""
     tokenizer_sha256: str | None = None
     """None in a directory of an early version: any tokenizer will do."""
     version: int = VERSION
@@ -138,7 +138,7 @@ class Manifest:
         return manifest
 
     def _check_fields(self) -> None:
-        """Raise ``ValueError`` for what no prepare writes."""
+        """Raise ``ValueError`` for values that no prepare writes."""
         if not 1 <= self.vocab <= MAX_VOCAB:
             raise ValueError(f"vocab = {self.vocab}, not 1 to {MAX_VOCAB}")
         if self.dtype not in _DTYPES:

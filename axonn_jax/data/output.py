@@ -15,25 +15,25 @@ from axonn_jax.errors import UserError
 
 @dataclass(frozen=True)
 class OutputKind:
-    """A command that makes directories: what is in one, and what errors call it."""
+    """Kind of output directory: the command that makes it, its files, and its names in errors."""
 
     command: str
     done: str
-    """What the command has done to one, as in "prepared"."""
+    """Past participle of the command, as in "prepared"."""
     source: str
     out: str
-    """The names of its arguments."""
+    """Names of the command's arguments."""
     ours: re.Pattern[str]
-    """Names of the files and folders that it writes."""
+    """Names of the files and folders that the command writes."""
     last: str = ""
     """The file without which a directory is none of the command's; without any, the command never replaces one."""
 
 
 @contextlib.contextmanager
 def appearing(source: Path, out: Path, kind: OutputKind, *, force: bool = False) -> Iterator[Path]:
-    """Give a directory to write in, which becomes ``out`` at the end by a rename, or go on any failure.
+    """Give a directory to write in, which becomes ``out`` at the end by a rename, or is removed on any failure.
 
-    Where ``out`` has been taken meanwhile, what was written is kept beside it, and the error says where.
+    Where ``out`` has been taken meanwhile, the new files are kept beside it, and the error names the place.
 
     Raises:
         UserError: ``out`` holds something else or cannot be written, another process writes it, or the disk is full.
@@ -125,7 +125,7 @@ def _sweep(out: Path, kind: OutputKind) -> None:
 
 
 def _retire(old: Path, out: Path, kind: OutputKind) -> None:
-    """Remove the directory that ``out`` was; what somebody put there in the last moment goes to ``out``."""
+    """Remove the directory that ``out`` was; files that somebody put there meanwhile move to ``out``."""
     for name in os.listdir(old):
         if not (kind.ours.fullmatch(name) or os.path.lexists(out / name)):
             (old / name).rename(out / name)

@@ -56,8 +56,8 @@ def prepare(
 ) -> tuple[Manifest, Source]:
     """Write the prepared directory ``out`` from the documents of ``source``, at once whole or not at all.
 
-    A tokenizer of ``vocab`` entries is trained, or one that exists is taken (`tokenize.load_given`). What is read,
-    `source.scan` says.
+    A tokenizer of ``vocab`` entries is trained, or one that exists is taken (`tokenize.load_given`). `source.scan`
+    describes the files that are read.
 
     Raises:
         UserError: an argument is out of range, nothing usable matches, the text gives no vocabulary of that size,

@@ -108,7 +108,7 @@ def _text(row: Any, field: str) -> tuple[str, str]:
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    """Yield what the lines of JSON Lines hold, None for one that is not JSON; blank lines are left out."""
+    """Yield the values of JSON Lines, None for a line that is not JSON; blank lines are skipped."""
     with _open(path) as file:
         for line in file:
             if line.strip():

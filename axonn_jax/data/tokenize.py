@@ -61,7 +61,7 @@ def load(file: str | Path, field: str = "data.path") -> Any:
     """Read a ``tokenizer.json``, with all of its settings but truncation and padding.
 
     Raises:
-        UserError: the file is missing or is no tokenizer; ``field`` is what the line names.
+        UserError: the file is missing or is no tokenizer; ``field`` is the name in the message.
     """
     try:
         tokenizer = _sound(read_json(Path(file), MAX_TOKENIZER, inside=root_of(Path(file).parent)))
@@ -103,10 +103,10 @@ def _sound(raw: Any) -> Any:
 
 
 def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
-    """A tokenizer that exists: itself, its files by name and the id that ends a document.
+    """Return an existing tokenizer, its files by name and the id that ends a document.
 
     ``path`` is the file, or a directory with ``tokenizer.json``, such as one that `prepare` wrote or a pretrained
-    model's. Raises ``UserError`` for what ``load`` refuses, and where nothing says which token ends a document.
+    model's. Raises ``UserError`` as ``load`` does, and where no file names the token that ends a document.
     """
     file = path / TOKENIZER if path.is_dir() else path
     if not file.exists() and (file.parent / "tokenizer.model").exists():
