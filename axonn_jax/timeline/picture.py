@@ -43,13 +43,13 @@ _MOST_NUMBERS = 6000
 
 
 class _Scale(NamedTuple):
-    """How a step is shown."""
+    """Time scale of a picture."""
 
     start: float
-    """Of the first task, in seconds of the spans' clock."""
+    """Start of the first task, in seconds of the spans' clock."""
     per_second: float
     unit: str
-    """What times are shown in, of which a second has so many."""
+    """Unit of displayed times; `per_second` of them are a second."""
     ranks: int
     chunks: int
     """Virtual stages of a rank; the further ones are paler."""
@@ -80,8 +80,8 @@ def draw(
 ) -> None:
     """Draw one step as a PNG, the last whole one unless `step` says which; `heading` stands for its length and idle.
 
-    Tasks bear the number of their microbatch where it fits; virtual stages of a rank differ in shade. What lies outside
-    the time from the first task to the end of the last is not shown.
+    Tasks bear the number of their microbatch where it fits; virtual stages of a rank differ in shade. Times before the
+    first task and after the last are not shown.
 
     Raises:
         ValueError: there is no task in that step.
@@ -167,7 +167,7 @@ def _bare(axes: Any, used: Sequence[float], inches: float, *, right: bool) -> No
 
 
 def _decorate(axes: Any, line: _Line, scale: _Scale, used: Sequence[float], inches: float, *, idle: bool) -> None:
-    """The axes of a line: its ranks, its time, and rows in the colour of idle time."""
+    """Set up the axes of a line: ranks, time, and rows in the colour of idle time."""
     ends = (line.start * scale.per_second, line.end * scale.per_second)
     axes.set_xlim(*ends)
     axes.set_ylim(len(used) - 0.5, -0.5)
@@ -183,7 +183,7 @@ def _decorate(axes: Any, line: _Line, scale: _Scale, used: Sequence[float], inch
 def _draw_strip(
     axes: Any, spans: Sequence[Span], lines: Sequence[_Line], scale: _Scale, used: Sequence[float], inches: float
 ) -> None:
-    """The whole step in little: how much of each pixel's time a rank works; marks where the lines are."""
+    """Draw the whole step in small: the share of each pixel's time that a rank works; marks at the lines."""
     import numpy as np
     from matplotlib.colors import LinearSegmentedColormap
 

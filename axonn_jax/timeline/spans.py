@@ -70,7 +70,7 @@ class Span:
 
 
 class Recorder:
-    """Keeps what happened in the last `steps` steps; several threads may add without a lock."""
+    """Spans of the last `steps` steps; several threads may add without a lock."""
 
     def __init__(self, steps: int = 4):
         if steps < 1:
@@ -172,7 +172,7 @@ def last_whole_step(spans: Iterable[Span]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What became of a rank's time in one step, as shares of the time from the first task to the end of the last.
+    """Use of a rank's time in one step, as shares of the time from the first task to the end of the last.
 
     `idle` is the share without a task, `shares` has that of every kind, `exposed` that of communication that no task
     hid, which is part of it.
@@ -191,7 +191,7 @@ def window(spans: Iterable[Span]) -> tuple[float, float]:
 
 
 def usage(spans: Sequence[Span], ranks: int) -> list[Usage]:
-    """Return what became of the time of each of `ranks` ranks in one step; a rank without tasks was idle throughout.
+    """Return the use of each rank's time in one step, for `ranks` ranks; a rank without tasks was idle throughout.
 
     Raises:
         ValueError: the spans are of more than one step, whose pause between would count as idle.

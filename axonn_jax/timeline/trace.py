@@ -28,7 +28,7 @@ _WAYS: dict[Kind, tuple[tuple[str, int], ...]] = {
     "forward_and_backward": (("activation", 1), ("gradient", -1)),
     "forward_and_input_gradient": (("activation", 1), ("gradient", -1)),
 }
-"""What a task hands on, and to the stage how far away."""
+"""Messages that a task of each kind sends, with the distance in stages."""
 # The thread of a stage on which its communication is shown; its tasks are on threads from 0.
 _COMMUNICATION_THREAD = 1000
 
@@ -70,7 +70,7 @@ def _events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
 
 
 def _threads(spans: Sequence[Span]) -> list[tuple[Span, int]]:
-    """Return each span's thread: what overlaps in one thread is not shown, so what overlaps goes to a further one."""
+    """Return each span's thread; overlapping spans go to different threads, as viewers need."""
     ends: dict[tuple[int, bool], list[float]] = {}
     threads = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
@@ -120,7 +120,7 @@ def read_trace(path: Path) -> list[Span]:
     """Return the spans of a file that `write_trace` wrote, by their start; seconds from the first one's.
 
     Raises:
-        UserError: there is no such file, it is not such a trace, or one beyond what a pipelined run leaves.
+        UserError: there is no such file, it is not such a trace, or is larger than a pipelined run's.
     """
     try:
         raw = read_bytes(path, _MOST_BYTES)
