@@ -101,7 +101,7 @@ def run(args: Loki) -> int:
         except np.linalg.LinAlgError:  # of keys that are not finite
             raise UserError("RUN_DIR", str(args.run_dir), "weights that give finite keys") from None
     chosen = calibrated[args.keys]
-    weights = components.fingerprint(loaded.parts, loaded.params)
+    weights = components.fingerprint(loaded.parts, loaded.params, shape.kv_heads)
     if grid.rank:
         return 0
     if chosen.tokens < _FEW * shape.head_dim:

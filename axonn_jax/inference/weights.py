@@ -1,6 +1,7 @@
 """Weights of a run, of a pretrained directory or of a live model, laid out for generation."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from axonn_jax.checkpoint.naming import PARAMS
 from axonn_jax.checkpoint.restore import check_model, load_weights, named_checkpoint
 from axonn_jax.data.tokenize import ends_of, load
 from axonn_jax.distributed.host_sync import host_sync
 from axonn_jax.errors import UserError
-from axonn_jax.experts.layer import without_drops
-from axonn_jax.grid import Grid, GridShape
+from axonn_jax.grid import Grid, GridShape, build_mesh
 from axonn_jax.inference.cpu_kernels import with_kernels_transposed
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
@@ -25,7 +26,7 @@ from axonn_jax.models.huggingface.pretrained import TOKENIZER, is_pretrained, sh
 from axonn_jax.models.huggingface.reader import Pretrained
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
-from axonn_jax.tensor.params import Params, SplitModule, placed, shapes_of, split_module
+from axonn_jax.tensor.params import Params, SplitModule, shapes_of, split_module
 
 
 class Loaded(NamedTuple):
@@ -71,14 +72,89 @@ def comm_for(shape: ModelShape, grid: GridShape) -> BlockComm:
     return wide if grid.x > 1 and wide.fits(shape, grid) else BlockComm()
 
 
+def on_grid(shape: ModelShape, grid: GridShape) -> ModelShape:
+    """The sizes with which a model generates on a grid: as many KV heads as `y` where that is a multiple of them.
+
+    Each is there several times then, for a part of its queries. Raises ``UserError`` for what does not divide.
+    """
+    check_grid(grid)
+    if grid.y > shape.kv_heads and grid.y % shape.kv_heads == shape.heads % grid.y == 0:
+        shape = replace(shape, kv_heads=grid.y)
+    shape.check_grid(grid)
+    return shape
+
+
+def grid_of_run(shape: ModelShape, grid: Grid) -> Grid:
+    """The devices of a training grid for generation: its `z` joins `y`, or `data` where heads do not divide."""
+    own = grid.shape
+    sizes = replace(own, z=1, y=own.z * own.y)
+    try:
+        on_grid(shape, sizes)
+    except UserError:
+        sizes = replace(own, z=1, data=own.z * own.data)
+    mesh = build_mesh(sizes, list(grid.mesh.devices.flat))
+    return Grid(sizes, mesh, {0: mesh}, grid.rank, grid.size)
+
+
+def _repeated(value: jax.Array, shape: ModelShape, times: int) -> jax.Array:
+    """A parameter of the projection to queries, keys and values, with each KV head so many times."""
+    group = shape.heads // shape.kv_heads
+    by_head = value.reshape(*value.shape[:-1], shape.kv_heads, group + 2, shape.head_dim)
+    queries = by_head[..., :group, :].reshape(*value.shape[:-1], -1, group // times, shape.head_dim)
+    joined = jnp.concatenate([queries, jnp.repeat(by_head[..., group:, :], times, -3)], -2)
+    return joined.reshape(*value.shape[:-1], -1)
+
+
+def without_repeats(value: jax.Array, shape: ModelShape, kv_heads: int) -> jax.Array:
+    """Undoes what `on_grid` does to a parameter of that projection: so many KV heads in place of the `shape`'s."""
+    group = shape.heads // shape.kv_heads
+    by_head = value.reshape(*value.shape[:-1], shape.kv_heads, group + 2, shape.head_dim)
+    queries = by_head[..., :group, :].reshape(*value.shape[:-1], kv_heads, -1, shape.head_dim)
+    once = by_head[..., :: shape.kv_heads // kv_heads, group:, :]
+    return jnp.concatenate([queries, once], -2).reshape(*value.shape[:-1], -1)
+
+
+class _Plan:
+    """The model of a shape on a grid, taken apart, and its parameters as they are read: no head is repeated yet."""
+
+    def __init__(self, shape: ModelShape, grid: Grid, dtype: Any):
+        self._given, self._grid, self.shape = shape, grid, on_grid(shape, grid.shape)
+        comm = comm_for(self.shape, grid.shape)
+        model = nnx.eval_shape(lambda: Transformer(self.shape, rngs=nnx.Rngs(0), comm=comm))
+        self.model = fit_vocabulary(model, grid.shape)
+        self.parts = shapes_of(split_module(self.model), jnp.dtype(dtype))
+        self.read = {name: self._read(name, p) for name, p in self.parts.params.items()}
+
+    def _read(self, name: str, made: Any) -> jax.ShapeDtypeStruct:
+        size, spec = made.shape, self.parts.specs[name]
+        if self._repeats(name):
+            wide = (self._given.heads + 2 * self._given.kv_heads) * self._given.head_dim
+            size = (*size[:-1], wide)
+            if wide % (self._grid.shape.y * self._grid.shape.x):
+                spec = P(*spec[: len(size) - 1])
+        return jax.ShapeDtypeStruct(size, made.dtype, sharding=NamedSharding(self._grid.mesh, spec))
+
+    def _repeats(self, name: str) -> bool:
+        return self.shape != self._given and ".attention.qkv." in name
+
+    def loaded(self, params: Params) -> Loaded:
+        """What is loaded, of parameters as they were read, which are changed."""
+        times = self.shape.kv_heads // self._given.kv_heads
+        for name in filter(self._repeats, params):
+            sharding = NamedSharding(self._grid.mesh, self.parts.specs[name])
+            repeat = jax.jit(_repeated, static_argnums=(1, 2), out_shardings=sharding)
+            params[name] = repeat(params[name], self._given, times)
+        shapes: Any = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in params.items()}
+        return Loaded(self.shape, self.parts._replace(params=shapes), params)
+
+
 def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
     """A live model's weights, cast and laid out; they may lie on any mesh, or on those of stages; no collectives."""
-    check_grid(grid.shape)
-    model.shape.check_grid(grid.shape)
+    plan = _Plan(model.shape, grid, dtype)
     with jax.set_mesh(Mesh(np.empty((), object), ())):  # each array has its own
-        split = split_module(fit_vocabulary(model, grid.shape))
-        params = {name: value if name in split.roles else value.astype(dtype) for name, value in split.params.items()}
-    return Loaded(model.shape, without_drops(shapes_of(split)), placed(params, split.specs, grid.mesh))
+        given = split_module(fit_vocabulary(model, grid.shape)).params
+        params = {name: given[name].astype(want.dtype) for name, want in plan.read.items()}
+    return plan.loaded(jax.device_put(params, {name: want.sharding for name, want in plan.read.items()}))
 
 
 def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any) -> Loaded:
@@ -103,7 +179,7 @@ def of_run(
     """
     check_grid(grid.shape)
     shape = shape or shape_of(run, "RUN_DIR")
-    shape.check_grid(grid.shape)
+    on_grid(shape, grid.shape)
     pretrained = Pretrained(run, "RUN_DIR") if is_pretrained(run) else None
     checkpoint = None if pretrained else named_checkpoint(run, host_sync(grid), warn, "checkpoint")
     if checkpoint and shape.layers > len(checkpoint.manifest.arrays):  # before all of them are traced
@@ -111,16 +187,9 @@ def of_run(
         raise UserError("model.layers", shape.layers, accepted)
     if checkpoint:
         check_model(checkpoint, shape, "RUN_DIR")
-    comm = comm_for(shape, grid.shape)
-    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), comm=comm))
-    model = fit_vocabulary(model, grid.shape)
-    parts = shapes_of(split_module(model), jnp.dtype(dtype))
-    abstract = {
-        name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(grid.mesh, parts.specs[name]))
-        for name, p in parts.params.items()
-    }
+    plan = _Plan(shape, grid, dtype)
     if pretrained:
-        return Loaded(shape, parts, load_into(pretrained, abstract))
+        return plan.loaded(load_into(pretrained, plan.read))
     assert checkpoint is not None
-    sizes = {PARAMS + name: p.shape for name, p in parts.params.items()}
-    return Loaded(shape, parts, load_weights(checkpoint, abstract, without_padding(sizes, padding_of(model))))
+    sizes = {PARAMS + name: want.shape for name, want in plan.read.items()}
+    return plan.loaded(load_weights(checkpoint, plan.read, without_padding(sizes, padding_of(plan.model))))

@@ -19,6 +19,7 @@ from axonn_jax.documents import parse_json, replace_whole, typed
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.inference.attend import CachedAttention, FullAttention
+from axonn_jax.inference.weights import without_repeats
 from axonn_jax.loki.attention import LokiAttention
 from axonn_jax.loki.baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys
 from axonn_jax.loki.options import LokiOptions
@@ -111,8 +112,11 @@ def _components(layers: Sequence[Any], tokens: int) -> Components:
     return Components(turned, middle, spread, tokens)
 
 
-def fingerprint(parts: SplitModule, params: Params) -> list[list[float]]:
-    """Random projections and the norm of every layer's query, key and value weights: the same on every grid."""
+def fingerprint(parts: SplitModule, params: Params, kv_heads: int) -> list[list[float]]:
+    """Random projections and the norm of every layer's query, key and value weights: the same on every grid.
+
+    `kv_heads` are the model's, of which there may be several copies on a grid.
+    """
 
     def project(params: Params) -> list[jax.Array]:
         model: Any = parts.merge(params)
@@ -120,7 +124,7 @@ def fingerprint(parts: SplitModule, params: Params) -> list[list[float]]:
         for block in model.blocks:
             layer = block.attention.qkv
             kernel = layer.kernel.get_value().astype(jnp.float32)
-            kernel = kernel.T if layer.turned else kernel
+            kernel = without_repeats(kernel.T if layer.turned else kernel, model.shape, kv_heads)
             rows, columns = (2 * signs.integers(0, 2, (_PROJECTIONS, size)) - 1 for size in kernel.shape)
             given = (rows.astype(np.float32), kernel, columns.astype(np.float32))
             sums = jnp.einsum("pi,ij,pj->p", *given, precision=lax.Precision.HIGHEST)
@@ -171,16 +175,17 @@ def _orthonormal(vectors: NDArray[Any]) -> bool:
 
 def check_weights(facts: Mapping[str, str], parts: SplitModule, params: Params, run: Path) -> None:
     """Raises ``UserError`` where components are of other weights."""
-    theirs, ours = np.array(json.loads(facts["weights"])), np.array(fingerprint(parts, params))
+    theirs = np.array(json.loads(facts["weights"]))
+    ours = np.array(fingerprint(parts, params, json.loads(facts["model"])["kv_heads"]))
     if theirs.shape != ours.shape or not (np.abs(theirs - ours) <= _SAME * ours[:, -1:]).all():
         accepted = f"a calibration of these weights, which have been trained since: axonn-jax loki {run} --data DIR"
         raise UserError("--attention", "loki", accepted)
 
 
-def laid_out(components: Components, spec: P, mesh: Mesh) -> list[jax.Array]:
-    """Each layer's components, with heads as the cache has them."""
+def laid_out(components: Components, spec: P, mesh: Mesh, *, times: int = 1) -> list[jax.Array]:
+    """Each layer's components, with heads as the cache has them: each so many times, one after the other."""
     sharding = NamedSharding(mesh, spec)
-    layers = [np.ascontiguousarray(layer) for layer in components.vectors]
+    layers = [np.repeat(layer, times, 0) for layer in components.vectors]
     return [jax.make_array_from_callback(layer.shape, sharding, layer.__getitem__) for layer in layers]
 
 

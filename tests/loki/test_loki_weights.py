@@ -1,6 +1,7 @@
 """The fingerprint of the weights that a calibration is of, and how much of a cache Loki reads."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import grids
@@ -37,7 +38,8 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def facts(loaded):
-    return {"weights": json.dumps(fingerprint(loaded.parts, loaded.params))}
+    weights = fingerprint(loaded.parts, loaded.params, SHAPE.kv_heads)
+    return {"model": json.dumps(asdict(SHAPE)), "weights": json.dumps(weights)}
 
 
 @pytest.mark.parametrize("axes", [GridShape(), GridShape(y=2, x=2), GridShape(data=2)], ids=grids.name)

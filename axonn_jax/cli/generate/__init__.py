@@ -70,7 +70,7 @@ def run(args: Generate) -> int:
     from axonn_jax.cli.generate.texts import print_texts, prompts_of
     from axonn_jax.data.tokenize import ends_of, load
     from axonn_jax.inference.sampling import Sampling
-    from axonn_jax.inference.weights import check_grid
+    from axonn_jax.inference.weights import check_grid, on_grid
     from axonn_jax.models.huggingface.pretrained import shape_of
 
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
@@ -86,7 +86,7 @@ def run(args: Generate) -> int:
     args.loki.check(args.attention)
     check_grid(args.grid)
     shape = shape_of(args.run_dir, "RUN_DIR")
-    shape.check_grid(args.grid)
+    made = on_grid(shape, args.grid)
     if shape.window and args.attention != "full":
         raise UserError("--attention", args.attention, f"full for a model whose tokens see a window of {shape.window}")
     if (args.slots or 0) % (replicas := args.grid.batch_shards):
@@ -116,16 +116,17 @@ def run(args: Generate) -> int:
         grid,
         slots=slots,
         dtype=_DTYPES[args.precision],
-        attention=components.attention_of(args.attention, args.loki, shape),
+        attention=components.attention_of(args.attention, args.loki, made),
         stops=ends_of(args.run_dir, tokenizer, "RUN_DIR"),
         limit=entries,
     )
-    if args.attention == "loki" and (share := args.loki.share_read(shape)) >= 1:
-        heads = f"{shape.heads // shape.kv_heads} query heads a KV head, each of which chooses for itself"
+    if args.attention == "loki" and (share := args.loki.share_read(made)) >= 1:
+        heads = f"{made.heads // made.kv_heads} query heads a KV head, each of which chooses for itself"
         say(f"warning: Loki reads {share:.2f} of what full attention reads, with {heads}; lower --loki.keys")
     if calibrated is not None:
         vectors, facts = calibrated
         components.check_weights(facts, generator.programs.parts, generator.params, args.run_dir)
-        generator.extras = components.laid_out(vectors, generator.programs.extra_spec, grid.mesh)
+        times = made.kv_heads // shape.kv_heads
+        generator.extras = components.laid_out(vectors, generator.programs.extra_spec, grid.mesh, times=times)
     print_texts(generator, tokenizer, prompts, requests, sampling, replace(args, slots=slots))
     return 0
