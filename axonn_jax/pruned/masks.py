@@ -22,7 +22,7 @@ from axonn_jax.options import PruneScope
 
 Arrays = list[jax.Array]
 _LARGEST = 2**31 - 1
-"""The largest order of a float32 that is not negative: its bits as an integer."""
+"""Bits, as an integer, of the largest float32: entries are ordered by the bits of their magnitudes."""
 
 
 def magnitude_masks(weights: Mapping[str, jax.Array], density: float, scope: PruneScope) -> dict[str, jax.Array]:

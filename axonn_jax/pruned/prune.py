@@ -59,7 +59,7 @@ def make_masks(config: PruneConfig, weights: Params, elsewhere: Collection[str] 
 
 
 def keep(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multiple: int) -> KeptEntries:
-    """Lay out masked entries in slots that are a multiple of `multiple`. Collectives: those of `lay_out`."""
+    """Lay out the entries that masks keep, in slots that are a multiple of `multiple`. Collectives: as in `lay_out`."""
     layout = lay_out(masks, {name: specs[name] for name in masks}, mesh, multiple=multiple)
     return KeptEntries(layout, layout.indices_of(masks))
 

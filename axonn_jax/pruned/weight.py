@@ -85,7 +85,7 @@ def unpruned(params: Mapping[str, Any], among: Mapping[str, jax.Array]) -> dict[
 
 
 def tapping(params: Mapping[str, Any], held: Mapping[str, Any], sums: jnp.dtype) -> dict[str, Any]:
-    """Return the weights for layers: those `held`, and for pruned parameters the dense weight with `held` as tap.
+    """Return the weights for layers: `held` itself, or for a pruned parameter the dense weight with `held` as tap.
 
     Gradients that are reduce-scattered over `z` are so in the dtype `sums`, as for other weights.
     """
