@@ -166,7 +166,7 @@ def marker(part: str, process: int) -> str:
 
 
 def written(part: Path, process: int) -> list[Path]:
-    """Files that a process wrote of a part: those in its own folders; the first process also has those in nobody's."""
+    """Files that a process wrote of a part: in the process's own folders, for the first process also in shared ones."""
     own, files_found = f"{_OF_A_PROCESS}{process}", []
     for folder, folders, files in os.walk(part):
         folders[:] = [name for name in folders if name == own or not name.startswith(_OF_A_PROCESS)]
