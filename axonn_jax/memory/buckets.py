@@ -18,7 +18,7 @@ from axonn_jax.tensor.specs import spec_axes
 
 
 class Leaf(NamedTuple):
-    """What decides which bucket a gradient goes to."""
+    """Gradient's name, size and group, which decide its bucket."""
 
     name: str
     size: int
@@ -51,7 +51,7 @@ def in_buckets(
     *,
     in_turn: bool,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Send arrays together, bucket by bucket; give each one's name and its part of what its bucket became.
+    """Send arrays in buckets; yield each one's name and its part of the bucket's result.
 
     `pack` makes [..., elements] of an array by its name; `send` is given a bucket of them and the first one's name. A
     bucket is put together `in_turn`, when the one before the last has been sent, or as soon as its arrays are there.
@@ -105,7 +105,7 @@ def reduce_in_buckets(
 
 
 def in_backward_order(grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The gradients about as a backward pass gives them: of the last layer first, what belongs to no layer last.
+    """Return the gradients in about the order of a backward pass: the last layer's first, those of no layer last.
 
     A layer's parameters have its number in their names.
     """
@@ -141,7 +141,7 @@ def _reduce_by_parts(g: jax.Array, axes: tuple[str, ...], capacity: int) -> jax.
 
 
 def part_of(shape: tuple[int, ...], capacity: int) -> tuple[int, int]:
-    """How an array is cut into parts of at most `capacity` elements: (dim, rows along it).
+    """Return (dim, rows along it) for cutting an array into parts of at most `capacity` elements.
 
     A part lies at one place of the dims before and has all of those behind. Parts are about equally large.
     """

@@ -98,7 +98,7 @@ class LayerSlice:
 
     @property
     def addressable_shards(self) -> list[HostShard]:
-        """Its parts in this process: on the CPU backend views, elsewhere copies on the host of all layers."""
+        """Shards of the slice in this process: views on the CPU backend, elsewhere copies on the host of all layers."""
         shards = self.stacked.addressable_shards
         return [HostShard(shard.index[1:], shard.device, np.asarray(shard.data)[self.layer]) for shard in shards]
 
@@ -107,7 +107,7 @@ class LayerSlice:
         return _cut_out(self.stacked, np.int32(self.layer), self.sharding)
 
     def on_host(self) -> jax.Array:
-        """One array, a copy in host memory: what it takes on the devices is free again on return."""
+        """Return a copy in host memory as one array; temporary device memory is free again on return."""
         copy = self.joined()
         (kept,) = jax.block_until_ready(transferred([copy], HOST))
         copy.delete()
@@ -124,7 +124,7 @@ def _cut_out(stacked: jax.Array, layer: jax.Array, sharding: NamedSharding) -> j
 
 
 def joined(tree: Any) -> Any:
-    """A tree with arrays in the place of what exists in another form, which a method `joined` puts together."""
+    """Return a tree in which leaves with a method `joined` are replaced by its array."""
     return jax.tree.map(lambda leaf: leaf.joined() if hasattr(leaf, "joined") else leaf, tree)
 
 

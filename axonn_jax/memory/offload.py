@@ -42,7 +42,7 @@ def stream(states: list[Any], update: Callable[[int, Any], Any]) -> None:
 
 
 class OffloadedOptimizer:
-    """What a `DeviceOptimizer` would be with its state in host memory; it has the same methods.
+    """Optimizer with its state in host memory, with the methods of `DeviceOptimizer`.
 
     It treats parameters one by one; where it is elementwise, parameters larger than a bucket (in elements of a device)
     are cut. Where weights are not float32, float32 masters are part of the state. Parameters that are `shared` with
@@ -135,7 +135,7 @@ class OffloadedOptimizer:
         return self._state(weights, model.optimizer, model.positions, model.weights), done
 
     def reducing(self, model: ModelState, sums: Params, value: Any, finite: jax.Array) -> tuple[ModelState, jax.Array]:
-        """As `after` for sums of gradients that are not reduced yet: the state, and the gradients' global norm.
+        """Return the state after an update by unreduced sums of gradients, and the gradients' global norm.
 
         `sums` are laid out by `unreduced_spec`; state is not split over `data`. Collectives: those of
         `reduce_gradients`, a bucket's in one program with the update of the one before, neither waiting for the other.
@@ -158,7 +158,8 @@ class OffloadedOptimizer:
         return self._state(weights, model.optimizer, model.positions, model.weights), _norm(row[1], finite)
 
     def program(self, state: ModelState) -> Apply:
-        """As `DeviceOptimizer.program`; the streaming is done by the host, which waits for room on the devices."""
+        """Return a function like `DeviceOptimizer.program`'s; the host streams, as it must wait for room on the
+        devices."""
         return lambda state, grads, factor, value: self.after(state, grads, factor, value, np.bool_(True))
 
     def restored(
@@ -190,7 +191,7 @@ class OffloadedOptimizer:
         return self._state(weights, [part(bucket) for bucket in self.buckets], positions)
 
     def opt_state(self, model: ModelState) -> Any:
-        """The optax state, its arrays in host memory; what is cut is a `CutArray`."""
+        """Return the optax state, its arrays in host memory; an array that is cut is a `CutArray`."""
         return self._by_parameter(model)[1]
 
     def masters(self, model: ModelState) -> Params:
@@ -198,7 +199,7 @@ class OffloadedOptimizer:
         return self._by_parameter(model)[0] if self._precisions.master_weights else self._trained(model)
 
     def _trained(self, model: ModelState) -> Params:
-        """The weights as buckets have them: of pruned parameters the values of kept entries, in new arrays."""
+        """Return the weights of the buckets: for pruned parameters the values of kept entries, in new arrays."""
         pruned = self._on_devices.pruned
         if pruned is None:
             return dict(model.weights)
@@ -207,7 +208,7 @@ class OffloadedOptimizer:
     def _state(
         self, weights: Params, optimizer: Any, positions: Params, dense: Mapping[str, jax.Array] | None = None
     ) -> ModelState:
-        """The state of weights as buckets have them; those of pruned parameters are written into what is `dense`."""
+        """Return the state of the buckets' weights; those of pruned parameters are written into `dense`."""
         pruned = self._on_devices.pruned
         if pruned is None:
             return ModelState(weights, {}, optimizer)

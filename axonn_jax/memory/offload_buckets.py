@@ -31,12 +31,12 @@ class UpdateForm:
     """All that the program of a parameter's update depends on; no name, so that layers share programs."""
 
     shape: tuple[int, ...]
-    """Of its state on one device."""
+    """Shape of the parameter's state on one device."""
     spec: P
-    """The layout of its weights."""
+    """Layout of the parameter's weights."""
     state_spec: P
     treatment: int
-    """The same for parameters whose updates are the same computation."""
+    """Number of the update's computation; equal for parameters with the same one."""
     dtype: jnp.dtype
     """The dtype of the parameter's weights."""
 
@@ -49,16 +49,16 @@ class Bucket:
     """Sorted, as in a tree of arrays by name."""
     form: UpdateForm
     part: int = 0
-    """Which part this is of a parameter that is cut."""
+    """Number of the part, for a parameter that is cut."""
     dim: int = 0
-    """What it is cut along."""
+    """Dim along which the parameter is cut."""
     start: int = 0
     rows: int | None = None
-    """Along `dim`, on every device; None: its parameters are whole."""
+    """Rows of the part along `dim` on every device; None for whole parameters."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What it has of each parameter's state on one device."""
+        """Shape of each parameter's state in the bucket, on one device."""
         shape = self.form.shape
         return shape if self.rows is None else (*shape[: self.dim], self.rows, *shape[self.dim + 1 :])
 
@@ -68,7 +68,7 @@ class Bucket:
         return self.form, len(self.names), self.dim, self.rows
 
     def abstract(self, mesh: Mesh) -> dict[str, Any]:
-        """Shapes, by name, of what it has of each parameter's state, all devices together."""
+        """Return the global shapes, by name, of each parameter's state in the bucket."""
         dims = [*self.form.state_spec, *[None] * (len(self.shape) - len(self.form.state_spec))]
         shape = tuple(
             size * prod(mesh.shape[axis] for axis in spec_axes(P(dim)))
@@ -77,7 +77,7 @@ class Bucket:
         return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in self.names}
 
     def take(self, arrays: list[jax.Array], start: jax.Array) -> list[jax.Array]:
-        """Its part of arrays shaped like its parameters' state."""
+        """Return the bucket's part of arrays shaped like its parameters' state."""
         if self.rows is None:
             return arrays
         return [lax.dynamic_slice_in_dim(array, start, self.rows, self.dim) for array in arrays]
@@ -94,7 +94,7 @@ class Bucket:
     def write_weights(
         self, weights: list[jax.Array], parts: list[jax.Array], start: jax.Array, finite: jax.Array
     ) -> list[jax.Array]:
-        """Write new values of what `take_weights` took into weights where they are `finite`.
+        """Write the new values of a bucket's part into weights where they are `finite`.
 
         Collectives: an all-gather over the replicas of those that are split over them.
         """
@@ -112,13 +112,15 @@ class Bucket:
         return written
 
     def split(self, row: jax.Array) -> list[jax.Array]:
-        """What `reduce` put in a row."""
+        """Split a row from `reduce` into its parts."""
         return [part.reshape(self.shape) for part in jnp.split(row, len(self.names))]
 
     def reduce(self, sums: list[jax.Array], start: jax.Array, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-        """Its part of sums [1, ...] laid out by `unreduced_spec`, reduced, in a row, and the row's squares [1].
+        """Reduce the bucket's part of sums [1, ...], laid out by `unreduced_spec`; return it in a row, and its squares
+        [1].
 
-        Of squares every element of the model counts once. Collective: one all-reduce, bytes as in `reduce_gradients`.
+        In the squares every element of the model counts once. Collective: one all-reduce, bytes as in
+        `reduce_gradients`.
         """
         spec = self.form.spec
         row = jnp.concatenate([part.reshape(-1) for part in self.take([g[0] for g in sums], start)])
@@ -169,7 +171,7 @@ def unreduced_shardings(specs: Specs, mesh: Mesh) -> dict[str, NamedSharding]:
 
 
 Row = tuple[jax.Array, jax.Array]
-"""Of every device, a bucket's reduced gradients in a row, and the sum of the squares of all gradients so far."""
+"""Reduced gradients of a bucket on every device, in a row, and the sum of the squares of all gradients so far."""
 
 
 class BucketPrograms:
@@ -210,9 +212,10 @@ class BucketPrograms:
         finite: Any,
         following: tuple[Bucket, list[jax.Array]] | None = None,
     ) -> tuple[list[jax.Array], Any, jax.Array, Any]:
-        """New weights and state, what is ready when the program has run, and the row of the `following` bucket's sums.
+        """Return new weights and state, an array that is ready at the end, and the row of the `following` bucket's
+        sums.
 
-        Uses weights and state up. Collectives: those of `write_weights`, and of `reduce` for what follows.
+        Uses weights and state up. Collectives: those of `write_weights`, and of `reduce` for the following bucket.
         """
         names, leaves, tree = bucket.names, *jax.tree.flatten(state)
         specs, states = ([spec] * len(names) for spec in (bucket.form.spec, bucket.form.state_spec))

@@ -25,13 +25,14 @@ class ModelState(NamedTuple):
     """All that an update changes."""
 
     weights: Params
-    """What layers read: float32, or in the compute dtype where masters lie apart."""
+    """Weights that layers read: float32, or the compute dtype where masters are kept apart."""
     masters: Params
     """Float32 weights in the optimizer's layout; empty where `weights` are the masters, or with offload."""
     optimizer: Any
-    """The optax state, laid out like the masters; with offload one for each bucket, with its masters before it."""
+    """Optax state, laid out like the masters; with offload one for each bucket, behind the bucket's masters."""
     positions: Params = {}  # noqa: RUF012 (never changed)
-    """Of pruned parameters, whose `weights` are dense: where the entries lie that all other state is of."""
+    """Positions of the kept entries of pruned parameters; their `weights` are dense, all other state is of these
+    entries."""
 
     @property
     def read(self) -> dict[str, jax.Array | PrunedWeight]:
@@ -61,7 +62,7 @@ class DeviceOptimizer:
     bucket: int = 16_000_000
     """Elements gathered together over `data`, where masters are split over it."""
     pruned: PrunedLayout | None = None
-    """Of parameters of which `shapes` are those of the kept entries."""
+    """Layout of pruned parameters, whose `shapes` are those of the kept entries."""
 
     def start(self, params: Params, index: Params = {}, *, owned: bool = True) -> ModelState:  # noqa: B006
         """Float32 parameters -> the first state; they are used up where they are `owned`, and perhaps part of it.
@@ -179,7 +180,7 @@ class DeviceOptimizer:
         return jax.tree.map(lax.with_sharding_constraint, weights, self._shardings(self.state_specs, weights))
 
     def _kept(self, masters: Any) -> Any:
-        """Those of the masters that lie apart from the weights."""
+        """Return the masters that are kept apart from the weights."""
         if self.precisions.master_weights:
             return masters
         return {name: masters[name] for name in self._pruned_names}
@@ -191,7 +192,7 @@ class DeviceOptimizer:
         index: Params,
         dense: Params | None = None,
     ) -> ModelState:
-        """The state of masters; weights of pruned ones are written into what is `dense`, or zeros."""
+        """Return the state of masters; weights of pruned ones are written into `dense`, or into zeros."""
         if not self._separate:
             return ModelState(masters, {}, optimizer)
         layouts = (self.state_specs, self.specs)
@@ -217,7 +218,7 @@ def state_layout(state: Any, params: Mapping[str, Any], shardings: Mapping[str, 
 
 
 def clip_factor(norm: Any, clip: float) -> Any:
-    """What brings gradients of a global norm down to `clip` (0: nothing does).
+    """Return the factor that scales gradients of global norm `norm` to at most `clip`; 1 if `clip` is 0.
 
     The published coefficient (AxoNN, Megatron-LM): clip / (norm + 1e-6), never above one.
     """

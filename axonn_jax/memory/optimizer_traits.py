@@ -1,4 +1,4 @@
-"""Traits of an optimizer: whether it treats elements or parameters one by one, and what its state belongs to."""
+"""Traits of an optimizer, found by trial: it treats elements, or parameters, one by one; its state's parameters."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,8 +18,7 @@ _SHAPES = {2: (256, 130), 1: (256,)}
 _SCALES = (1e-3, 1e3)
 """Scales of a probe's gradients, each used until an update is seen: Adam's first one does not depend on the scale."""
 _LONGEST = 256
-"""Steps in which an update must be seen: of a rate that warms up, or of an average over several steps, the first are
-zero."""
+"""Steps within which an update must show; those of a warm-up or of a running average begin with zeros."""
 _ROUNDING = 1e-4
 """Largest difference between two computations of an update that is rounding, over the update's largest entry."""
 
@@ -42,7 +41,7 @@ def updated(optimizer: GradientTransformation, grads: Any, state: Any, params: A
 
 
 def check_update(optimizer: GradientTransformation, params: Arrays) -> None:
-    """Raise ``UserError`` with the name of what is no transformation that `updated` can drive; tried on shapes."""
+    """Raise ``UserError`` naming the transformation that `updated` cannot drive; tried on shapes."""
     accepted = "an optax transformation of gradients and parameters, which may ask for the loss as `value`, no more"
     if not isinstance(optimizer, GradientTransformation):
         raise UserError("optimizer", type(optimizer).__name__, accepted)
@@ -54,7 +53,7 @@ def check_update(optimizer: GradientTransformation, params: Arrays) -> None:
 
 
 def _failure(optimizer: GradientTransformation, params: Arrays) -> Exception | None:
-    """What is raised by a first step with such parameters."""
+    """Return the exception of a first step with such parameters, None without one."""
     shapes: Any = {name: jax.ShapeDtypeStruct(p.shape, jnp.float32) for name, p in params.items()}
 
     def step(params: Any, value: Any) -> Any:
@@ -92,8 +91,8 @@ def check_offload(optimizer: GradientTransformation, where: str, params: Arrays)
     """Return True if every element is updated by itself; if not, every parameter must be.
 
     Found out by trying: a matrix and a vector, each by itself and in two parts, under names of `params` if others are
-    not updated. Raises ``UserError`` with the name of what looks at all parameters together, or of what updates
-    nothing that could be looked at; `where` says what needs it.
+    not updated. Raises ``UserError`` naming the transformation that looks at all parameters together, or updates
+    nothing; `where` names the option that needs it.
     """
     if _splits(optimizer, _elements, shapes := _probed(optimizer, params)):
         return True
@@ -108,7 +107,7 @@ def check_offload(optimizer: GradientTransformation, where: str, params: Arrays)
 
 
 def traced_update(optimizer: GradientTransformation, params: Arrays) -> tuple[str, list[Any]]:
-    """Return what an optimizer computes for such parameters at a step, as text and constants.
+    """Return the computation of an optimizer's step for such parameters, as text and constants.
 
     Raises ``UserError`` where it does not take them without the others.
     """
@@ -164,7 +163,7 @@ def _looks_at_all(link: GradientTransformation, shapes: Shapes) -> bool:
 
 
 def _probed(optimizer: GradientTransformation, params: Arrays) -> Shapes:
-    """A matrix and a vector that the optimizer updates; what it freezes by name tells nothing of the others."""
+    """Return a matrix and a vector that the optimizer updates, as probes; names that it freezes show nothing."""
     named = (("matrix", _SHAPES[2]), ("vector", _SHAPES[1]))
     if not params or len(_moved(optimizer, dict(named))) == len(named):
         return named
@@ -209,12 +208,12 @@ def _close(want: Sequence[Arrays], have: Sequence[Arrays], names: Iterable[str])
 
 
 class _Trial:
-    """An optimizer on probes: its updates at two scales of gradients, the first of each that are not all zero."""
+    """Trial of an optimizer on probes: updates at two scales of gradients, each the first that is not all zero."""
 
     def __init__(self, optimizer: GradientTransformation):
         self._optimizer = optimizer
         self._steps: list[int] = []
-        """Steps that the first probes took at each scale; later ones take as many."""
+        """Steps of the first probes at each scale; later ones take as many."""
         self._step = jax.jit(self._stepped)
 
     def _stepped(self, state: Any, params: Any, grads: Any) -> tuple[Any, Any]:
@@ -263,7 +262,7 @@ def _links(optimizer: GradientTransformation) -> Iterator[GradientTransformation
 
 
 def _name(optimizer: GradientTransformation) -> str:
-    """What the transformation was made by: optax's functions return closures named after them."""
+    """Name of the function that made the transformation: optax's functions return closures named after them."""
     inner = inspect.getclosurevars(optimizer.update).nonlocals.get("tx")
     if isinstance(inner, GradientTransformation):
         return _name(inner)

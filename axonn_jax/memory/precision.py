@@ -24,11 +24,11 @@ class Precisions:
     """The dtypes of a run. The optimizer's state is float32 whatever they are."""
 
     compute: jnp.dtype
-    """Of activations, of messages between stages and of gathered weights."""
+    """Dtype of activations, of messages between stages and of gathered weights."""
     weights: jnp.dtype
-    """Of the weights a step reads: float32, or the compute dtype where float32 masters lie apart from them."""
+    """Dtype of the weights that a step reads: float32, or the compute dtype where float32 masters are kept apart."""
     grad_dtype: jnp.dtype
-    """Of gradients while they add up over microbatches, and on their way over `data`."""
+    """Dtype of gradients while they add up over microbatches, and in collectives over `data`."""
     wide: frozenset[str] = frozenset()
     """Parameters, by name, whose weights and gradients are float32 all the same."""
 
@@ -69,14 +69,14 @@ def precisions(precision: Precision, accumulate: Accumulate = "fp32", *, separat
 
 
 class Scale(NamedTuple):
-    """What a run remembers from step to step of those that were not finite; scalars."""
+    """Loss scale and count of skipped steps, carried from step to step; scalars."""
 
     factor: Any
-    """float32: the loss is multiplied by it before the backward pass; None where it is not scaled."""
+    """Factor on the loss before the backward pass, float32; None without loss scaling."""
     clean: Any
-    """int32: steps without overflow since the factor last changed; None where there is none."""
+    """Steps without overflow since the factor last changed, int32; None without loss scaling."""
     skipped: Any
-    """int32: steps of the whole run that were skipped."""
+    """Skipped steps of the whole run, int32."""
 
 
 def first_scale(*, scaled: bool = True) -> Scale:
@@ -115,7 +115,7 @@ class HostScale:
 
     @property
     def factor(self) -> float | None:
-        """What the loss is multiplied by; None where it is not."""
+        """Factor on the loss; None without loss scaling."""
         return None if self.state.factor is None else float(self.state.factor)
 
     @property

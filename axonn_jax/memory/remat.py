@@ -26,7 +26,7 @@ _LAYER_INPUT = "layer_input"
 
 
 def check_activations(activations: str) -> None:
-    """Raise ``UserError`` for what is no policy, such as ranges of layers, which earlier versions took."""
+    """Raise ``UserError`` for an unknown policy, such as ranges of layers, which earlier versions took."""
     policies = get_args(Activations)
     if activations not in policies:
         accepted = f"one of {', '.join(policies)}, for all layers{nearest(activations, policies)}"
@@ -34,15 +34,15 @@ def check_activations(activations: str) -> None:
 
 
 def layer_runner(model: Model, activations: str, *, regather: bool = True) -> RunLayer:
-    """Return how to run the model's layers under a policy; several sub-batches share a layer's gathered weights.
+    """Return a function that runs the model's layers under a policy; sub-batches share a layer's gathered weights.
 
-    `none` keeps every intermediate; `full` keeps a layer's input and computes the layer again in the backward
-    pass, communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again;
-    `save_collectives` keeps what was reduced and computes the rest again without reducing anything twice (TED,
-    section on communication-aware activation checkpointing); `offload` is `full` with the layer's input in host
-    memory until the backward pass. With `regather` all of them but `none` gather weights again; else what a layer
-    computes again begins with gathered weights, which are kept. All of them, `none` too, gather again what
-    matmuls read of a stream with a split sequence. Raises ``UserError`` for another policy.
+    `none` keeps every intermediate; `full` keeps a layer's input and computes the layer again in the backward pass,
+    communication included; `dots` keeps the outputs of matmuls with weights and computes the rest again;
+    `save_collectives` keeps reduced values and computes the rest again without reducing anything twice (TED, section on
+    communication-aware activation checkpointing); `offload` is `full` with the layer's input in host memory until the
+    backward pass. With `regather` all of them but `none` gather weights again; else recomputation begins with gathered
+    weights, which are kept. All of them, `none` too, gather a stream with a split sequence again for the matmuls.
+    Raises ``UserError`` for another policy.
     """
     check_activations(activations)
 
@@ -73,7 +73,7 @@ def layer_runner(model: Model, activations: str, *, regather: bool = True) -> Ru
 
 
 def _saveable(activations: str) -> Any:
-    """Return jax's policy for what a layer that is computed again keeps beside its input."""
+    """Return jax's policy for the values, beside its input, that a recomputed layer keeps."""
     policies = jax.checkpoint_policies
     if activations == "dots":
         chosen = policies.save_only_these_names(CHOICES)

@@ -33,16 +33,16 @@ class StateBytes:
     moments: int
     offloaded: bool
     positions: int = 0
-    """Of the entries of pruned parameters that are kept."""
+    """Positions of the kept entries of pruned parameters."""
 
     @property
     def device(self) -> int:
-        """In the device's memory."""
+        """Bytes in the device's memory."""
         return self.weights + self.positions + self.gradients + (0 if self.offloaded else self.masters + self.moments)
 
     @property
     def host(self) -> int:
-        """In the host's memory."""
+        """Bytes in the host's memory."""
         return self.masters + self.moments if self.offloaded else 0
 
 
@@ -93,10 +93,10 @@ def counted(arrays: Iterable[Any], device: jax.Device) -> dict[str, int]:
 
 
 def unused(mesh: Mesh, processes: int) -> int:
-    """Bytes that a device of this process has never had in use; 0 where that is not known.
+    """Bytes of a device of this process that were never in use; 0 where unknown.
 
-    Where a device has no memory of its own, its share of what the host has available: that of each of the run's
-    processes, as if all were on this host.
+    For a device without memory of its own, its share of the host's available memory, as if all processes were on this
+    host.
     """
     stats = mesh.local_devices[0].memory_stats() or {}
     if "bytes_limit" in stats and "peak_bytes_in_use" in stats:

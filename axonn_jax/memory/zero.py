@@ -104,7 +104,7 @@ def _axes(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def splits(specs: Mapping[str, P], further: Mapping[str, P]) -> dict[str, Split]:
-    """How layouts split `further` what `specs` lay out; parameters that they do not are left out."""
+    """Return the way in which `further` splits each parameter laid out by `specs`; unsplit ones are left out."""
     return {name: split for name, spec in further.items() if (split := further_split(specs[name], spec)) is not None}
 
 
@@ -167,7 +167,7 @@ def whole_weights(
 ) -> dict[str, jax.Array]:
     """Global arrays in the first of two layouts, as `split_over_replicas` gives it -> in the second, cast by name.
 
-    Collectives: `gather_in_buckets`, of what is split.
+    Collectives: `gather_in_buckets`, of split arrays.
     """
     further, specs = layouts
     split = splits(specs, further)
