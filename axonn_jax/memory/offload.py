@@ -114,11 +114,11 @@ class OffloadedOptimizer:
     def after(
         self, model: ModelState, grads: Params, factor: Any, value: Any, finite: Any
     ) -> tuple[ModelState, jax.Array]:
-        """The state after an update as `DeviceOptimizer.after` has it; `model` is used up.
+        """Return the state after an update, as `DeviceOptimizer.after`; `model` is used up.
 
-        And an array that is ready when all has run. Moves every state byte to the device and back. Collectives: with
-        ZeRO an all-gather of the new weights over `data`, a bucket at a time, `(G-1)/G * itemsize * elements` bytes a
-        device; where the optimizer is not elementwise, what it needs of sharded parameters.
+        Also returns an array that is ready when all has run. Moves every state byte to the device and back.
+        Collectives: with ZeRO an all-gather of the new weights over `data`, a bucket at a time, `(G-1)/G * itemsize *
+        elements` bytes a device; where the optimizer is not elementwise, its own collectives on sharded parameters.
         """
         weights, grads = self._trained(model), dict(grads)
         done: Any = None

@@ -93,7 +93,7 @@ def _saveable(activations: str) -> Any:
 def batch_loss(
     model: Model, batch: jax.Array, dtype: jnp.dtype, key: DropoutKey | None, run_layer: RunLayer, parts: int
 ) -> jax.Array:
-    """Sum of the losses of local sequences [batch, seq + 1], each target counting what `target_weights` says.
+    """Sum of the losses of local sequences [batch, seq + 1], each target weighted by `target_weights`.
 
     The sequences go through the model in so many independent `parts`, so that one part's all-reduces can run beside
     another's matmuls; bytes are the same, since the parts share gathered weights.

@@ -28,7 +28,7 @@ class StateBytes:
 
     weights: int
     gradients: int
-    """From the backward pass to the update."""
+    """Bytes of gradients, from the backward pass to the update."""
     masters: int
     moments: int
     offloaded: bool

@@ -21,10 +21,9 @@ RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "train.inner_features": ("tensor.residual_comm", OLD_RESIDUAL_COMM),
     "memory.gather": ("memory.reshard_after", OLD_RESHARD_AFTER),
 }
-"""Keys of earlier versions: what each is called now, and the values that are called otherwise. This version takes both,
-and warns."""
+"""Keys of earlier versions, each with its new name and renamed values; they are accepted with a warning."""
 OLD_VALUES: Mapping[str, Mapping[str, str]] = {"model.bias": {"true": "all", "false": "none"}}
-"""Values of earlier versions that are taken still, in lower case, and what each is now."""
+"""Values of earlier versions that are still accepted, in lower case, with their new names."""
 DROPPED: Mapping[str, object] = {"memory.offload_to": ""}
 """Keys of earlier versions without a successor, with the value that says nothing: a config with that is read as if it
 were not there, any other value is refused."""
@@ -245,7 +244,7 @@ def to_toml(config: Config) -> str:
 
 
 def table_toml(name: str, values: Mapping[str, object]) -> str:
-    """Return a table of a config as TOML text; TOML has no null: what is None is left out and reads back so."""
+    """Return a table of a config as TOML text; TOML has no null, so None values are left out and read back as None."""
     return "\n".join([f"[{name}]", *(f"{key} = {_literal(v)}" for key, v in values.items() if v is not None)])
 
 

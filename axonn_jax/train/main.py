@@ -97,7 +97,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync, notes: Sequ
 
 
 def model_of(config: Config, **options: Any) -> Callable[[], Transformer]:
-    """What makes the model that a checked config names, with these options of a `Transformer`."""
+    """Return a function that makes the model of a checked config, with these options of a `Transformer`."""
     given = {"attention": config.model.attention, "moe": config.moe, **options}
     return lambda: Transformer(config.model.shape(), rngs=nnx.Rngs(config.train.seed), **given)
 
@@ -124,7 +124,7 @@ def _all_or_nothing(world: World, report: Callable[[BaseException], int]) -> Ite
 
 
 def _leave(status: int) -> None:
-    """End at once; the launcher ends what is left."""
+    """End the process at once; the launcher ends the others."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     last_flush()

@@ -27,7 +27,7 @@ from axonn_jax.train.engines.program import sub_batches_of
 from axonn_jax.train.validate import residual_comm_of
 
 BUDGET_S = 20.0
-"""Seconds that measuring may take; what is not measured by then is computed as written."""
+"""Seconds that measuring may take; products not measured by then are computed as written."""
 GAIN = 1.05
 """A form is chosen only where it is faster than the product as written by at least this factor."""
 _ROUND_S = 0.004  # of one form in one round, so that a timer's and a dispatch's own time do not count
@@ -36,14 +36,14 @@ _MOST_CALLS = 64
 
 @dataclass(frozen=True)
 class Measured:
-    """What the forms of one product took, in turns."""
+    """Times of one product's forms, measured in turns."""
 
     product: Product
     seconds: Mapping[Form, tuple[float, ...]]
-    """Of one call, by round."""
+    """Seconds of one call, by round."""
 
     def gain(self, form: Form) -> float:
-        """How much faster than as written, as the median over the rounds: whatever slowed a round met both."""
+        """Speed-up over the product as written, as the median over the rounds, since a slow round slows both."""
         pairs = zip(self.seconds[AS_WRITTEN], self.seconds[form], strict=True)
         return median(written / this for written, this in pairs)
 
@@ -90,9 +90,9 @@ def _measure(product: Product, device: Any, rounds: int) -> Measured:
 
 
 def _surrounded(product: Product, form: Form, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-    """A product as in a step: of operands that were just computed, its result added to something.
+    """A product with the surroundings of a step: operands that were just computed, and an addition of the result.
 
-    XLA fuses a copy with what computes the operand, and the loop that does both may take longer than the product saves:
+    XLA fuses a copy with the operand's computation, and the loop that does both may take longer than the product saves:
     a form that was 1.8 times as fast on operands from memory took 1.3 times as long behind a GELU, and slowed the step
     down. So a GELU it is, for both: few operations of a step cost more to run element by element, against the grain.
     """
@@ -118,12 +118,12 @@ _FORMS = {str(form): form for form in FORMS}
 
 
 def cache_file() -> Path:
-    """Where the choices of all machines of this user are: below `XDG_CACHE_HOME`, or `~/.cache`."""
+    """File with the choices of all machines of this user: below `XDG_CACHE_HOME`, or `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axonn_jax" / "matmuls.json"
 
 
 def setting(device: Any) -> str:
-    """What a measurement holds for: jax's version, the kind of device, on a CPU also its name and how many cores."""
+    """Setting in which a measurement holds: jax's version, the kind of device, on a CPU also its name and cores."""
     kind = device.device_kind
     if device.platform == "cpu":
         kind = f"{_processor()}, {len(os.sched_getaffinity(0))} cores"

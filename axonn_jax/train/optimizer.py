@@ -43,12 +43,12 @@ def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
 
 
 def changed_rate(config: TrainConfig, before: Any, updates: int) -> str:
-    """What a run that goes on says of its learning rate, if that is another than it would have been.
+    """Return a note on a resumed run's learning rate, if the config has changed the rate.
 
     Args:
-        config: of now.
-        before: the TOML that the run had.
-        updates: those done.
+        config: the settings now.
+        before: TOML of the settings before.
+        updates: number of updates done.
 
     Returns:
         A part of a line with the last update's rate and the next one's, or nothing.

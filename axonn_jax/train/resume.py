@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer and of a run: what a run needs to go on, and where it goes on."""
+"""Checkpoints of a trainer and of a run: the state saved to resume, and the checkpoint to resume from."""
 
 import hashlib
 import itertools
@@ -36,7 +36,7 @@ _OTHERWISE = "or checkpoint.resume never to start anew, or checkpoint.weights to
 
 
 def save_as(engine: Engine, directory: Path, step: int, facts: Mapping[str, Any] = MappingProxyType({})) -> Path:
-    """Save all of an engine's state, and what a run knows beside it, and wait.
+    """Save all of an engine's state and the run's `facts`, and wait.
 
     Raises ``OSError`` with the reason where it cannot.
     """
@@ -186,7 +186,7 @@ class Checkpoints:
             return self.saver.settle()
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End the background threads."""
         self.saver.close()
 
     def _resumed(self, where: str) -> Checkpoint | None:
@@ -297,7 +297,7 @@ class Checkpoints:
             return reason(error)
 
     def _set_aside(self, step: int) -> None:
-        """Keep, under other names, what the directory holds of later steps than this run goes on from."""
+        """Rename checkpoints in the directory of later steps than the one that this run resumes."""
         if self._sync.rank == 0:
             for path in all_steps(self.directory):
                 if (step_of(path) or 0) > step:

@@ -13,20 +13,20 @@ from typing import Any
 from axonn_jax.distributed.host_sync import HostSync
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""SIGUSR1 is what Slurm and mpirun pass on as a warning before the end; SIGHUP says that the terminal was closed."""
+"""Signals that stop a run: SIGUSR1 is the warning that Slurm and mpirun pass on; SIGHUP, the terminal was closed."""
 _SAME_S = 0.5  # launchers repeat a signal that they have also passed on
 
 
 def handled() -> list[signal.Signals]:
-    """Those of `SIGNALS` to act upon: not SIGHUP where whoever started this process ignores it, as ``nohup`` does."""
+    """Signals of `SIGNALS` to act upon: not SIGHUP where the process was started to ignore it, as by ``nohup``."""
     return [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 class StopSignals:
     """Notes signals from a thread, so that a second one works while the devices are waited for.
 
-    `peer_failed` is asked at SIGTERM, with which launchers end what is left of a run whose other processes have died:
-    where it says so there is nothing to save together, and this class stands back.
+    `peer_failed` is asked at SIGTERM, with which launchers end the rest of a run whose other processes have died: where
+    it says so there is nothing to save together, and this class stands back.
     """
 
     def __init__(self, sync: HostSync, peer_failed: Callable[[], bool]):

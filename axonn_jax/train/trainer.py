@@ -43,7 +43,7 @@ def _on_own_mesh(method: Callable[Concatenate["Trainer", P], T]) -> Callable[Con
 
 
 class Trainer:
-    """Trains a model on a grid: a facade of what a user needs over an engine that runs the steps.
+    """Trainer of a model on a grid: a facade over an engine that runs the steps.
 
     `model` is a module or a function that makes one. A module's arrays are the trainer's from then on: a step uses them
     up, so that they lie in memory once, and the module given can be called no more; `trainer.model` is the trained one.
@@ -58,11 +58,11 @@ class Trainer:
     as PyTorch has it) is no target, and as an input it is id 0. A step processes the batch in `microbatches` parts.
     With `clip` the gradients are scaled down to that global norm (0: not clipped). `seed` is that of dropout. `memory`,
     `tensor`, `pipeline` and `prune` are the tables of a config file of these names (`axonn-jax train --help`); of a
-    model given, `memory.sequence_parallel`, `tensor.residual_comm` and `tensor.matmul_layouts` are what it was made
+    model given, `memory.sequence_parallel`, `tensor.residual_comm` and `tensor.matmul_layouts` are those it was made
     with, and `pipeline` counts where the grid's `pipe` is above 1.
 
-    `engine` is a `PipelineEngine` there, else an `SpmdEngine`. It has what tools and tests need
-    (`engines.engine.Engine`), the float32 weights by name (`engine.params`) and the optimizer's state among it.
+    `engine` is a `PipelineEngine` there, else an `SpmdEngine`. It gives tools and tests (`engines.engine.Engine`) the
+    float32 weights by name (`engine.params`), the optimizer's state and more.
     """
 
     engine: Engine
@@ -148,8 +148,8 @@ class Trainer:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """Mean loss over the targets of batches (this process's sequences of each), without dropout; waits for it.
 
-        A batch is what `step` takes, and where this process has all sequences of any number of them. Those without
-        targets fill a batch up.
+        A batch has the form of `step`'s, of any number of sequences where this process has all of them. Sequences
+        without targets fill a batch up.
         """
         self._pruning.check_masks()
         share, sequences, results, bounded = self.engine.batches.share, 0, [], in_flight()
@@ -175,8 +175,8 @@ class Trainer:
         """Take over a checkpoint (a step_N, or the newest of a run), saved on any grid; return its step.
 
         `weights_only` takes the parameters and leaves optimizer state and step as they are. Every process of the run
-        must call it. Raises ``UserError`` naming what is missing, unexpected, of another shape or corrupt; also where
-        masks keep what `prune` does not ask for.
+        must call it. Raises ``UserError`` naming arrays that are missing, unexpected, misshapen or corrupt; also where
+        masks contradict `prune`.
         """
         step = load_checkpoint(self.engine, Path(path), weights_only=weights_only)
         self._pruning.loaded()
@@ -188,5 +188,5 @@ class Trainer:
 
 
 def pruning_of(trainer: Trainer) -> Pruning:
-    """What prunes a trainer's engine, for a loop that has lines of it to say."""
+    """Return the pruning of a trainer's engine, for a loop that reports it."""
     return trainer._pruning

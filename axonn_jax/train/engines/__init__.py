@@ -1,1 +1,1 @@
-"""Engines: what runs the steps of a trainer, as one SPMD program or as a pipeline of stages."""
+"""Engines that run the steps of a trainer: one SPMD program, or a pipeline of stages."""

@@ -1,4 +1,4 @@
-"""Engine: what a `Trainer` drives, a run's loop asks and checkpoints save; one for SPMD programs, one for pipelines."""
+"""The `Engine` protocol: `SpmdEngine` (one compiled program) and `PipelineEngine` (stages as tasks)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -39,12 +39,12 @@ def token_ids_of(batch: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 class BatchShards:
-    """Sequences of a global batch: which of them this process loads, and how they become one sharded array."""
+    """Sequences of a global batch: numbers of those that this process loads, and the sharded array made of them."""
 
     def __init__(self, grid: Grid, microbatches: int):
         self.grid, self.microbatches = grid, microbatches
         self.sharding = NamedSharding(grid.mesh, P(None, BATCH_AXES))
-        """The layout of a step's tokens [microbatches, sequences, seq + 1]."""
+        """Layout of a step's tokens [microbatches, sequences, seq + 1]."""
         self._local: dict[int, list[int]] = {}
 
     def local(self, global_batch: int) -> list[int]:
@@ -71,7 +71,7 @@ class BatchShards:
 
     @property
     def share(self) -> int:
-        """Those of them that this process holds."""
+        """Sequences of the smallest global batch that this process holds."""
         return len(self.local(self.least))
 
     def global_batch(self, batch: np.ndarray) -> int:
@@ -131,26 +131,26 @@ class Engine(Protocol):
         """
 
     def state(self) -> State:
-        """What this process's jax world saves: arrays in use by names without the grid, each once in the whole run.
+        """State that this process's jax world saves: live arrays by names without the grid, each once in the whole run.
 
-        The next step takes them over; what is offloaded in parts is `memory.host_arrays.CutArray`, a scanned layer's
-        `memory.host_arrays.LayerSlice`.
+        The next step takes them over; an array offloaded in parts is a `memory.host_arrays.CutArray`, a scanned layer's
+        a `memory.host_arrays.LayerSlice`.
         """
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes of the whole model's state, without padding of the vocabulary."""
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Take over what `read` makes of shapes, types and layouts by name, of the names that are `wanted`.
+        """Replace the arrays whose names are `wanted` by those that `read` makes for their shapes, types and layouts.
 
-        Their arrays are freed first, so that the devices never hold two copies.
+        The old arrays are freed first, so that the devices never hold two copies.
         """
 
     def finite(self) -> bool:
         """True if weights and optimizer state are finite numbers, as far as this process sees; waits for them."""
 
     def memory(self) -> dict[int, dict[str, Any]]:
-        """Where the bytes of one device are: planned by formula, counted, and of the compiled step once it has run.
+        """Bytes of one device: planned by formula, counted, and of the compiled step once it has run.
 
         By rank of the pipe, of the ranks here (0 without a pipeline); see `memory.report.report`.
         """
@@ -159,7 +159,7 @@ class Engine(Protocol):
         """The compiled program of a step on such a batch; None of a pipeline, whose step is many programs."""
 
     def saving(self) -> AbstractContextManager[Callable[[str], None]]:
-        """Around what may take long between steps, so that no peer takes this process for stuck; gives whom to tell."""
+        """Return a context for long work between steps, which keeps peers from taking this process for stuck."""
 
     def peer_failed(self) -> bool:
         """True if another process of the run is known to have gone, so that no step will end any more."""
@@ -168,10 +168,10 @@ class Engine(Protocol):
         """Lines for people on how a step of so many sequences runs."""
 
     def write_timeline(self, directory: Path) -> list[Path]:
-        """Write what was measured of the last steps; return the pictures for people, none without a pipeline."""
+        """Write the measurements of the last steps; return the pictures, none without a pipeline."""
 
     def close(self) -> None:
-        """End what runs beside the devices; results of the last step stay readable."""
+        """End background threads and channels; results of the last step stay readable."""
 
 
 def read_anew(state: State, read: Callable[[State], State], wanted: Callable[[str], bool]) -> State:

@@ -17,7 +17,7 @@ from axonn_jax.train.engines.step import MeasuredStep, StepMetrics, TrainState, 
 
 
 class OffloadedStep:
-    """Does what a `TrainStep` does, with the optimizer's state streamed through the devices (`memory.offload`).
+    """Training step like `TrainStep`, with the optimizer's state streamed through the devices (`memory.offload`).
 
     Where nothing is clipped, no loss scaled, no gradient scattered over `data`, no sequence split and no expert counts
     its tokens, a bucket of gradients is reduced beside the update of the one before; else all are reduced first. Raises

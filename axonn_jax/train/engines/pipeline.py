@@ -198,7 +198,8 @@ class PipelineEngine:
         return without_padding(self._states.shapes(), self._padding)
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Take over what `read` makes of the wanted names' shapes, types and layouts; called for each rank here."""
+        """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts; one call a rank
+        here."""
         self._states.load(read, wanted)
         if any(stage.layout for stage in self.stages.values()):  # other entries may be kept than before
             self._pipes.close()
@@ -214,7 +215,7 @@ class PipelineEngine:
         return self._links.heartbeat.peer_failed()
 
     def explain(self, sequences: int) -> list[str]:
-        """Lines for people: the pieces and parameters of every stage, and what the schedule is like."""
+        """Return lines about the pieces and parameters of every stage, and about the schedule."""
         return build.describe(self._pieces, self.ranges, self.pipe_shape, self.pipeline.policy, self._channel)
 
     def write_timeline(self, directory: Path) -> list[Path]:
@@ -257,7 +258,7 @@ class PipelineEngine:
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[None]:
-        """Around what an exception, Ctrl-C say, would leave half done."""
+        """Mark the engine as half done if an exception, such as Ctrl-C, ends the body."""
         self._half_done = "tasks"
         try:
             yield

@@ -1,4 +1,4 @@
-"""State of a pipelined model: what this process holds, by rank of the pipe, and as checkpoints know it by name."""
+"""State of a pipelined model in this process: by rank of the pipe, and by the names of checkpoints."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ class PipelineState:
         return all(all_finite(stage.state) for stage in self.stages.values())
 
     def by_rank(self) -> dict[int, State]:
-        """All that training changes, by rank and name; what is offloaded in parts is a `CutArray`."""
+        """Return the state that training changes, by rank and name; an array offloaded in parts is a `CutArray`."""
         return {
             pp_rank: flatten(*self._forms(stage), on_mesh(self._scale.state, stage.mesh)) | self._masks(stage)
             for pp_rank, stage in self.stages.items()
@@ -71,7 +71,7 @@ class PipelineState:
         return {MASKS + name: mask for name, mask in mask_forms(stage.layout, stage.state.positions).items()}
 
     def saved(self) -> State:
-        """What this process saves: of what several ranks hold, the first rank's, wherever that is."""
+        """State that this process saves: an array of several ranks is saved by the first of them, wherever that is."""
         elsewhere = {name for pp_rank in range(min(self.stages)) for name in self._abstract(pp_rank)}
         last_first = sorted(self.by_rank().items(), reverse=True)
         merged = {name: value for _, state in last_first for name, value in state.items()}
@@ -83,7 +83,8 @@ class PipelineState:
         return {name: value.shape for pp_rank in ranks for name, value in self._abstract(pp_rank).items()}
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool]) -> None:
-        """Take over what `read` makes of the wanted names' shapes, types and layouts; called for each rank here."""
+        """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts; one call a rank
+        here."""
         states = self.by_rank()
         for pp_rank, stage in self.stages.items():
             state, kept = states.pop(pp_rank), None
@@ -97,7 +98,7 @@ class PipelineState:
             self._scale.restore(unflatten_scale(state, self._scale.state))
 
     def memory(self) -> dict[int, dict[str, Any]]:
-        """Where the bytes of one device of each rank are; see `memory.report.report`."""
+        """Bytes of one device of each rank; see `memory.report.report`."""
         reports = {}
         for pp_rank, stage in self.stages.items():
             arrays = counted(jax.tree.leaves(stage.state), stage.mesh.local_devices[0])

@@ -73,7 +73,7 @@ class OnMesh:
     grid: Grid
     dtype: jnp.dtype
     pruned: PrunedLayout | None = field(default=None, kw_only=True)
-    """Of the parameters that are given as `PrunedWeight`, and whose gradients are those of the kept entries."""
+    """Layout of the parameters given as `PrunedWeight`, whose gradients are those of the kept entries."""
 
     def shardings(self) -> dict[str, NamedSharding]:
         """The layout of every parameter on the mesh."""
@@ -87,7 +87,7 @@ class OnMesh:
 
     @property
     def grad_specs(self) -> Specs:
-        """The layout of every gradient: its parameter's."""
+        """Layout of every gradient, the same as its parameter's."""
         return self.parts.specs
 
     def batch_sharding(self) -> NamedSharding:
@@ -100,7 +100,7 @@ class StageProgram(OnMesh):
     """Pure functions on global arrays for a model that lives on one 4D mesh; jit them to run them."""
 
     activations: str = "none"
-    """What the backward pass computes again (`memory.remat`)."""
+    """Activation policy of the backward pass (`memory.remat`)."""
     bucket: int = 16_000_000
     sub_batches: int = 1
     """Parts of a microbatch's local rows that run side by side, so that communication hides behind compute; 0: two
@@ -108,7 +108,7 @@ class StageProgram(OnMesh):
     ordered: bool = False
     """True if the order of a microbatch's computation is found here (`tensor.overlap.reorder`) and not left to XLA."""
     sums: jnp.dtype = _FLOAT32
-    """What gradients add up in, and are reduced in over `z` and `data`."""
+    """Dtype in which gradients add up, and are reduced over `z` and `data`."""
     zero: bool = False
     """True if gradients are scattered over `data` (ZeRO-1), each device then having a part of most."""
     reshard_after: ReshardAfter = "forward"
@@ -123,7 +123,7 @@ class StageProgram(OnMesh):
 
     @property
     def grad_specs(self) -> Specs:
-        """The layout of every gradient: its parameter's, with ZeRO split over `data` too."""
+        """Layout of every gradient: its parameter's, with ZeRO split over `data` too."""
         if not self.zero:
             return super().grad_specs
         return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh, self.stacked)
@@ -148,7 +148,7 @@ class StageProgram(OnMesh):
     def unreduced(
         self, params: Params, tokens: jax.Array, key: jax.Array | None
     ) -> tuple[Params, jax.Array, jax.Array]:
-        """As `gradients`, each device's own sums over microbatches, the mean loss, and the sum of all their squares.
+        """Return each device's unreduced sums of gradients, the mean loss, and the sum of all their squares.
 
         Sums are laid out by `offload_buckets.unreduced_spec`; nothing but three numbers is reduced over `data`. Where
         the sum of squares, over all devices, is finite, so are the gradients that the sums add up to.
@@ -227,13 +227,13 @@ class StageProgram(OnMesh):
         scale: jax.Array | None,
         finish: Callable[[Params], Params] | None = None,
     ) -> tuple[Params, jax.Array]:
-        """What `finish` makes of each device's sums of gradients over microbatches, and the mean loss.
+        """Return the result of `finish` on each device's sums of gradients over microbatches, and the mean loss.
 
         With `_last_apart` the last microbatch is apart from the loop over the others, so that `finish` runs beside its
         backward pass.
         """
-        # Varying over what splits tokens on purpose: autodiff then leaves gradients unreduced over it (a z-sharded
-        # kernel is reduce-scattered over z by its gather), and the sum over microbatches costs no communication.
+        # Varying over the axes that split tokens, on purpose: autodiff then leaves gradients unreduced over them (the
+        # gather of a z-sharded kernel reduce-scatters over z), and the sum over microbatches costs no communication.
         shards = {name: mark_varying(trained(p, self.sums), self.token_axes) for name, p in params.items()}
         count = tokens.shape[0]
         once = self.reshard_after == "step" and count > 1

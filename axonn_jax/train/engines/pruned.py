@@ -69,10 +69,10 @@ def read_pruned(
     make_masks: Callable[[Params], Params],
     keep: Callable[[Params], KeptEntries],
 ) -> tuple[State, KeptEntries]:
-    """A state of which the wanted arrays are freed, then read and compressed, and what is kept of it.
+    """Free the wanted arrays of a state, read and compress them; return the state and its kept entries.
 
-    That is what masks say that are read, or else those that `make_masks` makes of the weights, which for that are all
-    on the devices at once. What is not wanted is what it was, as far as it is kept.
+    Masks are those read, or else made of the weights by `make_masks`, for which all weights are on the devices at once.
+    Of the other arrays the kept entries stay.
     """
     asked = shapes({name: value for name, value in state.items() if wanted(name)})
     for name in asked:

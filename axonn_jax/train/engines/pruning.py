@@ -47,11 +47,11 @@ class Pruning:
         self._fileless = self._unmasked = files == {""}
 
     def loaded(self) -> None:
-        """Begin anew with what an engine has loaded, or with what it is where nothing was.
+        """Start pruning anew for the weights that an engine has, loaded or initial.
 
-        Raises ``UserError``, on all processes, where its masks are not what the settings ask for: of `prune.mask_file`,
-        as long as that is there, or else as many entries as `prune.density` says, of every kernel or of all together.
-        How and in which scope they were chosen does not count. Every process must call it.
+        Raises ``UserError``, on all processes, where its masks contradict the settings: of `prune.mask_file`, as long
+        as that is there, or else as many entries as `prune.density` says, of every kernel or of all together. How and
+        in which scope they were chosen does not count. Every process must call it.
         """
         self._search, self._last = EarlyBird(self._config.threshold), None
         self._lines.clear()
@@ -134,11 +134,11 @@ def prune_for(engine: Engine, names: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class KeptCounts:
-    """What the masks of the whole model keep; as a text, a line for people."""
+    """Kernels, entries and slots that the masks of the whole model keep; as a text, a line for people."""
 
     kernels: int
     as_asked: int
-    """Kernels that keep as many entries as a density asks for."""
+    """Kernels that keep as many entries as `density` asks for."""
     entries: int
     of: int
     slots: int
@@ -150,7 +150,7 @@ class KeptCounts:
 
 
 def kept_of(engine: Engine, sync: HostSync, density: float) -> KeptCounts:
-    """What an engine's masks keep in the whole run, beside what a density asks for.
+    """Count the entries that an engine's masks keep in the whole run, and the kernels that keep `density`.
 
     Messages: a few numbers of each process. An engine that is not pruned keeps nothing.
     """

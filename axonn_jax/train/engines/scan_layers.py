@@ -1,4 +1,4 @@
-"""Scanned layers: whether a model's layers run as one body in a loop, and the optimizer on their stacked parameters.
+"""Scanned layers: the choice to run a model's layers as a loop, and the optimizer on their stacked parameters.
 
 Users, checkpoints and optimizers see the layers' own names; between steps nothing is kept under them.
 """
@@ -22,7 +22,7 @@ from axonn_jax.options import ScanLayers
 from axonn_jax.tensor.params import SplitModule
 
 LAYERS = 32
-"""Layers from which `auto` scans them: docs/results.md has what was measured."""
+"""Layers from which `auto` scans them, by the measurements in docs/results.md."""
 _ACCEPTED = "one that updates every layer by itself and in the same way, or tensor.scan_layers = no"
 
 
@@ -35,11 +35,11 @@ def choose_stack(
     activations: str = "none",
     ordered: bool = False,
 ) -> Stack:
-    """The split model as its programs hold it: layers stacked where they are scanned, as they are elsewhere.
+    """Return the split model in its programs' form: scanned layers are stacked, others unchanged.
 
     `auto` scans many layers, and on the CPU backend, which undoes recomputation outside of loops, any that are computed
     again in the backward pass; but not where the package orders the computation (`ordered`), which hides a layer's
-    communication behind other layers. Raises ``UserError`` where what is `wanted` cannot be scanned.
+    communication behind other layers. Raises ``UserError`` where scanning is `wanted` and impossible.
     """
     plain = unstacked(split)
     checked = check_model(model)
@@ -59,11 +59,12 @@ def choose_stack(
 
 
 def per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> optax.GradientTransformation:
-    """The optimizer for stacked parameters: it sees one layer, under the names of the first, whatever their number.
+    """Return the optimizer for stacked parameters; it sees one layer, under the names of the first layer.
 
-    Its update is traced once and mapped over the layers (`jax.vmap`), so what depends on a parameter's dims or norm
-    (masks by `ndim`, trust ratios, factored moments) comes out as for a layer's own array. Its state has the layers'
-    dim in front of what belongs to a stacked parameter. The optimizer must pass `check_per_layer`.
+    Its update is traced once and mapped over the layers (`jax.vmap`), so transformations that depend on a parameter's
+    dims or norm (masks by `ndim`, trust ratios, factored moments) give the results of a layer's own array. Its state
+    has the layers' dim in front of arrays that belong to a stacked parameter. The optimizer must pass
+    `check_per_layer`.
     """
     if not stack.own:
         return optimizer
@@ -72,7 +73,7 @@ def per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> optax.Gr
     rest = {name for name in stack.parts.params if name not in first}
 
     def divided(tree: Any) -> tuple[Any, Any]:
-        """What belongs to the rest, and what to the stacked parameters under the names of the first layer."""
+        """Split a tree into the rest's entries, and the stacked parameters' under the names of the first layer."""
         return (
             _with_keys(tree, lambda key: None if key in first else key),
             _with_keys(tree, lambda key: None if key in rest else first.get(key, key)),
@@ -82,7 +83,7 @@ def per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> optax.Gr
         return _union(rest, _with_keys(layers, lambda key: stacked.get(key, key)))
 
     def axes(layers: Mapping[str, Any]) -> Any:
-        """Of the state of such parameters, 0 where it belongs to one of them and has their leading dim, else None."""
+        """Return axes of the parameters' state: 0 for an array with a parameter's leading dim, else None."""
         layer: Any = {name: jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for name, p in layers.items()}
         state = jax.eval_shape(optimizer.init, layer)
         return tree_map_with_path(lambda path, _: None if owner(path, layers) is None else 0, state)
@@ -104,10 +105,10 @@ def per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> optax.Gr
 
 
 def check_per_layer(optimizer: optax.GradientTransformation, stack: Stack) -> None:
-    """Raise ``UserError`` where `per_layer` would not do what the optimizer does with the layers' own parameters.
+    """Raise ``UserError`` where `per_layer` would differ from the optimizer on the layers' own parameters.
 
     Found out by trying: a layer's update must not depend on other parameters, must be the same computation under the
-    names of every layer, and what it keeps beside its moments must not depend on the layer.
+    names of every layer, and its state beside the moments must not depend on the layer.
     """
     params = stack.per_layer.params
     layers = [list(names) for names in zip(*stack.own.values(), strict=True)]
@@ -152,9 +153,9 @@ def unstack_state(optimizer: optax.GradientTransformation, stack: Stack, state: 
 
 
 def stack_state(stack: Stack, state: Any, like: Any, *, used_up: bool = False) -> Any:
-    """The way back from `unstack_state`; `like` is a state of `per_layer`, whose layouts it gets.
+    """Undo `unstack_state`; `like` is a state of `per_layer`, whose layouts the result gets.
 
-    With `used_up` what was stacked is taken over, and layers' arrays are deleted kind by kind, so that both forms of
+    With `used_up` stacked arrays are taken over, and layers' arrays are deleted kind by kind, so that both forms of
     only one kind take memory.
     """
     if not stack.own:
@@ -183,7 +184,7 @@ def _is_dict(node: Any) -> bool:
 
 
 def _with_keys(tree: Any, change: Callable[[str], str | None]) -> Any:
-    """A tree with the keys of its dicts changed; what has none then is left out."""
+    """Return a tree with the keys of its dicts changed; entries whose new key is None are left out."""
 
     def changed(node: Any) -> Any:
         if not _is_dict(node):

@@ -34,7 +34,7 @@ from axonn_jax.train.engines.step import StepMetrics, TrainState, build_step
 
 
 class SpmdEngine:
-    """Steps of a model that lies whole on one mesh; see `engine.Engine`, which says what each member is for.
+    """Engine of a model that lies whole on one mesh; `engine.Engine` describes the members.
 
     A step dispatches and returns: its metrics are device values, and at most two steps are in flight.
     """
@@ -108,16 +108,16 @@ class SpmdEngine:
 
     @property
     def _masters(self) -> Params:
-        """As `params`; what is offloaded in parts is a `CutArray`, of scanned layers a `LayerSlice`."""
+        """Masters by name; an array offloaded in parts is a `CutArray`, a scanned layer's a `LayerSlice`."""
         return self._forms(unstack_params(self._stack, self.update.masters(self.train_state.model)))
 
     @property
     def _opt_state(self) -> Any:
-        """As `opt_state`, in the forms of `_masters`."""
+        """Optimizer state, in the forms of `_masters`."""
         return self._forms(unstack_state(self.optimizer, self._stack, self.update.opt_state(self.train_state.model)))
 
     def _forms(self, tree: Any) -> Any:
-        """A tree of state with a `PrunedArray` in the place of what is compressed."""
+        """Return a tree of state with compressed arrays as `PrunedArray`."""
         return tree if self._layout is None else dense_forms(self._layout, self._positions, tree)
 
     @property
@@ -201,7 +201,7 @@ class SpmdEngine:
         return without_padding({name: value.shape for name, value in state.items()}, self._padding)
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Take over what `read` makes of the wanted names' shapes, types and layouts."""
+        """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts."""
         if self._layout is None:
             self._take_over(read_anew(self.state(), read, wanted), None)
         else:
@@ -229,7 +229,7 @@ class SpmdEngine:
         return self._make_masks({name: joined(masters[name]) for name in self._prunable})
 
     def prune(self) -> PrunedLayout:
-        """Keep from now on what `masks` says of the weights and their state."""
+        """Prune the weights and their state by `masks` from now on."""
         kept = self._kept(self.masks())
         self._take_over(compressed_state(self.state(), kept), kept)
         return kept.layout
@@ -241,7 +241,7 @@ class SpmdEngine:
 
     @property
     def layout(self) -> PrunedLayout | None:
-        """The layout of what is pruned, of layers one by one; None where nothing is."""
+        """Layout of the pruned parameters, layer by layer; None where nothing is pruned."""
         return self._layout
 
     @property
@@ -255,7 +255,7 @@ class SpmdEngine:
         return self._prune.later
 
     def saving(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
-        """Tell nobody: no peer watches this process."""
+        """Do nothing: an SPMD process has no heartbeat."""
         return contextlib.nullcontext(lambda what: None)
 
     def peer_failed(self) -> bool:
@@ -263,7 +263,7 @@ class SpmdEngine:
         return False
 
     def explain(self, sequences: int) -> list[str]:
-        """Lines for people: what nothing hides in a step of so many sequences."""
+        """Return lines about the communication that nothing hides in a step of so many sequences."""
         missing = [f"overlap: this XLA has no {name}, which is left out" for name in self._step.missing_options()]
         lines = exposed(self.program.sub_batches, self.grid.shape, sequences // self.batches.least)
         return [*lines, *missing]

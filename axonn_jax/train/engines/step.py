@@ -40,13 +40,13 @@ class StepMetrics(TypedDict):
     skipped: Any
     """Steps of the run so far that changed nothing, since their loss or gradients were not finite."""
     loss_scale: NotRequired[Any]
-    """Under fp16: what the loss was multiplied by."""
+    """Factor on the loss, under fp16."""
     largest_load: NotRequired[Any]
-    """Of experts: how many tokens chose the most loaded one, over the mean, in the worst layer."""
+    """Tokens of the most loaded expert over the mean, in the worst layer with experts."""
 
 
 class GradientProgram(Protocol):
-    """What a step needs of the program that it takes its gradients from; `StageProgram` is the package's."""
+    """Program that a step takes its gradients from; the package's is `StageProgram`."""
 
     @property
     def parts(self) -> SplitModule:
@@ -54,11 +54,11 @@ class GradientProgram(Protocol):
 
     @property
     def grid(self) -> Grid:
-        """Where it runs."""
+        """Grid of the program."""
 
     @property
     def ordered(self) -> bool:
-        """True if its order of computation is the package's, for which XLA needs options."""
+        """True if the package orders the computation, for which XLA needs options."""
 
     def shardings(self) -> dict[str, NamedSharding]:
         """The layout of every parameter."""
@@ -68,7 +68,7 @@ class GradientProgram(Protocol):
 
     @property
     def pruned(self) -> PrunedLayout | None:
-        """Of the parameters of which only some entries are trained."""
+        """Layout of the pruned parameters."""
 
     @property
     def state_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -89,7 +89,7 @@ class TrainState(NamedTuple):
 
     model: ModelState
     scale: Scale
-    """Of which the factor is there under fp16."""
+    """Loss scale, with a factor under fp16."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class TrainStep:
     def measured(
         self, weights: Mapping[str, Any], scale: Scale, tokens: jax.Array, key: jax.Array | None
     ) -> "MeasuredStep":
-        """What a step does before its update."""
+        """Return the loss, gradients and metrics of a step before its update."""
         grads, loss, norm = self.program.gradients(weights, tokens, key, scale.factor)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         after, factor = next_scale(scale, finite), clip_factor(norm, self.clip)
@@ -153,11 +153,11 @@ class TrainStep:
         return jax.jit(self.__call__, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
     def compiler_options(self) -> dict[str, Any] | None:
-        """What XLA needs to keep the program's order of computation, as far as it has such options."""
+        """XLA's options that keep the program's order of computation, as far as this XLA has them."""
         return compat.known_options(self._wanted_options) or None
 
     def missing_options(self) -> list[str]:
-        """Those that XLA does not have."""
+        """Options for the order of computation that XLA does not have."""
         return sorted(self._wanted_options.keys() - (self.compiler_options() or {}).keys())
 
     @property
@@ -191,20 +191,21 @@ class MeasuredStep(NamedTuple):
     """A step before its update."""
 
     grads: Params
-    """Times the loss scale."""
+    """Gradients, times the loss scale."""
     metrics: StepMetrics
     factor: Any
-    """What the update multiplies the gradients by: clipping, and one over the loss scale; None: nothing to."""
+    """Factor on the gradients in the update: clipping, and one over the loss scale; None for 1."""
     finite: jax.Array
     """True if the loss and all gradients are finite."""
     scale: Scale
-    """The next step's."""
+    """Loss scale of the next step."""
 
 
 def abstract(
     shape: ModelShape, grid: Grid, sequences: int, microbatches: int, **options: Any
 ) -> tuple[Transformer, tuple[tuple[int, int, int], Any]]:
-    """A transformer of shapes alone, made with `options`, and what `TrainStep.compiled` takes for its batch.
+    """Return a transformer of shapes alone, made with `options`, and the arguments of `TrainStep.compiled` for its
+    batch.
 
     Raises ``UserError`` where the model or its `sequences` a step do not divide over the grid.
     """
@@ -231,7 +232,7 @@ def build_step(
     tensor: TensorConfig,
     pruned: PrunedLayout | None = None,
 ) -> tuple[Stack, StageProgram, TrainStep]:
-    """How a step holds the parameters of a split model, the program of its gradients, and the step; makes no array.
+    """Return the form of a split model's parameters in a step, its gradients' program, and the step; makes no array.
 
     Of `pruned` parameters, by their layers' own names, the kept entries alone are trained.
 
@@ -281,11 +282,11 @@ def compile_abstract(
     moe: MoeConfig = MoeConfig(),  # noqa: B008
     compiler_options: dict[str, str] | None = None,
 ) -> jax.stages.Compiled:
-    """The step that a `Trainer` with these settings runs on `sequences` a step, compiled without making any array.
+    """Return the compiled step of a `Trainer` with these settings and `sequences` a step, without making any array.
 
-    So a step for hundreds of virtual devices can be compiled on one machine. What is chosen by the default backend
-    (`attention`, `memory.precision`, `tensor.order`, `tensor.sub_batches`) has to be said where the grid's devices are
-    not of it. Raises ``UserError`` where model or batch do not divide over the grid.
+    So a step for hundreds of virtual devices can be compiled on one machine. Options whose default depends on the
+    backend (`attention`, `memory.precision`, `tensor.order`, `tensor.sub_batches`) must be given where the grid's
+    devices are of another one. Raises ``UserError`` where model or batch do not divide over the grid.
     """
     model, batch = abstract(shape, grid, sequences, microbatches, attention=attention, comm=comm, moe=moe)
     _, _, step = build_step(model, split_module(model), optimizer, grid, clip, memory, tensor)
