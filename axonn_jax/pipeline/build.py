@@ -1,4 +1,4 @@
-"""Construction of a pipeline: its stages planned and compiled for a batch shape, its processes connected."""
+"""Construction of a pipeline: stages planned and compiled for a batch shape, processes connected."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ _SHAPES = 4
 """Batch shapes whose programs, threads and communicators are kept."""
 
 Plan = list[list[Group]]
-"""The groups of every virtual stage of the model: their stretches, and what these need and hand on."""
+"""Groups of every virtual stage of the model."""
 
 
 def plan(
@@ -106,7 +106,7 @@ def shared(names: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
 def describe(
     pieces: Sequence[Segment], ranges: Sequence[range], pipe_shape: PipelineShape, policy: PipelinePolicy, channel: str
 ) -> list[str]:
-    """Return the pieces and parameters of every stage, by `ranges` of `pieces`, and what the schedule is like."""
+    """Return lines about every stage's pieces and parameters, by `ranges` of `pieces`, and about the schedule."""
     lines = [
         f"stage {stage} (place {pipe_shape.rank_of(stage)}): {pieces[r[0]].name} to {pieces[r[-1]].name}, "
         f"{sum(piece.params for piece in pieces[r.start : r.stop]):,} parameters"
@@ -124,13 +124,13 @@ def describe(
 
 @dataclass
 class Peers:
-    """What connects a process with the others of its pipeline; in a run of one process nothing does."""
+    """Connections of a process to the others of its pipeline; dummies in a run of one process."""
 
     sync: LocalSync | MpiSync
     heartbeat: Heartbeat
     status: RankStatus
     pipe: "MPI.Comm | None" = None
-    """A communicator whose ranks are the pipe's, of the processes that are at this one's index in their stages."""
+    """Communicator over the pipe axis, of the processes with this one's index in their stages."""
     leader: LeaderBroadcast | None = None
     """Tells the order of tasks, where a stage has several processes and a policy without a fixed order."""
     recorder: Recorder = field(default_factory=Recorder)
@@ -209,7 +209,7 @@ class CompiledPipeline:
         self.open()
 
     def open(self) -> None:
-        """Connect it, anew after `close`: what was under way then is forgotten. Collective over the pipe ranks."""
+        """Open a channel and an executor, also after `close`; forget unfinished tasks. Collective over the pipe."""
         peers = self._peers
         self._carrier = open_channel(self._channel, self._ports, peers.pipe)
         self.executor = Executor(
@@ -225,7 +225,7 @@ class CompiledPipeline:
         }
 
     def find_room(self, processes: int) -> None:
-        """Fill `room`, the first time: half of what a device has never used is for more microbatches."""
+        """Fill `room` at the first call: the microbatches that fit in half of each device's unused memory."""
         for pp_rank, rank in self.ranks.items() if not self.room else ():
             kept = sum(stage.bytes_kept() for stage in rank.stages.values())
             inputs = [stage.x for stage in rank.stages.values()]
@@ -273,7 +273,7 @@ class PipelineCache:
         return pipe
 
     def reopen(self) -> None:
-        """Make all of them forget what was under way."""
+        """Reopen all pipelines, which forget unfinished tasks."""
         for pipe in self.values():
             pipe.close()
             pipe.open()

@@ -1,4 +1,4 @@
-"""Executor of a pipeline, its host loop: it starts what dispatchers choose, and tells them what arrived and has run."""
+"""Executor of a pipeline, the host loop: starts the dispatchers' tasks, reports arrivals and results to them."""
 
 import queue
 import threading
@@ -44,7 +44,7 @@ class _Broke(NamedTuple):
 
 class _Started(NamedTuple):
     tasks: tuple[Task, ...]
-    """What one program computes: a task, or two in a row."""
+    """Tasks that one program computes: one, or two in a row."""
     value: jax.Array | None
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class _Started(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """A program in a device's queue: when it was started, what becomes ready with it, whom to tell."""
+    """Program in a device's queue: start time, an array that is ready at the end, and a callback."""
 
     at: float
     done: jax.Array
@@ -109,7 +109,7 @@ class Executor:
     def run(self, dispatchers: Mapping[int, OrderedDispatcher], step: int, *, train: bool = True) -> None:
         """Run every task of a step, or of an evaluation after it; return when the last has run here.
 
-        Raises what broke a program or the channel.
+        Raises the exception of a failed program or channel.
         """
         self._status.step = step
         self._status.now("in a step")

@@ -16,11 +16,11 @@ _KINDS = list(Kind)
 
 
 class LeaderBroadcast:
-    """The first process of a stage tells the others which task it has chosen; messages of 16 bytes, never waited for.
+    """Broadcast of the first process's choice of tasks to the others of a stage, in messages of 16 bytes without waits.
 
-    What has arrived may differ between the processes of a stage, and their programs hold collectives: they must start
-    the same tasks in the same order. Orders go down a binary tree, so that none sends more than two. A step's orders
-    wait here until the step is followed: it may be of a batch shape that is still being compiled.
+    Arrivals may differ between the processes of a stage, and their programs hold collectives: they must start the same
+    tasks in the same order. Orders go down a binary tree, so that none sends more than two. A step's orders wait here
+    until the step is followed: it may be of a batch shape that is still being compiled.
     """
 
     def __init__(self, stage: "MPI.Comm"):

@@ -1,9 +1,9 @@
 """Partition of a traced function into programs that run one after the other: forward, input gradient, weight gradient.
 
-A stage's forward and backward passes are traced as one function. What each program computes is then a matter of
-which outputs it owes: the equations that a later program needs and an earlier one has run hand their values over
-(residuals), or run again, as the activation policy says. Nothing is differentiated here, and no program computes
-what another has handed over.
+A stage's forward and backward passes are traced as one function. The outputs that a program owes decide its equations:
+the equations that a later program needs and an earlier one has run hand their values over (residuals), or run again, as
+the activation policy says. Nothing is differentiated here, and no program computes a value that another has handed
+over.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,20 +33,20 @@ _SMALL = 8  # a sum has so many times fewer elements than what it adds up
 
 @dataclass(frozen=True)
 class Part:
-    """One program of a cut function."""
+    """Program of a cut function."""
 
     closed: ClosedJaxpr
     inputs: tuple[int, ...]
-    """Which inputs of the whole function it takes, by position."""
+    """Positions of the part's inputs among those of the whole function."""
     taken: tuple[tuple[int, int], ...]
-    """Which values it takes over, as (earlier part, position among that part's handed values)."""
+    """Values from earlier parts, as (part, position among that part's handed values)."""
     handed: tuple[Var, ...]
-    """What it hands to later parts, behind its own outputs."""
+    """Values for later parts, which follow the part's outputs."""
     outputs: tuple[int, ...]
-    """Which outputs of the whole function it computes."""
+    """Positions of the part's outputs among those of the whole function."""
 
     def __call__(self, inputs: Sequence[Any], taken: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Run it on its inputs and the values it takes over, in the order of both fields: (outputs, handed)."""
+        """Run the part on its inputs and the values of earlier parts, in the fields' order: (outputs, handed)."""
         results = jaxpr_as_fun(self.closed)(*inputs, *taken)
         return list(results[: len(self.outputs)]), list(results[len(self.outputs) :])
 
@@ -55,8 +55,8 @@ def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int]
     """Cut a function into one part for each set of output positions in `goals`, in that order.
 
     Inputs are given to every part that needs them. Values that depend on `free` inputs alone (parameters: casts,
-    gathered weights) are computed again wherever they are needed, so that they never wait in memory between two
-    parts. Of the rest, part `i` hands over what `keep[i]` allows and a later part needs.
+    gathered weights) are computed again wherever they are needed, so that they never wait in memory between two parts.
+    Of the rest, part `i` hands over values that `keep[i]` allows and a later part needs.
     """
     jaxpr = closed.jaxpr
     position = {var: i for i, var in enumerate(jaxpr.invars)}
@@ -142,10 +142,10 @@ def _elementwise(eqn: JaxprEqn) -> bool:
 def _sums_ahead(
     eqns: list[JaxprEqn], ends: set[Any], takes: dict[Var, int], here: set[Var], producer: Mapping[Var, JaxprEqn]
 ) -> Iterator[tuple[list[JaxprEqn], list[JaxprEqn]]]:
-    """Find sums that the part before, which has `here`, had better do: those of values that wait for nothing else.
+    """Yield sums that the earlier part, which has the values `here`, can compute at no further cost.
 
-    Gives the equations of each, the sum last, and the part's own without them, and corrects `takes`. The gradient of a
-    norm's scale is a vector; what it adds up is not.
+    Yields the equations of each, the sum last, and the part's own without them, and corrects `takes`. The gradient of a
+    norm's scale, for example, is a vector, much smaller than its terms.
     """
     for eqn in [eqn for eqn in eqns if eqn.primitive.name == "reduce_sum"]:
         operand: Any = eqn.invars[0]
@@ -249,7 +249,7 @@ def keep_ungathered(eqn: JaxprEqn) -> bool:
 
 
 def keep_none(eqn: JaxprEqn) -> bool:
-    """Hand over only the inputs and what was chosen; everything else is computed again."""
+    """Return True for choices of experts alone; everything else is computed again."""
     return _chosen(eqn)
 
 
@@ -259,7 +259,7 @@ def keep_matmuls(eqn: JaxprEqn) -> bool:
 
 
 def keep_reductions(eqn: JaxprEqn) -> bool:
-    """Hand over what was summed or compared over devices and compute the rest again."""
+    """Return True for choices of experts and for values reduced over devices; the rest is computed again."""
     return _chosen(eqn) or eqn.primitive.name.startswith(("psum", "pmax", "reduce_scatter"))
 
 

@@ -21,10 +21,9 @@ from axonn_jax.tensor.params import Params
 class SegmentPrograms:
     """The compiled programs of a stretch of layers; compiling is the slow part of making them.
 
-    `backwards` says as which programs the backward pass is there: in one, "B", as two, "I" for the gradient of the
-    input and "W" for those of the weights, or both ways. Where the last stretch `joins` forwards and backwards
-    (`schedule.policies.joins`), "FB" and "FI" take the place of "F", "B" and "I": what the two share is then never
-    written out.
+    `backwards` gives the backward pass as one program, "B", as two, "I" for the gradient of the input and "W" for those
+    of the weights, or both ways. Where the last stretch `joins` forwards and backwards (`schedule.policies.joins`),
+    "FB" and "FI" take the place of "F", "B" and "I": values that the two share are then never written out.
     """
 
     def __init__(self, stretch: Stretch, *, backwards: Backwards, joins: bool):
@@ -38,7 +37,7 @@ class SegmentPrograms:
         self.sums = {
             n: _as(crossing(out[i].aval, stretch.mesh, parts.specs[n]), dtypes[n]) for i, n in gradients.items()
         }
-        """Its gradients while they add up, unreduced over `data`."""
+        """Forms of the gradients while they add up, unreduced over `data`."""
         self.losses = crossing(out[0].aval, stretch.mesh) if stretch.last else None
         """Form of the last stretch's forward result: sums over each device's own targets."""
         self.joins = stretch.last and joins
@@ -53,12 +52,12 @@ class SegmentPrograms:
 
 @dataclass
 class Kept:
-    """What a microbatch leaves with a group of layers between its tasks."""
+    """Values that a microbatch leaves with a group of layers between its tasks."""
 
     arrived: dict[str, jax.Array] = field(default_factory=dict)
     """Activations and their gradient."""
     handed: list[list[Any]] = field(default_factory=list)
-    """What each program has handed over."""
+    """Values that each program has handed over."""
 
 
 class Stage:
@@ -83,16 +82,16 @@ class Stage:
         self.model = first.model
         """The model, with abstract parameters."""
         self.x, self.y = first.x, groups[-1].stretch.y
-        """What arrives (None for the first), and what goes on (None for the last)."""
+        """Incoming activations (None for the first stage) and outgoing ones (None for the last)."""
         read = next((group.stretch for group in groups if group.stretch.reads_tokens), None)
         self.tokens = None if read is None else read.inputs(())[TOKENS]
         """A microbatch's tokens, where it reads them."""
         self.joins, self.losses = last.joins, last.losses
         self.sums = {name: form for member in self._members for name, form in member.sums().items()}
-        """Its gradients while they add up, unreduced over `data`."""
+        """Forms of the gradients while they add up, unreduced over `data`."""
 
     def kept(self) -> list[Kept]:
-        """Return what a microbatch has left here before its first task."""
+        """Return empty `Kept`s, one for each group, for a microbatch before its first task."""
         return [Kept() for _ in self._members]
 
     def run(
@@ -100,8 +99,8 @@ class Stage:
     ) -> Result:
         """Start the programs of a task, or of two in a row that are joined.
 
-        `given` holds parameters and the microbatch's other inputs by name, `arrived` is what the task waited for.
-        `kept` and `sums`, of which the arrays are donated, are brought up to date.
+        `given` holds parameters and the microbatch's other inputs by name, `arrived` is the array of the task's
+        message. `kept` and `sums`, of which the arrays are donated, are brought up to date.
         """
         loss = None
         for number, program in self._order(name):
@@ -189,7 +188,7 @@ class _Member:
 def _goals(
     backwards: Backwards, dx: list[int], own: list[int], *, joins: bool
 ) -> tuple[dict[str, list[int]], dict[str, tuple[str, ...]]]:
-    """Return what each program owes, and the programs that are several of these at once.
+    """Return the outputs of each program, and the programs that combine two of these.
 
     A backward in one piece is made of its two where both ways exist, so that both need the same of the forward.
     """

@@ -31,31 +31,31 @@ _KEEP: dict[Activations, Keep] = {
 
 
 class Result(NamedTuple):
-    """What a started program will give."""
+    """Results of a started program."""
 
     value: jax.Array | None
-    """What goes on to a neighbour."""
+    """Activations or gradient for a neighbour."""
     loss: jax.Array | None
-    """The last stage's sum of losses (unreduced, see `Programs.losses`), of a program that has its forward."""
+    """Last stage's sum of losses (unreduced, see `Programs.losses`), of a program with its forward."""
     sums: dict[str, jax.Array]
     done: jax.Array
-    """Ready when the program has run; nothing donates it."""
+    """Array that is ready when the program has run; nothing donates it."""
 
 
 class _StageProgram(NamedTuple):
     compiled: Any
     inputs: list[int]
-    """Which inputs of the whole function it takes."""
+    """Positions of the program's inputs among those of the whole function."""
     taken: list[tuple[int, int]]
-    """What it takes over from programs before it, as (part, position among what that hands over)."""
+    """Values from earlier programs, as (program, position among its handed values)."""
     later: set[tuple[int, int]]
-    """What programs behind it take over of what it and those before handed over."""
+    """Values handed over so far that later programs take."""
     reads: frozenset[str]
-    """Which inputs programs behind it take."""
+    """Names of inputs that later programs take."""
     adds: bool
-    """True if it computes gradients of parameters."""
+    """True if the program computes gradients of parameters."""
     heads: list[int]
-    """What it computes beside them: 0 is the whole function's result, 1 the gradient of the input."""
+    """Further results: 0 is the whole function's result, 1 the gradient of the input."""
 
 
 class StagePrograms:
@@ -93,8 +93,9 @@ class StagePrograms:
     ) -> Result:
         """Start a program by its name in `goals` or `joined`.
 
-        `given` holds every input by name. `kept` is what this microbatch's earlier programs handed over; it grows by
-        this one's, and shrinks by what nothing needs any more. `sums` are donated to a program that adds to them.
+        `given` holds every input by name. `kept` are the values handed over by this microbatch's earlier programs; this
+        one's are added, and values that nothing needs any more are dropped. `sums` are donated to a program that adds
+        to them.
         """
         program = self._programs[name]
         inputs = [given[self._traced.slots[i]] for i in program.inputs]

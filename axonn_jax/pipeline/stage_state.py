@@ -1,4 +1,4 @@
-"""State of a pipe rank: its parameters, their optimizer state, and how they change."""
+"""State of a pipe rank: parameters, their optimizer state, and the update."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -27,29 +27,29 @@ from axonn_jax.tensor.specs import size_over
 
 @dataclass(frozen=True)
 class StateOptions:
-    """How every pipe rank keeps its state."""
+    """Options of every pipe rank's state."""
 
     optimizer: optax.GradientTransformation
     precisions: Precisions
     bucket: int
-    """Elements that travel together."""
+    """Elements that are communicated together."""
     offload: bool
     """True if optimizer state is in host memory."""
     split: bool
     """True if masters and optimizer state are split over `data`."""
     prune: PruneConfig = PruneConfig()  # noqa: RUF009 (frozen)
     layers: str = ""
-    """What the names of layers' parameters begin with, of which some are pruned."""
+    """Prefix of the names of layers' parameters, some of which may be pruned."""
     progress: Callable[[str], None] = lambda what: None
-    """Told what an update that takes long is at."""
+    """Callback with a line of text for each step of a long update."""
 
 
 class StageState:
     """The parameters of a pipe rank and their optimizer state.
 
-    `parts` is the whole model with abstract parameters, `names` what the rank has of it, and `shared` what others have
-    too: it is made and updated by programs of its own, the same at all of them, so that copies stay equal to the bit.
-    `model` is the model, or a function that makes it, of which then nothing but these parameters is made.
+    `parts` is the whole model with abstract parameters, `names` those of the rank, and `shared` those that other ranks
+    have too; these have programs of their own, the same on all ranks, so that copies stay equal to the bit. `model` is
+    the model, or a function that makes it; then only these parameters are made.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StageState:
         return make_masks(self._keeping.prune, own, self._prunable)
 
     def kept(self, masks: Params) -> KeptEntries:
-        """What masks keep."""
+        """Return the layout and positions of the entries that masks keep."""
         return keep(masks, self.specs, self.mesh, multiple=size_over(self.mesh, REPLICA_AXES))
 
     @property
@@ -101,7 +101,7 @@ class StageState:
 
     @property
     def given(self) -> Params:
-        """What the stages are given: weights, and of pruned ones their positions."""
+        """Inputs of the stages: weights, and positions of pruned ones."""
         return self.weights | {POSITIONS + name: value for name, value in self.state.positions.items()}
 
     @property

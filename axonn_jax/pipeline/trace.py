@@ -1,4 +1,4 @@
-"""Trace of a stretch of a model on local shards: what it needs, what it hands on, its forward and backward."""
+"""Trace of a stretch of a model on local shards: inputs, outputs, forward and backward pass."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from axonn_jax.tensor.weight_gather import cast_for_reduction
 X, TOKENS, KEY, MICROBATCH, LATER, DY, SCALE = " x", " tokens", " key", " microbatch", " later", " dy", " scale"
 """Inputs of a stage beside its parameters; the space keeps them apart from parameters' names."""
 POSITIONS = " positions "
-"""What the names of pruned parameters' positions begin with; the parameter's name follows."""
+"""Prefix of the names of pruned parameters' positions; the parameter's name follows."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class StepShape:
     microbatches: int
     """Microbatches of a step."""
     dtype: jnp.dtype
-    """What layers compute in and activations travel in."""
+    """Dtype of the layers' computation and of activations on their way."""
     activations: Activations
-    """What the forward pass keeps (`memory.remat`)."""
+    """Policy for the activations that the forward pass keeps (`memory.remat`)."""
     sums: jnp.dtype
-    """What gradients add up in."""
+    """Dtype in which gradients add up."""
 
 
 @dataclass(frozen=True)
@@ -60,34 +60,34 @@ class Stretch:
     """Pieces of the whole model."""
     work: StepShape
     keyed: bool
-    """True if it drops out: it then takes a key, the microbatch's number, and that of layers it is run in place of."""
+    """True for dropout, which takes a key, a microbatch number and an offset of layer numbers."""
     x: jax.ShapeDtypeStruct | None
-    """What arrives (None for the first)."""
+    """Incoming activations; None for the first stretch."""
     names: tuple[str, ...] = ()
-    """The parameters it reads; as what it hands on, `survey` finds them."""
+    """Parameters that the stretch reads; found by `survey`, as `y` is."""
     y: jax.ShapeDtypeStruct | None = None
-    """What it hands on (None for the last)."""
+    """Outgoing activations; None for the last stretch."""
     pruned: PrunedLayout | None = None
-    """Of the parameters of which only some entries are trained."""
+    """Layout of the pruned parameters."""
 
     @property
     def first(self) -> bool:
-        """True if it reads the tokens and nothing else."""
+        """True if the stretch reads the tokens and nothing else."""
         return self.pieces.start == 0
 
     @property
     def last(self) -> bool:
-        """True if it ends with the loss."""
+        """True if the stretch ends with the loss."""
         return self.pieces.stop == self.total
 
     @property
     def reads_tokens(self) -> bool:
-        """True if it takes the tokens: the first, the last, and all of a model whose layers look at them."""
+        """True if the stretch takes the tokens: the first, the last, and all of a model whose layers read them."""
         return self.first or self.last or self.model.reads_words
 
     @property
     def counts(self) -> bool:
-        """True if it takes what its losses' gradients begin with: the loss scale, over the targets that count."""
+        """True if the stretch has losses; their gradients start from the loss scale over the number of targets."""
         return self.last or self.model.balanced
 
     @property
@@ -121,13 +121,13 @@ class Stretch:
 
     @property
     def all_inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What its forward and backward take."""
+        """Inputs of the forward and backward pass."""
         return self.inputs(self.names) | ({} if self.y is None else {DY: self.y})
 
     def forward(
         self, params: Mapping[str, jax.Array], given: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array | None]:
-        """On local shards: what goes on to the next stage, or the sum of the losses of the local targets.
+        """Return the outgoing activations, or the sum of the local targets' losses; on local shards.
 
         Beside the former the losses that its own layers add to the gradients; the latter has them in its gradient.
         """
@@ -146,12 +146,12 @@ class Stretch:
         return model.total_loss(x, *targets_of(model, given[TOKENS])), None
 
     def own(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the parameters, varying over what splits tokens on purpose: gradients then stay unreduced over it."""
+        """Return the parameters, varying over the axes that split tokens: their gradients then stay unreduced."""
         axes = self.model.token_axes
         return {name: mark_varying(trained(form, self.work.sums), axes) for name, form in self._forms(given).items()}
 
     def _forms(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array | PrunedWeight]:
-        """The parameters among what is given, as layers take them."""
+        """Return the parameters among the given arrays, in the layers' form."""
         forms: dict[str, jax.Array | PrunedWeight] = {}
         for name in self.parts.params:
             if name in given:
@@ -177,14 +177,14 @@ class Stretch:
 
 
 class Traced(NamedTuple):
-    """A traced function on local shards, and what its inputs are called."""
+    """Traced function on local shards, and the names of its inputs."""
 
     closed: compat.ClosedJaxpr
     slots: list[str]
 
 
 def survey(stretch: Stretch) -> Stretch:
-    """Return the stretch with what it needs and gives, by tracing its forward pass; nothing is allocated."""
+    """Return the stretch with its parameters and output, found by tracing its forward pass; allocates nothing."""
     everything = stretch.inputs(stretch.parts.params)
     closed, slots = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)[0]], everything)
     (part,) = cut(closed, [[0]], [], [keep_all])
@@ -219,8 +219,8 @@ def _trace(stretch: Stretch, f: Any, given: Mapping[str, jax.ShapeDtypeStruct]) 
 def crossing(aval: Any, mesh: Mesh, spec: P | None = None) -> jax.ShapeDtypeStruct:
     """Return the global form of a local value that crosses between programs, or between microbatches.
 
-    It gets a leading dim over the axes it varies over (beyond those of `spec`, a parameter's own layout), so that
-    every device keeps what it has and nothing is communicated.
+    It gets a leading dim over the axes it varies over (beyond those of `spec`, a parameter's own layout), so that every
+    device keeps its own values and nothing is communicated.
     """
     own = spec_axes(spec) if spec is not None else frozenset()
     extra = tuple(a for a in live_axes(mesh) if a in compat.varying_axes_of(aval) and a not in own)

@@ -1,4 +1,4 @@
-"""Worker of a pipe rank: its stages, and what waits between their tasks."""
+"""Worker of a pipe rank, which holds its stages and the values kept between their tasks."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -70,7 +70,7 @@ class StageWorker:
     ) -> None:
         """Prepare a step on this process's rows of each microbatch, [rows, seq + 1]; `key` is the step's.
 
-        `scale` is what the loss is multiplied by before the backward pass, where it is at all.
+        `scale` multiplies the loss before the backward pass; None for 1.
         """
         self._params = params
         self.losses, self._inbox, self._kept = [], {}, {}
@@ -100,7 +100,7 @@ class StageWorker:
         return sums
 
     def arrived(self, message: Message, value: jax.Array) -> None:
-        """Keep what a message brought until its task is started."""
+        """Keep a message's array until its task is started."""
         self._inbox[message] = value
 
     def joins(self, task: Task) -> bool:
