@@ -28,23 +28,23 @@ _INDENT = 24  # column at which the texts of flags begin
 
 @dataclass(frozen=True)
 class Arg:
-    """What a field's annotation adds to its type: ``Annotated[int | None, Arg(default="searched")]``."""
+    """Annotation of a field, beyond the type: ``Annotated[int | None, Arg(default="searched")]``."""
 
     default: str = ""
-    """What help shows as the default, where the field's own says nothing."""
+    """Text that help shows as the default, if the field's own default says nothing."""
     positional: str = ""
-    """The name of an argument without a flag, such as SOURCE."""
+    """Name of an argument without a flag, such as SOURCE."""
     short: str = ""
-    """The flag, where it is not `--` and the field's name."""
+    """Flag, if not `--` and the field's name."""
     least: int | None = None
     most: int | None = None
-    """The smallest and the largest number that are accepted."""
+    """Smallest and largest number that are accepted; None for no limit."""
     renamed: Mapping[str, str] | None = None
-    """Choices that an earlier version called otherwise: taken still, with a line of warning."""
+    """Renamed choices of an earlier version, still accepted with a line of warning."""
     repeat: bool = False
-    """A flag of one value that may be given several times."""
+    """True for a flag of one value that may be given several times."""
     rest: bool = False
-    """Takes the first word that is no flag, and all words behind it."""
+    """True if the argument takes the first word that is no flag, and all words behind it."""
 
 
 Positive = Annotated[int, Arg(least=1)]
@@ -64,7 +64,7 @@ class Option:
     """`MISSING` where it is required."""
     doc: str
     group: str
-    """What help says of the dataclass that it is in, empty for the outermost."""
+    """Help text of the dataclass with the argument, empty for the outermost."""
     arg: Arg
 
     @property
@@ -74,14 +74,14 @@ class Option:
 
     @property
     def metavar(self) -> str:
-        """What stands for a value in help."""
+        """Placeholder of a value in help."""
         if get_origin(self.kind) is Literal:
             return "{" + ",".join(map(str, get_args(self.kind))) + "}"
         return _NOUNS[self.kind][0]
 
     @property
     def accepted(self) -> str:
-        """What an error says is accepted."""
+        """Values that an error message names as accepted."""
         if get_origin(self.kind) is Literal:
             return f"one of {', '.join(map(str, get_args(self.kind)))}"
         least = "" if self.arg.least is None else f" of at least {self.arg.least}"
@@ -223,7 +223,7 @@ def _options(
 
 
 def default_of(field: "Field[Any]") -> Any:
-    """What a field has where it is not given; `MISSING` where it must be."""
+    """Default value of a field; `MISSING` for a required one."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
@@ -266,7 +266,7 @@ def help_text(cls: type, prog: str, description: str = "", *, keys: bool = False
 
 
 def _entry(option: Option, width: int, indent: int, keys: bool) -> list[str]:
-    """The lines of one argument: its flag, and its text beside or below it."""
+    """Lines of one argument in help: the flag, and the text beside or below it."""
     name = option.flag
     if keys:
         name = f"--{'.'.join(option.path)} {option.metavar}"

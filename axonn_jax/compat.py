@@ -25,7 +25,7 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 
 
 def varying_axes_of(aval: Any) -> frozenset[str]:
-    """As `varying_axes`, of an abstract value, such as a traced variable's."""
+    """Axes over which an abstract value, such as a traced variable's, varies; see `varying_axes`."""
     if hasattr(aval, "manual_axis_type"):  # jax 0.10.2 and later
         return frozenset(aval.manual_axis_type.varying)
     return frozenset(getattr(aval, "vma", ()))
@@ -40,7 +40,7 @@ def without_varying(aval: Any, axes: Iterable[str]) -> Any:
 
 
 def attention_device(device: Any, *, alone: bool) -> AttentionDevice:
-    """What decides which forms of attention a jax device has; `alone`: the program runs on it and no other."""
+    """Traits of a jax device that decide its kernels of attention; `alone`: the program runs on this device only."""
     tokamax = importlib.util.find_spec("tokamax") is not None
     if device.platform not in ("gpu", "cuda", "rocm"):
         return AttentionDevice(device.platform, tokamax=tokamax, alone=alone)
@@ -74,7 +74,7 @@ def overlap_options(platform: str) -> dict[str, Any]:
 
 
 def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of XLA's compiler options that the installed jaxlib has, found by compiling nothing with each."""
+    """Compiler options among `options` that the installed jaxlib has, found by compiling nothing with each."""
     return {name: value for name, value in options.items() if _knows(name, value)}
 
 
@@ -90,7 +90,7 @@ def _knows(name: str, value: Any) -> bool:
 
 
 def keep_recomputation() -> dict[str, str]:
-    """Compiler options under which the CPU backend computes again what `jax.checkpoint` says, as the GPU backend does.
+    """Compiler options under which the CPU backend recomputes the values of `jax.checkpoint`, as the GPU backend does.
 
     By itself it drops the barriers in front of recomputations early, and then merges some of them with the forward
     pass. An unknown pass name would be ignored, so the accounting's tests find out when it changes.
@@ -179,8 +179,8 @@ def gather(value: Any, of: str) -> list[Any]:
 class FailingBarrier:
     """A barrier among the processes of a `jax.distributed` world that ends early where one of them has failed.
 
-    The coordination service's own barrier would wait out its time limit for a process that will never come. What is set
-    in the service stays set, so a world's barriers are numbered, in the order in which each process makes them.
+    The coordination service's own barrier would wait out its time limit for a process that will never come. Values set
+    in the service stay set, so a world's barriers are numbered, in the order in which each process makes them.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class FailingBarrier:
         return number
 
     def begin(self, save: int) -> None:
-        """Name what follows: a failure counts for it alone."""
+        """Number the save that follows; a failure counts for this save alone."""
         self._save = save
 
     def fail(self, why: str) -> None:

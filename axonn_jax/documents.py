@@ -1,7 +1,7 @@
 """Files: JSON and TOML of strangers, read in bounded time and memory and checked; whole writes; locks.
 
-A checkpoint, prepared data, a timeline or a machine file may come from anywhere, and a checksum that lies beside what
-it is a checksum of proves nothing about who wrote both.
+A checkpoint, prepared data, a timeline or a machine file may come from anywhere, and a checksum beside its file proves
+nothing about the author of both.
 """
 
 import contextlib
@@ -101,13 +101,13 @@ def flush(path: Path) -> None:
 
 
 def check_pointer(raw: bytes) -> None:
-    """Raise ``ValueError`` for what Git LFS leaves in the place of a large file."""
+    """Raise ``ValueError`` for a pointer of Git LFS in the place of a large file."""
     if raw.startswith(_POINTER):
         raise ValueError("a pointer of Git LFS, in the place of the file that `git lfs pull` fetches")
 
 
 def parse_json(raw: bytes) -> Any:
-    """The value that JSON bytes hold; ``ValueError`` for what is not JSON, not finite or nested too deeply."""
+    """Parse JSON bytes; ``ValueError`` for bytes that are not JSON, not finite or nested too deeply."""
     check_pointer(raw)
     collects = gc.isenabled()
     gc.disable()  # it would look at all that has been read again and again: six times the time for millions of lists
@@ -121,12 +121,12 @@ def parse_json(raw: bytes) -> Any:
 
 
 def read_json(path: Path, most: int, inside: Path | None = None) -> Any:
-    """What a JSON file holds; raises as `read_bytes` and `parse_json` do."""
+    """Read the value of a JSON file; raises as `read_bytes` and `parse_json` do."""
     return parse_json(read_bytes(path, most, inside))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of TOML; ``ValueError`` for what is not TOML, nested too deeply or has lines of excessive length."""
+    """Parse TOML; ``ValueError`` for text that is not TOML, is nested too deeply or has lines of excessive length."""
     if max(map(len, text.split("\n"))) > _TOML_LINE:  # the time for a key grows with the square of its parts
         raise ValueError(f"a line of over {_TOML_LINE:,} characters")
     try:
@@ -138,8 +138,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 def typed(kind: type[T], value: Any, name: str = "") -> T:
     """Return JSON as an instance of a type: dataclasses by their fields, tuples, mappings of texts, plain values.
 
-    Nothing is guessed: only a whole number is taken for a float. Fields that a dataclass does not have are left out,
-    so that later versions may write more. `name` is what the value is called in errors.
+    Nothing is guessed: only a whole number is taken for a float. Fields that a dataclass does not have are left out, so
+    that later versions may write more. `name` is the value's name in errors.
 
     Raises:
         ValueError: a field is missing or not of its type; the text names it.

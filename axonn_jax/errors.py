@@ -7,7 +7,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Bad input: one line that names the field, the value given and what would be accepted.
+    """Bad input: one line that names the field, the value given and the accepted values.
 
     The command line prints it without a traceback and exits with status 2.
     """
@@ -18,7 +18,7 @@ class UserError(ValueError):
 
 
 _MOST = 300
-"""Characters of a field or value that are shown: what a file holds may be of any length."""
+"""Characters of a field or value that are shown; a file may hold texts of any length."""
 _CLOSE = 0.65
 """The least share of letters that a word and a suggestion have in common: mpi and mpi4py, not gpt_oss and gpt2."""
 
@@ -58,4 +58,4 @@ class _NotGiven:
 
 
 NOT_GIVEN = _NotGiven()
-"""What an error message shows as the value of a required field that was left out."""
+"""Value that an error message shows for a required field that was not given."""

@@ -134,7 +134,7 @@ class Grid(NamedTuple):
     def entered(self) -> "AbstractContextManager[object]":
         """Return a context with this grid's mesh as jax's; with none for a pipeline, where each stage has its own.
 
-        What a grid made before, or a script's own `jax.set_mesh`, has set is away inside.
+        Inside, the mesh of an earlier grid or of a script's `jax.set_mesh` is not set.
         """
         import jax
         import numpy as np

@@ -37,21 +37,21 @@ Link = Literal["node", "network"]
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Rates that times of programs are modelled with."""
+    """Rates of an accelerator, for models of programs' times."""
 
     name: str
     flops_per_s: float
-    """Of large matmuls in half precision, as measured, not as advertised."""
+    """FLOP/s of large matmuls in half precision, as measured, not as advertised."""
     bytes_per_s: float
-    """Of a device's memory."""
+    """Bytes per second of a device's memory."""
     node_devices: int
-    """Devices that the fast links of a node join; consecutive devices of the mesh are a node."""
+    """Number of devices joined by a node's fast links; consecutive devices of the mesh are a node."""
     node_bytes_per_s: float
-    """What a device sends to others of its node."""
+    """Bytes per second that a device sends to others of its node."""
     network_bytes_per_s: float
-    """What a node sends to other nodes."""
+    """Bytes per second that a node sends to other nodes."""
     latency_s: float
-    """Of a collective."""
+    """Seconds of latency of a collective."""
 
 
 # 813 TFLOP/s are the matmuls that SC 24 measured on an H100 (0.82 of its peak); memory as in XLA's description of it.
@@ -61,14 +61,14 @@ H100 = Accelerator("H100 SXM, 8 a node", 813e12, 3.35e12, 8, 0.8 * 450e9, 0.8 * 
 
 @dataclass(frozen=True)
 class AttentionDevice:
-    """What a choice of attention depends on, of a device and the libraries there."""
+    """Traits of a device and its libraries that decide the kernel of attention."""
 
     platform: Literal["cpu", "cuda", "rocm", "tpu"] | str
     capability: tuple[int, int] = (0, 0)
-    """Of an NVIDIA GPU."""
+    """Compute capability of an NVIDIA GPU."""
     cudnn: int = 0
-    """Version of cuDNN, such as 91100; 0: there is none."""
+    """Version of cuDNN, such as 91100; 0 without cuDNN."""
     tokamax: bool = False
-    """True if it can be imported."""
+    """True if tokamax can be imported."""
     alone: bool = True
     """True if the program runs on one device: jax takes tokamax's kernels in no manual region that checks axes."""

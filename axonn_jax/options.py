@@ -10,7 +10,7 @@ from axonn_jax.errors import UserError
 
 Optimizer = Literal["adamw", "adam", "sgd", "lion"]
 Schedule = Literal["cosine", "linear", "constant"]
-"""Of the learning rate, after its warm-up."""
+"""Schedule of the learning rate after the warm-up."""
 
 Positions = Literal["learned", "rope"]
 Norm = Literal["layernorm", "rmsnorm", "rmsnorm_1p"]
@@ -18,41 +18,41 @@ Mlp = Literal["gelu", "swiglu", "geglu"]
 Bias = Literal["all", "qkv", "none"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Router = Literal["softmax", "sigmoid"]
-"""What is made of a router's scores of the experts."""
+"""Function of a router's scores of the experts."""
 Dispatch = Literal["gather", "capacity"]
-"""How tokens reach their experts: all are gathered, or as many for each expert as it has slots."""
+"""Way of tokens to their experts: all are gathered, or each expert has slots for a fixed number."""
 PruneMethod = Literal["magnitude", "random", "early_bird", "file"]
 PruneScope = Literal["layer", "global"]
 CachedKeys = Literal["full", "loki", "exact-topk", "random", "h2o", "window"]
-"""Which keys of the cache a generated token attends to."""
+"""Cached keys that a generated token attends to."""
 
 AttentionKernel = Literal["auto", "cudnn", "splash", "blocked", "xla"]
 
 Precision = Literal["fp32", "bf16", "fp16", "auto"]
 InferencePrecision = Literal["fp32", "bf16", "auto"]
 Accumulate = Literal["fp32", "compute"]
-"""What gradients add up in: float32, or what layers compute in."""
+"""Dtype in which gradients add up: float32, or the layers' compute dtype."""
 Offload = Literal["none", "optimizer"]
-"""What is kept in host memory: nothing, or the optimizer's state with the float32 weights."""
+"""State in host memory: none, or the optimizer's state with the float32 weights."""
 Zero = Literal[0, 1]
 Activations = Literal["none", "full", "dots", "save_collectives", "offload"]
-"""What of a layer the backward pass computes again (`offload`: all, its input kept in host memory meanwhile)."""
+"""Activations that the backward pass computes again (`offload`: all, with a layer's input in host memory)."""
 ReshardAfter = Literal["forward", "backward", "step"]
-"""When weights gathered over `z` are let go: after a layer's forward, a microbatch's backward, or the whole step."""
+"""Time at which weights gathered over `z` are freed: after a layer's forward, a microbatch's backward, or the step."""
 OLD_RESHARD_AFTER: Mapping[str, ReshardAfter] = MappingProxyType({"layer": "forward", "pass": "backward"})
-"""What an earlier version called them."""
+"""Names of an earlier version."""
 
 ResidualComm = Literal["all_reduce", "gather", "auto"]
-"""How the halves of a block communicate over `x`: all-reduces of wide features, or gathers of the residual stream."""
+"""Communication of a block's halves over `x`: all-reduces of wide features, or gathers of the residual stream."""
 OLD_RESIDUAL_COMM: Mapping[str, ResidualComm] = MappingProxyType({"y": "all_reduce", "yx": "gather"})
-"""What an earlier version called them."""
+"""Names of an earlier version."""
 Order = Literal["auto", "package", "xla"]
-"""Who orders a step's computation."""
+"""Order of a step's computation: the package's or XLA's."""
 ScanLayers = Literal["auto", "yes", "no"]
 MatmulChoice = Literal["auto", "off", "measure"]
 
 PipelinePolicy = Literal["message", "gpipe", "1f1b", "interleaved", "zero-bubble"]
-"""How a rank chooses its next task: by what has arrived (`message`), or in a fixed order."""
+"""Order of a rank's tasks: by arrival of their inputs (`message`), or a fixed one."""
 ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
 
 

@@ -31,7 +31,7 @@ def say(text: str) -> None:
 
 
 def columns() -> int:
-    """Return how wide a help text is: as the terminal says, from 40 to 400."""
+    """Return the width of help texts: the terminal's columns, from 40 to 400."""
     return max(40, min(400, shutil.get_terminal_size().columns))
 
 
@@ -76,7 +76,7 @@ def size(count: float) -> str:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Let writes to standard error fail; once its reader is gone, what is written to it goes nowhere."""
+    """Ignore failures to write to standard error; after its reader is gone, further text goes nowhere."""
     try:
         yield
     except OSError as error:
@@ -134,7 +134,7 @@ def open_missing() -> None:
 
 
 def reader_is_gone(stream: TextIO) -> bool:
-    """True if a stream is a pipe that nobody reads any more (``| head``); if so, what is still written goes nowhere."""
+    """True if a stream is a pipe that nobody reads any more (``| head``); if so, further text goes nowhere."""
     try:
         number = stream.fileno()
     except (OSError, ValueError):  # not a file, or closed
@@ -159,7 +159,7 @@ def last_flush() -> None:
 
 @contextlib.contextmanager
 def libraries_on_stderr() -> Iterator[None]:
-    """Send what libraries below Python print to stdout, as gloo does, to stderr meanwhile."""
+    """Send the prints of libraries below Python, such as gloo, from stdout to stderr meanwhile."""
     sys.stdout.flush()
     real = os.dup(1)
     os.dup2(2, 1)
@@ -185,7 +185,7 @@ def redraws(stream: Any) -> bool:
 
 
 class Ticker:
-    """What a command is doing: on a terminal a live line after two seconds, elsewhere a line every ten."""
+    """Progress of a command: on a terminal a live line after two seconds, elsewhere a line every ten."""
 
     def __init__(
         self, what: str, total: int = 0, *, stream: TextIO | None = None, first: float = 0.0, every: float = 0.0
