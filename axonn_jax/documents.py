@@ -121,7 +121,7 @@ def parse_json(raw: bytes) -> Any:
 
 
 def read_json(path: Path, most: int, inside: Path | None = None) -> Any:
-    """Read the value of a JSON file; raises as `read_bytes` and `parse_json` do."""
+    """Read the value of a JSON file; raise errors as `read_bytes` and `parse_json` do."""
     return parse_json(read_bytes(path, most, inside))
 
 

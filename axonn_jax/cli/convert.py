@@ -24,25 +24,25 @@ _CONFIG = "config.toml"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.toml")
 _CHECKED_TOKENS = 64
 _USUAL_TOKENS = 2048
-"""The longest sequences in a new config.toml: what a model is able to read, 40,960 or more, fits few memories."""
+"""Longest sequences in a new config.toml: those that a model can read, 40,960 or more, fit few memories."""
 
 
 @dataclass(frozen=True)
 class Convert:
     """Convert a Hugging Face model into a directory to train from, or a trained run into a Hugging Face model.
 
-    What SOURCE is decides the direction. DEST appears complete or not at all. Both sides have config.json, safetensors
-    and the tokenizer's files, byte for byte; one to train from also a config.toml with the whole [model], and
-    its seq_len at most 2,048 where positions are rotary.
+    The kind of SOURCE decides the direction. DEST appears complete or not at all. Both sides have config.json,
+    safetensors and the tokenizer's files, byte for byte; one to train from also a config.toml with the whole [model],
+    and its seq_len at most 2,048 where positions are rotary.
     """
 
     source: Annotated[Path, Arg(positional="SOURCE")]
-    """A Hugging Face directory (config.json and safetensors), or what convert made of one; or a run directory, or one
-    of its step_N."""
+    """A Hugging Face directory (config.json and safetensors), or a directory that convert made from one; or a run
+    directory, or one of its step_N."""
     dest: Annotated[Path, Arg(positional="DEST")]
     """The directory to write; new, or empty."""
     dtype: Dtype = "keep"
-    """What weights are stored in; keep: as in SOURCE, which is fp32 in a run."""
+    """Dtype of the written weights; keep: as in SOURCE, which is fp32 in a run."""
     check: bool = False
     """Also compute logits of 64 random tokens, with the model that this package makes of one side and with transformers
     (in torch) on the other, and print the largest difference; both have to be installed."""
@@ -55,7 +55,7 @@ class Convert:
 
 
 def run(args: Convert) -> int:
-    """Converts, prints what came out and returns the exit status.
+    """Convert, print the result and return the exit status.
 
     Raises:
         UserError: SOURCE is damaged or not computed, or DEST cannot be written.
@@ -81,7 +81,7 @@ def run(args: Convert) -> int:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What there is to convert: weights under Hugging Face's names, and the small files that go with them."""
+    """Model to convert: weights under Hugging Face's names, and the small files that go with them."""
 
     shape: "ModelShape"
     weights: Any
@@ -89,7 +89,7 @@ class Conversion:
     small: Mapping[str, bytes]
     to_run: bool
     trained: bool = False
-    """Whether the weights are a run's, whose dtype config.json may not have."""
+    """True if the weights are a run's, whose dtype config.json may not have."""
 
 
 def _opened(source: Path) -> Conversion:

@@ -25,7 +25,7 @@ class Inspect:
 
 
 def run(args: Inspect) -> int:
-    """Prints the list; 1 where no checkpoint is sound.
+    """Print the list; 1 where no checkpoint is sound.
 
     Raises:
         UserError: the directory holds no checkpoints.
@@ -67,7 +67,7 @@ def _row(path: Path, fast: bool) -> dict[str, Any]:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """What the table shows of a checkpoint."""
+    """Cells of a checkpoint's row in the table."""
     if "bytes" not in row:
         return (str(row["step"]), "-", "-", "-", "-", printable(f"DAMAGED: {row['fault']}"))
     saved = datetime.fromisoformat(row["saved"]).astimezone(UTC)

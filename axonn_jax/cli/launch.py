@@ -43,7 +43,7 @@ class Launch:
     """Train in several processes, and start again from the last complete checkpoint when the job fails.
 
     The processes are started by mpirun, in a Slurm allocation by srun, whose tasks Slurm tells before it ends them.
-    TRAIN is the command line of `axonn-jax train`: CONFIG.toml and flags. Why a job was started again is told on
+    TRAIN is the command line of `axonn-jax train`: CONFIG.toml and flags. The reason of each restart is printed on
     standard error and kept in the run directory's restarts.log. SIGTERM, Ctrl-C or a closed terminal: all processes
     save and end, and nothing is started again. (A bare mpirun kills its processes half a second after Ctrl-C, which no
     save is quick enough for.)
@@ -54,7 +54,8 @@ class Launch:
     processes: Annotated[int, Arg(short="-n", least=1)] = 1
     """Processes of the job; 1: without a launcher."""
     restarts: NotNegative = 3
-    """How often a failed job is started again, after 1, 2, 4, ... 60 s; a new checkpoint begins the count anew."""
+    """Number of times that a failed job is started again, after 1, 2, 4, ... 60 s; a new checkpoint resets the count.
+    """
     mpirun: Annotated[str | None, Arg(default="srun in a Slurm allocation, else mpirun")] = None
     """The launcher and its options, without -n."""
     requeue: bool = False
@@ -62,7 +63,7 @@ class Launch:
 
 
 def run(args: Launch) -> int:
-    """Runs the job and returns its exit status.
+    """Run the job and return its exit status.
 
     Raises:
         UserError: a value cannot be used, there is no mpirun, or no configuration that can be read.
@@ -89,7 +90,7 @@ def run(args: Launch) -> int:
 
 
 def _srun(processes: int, pipe: int, environ: Mapping[str, str]) -> list[str]:
-    """Return srun's words in a Slurm allocation, none elsewhere: Slurm signals its own steps, not what mpirun began."""
+    """Return srun's words in a Slurm allocation, else none: Slurm signals its own steps, not mpirun's processes."""
     path = shutil.which("srun")
     if path is None or not environ.get("SLURM_JOB_ID") or environ.get("SLURM_STEP_ID", _SHELL) != _SHELL:
         return []
@@ -145,10 +146,10 @@ class Restarts:
         self._job: subprocess.Popen[bytes] | None = None
         self._told, self._number = threading.Event(), 0
         self._reached = False
-        """True once a job's processes have met: what a launcher refuses before that, it refuses again."""
+        """True once a job's processes have met: a failure of the launcher before that would happen again."""
 
     def run(self) -> int:
-        """Runs the job until it succeeds, is told to end, or has failed too often; returns the exit status."""
+        """Run the job until it succeeds, is told to end, or has failed too often; return the exit status."""
         handlers = {number: signal.signal(number, self._pass_on) for number in handled()}
         try:
             return self._attempts()
@@ -206,7 +207,7 @@ class Restarts:
                 thread.join(_LAST_LINES_S)
 
     def _copy(self, source: IO[bytes], target: int) -> None:
-        """Writes what it reads, and reads on where that cannot be written any more; notices the job's first line."""
+        """Copy `source` to `target`, and go on reading where writing fails; note the job's first line."""
         last = b""
         with source:
             while chunk := os.read(source.fileno(), 65536):
@@ -217,7 +218,7 @@ class Restarts:
                         chunk = chunk[os.write(target, chunk) :]
 
     def _wait_for_stragglers(self) -> None:
-        """Waits, for a minute at most, while a process of the ended job still lives and holds the run directory."""
+        """Wait, for a minute at most, while a process of the ended job still lives and hold the run directory."""
         end, announced = time.monotonic() + _LONGEST_WAIT_S, False
         while time.monotonic() < end and not self._told.is_set():
             try:
@@ -232,7 +233,7 @@ class Restarts:
                 return
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Tells the job to save and end. mpirun would kill at SIGTERM; SIGUSR1 it hands to every process."""
+        """Tell the job to save and end. mpirun would kill at SIGTERM; SIGUSR1 it hands to every process."""
         job = self._job
         again = self._told.is_set()
         if again and number == signal.SIGHUP:  # nobody's second thoughts: shells repeat the kernel's
@@ -247,7 +248,7 @@ class Restarts:
         return max((step_of(path) or 0 for path in all_steps(self._directory / "checkpoints")), default=0)
 
     def _saved_since(self, began: float) -> bool:
-        """Whether this command's jobs have left a checkpoint."""
+        """Return True if this command's jobs have left a checkpoint."""
         for path in all_steps(self._directory / "checkpoints"):
             with contextlib.suppress(OSError):
                 if (path / "manifest.json").stat().st_mtime >= began - 1:
@@ -255,7 +256,7 @@ class Restarts:
         return False
 
     def note(self, text: str) -> None:
-        """Tells people, and the run directory's restarts.log."""
+        """Tell people, and the run directory's restarts.log."""
         say(f"axonn-jax: {text}")
         with contextlib.suppress(OSError):  # the log is a convenience; the job's own errors tell of a full disk
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -264,7 +265,7 @@ class Restarts:
 
 
 def _how(status: int) -> str:
-    """How a job ended, for people."""
+    """Return a phrase for people on the end of a job."""
     number = -status if status < 0 else status - 128
     with contextlib.suppress(ValueError):
         if number > 0:

@@ -33,11 +33,11 @@ class Loki:
     data: Path
     """Tokens from `axonn-jax prepare`, of the model's tokenizer; its validation split is read."""
     tokens: Positive = 200_000
-    """How many of them at most."""
+    """Number of tokens to read at most."""
     seq_len: Annotated[int | None, Arg(default="model.seq_len", least=2)] = None
     """Tokens of a sequence."""
     keys: Literal["post", "pre"] = "post"
-    """Whether the components are those of keys after or before rotation; they turn keys after it in any case."""
+    """Keys of the components: after rotation (post) or before (pre). They rank rotated keys in any case."""
     plot: bool = False
     """Draw RUN_DIR/loki.png: ranks by layer."""
     grid: GridShape = field(default_factory=GridShape)
@@ -46,7 +46,7 @@ class Loki:
 
 
 def run(args: Loki) -> int:
-    """Calibrates, writes the file and prints the ranks, on the first process of a run.
+    """Calibrate, write the file and print the ranks, on the first process of a run.
 
     Raises:
         UserError: RUN_DIR or the data are of no use, or not of one vocabulary.
@@ -124,7 +124,7 @@ def run(args: Loki) -> int:
 
 
 def check_tokenizer(args: Loki, vocab: int, most: int) -> None:
-    """Raises ``UserError`` for data of a tokenizer that is not RUN_DIR's."""
+    """Raise ``UserError`` for data of a tokenizer that is not RUN_DIR's."""
     from axonn_jax.data.tokenize import load
 
     if vocab > most:

@@ -23,7 +23,7 @@ from axonn_jax.terminal import Ticker, table
 class Plan(PlanFlags):
     """Find the best grids for a model on a machine: time, memory, communication, and the command to run.
 
-    Predictions need neither the machine nor jax. docs/plan.md says what is modelled and how far to trust it.
+    Predictions need neither the machine nor jax. docs/plan.md describes the model and its errors.
     """
 
     batch_tokens: str
@@ -37,11 +37,11 @@ class Plan(PlanFlags):
 
 
 _PUBLISHED = {"model", "machine", "devices", "batch_tokens", "seq", "cost_model", "min_tensor", "top", "json"}
-"""What the published cost model takes notice of."""
+"""Flags that the published cost model reads."""
 
 
 def run(args: Plan) -> int:
-    """Searches and prints.
+    """Search and print the result.
 
     Raises:
         UserError: a flag is wrong, or nothing is legal or fits.
@@ -165,7 +165,7 @@ def _published(args: Plan) -> int:
 
 
 def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -> str:
-    """What `axonn-jax plan` prints: the best, why, and what was left out."""
+    """Return the text that `axonn-jax plan` prints: the best grids, the reasons, and the rejected ones."""
     shown = result.best[: args.top]
     density = "" if request.density == 1.0 else f", density {request.density:g}"
     lines = [
@@ -213,7 +213,7 @@ def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -
 
 
 def _limited(request: PlanRequest, limit: float) -> str:
-    """The memory that may be used, and what it is made of where no flag says it."""
+    """Return a phrase on the memory that may be used, with its parts if no flag sets it."""
     text, device = f"{limit / 1e9:.1f} GB a device", request.machine.device
     if limit != request.memory_limit():
         return text

@@ -1,4 +1,4 @@
-"""Flags of `plan` and `simulate`: a model, a machine and what is fixed, as one question to the planner."""
+"""Flags of `plan` and `simulate`: a model, a machine and fixed values, read as one question to the planner."""
 
 import re
 from dataclasses import dataclass, field, fields, replace
@@ -59,13 +59,13 @@ class Axes:
     """Shards of input features."""
 
     def fixed(self) -> dict[str, int]:
-        """Those that are given."""
+        """Axes that are given."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags:
-    """A model, a machine, and what is fixed of the candidates on it."""
+    """Model, machine, and the fixed values of the candidates on it."""
 
     model: str
     """Name of a published model (docs/train.md lists them)."""
@@ -82,23 +82,23 @@ class PlanFlags:
     microbatch: Searched = None
     """Sequences of a microbatch on a device."""
     activations: Literal["auto"] | Activations = "auto"
-    """What the backward pass computes again; auto: searched."""
+    """Activation policy (memory.activations); auto: searched."""
     gather: Annotated[Literal["auto"] | ReshardAfter, Arg(renamed=OLD_RESHARD_AFTER)] = "auto"
-    """How long weights gathered over z live (memory.reshard_after); auto: searched."""
+    """Lifetime of weights gathered over z (memory.reshard_after); auto: searched."""
     offload: Literal["auto"] | Offload = "auto"
-    """Whether optimizer state is on the host; auto: searched."""
+    """State in host memory (memory.offload): none, or optimizer; auto: searched."""
     zero: Literal["auto", "0", "1"] = "auto"
-    """Whether replicas share optimizer state (ZeRO-1); auto: searched."""
+    """1: replicas share optimizer state (ZeRO-1); 0: each has all of it; auto: searched."""
     sequence_parallel: bool = False
-    """Whether the sequence of the residual stream is split over grid.y (memory.sequence_parallel)."""
+    """Split the sequence of the residual stream over grid.y (memory.sequence_parallel)."""
     inner_features: Annotated[ResidualComm, Arg(renamed=OLD_RESIDUAL_COMM)] = "all_reduce"
-    """How blocks communicate (tensor.residual_comm): all_reduce, gather or auto."""
+    """Communication of blocks (tensor.residual_comm): all_reduce, gather or auto."""
     virtual_stages: Searched = None
     """Virtual stages of each pipeline rank; more than one: only pipelines are searched."""
     policy: PipelinePolicy = "message"
-    """Who decides which task a stage runs next."""
+    """Order of a stage's tasks (pipeline.policy)."""
     precision: Precision = "auto"
-    """Of compute; auto: the machine's half precision."""
+    """Precision of computation; auto: the machine's half precision."""
     density: float = 1.0
     """Share of the entries of the blocks' kernels that is trained (prune.density)."""
     overlap: str = "all"
@@ -112,7 +112,7 @@ class PlanFlags:
 
 
 class Question(NamedTuple):
-    """What the planner is asked."""
+    """Question to the planner."""
 
     request: PlanRequest
     devices: int
@@ -132,7 +132,8 @@ class Question(NamedTuple):
 
 
 def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) -> Question:
-    """What the flags ask; `layers` replaces the model's, `split` is whether gradients of weights may be tasks.
+    """Return the question that the flags ask; `layers` replaces the model's, `split` allows gradients of weights as
+    tasks.
 
     Raises:
         UserError: a flag is wrong, or flags exclude each other.
@@ -222,9 +223,9 @@ def _amount(flag: str, text: str, units: dict[str, int], accepted: str) -> tuple
 
 
 def _limit(text: str | None, request: PlanRequest) -> float:
-    """Bytes of device memory that may be used: what is given, else `PlanRequest.memory_limit`.
+    """Return the bytes of device memory that may be used, by the flag or else by `PlanRequest.memory_limit`.
 
-    Raises ``UserError`` for what is no amount, or more than a device has.
+    Raises ``UserError`` for a text that is no amount, or more than a device has.
     """
     if text is None:
         return request.memory_limit()
@@ -240,7 +241,7 @@ def _limit(text: str | None, request: PlanRequest) -> float:
 
 
 def _switches(text: str) -> OverlapFlags:
-    """Which collectives run beside matmuls: `all`, `none`, or names with commas."""
+    """Return the collectives that run beside matmuls: `all`, `none`, or names with commas."""
     if text in ("all", "none"):
         return OverlapFlags(**dict.fromkeys(_OVERLAPS, text == "all"))
     names = [name.strip() for name in text.split(",")]

@@ -22,9 +22,9 @@ class Prepare:
     """Turn text or code into tokenised shards to train on.
 
     Trains a byte-level BPE on the documents (or takes a tokenizer that exists), encodes them, and holds some of them
-    out for evaluation. A document is a file, or a record of JSON Lines (.jsonl, .ndjson) or Parquet; any of them may
-    be compressed (.gz, .zst). OUT_DIR is what `[data] path` of a training configuration names; it appears complete or
-    not at all.
+    out for evaluation. A document is a file, or a record of JSON Lines (.jsonl, .ndjson) or Parquet; any of them may be
+    compressed (.gz, .zst). `[data] path` of a training configuration names OUT_DIR, which appears complete or not at
+    all.
     """
 
     source: Annotated[Path, Arg(positional="SOURCE")]
@@ -33,8 +33,8 @@ class Prepare:
     but those of the Hugging Face cache."""
 
     out: Annotated[Path, Arg(positional="OUT_DIR")]
-    """The directory to write; new, or empty. One prepare at a time writes it, and what others put there meanwhile is
-    never removed: what was prepared is then kept beside it, and the error says where."""
+    """The directory to write; new, or empty. One prepare at a time writes it. Files that others put there meanwhile are
+    never removed: the shards are then kept beside it, and the error names the place."""
 
     vocab: Annotated[int | None, Arg(default="that of --tokenizer")] = None
     """Entries of the vocabulary to train, from 257. Above 65535 tokens take 4 bytes instead of 2."""
@@ -76,7 +76,7 @@ class Prepare:
 
 
 def run(args: Prepare) -> int:
-    """Prepares the directory, prints what came out and returns the exit status.
+    """Prepare the directory, print the result and return the exit status.
 
     Raises:
         UserError: an argument is of no use, or the text is not enough.
@@ -150,7 +150,7 @@ def _lines(manifest: "Manifest", seconds: float) -> str:
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """Makes SIGTERM, which a batch system sends at the time limit, and SIGHUP clean up as an interrupt does."""
+    """Make SIGTERM, which a batch system sends at the time limit, and SIGHUP clean up as an interrupt does."""
 
     def stop(number: int, _: object) -> None:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""Flags for which there is no grid: which of them is wrong, and what it may be."""
+"""Refusal of flags for which there is no grid: names the flag at fault and legal values."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,20 +20,20 @@ Legal = tuple[dict[str, int], int, int]
 
 @dataclass(frozen=True)
 class _Fixed:
-    """A flag that was given."""
+    """Flag that was given."""
 
     flag: str
     value: int
     free: Callable[[SearchSpace], SearchSpace]
-    """The space with it left out."""
+    """Search space without the flag."""
     alone: SearchSpace
-    """The space with nothing else given."""
+    """Search space with no other flag given."""
     of: Callable[[Legal], int]
-    """Its value in what is legal."""
+    """Value of the flag in a legal combination."""
 
 
 def check_legal(request: PlanRequest, devices: int, space: SearchSpace) -> None:
-    """Raises ``UserError`` where no grid is legal, for the flag that leaves none and with the values that would.
+    """Raise ``UserError`` where no grid is legal, for the flag that leaves none and with the values that would.
 
     That is the flag that leaves none by itself, else the first without which there are some.
     """
@@ -102,7 +102,7 @@ def _axis(name: str, size: int) -> _Fixed:
 
 
 def _legal(request: PlanRequest, devices: int, space: SearchSpace) -> Iterator[Legal]:
-    """What a search has to choose from, any size of microbatch included."""
+    """Yield the combinations that a search chooses from, any size of microbatch included."""
     for grid in legal_grids(request, devices, space, Counter[str]()):
         each = request.batch // grid.batch_shards
         sizes = [

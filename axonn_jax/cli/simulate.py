@@ -20,7 +20,7 @@ from axonn_jax.terminal import Ticker
 class Simulate(PlanFlags):
     """Run one step in virtual time: with jitter, slow ranks and failures, beside other schedules.
 
-    What runs is the first row of `axonn-jax plan` for the same flags, in the time that it says if nothing is disturbed.
+    The step is the first row of `axonn-jax plan` for the same flags, and takes the row's time if nothing is disturbed.
     """
 
     batch_tokens: Annotated[str | None, Arg(default=f"{SEQUENCES} sequences a device")] = None
@@ -45,7 +45,7 @@ class Simulate(PlanFlags):
 
 
 def run(args: Simulate) -> int:
-    """Simulates and prints; status 1 where a failure stops the step.
+    """Simulate and print the result; status 1 where a failure stops the step.
 
     Raises:
         UserError: a flag is wrong, or no such step is legal.
@@ -143,7 +143,7 @@ def _figures(
 
 
 def text(figures: dict[str, Any], done: SimulatedStep, others: list[Baseline]) -> str:
-    """What `axonn-jax simulate` prints."""
+    """Return the text that `axonn-jax simulate` prints."""
     lines = [*_candidate_text(figures), "", *(_finished(figures, done) if figures["finished"] else [_stalled(done)])]
     lines += [_memory(figures)]
     lines += [f"{baseline.name:24} {_beside(figures, baseline)}" for baseline in others]

@@ -1,4 +1,4 @@
-"""``axonn-jax timeline``: what a pipelined run's stages did, as a picture and in figures."""
+"""``axonn-jax timeline``: the stages' tasks of a pipelined run, as a picture and in figures."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Timeline:
-    """Draw timeline.png from the timeline.json of a pipelined run, and print what the stages' time went into.
+    """Draw timeline.png from the timeline.json of a pipelined run, and print the use of the stages' time.
 
     timeline.json itself opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing.
     """
@@ -36,7 +36,7 @@ class Timeline:
 
 
 def run(args: Timeline) -> int:
-    """Draws the picture and prints the figures.
+    """Draw the picture and print the figures.
 
     Raises:
         UserError: the directory is none or has no timeline, or the step is not in it.
@@ -94,7 +94,7 @@ class Replayed:
 
 
 def _replayed(recorded: Sequence[Span], step: int, policy: PipelinePolicy) -> Replayed:
-    """Plays a step's tasks again; the optimizer is not among them."""
+    """Play a step's tasks again; the optimizer is not among them."""
     tasks = [span for span in recorded if span.step == step and span.is_task and span.kind != "optimizer"]
     try:
         done = replay([TaskRun(parse_task(span.name), span.rank, span.start, span.end) for span in tasks], policy)

@@ -21,7 +21,7 @@ One run at a time trains in a log.dir. Under mpirun use `axonn-jax launch`: mpir
 
 
 def main(argv: Sequence[str]) -> int:
-    """Reads and checks the configuration, trains, and returns the exit status.
+    """Read and check the configuration, train, and return the exit status.
 
     Raises:
         UserError: the command line or the configuration is wrong; nothing has been written or started then.

@@ -1,1 +1,1 @@
-"""Processes of a run: who takes part, what they agree on, and who is gone."""
+"""Processes of a run: discovery, agreement, failure detection."""

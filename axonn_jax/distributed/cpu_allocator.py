@@ -1,4 +1,4 @@
-"""The CPU backend's memory: what is freed is kept for the next step, in one place, and given back where room is needed.
+"""Memory of the CPU backend: freed memory is kept for the next step, and given back where room is needed.
 
 XLA's CPU backend allocates all temporaries of a program anew at each execution, from glibc's malloc.
 """
@@ -14,16 +14,16 @@ from typing import Any
 import jax
 
 _SETTINGS = {-8: 1, -4: 0, -1: -1, -2: 64 << 20}.items()
-"""Of mallopt (malloc.h): M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD."""
+"""Settings of mallopt (malloc.h): M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD."""
 _MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 _MADV_HUGEPAGE, _HUGE_PAGE, _HUGE_REGION = 14, 2 << 20, 2 << 30
 _HEADER, _GRAIN, _SPARE = 8, 16, 64 + 32
-"""glibc's: what it puts before a block, and what sizes are multiples of; then XLA's alignment and a smallest block."""
+"""Bytes of glibc's header before a block, and of its unit of sizes; then XLA's alignment and a smallest block."""
 WORTH_IT = 256_000_000
 """Bytes of temporaries on a device below which nothing is done: such a step is short, and so is the waste of 1 ms."""
 _POLL_S, _GROWTH_POLL_S = 0.0005, 0.02
 _LONGEST_S = 0.25
-"""Far longer than what is waited for was seen to take, 20 ms on busy cores: something else has grown."""
+"""Limit of a wait for temporaries, far above the 20 ms seen on busy cores; beyond it something else has grown."""
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -31,7 +31,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc, where it is the allocator, to keep freed memory. Call before jax or MPI starts threads.
+    """Tell glibc, where it is the allocator, to keep freed memory. Call before jax or MPI starts threads.
 
     Else large blocks are unmapped when freed, and every step pays a page fault for each 4 KiB it touches: a quarter of
     its time. A thread that is there before may have an arena of its own, in which blocks above 64 MiB stay mapped ones.
@@ -43,12 +43,12 @@ def keep_freed_memory() -> None:
 
 
 def can_give_back() -> bool:
-    """Whether the allocator is one that can be told what to keep: glibc's."""
+    """Return True if the allocator can be told to keep freed memory: glibc's can."""
     return platform.libc_ver()[0] == "glibc"
 
 
 def give_back_freed_memory() -> None:
-    """Returns all freed memory to the kernel; between two steps it costs the next one the faults of its temporaries."""
+    """Return all freed memory to the kernel; between two steps it costs the next one the faults of its temporaries."""
     if can_give_back():
         _libc().malloc_trim(0)
         _ask_for_huge_pages()  # the heap now ends at its last block, and so does what was asked for before
@@ -66,9 +66,9 @@ def resident() -> int:
 
 
 def block_addresses(size: int, count: int) -> list[int]:
-    """Where `count` blocks of `size` bytes would lie, were XLA to take them now; nothing is touched or kept.
+    """Addresses of `count` blocks of `size` bytes if XLA took them now; nothing is touched or kept.
 
-    Empty where such blocks are mapped and unmapped one by one (without `keep_freed_memory`), or nobody can tell.
+    Empty where such blocks are mapped and unmapped one by one (without `keep_freed_memory`), or unknown.
     """
     libc, before = _libc(), _mallinfo2()
     padded = -(-(size + _HEADER) // _GRAIN) * _GRAIN + _SPARE
@@ -81,11 +81,11 @@ def block_addresses(size: int, count: int) -> list[int]:
 
 
 class TemporariesInPlace:
-    """Waits until the temporaries of a program's last run are free, so that those of the next take their place.
+    """Wait for the temporaries of a program's last run to be free, so that the next run's take their place.
 
     The backend tells that a program is done some milliseconds before it frees its temporaries, one block. The next
     run's would lie beside them, in pages never touched before: the step takes up to twice as long, and the old block
-    stays. Where the block moves all the same (glibc may keep its cuttings), what is free is given back first.
+    stays. Where the block moves all the same (glibc may keep its cuttings), free memory is given back first.
     """
 
     def __init__(self, program: jax.stages.Compiled, mesh: jax.sharding.Mesh):
@@ -115,9 +115,9 @@ class TemporariesInPlace:
 
 
 class GrowthLimit:
-    """Has freed memory given back whenever the process has grown by more than `margin` bytes, until it is closed.
+    """Thread that gives freed memory back whenever the process has grown by more than `margin` bytes.
 
-    For what moves beside a step: the programs of a pipeline, an evaluation, an offloaded update.
+    For work beside a step: the programs of a pipeline, an evaluation, an offloaded update.
     """
 
     def __init__(self, margin: int):
@@ -127,7 +127,7 @@ class GrowthLimit:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch."""
+        """End the watch."""
         self._closed.set()
         if can_give_back():
             self._thread.join()
@@ -156,7 +156,7 @@ def _mallinfo2() -> _Mallinfo2 | None:
 
 
 def _ask_for_huge_pages() -> None:
-    """Lets the heap's next 2 GiB come in huge pages where the kernel grants them: two ranks ran 5 % faster each."""
+    """Let the heap's next 2 GiB come in huge pages where the kernel grants them: two ranks ran 5 % faster each."""
     libc = _libc()
     if (block := libc.malloc(_HUGE_REGION)) is not None:  # else, a limit on address space, small pages it is
         start = -(-block // _HUGE_PAGE) * _HUGE_PAGE

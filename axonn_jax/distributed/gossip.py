@@ -1,7 +1,7 @@
 """News of the processes of a pipeline: a report of fixed size to a few neighbours at every beat.
 
-Neighbours are those that a process exchanges activations with, and those in a tree over all ranks. What all must know
-travels along the tree: when anything last moved anywhere, and who has fallen silent. No clock and no MPI in here.
+Neighbours are those that a process exchanges activations with, and those in a tree over all ranks. News for all travel
+along the tree: the time of the last progress anywhere, and silent ranks. No clock and no MPI in here.
 """
 
 import struct
@@ -32,18 +32,18 @@ SIZE = _FIXED.size + _NAMED * _ACCUSED.size
 
 @dataclass
 class RankStatus:
-    """The last thing that happened here, and what should happen next."""
+    """Progress of a rank: the last finished task, and the next one."""
 
     phase: Phase = "compiling"
     step: int = 0
     finished: str = "nothing yet"
-    """The last task that ran to its end."""
+    """Last task that ran to its end."""
     running: str = ""
-    """The task on the device, or what else is being waited for."""
+    """Task on the device, or another thing that is waited for."""
     waiting: tuple[Message, ...] = ()
     """Messages without which nothing can be started."""
     since: float = field(default_factory=time.monotonic)
-    """When this last changed, on the monotonic clock."""
+    """Time of the last change, on the monotonic clock."""
 
     def now(self, phase: Phase | None = None, *, running: str = "", waiting: Sequence[Message] = ()) -> None:
         """Something happened."""
@@ -53,7 +53,7 @@ class RankStatus:
         self.since = time.monotonic()
 
     def describe(self) -> str:
-        """Returns what it does or waits for, from whom: for people."""
+        """Return a phrase for people: the rank's work, or the messages and stages that it waits for."""
         if self.phase != "in a step":
             return f"is {self.phase}"
         if self.running:
@@ -64,13 +64,13 @@ class RankStatus:
 
 
 def wanted(message: Message) -> str:
-    """Returns a message as what a receiver waits for, and from whom."""
+    """Return a phrase for people about an awaited message and its sender."""
     what = "the activations" if message.direction == "forward" else "the gradient"
     return f"{what} of microbatch {message.microbatch} from stage {message.sender}"
 
 
 class Report(NamedTuple):
-    """What a process says of itself."""
+    """Report of a process on itself."""
 
     phase: Phase = "compiling"
     step: int = 0
@@ -80,7 +80,7 @@ class Report(NamedTuple):
 
 class _Accused(NamedTuple):
     times: int
-    """How often its neighbours have said so."""
+    """Number of reports in which its neighbours said so."""
     since: float
     """When it was last heard of."""
     confirmed: float
@@ -109,7 +109,7 @@ class Gossip:
         self._fresh_s = SILENT_S + 2 * depth * beat
 
     def tell(self, own: Report, moved: float, now: float) -> bytes:
-        """Returns the report to send at this beat; `moved` is when this process last did."""
+        """Return the report to send at this beat; `moved` is when this process last did."""
         if moved > self.moved:
             self.moved, self._moves = moved, self._moves + 1
         for rank, at in self._deaf(now):
@@ -123,7 +123,7 @@ class Gossip:
         return record
 
     def hear(self, record: bytes | bytearray, now: float) -> None:
-        """Takes in a neighbour's report."""
+        """Take in a neighbour's report."""
         sender, step, moves, phase, finished, does = _FIXED.unpack_from(record)
         self._heard[sender] = Report(PHASES[phase], step, _text(finished), _text(does)), now
         if moves > self._moves:
@@ -135,7 +135,7 @@ class Gossip:
                 self._accused[rank] = _Accused(times, now - silent, now)
 
     def report(self, rank: int) -> tuple[Report, float] | None:
-        """Returns what a neighbour last said and when; None for ranks that do not report to this one."""
+        """Return a neighbour's last report and its time; None for ranks that do not report to this one."""
         return self._heard.get(rank)
 
     def silent(self, now: float) -> dict[int, float]:
@@ -146,11 +146,11 @@ class Gossip:
         return dict(list(silent.items())[:_NAMED])
 
     def peer_failed(self, now: float) -> bool:
-        """Whether a process is silent that had no reason to be (while one compiles, its threads may stand still)."""
+        """True if a process is silent without a reason (while one compiles, its threads may stand still)."""
         return bool(self._deaf(now) or self._news(now))
 
     def _deaf(self, now: float) -> list[tuple[int, float]]:
-        """Returns the silent neighbours, and when each was last heard of, but for those that were at something long."""
+        """Return the silent neighbours, and when each was last heard of, but for those that were at something long."""
         return [
             (rank, at)
             for rank, (report, at) in self._heard.items()
@@ -158,7 +158,7 @@ class Gossip:
         ]
 
     def _news(self, now: float) -> list[tuple[int, _Accused]]:
-        """Returns the accusations that hold, newest first; of its own neighbours each rank judges by itself."""
+        """Return the accusations that hold, newest first; of its own neighbours each rank judges by itself."""
         own = {rank for rank, _ in self._deaf(now)}
         holds = [
             (rank, news)
@@ -169,7 +169,7 @@ class Gossip:
 
 
 def _neighbours(rank: int, size: int, per_stage: int) -> tuple[int, ...]:
-    """Returns its neighbours on the pipe (a ring where ranks hold several stages), parent and children in the tree."""
+    """Return its neighbours on the pipe (a ring where ranks hold several stages), parent and children in the tree."""
     pipe_neighbours = {(rank - per_stage) % size, (rank + per_stage) % size}
     children = range(_CHILDREN * rank + 1, min(_CHILDREN * rank + _CHILDREN + 1, size))
     parent = {(rank - 1) // _CHILDREN} if rank else set()

@@ -1,4 +1,4 @@
-"""Memory limits on GPUs: how much of its own jax takes for a run, and how much of the host's a process may pin."""
+"""Memory limits on GPUs: jax's share of a GPU's memory, and the host memory that a process may pin."""
 
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -15,22 +15,22 @@ XLAS_OWN = 64
 FRACTION = 0.92
 """Share of a GPU's memory that runs take and `plan` counts on; CUDA's context and NCCL's buffers have the rest."""
 JAXS_OWN = 0.75
-"""What jax takes without a variable."""
+"""Share of a GPU's memory that jax takes by default."""
 FRACTION_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
 """jax's variable for it, read when the backend starts."""
 _OLD_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 VARIABLES = (FRACTION_VARIABLE, _OLD_VARIABLE, "XLA_PYTHON_CLIENT_PREALLOCATE", _ALLOCATOR)
-"""What tells jax how to take a GPU's memory; it refuses the first two together."""
+"""Variables that tell jax how to take a GPU's memory; it refuses the first two together."""
 
 
 def host_memory() -> int:
-    """Returns the bytes of this host's memory."""
+    """Return the bytes of this host's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def raise_pinned_limit(processes: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Lets this process, one of so many of its host, pin its share of the host's memory; call before jax starts.
+    """Let this process, one of so many of its host, pin its share of the host's memory; call before jax starts.
 
     Which model will train is not known yet where a script calls `init`; a limit that is not reached costs nothing. It
     is left alone where the user has set it, and where XLA's own is larger.
@@ -41,7 +41,7 @@ def raise_pinned_limit(processes: int, environ: MutableMapping[str, str] = os.en
 
 
 def pinned_limit(environ: Mapping[str, str] = os.environ) -> int:
-    """Returns how many bytes XLA lets a process pin; ``UserError`` where the variable is no number of GiB."""
+    """Return how many bytes XLA lets a process pin; ``UserError`` where the variable is no number of GiB."""
     text = environ.get(LIMIT, str(XLAS_OWN))
     if not text.isdecimal() or len(text) > 9:
         raise UserError(LIMIT, text[:40], "a whole number of GiB")
@@ -49,7 +49,7 @@ def pinned_limit(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def check_pinned(each: int, devices: Sequence[Any], environ: Mapping[str, str] = os.environ) -> None:
-    """Raises ``UserError`` where this process may not pin `each` bytes for each of its devices, if they are GPUs."""
+    """Raise ``UserError`` where this process may not pin `each` bytes for each of its devices, if they are GPUs."""
     needed = each * len(devices)
     if devices[0].platform != "gpu" or needed <= pinned_limit(environ):
         return
@@ -61,7 +61,7 @@ def check_pinned(each: int, devices: Sequence[Any], environ: Mapping[str, str] =
 
 
 def raise_fraction(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Lets jax take `FRACTION` of each of this process's GPUs; call before jax starts.
+    """Let jax take `FRACTION` of each of this process's GPUs; call before jax starts.
 
     It is left alone where the user has set any of jax's variables for device memory.
     """
@@ -70,7 +70,7 @@ def raise_fraction(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def fraction(environ: Mapping[str, str] = os.environ) -> float:
-    """Returns the share of a GPU's memory that jax takes, or at most takes; ``UserError`` for what is no number."""
+    """Return the greatest share of a GPU's memory that jax takes; ``UserError`` for a value that is no number."""
     if environ.get(_ALLOCATOR, "").lower() == "platform":  # which has no pool
         return 1.0
     name = FRACTION_VARIABLE if environ.get(FRACTION_VARIABLE) else _OLD_VARIABLE

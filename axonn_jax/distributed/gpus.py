@@ -11,7 +11,7 @@ from typing import NamedTuple
 from axonn_jax.errors import UserError
 
 View = tuple[str, ...] | None
-"""What identifies the GPUs that a process sees, in the order of their indexes there; None where jax is left alone."""
+"""Identifiers of the GPUs that a process sees, by their indexes there; None where jax chooses by itself."""
 
 _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
 _DEV = Path("/dev")
@@ -21,13 +21,13 @@ class Gpu(NamedTuple):
     """A GPU that a process is allowed to use."""
 
     name: str
-    """Its UUID, or what else tells it from all others."""
+    """UUID of the GPU, or another name that tells it from all others."""
     parts: tuple[str, ...] = ()
     """The UUIDs of its MIG devices; with any, a process can use nothing but one of them."""
 
 
 def shares(views: Sequence[View], wanted: int | None = None) -> list[tuple[int, ...]]:
-    """The indexes, into what it sees, of the GPUs that each rank takes: `wanted` of them, or an equal share of all.
+    """Indexes, among the GPUs that each rank sees, of those that it takes: `wanted` of them, or an equal share of all.
 
     Ranks that see the same GPUs share them by rank; a rank that alone sees its GPUs, as where the launcher binds one
     to each, takes of those. Empty where GPUs are none of jax's business. Raises ``UserError`` where they do not do.
@@ -64,7 +64,7 @@ def shares(views: Sequence[View], wanted: int | None = None) -> list[tuple[int, 
 
 
 def idle(views: Sequence[View], taken: Sequence[Sequence[int]]) -> str:
-    """Returns one line where GPUs that ranks see are taken by none, else empty."""
+    """Return one line where GPUs that ranks see are taken by none, else empty."""
     seen = {gpu for view in views for gpu in view or ()}
     used = sum(map(len, taken))
     if not 0 < used < len(seen):
@@ -73,7 +73,7 @@ def idle(views: Sequence[View], taken: Sequence[Sequence[int]]) -> str:
 
 
 def visible(environ: Mapping[str, str], present: Sequence[Gpu], *, rocm: bool = False) -> tuple[str, ...]:
-    """Returns what identifies the GPUs that CUDA, or ROCm, would count in a process, in its order.
+    """Return the identifiers of the GPUs that CUDA, or ROCm, would count in a process, in that order.
 
     As these do, a list ends at its first entry that names no GPU; and with MIG devices CUDA sees the first alone.
     """
@@ -100,7 +100,7 @@ def _listed(value: str | None, present: Sequence[Gpu]) -> list[Gpu]:
 
 
 def _meant(token: str, present: Sequence[Gpu]) -> Gpu | None:
-    """Returns the GPU that an entry of a list means: an index, or the beginning of a UUID."""
+    """Return the GPU that an entry of a list means: an index, or the beginning of a UUID."""
     if token.isdecimal() and len(token) < 20:
         return present[int(token)] if int(token) < len(present) else None
     if not token.startswith(("GPU-", "MIG-")):
@@ -116,13 +116,13 @@ def _meant(token: str, present: Sequence[Gpu]) -> Gpu | None:
 
 
 def look(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns what identifies the GPUs that jax would find in this process; starts neither jax nor CUDA."""
+    """Return the identifiers of the GPUs that jax would find in this process; starts neither jax nor CUDA."""
     nvidia = [] if "rocm" in environ.get("JAX_PLATFORMS", "") else nvidia_gpus()
     return visible(environ, nvidia) if nvidia else visible(environ, amd_gpus(), rocm=True)
 
 
 def nvidia_gpus() -> list[Gpu]:
-    """The NVIDIA GPUs that this process may use: as the driver lists them, or else those whose devices it can open."""
+    """NVIDIA GPUs that this process may use, as the driver lists them, or by opening the devices."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
         return parse(listing)
@@ -135,7 +135,7 @@ def nvidia_gpus() -> list[Gpu]:
 
 
 def parse(listing: str) -> list[Gpu]:
-    """Returns the GPUs, with their MIG devices, that `nvidia-smi -L` lists."""
+    """Return the GPUs, with their MIG devices, that `nvidia-smi -L` lists."""
     gpus: list[Gpu] = []
     for line in listing.splitlines():
         uuid = re.search(r"\(UUID: ([^)]+)\)", line)
@@ -147,7 +147,7 @@ def parse(listing: str) -> list[Gpu]:
 
 
 def amd_gpus() -> list[Gpu]:
-    """Returns the AMD GPUs that this process may use, in the order of ROCm's topology."""
+    """Return the AMD GPUs that this process may use, in the order of ROCm's topology."""
     gpus = []
     for node in sorted(_KFD.glob("[0-9]*"), key=lambda path: int(path.name)):
         with contextlib.suppress(OSError, ValueError):  # the kernel refuses to tell of those that are forbidden
@@ -160,14 +160,14 @@ def amd_gpus() -> list[Gpu]:
 
 
 def _host() -> str:
-    """Returns what tells this machine from all others, also where containers of it have names of their own."""
+    """Return an identifier of this machine, the same in all of its containers."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return os.uname().nodename
 
 
 def take(rank: int, wanted: int | None, gather: Callable[[View], Sequence[View]]) -> str:
-    """Tells jax which GPUs this process takes; returns a warning where some stay idle. Every rank calls it.
+    """Tell jax which GPUs this process takes; return a warning where some stay idle. Every rank calls it.
 
     `gather` gives every rank's view in order. Raises ``UserError``, the same on all ranks, where GPUs do not do.
     """
@@ -182,14 +182,14 @@ def take(rank: int, wanted: int | None, gather: Callable[[View], Sequence[View]]
 
 
 def own_view() -> View:
-    """Returns what this process sees; None where jax would not look for GPUs, or has been told which to take."""
+    """Return this process's GPUs; None where jax would not look for GPUs, or the user has chosen them."""
     from axonn_jax import compat
 
     return look(os.environ) if compat.accelerator_expected() and not chosen_by_user() else None
 
 
 def chosen_by_user() -> bool:
-    """Returns whether jax's own variables or settings say which GPUs this process takes."""
+    """Return True if jax's own variables or settings say which GPUs this process takes."""
     import jax
 
     names = ("jax_cuda_visible_devices", "jax_rocm_visible_devices")

@@ -1,7 +1,7 @@
-"""Heartbeat of a pipelined run: a thread that ends a process which waits in vain, and says for whom.
+"""Heartbeat of a pipelined run: a thread that ends a process which waits in vain, and names the missing one.
 
-Every process tells a few neighbours about itself and what it has heard, twice a second (`distributed.gossip`). The
-thread also learns of SIGTERM, with which launchers end what is left of a run; a handler of the script's own keeps it.
+Every process tells a few neighbours its state and news, twice a second (`distributed.gossip`). The thread also learns
+of SIGTERM, with which launchers end the rest of a run; a handler of the script's own keeps it.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ _PEER_FAILED = 255
 
 
 class Heartbeat:
-    """Heartbeat of a process: it ends the run when nothing has moved for `stall_timeout` seconds.
+    """Heartbeat of a process, which ends the run when nothing has moved for `stall_timeout` seconds.
 
-    Of one of several processes it is collective over `world`, which it alone uses, and hears of the others, too.
+    With several processes it is collective over `world`, which nothing else uses, and hears of the others.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="axonn-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread; over MPI, from the main thread, it also takes note of signals."""
+        """Start the thread; over MPI, from the main thread, it also takes note of signals."""
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._take_signals()
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread and the attention to signals."""
+        """End the thread and the attention to signals."""
         if self._wake_read < 0 or self._closed.is_set():
             return
         self._leave_signals()
@@ -87,7 +87,7 @@ class Heartbeat:
             os.close(self._wake_write)
 
     def peer_failed(self) -> bool:
-        """Returns whether a peer is known to have gone or is silent; then this process ends, saying which."""
+        """Return True if a peer is known to have gone or is silent; then this process ends, saying which."""
         failed = self._gossip.peer_failed(time.monotonic()) or bool(self._gone())
         if failed:
             self._wake(_PEER_FAILED)
@@ -113,7 +113,7 @@ class Heartbeat:
                 _say(f"warning: the pipeline's heartbeat: {type(error).__name__}: {error}")
 
     def _check(self) -> None:
-        """Ends a process that has waited too long: in a step since anything moved anywhere, else since it moved."""
+        """End a process that has waited too long: in a step since anything moved anywhere, else since it moved."""
         now = time.monotonic()
         if self._patient():
             quiet = now - max(self._status.since, self._signalled)
@@ -127,7 +127,7 @@ class Heartbeat:
             _end(f"error: pipeline stalled: {self._story(now - self._status.since)} ({setting} = {allowed:g})", 1)
 
     def _patient(self) -> bool:
-        """Returns whether this process is at something that may take long: a handler of signals, too, may save."""
+        """Return True if this process is at something that may take long: a handler of signals, too, may save."""
         return self._status.phase in PATIENT or self._signalled > self._status.since
 
     def _take_signals(self) -> None:
@@ -138,7 +138,7 @@ class Heartbeat:
                 signal.signal(signal.SIGTERM, self._terminate)
 
     def _leave_signals(self) -> None:
-        """Gives back what nobody else has taken over meanwhile."""
+        """Restore the signal handling, except for handlers that were set meanwhile."""
         if self._before is not None and threading.current_thread() is threading.main_thread():
             descriptor = signal.set_wakeup_fd(self._before)
             if descriptor != self._wake_write:
@@ -152,7 +152,7 @@ class Heartbeat:
         self._wake(number)
 
     def _take_in(self, signals: bytes) -> None:
-        """Ends this process where a peer has gone or nobody else handles SIGTERM; a handler has its time."""
+        """End this process where a peer has gone or nobody else handles SIGTERM; a handler has its time."""
         numbers = signals.replace(bytes([_PEER_FAILED]), b"")
         if numbers and self._before not in (None, -1):
             with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ class Heartbeat:
             self._terminated()
 
     def _beat(self) -> None:
-        """Takes in the neighbours' reports and sends them its own."""
+        """Take in the neighbours' reports and send them its own."""
         if self._comm is None:
             return
         now = time.monotonic()
@@ -181,7 +181,7 @@ class Heartbeat:
                 self._sending[neighbour] = self._comm.Isend(record, neighbour)
 
     def _terminated(self) -> None:
-        """Tells the survivors' side of a death. On this host it is known who is dead; elsewhere, who is silent."""
+        """Tell the survivors' side of a death. On this host it is known who is dead; elsewhere, who is silent."""
         dead = self._gone()
         waited = time.monotonic() - self._status.since
         cause = "; ".join(f"{self._name(rank)} is gone{self._last('; it', rank)}" for rank in dead)
@@ -192,7 +192,7 @@ class Heartbeat:
         _end("", _TERMINATED)
 
     def _gone(self) -> list[int]:
-        """Returns the processes of this host that have ended."""
+        """Return the processes of this host that have ended."""
         return [rank for rank in self._same_host if _has_ended(self._hosts[rank][1])]
 
     def _silent(self) -> str:
@@ -202,7 +202,7 @@ class Heartbeat:
         )
 
     def _last(self, lead: str, rank: int) -> str:
-        """Returns what a process last reported, where it reports to this one."""
+        """Return a phrase about a process's last report, if the process reports to this one."""
         heard = self._gossip.report(rank)
         return f"{lead} had finished {heard[0].finished} in step {heard[0].step} and {heard[0].does}" if heard else ""
 
@@ -243,7 +243,7 @@ def _say(line: str) -> None:
 
 
 def _end(line: str, status: int) -> None:
-    """Leaves at once: an orderly exit would wait in MPI or jax for the very process that is missing."""
+    """Leave at once: an orderly exit would wait in MPI or jax for the very process that is missing."""
     if line:
         _say(line)
     os._exit(status)

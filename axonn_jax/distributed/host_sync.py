@@ -25,19 +25,19 @@ class HostSync(ABC):
 
     @abstractmethod
     def _all_gather(self, own: np.ndarray) -> np.ndarray:
-        """Returns every process's array of one shape and dtype, stacked by rank."""
+        """Return every process's array of one shape and dtype, stacked by rank."""
 
     @abstractmethod
     def any_before(self, flag: bool) -> bool:
-        """Returns whether any process had its flag set at the call before this one; waits for nobody's present."""
+        """Return True if any process had its flag set at the call before this one; waits for nobody's present."""
 
     def gather(self, text: str) -> list[str]:
-        """Returns every process's text, by rank; waits for all. Texts are cut at 1000 bytes."""
+        """Return every process's text, by rank; waits for all. Texts are cut at 1000 bytes."""
         own = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.uint8)
         return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in self._all_gather(own)]
 
     def gathered(self, numbers: Mapping[int, tuple[float, ...]]) -> list[list[float]]:
-        """Returns the numbers of all pipe ranks, in one order, so that sums over them are the same everywhere.
+        """Return the numbers of all pipe ranks, in one order, so that sums over them are the same everywhere.
 
         `numbers` has an entry for each pipe rank of this process, as many on every process. Bytes: 8 a number.
         """
@@ -52,11 +52,11 @@ class LocalSync(HostSync):
         return own[None]
 
     def any_before(self, flag: bool) -> bool:
-        """Returns the flag: there is nobody to wait for."""
+        """Return the flag: there is nobody to wait for."""
         return flag
 
     def swap(self, values: Mapping[int, "jax.Array"], first: int, last: int) -> dict[int, "jax.Array"]:
-        """As `MpiSync.swap`."""
+        """Swap arrays between the meshes of ranks `first` and `last`."""
         import jax
 
         return {
@@ -91,7 +91,7 @@ class MpiSync(HostSync):
         return before
 
     def swap(self, values: Mapping[int, "jax.Array"], first: int, last: int) -> dict[int, "jax.Array"]:
-        """Gives the pipe ranks `first` and `last` each other's array of one shape and layout, on their own meshes.
+        """Give the pipe ranks `first` and `last` each other's array of one shape and layout, on their own meshes.
 
         `values` has an entry for each of the two that this process holds; of the communicator, whose ranks are those
         of the pipe, only these two call MPI. Bytes: those of the local shards, each way.
@@ -154,7 +154,7 @@ class JaxSync(HostSync):
 
 
 def host_sync(grid: Grid) -> HostSync:
-    """Returns what connects the processes of a run: MPI where it has them all, else jax; collective over them."""
+    """Return the connection of a run's processes: MPI where it has them all, else jax; collective over them."""
     if grid.size == 1:
         return LocalSync()
     if "mpi4py.MPI" in sys.modules:

@@ -21,7 +21,7 @@ class InFlight:
         self._most, self._results = most, deque[Any]()
 
     def __call__(self, results: Results) -> Results:
-        """Returns the results of a program that was just dispatched; waits for those of earlier ones."""
+        """Return the results of a program that was just dispatched; waits for those of earlier ones."""
         self._results.append(results)
         while len(self._results) > self._most:
             jax.block_until_ready(self._results.popleft())
@@ -29,12 +29,12 @@ class InFlight:
 
 
 def in_flight(most: int = STEPS) -> InFlight:
-    """Returns a function through which a loop passes its loss, and which bounds the programs in flight.
+    """Return a function that takes a loop's loss and bounds the number of programs in flight.
 
     ``bounded = ax.in_flight()`` before the loop, ``loss = bounded(train_step(model, optimizer, batch))`` in it. Each
-    call returns what it is given, once the program of `most` calls before has finished: the devices always have the
-    next program to run. Without a bound, a loop that reads nothing for more than 32 programs can hang: XLA's CPU client
-    lets 32 be in flight on a device, and the 33rd waits on the thread that a collective of the others needs. On other
+    call returns its argument once the program of `most` calls before has finished: the devices always have the next
+    program to run. Without a bound, a loop that reads nothing for more than 32 programs can hang: XLA's CPU client lets
+    32 be in flight on a device, and the 33rd waits on the thread that a collective of the others needs. On other
     devices the bound limits how far the host runs ahead, and the memory of batches that wait.
 
     Args:

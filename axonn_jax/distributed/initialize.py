@@ -38,13 +38,12 @@ def init(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> Grid:
-    """Finds this run's processes, starts jax for them and returns the grid, as the current mesh.
+    """Find this run's processes, start jax for them and return the grid, as the current mesh.
 
-    In one process on the CPU backend it makes as many virtual devices as the grid needs. Under `mpirun`, `srun` or
-    with explicit `coordinator` (host:port), `num_processes` and `process_id` (or jax's variables of these names) it
-    joins the processes with `jax.distributed`; where the script has initialised that, it is taken as it is. Process 0
-    prints what was chosen and why. Raises ``UserError`` where the grid does not fit the devices or two sources
-    contradict each other.
+    In one process on the CPU backend it makes as many virtual devices as the grid needs. Under `mpirun`, `srun` or with
+    explicit `coordinator` (host:port), `num_processes` and `process_id` (or jax's variables of these names) it joins
+    the processes with `jax.distributed`, unless the script has done so. Process 0 prints the choice and the reason.
+    Raises ``UserError`` where the grid does not fit the devices or two sources contradict each other.
     """
     given = (coordinator, num_processes, process_id)
     explicit = None
@@ -58,13 +57,13 @@ def init(
 
 
 def describe(world: World, grid: Grid) -> str:
-    """Returns one line: processes and why, devices, grid."""
+    """Return one line: processes and why, devices, grid."""
     device = grid.mesh.devices.flat[0]
     return f"{world}; {grid.shape.devices} x {device.device_kind} ({device.platform}); grid {grid.shape}"
 
 
 def start(shape: GridShape, explicit: Explicit | None = None, settings: str = "") -> tuple[World, Grid]:
-    """As `init`, without its line; without a pipeline the grid becomes the mesh that `jax.set_mesh` set.
+    """Start the run's processes like `init`, without printing; without a pipeline `jax.set_mesh` sets the grid's mesh.
 
     `settings` (the run's configuration as text) must be the same on every process of an MPI run, as the grid must:
     ``UserError`` names the first line that differs, before anything waits for a process that does something else.
@@ -111,7 +110,7 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
 
 
 def _start_stage(shape: GridShape, world: World) -> Grid:
-    """Starts jax for this process's stage: alone, or joined with the stage's other processes.
+    """Start jax for this process's stage: alone, or joined with the stage's other processes.
 
     Ranks are dealt out stage by stage, so that a stage's processes are neighbours. Raises ``UserError`` where the
     processes do not divide into stages or MPI does not connect them all.
@@ -168,7 +167,7 @@ def _start_stage(shape: GridShape, world: World) -> Grid:
 
 
 def gpu_views() -> "list[gpus.View]":
-    """Returns what every process of this launch sees of GPUs, by rank; for `axonn-jax doctor`."""
+    """Return the GPUs that every process of this launch sees, by rank; for `axonn-jax doctor`."""
     from axonn_jax import compat
 
     world = detect(os.environ, ask_mpi)
@@ -183,7 +182,7 @@ def gpu_views() -> "list[gpus.View]":
 
 
 def _slurm_notice(world: World) -> str:
-    """Returns `slurm_notice` of this process, where Slurm and not mpirun has bound it."""
+    """Return `slurm_notice` of this process, where Slurm and not mpirun has bound it."""
     if world.source == "MPI" or not hasattr(os, "sched_getaffinity"):
         return ""
     from axonn_jax import compat
@@ -192,7 +191,7 @@ def _slurm_notice(world: World) -> str:
 
 
 def say(world: World, notice: str) -> None:
-    """Prints a line for people, where there is one, on the first process."""
+    """Print a line for people, where there is one, on the first process."""
     if notice and world.rank == 0:
         terminal.say(f"axonn_jax: {notice}")
 
@@ -245,7 +244,7 @@ def _check_not_started() -> None:
 
 
 def join(world: World) -> None:
-    """Joins the processes of a world with `jax.distributed`, one CPU device each."""
+    """Join the processes of a world with `jax.distributed`, one CPU device each."""
     import jax
 
     from axonn_jax import compat
@@ -270,13 +269,13 @@ def join(world: World) -> None:
 
 
 def warm_up(mesh: "jax.sharding.Mesh") -> None:
-    """Lets every group of processes that a step uses meet now (`meet`)."""
+    """Let every group of processes that a step uses meet now (`meet`)."""
     for axes in (*((axis,) for axis in mesh.axis_names), BATCH_AXES, ("z", "y", "x")):
         meet(mesh, axes)
 
 
 def meet(mesh: "jax.sharding.Mesh", axes: Sequence[str]) -> None:
-    """Lets the groups over these axes meet, with a message of a size that sets gloo's buffers right.
+    """Let the groups over these axes meet, with a message of a size that sets gloo's buffers right.
 
     gloo makes a group's sockets at its first collective and gives up when a member is 30 s late; and where that
     first one is a small reduce-scatter, every later large all-reduce of the group is 150 times slower.

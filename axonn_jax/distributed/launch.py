@@ -1,4 +1,4 @@
-"""Processes that make up this run: those jax has joined, or by arguments, jax's variables, MPI, Slurm, or one."""
+"""Discovery of a run's processes: joined by jax, or by arguments, jax's variables, MPI, Slurm, or one process."""
 
 import re
 import zlib
@@ -16,19 +16,19 @@ SLURM_STEP = (
     "SLURM_PROCID",
     "SLURM_LOCALID",
 )
-"""What srun sets for a task; a batch shell or an ssh session has only some of them."""
+"""Variables that srun sets for a task; a batch shell or an ssh session has only some of them."""
 _MPI = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
 """MPI launchers' variables: number of processes, and a process's rank."""
 _JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Variables by which `jax.distributed` itself finds its processes."""
 _LARGEST = 2**31 - 1
 _ENOUGH_CORES = 4
-"""Of a process whose devices are accelerators: its threads wait most of the time."""
+"""Cores that suffice for a process with accelerators, whose threads wait most of the time."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, as one of them sees it."""
+    """Processes of a run, as one of them sees them."""
 
     rank: int
     """This process's number among all, from 0."""
@@ -43,7 +43,7 @@ class World:
     why: str
     """The reason, for people."""
     notice: str = ""
-    """What the launcher did that costs speed, in one line for people."""
+    """Line for people about a launcher's setting that costs speed; empty without one."""
 
     def __str__(self) -> str:
         processes = "1 process" if self.size == 1 else f"{self.size} processes on {self.hosts} host(s)"
@@ -62,7 +62,7 @@ class Explicit:
 def detect(
     environ: Mapping[str, str], mpi: Callable[[], World], explicit: Explicit | None = None, joined: World | None = None
 ) -> World:
-    """Decides which processes make up the run, in the stated order; `mpi` is asked only under an MPI launcher.
+    """Decide which processes make up the run, in the stated order; `mpi` is asked only under an MPI launcher.
 
     `mpi` initialises MPI and returns the world as that sees it; its `why` is MPI's library. `joined` is the world of
     `jax.distributed` where that has been initialised.
@@ -108,7 +108,7 @@ def number(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
 
 
 def _check_rank(environ: Mapping[str, str], name: str, of: str) -> int:
-    """Returns the rank that a launcher set; ``UserError`` where it is none of those below the number of processes."""
+    """Return the rank that a launcher set; ``UserError`` where it is none of those below the number of processes."""
     rank, size = number(environ, name) or 0, number(environ, of, 1) or 1
     if rank >= size:
         raise UserError(name, rank, f"0 to {of} - 1 = {size - 1}")
@@ -116,7 +116,7 @@ def _check_rank(environ: Mapping[str, str], name: str, of: str) -> int:
 
 
 def _check_joined(environ: Mapping[str, str], joined: World, explicit: Explicit | None, announced: str | None) -> None:
-    """Raises ``UserError`` where arguments or an MPI launcher contradict the processes that jax has joined."""
+    """Raise ``UserError`` where arguments or an MPI launcher contradict the processes that jax has joined."""
     accepted = f"the {joined.size} processes that jax.distributed was initialised with"
     if explicit is not None and (explicit.num_processes, explicit.process_id) != (joined.size, joined.rank):
         given = f"{explicit.process_id} of {explicit.num_processes}"
@@ -170,7 +170,7 @@ def _from_mpi(environ: Mapping[str, str], announced: str, world: World) -> World
 
 
 def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int], *, on_cpus: bool) -> str:
-    """Returns one line where mpirun leaves cores idle: those `bound` of a host's processes, and those `offered` to it.
+    """Return one line if mpirun leaves cores idle: `bound` to a host's processes, of those `offered` to the host.
 
     Open MPI binds one or two processes to a core each, and more to a socket or memory domain each.
     """
@@ -185,9 +185,9 @@ def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int],
 
 
 def slurm_notice(environ: Mapping[str, str], own: int, *, on_cpus: bool) -> str:
-    """Returns one line where an srun task has fewer cores, its `own`, than sbatch was asked for: srun takes no -c over.
+    """Return one line where an srun task has fewer cores, its `own`, than sbatch was asked for: srun takes no -c over.
 
-    Slurm sets SRUN_CPUS_PER_TASK for that; who sets it, or gives srun -c, has what was asked for.
+    Slurm sets SRUN_CPUS_PER_TASK for that; with it, or with srun -c, a task has the cores asked for.
     """
     asked = number(environ, "SLURM_CPUS_PER_TASK") or 0
     if asked <= own or not environ.get("SLURM_STEP_ID") or not (on_cpus or own < _ENOUGH_CORES):
@@ -225,7 +225,7 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
 
 
 def first_slurm_host(nodelist: str) -> str:
-    """Returns the first host of a Slurm node list: ``gpu[007-009,12],x1`` -> ``gpu007``, ``r[0-1]n[0-9]`` -> r0n0."""
+    """Return the first host of a Slurm node list: ``gpu[007-009,12],x1`` -> ``gpu007``, ``r[0-1]n[0-9]`` -> r0n0."""
     match = re.match(r"(?:[\w.-]+|\[\w[\w,-]*\])+(?=,|$)", nodelist, re.ASCII)
     if match is None:
         raise UserError("SLURM_STEP_NODELIST", nodelist, "a Slurm node list such as gpu[007-009]")

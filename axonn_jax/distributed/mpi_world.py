@@ -1,4 +1,4 @@
-"""MPI's world: what it says of a run's processes, and whether these have the same settings."""
+"""World of MPI: the processes of a run, and a comparison of their settings."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def ask_mpi() -> World:
-    """Initialises MPI (THREAD_MULTIPLE) and lets process 0 offer an address for `jax.distributed`.
+    """Initialise MPI (THREAD_MULTIPLE) and let process 0 offer an address for `jax.distributed`.
 
     Returns the world as MPI sees it; its `why` is MPI's library.
     """
@@ -64,7 +64,7 @@ def _ask_cores(on_host: "MPI.Comm") -> str:
 
 
 def check_same(settings: str) -> None:
-    """Raises ``UserError`` on every process where the processes of an MPI run have different settings."""
+    """Raise ``UserError`` on every process where the processes of an MPI run have different settings."""
     from mpi4py import MPI
 
     everyone = [_by_key(text) for text in MPI.COMM_WORLD.allgather(settings)]
@@ -76,7 +76,7 @@ def check_same(settings: str) -> None:
 
 
 def _by_key(settings: str) -> dict[str, str]:
-    """Returns the values of `key = value` lines by key, with the table's name in front where one is open."""
+    """Return the values of `key = value` lines by key, with the table's name in front where one is open."""
     table, values = "", {}
     for line in settings.splitlines():
         if line.startswith("["):

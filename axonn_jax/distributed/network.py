@@ -1,4 +1,4 @@
-"""Addresses of a run: which one a coordinator offers and listens at, and which ones a process listens on."""
+"""Addresses of a run: the coordinator's, for offers and for listening, and those on which a process listens."""
 
 import contextlib
 import ipaddress
@@ -12,11 +12,11 @@ from pathlib import Path
 from axonn_jax.errors import UserError
 
 _LISTENS = "0A"
-"""What the kernel writes for a socket that accepts connections."""
+"""State that the kernel writes for a socket that accepts connections."""
 
 
 def keep_mpi_local(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Lets a rank whose run is all on one host do without TCP, before MPI starts, unless the user has chosen.
+    """Let a rank whose run is all on one host do without TCP, before MPI starts, unless the user has chosen.
 
     Open MPI's TCP transport would listen on every address. Shared memory's own name differs between Open MPI 4 and 5.
     An Open MPI that pip installed finds its files by a variable, which its mpirun sets and srun does not.
@@ -29,13 +29,13 @@ def keep_mpi_local(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def offer(hosts: int) -> str:
-    """Returns an address of this host and a free port, for a coordinator: `own_address`, as `host:port`."""
+    """Return an address of this host and a free port, for a coordinator: `own_address`, as `host:port`."""
     address = own_address(hosts)
     return f"{f'[{address}]' if ':' in address else address}:{free_port(address)}"
 
 
 def own_address(hosts: int) -> str:
-    """Returns this host's address for a coordinator: loopback on one host; ``UserError`` where its name leads nowhere.
+    """Return this host's address for a coordinator: loopback on one host; ``UserError`` where its name leads nowhere.
 
     Of several hosts it is the first address of the host's name that others can reach, of IPv4 if there is one.
     """
@@ -59,7 +59,7 @@ def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 
 def listen_at(coordinator: str, hosts: int) -> str:
-    """Returns where process 0 listens as coordinator: at the address that the others are told, nowhere else.
+    """Return where process 0 listens as coordinator: at the address that the others are told, nowhere else.
 
     It is every address (`[::]`) only where the others must know it by another one: its name leads to loopback here,
     as in many hosts' own /etc/hosts, or to an address that is none of this host's.
@@ -98,12 +98,12 @@ def listening(pid: int) -> set[str]:
 
 
 def exposed(addresses: set[str]) -> set[str]:
-    """Returns those that are not loopback."""
+    """Return those that are not loopback."""
     return {text for text in addresses if not ipaddress.ip_address(text.strip("[]")).is_loopback}
 
 
 def _sockets(pid: int) -> set[str]:
-    """Returns the inodes of a process's sockets."""
+    """Return the inodes of a process's sockets."""
     inodes = set[str]()
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -113,7 +113,7 @@ def _sockets(pid: int) -> set[str]:
 
 
 def _address(digits: str) -> str:
-    """Returns an address as the kernel prints it, in words of four bytes, the last one first."""
+    """Return an address as the kernel prints it, in words of four bytes, the last one first."""
     raw = bytes.fromhex(digits)
     address = ipaddress.ip_address(b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4)))
     if isinstance(address, ipaddress.IPv6Address):

@@ -12,22 +12,23 @@ Attended = tuple[jax.Array, LayerCache]
 
 
 class Seen(NamedTuple):
-    """Which places of the cache a decode step may attend to."""
+    """Places of the cache that a decode step may attend to."""
 
     valid: jax.Array
     """[slots, capacity] bool."""
     newest: jax.Array
-    """[slots]: the place of the token that asks."""
+    """[slots]: place of the token that asks."""
     tokens: jax.Array
-    """[slots]: how many places are valid; 0: the slot waits, and what comes of it is not read."""
+    """[slots]: number of valid places; 0: the slot waits, and its results are not read."""
 
 
 class CachedAttention(Protocol):
-    """Which keys a token attends to, and how a layer's cache holds them. `extra` is a layer's own data, if any."""
+    """Choice of the keys that a token attends to, and their form in a layer's cache. `extra` is a layer's own data, if
+    any."""
 
     name: str
     dense_prompt: bool
-    """Whether a prompt goes through in chunks, with full attention, and its keys stay; else token by token."""
+    """True if a prompt goes through in chunks, with full attention, and its keys stay; False: token by token."""
 
     calibrated: bool
     """True if each layer must have an `extra`."""
@@ -36,13 +37,13 @@ class CachedAttention(Protocol):
         """Features and dtype (None: that of the model) of each array of a layer's cache."""
 
     def stored(self, k: jax.Array, v: jax.Array, extra: Any) -> LayerCache:
-        """Keys and values [batch, kv_heads, seq, head_dim] -> what is written of them."""
+        """Return the arrays to cache for keys and values [batch, kv_heads, seq, head_dim]."""
 
     def held(self, arrays: LayerCache, extra: Any) -> tuple[jax.Array, jax.Array]:
-        """Keys and values as the model gave them, of what was written."""
+        """Return the model's keys and values from the cached arrays."""
 
     def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
-        """Puts `new` tokens into the cache; queries [slots, kv_heads, group, head_dim] -> what they attend to."""
+        """Put `new` tokens into the cache, and attend with queries [slots, kv_heads, group, head_dim]."""
 
 
 class FullAttention:
@@ -57,11 +58,11 @@ class FullAttention:
         return (head_dim, None), (head_dim, None)
 
     def stored(self, k: jax.Array, v: jax.Array, extra: Any) -> LayerCache:
-        """As they are."""
+        """Return keys and values unchanged."""
         return k, v
 
     def held(self, arrays: LayerCache, extra: Any) -> tuple[jax.Array, jax.Array]:
-        """As they are."""
+        """Return keys and values unchanged."""
         return arrays[0], arrays[1]
 
     def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
@@ -79,7 +80,7 @@ def scores(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def products(q: jax.Array, k: jax.Array) -> jax.Array:
-    """As `scores`, undivided."""
+    """Scores of queries and keys, without the division by the root of head_dim."""
     return lax.dot_general(q, k, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
 
 
@@ -94,7 +95,7 @@ def weighted(scored: jax.Array, visible: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def attend_chunk(q: jax.Array, new: LayerCache, old: LayerCache, start: jax.Array, window: int) -> jax.Array:
-    """A chunk of a prompt over what stands before it and itself: [1, chunk, heads, head_dim], float32 inside.
+    """Attend with a chunk of a prompt to the tokens before it and itself: [1, chunk, heads, head_dim], float32 inside.
 
     `new` are its keys and values [1, kv_heads, chunk, head_dim], `old` those in the cache [1, kv_heads, capacity,
     head_dim], of which `start` tokens have been written; a token sees `window` tokens, or with 0 all. One KV head's

@@ -44,7 +44,7 @@ def grown(arrays: LayerCache, capacity: int) -> LayerCache:
 
 
 def tokens_to_write(arrays: LayerCache, new: LayerCache, places: jax.Array, active: jax.Array) -> LayerCache:
-    """New tokens of active slots, [slots, kv_heads, 1, features]; of others what stands at their places, [slots].
+    """Return the tokens to write, [slots, kv_heads, 1, features]: new ones of active slots, else the cached ones.
 
     A slot without work may hold a prompt that others copy.
     """
@@ -59,7 +59,7 @@ def tokens_to_write(arrays: LayerCache, new: LayerCache, places: jax.Array, acti
 
 
 def append(arrays: LayerCache, new: LayerCache, places: jax.Array) -> LayerCache:
-    """Writes one token of every slot, [slots, kv_heads, 1, features], to the slot's place, [slots]."""
+    """Write one token of every slot, [slots, kv_heads, 1, features], to the slot's place, [slots]."""
 
     def one(array: jax.Array, token: jax.Array) -> jax.Array:
         for slot in range(array.shape[0]):  # a scatter is a loop of the same writes on CPUs, and slower
@@ -78,7 +78,7 @@ def append(arrays: LayerCache, new: LayerCache, places: jax.Array) -> LayerCache
 
 
 def insert(arrays: LayerCache, new: LayerCache, slot: jax.Array, start: jax.Array, valid: jax.Array) -> LayerCache:
-    """Writes a chunk of one slot's tokens, [1, kv_heads, chunk, features] of which the first `valid` count.
+    """Write a chunk of one slot's tokens, [1, kv_heads, chunk, features] of which the first `valid` count.
 
     `start` is a multiple of the chunk, which divides the capacity.
     """
@@ -93,6 +93,6 @@ def insert(arrays: LayerCache, new: LayerCache, slot: jax.Array, start: jax.Arra
 
 
 def positions(count: jax.Array, capacity: int) -> jax.Array:
-    """Which token lies at each place, [..., capacity], when `count` [...] have been written; below 0: none."""
+    """Number of the token at each place, [..., capacity], when `count` [...] have been written; below 0: none."""
     last = count[..., None] - 1
     return last - (last - jnp.arange(capacity)) % capacity

@@ -1,4 +1,4 @@
-"""The logits of whole sequences, all at once: what generation with a cache must agree with."""
+"""Logits of whole sequences, all at once: the reference for generation with a cache."""
 
 from typing import Any
 

@@ -25,11 +25,11 @@ NO_TOKEN = -2
 
 ROWS: Any = P(BATCH_AXES)
 Array = Any
-"""Of jax, or of numpy on its way there."""
+"""Array of jax, or of numpy on its way there."""
 
 
 class Slots(NamedTuple):
-    """What every slot is at, [slots] each, over `data`."""
+    """State of the slots, [slots] each, over `data`."""
 
     last: Array
     """The newest token, which is not in the cache yet."""
@@ -49,11 +49,11 @@ class Chunk(NamedTuple):
     tokens: Array
     """[devices, chunk]."""
     slot: Array
-    """Of the device's own slots."""
+    """Number of the slot among the device's own."""
     start: Array
     """Tokens of the prompt before it."""
     valid: Array
-    """How many of its tokens count; 0: this device has nothing to do."""
+    """Number of valid tokens; 0: this device has nothing to do."""
 
 
 class Copy(NamedTuple):
@@ -241,7 +241,7 @@ def _copied(params: Any, extras: Any, caches: list[LayerCache], copy: Copy) -> t
 
 
 def _any(here: jax.Array) -> jax.Array:
-    """Whether one is true on any device along `data`."""
+    """Return True if `here` is true on any device along `data`."""
     over = live(BATCH_AXES)
     return jnp.any(here) if not over else lax.psum(jnp.sum(here, dtype=jnp.int32), over) > 0
 

@@ -22,7 +22,7 @@ _LEAST, _MOST = 0.0001, 10_000  # what scores are divided by; beyond, they may n
 
 
 class SamplingForm(NamedTuple):
-    """What of a `Sampling` decides on the program; the rest are numbers that it reads."""
+    """Part of a `Sampling` that decides on the program; the rest are numbers that the program reads."""
 
     greedy: bool
     top_k: int
@@ -33,7 +33,7 @@ class SamplingForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. The order is that of the fields, as in Hugging Face's `generate`."""
+    """Sampling of the next token. The fields apply in their order, as in Hugging Face's `generate`."""
 
     repetition_penalty: float = 1.0
     """Divides positive scores of tokens that stand in the text already, multiplies negative ones; 1: does nothing."""
@@ -48,7 +48,7 @@ class Sampling:
     seed: int = 0
 
     def check(self) -> None:
-        """Raises ``UserError`` for a number out of range."""
+        """Raise ``UserError`` for a number out of range."""
         for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
             if not isinstance(value := getattr(self, name), Real):
                 raise UserError(f"--{name.replace('_', '-')}", value, "a number")
@@ -65,7 +65,7 @@ class Sampling:
 
     @property
     def form(self) -> SamplingForm:
-        """What a program is compiled for."""
+        """Part of the settings for which a program is compiled."""
         greedy = self.temperature == 0
         drawn = not greedy
         top_k = self.top_k if drawn else 0
@@ -75,12 +75,12 @@ class Sampling:
 
     @property
     def numbers(self) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-        """What a program reads: penalty, temperature, top_p and the logarithm of min_p."""
+        """Numbers that a program reads: penalty, temperature, top_p and the logarithm of min_p."""
         least = math.log(self.min_p) if self.min_p > 0 else -math.inf
         return np.array([self.repetition_penalty, self.temperature, self.top_p, least], np.float32)
 
     def key(self, sample: int, prompt: Sequence[int] = ()) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
-        """Two words with which the noise of a text begins: of the seed, the prompt's tokens and the sample's number."""
+        """Two words that seed the noise of a text, drawn from the seed, the prompt's tokens and the sample's number."""
         key = jax.random.key(self.seed, impl=_IMPL)
         for number in (zlib.crc32(np.asarray(prompt, "<u4").tobytes()), sample):
             key = jax.random.fold_in(key, number)
@@ -119,7 +119,7 @@ def choose(
 
 
 def log_probabilities(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """Of tokens [rows] under logits [rows, vocab/Gy], float32; collectives: three all-reduces of a number a row."""
+    """Log-probabilities [rows], float32, of tokens [rows] under logits [rows, vocab/Gy]; three small all-reduces."""
     logits = logits.astype(jnp.float32)
     top = all_reduce_max(jnp.max(logits, -1), VOCAB_AXIS)
     total = all_reduce(jnp.sum(jnp.exp(logits - top[:, None]), -1), VOCAB_AXIS)

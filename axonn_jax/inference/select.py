@@ -20,7 +20,7 @@ def middle(low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def largest(scores: jax.Array, k: jax.Array) -> jax.Array:
-    """Which of the float32 scores [..., n] are the `k` [...] largest of their row, as [..., n] bool; 1 <= k <= n."""
+    """Masks of the `k` [...] largest of each row of float32 scores [..., n], as [..., n] bool; 1 <= k <= n."""
     places, k = ordered(scores), k[..., None]
 
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -38,7 +38,7 @@ def largest(scores: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def compacted(chosen: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Places of what is chosen in [..., n], in order: [..., size] integers, and which of them count."""
+    """Return the places of True in `chosen` [..., n], in order, as [..., size] integers, and the mask of valid ones."""
     rows = chosen.reshape(-1, chosen.shape[-1])
     rank = jnp.cumsum(rows.astype(jnp.int32), -1)
     target = jnp.where(rows, rank - 1, size)

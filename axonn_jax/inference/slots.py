@@ -33,7 +33,7 @@ class Continuation(NamedTuple):
     """Some tokens more of a request."""
 
     request: int
-    """Its place among all of them."""
+    """Index of the request among all of them."""
     ids: list[int]
     log_probabilities: list[float]
     """Under the model's own scores, whatever they are drawn by; zeros where nothing asks."""
@@ -69,7 +69,7 @@ class Slot:
     """The newest token, which is not in the cache yet."""
     key: Sequence[int] = NO_KEY
     text: list[int] = field(default_factory=list)
-    """Prompt and what has come since."""
+    """Prompt and the tokens generated so far."""
     cached: tuple[int, ...] = ()
     """The prompt whose keys and values are in the cache still, but for the last token's."""
 
@@ -111,7 +111,7 @@ def put(tree: Any, spec: P, mesh: Mesh) -> Any:
 
 
 def state(slots: Sequence[Slot], mesh: Mesh, vocab: int = 0) -> Slots:
-    """What a decode step reads; with a `vocab`, padded, which of its tokens the texts hold."""
+    """Return the arrays that a decode step reads; with a padded `vocab`, also the tokens that the texts hold."""
     last, counts, left = (
         np.array([getattr(slot, name) for slot in slots], np.int32) for name in ("last", "count", "left")
     )

@@ -1,4 +1,4 @@
-"""Texts in and out: prompts through a tokenizer into a generator, and what comes back as text, piece by piece."""
+"""Texts in and out: prompts through a tokenizer into a generator, and continuations as text, piece by piece."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ class TextPart(NamedTuple):
 
 
 class _Text:
-    """A text so far: its tokens, and how much of it has been handed on."""
+    """Text so far, as tokens, and the length of the part that has been handed on."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], ends: Collection[int], stop: Sequence[str]):
         self._tokenizer, self._ends, self._stop = tokenizer, ends, stop
@@ -55,7 +55,7 @@ class _Text:
         return min(cuts, key=lambda parts: sum(part.count(UNFINISHED) for part in parts))
 
     def holds_stop(self, ids: Sequence[int]) -> bool:
-        """Whether tokens hold a string at which to end, such as the text of a special token, which is not shown."""
+        """Return True if tokens hold a stop string, such as the text of a special token, which is not shown."""
         text = self.decoded(ids, special=True)[0] if self._stop else ""
         return any(ending in text for ending in self._stop)
 
@@ -81,10 +81,10 @@ def write(
     stop: Sequence[str] = (),
     logs: bool = False,
 ) -> Iterator[TextPart]:
-    """Yields texts as they come; each ends at its tokens, at one of the generator's `stops` or before a `stop` string.
+    """Yield texts as they come; each ends at its tokens, at one of the generator's `stops` or before a `stop` string.
 
-    What may be the beginning of a stop string, or of a character whose bytes are not all there, is held back. The
-    token with which a stop string is complete is a part's last. A stop string may be the text of a special token.
+    A possible beginning of a stop string, or of a character whose bytes are not all there, is held back. The token with
+    which a stop string is complete is a part's last. A stop string may be the text of a special token.
     """
     texts = [_Text(tokenizer, request.prompt, generator.programs.stops, stop) for request in requests]
     longest = max(map(len, stop), default=1) - 1

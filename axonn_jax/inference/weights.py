@@ -30,7 +30,7 @@ from axonn_jax.tensor.params import Params, SplitModule, shapes_of, split_module
 
 
 class Loaded(NamedTuple):
-    """A model for generation: its parts with shapes in place of parameters, and these, on the grid's devices."""
+    """Model for generation: parts with shapes in place of parameters, and the parameters on the grid's devices."""
 
     shape: ModelShape
     parts: SplitModule
@@ -38,7 +38,7 @@ class Loaded(NamedTuple):
 
 
 def check_grid(grid: GridShape) -> None:
-    """Raises ``UserError`` for axes over which generation does not go."""
+    """Raise ``UserError`` for axes over which generation does not go."""
     for axis, why in (("pipe", "the stages would wait for each other"), ("z", "z would gather every weight")):
         if getattr(grid, axis) != 1:
             accepted = f"1 in generation, where for every token {why}; grid.y splits weights and heads"
@@ -73,9 +73,9 @@ def comm_for(shape: ModelShape, grid: GridShape) -> BlockComm:
 
 
 def on_grid(shape: ModelShape, grid: GridShape) -> ModelShape:
-    """The sizes with which a model generates on a grid: as many KV heads as `y` where that is a multiple of them.
+    """Return the sizes with which a model generates on a grid: `y` KV heads where `y` is a multiple of their number.
 
-    Each is there several times then, for a part of its queries. Raises ``UserError`` for what does not divide.
+    Each head is then repeated, for a part of its queries. Raises ``UserError`` for sizes that do not divide.
     """
     check_grid(grid)
     if grid.y > shape.kv_heads and grid.y % shape.kv_heads == shape.heads % grid.y == 0:
@@ -85,7 +85,7 @@ def on_grid(shape: ModelShape, grid: GridShape) -> ModelShape:
 
 
 def grid_of_run(shape: ModelShape, grid: Grid) -> Grid:
-    """The devices of a training grid for generation: its `z` joins `y`, or `data` where heads do not divide."""
+    """Return a grid for generation on a training grid's devices: `z` joins `y`, or `data` if heads do not divide."""
     own = grid.shape
     sizes = replace(own, z=1, y=own.z * own.y)
     try:
@@ -106,7 +106,7 @@ def _repeated(value: jax.Array, shape: ModelShape, times: int) -> jax.Array:
 
 
 def without_repeats(value: jax.Array, shape: ModelShape, kv_heads: int) -> jax.Array:
-    """Undoes what `on_grid` does to a parameter of that projection: so many KV heads in place of the `shape`'s."""
+    """Undo `on_grid` on a projection's parameter: so many KV heads in place of the `shape`'s."""
     group = shape.heads // shape.kv_heads
     by_head = value.reshape(*value.shape[:-1], shape.kv_heads, group + 2, shape.head_dim)
     queries = by_head[..., :group, :].reshape(*value.shape[:-1], kv_heads, -1, shape.head_dim)
@@ -138,7 +138,7 @@ class _Plan:
         return self.shape != self._given and ".attention.qkv." in name
 
     def loaded(self, params: Params) -> Loaded:
-        """What is loaded, of parameters as they were read, which are changed."""
+        """Return the loaded model of parameters as they were read; they are changed."""
         times = self.shape.kv_heads // self._given.kv_heads
         for name in filter(self._repeats, params):
             sharding = NamedSharding(self._grid.mesh, self.parts.specs[name])

@@ -1,1 +1,1 @@
-"""Loki attention: which keys a decode step attends to, by their principal components, and what it is compared with."""
+"""Loki attention: choice of a decode step's keys by principal components, and the baselines."""

@@ -37,7 +37,7 @@ class LokiAttention:
     keys: float
     block: int = 1
     by_head: bool | None = None
-    """Whether heads are read one after the other or all at once; by itself the former on CPUs, where it is faster."""
+    """True if heads are read one after the other, False all at once; None: the former on CPUs, where it is faster."""
     name: str = "loki"
     dense_prompt: bool = True
     calibrated: bool = True
@@ -57,7 +57,7 @@ class LokiAttention:
         return turn(turned, jnp.swapaxes(extra, 1, 2)), arrays[2]
 
     def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
-        """The softmax over what is chosen, in float32."""
+        """Return the softmax over the chosen keys, in float32, and the new cache."""
         turned = turn(q, extra)
         (first,) = append(arrays[:1], new[:1], seen.newest)
         ranked = products(turned[..., : self.first], first)
@@ -73,7 +73,7 @@ class LokiAttention:
         return out.astype(q.dtype), (first, *kept)
 
     def chosen(self, ranked: jax.Array, seen: Seen) -> jax.Array:
-        """Which of the blocks are attended to, [slots, kv_heads, group, capacity / block], by scores of all keys."""
+        """Blocks to attend to, [slots, kv_heads, group, capacity / block] bool, by scores of all keys."""
         ranked = jnp.where(seen.valid[:, None, None], ranked, -jnp.inf)
         places = jnp.arange(ranked.shape[-1])
         ranked = jnp.where((places == seen.newest[:, None])[:, None, None], _CERTAIN, ranked)
@@ -81,7 +81,7 @@ class LokiAttention:
         return largest(blocks, jnp.broadcast_to(self.number(seen.tokens)[:, None, None], blocks.shape[:-1]))
 
     def number(self, tokens: jax.Array) -> jax.Array:
-        """How many blocks are chosen of so many tokens."""
+        """Number of blocks that are chosen of so many tokens."""
         keys = jnp.maximum(jnp.floor(tokens.astype(jnp.float32) * self.keys).astype(jnp.int32), 1)
         return -(-keys // self.block)
 
@@ -94,7 +94,7 @@ class LokiAttention:
 def _by_head(
     rest: jax.Array, ranked: jax.Array, places: jax.Array, new: LayerCache, arrays: LayerCache, newest: jax.Array
 ) -> Attended:
-    """One KV head of one slot after the other, for CPUs: what is read is worked on while it is in a core's cache.
+    """One KV head of one slot after the other, for CPUs: arrays are used while they are in a core's cache.
 
     The loop writes the new token too: arrays that it only read would be copied, as they are needed behind it. They go
     through it in their own shape: flat ones of a single head would be copied too.
@@ -125,7 +125,7 @@ def _by_head(
 def _at_once(
     rest: jax.Array, ranked: jax.Array, places: jax.Array, new: LayerCache, arrays: LayerCache, newest: jax.Array
 ) -> Attended:
-    """All heads together, for accelerators: what is chosen is laid out for a layer, a share `keys` of its cache."""
+    """All heads together, for accelerators: chosen keys are laid out for a layer, a share `keys` of its cache."""
     block, arrays = ranked.shape[-1], append(arrays, new, newest)
     slots, kv_heads, capacity, _ = arrays[0].shape
     start = (jnp.arange(slots * kv_heads) * capacity).reshape(slots, kv_heads, 1, 1)

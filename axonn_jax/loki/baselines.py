@@ -1,4 +1,4 @@
-"""Baselines of Loki, as in its paper: other choices of keys, written for what they choose, not for speed."""
+"""Baselines of Loki from its paper: other choices of keys, written for correctness, not for speed."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from axonn_jax.loki.attention import LokiAttention, turn
 
 
 def _number(seen: Seen, keys: float) -> jax.Array:
-    """How many keys of each slot, [slots, 1, 1]."""
+    """Number of keys of each slot, [slots, 1, 1]."""
     return jnp.maximum(jnp.floor(seen.tokens.astype(jnp.float32) * keys).astype(jnp.int32), 1)[:, None, None]
 
 
@@ -76,7 +76,7 @@ class NewestKeys(FullAttention):
 
 
 def _age(seen: Seen, capacity: int) -> jax.Array:
-    """How many tokens are newer, [slots, capacity]."""
+    """Number of newer tokens, [slots, capacity]."""
     return (seen.newest[:, None] - jnp.arange(capacity)) % capacity
 
 
@@ -84,8 +84,8 @@ def _age(seen: Seen, capacity: int) -> jax.Array:
 class HeavyHitters(FullAttention):
     """H2O (Zhang et al., NeurIPS 2023): the newest half of the keys, and those that got most attention so far.
 
-    What is not kept once is gone. Its sums of attention are a third array of the cache, minus infinity where a key is
-    gone; prompts therefore go through token by token, and a slot that waits (of 0 tokens) keeps what it has.
+    A key that is not kept once is gone. Its sums of attention are a third array of the cache, minus infinity where a
+    key is gone; prompts therefore go through token by token, and a slot that waits (of 0 tokens) keeps its keys.
     """
 
     keys: float
@@ -103,7 +103,7 @@ class HeavyHitters(FullAttention):
         return k, v, jnp.zeros((*k.shape[:3], self.group), jnp.float32)
 
     def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
-        """The softmax over what is kept, whose weights are added to the sums."""
+        """Return the softmax over the kept keys; its weights are added to the sums."""
         k, v, before = append(arrays, new, seen.newest)
         scored, sums = scores(q, k), jnp.swapaxes(before, 2, 3)
         number = _number(seen, self.keys)

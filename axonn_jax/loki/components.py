@@ -37,7 +37,7 @@ _SAME = 0.01  # of a kernel's norm; rounding to bfloat16 moves a projection by 0
 
 
 class Components(NamedTuple):
-    """Of the keys of every layer and KV head, by decreasing variance."""
+    """Principal components of the keys of every layer and KV head, by decreasing variance."""
 
     vectors: NDArray[np.float32]
     """[layers, kv_heads, D, D], a component a column."""
@@ -48,7 +48,7 @@ class Components(NamedTuple):
     tokens: int
 
     def ranks(self, share: float = 0.9) -> NDArray[np.int64]:
-        """How many components hold this share of the variance, [layers, kv_heads]."""
+        """Number of components that hold this share of the variance, [layers, kv_heads]."""
         sums = np.cumsum(self.variances.astype(np.float64), -1)
         return np.asarray((sums < share * sums[..., -1:]).sum(-1) + 1)
 
@@ -135,7 +135,7 @@ def fingerprint(parts: SplitModule, params: Params, kv_heads: int) -> list[list[
 
 
 def save(components: Components, path: Path, shape: ModelShape, weights: Sequence[Sequence[float]], keys: str) -> None:
-    """Writes them to a file with the model and the `fingerprint` of the weights that they are of."""
+    """Write them to a file with the model and the `fingerprint` of the weights that they are of."""
     from safetensors.numpy import save as bytes_of
 
     facts = {"model": json.dumps(asdict(shape), sort_keys=True), "weights": json.dumps(weights)}
@@ -144,7 +144,7 @@ def save(components: Components, path: Path, shape: ModelShape, weights: Sequenc
 
 
 def load(path: Path, run: Path, shape: ModelShape) -> tuple[Components, Mapping[str, str]]:
-    """Components and what the file says of them; raises ``UserError`` where it is not of this model."""
+    """Read components and the file's facts; raise ``UserError`` where the file is not of this model."""
     from safetensors import SafetensorError, safe_open
 
     command = f"axonn-jax loki {run} --data DIR"
@@ -174,7 +174,7 @@ def _orthonormal(vectors: NDArray[Any]) -> bool:
 
 
 def check_weights(facts: Mapping[str, str], parts: SplitModule, params: Params, run: Path) -> None:
-    """Raises ``UserError`` where components are of other weights."""
+    """Raise ``UserError`` where components are of other weights."""
     theirs = np.array(json.loads(facts["weights"]))
     ours = np.array(fingerprint(parts, params, json.loads(facts["model"])["kv_heads"]))
     if theirs.shape != ours.shape or not (np.abs(theirs - ours) <= _SAME * ours[:, -1:]).all():

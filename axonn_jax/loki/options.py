@@ -9,7 +9,7 @@ from axonn_jax.options import CachedKeys
 
 @dataclass(frozen=True)
 class LokiOptions:
-    """How keys are ranked, and how many a new token attends to."""
+    """Ranking of keys, and the number that a new token attends to."""
 
     features: float = 0.25
     """Share of a head's features that keys are ranked by."""
@@ -19,7 +19,7 @@ class LokiOptions:
     """Rank blocks of so many tokens by their best one: reads longer pieces of memory."""
 
     def check(self, attention: CachedKeys) -> None:
-        """Raises ``UserError`` for a number out of range."""
+        """Raise ``UserError`` for a number out of range."""
         for name in ("features", "keys"):
             if not 0 < getattr(self, name) <= 1:
                 raise UserError(f"--loki.{name}", getattr(self, name), "a number above 0 and at most 1")
@@ -36,5 +36,5 @@ class LokiOptions:
         return (first + group * self.keys * (2 - first)) / 2
 
     def first(self, shape: ModelShape) -> int:
-        """How many features keys are ranked by."""
+        """Number of features by which keys are ranked."""
         return max(1, round(self.features * shape.head_dim))

@@ -47,8 +47,8 @@ class Calibrate:
 
     Measured are matmuls by size, attention, norms and activation functions, the optimizer, memory, collectives by kind,
     size, axis and bytes, pipeline messages, and copies between devices and host, all devices at work at once. Start it
-    as runs are started: one process, or `mpirun -n N axonn-jax calibrate --devices N`. Where devices share cores, what
-    one gets depends on how many they are. Nothing else should run meanwhile.
+    as runs are started: one process, or `mpirun -n N axonn-jax calibrate --devices N`. Where devices share cores, the
+    speed of each depends on their number. Nothing else should run meanwhile.
     """
 
     devices: Annotated[int | None, Arg(default="all; of CPUs, the cores", least=1)] = None
@@ -66,7 +66,7 @@ class Calibrate:
 
 
 def run(args: Calibrate) -> int:
-    """Measures, writes the file and prints what was found.
+    """Measure, write the file and print the figures.
 
     Raises:
         UserError: a flag is wrong, or the devices are not as many as said.
@@ -95,7 +95,7 @@ def _writable(path: Path) -> bool:
 
 
 def _devices() -> int:
-    """What one process has."""
+    """Return the number of devices of one process."""
     from axonn_jax import compat
 
     if compat.accelerator_expected():
@@ -186,7 +186,7 @@ def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict
 
 
 def platform_of(device: Any) -> dict[str, Any]:
-    """What a machine file says of a jax device so that plans take the form of attention that programs take."""
+    """Return a machine file's fields on a jax device, from which plans choose the kernel of attention."""
     from axonn_jax import compat
 
     attention = compat.attention_device(device, alone=False)

@@ -21,7 +21,8 @@ _LONE = 10
 _BUFFERS = 64
 _UPDATED = 1 << 23
 _LIGHT_BYTES = 4 * 3 * (2 + 2 + 3)
-"""Of a norm, an activation function and an addition, forward and (twice as many) backward, per float32 element."""
+"""Bytes of a norm, an activation function and an addition, forward and (twice as many) backward, per float32 element.
+"""
 _UPDATE_BYTES = 2 * 4 + 2 * 3 * 4
 """Per parameter: gradients read, weights written; master weights and moments read and written."""
 
@@ -73,7 +74,7 @@ def memory_rate(mesh: Mesh, rounds: int) -> float:
 
 
 def light_rate(mesh: Mesh, shape: tuple[int, int], rounds: int) -> float:
-    """Bytes a second of what a block does beside matmuls and attention, on float32 [tokens, features].
+    """Bytes a second of a block's work beside matmuls and attention, on float32 [tokens, features].
 
     A norm, GELU and an addition, forward and backward, each by itself; bytes as the cost model counts them.
     """

@@ -82,7 +82,7 @@ def local_messages(devices: Sequence[Any], elements: Sequence[int], rounds: int)
 def mpi_messages(channel: str, elements: Sequence[int], rounds: int) -> Rate:
     """Messages between neighbours through an MPI channel, of so many float32, smallest first; half round trips.
 
-    Collective over all ranks, whose pairs are at it at once; all get what rank 0 measured.
+    Collective over all ranks, whose pairs send at once; all get rank 0's rate.
     """
     from mpi4py import MPI
 

@@ -31,7 +31,7 @@ def seconds(call: Callable[[], Any], rounds: int) -> float:
 
 
 def largest(value: float, mesh: Mesh) -> float:
-    """The largest of what the processes of the mesh have; all of them call it, and none goes on before the last."""
+    """Return the largest value of the mesh's processes; all of them call it, and none goes on before the last."""
     spread, same = NamedSharding(mesh, P(mesh.axis_names)), NamedSharding(mesh, P())
     local = np.full(len(mesh.local_devices), value, np.float32)
     with jax.set_mesh(mesh):
@@ -42,8 +42,8 @@ def largest(value: float, mesh: Mesh) -> float:
 def repeated(body: Callable[[Arrays], Arrays], shapes: Shapes, dtype: Any, mesh: Mesh) -> Callable[[int], Any]:
     """A call that runs `body` so many times in a row in one program, on every device of the mesh at once.
 
-    `body` turns arrays of `shapes` on a device into such arrays; what it makes is what its next run starts with. They
-    are ones at first.
+    `body` turns arrays of `shapes` on a device into such arrays, with which its next run starts. They are ones at
+    first.
     """
     axes = live_axes(mesh) or mesh.axis_names[:1]
     mesh = Mesh(mesh.devices.reshape([mesh.shape[axis] for axis in axes]), axes)
@@ -70,7 +70,7 @@ def together(call: Callable[[int], Any], mesh: Mesh, rounds: int) -> float:
     """Seconds of one of many in a `repeated` call, as the slowest process sees them.
 
     Every process starts when the last is ready and runs for a while, so that all are at work all the time; and often
-    enough that what a program copies at first does not count. Collective over the mesh.
+    enough that a program's first copies do not count. Collective over the mesh.
     """
 
     def timed(count: int) -> float:

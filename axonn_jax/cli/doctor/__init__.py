@@ -1,4 +1,4 @@
-"""``axonn-jax doctor``: what is installed, which MPI, which devices, what would fail and how to fix it."""
+"""``axonn-jax doctor``: installed packages, MPI and devices; faults, and commands that mend them."""
 
 import json
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Tell what is installed, which MPI, which devices, what would fail and how to fix it.
+    """Check installed packages, MPI and devices; list faults and commands that mend them.
 
     The exit status is 1 if something is missing without which nothing works, otherwise 0.
     """
@@ -31,7 +31,7 @@ class Doctor:
 
 
 def run(args: Doctor) -> int:
-    """Looks at everything, prints it and returns the exit status.
+    """Look at everything, print it and return the exit status.
 
     Raises:
         UserError: the time limit is of no use.
@@ -56,7 +56,7 @@ def run(args: Doctor) -> int:
 
 
 def examine(timeout: float) -> list["Row"]:
-    """Makes all checks, those that start other processes side by side, and returns the rows in a fixed order."""
+    """Make all checks, those that start other processes side by side, and return the rows in a fixed order."""
     from axonn_jax.cli.doctor import checks as checks
     from axonn_jax.cli.doctor.mpi import mpi
 
@@ -74,7 +74,7 @@ def examine(timeout: float) -> list["Row"]:
 
 
 def _working() -> AbstractContextManager[object]:
-    """Shows on a terminal that something happens."""
+    """Show on a terminal that something happens."""
     if not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console
@@ -83,7 +83,7 @@ def _working() -> AbstractContextManager[object]:
 
 
 def _show(rows: list["Row"]) -> None:
-    """A table, plain when not on a terminal, and below it what to do, in lines that can be copied."""
+    """Print a table, plain when not on a terminal, and below it the commands that mend faults, ready to copy."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.markup import escape

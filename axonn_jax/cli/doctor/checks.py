@@ -113,7 +113,7 @@ def _package(name: str, range_: str, trouble: str) -> Row:
 
 
 def devices(seen: Probe, timeout: float) -> Row:
-    """What jax computes on, and whether a GPU lies idle."""
+    """Return the finding on jax's devices, with a warning for an idle GPU."""
     fails = "everything that computes"
     gpus = probe(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], 10)
     names = [line.strip() for line in gpus.output.splitlines() if line.strip()] if gpus.ok else []
@@ -133,7 +133,7 @@ def devices(seen: Probe, timeout: float) -> Row:
 
 
 def gpu_shares(timeout: float) -> Row:
-    """Which GPUs each process of this launch would take."""
+    """Return the finding on the GPUs that each process of this launch would take."""
     fails = "runs of several processes on GPUs"
     fix = "axonn-jax doctor under the same mpirun or srun, with as many processes a host as it has GPUs"
     seen = probe(python(_GPUS), timeout, launched=True)
@@ -159,7 +159,7 @@ def gpu_shares(timeout: float) -> Row:
 
 
 def preallocated(environ: Mapping[str, str]) -> Row:
-    """How much of a GPU's memory runs take."""
+    """Return the finding on the share of a GPU's memory that runs take."""
     name, fails = "device memory", "configurations that plan says fit"
     by_user = [key for key in VARIABLES if environ.get(key)]
     if not by_user:
@@ -171,7 +171,7 @@ def preallocated(environ: Mapping[str, str]) -> Row:
 
 
 def pinned(environ: Mapping[str, str]) -> Row:
-    """How much of the host's memory a process may pin for its GPUs."""
+    """Return the finding on the host memory that a process may pin for its GPUs."""
     fails = "[memory] offload = optimizer, where a process keeps more on the host"
     have = f"the host has {host_memory() / GIB:.0f} GiB"
     if LIMIT not in environ:
@@ -248,7 +248,7 @@ def places() -> Iterator[Row]:
 
 
 def loopback() -> str:
-    """What is wrong with 127.0.0.1, empty where nothing is."""
+    """Return the fault of 127.0.0.1, empty without one."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(3)

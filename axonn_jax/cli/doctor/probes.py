@@ -1,4 +1,4 @@
-"""Other processes that are asked for what may hang or crash, and versions of what is installed."""
+"""Checks that may hang or crash, in other processes, and versions of installed packages."""
 
 import importlib.metadata
 import json
@@ -20,7 +20,7 @@ _MARK = "axonn-doctor "
 
 @dataclass(frozen=True)
 class Row:
-    """One finding, what would fail because of it and the command that mends it."""
+    """One finding, the runs that would fail because of it, and the command that mends it."""
 
     check: str
     status: Literal["ok", "warning", "missing"]
@@ -31,13 +31,13 @@ class Row:
 
     @property
     def broken(self) -> bool:
-        """Whether the project cannot be used at all like this."""
+        """True if the project cannot be used at all with this finding."""
         return self.required and self.status == "missing"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What another process printed before it ended, or before its time was up."""
+    """Output of another process before it ended, or before its time was up."""
 
     answers: dict[str, Any]
     output: str
@@ -47,7 +47,7 @@ class Probe:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended well and in time."""
+        """True if the process ended well and in time."""
         return self.status == 0 and not self.timed_out
 
     def trouble(self, timeout: float) -> str:
@@ -75,7 +75,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def probe(command: list[str], timeout: float, *, launched: bool = False) -> Probe:
-    """Runs a command and collects the JSON objects it printed behind the mark; its children end with it.
+    """Run a command and collect the JSON objects it printed behind the mark; its children end with it.
 
     `launched` keeps the launcher's variables, so that the command takes this process's rank.
     """
@@ -117,7 +117,7 @@ def _answer(line: str) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
-    """Ends a process group: politely, so that mpirun can end its ranks, then not."""
+    """End a process group: politely, so that mpirun can end its ranks, then not."""
     for number, wait in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0)):
         try:
             os.killpg(process.pid, number)
@@ -143,7 +143,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def satisfies(version: str, range_: str) -> bool:
-    """Whether a version lies in a range such as ``>=3.11,<3.14``."""
+    """Return True if a version lies in a range such as ``>=3.11,<3.14``."""
     have = release(version)
     for operator, text in re.findall(r"(>=|<=|==|!=|~=|<|>)\s*([\d.]+)", range_):
         want = release(text)

@@ -27,7 +27,7 @@ class Generate:
     prompts: Annotated[Path | None, Arg(default="--prompt")] = None
     """A file, a pipe or - for standard input: a JSON object with the key "prompt" a line; --json keeps its others."""
     chat: bool = False
-    """Put each prompt into the model's chat template, as what a user says, and print the answer alone. A line of
+    """Put each prompt into the model's chat template, as the user's message, and print the answer alone. A line of
     --prompts may have "messages", a whole conversation, in the place of its prompt. Needs the extra hf."""
     samples: Annotated[int, Arg(least=1, most=_MOST_SAMPLES)] = 1
     """Texts for each prompt."""
@@ -50,9 +50,10 @@ class Generate:
     slots: Annotated[int | None, Arg(default="16, or one a text", least=1)] = None
     """Texts that are made at a time; others wait for a place."""
     precision: InferencePrecision = "auto"
-    """Of weights and cache; auto: bf16 on accelerators, fp32 on CPUs."""
+    """Precision of weights and cache; auto: bf16 on accelerators, fp32 on CPUs."""
     attention: CachedKeys = "full"
-    """Which keys a new token attends to: all, those that Loki (NeurIPS 2024) ranks first, or baselines of its paper."""
+    """Cached keys that a new token attends to. full: all; loki: those ranked first (NeurIPS 2024); others: the paper's
+    baselines."""
     loki: LokiOptions = field(default_factory=LokiOptions)
     grid: GridShape = field(default_factory=GridShape)
     logprobs: bool = False
@@ -62,7 +63,7 @@ class Generate:
 
 
 def run(args: Generate) -> int:
-    """Prints prompts and continuations, on the first process of a run; tokens a second go to stderr.
+    """Print prompts and continuations, on the first process of a run; tokens a second go to stderr.
 
     Raises:
         UserError: the directory is not a run's, or an option is out of range.

@@ -17,8 +17,8 @@ from axonn_jax.terminal import Ticker
 class Prune:
     """Keep the largest entries of a trained run's kernels, in a new run directory that `axonn-jax train` goes on in.
 
-    Optimizer state, step and data position go along. It runs on one device, which holds the dense weights and the
-    state of what is kept. `axonn-jax train OUT_DIR/config.toml` trains the entries that are kept.
+    Optimizer state, step and data position go along. It runs on one device, which holds the dense weights and the state
+    of the kept entries. `axonn-jax train OUT_DIR/config.toml` trains the entries that are kept.
     """
 
     run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
@@ -28,7 +28,7 @@ class Prune:
     density: float = 0.1
     """Share of the entries that is kept."""
     scope: PruneScope = "layer"
-    """Whether every kernel keeps this share, or all of them together."""
+    """Kernels that keep this share of entries: every one (layer), or all of them together (global)."""
     mask_file: str = ""
     """An .npz file with an array of booleans by the parameter's name, in the place of density and scope."""
     json: bool = False
@@ -36,7 +36,7 @@ class Prune:
 
 
 def run(args: Prune) -> int:
-    """Prunes, prints what came out and returns the exit status.
+    """Prune, print the result and return the exit status.
 
     Raises:
         UserError: RUN_DIR is no run's, OUT_DIR is not empty, or an option is out of range.
