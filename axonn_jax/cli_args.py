@@ -56,12 +56,12 @@ class Option:
     """One argument of a command line."""
 
     path: tuple[str, ...]
-    """Names of the fields that lead to it."""
+    """Names of the fields that lead to the argument."""
     kind: Any
-    """The type of one value."""
+    """Type of one value."""
     many: bool
     default: Any
-    """`MISSING` where it is required."""
+    """Default value; `MISSING` for a required argument."""
     doc: str
     group: str
     """Help text of the dataclass with the argument, empty for the outermost."""
@@ -88,7 +88,7 @@ class Option:
         return _NOUNS[self.kind][1] + least + ("" if self.arg.most is None else f" and at most {self.arg.most:,}")
 
     def value(self, text: str) -> Any:
-        """One value from its text; raises ``UserError``."""
+        """Parse one value; raise ``UserError`` for a text that is none."""
         if get_origin(self.kind) is Literal:
             choices = {str(choice): choice for choice in get_args(self.kind)}
             if now := (self.arg.renamed or {}).get(text, ""):
@@ -199,7 +199,7 @@ def _built(cls: type[T], values: Mapping[tuple[str, ...], Any]) -> T:
 def _options(
     cls: type, texts: bool, path: tuple[str, ...] = (), group: str = "", default: Any = MISSING
 ) -> Iterator[Option]:
-    """Every argument of a dataclass, those of the dataclasses in it last; with their `texts` for help alone."""
+    """Arguments of a dataclass, those of nested dataclasses last; with their `texts` for help alone."""
     hints, docs = get_type_hints(cls, include_extras=True), field_docs(cls) if texts else {}
     inner = []
     for field in fields(cls):

@@ -32,7 +32,7 @@ def varying_axes_of(aval: Any) -> frozenset[str]:
 
 
 def without_varying(aval: Any, axes: Iterable[str]) -> Any:
-    """The abstract value with `axes` taken from those it varies over."""
+    """Return the abstract value, no longer varying over `axes`."""
     if hasattr(aval, "manual_axis_type"):
         kind = aval.manual_axis_type
         return aval.update(manual_axis_type=kind.update(varying=kind.varying - frozenset(axes)))

@@ -34,7 +34,7 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  #
 _HOLDER_BYTES = 200  # read of what the holder of a lock wrote
 _SIGHT_S = 10
 TOML_BYTES = 1_000_000
-"""So much of a TOML file is read."""
+"""Largest size of a TOML file, in bytes."""
 
 
 def open_regular(path: Path, inside: Path | None = None) -> BufferedReader:
@@ -260,7 +260,7 @@ def in_sight(path: Path) -> bool:
 
 @contextlib.contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """Make a folder and those above it; at the end those that it made and that are still empty go."""
+    """Make a folder and its missing parents; at the end remove those that it made and that are still empty."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ MESH_AXES = ("data", "expert", "z", "y", "x")
 """Axes of every stage's mesh, slowest first (DESIGN section 3)."""
 
 GRID_AXES = ("pipe", *MESH_AXES)
-"""All axes, slowest first."""
+"""Names of all axes, slowest first."""
 
 BATCH_AXES = ("data", "expert", "z")
 """Axes that split the rows (sequences) of a batch."""
@@ -109,7 +109,7 @@ def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", leg
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors of a number, ascending."""
     low = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return [*low, *(number // d for d in reversed(low) if d * d != number)]
 

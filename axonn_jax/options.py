@@ -58,7 +58,7 @@ ChannelName = Literal["auto", "local", "mpi4jax", "mpi4py"]
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an option takes, where its type alone does not say; a note of its annotation."""
+    """Range of an option's numbers, as a note of its annotation."""
 
     accepted: str
     low: float
@@ -67,7 +67,7 @@ class Range:
     open_high: bool = False
 
     def check(self, name: str, value: float) -> None:
-        """Raise ``UserError`` for a number outside of it."""
+        """Raise ``UserError`` for a number outside the range."""
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
         if not (above and below):  # written so that NaN fails

@@ -25,8 +25,8 @@ class Ports:
     """Forms of the activations and gradients that arrive at this process."""
 
     arriving: Mapping[int, jax.ShapeDtypeStruct]
-    """By destination stage: global shape, dtype and `NamedSharding` of its incoming activations, and of the gradients
-    of its outgoing ones, which have the same form. `local` needs every stage, the others those of this process."""
+    """Global shape, dtype and `NamedSharding` of a stage's incoming activations, by destination stage; gradients of its
+    outgoing activations have the same form. `local` needs every stage, other channels those of this process."""
     stages: int
     """Virtual stages of the whole pipeline."""
 

@@ -25,7 +25,7 @@ _GRAIN_S = 1e-3
 
 
 class Wakeup:
-    """Ends one thread's sleep; any thread of this process and any process that knows its `address` may do so.
+    """Sleep of one thread, which any thread of this process or a process that knows `address` may end.
 
     `connect` lets the peers of a communicator notify each other. Until then, and where some peer cannot (another host,
     a sandbox without sockets), the sleeps are short, as nobody says that a message has come.
@@ -107,7 +107,7 @@ class Wakeup:
         self._since = self._clock()
 
     def sleep(self, *, transferring: bool, sending: bool = False) -> None:
-        """Sleep until it is time to look again.
+        """Sleep until the next look is due.
 
         `transferring` says that a transfer is under way whose other end waits for this one to go on, `sending` that a
         send is, which needs looks only once its receiver has notified: until then that waits, too.

@@ -63,14 +63,14 @@ class WrittenShard:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """Everything about a checkpoint but its arrays' values."""
+    """Description of a checkpoint: all but the arrays' values."""
 
     step: int
     grid: str
-    """The grid that saved it, for people: any other loads it."""
+    """Grid that saved the checkpoint, for people: any other loads it."""
     processes: int
     saved: str
-    """When it was complete, in UTC."""
+    """Time at which the checkpoint was complete, in UTC."""
     run: Mapping[str, Any]
     """State of the run to resume: data position, seeds, configuration."""
     arrays: Mapping[str, StoredArray]
@@ -166,7 +166,7 @@ def name_of(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a directory's name says it is a checkpoint of, if it is one's name."""
+    """Return the step of a checkpoint's folder by its name, None for another folder."""
     match = re.fullmatch(r"step_([0-9]{1,15})", path.name)
     return int(match[1]) if match else None
 

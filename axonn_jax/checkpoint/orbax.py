@@ -35,7 +35,7 @@ _POLL_S = 0.02
 _GROWTH = 0.05
 """Share of the copies by which the process may grow while they are written."""
 _WIDEST = 4
-"""Bytes of an element, however it was stored."""
+"""Bytes of an element in its widest stored form."""
 _OF_A_PROCESS = "ocdbt.process_"
 """Prefix of the folders that Orbax lets one process write; the process's number follows."""
 _NOBODY_WAITED = ("was never retrieved", "was destroyed but it is pending")

@@ -49,7 +49,7 @@ class Convert:
     shard_size: float = 5.0
     """The most GB in one file."""
     force: bool = False
-    """Replace DEST if it is an earlier converted directory."""
+    """Replace DEST if an earlier convert made it."""
     json: bool = False
     """Print one JSON object with the result, and nothing else, on standard output."""
 

@@ -34,7 +34,7 @@ _SHELL = "4294967290"
 _LONGEST_WAIT_S = 60.0
 _VERSION_S = 20.0
 _FIRST_LINE = b"; grid pipe "
-"""In the line by which rank 0 says that the processes have met (`initialize.describe`)."""
+"""Part of rank 0's line once all processes have met (`initialize.describe`)."""
 _LAST_LINES_S = 5.0
 
 
@@ -59,7 +59,7 @@ class Launch:
     mpirun: Annotated[str | None, Arg(default="srun in a Slurm allocation, else mpirun")] = None
     """The launcher and its options, without -n."""
     requeue: bool = False
-    """In a Slurm job, put the job in the queue again once SIGUSR1 (sbatch --signal=USR1@120) has made it save."""
+    """Put a Slurm job in the queue again once SIGUSR1 (sbatch --signal=USR1@120) has made it save."""
 
 
 def run(args: Launch) -> int:
@@ -121,7 +121,7 @@ def _launcher(text: str, processes: int) -> list[str]:
 
 
 def _is_open_mpi(mpirun: str) -> bool:
-    """Return True if a launcher is Open MPI's: others, such as MPICH's Hydra, refuse options that they do not know."""
+    """Return True if a launcher is Open MPI's; others, such as MPICH's Hydra, refuse unknown options."""
     return "Open MPI" in _output([mpirun, "--version"])
 
 

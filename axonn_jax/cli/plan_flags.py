@@ -214,7 +214,7 @@ def sequences(text: str, seq: int) -> int:
 
 
 def _amount(flag: str, text: str, units: dict[str, int], accepted: str) -> tuple[Fraction, Fraction]:
-    """The number, and the half of its last digit if it has a unit that makes it a rounded one."""
+    """Return an amount, and half of its last digit if a unit makes it a rounded one."""
     match = re.fullmatch(r"(\d+(?:\.(\d+))?)\s*([a-z]*)", text.strip().replace("_", "").replace(",", "").lower())
     if match is None or match[3] not in units:
         raise UserError(flag, text, accepted)

@@ -69,7 +69,7 @@ class Prepare:
     """The most tokens in one shard file."""
 
     force: bool = False
-    """Replace OUT_DIR if it is an earlier prepared directory."""
+    """Replace OUT_DIR if an earlier prepare made it."""
 
     json: bool = False
     """Print one JSON object with the result, and nothing else, on standard output."""

@@ -1,1 +1,1 @@
-"""Prepared token data: writing it and reading it."""
+"""Prepared token data: writer and reader."""

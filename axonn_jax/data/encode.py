@@ -73,7 +73,7 @@ class _Piece:
     seam: Any
     """Encoding of the end of ``text`` with ``after``, which has each token's characters."""
     first: int = 0
-    """The token from which on they are this piece's; those before it are the piece's before."""
+    """Number of the piece's first token; earlier ones belong to the piece before."""
 
 
 def _long(tokenizer: Any, parts: Iterator[str]) -> Iterator[tuple[int, NDArray[np.uint32]]]:

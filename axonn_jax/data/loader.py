@@ -186,7 +186,7 @@ class Loader:
         return taken
 
     def close(self) -> None:
-        """Stop reading ahead; taking another batch starts it again."""
+        """Stop reading ahead; the next batch starts reading again."""
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None

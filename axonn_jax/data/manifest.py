@@ -42,7 +42,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """The text that went into a split and the shards that came out, which in order are its token stream."""
+    """Counts of a split's text, and its shards, which in order are its token stream."""
 
     bytes: int
     tokens: int
@@ -75,7 +75,7 @@ class Manifest:
     """None in a directory of an early version: any tokenizer will do."""
     version: int = VERSION
     path: Path = Path()
-    """The directory; not in its file."""
+    """Path of the directory; not part of the file."""
 
     @property
     def storage(self) -> np.dtype[Any]:
@@ -242,7 +242,7 @@ class ShardWriter:
             self._file.close()
 
     def add(self, ids: NDArray[np.uint32]) -> None:
-        """Append tokens, opening further files as they fill up."""
+        """Append tokens, in further files as they fill up."""
         self.counts += np.bincount(ids, minlength=len(self.counts))
         while len(ids):
             if self._file is None:
@@ -261,7 +261,7 @@ class ShardWriter:
                 self._finish(self._file)
 
     def close(self) -> tuple[Shard, ...]:
-        """End the last file and return all of them."""
+        """End the last file and return all files."""
         if self._file is not None:
             self._finish(self._file)
         return tuple(self._done)

@@ -47,7 +47,7 @@ class Source:
     text_field: str
     """The field of a record, or column of a table, that holds the text."""
     files: dict[str, Contents] = field(default_factory=dict)
-    """By path below ``root``, in the order of reading."""
+    """Files to read, by path below ``root``, in reading order."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Files and records that match and cannot be used, by kind."""
     examples: dict[str, str] = field(default_factory=dict)

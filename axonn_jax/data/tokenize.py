@@ -123,7 +123,7 @@ def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
 
 
 def end_of(folder: Path, tokenizer: Any, field: str) -> int | None:
-    """The id that ends a document, as a prepared directory, a run or a pretrained one says it, or else that of EOT."""
+    """Return the id that ends a document: as the directory's files name it, or else EOT's."""
     return next(_ends(folder, tokenizer, field), None)
 
 

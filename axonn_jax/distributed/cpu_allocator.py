@@ -97,7 +97,7 @@ class TemporariesInPlace:
         self._addresses: list[int] = []
 
     def wait(self, last: Any) -> None:
-        """Before a run: waits for `last`, results of the run before (None: this is the first), and for its memory."""
+        """Wait before a run for `last`, the results of the run before (None for the first run), and for its memory."""
         if self._size < WORTH_IT:
             return
         if last is not None:

@@ -82,9 +82,9 @@ class _Accused(NamedTuple):
     times: int
     """Number of reports in which its neighbours said so."""
     since: float
-    """When it was last heard of."""
+    """Time at which the silent rank was last heard of."""
     confirmed: float
-    """When they last said so, as far as it is known here."""
+    """Time of the neighbours' last report of silence that is known here."""
 
 
 class Gossip:

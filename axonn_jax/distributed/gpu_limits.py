@@ -17,7 +17,7 @@ FRACTION = 0.92
 JAXS_OWN = 0.75
 """Share of a GPU's memory that jax takes by default."""
 FRACTION_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
-"""jax's variable for it, read when the backend starts."""
+"""jax's variable for the share, read when the backend starts."""
 _OLD_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 VARIABLES = (FRACTION_VARIABLE, _OLD_VARIABLE, "XLA_PYTHON_CLIENT_PREALLOCATE", _ALLOCATOR)

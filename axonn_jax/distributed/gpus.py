@@ -27,7 +27,7 @@ class Gpu(NamedTuple):
 
 
 def shares(views: Sequence[View], wanted: int | None = None) -> list[tuple[int, ...]]:
-    """Indexes, among the GPUs that each rank sees, of those that it takes: `wanted` of them, or an equal share of all.
+    """Indexes of the GPUs that each rank takes of those it sees: `wanted` of them, or an equal share.
 
     Ranks that see the same GPUs share them by rank; a rank that alone sees its GPUs, as where the launcher binds one
     to each, takes of those. Empty where GPUs are none of jax's business. Raises ``UserError`` where they do not do.

@@ -32,7 +32,7 @@ _ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR
 _TERMINATED = 128 + signal.SIGTERM
 _GRACE_S = 0.6
 _PEER_FAILED = 255
-"""In the wake-up pipe, beside the numbers of signals: `peer_failed` has answered yes."""
+"""Byte in the wake-up pipe, beside the numbers of signals, for a `peer_failed` that has answered yes."""
 
 
 class Heartbeat:
@@ -165,7 +165,7 @@ class Heartbeat:
             self._terminated()
 
     def _beat(self) -> None:
-        """Take in the neighbours' reports and send them its own."""
+        """Read the neighbours' reports and send this rank's own."""
         if self._comm is None:
             return
         now = time.monotonic()

@@ -21,7 +21,7 @@ class InFlight:
         self._most, self._results = most, deque[Any]()
 
     def __call__(self, results: Results) -> Results:
-        """Return the results of a program that was just dispatched; waits for those of earlier ones."""
+        """Return the results of a program that was just dispatched, after a wait for those of earlier programs."""
         self._results.append(results)
         while len(self._results) > self._most:
             jax.block_until_ready(self._results.popleft())

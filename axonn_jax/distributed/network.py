@@ -98,7 +98,7 @@ def listening(pid: int) -> set[str]:
 
 
 def exposed(addresses: set[str]) -> set[str]:
-    """Return those that are not loopback."""
+    """Return the addresses that are not loopback."""
     return {text for text in addresses if not ipaddress.ip_address(text.strip("[]")).is_loopback}
 
 

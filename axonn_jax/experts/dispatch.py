@@ -87,7 +87,7 @@ def drop(x: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def undrop(x: jax.Array) -> jax.Array:
-    """All tokens on all devices along `y`, each of which has a part: an all-gather over `y`; back, the part."""
+    """All-gather the parts of the tokens over `y`; the gradient is the own part."""
     return _all(x)
 
 

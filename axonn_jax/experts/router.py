@@ -29,7 +29,7 @@ class Routing(NamedTuple):
     """Normalised scores of the tokens [tokens, experts], float32, for balancing."""
 
     def padded(self, count: int, experts: int) -> "Routing":
-        """With `count` more tokens, which choose none of the `experts`."""
+        """Return the routing with `count` more tokens, which choose none of the `experts`."""
         choices = jnp.pad(self.choices, ((0, count), (0, 0)), constant_values=experts)
         return Routing(choices, *(jnp.pad(a, ((0, count), (0, 0))) for a in (self.weights, self.shares)))
 
@@ -41,7 +41,7 @@ class Gate(nnx.Module):
         self.moe = moe
         self.kernel = normal_param(key, (hidden, moe.experts), std, P(FEATURE_AXIS, None), role="router")
         self.bias = constant_param((moe.experts,), 0.0, P(), role="load")
-        """Added for the choice alone (DeepSeek-V3); nothing trains it, and its gradient is `experts.load`'s."""
+        """Bias added to scores for the choice alone (DeepSeek-V3); not trained, its gradient is `experts.load`'s."""
 
     def __call__(self, x: jax.Array, text: jax.Array | None = None) -> Routing:
         """[tokens, hidden/Gx] -> the tokens' routing; those that are not `text` [tokens] (None: all are) choose none.

@@ -19,7 +19,7 @@ Arrays = dict[str, jax.Array]
 
 
 def dense_sources(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Kernels of experts that are wanted and the dense ones stored that they can be copies of, by name; both shapes."""
+    """Return, for each wanted kernel of experts, the stored dense kernel to copy, by name; both have shapes."""
     pairs = {name: name.replace(_EXPERTS, ".mlp.") for name in wanted if _EXPERTS in name and name not in stored}
     return {name: dense for name, dense in pairs.items() if stored.get(dense) == tuple(wanted[name][1:])}
 

@@ -21,7 +21,7 @@ from axonn_jax.tensor.params import SplitModule
 from axonn_jax.tensor.specs import shard_mapped
 
 NO_TOKEN = -2
-"""In a decode's tokens, where a slot had ended before; -1 is a token from logits that are not finite."""
+"""Token id of a decode for a slot that had ended before; -1 is a token from logits that are not finite."""
 
 ROWS: Any = P(BATCH_AXES)
 Array = Any
@@ -51,7 +51,7 @@ class Chunk(NamedTuple):
     slot: Array
     """Number of the slot among the device's own."""
     start: Array
-    """Tokens of the prompt before it."""
+    """Number of the prompt's tokens before the chunk."""
     valid: Array
     """Number of valid tokens; 0: this device has nothing to do."""
 
@@ -226,7 +226,7 @@ class Programs:
 
 
 def _advanced(slots: Slots, token: jax.Array, active: jax.Array) -> Slots:
-    """Every active slot one token further."""
+    """Return the slots with every active one a token further."""
     step = active.astype(jnp.int32)
     last = jnp.where(active, jnp.maximum(token, 0), slots.last)
     return slots._replace(last=last, counts=slots.counts + step, left=slots.left - step)

@@ -128,7 +128,7 @@ def log_probabilities(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def mark_seen(seen: jax.Array, ids: jax.Array, valid: jax.Array) -> jax.Array:
-    """The tokens that texts hold, [rows, vocab/Gy], with further ones [rows, n] where they are `valid`."""
+    """Return the tokens that texts hold, [rows, vocab/Gy], with further ones [rows, n] where they are `valid`."""
     local = ids - shard_offset(VOCAB_AXIS, seen.shape[1])
     local = jnp.where(valid & (local >= 0) & (local < seen.shape[1]), local, seen.shape[1])
     return seen.at[jnp.arange(seen.shape[0])[:, None], local].set(True, mode="drop")

@@ -1,4 +1,4 @@
-"""Requests and slots as the host knows them, and the arrays that programs take of them."""
+"""Requests and slots on the host, and the arrays of them for programs."""
 
 import operator
 from collections import Counter
@@ -26,7 +26,7 @@ class Request(NamedTuple):
     prompt: tuple[int, ...]
     tokens: int
     sample: int = 0
-    """The sample's number among those of its prompt; texts of one prompt and seed differ by it."""
+    """Number of the sample among those of its prompt, by which texts of one prompt and seed differ."""
 
 
 class Continuation(NamedTuple):
@@ -41,7 +41,7 @@ class Continuation(NamedTuple):
 
 
 def numbered(prompts: Iterable[tuple[Sequence[int], int]], samples: int) -> list[Request]:
-    """Requests of so many samples of every prompt, with its tokens; where one comes again, their numbers go on."""
+    """Return requests of `samples` samples of every prompt; a prompt that comes again goes on numbering."""
     times, requests = Counter[tuple[int, ...]](), []
     for ids, tokens in prompts:
         first = times[prompt := tuple(ids)]
@@ -55,11 +55,11 @@ class Slot:
     """A place for one text."""
 
     at: int
-    """Among all slots."""
+    """Index of the slot among all slots."""
     device: int
-    """Along `data`."""
+    """Index of the slot's device along `data`."""
     place: int
-    """Among the device's own slots."""
+    """Index of the slot among the device's own."""
     request: int = -1
     count: int = 0
     """Tokens in the cache."""
@@ -100,7 +100,7 @@ def checked(request: Request, vocab: int, length: int) -> Request:
 
 
 def make_slots(slots: int, devices: int) -> list[Slot]:
-    """So many slots, dealt out to the devices along `data` in order."""
+    """Return slots, dealt out to the devices along `data` in order."""
     return [Slot(at, *divmod(at, slots // devices)) for at in range(slots)]
 
 

@@ -138,7 +138,7 @@ class _Plan:
         return self.shape != self._given and ".attention.qkv." in name
 
     def loaded(self, params: Params) -> Loaded:
-        """Return the loaded model of parameters as they were read; they are changed."""
+        """Return the loaded model of parameters as they were read, which this call changes."""
         times = self.shape.kv_heads // self._given.kv_heads
         for name in filter(self._repeats, params):
             sharding = NamedSharding(self._grid.mesh, self.parts.specs[name])

@@ -162,5 +162,6 @@ def _coordinates(index: jax.Array, shape: tuple[int, ...]) -> list[jax.Array]:
 
 
 def reduced_axes(spec: P, token_axes: Sequence[str] = BATCH_AXES) -> tuple[str, ...]:
-    """The axes over which a parameter's gradient is summed once a step: those that split tokens, but not it."""
+    """Return the axes over which a parameter's gradient is summed once a step: token axes that do not split the
+    parameter."""
     return tuple(axis for axis in token_axes if axis not in spec_axes(spec))

@@ -27,7 +27,7 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
 
 @dataclass(frozen=True)
 class CutArray:
-    """An array that is kept in parts, cut along `dim` of every device's shard, and put together when asked for."""
+    """Array kept in parts, cut along `dim` of every device's shard, and joined on demand."""
 
     parts: Sequence[jax.Array]
     dim: int
@@ -36,7 +36,7 @@ class CutArray:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """That of its parts."""
+        """Dtype of the parts."""
         return self.parts[0].dtype
 
     @property
@@ -45,7 +45,7 @@ class CutArray:
         return sum(part.nbytes for part in self.parts)
 
     def joined(self) -> jax.Array:
-        """One array, a copy."""
+        """Return the parts joined to one array, a copy."""
         shards = zip(*(part.addressable_shards for part in self.parts), strict=True)
         arrays = {s[0].device: np.concatenate([np.asarray(part.data) for part in s], axis=self.dim) for s in shards}
         return from_shards(self.shape, self.sharding, arrays)
@@ -58,7 +58,7 @@ class CutArray:
 
 @dataclass(frozen=True)
 class HostShard:
-    """A device's part of an array, in memory of the host that is that of the array itself."""
+    """Shard of an array on one device, as a view of it in host memory or a copy there."""
 
     index: tuple[slice, ...]
     device: jax.Device
@@ -67,7 +67,7 @@ class HostShard:
 
 @dataclass(frozen=True)
 class LayerSlice:
-    """A layer's part of the array that has those of all layers, of which it is cut out when asked for."""
+    """Layer's slice of an array that stacks all layers, cut out on demand."""
 
     stacked: jax.Array
     """[layers, ...], of which the layers' dim is not sharded."""
@@ -75,12 +75,12 @@ class LayerSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the layer's part."""
+        """Shape of the layer's slice."""
         return self.stacked.shape[1:]
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """That of the stacked array."""
+        """Dtype of the stacked array."""
         return self.stacked.dtype
 
     @property
@@ -90,7 +90,7 @@ class LayerSlice:
 
     @property
     def sharding(self) -> Any:
-        """The layout that it has as an array."""
+        """Layout of the slice as an array."""
         sharding: Any = self.stacked.sharding
         if not isinstance(sharding, NamedSharding):
             return sharding

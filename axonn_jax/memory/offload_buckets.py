@@ -28,7 +28,7 @@ _MOST = 16
 
 @dataclass(frozen=True)
 class UpdateForm:
-    """All that the program of a parameter's update depends on; no name, so that layers share programs."""
+    """Key of a parameter's update program: all that the program depends on; no name, so that layers share programs."""
 
     shape: tuple[int, ...]
     """Shape of the parameter's state on one device."""

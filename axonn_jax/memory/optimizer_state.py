@@ -22,7 +22,7 @@ from axonn_jax.tensor.params import Params, Specs
 
 
 class ModelState(NamedTuple):
-    """All that an update changes."""
+    """State that an update changes."""
 
     weights: Params
     """Weights that layers read: float32, or the compute dtype where masters are kept apart."""
@@ -36,7 +36,7 @@ class ModelState(NamedTuple):
 
     @property
     def read(self) -> dict[str, jax.Array | PrunedWeight]:
-        """The weights as layers take them."""
+        """Weights in the form that layers read."""
         return {
             name: PrunedWeight(value, self.positions[name]) if name in self.positions else value
             for name, value in self.weights.items()
@@ -65,9 +65,9 @@ class DeviceOptimizer:
     """Layout of pruned parameters, whose `shapes` are those of the kept entries."""
 
     def start(self, params: Params, index: Params = {}, *, owned: bool = True) -> ModelState:  # noqa: B006
-        """Float32 parameters -> the first state; they are used up where they are `owned`, and perhaps part of it.
+        """Return the first state of float32 parameters; it takes their arrays over if they are `owned`.
 
-        Of `pruned` ones the values of kept entries, which lie where `index` says.
+        For `pruned` parameters, `params` are the values of the kept entries and `index` their positions.
         """
         shardings = self.shardings(params)
         if not self._separate:

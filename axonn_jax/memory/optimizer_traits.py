@@ -1,4 +1,4 @@
-"""Traits of an optimizer, found by trial: it treats elements, or parameters, one by one; its state's parameters."""
+"""Traits of an optimizer, found by trial: elementwise, one parameter at a time, and the owners of its state."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -250,7 +250,7 @@ class _Trial:
 
 
 def _links(optimizer: GradientTransformation) -> Iterator[GradientTransformation]:
-    """The transformations that a chain consists of, or the one that it is."""
+    """Return the transformations that a chain consists of, or the single one."""
     held, first = (inspect.getclosurevars(f).nonlocals for f in (optimizer.update, optimizer.init))
     if isinstance(inner := held.get("tx"), GradientTransformation):
         yield from _links(inner)

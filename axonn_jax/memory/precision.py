@@ -52,7 +52,7 @@ class Precisions:
 
 
 FULL = Precisions(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), jnp.dtype(jnp.float32))
-"""Everything in float32."""
+"""Precisions with all of them float32."""
 
 
 def precisions(precision: Precision, accumulate: Accumulate = "fp32", *, separate_masters: bool = False) -> Precisions:

@@ -128,7 +128,7 @@ def _finite(array: jax.Array) -> jax.Array:
 
 
 def report(planned: StateBytes, counts: Mapping[str, int], mesh: Mesh, program: Any = None) -> dict[str, Any]:
-    """The bytes of one device: planned, counted, and of the step's `program` (a compiled one) where there is one."""
+    """Return the bytes of one device: planned, counted, and of the step's compiled `program` if given."""
     stats = mesh.local_devices[0].memory_stats() or {}
     analysis = None if program is None else program.memory_analysis()
     return {

@@ -160,7 +160,7 @@ def connect(grid: Grid, pipe_shape: PipelineShape, policy: PipelinePolicy, stall
 
 
 class CompiledPipeline:
-    """All that is compiled and connected for batches of one shape."""
+    """Compiled programs and connections for batches of one shape."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class CompiledPipeline:
             channel,
         )
         self.room: dict[int, int] = {}
-        """By pipe rank, microbatches for which there is memory beside those of 1F1B; known once a step has run."""
+        """Microbatches, by pipe rank, for which there is memory beside those of 1F1B; known once a step has run."""
         self.open()
 
     def open(self) -> None:
@@ -237,11 +237,11 @@ class CompiledPipeline:
         return sum(stage.bytes_kept() for rank in self.ranks.values() for stage in rank.stages.values())
 
     def close(self) -> None:
-        """End its threads and its channel."""
+        """End the executor's threads and the channel."""
         self.executor.close()
 
     def free(self) -> None:
-        """Close it and give back its communicators; collective over the pipe ranks."""
+        """Close the pipeline and free its communicators; collective over the pipe ranks."""
         self.close()
         self._carrier.free()
 
@@ -256,7 +256,7 @@ class PipelineCache:
         return len(self._pipes)
 
     def values(self) -> list[CompiledPipeline]:
-        """Return all that are kept."""
+        """Return all kept pipelines."""
         return list(self._pipes.values())
 
     def get(self, shape: tuple[int, int], make: Callable[[], CompiledPipeline]) -> CompiledPipeline:
@@ -279,7 +279,7 @@ class PipelineCache:
             pipe.open()
 
     def close(self) -> None:
-        """End them all."""
+        """End all pipelines."""
         for pipe in self.values():
             pipe.close()
         self._pipes.clear()

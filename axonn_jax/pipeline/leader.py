@@ -41,7 +41,7 @@ class LeaderBroadcast:
             self._thread.start()
 
     def follow(self, step: int, ordered: Callable[[Task], None], failed: Callable[[BaseException], None]) -> None:
-        """Hand on a step's tasks as their order comes, from any thread; those that have come at once."""
+        """Hand on a step's tasks as their orders come, from any thread; at once for orders that have come before."""
         with self._lock:
             self._followed, self._ordered, self._failed = step, ordered, failed
             for task in self._early.pop(step, []):
@@ -55,7 +55,7 @@ class LeaderBroadcast:
             self._followed = None
 
     def send(self, task: Task, step: int) -> None:
-        """Tell the others, without waiting for them."""
+        """Send the others a task, without waiting for them."""
         self._pass_on(np.array([_KINDS.index(task.kind), task.stage, task.microbatch, step], np.int32))
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ class Stage:
         """Incoming activations (None for the first stage) and outgoing ones (None for the last)."""
         read = next((group.stretch for group in groups if group.stretch.reads_tokens), None)
         self.tokens = None if read is None else read.inputs(())[TOKENS]
-        """A microbatch's tokens, where it reads them."""
+        """Form of a microbatch's tokens, for a stage that reads them."""
         self.joins, self.losses = last.joins, last.losses
         self.sums = {name: form for member in self._members for name, form in member.sums().items()}
         """Forms of the gradients while they add up, unreduced over `data`."""
@@ -134,7 +134,7 @@ class Stage:
 
 
 class _Member:
-    """A group with its programs, which know parameters by the names of the stretch that they were made of."""
+    """Group with its programs, which use the parameter names of the stretch they were made of."""
 
     def __init__(self, group: Group, programs: SegmentPrograms):
         self.programs = programs
@@ -146,7 +146,7 @@ class _Member:
         )
 
     def sums(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the form of its gradients' sums."""
+        """Return the forms of the gradients' sums."""
         return {own: self.programs.sums[name] for name, own in self._names.items()}
 
     def run(

@@ -116,14 +116,11 @@ class StageState:
 
     @property
     def opt_state(self) -> Any:
-        """The optax state, with offload its arrays in host memory, `CutArray` where they are cut."""
+        """Return the optax state; with offload its arrays are in host memory, and `CutArray` where cut."""
         return self._update.opt_state(self.state)
 
     def restore(self, masters: Params, optimizer: Any, kept: KeptEntries | None = None) -> None:
-        """Replace weights and optimizer state, as `masters` and `opt_state` give them; uses them up.
-
-        Of pruned parameters these are the entries that are `kept`.
-        """
+        """Replace weights and optimizer state, in the form of `masters` and `opt_state`, and use them up."""
         if kept is not None:
             self._begin(kept)
         self.state = self._update.restored(masters, optimizer, kept.positions if kept else {}, owned=True)

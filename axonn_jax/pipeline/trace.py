@@ -25,7 +25,7 @@ from axonn_jax.tensor.specs import live_axes, shard_mapped, spec_axes
 from axonn_jax.tensor.weight_gather import cast_for_reduction
 
 X, TOKENS, KEY, MICROBATCH, LATER, DY, SCALE = " x", " tokens", " key", " microbatch", " later", " dy", " scale"
-"""Inputs of a stage beside its parameters; the space keeps them apart from parameters' names."""
+"""Names of a stage's inputs beside its parameters; the space tells them from parameters' names."""
 POSITIONS = " positions "
 """Prefix of the names of pruned parameters' positions; the parameter's name follows."""
 
@@ -160,7 +160,7 @@ class Stretch:
         return forms
 
     def whole(self, given: Mapping[str, jax.Array], dy: jax.Array | None) -> list[jax.Array]:
-        """On local shards: result, gradient of `x` if there is one, gradients of the parameters given."""
+        """Return the result, the gradient of `x` if there is one, and the gradients of parameters, on local shards."""
         rest = {name: value for name, value in given.items() if name != X}
         x = given.get(X)
 
@@ -240,13 +240,13 @@ def global_shape(local: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Group:
-    """Pieces in a row that run the programs of a stretch: the stretch itself, or pieces that are like it."""
+    """Pieces in a row that run the programs of a stretch: those of the stretch itself, or like ones."""
 
     stretch: Stretch
     names: tuple[str, ...]
-    """The parameters it runs on, where the stretch has its own `names`."""
+    """Names of the group's parameters, in the order of the stretch's `names`."""
     later: int = 0
-    """Layers that it comes after the stretch."""
+    """Number of layers between the stretch and the group."""
 
 
 def like(first: Group, pieces: Sequence[Segment], own: range) -> Group:

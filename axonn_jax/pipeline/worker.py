@@ -56,7 +56,7 @@ class StageWorker:
 
     @property
     def reads_tokens(self) -> bool:
-        """True if one of its stages does."""
+        """True if one of the rank's stages reads tokens."""
         return any(stage.tokens is not None for stage in self.stages.values())
 
     def begin(
@@ -95,7 +95,7 @@ class StageWorker:
         return self._fold(np.uint32(seed), np.uint32(step))  # type: ignore[no-any-return]
 
     def take_sums(self) -> Params:
-        """Hand out the step's gradients and forgets them: whoever uses them up frees them."""
+        """Hand out the step's gradients and drop the reference: the caller frees them."""
         sums, self.sums = self.sums, {}
         return sums
 

@@ -38,10 +38,10 @@ class EarlyBird:
 
 
 def distance(masks: Mapping[str, jax.Array], earlier: Mapping[str, jax.Array]) -> float:
-    """The entries in which two masks differ, over those in which they would if they were drawn at random.
+    """Return the entries in which two masks differ, as a share of those in which random masks would differ.
 
-    Drawn at random each keeps as many entries of every parameter as it does: 0 are masks that are the same, about 1
-    those that have nothing to do with each other.
+    A random mask keeps as many entries of every parameter as the mask does: 0 means equal masks, about 1 unrelated
+    ones.
     """
     differing, by_chance = 0, 0.0
     for names in rounds(masks):
@@ -55,6 +55,6 @@ def distance(masks: Mapping[str, jax.Array], earlier: Mapping[str, jax.Array]) -
 
 @counting
 def _counts(masks: Arrays, earlier: Arrays) -> jax.Array:
-    """Entries in which masks differ, that each keeps, and that the one before keeps: [3, masks]."""
+    """Count entries in which masks differ, that each mask keeps, and that the earlier one keeps: [3, masks]."""
     apart = [mask != before for mask, before in zip(masks, earlier, strict=True)]
     return jnp.stack([totals(apart), totals(masks), totals(earlier)])

@@ -202,12 +202,12 @@ class PrunedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The dense array's."""
+        """Shape of the dense array."""
         return self.layout.shapes[self.name]
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """That of its values."""
+        """Dtype of the values."""
         return np.dtype(np.uint8) if self.values is None else np.dtype(self.values.dtype)
 
     @property

@@ -67,7 +67,7 @@ def kept(entries: int, density: float) -> int:
 
 
 def rounds(arrays: Mapping[str, jax.Array]) -> list[list[str]]:
-    """Names of arrays in groups of which none has two of one shape and layout, so that few programs serve them all.
+    """Return names of arrays in groups without two of one shape and layout, so that few programs serve all groups.
 
     A transformer's first round has one kernel of each kind, and so have the next: about as many rounds as layers.
     """

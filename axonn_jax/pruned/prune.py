@@ -1,4 +1,4 @@
-"""Pruning of a model's parameters on a mesh: which ones, their masks, and their state compressed or dense."""
+"""Pruning of a model's parameters on a mesh: choice of parameters, masks, and their state compressed or dense."""
 
 import zipfile
 import zlib

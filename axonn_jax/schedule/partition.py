@@ -102,7 +102,7 @@ def explicit(split: Sequence[int], pieces: int, stages: int) -> list[range]:
 
 
 _FEW = 5_000
-"""So many splits are tried one by one, in well under a second."""
+"""Number of splits up to which all are tried, in well under a second."""
 
 _SHAKES = 600
 """Restarts of the local search times virtual stages: under a second for 400 pieces on 64 virtual stages."""

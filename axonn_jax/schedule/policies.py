@@ -8,7 +8,7 @@ from axonn_jax.options import PipelinePolicy
 from axonn_jax.schedule.tasks import Kind, PipelineShape, Task
 
 POLICIES: tuple[PipelinePolicy, ...] = get_args(PipelinePolicy)
-"""All policies."""
+"""Names of all policies."""
 
 
 Backwards = Literal["whole", "split", "both"]

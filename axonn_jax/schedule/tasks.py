@@ -15,7 +15,7 @@ class Kind(enum.StrEnum):
     """Kind of a task, by the values it computes."""
 
     FORWARD = "F"
-    """The stage's outputs from its inputs."""
+    """Outputs of the stage from its inputs."""
     BACKWARD = "B"
     """Gradients of the inputs and of the weights in one task."""
     BACKWARD_INPUT = "I"

@@ -19,10 +19,10 @@ class Tiles:
     queries: int
     """Queries of a block."""
     scores: int
-    """That a chunk of heads may have at a time."""
+    """Scores that a chunk of heads may have at a time."""
 
     def blocks(self, seq: int) -> Iterator[slice]:
-        """Queries of each block."""
+        """Yield the queries of each block."""
         return (slice(start, min(start + self.queries, seq)) for start in range(0, seq, self.queries))
 
     def computed(self, seq: int) -> int:
@@ -30,13 +30,14 @@ class Tiles:
         return sum((block.stop - block.start) * block.stop for block in self.blocks(seq))
 
     def chunk(self, heads: int, seq: int) -> int:
-        """Heads taken at a time: the most that divide all of them and whose block of scores is no larger."""
+        """Number of heads taken at a time: the most that divide all heads and whose scores fit `scores`."""
         most = max(1, self.scores // (min(seq, self.queries) * seq))
         return next(size for size in range(min(heads, most), 0, -1) if heads % size == 0)
 
 
 def tiles(platform: str, seq: int) -> Tiles:
-    """On CPUs half a megabyte of float32 scores, within a core's level-2 cache; elsewhere a quarter of a gigabyte.
+    """Return the tiles for a platform: half a megabyte of float32 scores on CPUs, within a core's level-2 cache; else
+    256 MB.
 
     An accelerator takes at most 16 blocks, since each is compiled for itself and should fill the device.
     """

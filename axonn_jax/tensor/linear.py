@@ -141,7 +141,7 @@ _plus.defvjp(_plus_forward, _plus_backward)
 
 
 def column_parallel(layers: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
-    """Apply layers that read the residual stream, all with one `comm`; their dX are added before they are reduced.
+    """Apply layers that read the residual stream, all with one `comm`; their dX are added before the reduction.
 
     Stream [batch, seq, hidden/Gx], its sequence over `y` with "sequence" -> [batch, seq, features/Gy] a layer. The
     stream is gathered once for all layers; other collectives are those of `matmul_4d`.

@@ -52,10 +52,10 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 class _Picked(NamedTuple):
-    """Targets as this device has them."""
+    """Targets in this device's part of the vocabulary."""
 
     place: jax.Array
-    """Column of a target that is held, else 0."""
+    """Column of a target in this part, else 0."""
     held: jax.Array
     logit: jax.Array
 
@@ -69,12 +69,12 @@ def _picked(logits: jax.Array, targets: jax.Array) -> _Picked:
 
 @jax.checkpoint
 def _sum_exp(logits: jax.Array, top: jax.Array) -> jax.Array:
-    """Kept for the backward pass are the logits alone, not their exponentials."""
+    """Sum of exponentials; the backward pass keeps the logits alone, not the exponentials."""
     return jnp.sum(jnp.exp(logits - top[..., None]), -1)
 
 
 def masked(logits: jax.Array, used: int | None) -> jax.Array:
-    """Logits split over `y` with those of entries from `used` on at minus infinity; as they are where it is None."""
+    """Return logits split over `y` with entries from `used` on at minus infinity; unchanged if `used` is None."""
     if used is None:
         return logits
     column = shard_offset(VOCAB_AXIS, logits.shape[-1]) + lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -142,7 +142,7 @@ Gradients = tuple[jax.Array, jax.Array]
 def _forward(
     rows: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array | None, how: _How
 ) -> tuple[jax.Array, Gradients]:
-    """The sum and its gradients."""
+    """Return the sum of losses and its gradients."""
     projection = Projection(weight, *how[1:])
 
     def add(carry: tuple[jax.Array, jax.Array], part: Tokens) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array]]:

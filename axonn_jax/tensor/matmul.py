@@ -65,7 +65,7 @@ class Form:
 AS_WRITTEN = Form()
 _TRANSPOSED = Form(product=True)
 FORMS = tuple(Form(*flags) for flags in itertools.product((False, True), repeat=3))
-"""All forms, the one that XLA gets by itself first."""
+"""Forms of a product, as written first."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class MatmulLayouts:
 
 
 PLAIN = MatmulLayouts()
-"""Every product as written."""
+"""Layouts with every product as written."""
 
 
 class _Forms(NamedTuple):

@@ -111,7 +111,7 @@ def split_module(module: nnx.Module) -> SplitModule:
 
 
 def renewed(state: Any) -> Any:
-    """A state of the same values in variables of their own, which a module made of it may change where it is traced."""
+    """Return a state of the same values in new variables, which a traced module may change."""
     return nnx.from_flat_state([(path, var.replace(var.get_value())) for path, var in nnx.to_flat_state(state)])
 
 

@@ -20,7 +20,7 @@ def split_dim(spec: P, axis: str) -> int | None:
 
 
 def further_split(spec: P, further: P) -> tuple[int, tuple[str, ...]] | None:
-    """Return the dim that a layout splits over axes that another one does not have, and those axes; None: equal."""
+    """Return the dim that `further` splits over more axes than `spec`, and those axes; None if there are none."""
     more = spec_axes(further) - spec_axes(spec)
     if not more:
         return None

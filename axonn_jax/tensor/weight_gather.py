@@ -1,4 +1,4 @@
-"""All of a module's or model's weights gathered at once, for several calls that share them."""
+"""Gathers of a module's or model's weights, done once for several calls."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -54,7 +54,7 @@ def cast_for_reduction(dtype: jnp.dtype, params: MaybeGathered | Params, specs: 
 
 
 def gather_params(params: Params, specs: Specs, dtype: jnp.dtype) -> MaybeGathered:
-    """Every parameter that is split over `z` gathered in `dtype`, inside a manual region; the others as they are.
+    """Gather every parameter that is split over `z` in `dtype`, inside a manual region; others stay.
 
     Collectives: an all-gather a weight, as in `gather_weight`; none where `z` is of size one.
     """

@@ -78,7 +78,7 @@ class _Line(NamedTuple):
 def draw(
     spans: Sequence[Span], path: Path, title: str | None = None, *, step: int | None = None, heading: str | None = None
 ) -> None:
-    """Draw one step as a PNG, the last whole one unless `step` says which; `heading` stands for its length and idle.
+    """Draw one step as a PNG, by default the last whole one; `heading` replaces its length and idle share.
 
     Tasks bear the number of their microbatch where it fits; virtual stages of a rank differ in shade. Times before the
     first task and after the last are not shown.

@@ -55,17 +55,17 @@ class Span:
 
     @property
     def stage(self) -> int | None:
-        """The stage in the name, if it has one."""
+        """Number of the stage in the name, None without one."""
         return int(found[1]) if (found := _TASK.search(self.name)) else None
 
     @property
     def microbatch(self) -> int | None:
-        """The microbatch in the name, if it has one."""
+        """Number of the microbatch in the name, None without one."""
         return int(found[2]) if (found := _TASK.search(self.name)) else None
 
     @property
     def is_task(self) -> bool:
-        """True if this is work of the device, which communication is not."""
+        """True if the span is work of the device, not communication."""
         return self.kind != "communication"
 
 

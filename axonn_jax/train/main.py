@@ -111,10 +111,7 @@ def attention_form(config: Config, shape: ModelShape, grid: Grid) -> AttentionFo
 
 @contextlib.contextmanager
 def _all_or_nothing(world: World, report: Callable[[BaseException], int]) -> Iterator[None]:
-    """In a run of several processes, one that fails ends at once, so that its launcher ends the others.
-
-    The orderly exit would wait in `jax.distributed` for peers that wait for this process.
-    """
+    """End a failed process of several at once, so that its launcher ends the others."""
     try:
         yield
     except BaseException as error:

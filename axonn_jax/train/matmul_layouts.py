@@ -218,11 +218,7 @@ def _found(wanted: list[Product], device: Any, file: Path, *, measures: bool) ->
 def local_products(
     shape: ModelShape, grid: GridShape, tokens: int, dtype: str, comm: BlockComm = ALL_REDUCE
 ) -> dict[Product, int]:
-    """Every distinct product of a forward and backward pass, with how often it is run, for a device's `tokens`.
-
-    Sizes are those of local shards (DESIGN section 4). Attention's products of activations, and those of
-    experts, are not among them.
-    """
+    """Return the distinct products of a forward and backward pass with their counts, for a device's `tokens`."""
     stream = shape.hidden // grid.x
     read, over = (shape.hidden, grid.y * grid.x) if comm.attention else (stream, grid.y)
     qkv, width = shape.qkv_width // over, shape.heads * shape.head_dim // over

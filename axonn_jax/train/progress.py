@@ -52,7 +52,7 @@ class Progress:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print a separate line."""
         if self._bar is not None:
             self._bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
         elif self._shown:

@@ -134,7 +134,7 @@ def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *,
 
 
 class Checkpoints:
-    """The checkpoints of a training run: resumes it, saves it."""
+    """Checkpoints of a training run: saves, and resuming."""
 
     def __init__(self, config: Config, engine: Engine, sync: HostSync, say: Callable[[str], None]):
         self._config, self._engine, self._sync, self._say = config, engine, sync, say
@@ -190,7 +190,7 @@ class Checkpoints:
         self.saver.close()
 
     def _resumed(self, where: str) -> Checkpoint | None:
-        """Find a checkpoint and load it; one that cannot be read after all gives way to the one before."""
+        """Find a checkpoint and load it; fall back to the one before if it cannot be read."""
         if where == "never":
             return None
         if where != "auto":

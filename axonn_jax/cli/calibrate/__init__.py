@@ -60,7 +60,7 @@ class Calibrate:
     seq: Positive = 1024
     """Sequence length of the attention that is measured."""
     head_dim: Positive = 64
-    """Features of its heads."""
+    """Features of a head."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -173,7 +173,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
 
 
 def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict[str, float]]:
-    """By channel, of the one that runs choose here; none where there is one device."""
+    """Figures of messages by channel, for the channel that runs choose here; empty with one device."""
     from axonn_jax.channels.choose import choose
     from axonn_jax.cli.calibrate import links
 

@@ -25,7 +25,7 @@ _AXES = ("outer", "group", "inner")
 
 @dataclass(frozen=True)
 class Rate:
-    """A fixed time, and the rate beyond it, of something whose time grows with its size."""
+    """Fixed time of an operation, and its rate beyond that time, which grows with size."""
 
     latency_s: float
     per_s: float
@@ -33,7 +33,7 @@ class Rate:
 
 
 def group_meshes(devices: Sequence[Any]) -> list[tuple[int, int, Mesh]]:
-    """Every (product of inner axes, size of a group) of powers of two and the whole, with the devices so arranged."""
+    """Meshes for every (product of inner axes, size of a group): powers of two and the number of devices."""
     count, meshes = len(devices), []
     sizes = [size for size in range(2, count + 1) if count % size == 0 and (size & (size - 1) == 0 or size == count)]
     for size in sizes:

@@ -1,4 +1,4 @@
-"""Checks of MPI, all of them in other processes."""
+"""Checks of MPI, each in another process."""
 
 import os
 import re
@@ -179,7 +179,7 @@ def ping(start: list[str], timeout: float, fix: str) -> Iterator[Row]:
 
 
 def listens(listening: Mapping[str, Sequence[str]]) -> Row:
-    """On which addresses processes of a run on this host accept connections; nobody is asked who they are."""
+    """Return the finding on the addresses on which processes of a run on this host accept connections from anyone."""
     shown = "; ".join(f"{name} on {', '.join(addresses) or 'none'}" for name, addresses in listening.items())
     open_to = exposed({address for addresses in listening.values() for address in addresses})
     fails = "keeping strangers of the network out of runs: see What listens in docs/launch.md"

@@ -60,7 +60,7 @@ class Probe:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for other processes: without the launcher's variables, which would make them its ranks."""
+    """Environment for other processes: without the launcher's variables, which would make them ranks of this launch."""
     kept = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_")
     launched = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL")
     # Of mpirun of Open MPI 4, for its ranks: where its daemons are, and that none is to be started.
@@ -75,7 +75,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def probe(command: list[str], timeout: float, *, launched: bool = False) -> Probe:
-    """Run a command and collect the JSON objects it printed behind the mark; its children end with it.
+    """Run a command and collect its JSON objects behind the mark; child processes end with the command.
 
     `launched` keeps the launcher's variables, so that the command takes this process's rank.
     """

@@ -57,7 +57,7 @@ class Generate:
     loki: LokiOptions = field(default_factory=LokiOptions)
     grid: GridShape = field(default_factory=GridShape)
     logprobs: bool = False
-    """With --json: the id and the log-probability of every token too."""
+    """Add the id and the log-probability of every token to --json."""
     json: bool = False
     """Print a JSON object a text instead of the text as it comes."""
 

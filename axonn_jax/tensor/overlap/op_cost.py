@@ -33,7 +33,7 @@ class OpTimes:
         return "node" if prod(inner.values()) <= H100.node_devices else "network"
 
     def _inner(self, eqn: JaxprEqn) -> dict[str, int]:
-        """The collective's slowest axis and all that are faster: devices between them are between its members."""
+        """Sizes of the axes from the collective's slowest one inwards, which span its members."""
         names, over = list(self.sizes), axes_of(eqn)
         first = min((names.index(axis) for axis in over if axis in self.sizes), default=len(names))
         return {name: self.sizes[name] for name in names[first:]}

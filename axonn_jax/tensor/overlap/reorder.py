@@ -30,7 +30,7 @@ _tie.def_abstract_eval(lambda x, earlier: x)
 
 
 def _barrier(x: jax.Array, earlier: jax.Array) -> jax.Array:
-    """Nothing is computed or copied: XLA's GPU backend drops a barrier when it has scheduled, and not before.
+    """Return `x` behind a barrier, without computation or copy: XLA's GPU backend drops barriers after scheduling.
 
     `jax.experimental.control_deps` does not compile there (no GPU pipeline of jax 0.10.2 to 0.12 rewrites them).
     """
@@ -38,7 +38,7 @@ def _barrier(x: jax.Array, earlier: jax.Array) -> jax.Array:
 
 
 def _added_zero(x: jax.Array, earlier: jax.Array) -> jax.Array:
-    """The CPU backend drops barriers before it schedules; `fmin` leaves a NaN of `earlier` where it is."""
+    """Return `x` plus zero times `earlier`, as the CPU backend drops barriers before scheduling; `fmin` drops NaN."""
     return x + jnp.fmin(jnp.abs(earlier.ravel()[0]), 0).astype(x.dtype)
 
 
@@ -47,7 +47,7 @@ mlir.register_lowering(_tie, mlir.lower_fun(_added_zero, multiple_results=False)
 
 
 def after(x: jax.Array, earlier: jax.Array) -> jax.Array:
-    """`x` as it is, computed after `earlier`; not differentiable."""
+    """Return `x`, to be computed after `earlier`; not differentiable."""
     return _tie.bind(x, earlier)  # type: ignore[no-any-return]
 
 

@@ -135,10 +135,7 @@ def _put(value: Any, sharding: NamedSharding) -> Any:
 
 
 def modules(model: nnx.Module) -> dict[str, nnx.Module]:
-    """Every module in the model by dotted path, each once, attributes in the order they were first set.
-
-    A model that was merged from its parts has forgotten that order (Flax sorts them by name).
-    """
+    """Return every module in the model by dotted path, each once, attributes in the order they were first set."""
     members: dict[str, nnx.Module] = {}
     seen: set[int] = set()
     for path, module in _walk(model, ()):

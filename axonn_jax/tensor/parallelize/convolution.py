@@ -32,7 +32,7 @@ class ByRows:
     convolve: Callable[..., jax.Array]
 
     def __call__(self, x: jax.Array, kernel: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        """Convolve as `jax.lax.conv_general_dilated` does, each device its rows."""
+        """Convolve as `jax.lax.conv_general_dilated` does, each device its own rows."""
         split = x.shape[0] % size_over(self.mesh, BATCH_AXES) == 0
         rows = P(BATCH_AXES) if split else P()
 

@@ -79,7 +79,7 @@ class Chooser:
     def _grouped(
         self, kind: str, kernel: Kernel, arrives: ActivationSplit | None, axis: TensorAxis, *, forced: bool
     ) -> LayerPlan:
-        """Groups of features stay where they arrive: each device has the kernels of its own."""
+        """Return the plan of grouped features: they stay on their devices, each with its groups' kernels."""
         (side_in,), (side_out,) = kernel.ins, kernel.outs
         if not forced and (arrives is None or not arrives.last or arrives.size != side_in.size):
             return self._by_rows(kind, kernel, "the features of its groups are not split where it stands")
@@ -257,7 +257,7 @@ def _probe(kind: type[nnx.Module]) -> type[nnx.Module]:
 
 
 def _follow(jaxpr: Any, splits: list[ActivationSplit | None], at_layer: AtLayer) -> list[ActivationSplit | None]:
-    """Carries layouts through a jaxpr's equations, from its inputs to its outputs."""
+    """Carry layouts through a jaxpr's equations, from inputs to outputs."""
     known: dict[Any, ActivationSplit | None] = dict(zip(jaxpr.invars, splits, strict=True))
 
     def of(var: Any) -> ActivationSplit | None:

@@ -28,10 +28,7 @@ class Transfer(NamedTuple):
 
 
 def transfers(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[Transfer]:
-    """Every collective of a forward and backward pass over all of the layer's calls, `shapes` those of its parameters.
-
-    Activations and travelling weights take `itemsize` bytes an element, gradients of parameters four.
-    """
+    """Return every collective of a forward and backward pass over the layer's calls; `shapes` are its parameters'."""
     if not plan.sharded:
         return []
     each = _norm(plan, shapes) if plan.kind in ("LayerNorm", "RMSNorm") else _contraction(plan, shapes, itemsize)
@@ -96,7 +93,7 @@ class Entry:
     path: str
     plan: LayerPlan
     bytes: int
-    """Bytes of its parameters and statistics altogether."""
+    """Bytes of all parameters and statistics, each counted once."""
     device_bytes: int
     """Bytes of the parameters and statistics on one device."""
     transfers: tuple[Transfer, ...]
@@ -114,7 +111,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class ShardingReport:
-    """Every layer of a parallelized model that has parameters; `str` is a table."""
+    """Report on all layers of a parallelized model with parameters; `str` is a table."""
 
     entries: tuple[Entry, ...]
 

@@ -103,8 +103,8 @@ class StageProgram(OnMesh):
     """Activation policy of the backward pass (`memory.remat`)."""
     bucket: int = 16_000_000
     sub_batches: int = 1
-    """Parts of a microbatch's local rows that run side by side, so that communication hides behind compute; 0: two
-    on accelerators where that can help, else one."""
+    """Parts of a microbatch's local rows that run side by side, to hide communication behind compute; 0: two on
+    accelerators where that can help, else one."""
     ordered: bool = False
     """True if the order of a microbatch's computation is found here (`tensor.overlap.reorder`) and not left to XLA."""
     sums: jnp.dtype = _FLOAT32

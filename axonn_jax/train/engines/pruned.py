@@ -1,4 +1,4 @@
-"""Pruned state of an engine, read from dense arrays: one after another, so that both forms of only one take memory."""
+"""Pruned state of an engine, read from dense arrays one by one, so that only one is in memory in both forms."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

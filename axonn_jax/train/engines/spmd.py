@@ -259,7 +259,7 @@ class SpmdEngine:
         return contextlib.nullcontext(lambda what: None)
 
     def peer_failed(self) -> bool:
-        """Never known: jax ends a process whose peer is gone."""
+        """Return False: jax itself ends a process whose peer is gone."""
         return False
 
     def explain(self, sequences: int) -> list[str]:
@@ -273,4 +273,4 @@ class SpmdEngine:
         return []
 
     def close(self) -> None:
-        """Has nothing to end."""
+        """Do nothing: there are no threads to end."""

@@ -85,7 +85,7 @@ class GradientProgram(Protocol):
 
 
 class TrainState(NamedTuple):
-    """All that a step changes."""
+    """State that a step changes."""
 
     model: ModelState
     scale: Scale
@@ -143,7 +143,7 @@ class TrainStep:
         return on_mesh(first_scale(scaled=self.precisions.scaled), self.program.grid.mesh)
 
     def jitted(self) -> Any:
-        """The step under `jax.jit`; the state is donated to it and keeps its layout."""
+        """Return the step under `jax.jit`, with the state donated and its layout kept."""
         names = ["loss", "grad_norm", "skipped"]
         names += ["loss_scale"] if self.precisions.scaled else []
         names += ["largest_load"] if self.program.parts.loads else []
@@ -188,7 +188,7 @@ class TrainStep:
 
 
 class MeasuredStep(NamedTuple):
-    """A step before its update."""
+    """Results of a step before its update."""
 
     grads: Params
     """Gradients, times the loss scale."""
