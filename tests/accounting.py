@@ -22,7 +22,7 @@ def case(model, axes, activations="none", microbatches=1, scanned=False, gather=
 def check(devices, cases):
     """Accounts for the cases in a process with that many virtual devices; both sides must agree to the byte."""
     command = [sys.executable, str(ROOT / "tests" / "planner" / "account_worker.py"), str(devices)]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts' / 'bench'}"}
     done = subprocess.run(command, input=json.dumps(cases), env=environ, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]

@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import optax
 import pytest
+from compiled.gspmd import Way, _abstract, _check_same, _compile, _count, compare_bytes, compare_runs
 from grids import GPT, LLAMA
 
-from axonn_jax.cli.bench import experts
-from axonn_jax.cli.bench.gspmd import Way, _abstract, _check_same, _compile, _count, compare_bytes, compare_runs
 from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
@@ -82,6 +81,6 @@ def test_weights_gathered_once_a_step_send_less_and_compute_the_same():
 @pytest.mark.slow
 def test_experts_send_less_than_masks_and_einsums():
     ways = [Way(moe=MoeConfig(dispatch=way, balance_weight=0.0)) for way in ("gather", "capacity")]
-    shape = replace(experts.SMALL, layers=2, hidden=128, ffn=128, vocab=256, seq_len=64)
+    shape = replace(LLAMA, layers=2, hidden=128, ffn=128, vocab=256, seq_len=64, experts=8, experts_per_token=2)
     for done in compare_bytes(shape, GridShape(expert=2, y=2), 4, ways):
         assert max(done.ratio, done.ratio_scattered) < 0.9

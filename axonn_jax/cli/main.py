@@ -16,10 +16,7 @@ PROG = "axonn-jax"
 
 
 class Command(NamedTuple):
-    """A subcommand: its module has `main(argv) -> int`, or a dataclass named after it and `run(args) -> int`.
-
-    `bench vs_gspmd` is the module `bench.vs_gspmd`, its dataclass `VsGspmd`.
-    """
+    """A subcommand: its module has `main(argv) -> int`, or a dataclass named after it and `run(args) -> int`."""
 
     name: str
     help: str
@@ -38,17 +35,7 @@ COMMANDS = (
     Command("plan", "find the best grids for a model on a machine, before a node-hour is spent"),
     Command("simulate", "run one step in virtual time, with jitter, slow ranks and failures"),
     Command("calibrate", "measure this machine: a file for plan and simulate"),
-    Command("bench", "measure or count what the package promises, such as bytes communicated"),
     Command("doctor", "show what is installed, what would fail, and how to fix it"),
-)
-BENCHES = (
-    Command("collectives", "bytes every collective of a step moves: compiled beside predicted"),
-    Command("vs_gspmd", "bytes and step time beside jax.jit's automatic partitioning, grid by grid"),
-    Command("compile", "compile time, program size and memory as layers grow in number, scanned and unrolled"),
-    Command("memory", "memory of a step under every activation policy, and what it costs in time"),
-    Command("matmuls", "rates of a step's matmuls in every layout of their operands, and which one is chosen"),
-    Command("overlap", "what runs beside a step's collectives in the schedule that XLA makes for a GPU"),
-    Command("experts", "what experts communicate, beside automatic partitioning; DeepSpeed-TED's published facts"),
 )
 
 # Not imported for --version, only looked up: importing jax takes a second and may start a device.
@@ -92,38 +79,21 @@ def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0
-    command, rest, prog = _command(COMMANDS, argv[0], "command"), argv[1:], f"{PROG} {argv[0]}"
-    home = "axonn_jax.cli"
-    if command.name == "bench":
-        if not rest or rest[0] in ("-h", "--help"):
-            print(
-                "\n".join(
-                    [
-                        f"usage: {prog} NAME ...",
-                        "",
-                        *_listed("benchmarks", BENCHES),
-                        "",
-                        f"{prog} NAME --help: its options.",
-                    ]
-                )
-            )
-            return 0
-        command, rest, prog = _command(BENCHES, rest[0], "NAME"), rest[1:], f"{prog} {rest[0]}"
-        home += ".bench"
-    module = importlib.import_module(f"{home}.{command.name}")
+    command, rest = _command(argv[0]), argv[1:]
+    module = importlib.import_module(f"axonn_jax.cli.{command.name}")
     if hasattr(module, "main"):
         return int(module.main(rest))
     from axonn_jax.cli_args import parse
 
-    return int(module.run(parse(getattr(module, command.name.title().replace("_", "")), rest, prog)))
+    return int(module.run(parse(getattr(module, command.name.title()), rest, f"{PROG} {command.name}")))
 
 
-def _command(commands: Sequence[Command], name: str, field: str) -> Command:
-    for command in commands:
+def _command(name: str) -> Command:
+    for command in COMMANDS:
         if command.name == name:
             return command
-    names = [command.name for command in commands]
-    raise UserError(field, name, f"one of {', '.join(names)}{nearest(name, names)}")
+    names = [command.name for command in COMMANDS]
+    raise UserError("command", name, f"one of {', '.join(names)}{nearest(name, names)}")
 
 
 def _overview() -> str:
@@ -133,7 +103,8 @@ def _overview() -> str:
             "",
             "4D-sharded and pipelined training of Flax transformers.",
             "",
-            *_listed("commands", COMMANDS),
+            "commands:",
+            *_listed(),
             "",
             *wrapped(
                 f"{PROG} COMMAND --help shows a command's options, {PROG} --version what is installed.", columns()
@@ -142,10 +113,10 @@ def _overview() -> str:
     )
 
 
-def _listed(title: str, commands: Sequence[Command]) -> list[str]:
-    width = max(len(command.name) for command in commands)
-    lines = (wrapped(f"  {command.name:{width}}  {command.help}", columns(), " " * (width + 4)) for command in commands)
-    return [f"{title}:", *(line for lines_of_command in lines for line in lines_of_command)]
+def _listed() -> list[str]:
+    width = max(len(command.name) for command in COMMANDS)
+    lines = (wrapped(f"  {command.name:{width}}  {command.help}", columns(), " " * (width + 4)) for command in COMMANDS)
+    return [line for lines_of_command in lines for line in lines_of_command]
 
 
 def _versions() -> str:

@@ -159,7 +159,7 @@ class TensorConfig:
     computation (tensor.order) or state is offloaded. Needs grid.pipe = 1."""
     matmul_layouts: MatmulChoice = "off"
     """Whether matmuls with weights are computed with operands or product in another orientation where that was found to
-    be faster: off, auto (if `axonn-jax bench matmuls --keep` or a run with measure found it on this kind of device),
+    be faster: off, auto (if a run with measure found it on this kind of device),
     measure (also what nothing is known of, at the start, in up to 20 s). It changes how sums are rounded."""
 
 

@@ -3,6 +3,8 @@
 import grids
 import numpy as np
 import pytest
+from hlo.collectives import collectives
+from hlo.program import arrays, parse
 from tiny import LLAMA, model
 
 import axonn_jax as ax
@@ -10,8 +12,6 @@ from axonn_jax.grid import GridShape
 from axonn_jax.inference.sampling import Sampling
 from axonn_jax.inference.slots import state
 from axonn_jax.loki.attention import LokiAttention
-from axonn_jax.planner.hlo.collectives import collectives
-from axonn_jax.planner.hlo.program import arrays, parse
 
 pytestmark = pytest.mark.bits
 

@@ -5,8 +5,8 @@ import os
 import sys
 
 import jax
+from compiled.accounting import account
 
-from axonn_jax.cli.bench.collectives import account
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm

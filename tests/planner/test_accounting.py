@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 from accounting import case, check
+from compiled.accounting import Accounting, account
 
-from axonn_jax.cli.bench.collectives import Accounting, account
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape

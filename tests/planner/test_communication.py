@@ -117,8 +117,7 @@ def test_a_grid_that_does_not_divide_is_refused():
         predict(StepSpec(GPT, GridShape(x=3), 1))
 
 
-def test_predicting_and_reading_import_no_jax():
-    modules = "axonn_jax.planner.communication.predict, axonn_jax.planner.hlo.collectives"
-    code = f"import sys, {modules}; print('jax' in sys.modules)"
+def test_predicting_imports_no_jax():
+    code = "import sys, axonn_jax.planner.communication.predict; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"

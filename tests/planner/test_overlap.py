@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hlo.overlap import classify, measure, share, shares
+from hlo.program import parse
+from hlo.roofline import Costs, ring_rate
 
 from axonn_jax.hardware import H100, Accelerator
-from axonn_jax.planner.hlo.overlap import classify, measure, share, shares
-from axonn_jax.planner.hlo.program import parse
-from axonn_jax.planner.hlo.roofline import Costs, ring_rate
 
 SCHEDULED = (Path(__file__).parents[1] / "fixtures" / "scheduled.hlo").read_text()
 

@@ -3,10 +3,9 @@
 from fractions import Fraction
 
 import pytest
-
-from axonn_jax.planner.hlo.collectives import collectives
-from axonn_jax.planner.hlo.program import parse
-from axonn_jax.planner.hlo.scatterable import scatterable, totals_if_scattered
+from hlo.collectives import collectives
+from hlo.program import parse
+from hlo.scatterable import scatterable, totals_if_scattered
 
 # A gradient that only its shard is read of (through a fusion, and through a copy), one that is read whole too, one of
 # which a half is read of a sum over four devices, and one that is the program's result.

@@ -6,12 +6,12 @@ from math import prod
 import grids
 import numpy as np
 import pytest
+from hlo.collectives import collectives
 from test_pruned_training import SHAPE, batches, model, optimizer
 from trainers import make_trainer
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
-from axonn_jax.planner.hlo.collectives import collectives
 from axonn_jax.pruned.prune import prunable
 from axonn_jax.tensor.specs import spec_axes
 

@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo.program import arrays, parse
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
-from axonn_jax.planner.hlo.program import arrays, parse
 from axonn_jax.tensor import kernel_choice
 from axonn_jax.tensor.kernel_choice import loss_chunk
 from axonn_jax.tensor.loss import Projection, cross_entropy, total_loss

@@ -3,7 +3,7 @@
 import functools
 
 import grids
-import hlo
+import hlo_text
 import jax
 import jax.numpy as jnp
 import layer_zoo
@@ -97,7 +97,7 @@ def test_groups_communicate_their_gradients_alone():
     model = ax.parallelize(layer, grid, overrides={"": "y"})
     x = jax.device_put(np.ones((8, 4, 16), np.float32), NamedSharding(grid.mesh, P(("data", "z"), None, "y")))
     step = nnx.jit(nnx.grad(lambda m, x: jnp.sum(jnp.square(m(x)))))
-    found = hlo.collectives(step.lower(model, x).compile().as_text())
+    found = hlo_text.collectives(step.lower(model, x).compile().as_text())
     (entry,) = ax.sharding_report(model).entries
     assert {c.kind for c in found} == {"all-reduce"}
     assert not any(c.crosses(grid.mesh, axis) for c in found for axis in ("y", "x"))

@@ -4,7 +4,7 @@ from collections import Counter
 
 import flax_models
 import grids
-import hlo
+import hlo_text
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,7 +128,7 @@ def test_predicted_collectives_are_the_compiled_ones():
             else:
                 predicted[transfer.kind, transfer.axes] += transfer.buffer
     found: Counter = Counter()
-    for collective in hlo.collectives(compiled):
+    for collective in hlo_text.collectives(compiled):
         axes = tuple(axis for axis in grid.mesh.axis_names if collective.crosses(grid.mesh, axis))
         # The text shows the result: of a scatter a shard, of the others the whole buffer.
         found[collective.kind, axes] += collective.bytes * (2 if collective.kind == "reduce-scatter" else 1)
@@ -153,7 +153,7 @@ def test_no_relayout_between_layers(name):
     batch = next(script.batches(1))
     model = ax.parallelize(script.make(), grid, call=script.call(batch))
     compiled = nnx.jit(nnx.value_and_grad(script.loss)).lower(model, grid.shard_batch(batch)).compile().as_text()
-    for collective in hlo.collectives(compiled):
+    for collective in hlo_text.collectives(compiled):
         axes = [axis for axis in grid.mesh.axis_names if collective.crosses(grid.mesh, axis)]
         assert collective.kind == "all-reduce" or axes == ["z"], (collective.kind, axes, collective.bytes)
         assert collective.kind in ("all-reduce", "all-gather", "reduce-scatter")

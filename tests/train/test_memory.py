@@ -6,7 +6,7 @@ from itertools import product
 from types import SimpleNamespace
 
 import grids
-import hlo
+import hlo_text
 import jax
 import jax.numpy as jnp
 import live
@@ -97,7 +97,7 @@ def test_reduction_beside_the_update_changes_no_bit(grid, options):
         trainer = made(grid, **{"precision": "fp32", "offload": "optimizer", "bucket": BUCKET, "clip": clip} | options)
         metrics = [trainer.step(batch) for batch in batches()]
         over_data = [
-            c for c in hlo.collectives(trainer.engine.compiled_step(batches(1)[0]).as_text())
+            c for c in hlo_text.collectives(trainer.engine.compiled_step(batches(1)[0]).as_text())
             if c.crosses(trainer.engine.grid.mesh, "data")
         ]  # fmt: skip
         losses, norms = ([float(m[name]) for m in metrics] for name in ("loss", "grad_norm"))

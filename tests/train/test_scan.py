@@ -9,12 +9,12 @@ import live
 import numpy as np
 import optax
 import pytest
+from compiled.compile_time import Setting, compile_cost
 from flax import nnx
 from trainers import make_trainer
 
 from axonn_jax.checkpoint import orbax
 from axonn_jax.checkpoint.snapshot import snapshot
-from axonn_jax.cli.bench.compile_time import Setting, compile_cost
 from axonn_jax.errors import UserError
 from axonn_jax.models import stacked
 from axonn_jax.models.sequential import SequenceModel

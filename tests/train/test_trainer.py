@@ -3,16 +3,16 @@
 import functools
 
 import grids
-import hlo
+import hlo_text
 import jax
 import numpy as np
 import optax
 import pytest
+from hlo.collectives import collectives
 from trainers import make_trainer
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import MESH_AXES
-from axonn_jax.planner.hlo.collectives import collectives
 
 STEPS = 20
 SMALL = {name: shape.__class__(**{**shape.__dict__, "layers": 1, "seq_len": 8}) for name, shape in grids.MODELS.items()}
@@ -97,7 +97,7 @@ def test_one_set_of_reductions_over_data_whatever_the_microbatches(bucket):
 def test_the_optimizer_communicates_nothing():
     """Outside the manual region only elementwise work is left: no collective beyond the algorithm's own."""
     mesh, text = compiled_collectives(1, 16_000_000)
-    found = hlo.collectives(text)
+    found = hlo_text.collectives(text)
     assert {c.kind for c in found} == {"all-reduce", "all-gather", "reduce-scatter"}
     gathered = [c for c in found if c.kind == "all-gather"]
     assert all(c.crosses(mesh, "z") and not c.crosses(mesh, "x") for c in gathered)

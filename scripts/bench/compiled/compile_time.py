@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from axonn_jax.cli.bench.common import temporary_bytes, text_of
+from compiled.common import temporary_bytes, text_of
+from hlo.program import parse
+
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import Activations
-from axonn_jax.planner.hlo.program import parse
 
 if TYPE_CHECKING:
     import jax

@@ -1,9 +1,14 @@
-"""Devices, versions and the small model of benchmarks."""
+"""Command line, devices, versions and the small model of benchmarks that compile steps."""
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
+from axonn_jax.cli.main import report
+from axonn_jax.cli_args import parse
 from axonn_jax.errors import UserError
 from axonn_jax.grid import MESH_AXES, GridShape
 from axonn_jax.models.config import ModelShape
@@ -12,6 +17,7 @@ from axonn_jax.version import __version__
 if TYPE_CHECKING:
     import jax
 
+T = TypeVar("T")
 Constraints = Literal["layers", "blocks", "none"]
 """Where automatic partitioning is told layouts: behind every linear layer and block, behind blocks only, or nowhere."""
 
@@ -19,6 +25,17 @@ SMALL = ModelShape(layers=12, hidden=256, heads=8, kv_heads=8, ffn=1024, vocab=4
 """What steps are run of, where large models are only compiled."""
 SMALL_ROWS = 4
 """Sequences of a step that is run."""
+
+
+def command(kind: type[T], run: Callable[[T], int]) -> NoReturn:
+    """Runs a benchmark with the flags of a dataclass and ends the process; an error is one line, as of `axonn-jax`."""
+    try:
+        status = run(parse(kind, sys.argv[1:], f"scripts/bench/{Path(sys.argv[0]).name}"))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        status = report(error)
+    sys.exit(status)
 
 
 def make_devices(count: int) -> None:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from axonn_jax.cli.bench.common import Constraints, mesh_sizes, temporary_bytes, text_of
+from compiled.common import Constraints, mesh_sizes, temporary_bytes, text_of
+from hlo.collectives import collectives
+from hlo.scatterable import totals_if_scattered
+
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm, choose_residual_comm
@@ -15,8 +18,6 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.options import Activations, ReshardAfter, ResidualComm
 from axonn_jax.planner.communication.predict import predict
 from axonn_jax.planner.communication.step import StepSpec
-from axonn_jax.planner.hlo.collectives import collectives
-from axonn_jax.planner.hlo.scatterable import totals_if_scattered
 from axonn_jax.planner.machines.network import Totals, totals
 
 if TYPE_CHECKING:
@@ -37,20 +38,20 @@ class Way:
 
     microbatches: int = 1
     activations: Activations = "none"
-    gather: ReshardAfter = "forward"
+    reshard_after: ReshardAfter = "forward"
     """How long the explicit program keeps gathered weights; the other's are XLA's business."""
     constraints: Constraints = "layers"
-    inner_features: ResidualComm = "all_reduce"
+    residual_comm: ResidualComm = "all_reduce"
     """What splits the features inside the explicit program's blocks; the other's are split over `y`."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     """How tokens reach their experts in the explicit program; in the other by einsums with one-hot masks."""
 
     def work(self, shape: ModelShape, grid: GridShape, sequences: int) -> StepSpec:
         """Such a step of a model."""
-        comm = choose_residual_comm(self.inner_features, shape, grid, self.activations)
-        policy, gather = self.activations, self.gather
+        comm = choose_residual_comm(self.residual_comm, shape, grid, self.activations)
+        policy, kept = self.activations, self.reshard_after
         return StepSpec(
-            shape, grid, sequences, self.microbatches, activations=policy, gather=gather, comm=comm, moe=self.moe
+            shape, grid, sequences, self.microbatches, activations=policy, gather=kept, comm=comm, moe=self.moe
         )
 
 
@@ -198,13 +199,13 @@ def _steps(parts: "tuple[SplitModule, SplitModule]", work: StepSpec, way: Way) -
     import jax
     import jax.numpy as jnp
     import optax
+    from compiled.automatic import AutomaticProgram
 
-    from axonn_jax.cli.bench.automatic import AutomaticProgram
     from axonn_jax.train.engines.program import StageProgram
     from axonn_jax.train.engines.step import TrainStep
 
     laid, dtype = build_grid(work.grid, jax.devices()[: work.grid.devices]), jnp.dtype("float32")
-    explicit = StageProgram(parts[0], laid, dtype, way.activations, reshard_after=way.gather)
+    explicit = StageProgram(parts[0], laid, dtype, way.activations, reshard_after=way.reshard_after)
     automatic = AutomaticProgram(parts[1], laid, dtype, way.constraints, way.activations)
     return TrainStep(explicit, optax.adamw(1e-3), 1.0), TrainStep(automatic, optax.adamw(1e-3), 1.0)
 

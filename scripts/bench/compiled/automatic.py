@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from compiled.common import Constraints
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.cli.bench.common import Constraints
 from axonn_jax.errors import UserError
 from axonn_jax.experts.grouped import activated
 from axonn_jax.experts.layer import MixtureOfExperts

@@ -7,7 +7,8 @@ from fractions import Fraction
 from functools import cache
 from itertools import product
 
-from axonn_jax.planner.hlo.program import Array, Computation, Instruction, Module, arrays, parse
+from hlo.program import Array, Computation, Instruction, Module, arrays, parse
+
 from axonn_jax.planner.machines.network import KINDS, CollectiveKind, ring_bytes
 
 Groups = tuple[tuple[int, ...], ...]

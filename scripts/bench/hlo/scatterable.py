@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterable
 from fractions import Fraction
 
-from axonn_jax.planner.hlo.collectives import Collective
-from axonn_jax.planner.hlo.program import Array, Computation, Module, arrays, parse
+from hlo.collectives import Collective
+from hlo.program import Array, Computation, Module, arrays, parse
+
 from axonn_jax.planner.machines.network import Totals, ring_bytes
 
 _MOVED = ("bitcast", "copy", "convert", "reshape", "transpose")

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 
+from hlo.collectives import Collective, Groups
+from hlo.program import Array, Computation, Instruction, Module, arrays
+
 from axonn_jax.hardware import Accelerator, Link
-from axonn_jax.planner.hlo.collectives import Collective, Groups
-from axonn_jax.planner.hlo.program import Array, Computation, Instruction, Module, arrays
 
 _FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from hlo.collectives import Collective, collectives
+from hlo.program import Computation, Instruction, Module, parse, trip_count
+from hlo.roofline import Costs, link, ring_seconds
+
 from axonn_jax.hardware import Accelerator, Link
-from axonn_jax.planner.hlo.collectives import Collective, collectives
-from axonn_jax.planner.hlo.program import Computation, Instruction, Module, parse, trip_count
-from axonn_jax.planner.hlo.roofline import Costs, link, ring_seconds
 
 Class = Literal[
     "z gathers", "dW reduce-scatters", "dX all-reduces", "forward all-reduces", "other", "data reductions", "small"

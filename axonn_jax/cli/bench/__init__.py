@@ -1,1 +1,0 @@
-"""Measurements that the package makes of itself, a file a benchmark."""

@@ -1,1 +1,0 @@
-"""Compiled programs read as text: their instructions, collectives, and what runs beside these; no jax."""
