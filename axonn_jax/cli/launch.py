@@ -80,7 +80,7 @@ def run(args: Launch) -> int:
             launcher[1:1] = ["--oversubscribe", "--bind-to", "none"]
     job = os.environ.get("SLURM_JOB_ID", "")
     if args.requeue and not job:
-        raise UserError("--requeue", True, "left out, as this is no Slurm job (SLURM_JOB_ID is not set)")
+        raise UserError("--requeue", True, "not given outside a Slurm job (SLURM_JOB_ID is not set)")
     restarts = Restarts(words, Path(config.log.dir), args.restarts, before=launcher)
     status = restarts.run()
     if args.requeue and status == 128 + signal.SIGUSR1:

@@ -61,7 +61,7 @@ def run(args: Loki) -> int:
     shape = shape_of(args.run_dir, "RUN_DIR")
     shape.check_grid(args.grid)
     if shape.window:
-        raise UserError("RUN_DIR", str(args.run_dir), "a model whose tokens see all before them, as Loki needs")
+        raise UserError("RUN_DIR", str(args.run_dir), "a model without an attention window")
     length = args.seq_len or shape.seq_len
     if length > shape.seq_len:
         raise UserError("--seq-len", length, f"at most model.seq_len = {shape.seq_len}")

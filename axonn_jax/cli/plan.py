@@ -49,7 +49,7 @@ def run(args: Plan) -> int:
     if args.cost_model == "published":
         return _published(args)
     if args.min_tensor is not None:
-        raise UserError("--min-tensor", args.min_tensor, "left out without --cost-model published, which alone has it")
+        raise UserError("--min-tensor", args.min_tensor, "not given, or with --cost-model published")
     asked = question(args)
     with Ticker("comparing grids") as ticker:
         result = asked.answer()
@@ -131,7 +131,7 @@ def _published(args: Plan) -> int:
             if isinstance(value, Axes):
                 axis, value = next(iter(value.fixed().items()))
                 flag += f".{axis}"
-            raise UserError(flag, value, "left out with --cost-model published, which takes no notice of it")
+            raise UserError(flag, value, "not given with --cost-model published, which ignores it")
     shape, machine = model_of(args), load_machine(args.machine).shared(args.devices)
     batch = sequences(args.batch_tokens, shape.seq_len)
     least = args.min_tensor or published.MIN_TENSOR.get(args.model, 1)

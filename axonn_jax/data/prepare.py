@@ -66,7 +66,7 @@ def prepare(
     given = None
     if tokenizer is not None:
         if vocab is not None:
-            raise UserError("--vocab", vocab, "left out beside --tokenizer, which has its own")
+            raise UserError("--vocab", vocab, "not given with --tokenizer, which has a vocabulary")
         given = tokenize.load_given(tokenizer, "--tokenizer")
     else:
         if vocab is None:
@@ -74,7 +74,7 @@ def prepare(
         tokenize.check_vocab(vocab)
     if bos and not (given and tokenize.begin_of(given[0])):
         raise UserError(
-            "--bos", bos, "left out: only a --tokenizer whose post-processor adds a token before a text has one"
+            "--bos", bos, "not given, or with a --tokenizer whose post-processor adds a token before a text"
         )
     if not 0 < holdout < 1:
         raise UserError("--holdout", holdout, "a share of the documents above 0 and below 1")

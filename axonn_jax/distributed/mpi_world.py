@@ -70,7 +70,7 @@ def check_same(settings: str) -> None:
     everyone = [_by_key(text) for text in MPI.COMM_WORLD.allgather(settings)]
     for rank, settings_of_rank in enumerate(everyone):
         for key in {**everyone[0], **settings_of_rank}:
-            first, second = (values.get(key, "(left out)") for values in (everyone[0], settings_of_rank))
+            first, second = (values.get(key, "(not given)") for values in (everyone[0], settings_of_rank))
             if first != second:
                 raise UserError(f"rank {rank}'s {key}", second, f"the same on every rank; rank 0 has {first!r}")
 

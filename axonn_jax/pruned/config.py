@@ -42,11 +42,11 @@ class PruneConfig:
     def check(self) -> None:
         """Raise ``UserError`` for settings that contradict each other."""
         if self.mask_file and self.method != "file":
-            raise UserError("prune.mask_file", self.mask_file, "left out, or prune.method = file")
+            raise UserError("prune.mask_file", self.mask_file, "not given, or prune.method = file")
         if self.method == "file" and not self.mask_file:
             raise UserError("prune.mask_file", self.mask_file, "the path of an .npz file, as prune.method is file")
         if self.method == "file" and self.density != 1.0:
-            raise UserError("prune.density", self.density, "left out, as prune.mask_file says what is kept")
+            raise UserError("prune.density", self.density, "not given where prune.method is file: the masks decide")
         if self.at_step and self.method in ("early_bird", "file"):
             raise UserError("prune.at_step", self.at_step, f"0 where prune.method is {self.method}")
         if not self.prunes and self != PruneConfig():

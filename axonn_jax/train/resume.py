@@ -211,7 +211,7 @@ class Checkpoints:
             if self._config.prune.later:  # the engine may be pruned already, which the checkpoint before may not be
                 accepted = f"a valid checkpoint; {unread}; move its folder elsewhere to go on from the one before"
                 raise UserError("checkpoint.resume", where, accepted)
-            self._say(f"warning: checkpoint {unread}; the one before it is taken")
+            self._say(f"warning: checkpoint {unread}; the one before is used")
         if unread:  # the arrays of a new run were freed for those of the checkpoint
             raise UserError("checkpoint.resume", where, f"a valid checkpoint, or never to start anew; {unread}")
         return None
@@ -234,7 +234,7 @@ class Checkpoints:
         new = "; each expert is a copy of the dense model's layer, routers are new" if copied else ""
         if copied and (moe := self._config.model.shape().moe) is not None:
             setting = other_function(moe, self._config.moe)
-            new += f"; with {setting} they compute another function than it does" if setting else ""
+            new += f"; with {setting} they compute another function than the layer" if setting else ""
         self._say(
             f"parameters of step {checkpoint.manifest.step} from {checkpoint.path}; optimizer and data start anew{new}"
         )

@@ -93,7 +93,7 @@ KEYS = [
     ("prune.seed", "-1", "-1", "an integer from 0"),
     ("prune.every", "0", "0", "an integer from 1"),
     ("prune.threshold", "1.5", "1.5", "a number from 0 to 1"),
-    ("prune.mask_file", '"none.npz"', "'none.npz'", "left out, or prune.method = file"),
+    ("prune.mask_file", '"none.npz"', "'none.npz'", "not given, or prune.method = file"),
     ("prune.densitty", "0.5", "0.5", "did you mean 'density'?"),
     ("moe.balance_rate", "nan", "nan", "a finite number of at least 0"),
     ("moe.dispatch", '"ragged"', "'ragged'", "one of"),

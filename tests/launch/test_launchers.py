@@ -121,4 +121,4 @@ def test_requeue_asks_slurm_where_the_job_was_warned_and_saved(in_slurm, status,
 def test_requeue_outside_slurm_is_one_line(launch):
     done, asked = launch("Hydra", "exit 0", "--requeue")
     assert (done.returncode, asked) == (2, [])
-    assert "error: --requeue = True: left out, as this is no Slurm job" in done.stderr
+    assert "error: --requeue = True: not given outside a Slurm job" in done.stderr

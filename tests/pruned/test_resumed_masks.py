@@ -57,7 +57,7 @@ def test_a_search_that_is_interrupted_says_so_and_a_run_that_was_never_pruned(tr
     search = ["--prune.method", "early_bird", "--prune.density", "0.05", "--prune.every", "1"]
     first = train("search", *search, "--train.steps", "3")
     assert "begins anew" not in first
-    assert "warning: this run was never pruned, and all its weights are dense: 5 looks in a row" in first
+    assert "warning: this run was never pruned, and all its weights are dense: 5 masks in a row" in first
     again = train("search", *search, "--train.steps", "6", "--prune.threshold", "1")
     assert "step 3: the search for a mask begins anew" in again
     assert "warning: this run was never pruned" in again
@@ -104,7 +104,7 @@ def test_checkpoints_that_cannot_be_read_give_way_to_the_one_before_or_end_the_r
     train("unread", *often, "--train.steps", "2")
     unreadable.add(2)
     again = train("unread", *often, "--train.steps", "3")
-    assert "step_00000002 cannot be read: a disk's fault; the one before it is taken" in again
+    assert "step_00000002 cannot be read: a disk's fault; the one before is used" in again
     assert "resumed at step 1" in again
     unreadable.update((1, 2, 3))
     line = train("unread", "--train.steps", "4", status=2).splitlines()[-1]

@@ -97,7 +97,7 @@ def test_a_step_broken_off_in_its_update_says_that_the_trainer_must_be_made_agai
     trainer.engine.stages[1].apply = stopped
     with pytest.raises(Broken):
         trainer.step(batch(1))
-    with pytest.raises(RuntimeError, match=r"step 2 was broken off .* make the trainer again .* load a checkpoint"):
+    with pytest.raises(RuntimeError, match=r"step 2 was interrupted .* create a new Trainer .* load a checkpoint"):
         trainer.step(batch(1))
     trainer.close()
 
@@ -130,6 +130,6 @@ def test_twenty_interrupts_at_random_moments(axes):
     for name, value in trainer.engine.params.items():
         np.testing.assert_allclose(value, same.engine.params[name], rtol=1e-4, atol=1e-6, err_msg=name)
     assert lost < 10
-    assert lost == 0 or "make the trainer again" in told
+    assert lost == 0 or "create a new Trainer" in told
     trainer.close()
     same.close()

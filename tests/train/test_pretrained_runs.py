@@ -145,7 +145,7 @@ def test_tokenizers_of_no_use_are_one_line(trained, tmp_path, capsys):
     (tmp_path / "no_end.json").write_text(raw.replace("<|endoftext|>", "<nothing>"))
     for argv, says in (
         ([*prepare, "nowhere"], "--tokenizer = 'nowhere'"),
-        ([*prepare, str(trained / "hf"), "--vocab", "300"], "--vocab = 300: left out beside --tokenizer"),
+        ([*prepare, str(trained / "hf"), "--vocab", "300"], "--vocab = 300: not given with --tokenizer"),
         ([*prepare, str(tmp_path / "sp")], "the form of sentencepiece is not read"),
         ([*prepare, str(tmp_path / "bad.json")], "this one is damaged ("),
         ([*prepare, str(tmp_path / "no_end.json")], "says which is the eos_token"),

@@ -139,7 +139,7 @@ def gpu_shares(timeout: float) -> Row:
     seen = probe(python(_GPUS), timeout, launched=True)
     views = seen.answers.get("gpus")
     if views is None:
-        return Row("gpus", "warning", f"which ones a process sees: {seen.trouble(timeout)}", fails, fix)
+        return Row("gpus", "warning", f"GPUs that a process sees are unknown: {seen.trouble(timeout)}", fails, fix)
     try:
         taken = shares(views)
     except UserError as error:

@@ -72,7 +72,7 @@ def _check(model: Any, grid: Any) -> None:
         if "flax.linen.module.Module" in names:
             raise UserError(
                 "model", type(model).__name__, "a flax.nnx.Module; Linen makes its layers anew in every call, so "
-                "there is nothing to exchange: write it with flax.nnx, or wrap it in flax.nnx.bridge.ToNNX, which "
+                "they cannot be replaced: write the model with flax.nnx, or wrap it in flax.nnx.bridge.ToNNX, which "
                 "trains with its batch split over data and z and its parameters replicated",
             )  # fmt: skip
         raise UserError("model", type(model).__name__, "an instance of a flax.nnx.Module")

@@ -76,8 +76,8 @@ def _check(jaxpr: Any, computed: set[Any], layer: str) -> None:
         if eqn.primitive.name == "conv_general_dilated" and groups > 1 and inputs[1]:
             raise UserError(
                 "model", f"a jax.lax convolution of {groups} groups",
-                "an nnx.Conv in its place (or none on a grid with x or y beside data or z): XLA, which partitions what "
-                "stands between layers, makes a wrong kernel gradient of it",
+                "an nnx.Conv in its place (or none on a grid with x or y beside data or z): XLA, which partitions "
+                "the code between layers, computes a wrong kernel gradient",
             )  # fmt: skip
 
 

@@ -267,15 +267,15 @@ class PipelineEngine:
             self._links.status.now("between steps")
 
     def _recover(self) -> None:
-        """Make good for a step that an exception ended, Ctrl-C say: it is as if that step had not begun.
+        """Undo a step that an exception, such as Ctrl-C, interrupted.
 
-        Raises ``RuntimeError`` where that cannot be.
+        Raises ``RuntimeError`` if the step has changed weights or other processes.
         """
         if self._half_done == "update" or self.grid.size > 1:
-            half = "the others went on" if self._half_done == "tasks" else "some weights are of it and some are not"
+            half = "while other processes went on" if self._half_done == "tasks" else "while updating the weights"
             raise RuntimeError(
-                f"step {self.steps_done + 1} was broken off in process {self.grid.rank}, and {half}: make the trainer "
-                "again (in every process) and load a checkpoint"
+                f"step {self.steps_done + 1} was interrupted in process {self.grid.rank} {half}; create a new Trainer "
+                "in every process and load a checkpoint"
             )
         self._pipes.reopen()
         self._half_done = ""

@@ -110,10 +110,10 @@ class Pruning:
         if self._engine is None or self._engine.pruned:
             return ""
         config, far = self._config, self._search.distance
-        last = "" if far is None else f"; at the last look they differed by up to {far:.3f}"
+        last = "" if far is None else f"; the last masks differed by up to {far:.3f}"
         return (
-            f"warning: this run was never pruned, and all its weights are dense: {WINDOW} looks in a row, one every "
-            f"{config.every} steps, must have masks that differ by at most prune.threshold = {config.threshold}{last}"
+            f"warning: this run was never pruned, and all its weights are dense: {WINDOW} masks in a row, one every "
+            f"{config.every} steps, must differ by at most prune.threshold = {config.threshold}{last}"
         )
 
     def _prune(self, engine: SpmdEngine, began: float) -> None:

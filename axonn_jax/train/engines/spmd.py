@@ -146,14 +146,14 @@ class SpmdEngine:
         return self._in_flight(metrics)  # type: ignore[no-any-return]
 
     def _check_whole(self) -> None:
-        """Go on behind a step that an exception broke off, Ctrl-C say, as if it had not begun.
+        """Undo a step that an exception, such as Ctrl-C, interrupted.
 
-        Raises ``RuntimeError`` where that step had used the state up.
+        Raises ``RuntimeError`` if the step had used the state up.
         """
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self.train_state)):
             raise RuntimeError(
-                f"step {self.steps_done + 1} was broken off while it changed the weights: make the trainer again and "
-                "load a checkpoint"
+                f"step {self.steps_done + 1} was interrupted while updating the weights; create a new Trainer and load "
+                "a checkpoint"
             )
         self._in_step = False
 
@@ -264,7 +264,7 @@ class SpmdEngine:
 
     def explain(self, sequences: int) -> list[str]:
         """Return lines about the communication that nothing hides in a step of so many sequences."""
-        missing = [f"overlap: this XLA has no {name}, which is left out" for name in self._step.missing_options()]
+        missing = [f"overlap: this XLA has no {name}, which is not set" for name in self._step.missing_options()]
         lines = exposed(self.program.sub_batches, self.grid.shape, sequences // self.batches.least)
         return [*lines, *missing]
 
