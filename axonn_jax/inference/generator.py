@@ -42,7 +42,7 @@ SAMPLING = Sampling()
 STEPS = 16
 """Tokens of every slot that one call of a program gives."""
 _TOLD = 64
-"""Tokens of every slot that one call of a program takes, where they are given one by one."""
+"""Tokens of every slot that one call of a program takes where texts are given."""
 _FIRST = 256
 """Tokens that a cache has room for at first, where more may come."""
 Scores = NDArray[np.float32]
@@ -74,8 +74,7 @@ class Generator:
         limit: int | None = None,
         steps: int = STEPS,
     ):
-        replicas = grid.shape.batch_shards
-        if integer("slots", slots, 1) % replicas:
+        if integer("slots", slots, 1) % (replicas := grid.shape.batch_shards):
             raise UserError("slots", slots, f"a multiple of {grid.shape.batch_rule} = {replicas}, at least 1")
         self.grid, self._dtype, self._used = grid, floating(dtype), Lock()
         with jax.set_mesh(grid.mesh):  # the newest grid of a script, or a mesh of its own, may be another
@@ -89,7 +88,7 @@ class Generator:
         self.attention = attention or FullAttention()
         self.programs = Programs(parts, grid.mesh, self.attention, self._dtype, stops, limit)
         self.extras: Sequence[Any] = list(extras) if extras is not None else [None] * self.shape.layers
-        """What the attention has of each layer, laid out as `programs.extra_spec`."""
+        """Data of the attention for each layer, laid out as `programs.extra_spec`."""
         check_memory(self.shape, self.programs, slots, self.length, grid)
         self._slots, self._steps = make_slots(slots, replicas), integer("steps", steps, 1)
         self._store = CacheStore(self.shape, self.programs, self._slots, self.length)
@@ -97,7 +96,7 @@ class Generator:
     def generate(
         self, prompts: Sequence[Sequence[int]], *, tokens: int, sampling: Sampling = SAMPLING, samples: int = 1
     ) -> list[list[list[int]]]:
-        """Continues every prompt `samples` times: the new token ids, by prompt and sample, a stop included.
+        """Continue every prompt `samples` times: the new token ids, by prompt and sample, a stop included.
 
         A text depends on its prompt, the sampling and the sample's number alone, not on slots, grid or other prompts.
         A prompt that comes again gets further samples. Raises ``UserError`` for a prompt that is empty or too long, or
@@ -118,7 +117,7 @@ class Generator:
         logs: bool = False,
         until: Callable[[int, Continuation], bool] = lambda _, piece: False,
     ) -> Iterator[Continuation]:
-        """Yields texts piece by piece, as they come; a text that is `until` (request, piece) true of ends there.
+        """Yield texts piece by piece, as they come; a text that is `until` (request, piece) true of ends there.
 
         The slots are the stream's from its first piece to its last, or until it is closed or nothing refers to it.
         """
@@ -152,17 +151,22 @@ class Generator:
                     yield piece
 
     def update(self, model: Transformer | str | Path) -> None:
-        """Takes other weights for a model of the same sizes, such as a trainer's after a step; compiles nothing again.
+        """Take other weights for a model of the same sizes, such as a trainer's after a step; compiles nothing again.
 
         Raises ``UserError`` where the sizes differ. An attention's `extras` stay as they are.
         """
-        with self._use(), jax.set_mesh(self.grid.mesh):
+        with self._use(reads=False), jax.set_mesh(self.grid.mesh):
             loaded = load_model(model, self.grid, self._dtype)
             if wrong := differences(loaded.shape, self.shape):
                 raise UserError("model", ", ".join(wrong), "a model of the sizes with which the generator was made")
             self.params = placed(loaded.params, self.programs.parts.specs, self.grid.mesh)
-            for slot in self._slots:
-                slot.cached = ()
+            self._store.release()
+
+    def release(self) -> None:
+        """Give the memory of weights and cache back, until `update` takes weights again."""
+        with self._use(reads=False):
+            self.params = {}
+            self._store.release()
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
         """Log-probabilities, in nats, of each text's tokens but the first, given those before it: [tokens - 1] each.
@@ -179,11 +183,11 @@ class Generator:
             return [scores for at in range(0, len(texts), each) for scores in score(texts[at : at + each])]
 
     @contextmanager
-    def _use(self) -> Iterator[None]:
-        """Takes the slots; raises ``UserError`` where a stream that goes on has them, or something is missing."""
-        if self.attention.calibrated and any(extra is None for extra in self.extras):
+    def _use(self, *, reads: bool = True) -> Iterator[None]:
+        """Take the slots; raise ``UserError`` where another stream has them, or data that it `reads` is missing."""
+        if reads and self.attention.calibrated and any(extra is None for extra in self.extras):
             raise UserError("extras", None, f"components of every layer for {self.attention.name} (axonn_jax.loki)")
-        if any(value.is_deleted() for value in self.params.values()):
+        if reads and (not self.params or any(value.is_deleted() for value in self.params.values())):
             raise UserError("model", "deleted", "a model whose arrays no trainer has taken: update(trainer.model)")
         if not self._used.acquire(blocking=False):
             raise UserError("generator", "in use", "one whose stream has come to its end, or is closed")
@@ -205,12 +209,11 @@ class Generator:
         return Continuation(slot.request, ids, logs, not slot.left)
 
     def _fill(self, waiting: "deque[tuple[int, Request]]", sampling: Sampling) -> None:
-        """Gives free slots to requests that wait, and puts their prompts but for the last token into the cache.
+        """Give free slots to requests that wait, and put their prompts but for the last token into the cache.
 
         A prompt that the cache of a slot on the same device holds is copied from there.
         """
-        fresh: list[Slot] = []
-        twins: list[tuple[Slot, Slot]] = []
+        fresh, twins = list[Slot](), list[tuple[Slot, Slot]]()
         for slot in self._slots:
             if slot.left or not waiting:
                 continue
@@ -236,11 +239,10 @@ class Generator:
 
     def _copy(self, source: Slot, target: Slot) -> None:
         if source is not target:
-            copy = copy_of(source, target, self.grid.shape.batch_shards, self.grid.mesh)
-            self._call(self.programs.copy(), copy)
+            self._call(self.programs.copy(), copy_of(source, target, self.grid.shape.batch_shards, self.grid.mesh))
 
     def _prefill(self, slots: Sequence[Slot | None]) -> None:
-        """Puts the prompts of one slot a device into the cache."""
+        """Put the prompts of one slot a device into the cache."""
         new = [slot for slot in slots if slot is not None]
         if self.attention.dense_prompt:
             for start, _, chunk in parts_of(slots, self._store.ring, self.grid.mesh):
@@ -266,8 +268,7 @@ class Generator:
                 row[: len(own)] = own
             given = put(targets, ROWS, self.grid.mesh)
             scores.append(self._call(self.programs.score(first=start == 0), chunk, given)[0])
-        together = np.concatenate(scores, 1)
-        return [row[: len(text) - 1] for row, text in zip(together, texts, strict=False)]
+        return [row[: len(text) - 1] for row, text in zip(np.concatenate(scores, 1), texts, strict=False)]
 
     def _follow(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
         """Scores of as many texts as there are slots, token by token."""
@@ -279,7 +280,7 @@ class Generator:
         return [scores[: len(text) - 1, slot.at] for slot, text in pairs]
 
     def _tell(self, pairs: Sequence[tuple[Slot, Sequence[int]]]) -> Scores:
-        """Puts texts but for their last tokens into slots, token by token: scores [tokens, slots]; others wait."""
+        """Put texts but for their last tokens into slots, token by token: scores [tokens, slots]; others wait."""
         left = [slot.left for slot in self._slots]
         for slot in self._slots:
             slot.left = 0

@@ -28,7 +28,7 @@ def token_bytes(shape: ModelShape, programs: Programs) -> int:
 
 
 def check_memory(shape: ModelShape, programs: Programs, slots: int, length: int, grid: Grid) -> None:
-    """Raises ``UserError`` where so many slots of their full length do not fit into the memory that is free."""
+    """Raise ``UserError`` where so many slots of their full length do not fit into the memory that is free."""
     replicas, ring = grid.shape.batch_shards, ring_of(shape, length)
     each = token_bytes(shape, programs) * ring * replicas // grid.mesh.devices.size
     free = unused(grid.mesh, grid.size)
@@ -50,14 +50,14 @@ class CacheStore:
         self._grow = jax.jit(grown, static_argnums=1, out_shardings=self._sharding)
 
     def call(self, program: Any, params: Any, extras: Any, *given: Any) -> Sequence[Any]:
-        """Runs a program on the caches, one at a time; what it gives besides, on the host."""
+        """Run a program on the caches, one at a time; return its other results on the host."""
         caches, self._caches = self._caches, None  # used up, whatever happens
         jax.block_until_ready(caches)  # a long prompt's chunks read nothing (`distributed.in_flight`)
         self._caches, *results = program(params, extras, caches, *given)
         return jax.device_get(results)  # type: ignore[no-any-return]
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for so many tokens a slot; it at least doubles where it grows."""
+        """Make room for `tokens` tokens a slot; the caches at least double when they grow."""
         capacity = min(bucket(tokens), self.ring)
         if self._caches is None:  # at first, or behind a call that failed
             for slot in self._slots:
@@ -71,9 +71,17 @@ class CacheStore:
                 for array in arrays:
                     array.delete()
 
+    def release(self) -> None:
+        """Give the caches' memory back; they are made anew, of the capacity that they had, when needed."""
+        self._caches = None
+
     def _empty(self) -> list[LayerCache]:
         lead = (len(self._slots), self._shape.kv_heads, self.capacity)
         features = self._programs.attention.features(self._shape.head_dim)
-        sizes = [((*lead, count), kind or self._programs.dtype) for count, kind in features]
-        make = jax.jit(lambda: tuple(jnp.zeros(*size) for size in sizes), out_shardings=self._sharding)
-        return [make() for _ in range(self._shape.layers)]
+        sizes = tuple(((*lead, count), jnp.dtype(kind or self._programs.dtype)) for count, kind in features)
+        make = jax.jit(_zeros, static_argnums=0, out_shardings=self._sharding)
+        return [make(sizes) for _ in range(self._shape.layers)]
+
+
+def _zeros(sizes: tuple[tuple[tuple[int, ...], Any], ...]) -> LayerCache:
+    return tuple(jnp.zeros(*size) for size in sizes)

@@ -80,6 +80,11 @@ class TrainConfig:
     """Steps between evaluations on the held-out split; 0: only at the end."""
     eval_batches: Count = 8
     """Global batches that an evaluation reads at most; each held-out sample counts once."""
+    sample_every: CountOrZero = 0
+    """Steps between samples, the likeliest texts behind the prompts of `sample_prompts`; 0: none.
+    Needs grid.pipe = 1."""
+    sample_prompts: str = ""
+    """A file of prompts: .jsonl, a JSON object with the key "prompt" a line; of any other name, a prompt a line."""
     seed: Seed = 0
     """Seed of the initial weights and of dropout."""
 

@@ -27,7 +27,7 @@ from axonn_jax.terminal import duration
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
 from axonn_jax.train.engines.step import StepMetrics
-from axonn_jax.train.metrics import MetricsLog, plot_loss
+from axonn_jax.train.metrics import MetricsLog, Samples, close_log, plot_loss
 from axonn_jax.train.optimizer import learning_rate
 from axonn_jax.train.progress import Progress
 from axonn_jax.train.resume import Checkpoints
@@ -35,7 +35,7 @@ from axonn_jax.train.signals import StopSignals
 from axonn_jax.train.trainer import Trainer, pruning_of
 
 MOST_SKIPPED = 20
-"""Steps in a row that are not finite after which a run ends: fp16's scale falls from its largest to its least in 14."""
+"""Steps in a row that are not finite after which a run ends; fp16's scale falls from largest to least in 14."""
 
 
 class Run:
@@ -70,6 +70,9 @@ class Run:
             for name, raw in files.items():
                 self._put(name, raw)
             self.log = MetricsLog(self.directory, tensorboard=config.log.tensorboard, resumed=self.start, warn=self.say)
+        self.samples: Samples | None = None
+        if config.train.sample_every:
+            self.samples = Samples(config, shape, self.engine.grid, sync, resumed=self.start, say=self.say)
 
     def _put(self, name: str, raw: bytes) -> None:
         try:
@@ -120,8 +123,9 @@ class Run:
                     return self._given_up(step)
                 stopping = stop.requested() and step < steps
                 evaluates = step == steps or (every > 0 and step % every == 0 and not stopping)
+                samples = self.samples if not stopping and self.samples and self.samples.due(step) else None
                 saves = step == steps or stopping or (save_every > 0 and step % save_every == 0)
-                if waiting is not None and (evaluates or saves):  # what a checkpoint goes on after has its line
+                if waiting is not None and (evaluates or saves or samples):  # a checkpoint's steps all have their lines
                     mark = self._report(step, waiting, mark)
                     waiting = None
                 if evaluates:
@@ -129,6 +133,9 @@ class Run:
                     mark = time.monotonic()
                 if saves:
                     self.checkpoints.save(step, self.train_data.position)
+                if samples is not None:
+                    samples.write(step, self.trainer.model)
+                    mark = time.monotonic()
                 if stopping:
                     break
         if stopping:
@@ -146,7 +153,7 @@ class Run:
             self.say(line)
 
     def _pictures(self) -> list[str]:
-        """Draw what is to be seen of the run; return the files, comma by comma, or nothing."""
+        """Draw the run's pictures; return the files, separated by commas, or nothing."""
         drawn: list[Path] = []
         try:
             pictures = self.engine.write_timeline(self.directory)
@@ -159,9 +166,9 @@ class Run:
 
     def _close_log(self) -> None:
         if self.log is not None:
-            self.log.close()
-            if self.log.trouble:
-                self.say(f"warning: lines of {self.log.path} could not be written in time: {self.log.trouble}")
+            close_log(self.log, self.say)
+        if self.samples is not None:
+            self.samples.close()
 
     def _checkpoint(self, step: int) -> Path:
         return self.checkpoints.directory / name_of(step)

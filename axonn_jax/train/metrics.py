@@ -1,6 +1,7 @@
-"""Metrics of a run: metrics.jsonl, TensorBoard events, loss.png."""
+"""Metrics and samples of a run: metrics.jsonl, samples.jsonl, TensorBoard events, loss.png."""
 
 import contextlib
+import hashlib
 import io
 import json
 import math
@@ -10,15 +11,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flax import nnx
+
+from axonn_jax.data.tokenize import ends_of
+from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.documents import parse_json, read_bytes, save_picture, typed
+from axonn_jax.errors import UserError
+from axonn_jax.grid import Grid
+from axonn_jax.inference.generator import Generator
+from axonn_jax.inference.sampling import Sampling
+from axonn_jax.inference.slots import Request
+from axonn_jax.inference.texts import write
+from axonn_jax.inference.weights import grid_of_run
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.train.config import Config
+from axonn_jax.train.validate import samples_of
 
 METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+SAMPLE_TOKENS = 32
+"""The most tokens of a sample, where `model.seq_len` leaves so many."""
+_SHOWN = 60  # characters of a prompt, its last ones
+_AT_ONCE = 16
 _MOST = 2**31  # bytes read of a log: that of ten million steps
 _LARGEST = 1e100  # losses beyond it are not drawn: axes overflow
 
 
 class MetricsLog:
-    """Appends one JSON object a line to the run directory's metrics.jsonl, each line whole on disk at once.
+    """Appends one JSON object a line to a file of the run directory, each line whole on disk at once.
 
     A run that goes on after step `resumed` keeps the lines up to it; otherwise an earlier run's file in the same
     directory is kept under a numbered name. So is a file of which lines cannot be read, and `warn` is told.
@@ -28,27 +49,28 @@ class MetricsLog:
     def __init__(
         self,
         directory: Path,
+        name: str = METRICS,
         *,
         tensorboard: bool = False,
         resumed: int = 0,
         warn: Callable[[str], None] = lambda text: None,
     ):
         self._events = _event_writer(directory) if tensorboard else None
-        self.path = directory / METRICS
+        self.path = directory / name
         if os.path.lexists(self.path) and resumed:
             self._go_on_after(resumed, warn)
         elif os.path.lexists(self.path):
             self.path.rename(_free_name(self.path))
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         self.trouble = ""
-        """Why lines could not be written so far; they are kept and written with the next one that can be."""
+        """Reason for which lines could not be written so far; they are kept for the next write."""
 
     def _go_on_after(self, step: int, warn: Callable[[str], None]) -> None:
         try:
             records, damage = _read(self.path)
         except (OSError, ValueError) as error:
             records, damage = [], f"it is left out: {getattr(error, 'strerror', None) or error}"
-        rewritten = self.path.with_name(f".{METRICS}.part")
+        rewritten = self.path.with_name(f".{self.path.name}.part")
         kept = (json.dumps(record) + "\n" for record in records if record["step"] <= step)
         rewritten.unlink(missing_ok=True)  # a link that came with the directory is not followed
         rewritten.write_text("".join(kept), encoding="utf-8")
@@ -83,6 +105,84 @@ class MetricsLog:
             self.trouble = self.trouble or f"{error.strerror or error}"
 
 
+class Samples:
+    """The likeliest texts behind fixed prompts by the weights of a step: a line each, and one of samples.jsonl.
+
+    Every process of a run makes one and calls it alike. Raises ``UserError`` where they do not see the same prompts.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        shape: ModelShape,
+        grid: Grid,
+        sync: HostSync,
+        *,
+        resumed: int,
+        say: Callable[[str], None],
+    ):
+        self._shape, self._grid, self._say, self._folder = shape, grid, say, Path(config.log.dir)
+        self._every = config.train.sample_every
+        self._tokenizer, self._prompts = samples_of(config, shape)
+        self._requests = [
+            Request(prompt.ids, min(SAMPLE_TOKENS, shape.seq_len - len(prompt.ids))) for prompt in self._prompts
+        ]
+        if len({*sync.gather(hashlib.sha256(repr(self._requests).encode()).hexdigest())}) > 1:
+            accepted = "a file that is the same for all processes"
+            raise UserError("train.sample_prompts", config.train.sample_prompts, accepted)
+        self._generator: Generator | None = None
+        self._log = MetricsLog(self._folder, SAMPLES, resumed=resumed, warn=say) if grid.rank == 0 else None
+
+    def due(self, step: int) -> bool:
+        """Return True if samples are due behind a step."""
+        return step % self._every == 0
+
+    def write(self, step: int, model: nnx.Module) -> None:
+        """Makes the texts of a step, says them and writes them down; weights and cache are not kept."""
+        assert isinstance(model, Transformer)
+        texts = ["" for _ in self._requests]
+        try:
+            if self._generator is None:
+                self._generator = self._made(model)
+            else:
+                self._generator.update(model)
+            for piece in write(self._generator, self._tokenizer, self._requests, Sampling(temperature=0)):
+                texts[piece.request] += piece.text
+            self._generator.release()
+        except UserError as error:  # too little memory, or scores that are not finite: the run goes on
+            self._say(f"warning: no samples of step {step}: {error}")
+            return
+        for prompt, text in zip(self._prompts, texts, strict=True):
+            begin, added = (json.dumps(part, ensure_ascii=False) for part in (prompt.line["prompt"][-_SHOWN:], text))
+            self._say(f"step {step}: {begin} goes on {added}")
+            if self._log is not None:
+                self._log.write({**prompt.line, "step": step, "text": text})
+
+    def close(self) -> None:
+        """Closes the file, and says where lines could not be written."""
+        if self._log is not None:
+            close_log(self._log, self._say)
+
+    def _made(self, model: Transformer) -> Generator:
+        grid = grid_of_run(self._shape, self._grid)
+        replicas = grid.shape.batch_shards
+        return Generator(
+            model,
+            grid,
+            slots=-(-min(_AT_ONCE, len(self._requests)) // replicas) * replicas,
+            length=max(len(request.prompt) + request.tokens for request in self._requests),
+            stops=ends_of(self._folder, self._tokenizer, "log.dir"),
+            limit=1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values()),
+        )
+
+
+def close_log(log: MetricsLog, say: Callable[[str], None]) -> None:
+    """Closes a log, and says where lines could not be written in time."""
+    log.close()
+    if log.trouble:
+        say(f"warning: lines of {log.path} could not be written in time: {log.trouble}")
+
+
 def _free_name(path: Path) -> Path:
     number = 1
     while os.path.lexists(candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")):
@@ -97,22 +197,19 @@ def _event_writer(directory: Path) -> Any:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """All records of a run directory that can be read, in order.
-
-    Raises ``OSError`` where there is no such file, ``ValueError`` where it is no regular file or too large.
-    """
+    """Return the readable records of a run directory, in order."""
     return _read(directory / METRICS)[0]
 
 
 @dataclass
 class _Record:
-    """What every record has."""
+    """Fields that every record has."""
 
     step: int
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """The records of a log that can be read, and what is wrong with other lines, or an empty text.
+    """Return the readable records of a log, and a description of the other lines, empty if there are none.
 
     With a last line cut off in the middle nothing is wrong: a process that is killed may leave one.
     """

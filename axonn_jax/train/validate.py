@@ -5,10 +5,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 from axonn_jax.checkpoint.manifest import all_steps
-from axonn_jax.data.manifest import Manifest
+from axonn_jax.data.manifest import TOKENIZER, Manifest
 from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.models.block_comm import BlockComm, choose_residual_comm
@@ -30,6 +30,9 @@ from axonn_jax.train.config import (
     PipelineConfig,
     TensorConfig,
 )
+
+if TYPE_CHECKING:
+    from axonn_jax.data.prompts import FixedPrompt
 
 
 def check(config: Config) -> Config:
@@ -70,6 +73,7 @@ def check(config: Config) -> Config:
     if config.grid.pipe > 1:
         check_pipeline(config.grid.pipe, config.train.microbatches, config.pipeline, transformer_segments(shape))
     check_sub_batches(config)
+    check_samples(config, shape)
     if not shape.experts and config.moe != MoeConfig():
         name = next(f.name for f in fields(MoeConfig) if getattr(config.moe, f.name) != f.default)
         raise UserError(f"moe.{name}", getattr(config.moe, name), "left out in a model without model.experts")
@@ -103,11 +107,32 @@ def check_sub_batches(config: Config) -> None:
         raise UserError("tensor.sub_batches", parts, accepted)
 
 
+def check_samples(config: Config, shape: ModelShape) -> None:
+    """Raises ``UserError`` where a run cannot make the samples that it is asked for."""
+    every, path = config.train.sample_every, config.train.sample_prompts
+    if bool(every) != bool(path):
+        accepted = f"{'0' if every else 'at least 1'} where train.sample_prompts is {path!r}"
+        raise UserError("train.sample_every", every, accepted)
+    if every and config.grid.pipe > 1:
+        raise UserError("train.sample_every", every, "0 where grid.pipe is above 1: no process has all weights")
+    if every:
+        samples_of(config, shape)
+
+
+def samples_of(config: Config, shape: ModelShape) -> tuple[Any, "list[FixedPrompt]"]:
+    """Returns the tokenizer of a run and the prompts that it continues; raises ``UserError`` where one is of no use."""
+    from axonn_jax.data.prompts import fixed_prompts
+    from axonn_jax.data.tokenize import load
+
+    tokenizer = load(Path(config.data.path) / TOKENIZER)
+    return tokenizer, fixed_prompts(Path(config.train.sample_prompts), tokenizer, shape.seq_len, "train.sample_prompts")
+
+
 def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> None:
     """Raise ``UserError`` where options cannot go together, or not with a pipeline.
 
     A pipeline's programs are cut out of one traced function equation by equation, and a loop over layers is a single
-    one; its forward and backward passes are programs of their own, and each gathers what it reads. The buckets of
+    one; its forward and backward passes are programs of their own, and each gathers its weights. The buckets of
     offloaded optimizer state are of the layers' own parameters.
     """
     if pipe > 1 and tensor.scan_layers == "yes":
@@ -136,7 +161,7 @@ def check_prune(prune: PruneConfig, pipe: int, *, goes_on: bool = False) -> None
 
 
 def _goes_on(checkpoint: CheckpointConfig, log: LogConfig) -> bool:
-    """True if there is a checkpoint that the run goes on from, if that is sound: it needs nothing then to begin."""
+    """Return True if the run resumes a checkpoint, if that is sound, and so needs no initial weights."""
     if checkpoint.resume == "auto":
         return bool(all_steps(Path(log.dir) / "checkpoints"))
     return checkpoint.resume != "never"
@@ -189,7 +214,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig, *, goes_on: bool) -> None:
 
 
 def _check_log(log: LogConfig) -> LogConfig:
-    """Nothing is created here: a run directory should not appear for a run that cannot start."""
+    """Check the run directory without creating it, so that a run that cannot start leaves none."""
     if not log.dir:
         raise UserError("log.dir", log.dir, "the path of a directory that can be written")
     path = log.dir.replace("{name}", "run")  # only a config that did not come from a file still has it

@@ -106,6 +106,9 @@ def test_new_weights_compile_nothing_again(caplog):
     for number in range(2):
         trainer.step(np.random.default_rng(number).integers(0, 97, (4, 33)).astype(np.int32))
         weights = trainer.model
+        generator.release()
+        with pytest.raises(UserError, match="model = 'deleted'"):
+            generator.score(PROMPTS[2:3])
         with jax.log_compiles():
             generator.update(weights)
             drawn.append(generator.generate(PROMPTS[:3], tokens=8, sampling=GREEDY))

@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from axonn_jax.inference.sampling import Sampling
     from axonn_jax.inference.slots import Request
 
-_MOST_BYTES = 256 << 20
 _TOKENS = 100
 
 
 class Prompt(NamedTuple):
-    """A prompt, how many tokens to add to it, and its line: it and what else the object holds."""
+    """Prompt with its tokens, the number of tokens to add, and the object of its line."""
 
     text: str
     ids: tuple[int, ...]
@@ -35,7 +34,7 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
     Of a file's, the error names the line.
     """
     from axonn_jax.cli.generate.chat import ChatTemplate
-    from axonn_jax.data.tokenize import prompt_ids
+    from axonn_jax.data.prompts import file_line, ids_within
 
     template = ChatTemplate(args.run_dir) if args.chat else None
     prompts, lines = [], {0: {"prompt": args.prompt or ""}} if args.prompts is None else _read(args.prompts, args.chat)
@@ -45,20 +44,15 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
             if template:
                 alone = [{"role": "user", "content": line.get("prompt")}]
                 messages = line.get("messages", alone)
-                ids = tuple(prompt_ids(tokenizer, template.text(messages), special=False))
+                ids = ids_within(tokenizer, template.text(messages), seq_len, special=False)
             else:
-                ids = tuple(prompt_ids(tokenizer, text))
-            if len(ids) >= seq_len:
-                accepted = (
-                    f"a prompt of at most {seq_len - 1} tokens (model.seq_len = {seq_len}); this one has {len(ids)}"
-                )
-                raise UserError("--prompt", f"{len(ids)} tokens", accepted)
+                ids = ids_within(tokenizer, text, seq_len)
         except UserError as error:
             if args.prompts is None:
                 raise
-            raise UserError("--prompts", _line(args.prompts, number), error.accepted) from None
+            raise UserError("--prompts", file_line(args.prompts, number), error.accepted) from None
         if (args.tokens or 1) > (room := seq_len - len(ids)):
-            where = f" in {_line(args.prompts, number)}" if args.prompts else ""
+            where = f" in {file_line(args.prompts, number)}" if args.prompts else ""
             accepted = f"at most {room}, as the prompt{where} has {len(ids)} tokens and model.seq_len is {seq_len}"
             raise UserError("--tokens", args.tokens, accepted)
         prompts.append(Prompt(text, ids, args.tokens or min(_TOKENS, room), line))
@@ -67,42 +61,26 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
 
 def _read(path: Path, chat: bool) -> dict[int, dict[str, Any]]:
     """The objects of a file, a pipe or, as "-", standard input, by line; in a chat they may have messages."""
-    from axonn_jax.documents import parse_json, read_bytes
+    from axonn_jax.data.prompts import MOST_BYTES, objects_of
+    from axonn_jax.documents import read_bytes
 
     try:
         if (stream := str(path) == "-") or path.is_fifo():
             with open(0 if stream else path, "rb", closefd=not stream) as pipe:
-                raw = pipe.read(_MOST_BYTES + 1)
-            if len(raw) > _MOST_BYTES:
-                raise ValueError(f"more than the {_MOST_BYTES:,} bytes that are read")
+                raw = pipe.read(MOST_BYTES + 1)
+            if len(raw) > MOST_BYTES:
+                raise ValueError(f"more than the {MOST_BYTES:,} bytes that are read")
         else:
-            raw = read_bytes(path, _MOST_BYTES)
-        lines = raw.splitlines()
+            raw = read_bytes(path, MOST_BYTES)
     except OSError as error:
         raise UserError("--prompts", str(path), f"a file with a JSON object a line; {error.strerror}") from None
     except ValueError as error:
         raise UserError("--prompts", str(path), f"a file with a JSON object a line; {error}") from None
-    prompts = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = parse_json(line)
-        except ValueError as error:
-            raise UserError("--prompts", _line(path, number), f"an object in JSON; {error}") from None
-        messages = chat and isinstance(entry, dict) and "messages" in entry
-        if not (messages or (isinstance(entry, dict) and isinstance(entry.get("prompt"), str))):
-            accepted = 'an object whose "prompt" is a text' + ', or one with "messages"' * chat
-            raise UserError("--prompts", _line(path, number), accepted)
-        prompts[number] = entry
+    prompts = objects_of(raw, path, "--prompts", chat=chat)
     if not prompts:
         accepted = "at least one line; of several processes the first alone has a standard input" if stream else ""
         raise UserError("--prompts", str(path), accepted or "at least one line")
     return prompts
-
-
-def _line(path: Path, number: int) -> str:
-    return f"{path}, line {number}"
 
 
 def print_texts(
@@ -113,7 +91,7 @@ def print_texts(
     sampling: "Sampling",
     args: "Generate",
 ) -> None:
-    """Makes all texts and prints them: a single one as it comes, of several each when it ends, in their order."""
+    """Make all texts and print them: a single one token by token, several each at its end, in order."""
     from axonn_jax.inference.texts import write
 
     first = generator.grid.rank == 0
@@ -144,14 +122,14 @@ def print_texts(
 
 
 class _Speed:
-    """Tokens and their time, what the first call of the generator gives apart: programs are compiled in it."""
+    """Count of tokens and their time, the generator's first results apart: these include compilation."""
 
     def __init__(self, at_once: int):
         self._at_once, self._began = at_once, time.perf_counter()
         self.pieces, self._tokens, self._early, self._warm = 0, 0, 0, self._began
 
     def count(self, tokens: int) -> None:
-        """Takes the tokens of a piece."""
+        """Take the tokens of a piece."""
         self.pieces, self._tokens = self.pieces + 1, self._tokens + tokens
         if self.pieces <= self._at_once:
             self._early, self._warm = self._tokens, time.perf_counter()
@@ -165,7 +143,7 @@ class _Speed:
 
 
 def _put(text: str) -> None:
-    """Writes the text as it is to a pipe or a file; on a terminal without what would steer it."""
+    """Write the text unchanged to a pipe or a file; on a terminal without control characters."""
     encoding = sys.stdout.encoding or "utf-8"
     shown = printable(text) if sys.stdout.isatty() else text
     sys.stdout.write(shown.encode(encoding, "backslashreplace").decode(encoding))

@@ -1,0 +1,79 @@
+"""Prompts in files: a JSON object a line, or a text a line; their tokens."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from axonn_jax.data.tokenize import prompt_ids
+from axonn_jax.documents import parse_json, read_bytes
+from axonn_jax.errors import UserError
+
+MOST_BYTES = 256 << 20
+"""Largest size of a file of prompts, in bytes."""
+
+
+def objects_of(raw: bytes, path: Path, field: str, *, chat: bool = False) -> dict[int, dict[str, Any]]:
+    """The objects of a file by line; in a `chat` they may have messages.
+
+    Raises ``UserError``, which calls the file `field`, for the first line that is of no use.
+    """
+    prompts = {}
+    for number, line in _filled(raw):
+        try:
+            entry = parse_json(line)
+        except ValueError as error:
+            raise UserError(field, file_line(path, number), f"an object in JSON; {error}") from None
+        messages = chat and isinstance(entry, dict) and "messages" in entry
+        if not (messages or (isinstance(entry, dict) and isinstance(entry.get("prompt"), str))):
+            accepted = 'an object whose "prompt" is a text' + ', or one with "messages"' * chat
+            raise UserError(field, file_line(path, number), accepted)
+        prompts[number] = entry
+    return prompts
+
+
+def ids_within(tokenizer: Any, text: str, seq_len: int, *, special: bool = True) -> tuple[int, ...]:
+    """The tokens of a prompt (`prompt_ids`); raises ``UserError`` where they leave no room for one more."""
+    ids = tuple(prompt_ids(tokenizer, text, special=special))
+    if len(ids) >= seq_len:
+        accepted = f"a prompt of at most {seq_len - 1} tokens (model.seq_len = {seq_len}); this one has {len(ids)}"
+        raise UserError("--prompt", f"{len(ids)} tokens", accepted)
+    return ids
+
+
+def file_line(path: Path, number: int) -> str:
+    """The name of a file's line in messages."""
+    return f"{path}, line {number}"
+
+
+class FixedPrompt(NamedTuple):
+    """Prompt that a run continues at intervals, as an object of the prompts file and as tokens."""
+
+    line: dict[str, Any]
+    ids: tuple[int, ...]
+
+
+def fixed_prompts(path: Path, tokenizer: Any, seq_len: int, field: str) -> list[FixedPrompt]:
+    """The prompts of a file: `.jsonl`, or of any other name a text a line; raises ``UserError`` for `field`."""
+    try:
+        raw = read_bytes(path, MOST_BYTES)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(field, str(path), f"a file of prompts, .jsonl or one a line; {why}") from None
+    if path.suffix == ".jsonl":
+        lines = objects_of(raw, path, field)
+    else:  # bytes that are no text become Python's stand-ins, which no prompt may have
+        lines = {number: {"prompt": line.decode(errors="surrogateescape")} for number, line in _filled(raw)}
+    prompts = []
+    for number, line in lines.items():
+        try:
+            prompts.append(FixedPrompt(line, ids_within(tokenizer, line["prompt"], seq_len)))
+        except UserError as error:
+            raise UserError(field, file_line(path, number), error.accepted) from None
+    if not prompts:
+        raise UserError(field, str(path), "at least one line")
+    return prompts
+
+
+def _filled(raw: bytes) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not empty, with their numbers."""
+    return ((number, line) for number, line in enumerate(raw.splitlines(), 1) if line.strip())
