@@ -99,8 +99,8 @@ def keep_recomputation() -> dict[str, str]:
 
 
 def cuda_plugin_installed() -> bool:
-    """True if jax's CUDA plugin is there, which compiles for GPUs also where none is."""
-    if importlib.util.find_spec("jax_plugins") is None:  # asking for a part of what is not there is an error
+    """Return True if jax's CUDA plugin is installed, which compiles for GPUs also on hosts without any."""
+    if importlib.util.find_spec("jax_plugins") is None:  # a submodule of a missing package raises
         return False
     return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
 

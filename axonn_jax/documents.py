@@ -31,7 +31,7 @@ _LARGEST = 2**63 - 1
 _TOML_LINE = 10_000
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # Lustre mounted without flock, say
-_HOLDER_BYTES = 200  # read of what the holder of a lock wrote
+_HOLDER_BYTES = 200  # bytes read of a lock holder's text
 _SIGHT_S = 10
 TOML_BYTES = 1_000_000
 """Largest size of a TOML file, in bytes."""
@@ -242,7 +242,7 @@ def held(path: Path) -> Iterator[bool]:
                     yield locked
                 finally:
                     with contextlib.suppress(OSError):
-                        os.unlink(path)  # while it is locked: whoever opened it meanwhile sees that it is gone
+                        os.unlink(path)  # while it is locked: a process that opened it meanwhile sees that it is gone
                 return
         finally:
             os.close(file)

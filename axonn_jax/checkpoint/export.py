@@ -64,7 +64,7 @@ class StoredParameters:
 
     def _array(self, entry: EntryMap) -> Any:
         if self._open[0] != entry.ours:
-            self._open = ("", None)  # what is kept of the one before is freed first
+            self._open = ("", None)  # the part before is freed first
             size = math.prod(entry.size) * self._dtype(entry).itemsize
             part = self._checkpoint.path / self._checkpoint.manifest.arrays[PARAMS + entry.ours].part
             self._open = (entry.ours, stored_array(part, PARAMS + entry.ours, 2 * size))

@@ -117,7 +117,7 @@ class OrbaxWriter:
 
     def close(self) -> None:
         """End Orbax's threads."""
-        with _quiet(), contextlib.suppress(Exception):  # what went wrong has been reported when it did
+        with _quiet(), contextlib.suppress(Exception):  # errors have been reported when they came
             self._checkpointer.close()
 
     @contextlib.contextmanager
@@ -202,7 +202,7 @@ def read_shard(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
     options = ocp.options.MultiprocessingOptions(active_processes=everyone if len(everyone) > 1 else None)
     restore = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments, partial_restore=True)
     largest = max((math.prod(want.shape) * max(want.dtype.itemsize, _WIDEST) for want in wanted.values()), default=0)
-    at_a_time = 1 + largest // 10**9  # Orbax refuses an array, or a shard of one, that is larger than what it may read
+    at_a_time = 1 + largest // 10**9  # Orbax refuses a shard larger than this limit
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=at_a_time, multiprocessing_options=options)
     with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
         return dict(checkpointer.restore(path.absolute(), restore))
@@ -255,7 +255,7 @@ def _quiet() -> Iterator[None]:
         yield
     except BaseException as error:
         cause: BaseException | None = error
-        while cause is not None:  # what failed beside it is held by its frames
+        while cause is not None:  # its frames hold the other failures
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
         with warnings.catch_warnings():

@@ -94,7 +94,7 @@ def _srun(processes: int, pipe: int, environ: Mapping[str, str]) -> list[str]:
     path = shutil.which("srun")
     if path is None or not environ.get("SLURM_JOB_ID") or environ.get("SLURM_STEP_ID", _SHELL) != _SHELL:
         return []
-    mpi = "none"  # whatever the site's default is: it may refuse, or start an MPI that nobody needs
+    mpi = "none"  # not the site's default, which may refuse, or start an MPI that nobody needs
     if pipe > 1 and processes > 1:
         mpi = "pmix"
         # The list of srun --mpi=list also has a plugin whose library is not there.
@@ -186,9 +186,9 @@ class Restarts:
 
     def _attempt(self, resumes: bool) -> int:
         words = [sys.executable, "-m", "axonn_jax.cli.main", "train", *self._words]
-        if resumes:  # whatever the first attempt was told, this one goes on from what it has left
+        if resumes:  # a restart resumes, also with checkpoint.resume = never
             words += ["--checkpoint.resume", "auto"]
-        # A session of its own: Ctrl-C on a terminal reaches this process alone, which passes on what is right.
+        # A session of its own: Ctrl-C on a terminal reaches this process alone, which signals the job.
         # mpirun ends the job where its output is closed: so it writes to this process.
         pipe = subprocess.PIPE if self._before else None
         self._job = subprocess.Popen([*self._before, *words], start_new_session=True, stdout=pipe, stderr=pipe)

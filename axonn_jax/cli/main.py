@@ -1,4 +1,4 @@
-"""The command `axonn-jax`: subcommands, and what reaches the user of an error: one line and an exit status."""
+"""The command `axonn-jax`: subcommands; an error reaches the user as one line and an exit status."""
 
 import importlib
 import os
@@ -16,7 +16,7 @@ PROG = "axonn-jax"
 
 
 class Command(NamedTuple):
-    """A subcommand: its module has `main(argv) -> int`, or a dataclass named after it and `run(args) -> int`."""
+    """Subcommand, whose module has `main(argv) -> int`, or a dataclass named after it and `run(args) -> int`."""
 
     name: str
     help: str
@@ -56,7 +56,7 @@ _OF_A_HOST = ("CONFIG.toml", "data.path", "log.dir")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit status: 0, 1 for a failed run, 2 for bad input, 130 if interrupted."""
+    """Run a command line and return the exit status: 0, 1 for a failed run, 2 for bad input, 130 if interrupted."""
     open_missing()
     try:
         status = _dispatch(list(sys.argv[1:] if argv is None else argv))
@@ -132,7 +132,7 @@ def _versions() -> str:
 
 
 def rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Returns this process's rank among all and on its host, as a launcher of several processes set them; else 0, 0.
+    """Return this process's rank among all and on its host, as a launcher of several processes set them; else 0, 0.
 
     A rank counts only where the same launcher's size is above 1: shells inside batch jobs inherit stale ranks.
     """
@@ -149,7 +149,7 @@ def _is_number(text: str) -> bool:
 
 
 def report(error: BaseException) -> int:
-    """Prints the line for an exception that ends the command and returns the exit status.
+    """Print the line for an exception that ends the command and return the exit status.
 
     A user's mistake is the same on every process of a run, so only the first one prints it.
     """

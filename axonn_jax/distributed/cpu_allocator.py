@@ -51,7 +51,7 @@ def give_back_freed_memory() -> None:
     """Return all freed memory to the kernel; between two steps it costs the next one the faults of its temporaries."""
     if can_give_back():
         _libc().malloc_trim(0)
-        _ask_for_huge_pages()  # the heap now ends at its last block, and so does what was asked for before
+        _ask_for_huge_pages()  # for the heap's new end
 
 
 def in_use() -> int | None:
@@ -137,7 +137,7 @@ class GrowthLimit:
         while not self._closed.wait(_GROWTH_POLL_S):
             if resident() > allowed:
                 give_back_freed_memory()
-                allowed = max(allowed, resident() + self._margin)  # what is still there is in use
+                allowed = max(allowed, resident() + self._margin)  # remaining blocks are in use
 
 
 def _libc() -> Any:

@@ -128,7 +128,7 @@ def nvidia_gpus() -> list[Gpu]:
         return parse(listing)
     gpus = []
     for device in sorted(_DEV.glob("nvidia[0-9]*"), key=lambda path: int(path.name.removeprefix("nvidia"))):
-        with contextlib.suppress(OSError):  # what a scheduler's control group forbids is there, but does not open
+        with contextlib.suppress(OSError):  # devices that a control group forbids exist, but do not open
             os.close(os.open(device, os.O_RDWR))
             gpus.append(Gpu(f"{_host()}:{device.name}"))
     return gpus
@@ -150,7 +150,7 @@ def amd_gpus() -> list[Gpu]:
     """Return the AMD GPUs that this process may use, in the order of ROCm's topology."""
     gpus = []
     for node in sorted(_KFD.glob("[0-9]*"), key=lambda path: int(path.name)):
-        with contextlib.suppress(OSError, ValueError):  # the kernel refuses to tell of those that are forbidden
+        with contextlib.suppress(OSError, ValueError):  # the kernel refuses to describe forbidden GPUs
             if int((node / "gpu_id").read_text()) == 0:  # a processor
                 continue
             unique = re.search(r"^unique_id (\d+)", (node / "properties").read_text(), re.MULTILINE)

@@ -84,7 +84,7 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
         raise UserError("init", f"process {world.rank} of {world.size}, by {world.source}", accepted)
     if compat.accelerator_expected() and not compat.backends_started():
         raise_pinned_limit(-(-world.size // world.hosts))
-        if compat.gpus_expected() and (world.size == 1 or not gpus.chosen_by_user()):  # who is told may share a GPU
+        if compat.gpus_expected() and (world.size == 1 or not gpus.chosen_by_user()):  # the user's choice may share one
             raise_fraction()
     if world.source == "MPI":
         check_same(f"grid = {shape}\n{settings}")

@@ -18,7 +18,7 @@ from axonn_jax.tensor.collectives import all_reduce, all_reduce_max, axis_size, 
 from axonn_jax.tensor.loss import VOCAB_AXIS
 
 _IMPL = "threefry2x32"  # by name: texts shall not change with jax's default
-_LEAST, _MOST = 0.0001, 10_000  # what scores are divided by; beyond, they may no longer be finite in float32
+_LEAST, _MOST = 0.0001, 10_000  # largest divisor of scores; beyond, they may no longer be finite in float32
 
 
 class SamplingForm(NamedTuple):

@@ -175,7 +175,7 @@ class OffloadedOptimizer:
         Arrays that are to be cut are freed one after another where they are `owned`.
         """
         weights = {}
-        for name, value in masters.items():  # one by one, as what is cut is copied
+        for name, value in masters.items():  # one by one, as cut arrays are copied
             weight = jax.device_put(joined(value), NamedSharding(self.mesh, self._on_devices.specs[name]))
             weights[name] = weight.astype(self._precisions.weights_of(name))
         leaves = tree_leaves_with_path((masters if self._precisions.master_weights else {}, optimizer))

@@ -63,7 +63,7 @@ def layer_runner(model: Model, activations: str, *, regather: bool = True) -> Ru
         graphdef, state = nnx.split(layer)
 
         def pure(state: Any, xs: SubBatches, key: DropoutKey | None) -> SubBatches:
-            if activations == "offload":  # the name, and not the argument, is what the backward pass then depends on
+            if activations == "offload":  # so the backward pass depends on the name and not on the argument
                 xs = jax.tree.map(lambda x: checkpoint_name(x, _LAYER_INPUT), xs)
             return run(nnx.merge(graphdef, state), xs, key)
 

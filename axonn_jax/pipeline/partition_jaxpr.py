@@ -28,7 +28,7 @@ _ELEMENTWISE = frozenset(
 """Equations that cost less to run again than their result costs to write, keep and read."""
 
 _LONGEST = 16  # elementwise equations run again for one value
-_SMALL = 8  # a sum has so many times fewer elements than what it adds up
+_SMALL = 8  # a sum has so many times fewer elements than its operand
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int]
     cheap = _depend_only_on(closed, {jaxpr.invars[i] for i in free})
     home: dict[Var, int] = {}  # the latest part that has a value
     runs: list[list[JaxprEqn]] = []
-    wanted: list[dict[Var, int]] = []  # what each part takes over, and from which
+    wanted: list[dict[Var, int]] = []  # values that each part takes over, with the earlier part of each
     for number, outputs in enumerate(goals):
         chosen: dict[int, JaxprEqn] = {}
         takes: dict[Var, int] = {}
@@ -84,7 +84,7 @@ def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int]
                 continue
             chosen[id(eqn)] = eqn
             todo += [v for v in eqn.invars if isinstance(v, Var)]
-        # A value that elementwise equations give from what is handed over anyway need not be handed over.
+        # A value that elementwise equations give from values handed over anyway need not be handed over.
         available = {var: source for earlier in wanted for var, source in earlier.items()} | takes
         for var in sorted(takes, key=lambda var: -_size(var)):
             known = (set(available) | set(position) | cheap) - {var}

@@ -142,7 +142,7 @@ class StageState:
         def make(layouts: dict[str, NamedSharding]) -> Params:
             def chosen() -> Params:
                 made = split_module(model()).params
-                return {name: made[name] for name in layouts}  # XLA drops what is not returned
+                return {name: made[name] for name in layouts}  # XLA drops unused results
 
             return jax.jit(chosen, out_shardings=layouts)()  # type: ignore[no-any-return]
 

@@ -46,7 +46,7 @@ class StageWorker:
         self.sums: Params = {}
         self._zero = _zero({name: form for stage in self.stages.values() for name, form in stage.sums.items()})
         self._inbox: dict[Message, jax.Array] = {}
-        # By (stage, microbatch): what its programs left, until the last has started.
+        # By (stage, microbatch): values of its programs, until the last has started.
         self._kept: dict[tuple[int, int], list[Kept]] = {}
 
     @property

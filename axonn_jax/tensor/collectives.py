@@ -145,9 +145,9 @@ def shard_offset(axis: str, shard_size: int) -> jax.Array | int:
 
 
 # The residual stream [batch, seq, hidden]. Its features lie over `x`. With sequence parallelism its sequence lies over
-# `y` too: norms, dropout and sums then run once, and not once on each of the devices along `y`; what a matmul reads is
-# gathered, what it gives is reduce-scattered, together the bytes of the all-reduces that they replace (Korthikanti et
-# al., arXiv 2205.05198).
+# `y` too: norms, dropout and sums then run once, and not once on each of the devices along `y`; a matmul's input is
+# gathered and its output reduce-scattered, together the bytes of the all-reduces that they replace (Korthikanti et al.,
+# arXiv 2205.05198).
 
 SEQUENCE_AXIS, FEATURE_AXIS = "y", "x"
 _SEQUENCE_DIM = 1  # of [batch, seq, features]

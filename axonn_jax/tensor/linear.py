@@ -153,7 +153,7 @@ def column_parallel(layers: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     if comm == "gather":
         x = gather_features(mark_varying(x, ("y",)))
         return [layer.apply_to_gathered(x, layer.kernel.get_value()) for layer in layers]
-    # Gathered before: what the backward pass gathers again is the stream, and not the weights.
+    # Weights are gathered before: the backward pass gathers only the stream again.
     kernels = [GatheredWeight(gather_weight(layer.kernel.get_value(), x.dtype)) for layer in layers]
 
     def read(x: jax.Array) -> list[jax.Array]:

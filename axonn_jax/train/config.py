@@ -36,10 +36,10 @@ LOCK = "run.lock"
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the tokens come from."""
+    """Source of the tokens."""
 
     path: str
-    """A directory written by `axonn-jax prepare`; a relative path starts at the current directory."""
+    """Directory written by `axonn-jax prepare`; a relative path starts at the current directory."""
     seed: Seed = 0
     """Seed of the order in which training sequences are drawn."""
     verify: bool = True
@@ -55,9 +55,9 @@ class TrainConfig:
     global_batch: Count = 32
     """Sequences a step, over all devices; a multiple of grid.data * grid.z * microbatches."""
     microbatches: Count = 1
-    """Parts a step's batch is processed in, one after the other, gradients accumulated."""
+    """Parts of a step's batch, processed one after the other with accumulated gradients."""
     optimizer: Optimizer = "adamw"
-    """Which optimizer."""
+    """Optimizer of the weights."""
     lr: Positive = 3e-4
     """Peak learning rate."""
     warmup: CountOrZero = 0
@@ -75,7 +75,7 @@ class TrainConfig:
     eps: Positive = 1e-8
     """Added to the root of the second moment (adamw, adam)."""
     clip: NotNegative = 1.0
-    """Gradients are scaled down to this global norm; 0: not clipped."""
+    """Global norm to which gradients are scaled down; 0: no clipping."""
     eval_every: CountOrZero = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
     eval_batches: Count = 8
@@ -91,108 +91,108 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How microbatches flow through the stages; used where grid.pipe is above 1."""
+    """Schedule of microbatches through the stages; used where grid.pipe is above 1."""
 
     policy: PipelinePolicy = "message"
-    """Who decides which task a stage runs next: what has arrived (message), or a fixed order."""
+    """Order of a stage's tasks: by arrival of their inputs (message), or a fixed order."""
     channel: ChannelName = "auto"
-    """What carries activations between stages: local (one process), mpi4py, mpi4jax, or auto: local or mpi4py."""
+    """Transport of activations between stages: local (one process), mpi4py, mpi4jax; auto: local or mpi4py."""
     virtual_stages: Count = 1
-    """Stages each rank of the pipe holds; more make the bubble smaller and the messages more."""
+    """Stages on each rank of the pipe; more of them shorten idle times and send more messages."""
     in_flight: CountOrZero = 0
-    """Microbatches between their first forward and their last backward (policy message). 0: with one stage a rank half
-    as many again as 1F1B's, once a step has shown that memory has room for them; with more, 2 * grid.pipe."""
+    """Microbatches between their first forward and their last backward (policy message). 0: 1.5 times 1F1B's with one
+    stage a rank, once a step has shown that memory has room; 2 * grid.pipe with more stages."""
     split_backward: bool = True
-    """Policy message: gradients of weights may be tasks of their own, which fill idle time. Only where
-    memory.activations is none: else those that wait would keep all that is computed again."""
+    """True if gradients of weights may be tasks of their own, which fill idle time (policy message). Only where
+    memory.activations is none: waiting tasks would keep recomputed activations."""
     split: str = ""
-    """Pieces of each stage, such as "9,8" (embedding, two a block, head). Left out: balanced by FLOPs."""
+    """Pieces of each stage, such as "9,8" (embedding, two a block, head). Empty: balanced by FLOPs."""
     stall_timeout: Positive = 120.0
-    """Seconds without any progress after which a run ends and says who waits for whom."""
+    """Seconds without progress after which a run ends with a report of the processes that wait."""
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What is kept on the device, and in which precision."""
+    """Memory of the device: state and activations kept there, and their precision."""
 
     precision: Precision = "auto"
-    """Of compute and messages; master weights and moments stay fp32, and under fp16 the loss is scaled.
+    """Precision of computation and messages; master weights and moments stay fp32, and under fp16 the loss is scaled.
     auto: bf16 on accelerators, fp32 on CPU."""
     accumulate: Accumulate = "fp32"
-    """What gradients add up in over microbatches, and travel in over grid.z and grid.data: fp32, or the compute
-    precision, which under bf16 and fp16 saves 2 bytes a parameter and half of what is sent, and rounds every sum."""
+    """Dtype of gradients while they add up over microbatches and in collectives over grid.z and grid.data: fp32, or
+    compute, the compute precision, which under bf16 and fp16 saves 2 bytes a parameter and half of the communication,
+    and rounds every sum."""
     offload: Offload = "none"
-    """What lives in host memory and is streamed through the device: nothing, or the optimizer's state with the fp32
-    weights, which leaves 4 bytes a parameter on the device (6 where gradients add up in fp32). The optimizer must
-    treat every parameter by itself, as all that train.optimizer names do."""
+    """State in host memory, streamed through the device: none, or optimizer, its state with the fp32 weights, which
+    leaves 4 bytes a parameter on the device (6 where gradients add up in fp32). The optimizer must treat every
+    parameter by itself, as all of train.optimizer do."""
     zero: Zero = 0
-    """1: fp32 weights and optimizer state are split over grid.data (ZeRO-1)."""
+    """1: fp32 weights and optimizer state are split over grid.data (ZeRO-1). 0: every replica has them."""
     activations: Activations = "none"
-    """Recomputed in the backward pass: none, all of a block (full), or all but matmul outputs (dots)
-    or what was all-reduced (save_collectives); offload is full with the block's input in host memory meanwhile."""
+    """Recomputation in the backward pass: none; full, all of a block; dots, all but outputs of matmuls;
+    save_collectives, all but results of all-reduces; offload, as full, with the block's input in host memory meanwhile.
+    """
     reshard_after: ReshardAfter = "forward"
-    """When weights gathered over grid.z are let go. forward: as early as activations allow, so that recomputation
-    gathers again; backward: they stay from a microbatch's forward to its backward; step: gathered once for all
-    microbatches, whose gradients add up whole and are reduce-scattered once. Each sends less and needs more memory.
-    Needs grid.pipe = 1."""
+    """Time at which weights gathered over grid.z are freed. forward: as early as activations allow, so that
+    recomputation gathers again; backward: they stay from a microbatch's forward to its backward; step: gathered once
+    for all microbatches, whose gradients add up whole and are reduce-scattered once. Each sends less and needs more
+    memory. Needs grid.pipe = 1."""
     sequence_parallel: bool = False
-    """Whether the residual stream is split over grid.y too, along the sequence: norms, dropout and what is kept of the
-    stream then take 1/y of the memory. What matmuls read of it is gathered again in the backward pass."""
+    """True if the residual stream is also split over grid.y along the sequence: norms, dropout and the kept stream then
+    take 1/y of the memory. The backward pass gathers the stream again for the matmuls."""
     bucket: Count = 16_000_000
-    """Elements a device that travel together: gradients and weights over grid.data, with offload also to and from the
-    host."""
+    """Elements per device in a collective: gradients and weights over grid.data; with offload also host transfers."""
 
 
 @dataclass(frozen=True)
 class TensorConfig:
-    """How layers split over grid.x, grid.y and grid.z compute and communicate."""
+    """Computation and communication of layers that are split over grid.x, grid.y and grid.z."""
 
     sub_batches: CountOrZero = 0
     """Equal parts of a device's sequences of a microbatch that run side by side, one's matmuls beside another's
     all-reduces. 0: auto, 2 on accelerators where grid.x or grid.y is above 1 and the sequences are even, else 1. Used
     where grid.pipe is 1."""
     order: Order = "auto"
-    """Who orders a step's computation: package (found in virtual time), xla, or auto: package on accelerators
-    where grid.z, grid.y or grid.x is above 1, or grid.data with fewer than 32 layers. Used where grid.pipe is 1."""
+    """Order of a step's computation: package (found in virtual time), xla, or auto: package on accelerators where
+    grid.z, grid.y or grid.x is above 1, or grid.data with fewer than 32 layers. Used where grid.pipe is 1."""
     residual_comm: ResidualComm = "all_reduce"
-    """How blocks communicate over grid.x. all_reduce: heads and MLP features are split over grid.y, and what is wide is
-    all-reduced; gather: they are split over grid.y and grid.x, and the narrow residual is gathered and scattered;
-    auto: for attention and MLP apart, what sends less and divides (gather where y is small)."""
+    """Communication of blocks over grid.x. all_reduce: heads and MLP features are split over grid.y, and the wide
+    features are all-reduced; gather: they are split over grid.y and grid.x, and the narrow residual is gathered and
+    scattered; auto: the one that sends less and divides, for attention and MLP apart (gather where y is small)."""
     scan_layers: ScanLayers = "auto"
     """Layers as one compiled body in a loop, so that compile time does not grow with their number, or unrolled. auto:
     scanned from 32 layers on, or on CPU with memory.activations other than none, unless the package orders the
     computation (tensor.order) or state is offloaded. Needs grid.pipe = 1."""
     matmul_layouts: MatmulChoice = "off"
-    """Whether matmuls with weights are computed with operands or product in another orientation where that was found to
-    be faster: off, auto (if a run with measure found it on this kind of device),
-    measure (also what nothing is known of, at the start, in up to 20 s). It changes how sums are rounded."""
+    """Transposition of matmul operands where measured faster, which changes the rounding of sums. off; auto: stored
+    measurements of this kind of device; measure: also unknown shapes, at the start, up to 20 s."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept of a run so that it can go on; docs/checkpoints.md tells more."""
+    """Checkpoints, from which a run goes on; see docs/checkpoints.md."""
 
     every: CountOrZero = 0
-    """Steps between checkpoints, written while training goes on; 0: only at the end, and when told to stop."""
+    """Steps between checkpoints, written while training goes on; 0: only at the end and on a signal to stop."""
     keep: Count = 2
-    """The newest checkpoints that stay; where one is found damaged, the one before it is used."""
+    """Number of newest checkpoints to keep; a damaged one is replaced by the one before."""
     keep_every: CountOrZero = 0
-    """Checkpoints of steps that this divides stay for good; 0: none do."""
+    """Multiple of steps whose checkpoints are kept for good; 0: none."""
     resume: str = "auto"
-    """Where to go on: auto (the newest valid checkpoint of log.dir, if any), never (what log.dir holds is set aside),
-    or the path of a step_N or of a run directory."""
+    """Checkpoint to go on from: auto (the newest valid one of log.dir, if any), never (contents of log.dir are set
+    aside), or the path of a step_N or of a run directory."""
     weights: str = ""
-    """Where nothing is resumed: start from the parameters of this checkpoint (a step_N, or a run directory) or of this
-    pretrained directory (Hugging Face's, or one from `axonn-jax convert`), with new optimizer state, at step 0;
-    {folder} stands for that of the config file."""
+    """Initial parameters of a run that resumes nothing: the path of a checkpoint (a step_N, or a run directory) or of a
+    pretrained directory (Hugging Face's, or one from `axonn-jax convert`); optimizer state and step are new. {folder}
+    stands for the config file's folder."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What a run leaves behind."""
+    """Files of a run."""
 
     dir: str = "runs/{name}"
-    """The run directory; {name} stands for the config file's name without .toml."""
+    """Run directory; {name} stands for the config file's name without .toml."""
     every: Count = 1
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
@@ -201,27 +201,27 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that defines a training run; each field is a table of the TOML file."""
+    """Definition of a training run; each field is a table of the TOML file."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model: a preset, a preset with some sizes changed, or all sizes."""
     data: DataConfig
-    """Where the tokens come from."""
+    """Source of the tokens."""
     grid: GridShape = field(default_factory=GridShape)
-    """How the devices are arranged; the product of the axes is the number of devices."""
+    """Arrangement of the devices; the product of the axes is the number of devices."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """The optimisation."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    """How microbatches flow through the stages; used where grid.pipe is above 1."""
+    """Schedule of microbatches through the stages; used where grid.pipe is above 1."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
-    """What is kept on the device, and in which precision."""
+    """Memory of the device: state and activations kept there, and their precision."""
     tensor: TensorConfig = field(default_factory=TensorConfig)
-    """How layers split over grid.x, grid.y and grid.z compute and communicate."""
+    """Computation and communication of layers that are split over grid.x, grid.y and grid.z."""
     moe: MoeConfig = field(default_factory=MoeConfig)
-    """How experts are trained; used where model.experts is set."""
+    """Training of experts; used where model.experts is set."""
     prune: PruneConfig = field(default_factory=PruneConfig)
-    """Which entries of the blocks' kernels are trained; the others are zero and stay zero (SAMO)."""
+    """Pruning of the blocks' kernels: entries outside the mask are zero and stay zero (SAMO)."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What is kept of a run so that it can go on; docs/checkpoints.md tells more."""
+    """Checkpoints, from which a run goes on; see docs/checkpoints.md."""
     log: LogConfig = field(default_factory=LogConfig)
-    """What a run leaves behind."""
+    """Files of a run."""

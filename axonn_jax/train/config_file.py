@@ -64,7 +64,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
         name, equals, text = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         value: object = NOT_GIVEN
-        # A switch in front of the config file takes no value: what follows it is the file.
+        # A switch in front of the config file takes no value: the next word is the file.
         file_next = name in switches and bool(words) and words[-1].endswith(".toml")
         if not equals and words and not words[-1].startswith("--") and not file_next:
             equals, text = "=", words.pop()

@@ -67,7 +67,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync, notes: Sequ
 
     if grid.shape.pipe > 1:
         choose(config.pipeline.channel, grid.size)  # bad input is one line
-    if world.rank == 0:  # before arrays are made: a process that ends there leaves a log that says what it was
+    if world.rank == 0:  # before arrays are made: a process that ends there leaves a log of its settings
         for line in (describe(world, grid), *notes, *lines):
             say(line)
     make = model_of(config, comm=comm)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from axonn_jax.terminal import duration, printable, redraws, say, unfailing
 
-_WARM_UP = 2  # first steps, which compile; the time left is not told from them
+_WARM_UP = 2  # first steps, which compile and do not count for the time left
 _RECENT = 25  # steps whose median tells it: one in between that saved or evaluated does not count
 
 

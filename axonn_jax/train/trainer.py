@@ -154,7 +154,7 @@ class Trainer:
         self._pruning.check_masks()
         share, sequences, results, bounded = self.engine.batches.share, 0, [], in_flight()
         for batch in map(token_ids_of, batches):
-            sequences = max(sequences, -(-len(batch) // share) * share)  # what is left runs in the same program
+            sequences = max(sequences, -(-len(batch) // share) * share)  # a smaller batch runs in the same program
             results.append(bounded(self.engine.mean_loss(pad_batch(batch, sequences))))
         counts = [float(targets) for _, targets in results]
         if not any(counts):

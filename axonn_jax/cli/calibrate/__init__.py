@@ -79,7 +79,7 @@ def run(args: Calibrate) -> int:
         world, grid = start(GridShape(data=args.devices or _devices()))
         figures, machine = _measure(grid.mesh, world.size, args)
     text = dumps_machine(machine)
-    loads_machine(text, args.out.stem)  # what is written can be read
+    loads_machine(text, args.out.stem)  # checks that the text can be read
     if world.rank == 0:
         try:
             replace_whole(args.out, text.encode())

@@ -43,7 +43,7 @@ class ChatTemplate:
             )
         try:
             text: Any = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # whatever the template, a program of the model's makers, raises
+        except Exception as error:  # any exception of the template, a program of the model's makers
             raise UserError("messages", str(messages)[:80], f"what the chat template takes; {_line(error)}") from None
         return str(text)
 

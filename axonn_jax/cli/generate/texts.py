@@ -39,7 +39,7 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
     template = ChatTemplate(args.run_dir) if args.chat else None
     prompts, lines = [], {0: {"prompt": args.prompt or ""}} if args.prompts is None else _read(args.prompts, args.chat)
     for number, line in lines.items():
-        text = "" if template else line["prompt"]  # an answer is shown without what the template says
+        text = "" if template else line["prompt"]  # an answer is shown without the template's text
         try:
             if template:
                 alone = [{"role": "user", "content": line.get("prompt")}]

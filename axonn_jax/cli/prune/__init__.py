@@ -56,7 +56,7 @@ def run(args: Prune) -> int:
     )
     prune = PruneConfig(**given)  # type: ignore[arg-type]
     config = read(args.run_dir / "config.toml")
-    check_prune(prune, config.grid.pipe)  # what it writes, train takes
+    check_prune(prune, config.grid.pipe)  # train accepts the written config
     config = replace(config, prune=prune, log=replace(config.log, dir=str(args.out_dir)))
     began = time.monotonic()
     with terminated(), Ticker("reading") as ticker:

@@ -12,7 +12,7 @@ from axonn_jax.tensor.overlap.op_cost import OpTimes, axes_of, flops, is_collect
 _ON_THE_WAY = frozenset({"reshape", "transpose", "convert_element_type", "squeeze", "add_any", "pvary", "pcast"})
 _SUMMED = _ON_THE_WAY | {"add", "concatenate"}
 """Operations between a gradient and its reduction over replicas: also the sum over microbatches, a bucket."""
-_PATIENCE = 6  # matmuls: a weight gradient and what leads to it wait no longer, or its operands would fill the memory
+_PATIENCE = 6  # matmuls: a weight gradient waits no longer, or its operands would fill the memory
 _SLACK = 3.0  # times its seconds: a reduce-scatter shares the links with gathers, and only memory waits for it
 
 
@@ -51,7 +51,7 @@ class ListScheduler:
         for i in reversed(range(len(eqns))):
             self.rank[i] = self.seconds[i] + max((self.rank[j] for j in self.after[i]), default=0.0)
         self.matmul = _matmuls(eqns)
-        self.ahead = [0] * len(eqns)  # matmuls of the longest chain behind it: of what leads to a weight gradient one
+        self.ahead = [0] * len(eqns)  # matmuls of the longest chain behind it; 1 before a weight gradient
         for i in reversed(range(len(eqns))):
             self.ahead[i] = max((self.ahead[j] + (j in self.matmul) for j in self.after[i]), default=0)
         self.urgent = [False] * len(eqns)  # stands between a matmul and its collective: the network waits for it
@@ -70,7 +70,7 @@ class ListScheduler:
         matmuls_run = 0
         lanes: dict[Link | None, float] = {}  # when links are free
         ready: list[tuple[bool, float, int]] = []
-        waiting: list[tuple[int, int]] = []  # what is ready, by how many matmuls had run when its last matmul had
+        waiting: list[tuple[int, int]] = []  # ready equations, by matmuls run when their last one had
         started: set[int] = set()
         under_way: list[tuple[float, Window]] = []
         sinces: dict[int, int] = {}

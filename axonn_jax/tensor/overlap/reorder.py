@@ -24,7 +24,7 @@ _INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "check
 
 
 # `x` as it is, computed after `earlier`. A primitive of its own because the result varies over the mesh axes that `x`
-# varies over, whatever `earlier` does.
+# varies over, independent of `earlier`.
 _tie = Primitive("tie")
 _tie.def_abstract_eval(lambda x, earlier: x)
 
@@ -165,8 +165,8 @@ def _with_ties(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[
         return out[-1].outvars[0]
 
     last: int | None = None
-    delayed: dict[int, list[int]] = {}  # whose users wait for a matmul beside them, by that matmul
-    awaited: dict[int, list[int]] = {}  # what nothing else would wait for before the end, by the matmul that does
+    delayed: dict[int, list[int]] = {}  # collectives whose users wait for a matmul beside them, by that matmul
+    awaited: dict[int, list[int]] = {}  # collectives without a user before the end, by the matmul that waits for them
     for window in reorder.windows:
         if window.overlapping is None:
             continue

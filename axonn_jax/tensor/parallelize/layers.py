@@ -147,7 +147,7 @@ class ShardedEinsum(nnx.Einsum):
 
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
         """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
-        if einsum_str is not None:  # the plan was made for the string of the constructor: Flax says what is wrong
+        if einsum_str is not None:  # the plan is for the constructor's string; Flax raises an error
             return super().__call__(inputs, einsum_str)
         return contract(self, self.axonn_plan, inputs, nnx.Einsum.__call__)
 
@@ -202,7 +202,7 @@ class ShardedEmbed(nnx.Embed):
             table = gather_kernel(plan, params["embedding"], split, cast.dtype)
             ids = jnp.where(ids < 0, ids + total, ids)
             rows = lookup(table, ids, plan.in_axis or "")
-            # As jnp.take: what is outside the table is NaN, not a neighbour's row.
+            # As jnp.take: an id outside the table gives NaN, not a neighbour's row.
             inside = (ids >= 0) & (ids < total)
             return jnp.where(inside[..., None], rows, jnp.full((), jnp.nan, rows.dtype))
 

@@ -25,7 +25,7 @@ def token_ids_of(batch: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
     accepted = "[sequences, seq_len + 1] token ids: whole numbers of 32 bits, as an array or as lists of one length"
     try:
         ids = np.asarray(batch)
-    except Exception as error:  # of whatever makes an array of itself, or of lists that are uneven
+    except Exception as error:  # from objects that turn into arrays, or uneven lists
         raise UserError("batch", type(batch).__name__, accepted) from error
     if ids.dtype.kind not in "iu":
         raise UserError("batch", f"{type(batch).__name__} of {ids.dtype}", accepted)

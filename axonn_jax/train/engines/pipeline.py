@@ -85,7 +85,7 @@ class PipelineEngine:
         self._clip, self._bucket, self._activations = clip, memory.bucket, memory.activations
         self._seed, self._keyed = seed, checked.drops_out
         self._pipes = build.PipelineCache()
-        self._half_done: Literal["", "tasks", "update"] = ""  # in a step, what an exception would leave half done
+        self._half_done: Literal["", "tasks", "update"] = ""  # in a step, the part that an exception leaves half done
         self._channel = choose(pipeline.channel, grid.size)
         self._links = build.connect(grid, self.pipe_shape, pipeline.policy, pipeline.stall_timeout)
         self._links.heartbeat.start()

@@ -74,7 +74,7 @@ class SpmdEngine:
         self._begin(kept)
         params = self._stack.shard(params, grid.mesh, used_up=owned)
         positions = self._stack.join(kept.positions, grid.mesh, used_up=True) if kept else {}
-        del made  # what is stacked is freed kind by kind
+        del made  # stacked arrays are freed kind by kind
         state = self.update.start(params, positions, owned=owned)
         self.train_state = TrainState(state, self._step.first_scale())
         self.steps_done = 0
