@@ -2,16 +2,18 @@
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from fractions import Fraction
+from typing import Annotated, Any, Literal, get_args
 
 from axonn_jax.cli.plan_flags import Axes, Count, PlanFlags, chosen, command, model_of, question, sequences
 from axonn_jax.cli_args import Arg, default_of
 from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLAS_OWN
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES
+from axonn_jax.planner.communication.step import Phase, Predicted
 from axonn_jax.planner.cost_model import published
 from axonn_jax.planner.machines.machine_file import load_machine
-from axonn_jax.planner.report import explain
+from axonn_jax.planner.report import explain, step_collectives
 from axonn_jax.planner.request import SHORT, Estimate, PlanRequest
 from axonn_jax.planner.search import TIE
 from axonn_jax.planner.search import SearchResult as SearchResult
@@ -34,6 +36,8 @@ class Plan(PlanFlags):
     """Smallest x * y * z; published only."""
     top: Count = 5
     """Configurations to show."""
+    explain: bool = False
+    """List the collectives of a step of the first configuration, by phase, with their axes and bytes."""
 
 
 _PUBLISHED = {"model", "machine", "devices", "batch_tokens", "seq", "cost_model", "min_tensor", "top", "json"}
@@ -118,10 +122,37 @@ def _figures(args: Plan, request: PlanRequest, result: SearchResult, limit: floa
             }
             for estimate in result.best[: args.top]
         ],
+        **({"collectives": [_collective(one) for one in _sent(request, result.best[0])]} if args.explain else {}),
         "pareto": [_config(request, estimate) for estimate in result.pareto],
         "rejected": [asdict(rejected) for rejected in result.rejected],
         "examined": result.examined,
     }
+
+
+def _sent(request: PlanRequest, estimate: Estimate) -> list[Predicted]:
+    """Collectives of a configuration's step, by phase."""
+    return sorted(step_collectives(request, estimate.candidate), key=lambda one: get_args(Phase).index(one.phase))
+
+
+def _collective(one: Predicted) -> dict[str, Any]:
+    fields_of = {"phase": one.phase, "kind": one.kind, "axes": one.over, "layer": one.name}
+    return {**fields_of, "times": one.times, "bytes": float(one.bytes)}
+
+
+def _megabytes(size: Fraction | int) -> str:
+    return f"{float(size) / 1e6:,.3f}"
+
+
+def _explained(request: PlanRequest, estimate: Estimate) -> list[str]:
+    """Table of the collectives of a configuration's step."""
+    sent, grid = _sent(request, estimate), estimate.candidate.grid
+    heads = ("phase", "collective", "axes", "layer", "times", "MB")
+    rows = [(one.phase, one.kind, one.over, one.name, f"{one.times:,}", _megabytes(one.bytes)) for one in sent]
+    rows.append(("all", "", "", "", "", _megabytes(sum(one.bytes for one in sent))))
+    stages = f", on all {grid.pipe} stages together" if grid.pipe > 1 else ""
+    zero = ["ZeRO-1 makes a reduce-scatter and an all-gather of an update's all-reduce over replicas."]
+    title = f"Collectives of the first, MB that a device sends a step{stages}:"
+    return ["", title, *table(heads, rows, left=(0, 1, 2, 3)), *(zero if estimate.candidate.zero else [])]
 
 
 def _published(args: Plan) -> int:
@@ -195,6 +226,7 @@ def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -
         lines.append(f"  and {best.memory.host / 1e9:.1f} GB on the host for each device, one a process")
     if best.memory.host > XLAS_OWN * GIB:
         lines.append(f"  more than the {XLAS_OWN} GiB that XLA lets a process pin: the run raises {LIMIT}")
+    lines += _explained(request, best) if args.explain else []
     if len(result.pareto) > 1:
         lines += ["", "Slower but smaller (time and memory of what nothing beats in both):"]
         lines += [

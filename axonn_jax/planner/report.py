@@ -5,9 +5,12 @@ from dataclasses import replace
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.planner.communication.predict import predict
+from axonn_jax.planner.communication.step import Predicted, StepSpec
 from axonn_jax.planner.machines.machine import Machine
 from axonn_jax.planner.machines.network import GroupLinks
-from axonn_jax.planner.request import Estimate, PlanRequest
+from axonn_jax.planner.memory import itemsize
+from axonn_jax.planner.request import Candidate, Estimate, PlanRequest
 from axonn_jax.planner.search import TIE, SearchResult, search
 from axonn_jax.planner.space import SearchSpace, grid_axes
 from axonn_jax.schedule.policies import default_in_flight
@@ -51,6 +54,23 @@ def explain(request: PlanRequest, plan: SearchResult, one: Estimate) -> list[str
     if closest is not None and closest.step_s > one.step_s * (1 + TIE):
         sentences.append(f"The next grid takes {closest.step_s / one.step_s - 1:.1%} longer.")
     return sentences
+
+
+def step_collectives(request: PlanRequest, candidate: Candidate) -> tuple[Predicted, ...]:
+    """Return the collectives of a candidate's step in the order of the model, those of all its stages together.
+
+    Layers are unrolled. Stages of a pipeline gather their weights, and scatter gradients, for every microbatch.
+    """
+    grid, count = replace(candidate.grid, pipe=1), candidate.microbatches
+    stages = candidate.grid.pipe > 1
+    work = StepSpec(
+        request.shape, grid, request.batch // (count if stages else 1), 1 if stages else count,
+        itemsize(request.precision), candidate.activations, gather=candidate.gather,
+        comm=request.comm(candidate.grid, candidate.activations), accumulate=request.accumulate,
+        density=request.density, moe=request.moe, duplicates=request.duplicates,
+    )  # fmt: skip
+    sent = predict(work)
+    return tuple(replace(one, times=one.times * count) if stages and one.phase != "update" else one for one in sent)
 
 
 def _time(one: Estimate) -> str:

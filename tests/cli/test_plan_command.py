@@ -1,6 +1,8 @@
 """`axonn-jax plan`: its JSON, its picture, and one clear line for nonsense."""
 
 import json
+from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
@@ -8,7 +10,12 @@ from axonn_jax.cli.main import main
 from axonn_jax.cli.plan_flags import sequences
 from axonn_jax.distributed.gpu_limits import FRACTION
 from axonn_jax.errors import UserError
+from axonn_jax.grid import GRID_AXES, GridShape
+from axonn_jax.models.presets import preset
+from axonn_jax.planner.communication.predict import predict
+from axonn_jax.planner.communication.step import Phase, StepSpec
 from axonn_jax.planner.machines.machine_file import load_machine, machine_names
+from axonn_jax.planner.machines.network import totals
 from axonn_jax.train.validate import check
 
 PLAN = ["plan", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "262144"]
@@ -54,6 +61,45 @@ def test_a_plan_fits_what_its_command_gets_even_where_prediction_is_at_its_worst
     assert found["memory_limit_bytes"] <= 0.9 * got
     for one in found["configs"]:
         assert one["memory_bytes"] / (1 - 0.17) <= got  # docs/results.md: 17 % too little
+
+
+def sent_in(rows):
+    return totals(SimpleNamespace(kind=one["kind"], over=one["axes"], bytes=one["bytes"]) for one in rows)
+
+
+def test_explain_lists_the_collectives_of_the_first(capsys):
+    argv = [*PLAN, "--grid.z", "2", "--grid.y", "2", "--grid.x", "2", "--zero", "1", "--explain"]
+    found = json.loads(output(capsys, [*argv, "--json", "--top", "1"]))
+    (best,) = found["configs"]
+    grid, options = (
+        GridShape(**{axis: best[axis] for axis in GRID_AXES}),
+        (best["microbatches"], 2, best["activations"]),
+    )
+    work = StepSpec(preset("gpt-5b"), grid, found["batch_sequences"], *options, gather=best["gather"])
+    assert sent_in(found["collectives"]) == totals(predict(work))
+    phases = [one["phase"] for one in found["collectives"]]
+    assert phases == sorted(phases, key=get_args(Phase).index)
+    text = output(capsys, argv)
+    assert f"{float(sum(one.bytes for one in predict(work))) / 1e6:,.3f}" in text
+    assert "ZeRO-1 makes a reduce-scatter and an all-gather" in text
+
+
+def test_stages_of_a_pipeline_communicate_for_every_microbatch_as_scanned_layers_do(capsys):
+    argv = [*PLAN, "--grid.pipe", "2", "--grid.z", "4", "--grid.x", "2", "--explain"]
+    found = json.loads(output(capsys, [*argv, "--json", "--top", "1"]))
+    (best,) = found["configs"]
+    work = StepSpec(
+        preset("gpt-5b"),
+        GridShape(z=4, x=2),
+        found["batch_sequences"],
+        best["microbatches"],
+        2,
+        best["activations"],
+        True,
+    )
+    blocks = [one for one in predict(work) if one.name.startswith("blocks")]
+    assert sent_in(one for one in found["collectives"] if one["layer"].startswith("blocks")) == totals(blocks)
+    assert "on all 2 stages together" in output(capsys, argv)
 
 
 def test_plan_says_what_the_memory_limit_is_made_of(capsys):
