@@ -6,10 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axonn_jax.inference.attend import Attended, FullAttention, Seen, products, scores, weighted
+from axonn_jax.inference.attend import Attended, FullAttention, Seen, scores, weighted
 from axonn_jax.inference.cache import LayerCache, append
 from axonn_jax.inference.select import largest
-from axonn_jax.loki.attention import LokiAttention, turn
 
 
 def _number(seen: Seen, keys: float) -> jax.Array:
@@ -116,16 +115,3 @@ class HeavyHitters(FullAttention):
         sums = jnp.where(kept, sums + jax.nn.softmax(masked, -1), -jnp.inf)
         after = jnp.where((seen.tokens > 0)[:, None, None, None], jnp.swapaxes(sums, 2, 3), before)
         return weighted(scored, kept, v).astype(q.dtype), (k, v, after)
-
-
-@dataclass(frozen=True)
-class ReducedKeys(LokiAttention):
-    """PCAAttn of the paper: attends to all keys by the scores of the first features, as if there were no others."""
-
-    name: str = "reduced"
-
-    def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
-        """The softmax of approximate scores."""
-        arrays = append(arrays, new, seen.newest)
-        scored = products(turn(q, extra)[..., : self.first], arrays[0]) * q.shape[-1] ** -0.5
-        return weighted(scored, seen.valid[:, None, None], arrays[2]).astype(q.dtype), arrays

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reduced_keys import ReducedKeys
 from steps import CAPACITY, FIRST, KV_HEADS, SLOTS, WIDTH, Step, oracle, seen_of, softmax
 from tiny import LLAMA, PROMPTS, model
 
@@ -13,7 +14,7 @@ from axonn_jax.grid import GridShape
 from axonn_jax.inference.attend import FullAttention
 from axonn_jax.inference.generator import Request
 from axonn_jax.inference.sampling import Sampling
-from axonn_jax.loki.baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys, ReducedKeys
+from axonn_jax.loki.baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys
 
 GROUP = 2
 ALL = [FullAttention(), ExactTopK(1.0), RandomKeys(1.0), NewestKeys(1.0), HeavyHitters(1.0, GROUP)]
