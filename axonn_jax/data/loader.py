@@ -105,19 +105,26 @@ def _epoch_key(seed: int, epoch: int) -> int:
 class Loader:
     """An endless iterator over batches ``int32 [len(rows), seq_len + 1]`` of a prepared directory.
 
-    Samples have one global number ``g`` = 0, 1, 2, ... through all epochs. Epoch ``e = g // n`` visits each of
-    the split's ``n`` samples once, in an order that depends on ``seed`` and ``e`` alone: place ``g % n`` holds
-    the sample that grain's ``index_shuffle`` (a keyed permutation of ``range(n)``, so nothing is stored) gives
-    for a key drawn by numpy's ``SeedSequence(seed, spawn_key=(e,))``. With ``shuffle=False`` every epoch has the
-    stream's own order.
+    Samples have one global number ``g`` = 0, 1, 2, ... through all epochs. Epoch ``e = g // n`` visits each of the
+    split's ``n`` samples once, in an order that depends on ``seed`` and ``e`` alone: place ``g % n`` holds the sample
+    that grain's ``index_shuffle`` (a keyed permutation of ``range(n)``, so nothing is stored) gives for a key drawn by
+    numpy's ``SeedSequence(seed, spawn_key=(e,))``. A batch is the samples ``position + r`` for ``r`` in ``rows``; then
+    ``position`` goes up by ``global_batch``. So the next batch depends only on ``seed`` and ``position``.
 
-    A batch is the samples ``position + r`` for ``r`` in ``rows``; then ``position`` goes up by ``global_batch``. So the
-    next batch depends only on ``seed`` and ``position``, not on batch sizes or on who reads which rows.
-
-    Grain reads ``prefetch`` batches ahead on one thread (none for 0), which starts with the first batch.
+    Args:
+        path: The directory, written by `axonn-jax prepare`.
+        split: The split, train or valid.
+        seq_len: Tokens of a sequence.
+        global_batch: Sequences of a batch over all processes.
+        rows: Sequences of the global batch that this process reads; default: all.
+        seed: Seed of the order.
+        position: Global number of the first sample.
+        prefetch: Batches read ahead on one thread, which starts with the first batch; 0: none.
+        verify: True if checksums of the data are compared.
+        shuffle: False for the stream's own order in every epoch.
 
     Raises:
-        UserError: an argument is out of range, or the data is not whole (``verify`` compares its checksums).
+        UserError: An argument is out of range, or the data is not whole.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
 
 
 def end_of(folder: Path, tokenizer: Any, field: str) -> int | None:
-    """Return the id that ends a document: as the directory's files name it, or else EOT's."""
+    """Return the id that ends a document, as the directory's files name it, or else EOT's."""
     return next(_ends(folder, tokenizer, field), None)
 
 

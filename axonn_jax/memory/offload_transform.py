@@ -17,14 +17,19 @@ from axonn_jax.memory.optimizer_traits import check_offload
 
 
 def offload(optimizer: optax.GradientTransformation, *, bucket: int = 16_000_000) -> optax.GradientTransformation:
-    """The optimizer with its state in host memory, streamed through the devices a bucket of parameters at a time.
+    """Return the optimizer with its state in host memory, streamed through the devices in buckets of parameters.
 
-    Parameters of at most `bucket` elements in all, or one that has more, are updated together: their state is copied
-    to the devices while the bucket before is updated, and back while the next one is. Arrays keep their sharding. Call
-    `init` and `update` outside of `jax.jit`; each bucket's update is a compiled program. Masks and labels of the
-    optimizer see parameters as a flat dict by path (`jax.tree_util.keystr`). No collectives.
+    Parameters of a bucket are updated together: their state is copied to the devices while the bucket before is
+    updated, and back while the next one is. Arrays keep their sharding. Call `init` and `update` outside of `jax.jit`;
+    each bucket's update is a compiled program. Masks and labels of the optimizer see parameters as a flat dict by path
+    (`jax.tree_util.keystr`). No collectives.
 
-    Raises ``UserError`` where the optimizer looks at all parameters together, or inside a transformation of jax's.
+    Args:
+        optimizer: A transformation that treats every parameter by itself.
+        bucket: Elements of a bucket at most; a larger parameter is a bucket of its own.
+
+    Raises:
+        UserError: The optimizer looks at all parameters together, or a call is inside a transformation of jax's.
     """
     check_offload(optimizer, "axonn_jax.offload", {})
 

@@ -240,7 +240,7 @@ def global_shape(local: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Group:
-    """Pieces in a row that run the programs of a stretch: those of the stretch itself, or like ones."""
+    """Pieces in a row that run the programs of a stretch, which has these pieces or like ones."""
 
     stretch: Stretch
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Gathers of a module's or model's weights, done once for several calls."""
+"""Weight gathers of a module or model, done once for several calls."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -45,24 +45,29 @@ def _on_own_mesh(method: Callable[Concatenate["Trainer", P], T]) -> Callable[Con
 class Trainer:
     """Trainer of a model on a grid: a facade over an engine that runs the steps.
 
-    `model` is a module or a function that makes one. A module's arrays are the trainer's from then on: a step uses them
-    up, so that they lie in memory once, and the module given can be called no more; `trainer.model` is the trained one.
-    Given as a function, each process of a pipeline makes only the parameters of its own stages.
-
-    `optimizer` is any optax transformation of gradients and parameters, which may ask for the loss, named `value`; not
-    one that evaluates the model again (`optax.lbfgs`) or keeps parameters of its own (`optax.lookahead`). It sees
-    global arrays, so transformations that are not elementwise are right too; with `memory.offload` and with a pipeline
-    it must treat every parameter by itself. All others are a ``UserError``.
-
     The loss is the mean over the targets of the global batch that count, whatever the grid. A negative id (-1, or -100
-    as PyTorch has it) is no target, and as an input it is id 0. A step processes the batch in `microbatches` parts.
-    With `clip` the gradients are scaled down to that global norm (0: not clipped). `seed` is that of dropout. `memory`,
-    `tensor`, `pipeline` and `prune` are the tables of a config file of these names (`axonn-jax train --help`); of a
-    model given, `memory.sequence_parallel`, `tensor.residual_comm` and `tensor.matmul_layouts` are those it was made
-    with, and `pipeline` counts where the grid's `pipe` is above 1.
+    as in PyTorch) is no target, and as an input it is id 0. `engine` is a `PipelineEngine` where the grid's `pipe` is
+    above 1, else an `SpmdEngine`: it gives tools and tests (`engines.engine.Engine`) the float32 weights by name
+    (`engine.params`), the optimizer's state and more.
 
-    `engine` is a `PipelineEngine` there, else an `SpmdEngine`. It gives tools and tests (`engines.engine.Engine`) the
-    float32 weights by name (`engine.params`), the optimizer's state and more.
+    Args:
+        model: A module, whose arrays are the trainer's from then on (`trainer.model` is the trained one), or a function
+            that makes one: each process of a pipeline then makes only the parameters of its own stages.
+        optimizer: An optax transformation of gradients and parameters, which may ask for the loss, named `value`; not
+            one that evaluates the model again (`optax.lbfgs`) or keeps parameters of its own (`optax.lookahead`). It
+            sees global arrays; with `memory.offload` and with a pipeline it must treat every parameter by itself.
+        grid: The grid of devices, as `init` returns it.
+        microbatches: Parts of a step's batch, processed one after the other.
+        clip: Global norm to which gradients are scaled down; 0: no clipping.
+        seed: Seed of dropout.
+        memory: Table [memory] of a config file (`axonn-jax train --help`). For a model given as a module,
+            `sequence_parallel` is the one it was made with.
+        tensor: Table [tensor]; for a module, `residual_comm` and `matmul_layouts` are those it was made with.
+        pipeline: Table [pipeline], used where the grid's `pipe` is above 1.
+        prune: Table [prune].
+
+    Raises:
+        UserError: An argument is out of range, or arguments contradict each other.
     """
 
     engine: Engine
@@ -126,14 +131,20 @@ class Trainer:
 
     @_on_own_mesh
     def step(self, batch: Any) -> StepMetrics:
-        """One optimizer step on this process's [sequences, seq + 1] token ids of a global batch.
+        """Run one optimizer step. It also prunes, where `prune` asks for that behind this step.
 
-        They may be an array or lists, whatever `numpy.asarray` makes whole numbers of; ``UserError`` for all else.
-        An id beyond a transformer's vocabulary makes the loss NaN. A step whose loss or gradients are not finite leaves
-        weights and optimizer state as they were, on every device, and is counted in the metrics' `skipped`; such is a
-        step without targets, ``UserError`` in a run of one process. Without a pipeline the metrics are device values,
-        and all that is waited for is the step before the last (`in_flight`). It prunes too, where `prune` says that
-        for behind this step.
+        A step whose loss or gradients are not finite leaves weights and optimizer state as they were, on every device.
+        An id beyond a transformer's vocabulary makes the loss NaN, and so does a batch without targets.
+
+        Args:
+            batch: This process's [sequences, seq + 1] token ids of a global batch: an array or lists of whole numbers.
+
+        Returns:
+            Loss, gradient norm and the number of steps skipped so far. Without a pipeline they are device values, and
+            the call waits for the step before the last only (`in_flight`).
+
+        Raises:
+            UserError: The batch has another form, or in a run of one process no targets.
         """
         batch = token_ids_of(batch)
         if self.engine.grid.size == 1 and len(batch) and not counted_targets(self._shapes, batch).any():
@@ -146,10 +157,14 @@ class Trainer:
 
     @_on_own_mesh
     def evaluate(self, batches: Iterable[Any]) -> float:
-        """Mean loss over the targets of batches (this process's sequences of each), without dropout; waits for it.
+        """Return the mean loss over the targets of batches, without dropout; waits for it.
 
-        A batch has the form of `step`'s, of any number of sequences where this process has all of them. Sequences
-        without targets fill a batch up.
+        Args:
+            batches: This process's sequences of each batch, in the form of `step`'s; of any number of sequences where
+                this process has all of them. Sequences without targets fill a batch up.
+
+        Raises:
+            UserError: No batch has a target that counts.
         """
         self._pruning.check_masks()
         share, sequences, results, bounded = self.engine.batches.share, 0, [], in_flight()
@@ -163,20 +178,34 @@ class Trainer:
 
     @_on_own_mesh
     def save(self, directory: str | Path, step: int) -> Path:
-        """Write all state to `directory/step_N` and wait for it; every process of the run must call it.
+        """Write all state to a checkpoint and wait for it; every process of the run must call it.
 
-        Raises ``OSError`` with the reason where it cannot be written, or is not made of finite numbers.
+        Args:
+            directory: The directory in which `step_N` is made.
+            step: The step's number N.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            OSError: The checkpoint cannot be written, or the state is not finite; the text has the reason.
         """
         self._pruning.check_masks()
         return save_as(self.engine, Path(directory), step)
 
     @_on_own_mesh
     def load(self, path: str | Path, *, weights_only: bool = False) -> int:
-        """Take over a checkpoint (a step_N, or the newest of a run), saved on any grid; return its step.
+        """Replace the state by that of a checkpoint, saved on any grid; every process of the run must call it.
 
-        `weights_only` takes the parameters and leaves optimizer state and step as they are. Every process of the run
-        must call it. Raises ``UserError`` naming arrays that are missing, unexpected, misshapen or corrupt; also where
-        masks contradict `prune`.
+        Args:
+            path: A step_N, or a directory of them, of which the newest is loaded.
+            weights_only: True if optimizer state and step stay as they are.
+
+        Returns:
+            The checkpoint's step.
+
+        Raises:
+            UserError: Arrays are missing, unexpected, misshapen or corrupt, or masks contradict `prune`.
         """
         step = load_checkpoint(self.engine, Path(path), weights_only=weights_only)
         self._pruning.loaded()

@@ -28,22 +28,25 @@ def parallelize(
     call: Callable[[Model], Any] | None = None,
     overrides: Mapping[str, str] | None = None,
 ) -> Model:
-    """Return a copy of a Flax NNX model whose layers run 4D-sharded over the grid, its parameters placed on it.
+    """Return a copy of a Flax NNX model whose layers run 4D-sharded over the grid, with its parameters placed on it.
 
     Type, attributes, parameter names and results stay; so do `nnx.jit`, `nnx.value_and_grad`, `nnx.Optimizer`,
     `nnx.split` and train/eval modes. Linear, LinearGeneral, Einsum, Conv, ConvTranspose, Embed, LayerNorm and RMSNorm
     (alone or inside MultiHeadAttention and modules of your own) are split over the axes of the grid, with explicit
     collectives; other modules stay, their parameters replicated. `sharding_report` lists both, with reasons and bytes.
+    Nothing is communicated but parameters on their way to their devices.
 
-    `call` calls the model, as ``lambda m: m(tokens)``; it is traced, not run, to learn the order of the layers. Without
-    it, roles of `x` and `y` alternate in the order in which layers were defined. `overrides` maps path patterns
-    (``"decoder.*.out"``) to "replicated", or to the axis to contract over, "x" or "y" (for an embedding or a norm: the
-    axis of its features); the last pattern that matches counts.
+    Args:
+        model: The model.
+        grid: The grid of devices, without a pipeline; with one device the model itself is returned.
+        call: A call of the model, as ``lambda m: m(tokens)``; it is traced, not run, to learn the order of the layers.
+            Default: roles of `x` and `y` alternate in the order in which layers were defined.
+        overrides: Map from path patterns (``"decoder.*.out"``) to "replicated", or to the axis to contract over, "x" or
+            "y" (for an embedding or a norm: the axis of its features); the last pattern that matches counts.
 
-    Nothing is communicated here but parameters on their way to their devices. A grid of one device returns `model`
-    itself. Raises ``UserError`` for anything but an NNX module, a grid with a pipeline, an override that matches
-    nothing, a grouped `jax.lax` convolution between layers where XLA would make wrong gradients of it (seen with `call`
-    alone).
+    Raises:
+        UserError: The model is no NNX module, the grid has a pipeline, an override matches nothing, or XLA would make
+            wrong gradients of a grouped `jax.lax` convolution between layers (seen with `call` alone).
     """
     _check(model, grid)
     if grid.shape.devices == 1:

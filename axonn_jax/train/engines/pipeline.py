@@ -198,8 +198,7 @@ class PipelineEngine:
         return without_padding(self._states.shapes(), self._padding)
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts; one call a rank
-        here."""
+        """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts; a call a rank."""
         self._states.load(read, wanted)
         if any(stage.layout for stage in self.stages.values()):  # other entries may be kept than before
             self._pipes.close()

@@ -83,8 +83,7 @@ class PipelineState:
         return {name: value.shape for pp_rank in ranks for name, value in self._abstract(pp_rank).items()}
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool]) -> None:
-        """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts; one call a rank
-        here."""
+        """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts; a call a rank."""
         states = self.by_rank()
         for pp_rank, stage in self.stages.items():
             state, kept = states.pop(pp_rank), None

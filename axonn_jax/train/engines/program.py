@@ -123,7 +123,7 @@ class StageProgram(OnMesh):
 
     @property
     def grad_specs(self) -> Specs:
-        """Layout of every gradient: its parameter's, with ZeRO split over `data` too."""
+        """Layout of every gradient, the same as its parameter's, or with ZeRO split over `data` too."""
         if not self.zero:
             return super().grad_specs
         return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh, self.stacked)
