@@ -71,15 +71,6 @@ class ExpertShape:
         """Return how many of so many layers have experts."""
         return len(range(self.first, layers, self.every))
 
-    def params(self, hidden: int, inputs: int, *, active: bool = False) -> int:
-        """Return the parameters of a layer's experts and router, of `inputs` matmuls from the stream into each.
-
-        The `active` ones are those that a token passes: its choices, the shared experts, and the router.
-        """
-        each = (inputs + 1) * hidden * self.ffn
-        chosen = self.per_token if active else self.experts
-        return (chosen + self.shared) * each + hidden * self.experts + self.experts
-
     def check(self) -> None:
         """Raise ``UserError`` for numbers that contradict each other."""
         if not 1 <= self.per_token <= self.experts:

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape, divides
-from axonn_jax.models.config import ModelShape
-from axonn_jax.options import ResidualComm
+from axonn_jax.ops.layers import Comm
 
 if TYPE_CHECKING:
-    from axonn_jax.tensor.collectives import Comm
+    from axonn_jax.models.config import ModelShape
 
 FIELD = "tensor.residual_comm"
 
@@ -29,11 +28,11 @@ class BlockComm:
     sequence_split: bool = False
     """Whether the stream's sequence is split over `y` (`memory.sequence_parallel`); no half gathers then."""
 
-    def of(self, gathers: bool) -> "Comm":
+    def of(self, gathers: bool) -> Comm:
         """Returns what projections of a half do."""
         return "sequence" if self.sequence_split else "gather" if gathers else "all_reduce"
 
-    def check(self, shape: ModelShape, grid: GridShape) -> None:
+    def check(self, shape: "ModelShape", grid: GridShape) -> None:
         """Raises ``UserError`` unless what is split over `y` and `x` divides, and the stream's sequence is whole."""
         if self.sequence_split and (self.attention or self.mlp):
             raise UserError(FIELD, "gather", "all_reduce or auto with memory.sequence_parallel")
@@ -45,7 +44,7 @@ class BlockComm:
         if self.mlp:
             divides("model.ffn", shape.ffn, parts * grid.z, f"z*{rule}")
 
-    def fits(self, shape: ModelShape, grid: GridShape) -> bool:
+    def fits(self, shape: "ModelShape", grid: GridShape) -> bool:
         """Returns whether what is split over `y` and `x` divides."""
         try:
             self.check(shape, grid)
@@ -60,35 +59,3 @@ class BlockComm:
 
 ALL_REDUCE = BlockComm()
 """Agarwal's algorithm, as in the papers."""
-
-
-def choose_residual_comm(
-    wanted: ResidualComm, shape: ModelShape, grid: GridShape, activations: str, *, sequence_split: bool = False
-) -> BlockComm:
-    """Returns what is wanted; for `auto` what sends less over `x` with this policy of activations.
-
-    Raises ``UserError`` where "gather" is wanted and does not divide, or the stream's sequence is split.
-    """
-    if wanted == "gather":
-        both = BlockComm(attention=True, mlp=True, sequence_split=sequence_split)
-        both.check(shape, grid)
-        return both
-    if grid.x == 1 or wanted == "all_reduce" or sequence_split:
-        return BlockComm(sequence_split=sequence_split)
-    again = activations not in ("none", "save_collectives")  # the others communicate once more in recomputation
-    return BlockComm(
-        attention=_less_attention(shape, grid.y, again) and BlockComm(attention=True).fits(shape, grid),
-        mlp=_less_mlp(shape, grid.y, again) and BlockComm(mlp=True).fits(shape, grid),
-    )
-
-
-# In units of (Gx-1)/Gx times a device's tokens: outputs and their gradients all-reduced twice over, against the stream
-# and its gradient gathered and scattered. Over `y` and `z` both ways send the same.
-def _less_attention(shape: ModelShape, y: int, again: bool) -> bool:
-    reduced = 2 * (shape.qkv_width * (1 + again) + shape.heads * shape.head_dim)
-    return (4 + 2 * again) * shape.hidden * y < reduced
-
-
-def _less_mlp(shape: ModelShape, y: int, again: bool) -> bool:
-    wide = shape.ffn * shape.mlp_inputs
-    return (4 + again) * shape.hidden * y < 2 * (wide * (1 + again) + shape.ffn)

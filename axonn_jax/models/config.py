@@ -1,4 +1,4 @@
-"""Sizes of a decoder-only transformer: its parameters and FLOPs by formula, without jax."""
+"""Sizes of a decoder-only transformer; no jax."""
 
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -7,7 +7,9 @@ from typing import Literal, get_args, get_origin
 from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import ExpertShape
 from axonn_jax.grid import GridShape, divides, divisors
+from axonn_jax.models.declared.transformer import describe_alone
 from axonn_jax.models.rope import Rope
+from axonn_jax.ops.costs import forward_flops, parameters
 from axonn_jax.options import Bias, Mlp, Norm, Positions, RopeScaling, Router
 
 MOST = MappingProxyType(
@@ -219,41 +221,19 @@ class ModelShape:
         """Rows of a table that divides into so many parts: the vocabulary, and zeros up to the next multiple."""
         return -(-self.vocab // multiple) * multiple
 
-    def mlp_params(self, layer: int = 0, *, active: bool = False) -> int:
-        """Parameters of a block's feed-forward layer, biases and the norm before it included.
-
-        The `active` ones are those that a token passes: they differ where the block has experts.
-        """
-        if self.moe is not None and self.moe.is_routed(layer):
-            return self.norm_params() + self.moe.params(self.hidden, self.mlp_inputs, active=active)
-        biases = self.hidden + self.mlp_inputs * self.ffn if self.bias == "all" else 0
-        return self.norm_params() + (self.mlp_inputs + 1) * self.hidden * self.ffn + biases
-
-    def attention_params(self) -> int:
-        """Parameters of a block's attention, the norm before it included."""
-        biases = {"all": self.qkv_width + self.hidden, "qkv": self.qkv_width, "none": 0}[self.bias]
-        return self.norm_params() + self.attention_matmul_params() + biases + (2 * self.head_dim if self.qk_norm else 0)
-
-    def attention_matmul_params(self) -> int:
-        """Entries of the weight matrices of a block's attention."""
-        return self.hidden * (self.qkv_width + self.heads * self.head_dim)
-
-    def layer_params(self, layer: int = 0, *, active: bool = False) -> int:
-        """Parameters of one block; `active` as in `mlp_params`."""
-        return self.attention_params() + self.mlp_params(layer, active=active)
-
-    def embedding_params(self) -> int:
-        """Parameters in front of the first block: the token table and, if learned, the positions."""
-        return self.hidden * (self.vocab + (self.seq_len if self.positions == "learned" else 0))
-
-    def head_params(self) -> int:
-        """Parameters behind the last block: the final norm and, if not tied, the output projection."""
-        return self.norm_params() + (0 if self.tied else self.hidden * self.vocab)
-
     def params(self, *, active: bool = False) -> int:
-        """All parameters of the model; `active` as in `mlp_params`."""
-        blocks = sum(count * self.layer_params(layer, active=active) for layer, count in self.layer_kinds())
-        return self.embedding_params() + blocks + self.head_params()
+        """Return the number of parameters.
+
+        Args:
+            active: True to count of a layer's experts as many as a token chooses.
+        """
+        total = 0
+        for layer in describe_alone(self):
+            routed = sum(p.elements for p in layer.params if "expert" in p.axes)
+            total += layer.count * parameters(layer)
+            if active and self.moe is not None:
+                total -= layer.count * (routed - routed // self.experts * self.experts_per_token)
+        return total
 
     def layer_kinds(self) -> list[tuple[int, int]]:
         """One block of each kind, with experts and without, and how many there are."""
@@ -263,35 +243,18 @@ class ModelShape:
         dense = next((layer for layer in range(self.layers) if not self.moe.is_routed(layer)), 0)
         return [(self.moe.first, routed), *([(dense, self.layers - routed)] if routed < self.layers else [])]
 
-    def norm_params(self) -> int:
-        """Parameters of one norm of the residual stream."""
-        return self.hidden * (2 if self.norm == "layernorm" else 1)
+    def step_flops(self, batch: int, *, recompute: bool = False) -> int:
+        """Return the FLOPs of one training step over `batch` sequences; the backward pass counts twice the forward.
 
-    def mlp_matmul_flops(self, layer: int = 0) -> int:
-        """FLOPs of a block's feed-forward layer for one token; of experts those that it chooses, and the router."""
-        if self.moe is not None and self.moe.is_routed(layer):
-            return 2 * (self.moe.params(self.hidden, self.mlp_inputs, active=True) - self.experts)
-        return 2 * (self.mlp_inputs + 1) * self.hidden * self.ffn
-
-    def layer_forward_flops(self, batch: int, seq_len: int | None = None, layer: int = 0) -> int:
-        """FLOPs of one block's matmuls for `batch` sequences; attention counted in full, as published."""
-        s = seq_len or self.seq_len
-        attention = 2 * self.attention_matmul_params() + 4 * s * self.heads * self.head_dim
-        return batch * s * (attention + self.mlp_matmul_flops(layer))
-
-    def head_forward_flops(self, batch: int, seq_len: int | None = None) -> int:
-        """FLOPs of the projection onto the vocabulary for `batch` sequences."""
-        return 2 * batch * (seq_len or self.seq_len) * self.hidden * self.vocab
-
-    def step_flops(self, batch: int, *, recompute: bool = False, seq_len: int | None = None) -> int:
-        """FLOPs of one training step over `batch` sequences (backward counts twice the forward).
-
-        With `recompute` the blocks run forward once more. For a GPT (ffn = 4 hidden) this is the published
-        F = 96 B S L H^2 (1 + S/(6H) + V/(16 L H)), and with 72 in place of 96 without (papers: Megatron-LM,
-        AxoNN IPDPS 22, SC 24).
+        With `recompute` the blocks run forward once more. Attention counts in full, as published. For a GPT
+        (ffn = 4 hidden) this is the published F = 96 B S L H^2 (1 + S/(6H) + V/(16 L H)), and with 72 in place of 96
+        without (papers: Megatron-LM, AxoNN IPDPS 22, SC 24).
         """
-        layers = sum(count * self.layer_forward_flops(batch, seq_len, layer) for layer, count in self.layer_kinds())
-        return layers * (4 if recompute else 3) + 3 * self.head_forward_flops(batch, seq_len)
+        each = (
+            (4 if recompute and layer.in_block else 3) * layer.count * round(forward_flops(layer, self.seq_len))
+            for layer in describe_alone(self)
+        )
+        return batch * sum(each)
 
 
 def _divisors(rule: str, of: int, near: int) -> str:

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.declared.transformer import alone, describe_alone, halves
+from axonn_jax.ops.costs import forward_flops, parameters
+from axonn_jax.ops.language import Layer, joined
 
 
 @dataclass(frozen=True)
@@ -22,18 +25,20 @@ class Segment:
 
 
 def transformer_segments(shape: ModelShape) -> tuple[Segment, ...]:
-    """Embedding, the two halves of every block, the head: their costs add up to the model's.
+    """Return embedding, the two halves of every block, and the head; their costs add up to the model's.
 
     Attention is counted without its causal half, as in the published formulas; a table lookup counts no FLOPs. A tied
     table counts as the embedding's parameters. Experts cost what a token that passes them computes.
     """
-    seq, moe = shape.seq_len, shape.moe
-    segments = [Segment("embedding", 0, shape.embedding_params())]
+    first, *_, last = describe_alone(shape)
+
+    def segment(name: str, of: Layer, layer: str = "", alike: str = "") -> Segment:
+        return Segment(name, round(forward_flops(of, shape.seq_len)), parameters(of), layer, alike)
+
+    segments = [segment("embedding", first)]
     for block in range(shape.layers):
-        layer, mlp = f"blocks.{block}", seq * shape.mlp_matmul_flops(block)
-        attention = shape.layer_forward_flops(1, layer=block) - mlp
-        kind = "experts" if moe is not None and moe.is_routed(block) else "mlp"
-        segments.append(Segment(f"{layer}.attention", attention, shape.attention_params(), layer, "attention"))
-        segments.append(Segment(f"{layer}.mlp", mlp, shape.mlp_params(block), layer, kind))
-    segments.append(Segment("head", shape.head_forward_flops(1), shape.head_params()))
-    return tuple(segments)
+        layer, routed = f"blocks.{block}", shape.moe is not None and shape.moe.is_routed(block)
+        attention, second = (joined([part]) for part in halves(shape, block, alone(shape)))
+        segments.append(segment(f"{layer}.attention", attention, layer, "attention"))
+        segments.append(segment(f"{layer}.mlp", second, layer, "experts" if routed else "mlp"))
+    return (*segments, segment("head", last))

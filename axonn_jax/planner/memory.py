@@ -8,9 +8,8 @@ from functools import cache
 from math import ceil
 from typing import Literal
 
-from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
-from axonn_jax.options import Activations, AttentionKernel
+from axonn_jax.options import AttentionKernel
 from axonn_jax.tensor.kernel_choice import loss_chunk, tiles
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -109,124 +108,6 @@ def _optimizer(params: float, precision: Precision, apart: bool) -> tuple[float,
 def streamed_state(bucket: float, precision: Precision) -> float:
     """Device bytes of the buckets of an offloaded update: one arriving, one being updated, one on its way back."""
     return _STREAMED_BUCKETS * host_state(bucket, precision, offload=True).total
-
-
-@dataclass(frozen=True)
-class BlockBytes:
-    """What one block keeps for its backward pass, in bytes for each token of a microbatch on a device."""
-
-    entry: float
-    """Its input."""
-    kept: float
-    """From forward to backward, on the device; the input is part of it."""
-    working: float
-    """More while its backward pass runs."""
-    again: float = 0.0
-    """Of that, what was computed again: all of a block but what is kept."""
-    host: float = 0.0
-    """From forward to backward, on the host."""
-    shown: float = 0.0
-    """Of what is kept, what elementwise operations give from the rest: a pipeline's stage computes it again."""
-    waiting: float = 0.0
-    """From input gradient to weight gradient, where a pipeline computes them apart: both operands of every product."""
-    released: float = 0.0
-    """Of what a pipeline's stage keeps under `none`, what only the input gradient reads."""
-    spare: float = 0.0
-    """Of what is more at work, what the MLP's half needs beyond attention's."""
-
-
-@dataclass(frozen=True)
-class FeedForwardUse:
-    """What a block's second half keeps and works with, in elements for each token of a microbatch on a device."""
-
-    wide: float
-    """Results of the matmuls that read its input."""
-    inner: float
-    """What its last matmul reads."""
-    working: float
-    """More while its backward pass runs, on both sides of the widest operation."""
-    reduced: float
-    """Of what is wide, or in its place, what communication over `x` gave."""
-    tokens: float = 0.0
-    """What was gathered or exchanged, beside the stream."""
-
-
-def dense_use(shape: ModelShape, x: int, y: int, comm: BlockComm = ALL_REDUCE) -> FeedForwardUse:
-    """Elements of a feed-forward layer that all tokens pass."""
-    inner = shape.ffn / (x * y if comm.mlp else y)
-    wide = shape.mlp_inputs * inner
-    read = shape.hidden if comm.mlp else shape.hidden / x
-    return FeedForwardUse(wide, inner, read + 2 * wide, shape.hidden if comm.mlp else wide)
-
-
-def block_activations(
-    shape: ModelShape,
-    x: int,
-    y: int,
-    item: int,
-    policy: Activations,
-    attention: AttentionKernel = "cudnn",
-    comm: BlockComm = ALL_REDUCE,
-    feed: FeedForwardUse | None = None,
-) -> BlockBytes:
-    """Activations of a block on a grid of `x` and `y`, `item` bytes an element; `feed` is its second half's.
-
-    The residual stream is split over `x`, what is between two matmuls over `y`. `none` keeps what every operation's
-    gradient reads; `full` the block's input; `dots` the results of its matmuls too, but for the last, which no gradient
-    reads; `save_collectives` those of them that were all-reduced; `offload` keeps the input on the host. Attention of
-    whole scores keeps them and their softmax; in blocks, keys and values for every head, and its result by heads too.
-
-    A stream whose sequence is split over `y` too is whole where matmuls read it: gathered once more in the backward
-    pass, or there once where the block is computed again. Halves of a block that gather read the whole stream, and have
-    less between their matmuls.
-    """
-    feed = feed or dense_use(shape, x, y, comm)
-    spread, over = (comm.attention, comm.mlp), x * y if comm.attention else y
-    split = comm.sequence_split and y > 1
-    stream, width = shape.hidden / x, shape.heads * shape.head_dim / over
-    scores = 2 * shape.heads / over * shape.seq_len if attention == "xla" else 0.0
-    statistics = shape.heads / over * _FP32 if attention != "xla" else 0.0
-    wide = (shape.qkv_width / over, feed.wide)
-    repeated = 2 * (shape.heads - shape.kv_heads) * shape.head_dim / over
-    copies = width + repeated if attention == "blocked" else 0.0
-    part = stream / y if split else stream
-    read = part if policy == "none" else stream
-    reads = [shape.hidden if one else read for one in spread]
-    # Both inputs of norms, both normalised streams, queries to values, attention's result, the MLP's two widths.
-    # The scale of an RMSNorm has its gradient from the stream before it, which is kept too.
-    normed = (shape.heads + shape.kv_heads) * shape.head_dim / over if shape.qk_norm else 0.0
-    everything = normed + (2 if shape.norm == "layernorm" else 4) * part + sum(reads) + sum(wide) + width
-    everything += feed.inner + feed.tokens
-    whole = (everything + scores + copies) * item + statistics
-    entry = part * item
-    # Of the residual stream and of a branch; of the widest operation, on both of its sides.
-    ends = [shape.hidden if one else stream for one in spread]
-    halves = [(part + ends[0] + 2 * (wide[0] + copies)) * item, (part + feed.working) * item]
-    gradients = max(halves)
-    spare = gradients - halves[0]
-    if split and policy == "none":
-        gradients += stream * item  # gathered again
-    # Inputs of the norms; gradients of what both halves add to the stream, before and after they are gathered again.
-    added = 2 * part if split and shape.bias == "all" else 0.0
-    waiting = (2 * part + sum(ends) + added + sum(wide) + width + feed.inner + 2 * feed.tokens) * item
-    # Queries and keys with positions are handed over beside what they were made of.
-    rotated = (shape.heads + shape.kv_heads) * shape.head_dim / over if shape.positions == "rope" else 0.0
-    if policy == "none":
-        shown = (2 if shape.norm == "layernorm" else 4) * part - 2 * part + read * (2 - sum(spread))
-        shown += feed.inner - rotated
-        released = (shape.qkv_width / over + rotated + copies) * item + statistics
-        return BlockBytes(entry, whole, gradients, shown=shown * item, waiting=waiting, released=released, spare=spare)
-    if policy == "full":
-        return BlockBytes(entry, entry, whole + gradients, whole, waiting=waiting, spare=spare)
-    if policy == "offload":  # two inputs are under way
-        return BlockBytes(entry, 0.0, whole + gradients + 2 * entry, whole, entry, waiting=waiting, spare=spare)
-    if policy == "dots":
-        matmuls = sum(wide) + (shape.hidden if comm.attention else stream)  # the latter before it is reduced
-    else:
-        reduced = (shape.hidden if comm.attention else wide[0]) + feed.reduced
-        matmuls = (reduced if x > 1 else 0.0) + (part if y > 1 or comm.attention else 0.0) + feed.tokens
-    again = whole - matmuls * item
-    return BlockBytes(entry, entry + matmuls * item, again + gradients, again, waiting=waiting, spare=spare)
 
 
 @cache

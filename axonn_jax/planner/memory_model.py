@@ -7,7 +7,7 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.options import Activations
 from axonn_jax.planner import memory as formulas
-from axonn_jax.planner.expert_memory import expert_use, mean_block
+from axonn_jax.planner.block_memory import BlockBytes, block_activations, mean_block
 from axonn_jax.planner.rank_state import Load, Ranks
 from axonn_jax.planner.request import Candidate, MemoryUse, PlanRequest, StatePlacement
 from axonn_jax.schedule.partition import group_count, group_size
@@ -202,19 +202,17 @@ class MemoryModel:
         """Whether the loss runs in parts of a device's tokens."""
         return loss_chunk(tokens, self.ranks.vocab(grid) // grid.y) < tokens
 
-    def _block(self, grid: GridShape, activations: Activations) -> formulas.BlockBytes:
+    def _block(self, grid: GridShape, activations: Activations) -> BlockBytes:
         """Bytes a token needs in a block."""
         return self._block_of(grid.expert, grid.x, grid.y, activations, self.request.comm(grid, activations))
 
-    def _block_bytes(
-        self, expert: int, x: int, y: int, activations: Activations, comm: BlockComm
-    ) -> formulas.BlockBytes:
-        shape, item, grid = self.request.shape, self._item, GridShape(expert=expert, y=y, x=x)
+    def _block_bytes(self, expert: int, x: int, y: int, activations: Activations, comm: BlockComm) -> BlockBytes:
         kinds = []
-        for layer, count in shape.layer_kinds():
-            routed = shape.moe is not None and shape.moe.is_routed(layer)
-            feed = expert_use(shape, grid, self.request.moe, comm, item) if routed else None
-            block = formulas.block_activations(shape, x, y, item, activations, self._kernel, comm, feed)
+        for layer, count in self.request.shape.layer_kinds():
+            block = block_activations(
+                self.request.shape, x, y, self._item, activations, self._kernel, comm,
+                layer=layer, expert=expert, training=self.request.moe,
+            )  # fmt: skip
             kinds.append((block, count))
         return mean_block(kinds)
 

@@ -6,9 +6,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from axonn_jax.grid import GridShape
+from axonn_jax.models.declared.transformer import describe_alone
+from axonn_jax.ops.costs import forward_flops, parameters
 from axonn_jax.planner import memory as formulas
-from axonn_jax.planner.communication.dense import block_matmuls
-from axonn_jax.planner.expert_memory import expert_params
 from axonn_jax.planner.request import PlanRequest, StatePlacement
 
 
@@ -51,12 +51,16 @@ class Ranks:
     def __init__(self, request: PlanRequest):
         shape = request.shape
         self.request = request
+        self.first, *blocks, self.last = describe_alone(shape)
+        self.block_flops = sum(layer.count * forward_flops(layer, shape.seq_len) for layer in blocks) / shape.layers
+        params = [(layer.count, param) for layer in blocks for param in layer.params]
+        routed = [(count, param) for count, param in params if "expert" in param.axes]
+        pruned = [(count, param) for count, param in params if param.prunable and "expert" not in param.axes]
         # Of the mean block; where layers alternate, all blocks have the same share of what some have.
-        self.experts = expert_params(shape) * shape.routed_layers / shape.layers
-        self.layer = sum(count * shape.layer_params(layer) for layer, count in shape.layer_kinds()) / shape.layers
-        self.layer -= self.experts
-        self.kernels = sum(m.features_in * m.features_out * m.count for m in block_matmuls(shape)) / shape.layers
-        """Parameters of the mean block that pruning has less of, experts aside."""
+        every, self.experts, self.kernels = (
+            sum(count * param.elements for count, param in some) / shape.layers for some in (params, routed, pruned)
+        )
+        self.layer = every - self.experts
         self.loads = cache(self._loads)
         self._states: dict[GridShape, dict[tuple[int, StatePlacement], RankState]] = {}
 
@@ -65,8 +69,7 @@ class Ranks:
         shape = self.request.shape
         if pipe == 1:
             return (self._load(0, shape.layers, True, True),)
-        blocks = sum(count * shape.layer_forward_flops(1, layer=layer) for layer, count in shape.layer_kinds())
-        head = shape.head_forward_flops(1) * shape.layers / blocks
+        head = forward_flops(self.last, shape.seq_len) / self.block_flops
         usual, last = formulas.balanced_blocks(shape.layers, head, pipe)
         between = (self._load(1, usual, False, False),) if pipe > 2 else ()
         return (self._load(0, usual, True, False), *between, self._load(pipe - 1, last, False, True))
@@ -74,8 +77,8 @@ class Ranks:
     def _load(self, rank: int, blocks: float, first: bool, last: bool) -> Load:
         shape = self.request.shape
         params = blocks * self.layer
-        params += shape.embedding_params() if first else 0
-        params += shape.head_params() if last else 0
+        params += parameters(self.first) if first else 0
+        params += parameters(self.last) if last else 0
         params += shape.hidden * shape.vocab if last and not first and shape.tied else 0
         tables = first + (last and not (first and shape.tied))
         return Load(rank, blocks, first, last, tables, params, blocks * self.experts)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GRID_AXES, GridShape
 from axonn_jax.hardware import AttentionDevice
-from axonn_jax.models.block_comm import BlockComm, choose_residual_comm
+from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.options import Activations, AttentionKernel, PipelinePolicy, ReshardAfter, ResidualComm
 from axonn_jax.planner.machines.machine import Device, Machine
 from axonn_jax.planner.memory import Precision

@@ -11,8 +11,9 @@ from flax import nnx
 from jax import lax
 
 from axonn_jax import compat
+from axonn_jax.ops.layers import Comm
 from axonn_jax.options import AttentionKernel, Bias
-from axonn_jax.tensor.collectives import SEQUENCE_AXIS, Comm, axis_size
+from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size
 from axonn_jax.tensor.kernel_choice import Tiles, choose_form, tiles
 from axonn_jax.tensor.linear import Linear, column_parallel
 from axonn_jax.tensor.norm import HeadNorm

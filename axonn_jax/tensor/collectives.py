@@ -10,7 +10,7 @@ layers, called outside a manual region, are the plain version.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -151,15 +151,6 @@ def shard_offset(axis: str, shard_size: int) -> jax.Array | int:
 
 SEQUENCE_AXIS, FEATURE_AXIS = "y", "x"
 _SEQUENCE_DIM = 1  # of [batch, seq, features]
-
-Comm = Literal["all_reduce", "gather", "sequence"]
-"""Communication of a projection that reads from or adds to the residual stream.
-
-* all_reduce: it reads the local features and all-reduces over `x`; its output is all-reduced over `y`.
-* gather: its inner features are split over `y` and `x`. The stream's features are gathered over `x` before the matmul;
-  its output is reduce-scattered over `x` and all-reduced over `y`.
-* sequence: the stream's sequence is split over `y`, gathered before the matmul and reduce-scattered behind.
-"""
 
 
 def gather_sequence(x: jax.Array) -> jax.Array:

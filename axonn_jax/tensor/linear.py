@@ -1,7 +1,7 @@
 """The 4D-sharded matmul: Agarwal's algorithm as a Flax layer."""
 
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
+from axonn_jax.ops.layers import Comm, TensorAxis
 from axonn_jax.tensor.collectives import (
     SEQUENCE_AXIS,
-    Comm,
     GatheredWeight,
     all_reduce,
     axis_size,
@@ -26,7 +26,6 @@ from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 from axonn_jax.tensor.params import constant_param, normal_param
 
-TensorAxis = Literal["x", "y"]
 Module = TypeVar("Module", bound=nnx.Module)
 
 

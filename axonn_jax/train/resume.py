@@ -29,9 +29,7 @@ from axonn_jax.train.engines.pruning import prune_for
 from axonn_jax.train.optimizer import changed_rate
 
 FOLDER = "checkpoints"
-_FACTS: Mapping[str, type] = dict.fromkeys(("position", "data.seed", "train.seed", "model.seq_len"), int) | {
-    "data": str
-}
+_FACTS = {"position": int, "data.seed": int, "train.seed": int, "model.seq_len": int, "data": str}
 _OTHERWISE = "or checkpoint.resume never to start anew, or checkpoint.weights to start from its parameters alone"
 
 
@@ -200,18 +198,16 @@ class Checkpoints:
             except CorruptCheckpoint as fault:
                 raise UserError("checkpoint.resume", where, f"a valid checkpoint; {fault}") from None
             return named
-        below: int | None = None
-        unread = ""
+        below, unread = None, ""
         while (checkpoint := newest(self.directory, self._sync, self._say, below=below)) is not None:
             try:
                 self._load(checkpoint)
                 return checkpoint
             except CorruptCheckpoint as fault:
                 unread, below = f"{checkpoint.path} cannot be read: {fault}", checkpoint.manifest.step
-            if self._config.prune.later:  # the engine may be pruned already, which the checkpoint before may not be
-                accepted = f"a valid checkpoint; {unread}; move its folder elsewhere to go on from the one before"
-                raise UserError("checkpoint.resume", where, accepted)
-            self._say(f"warning: checkpoint {unread}; the one before is used")
+            if self._config.prune.later:  # the engine may be pruned now, as the checkpoint before need not be
+                break
+            self._say(f"warning: checkpoint {unread}; the one before it is taken")
         if unread:  # the arrays of a new run were freed for those of the checkpoint
             raise UserError("checkpoint.resume", where, f"a valid checkpoint, or never to start anew; {unread}")
         return None
@@ -259,20 +255,18 @@ class Checkpoints:
 
     def _check_same(self, checkpoint: Checkpoint) -> None:
         """A run goes on only with the seeds and the data that it began with: all else may change."""
-        now, then = self._facts(0), checkpoint.manifest.run
+        now, then, path = self._facts(0), checkpoint.manifest.run, checkpoint.path
         if not set(_FACTS) <= set(then):
-            accepted = f"a checkpoint of `axonn-jax train`; {_OTHERWISE}"
-            raise UserError("checkpoint.resume", str(checkpoint.path), accepted)
+            raise UserError("checkpoint.resume", str(path), f"a checkpoint of `axonn-jax train`; {_OTHERWISE}")
         for key, kind in _FACTS.items():
             if type(then[key]) is not kind or (kind is int and not 0 <= then[key] < 2**63):
                 raise CorruptCheckpoint(f"{MANIFEST} is not one that a save writes: run[{key!r}] is no {kind.__name__}")
         for key in ("data.seed", "train.seed", "model.seq_len"):
             if now[key] != then[key]:
-                raise UserError(key, now[key], f"{then[key]}, as in {checkpoint.path}, {_OTHERWISE}")
+                raise UserError(key, now[key], f"{then[key]}, as in {path}, {_OTHERWISE}")
         if now["data"] != then["data"]:
-            raise UserError(
-                "data.path", self._config.data.path, f"the data that {checkpoint.path} was trained on, {_OTHERWISE}"
-            )
+            trained = f"the data that {path} was trained on, {_OTHERWISE}"
+            raise UserError("data.path", self._config.data.path, trained)
 
     def _facts(self, position: int) -> Mapping[str, Any]:
         config = self._config

@@ -11,8 +11,9 @@ from axonn_jax.checkpoint.manifest import all_steps
 from axonn_jax.data.manifest import TOKENIZER, Manifest
 from axonn_jax.errors import UserError
 from axonn_jax.experts.shape import MoeConfig
-from axonn_jax.models.block_comm import BlockComm, choose_residual_comm
+from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
 from axonn_jax.models.presets import ModelConfig
 from axonn_jax.models.segments import Segment, transformer_segments

@@ -15,9 +15,10 @@ from axonn_jax.cli.calibrate import platform_of
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset, preset_names
+from axonn_jax.planner.block_memory import block_activations
 from axonn_jax.planner.cost_model.compute import Compute
 from axonn_jax.planner.machines.machine_file import load_machine, machine_names
-from axonn_jax.planner.memory import Precision, block_activations
+from axonn_jax.planner.memory import Precision
 from axonn_jax.planner.memory_model import MemoryModel
 from axonn_jax.planner.request import Candidate, PlanRequest
 from axonn_jax.tensor import attention

@@ -6,8 +6,8 @@ import pytest
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
+from axonn_jax.planner.block_memory import block_activations
 from axonn_jax.planner.machines.machine_file import load_machine
-from axonn_jax.planner.memory import block_activations
 from axonn_jax.planner.memory_model import MemoryModel
 from axonn_jax.planner.request import Candidate, PlanRequest
 from axonn_jax.schedule.policies import live_bound

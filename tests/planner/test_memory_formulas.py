@@ -6,6 +6,7 @@ from published_memory import axonn_state, samo_state, ted_state
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.presets import preset
 from axonn_jax.planner import memory
+from axonn_jax.planner.block_memory import block_activations
 
 PHI = 1e9
 
@@ -74,7 +75,7 @@ def test_a_split_sequence_divides_what_is_kept_of_the_stream():
     shape = preset("gpt-5b")
 
     def block(policy, split):
-        return memory.block_activations(shape, 1, 4, 2, policy, comm=BlockComm(sequence_split=split))
+        return block_activations(shape, 1, 4, 2, policy, comm=BlockComm(sequence_split=split))
 
     assert block("none", False).kept - block("none", True).kept == 2 * (4 * shape.hidden - 4 * shape.hidden / 4)
     assert block("full", True).kept == block("full", False).kept / 4 == 2 * shape.hidden / 4
@@ -84,20 +85,20 @@ def test_a_split_sequence_divides_what_is_kept_of_the_stream():
 
 def test_activation_policies_keep_less_and_less():
     shape = preset("gpt-5b")
-    kept = [memory.block_activations(shape, 1, 1, 2, policy).kept for policy in ("none", "dots", "full", "offload")]
+    kept = [block_activations(shape, 1, 1, 2, policy).kept for policy in ("none", "dots", "full", "offload")]
     assert kept == sorted(kept, reverse=True)
     assert kept[2] == 2 * shape.hidden
     assert kept[3] == 0
-    assert memory.block_activations(shape, 1, 1, 2, "offload").host == 2 * shape.hidden
+    assert block_activations(shape, 1, 1, 2, "offload").host == 2 * shape.hidden
     # hidden: two inputs of norms, two normalised, QKV 3, attention 1, MLP 4 + 4; float32 statistics of the softmax.
     assert kept[0] == 2 * 16 * shape.hidden + 4 * shape.heads
-    scores = memory.block_activations(shape, 1, 1, 2, "none", "xla").kept
+    scores = block_activations(shape, 1, 1, 2, "none", "xla").kept
     assert scores == 2 * (16 * shape.hidden + 2 * shape.heads * shape.seq_len)
 
 
 def test_axes_split_what_they_shard():
     shape = preset("llama2-7b")
-    whole, over_x, over_y = (memory.block_activations(shape, x, y, 2, "none").kept for x, y in ((1, 1), (2, 1), (1, 2)))
+    whole, over_x, over_y = (block_activations(shape, x, y, 2, "none").kept for x, y in ((1, 1), (2, 1), (1, 2)))
     stream = 6 * shape.hidden * 2
     assert whole - over_x == pytest.approx(stream / 2)
     assert whole - over_y == pytest.approx((whole - stream) / 2)

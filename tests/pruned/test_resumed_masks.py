@@ -116,7 +116,7 @@ def test_an_unreadable_checkpoint_of_a_run_that_is_pruned_later_ends_it(train, u
     train("unread_later", *prune, "--train.steps", "2")
     unreadable.add(2)
     line = train("unread_later", *prune, "--train.steps", "3", status=2).splitlines()[-1]
-    assert "step_00000002 cannot be read: a disk's fault; move its folder elsewhere to go on from the one" in line
+    assert line.endswith("step_00000002 cannot be read: a disk's fault")
 
 
 def made(axes, **prune):

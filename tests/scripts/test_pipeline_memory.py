@@ -7,6 +7,8 @@ import pytest
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.declared.transformer import describe_alone
+from axonn_jax.ops.costs import parameters
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=128, seq_len=32)
@@ -25,7 +27,7 @@ def measure(monkeypatch):
 @pytest.mark.slow
 def test_a_pipelines_bytes_are_state_sums_and_what_its_programs_need(measure):
     """Two places, one with the table and positions and one with the tied table again."""
-    halves = 2 * SHAPE.layer_params() / 2
+    halves = parameters(describe_alone(SHAPE)[1])
     first, last = (halves + SHAPE.hidden * size for size in (SHAPE.vocab + SHAPE.seq_len, SHAPE.vocab + 2))
     state, beside = measure(SHAPE, GridShape(pipe=2), 4, 1, "full")
     assert state in (12 * first, 12 * last)

@@ -15,8 +15,9 @@ from axonn_jax.checkpoint.restore import load_weights, named_checkpoint
 from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm, choose_residual_comm
+from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.presets import preset
+from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.planner.communication.predict import predict
 from axonn_jax.planner.communication.step import StepSpec

@@ -3,19 +3,16 @@
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import prod
-from typing import Literal
 
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
+from axonn_jax.ops.costs import Phase
+from axonn_jax.ops.language import FLOAT32
 from axonn_jax.options import Activations, ReshardAfter
 from axonn_jax.planner.machines.network import CollectiveKind, ring_bytes
 
-Phase = Literal["forward", "recompute", "backward", "update"]
-
-FLOAT32 = 4
-"""Bytes of an element."""
 DATA, EXPERT, Z, Y, X = "data", "expert", "z", "y", "x"
 
 
@@ -72,11 +69,6 @@ class StepSpec:
     def again(self) -> bool:
         """Whether blocks are computed again in the backward pass."""
         return self.activations != "none"
-
-    @property
-    def rereduces(self) -> bool:
-        """Whether what they have reduced is then reduced again."""
-        return self.again and self.activations != "save_collectives"
 
     def size(self, *axes: str) -> int:
         """Devices of a group over these axes."""

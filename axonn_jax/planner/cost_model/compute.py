@@ -1,12 +1,15 @@
 """Compute times of a device: matmuls by local size, attention, what streams through memory, the optimizer."""
 
-from dataclasses import dataclass
 from functools import cache
 from math import ceil
+from typing import NamedTuple
 
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
+from axonn_jax.models.declared.transformer import describe
+from axonn_jax.ops.costs import operations
+from axonn_jax.ops.language import FLOAT32, Add, Attend, Layer, Multiply, OwnBackward, Read
+from axonn_jax.ops.layers import Where
 from axonn_jax.options import AttentionKernel
-from axonn_jax.planner.communication.dense import block_matmuls
 from axonn_jax.planner.machines.machine import Machine
 from axonn_jax.planner.memory import itemsize
 from axonn_jax.planner.request import PlanRequest, form_taken
@@ -20,8 +23,7 @@ def usual_kernel(machine: Machine) -> AttentionKernel:
     return form_taken(machine.device, machine.half, 64, 128).kernel
 
 
-@dataclass(frozen=True)
-class Seconds:
+class Seconds(NamedTuple):
     """Times of one microbatch on a device, in seconds."""
 
     forward: float
@@ -70,39 +72,28 @@ class Compute:
         return moved / (self.machine.device.light_bytes_per_s or self.machine.device.memory_bytes_per_s)
 
     def _block(self, expert: int, x: int, y: int, sequences: int) -> Seconds:
-        """The mean block for a microbatch of so many sequences a device."""
-        rows = sequences * self.seq
-        forward, inputs, weights = (seconds / self.shape.layers for seconds in self._experts(expert, x, y, rows))
-        for layer in block_matmuls(self.shape, self.comm):
-            share = layer.count / self.shape.layers
-            inside, outside = (x, y) if layer.in_axis == "x" else (y, x)
-            if layer.spread:
-                inside, outside = (1, x * y) if layer.in_axis == "x" else (x * y, 1)
-            wide_in, wide_out = layer.features_in / inside, layer.features_out / outside
-            forward += share * self.matmul(rows, wide_in, wide_out)
-            inputs += share * self.matmul(rows, wide_out, wide_in)
-            weights += share * self.matmul(wide_in, rows, wide_out)
-        heads = sequences * self.shape.heads / (y * x if self.comm.attention else y)
-        attention, attention_back = self.attention(heads)
-        light = self.light(rows * self._streamed(expert, x, y))
-        return Seconds(forward + attention + light, inputs + attention_back + 2 * light, weights, attention + light)
+        """Return the times of the mean block for a microbatch of so many sequences a device."""
+        at = Where(expert, 1, y, x, sequences * self.seq, self.item, self.comm.sequence_split)
+        mean = Seconds(0.0, 0.0, 0.0, 0.0)
+        for layer in describe(self.shape, at, self.comm, self.request.moe)[1:-1]:
+            forward, inputs, weights = self._matmuls(layer)
+            heads = sum(op.heads for op in operations(layer) if isinstance(op, Attend))
+            moved = sum(op.moved for op in operations(layer) if isinstance(op, Read | Add | OwnBackward))
+            (attend, attend_back), light = self.attention(sequences * heads), self.light(at.tokens * moved)
+            times = (forward + attend + light, inputs + attend_back + 2 * light, weights, attend + light)
+            mean = Seconds(*(a + layer.count / self.shape.layers * b for a, b in zip(mean, times, strict=True)))
+        return mean
 
-    def _experts(self, expert: int, x: int, y: int, rows: float) -> tuple[float, float, float]:
-        """Forward, gradients of inputs and of weights of all layers' experts: each multiplies its share of the choices.
-
-        Choices are taken to be even. The backward pass of `gather` computes each expert's widths again.
-        """
-        moe, layers, hidden = self.shape.moe, self.shape.routed_layers, self.shape.hidden
-        if moe is None:
-            return 0.0, 0.0, 0.0
-        chosen = rows * moe.per_token * expert / moe.experts * self.request.moe.slack
-        ffn, count = moe.ffn / (x * y), layers * moe.experts / expert
-        into, out_of = self.matmul(chosen, hidden, ffn), self.matmul(chosen, ffn, hidden)
-        gates = self.shape.mlp_inputs
-        inputs = gates * out_of + into + (0.0 if self.request.moe.drops else gates * into)
-        weights = gates * self.matmul(hidden, chosen, ffn) + self.matmul(ffn, chosen, hidden)
-        router = layers * self.matmul(rows, hidden / x, moe.experts)
-        return count * (gates * into + out_of) + router, count * inputs + router, count * weights + router
+    def _matmuls(self, layer: Layer) -> tuple[float, float, float]:
+        """Return the seconds of a layer's matmuls with weights: forward, gradients of inputs, gradients of weights."""
+        forward = inputs = weights = 0.0
+        for op in operations(layer):
+            if isinstance(op, Multiply):
+                once = op.count * self.matmul(op.tokens, op.inner, op.columns)
+                forward += once
+                inputs += op.count * self.matmul(op.tokens, op.columns, op.inner) + (once if op.run_again else 0.0)
+                weights += op.count * self.matmul(op.inner, op.tokens, op.columns)
+        return forward, inputs, weights
 
     def attention(self, heads: float) -> tuple[float, float]:
         """Scores, softmax and their product with values, forward and backward, of so many heads of all sequences.
@@ -127,34 +118,13 @@ class Compute:
         forward = flops * pairs / rate + heads * pairs * (16 + 2 * item) / device.memory_bytes_per_s
         return forward, 2.5 * flops * pairs / rate + heads * pairs * (16 + 5 * item) / device.memory_bytes_per_s
 
-    def _streamed(self, expert: int, x: int, y: int) -> float:
-        """Bytes a token moves through memory in the mean block's forward pass outside of matmuls and attention.
-
-        Two norms and two additions to the residual stream (each reads and writes it), and the activation function of
-        the MLP; the backward pass moves twice as much. With sequence parallelism a device has its part of the stream.
-        Choices of experts are read and added to float32 results one by one, and the results written.
-        """
-        stream, gates = self.shape.hidden / x, self.shape.mlp_inputs
-        stream /= y if self.comm.sequence_split else 1
-        ffn = self.shape.ffn / (y * x if self.comm.mlp else y) * (1 - self.shape.routed_layers / self.shape.layers)
-        dense = self.item * (2 * 2 * stream + 2 * 3 * stream + (gates + 1) * ffn)
-        if self.shape.moe is None:
-            return dense
-        moe, hidden = self.shape.moe, self.shape.hidden
-        chosen = moe.per_token * (hidden * (self.item + 2 * 4) + (gates + 1) * moe.ffn / (x * y) * self.item)
-        results = expert * hidden * (4 + self.item)
-        return dense + self.shape.routed_layers / self.shape.layers * (chosen + results)
-
-    def _head(self, x: int, columns: int, sequences: int) -> Seconds:
-        """The final norm, the projection onto a device's columns of the padded vocabulary, and the loss."""
-        rows, hidden = sequences * self.seq, self.shape.hidden / x
-        logits = self.light(rows * columns * 4)
-        return Seconds(
-            self.matmul(rows, hidden, columns) + 3 * logits,  # written, read for the maximum and for the sum
-            self.matmul(rows, columns, hidden) + 2 * logits,  # read and overwritten by their gradient
-            self.matmul(hidden, rows, columns),
-            3 * logits,
-        )
+    def _head(self, x: int, y: int, z: int, sequences: int) -> Seconds:
+        """Return the times of the projection onto a device's part of the padded vocabulary, and of the loss."""
+        at = Where(1, z, y, x, sequences * self.seq, self.item)
+        forward, inputs, weights = self._matmuls(describe(self.shape, at)[-1])
+        logits = self.light(at.tokens * self.shape.padded_vocab(y * z) // y * FLOAT32)
+        # Logits are written, read for the maximum and for the sum; then read and overwritten by their gradient.
+        return Seconds(forward + 3 * logits, inputs + 2 * logits, weights, 3 * logits)
 
     def update(self, params: float, optimizer_params: float, accumulate: int, offload: bool) -> float:
         """Seconds of the optimizer's step over the parameters that a device holds.

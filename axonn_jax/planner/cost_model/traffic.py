@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from axonn_jax.experts.declare import TOKENS
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
-from axonn_jax.planner.communication.experts import TOKENS
 from axonn_jax.planner.communication.predict import predict_microbatch, predict_update
 from axonn_jax.planner.communication.step import Predicted, StepSpec
 from axonn_jax.planner.machines.machine import Curve, between, slope
@@ -174,8 +174,9 @@ def _add(found: dict[tuple[str, bool], Line], line: Line) -> None:
 
 
 def _part(one: Predicted) -> Part:
-    if one.name.startswith("blocks"):
+    layer = one.name.partition(".")[0]
+    if layer == "blocks":
         return "block"
-    if one.name in ("embedding", "positions"):
+    if layer in ("embedding", "positions"):
         return "first"
     return "step" if one.name in ("targets", "mean loss", "global norm") else "last"

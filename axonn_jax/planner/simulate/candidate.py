@@ -33,14 +33,14 @@ def _tasks(model: CostModel, candidate: Candidate) -> dict[tuple[Kind, int], flo
         add(0, ((count, one) for _, count, one in model.busiest(candidate)))
         return times
     tasks, sequences = model.tasks(candidate), candidate.sequences(model.request.batch)
-    block_flops = model.request.shape.layer_forward_flops(1)
+    pieces, ranges = model.stages(pipe, virtual)
+    block_flops = sum(piece.flops for piece in pieces if piece.layer) / model.request.shape.layers
 
     def part(piece: Segment) -> tuple[float, Times]:
         named: dict[str, Part] = {"embedding": "first", "head": "last"}
         share = 1.0 if piece.name in named else piece.flops / block_flops
         return share, tasks.times(named.get(piece.name, "block"), sequences, candidate.activations, True)
 
-    pieces, ranges = model.stages(pipe, virtual)
     for stage, held in enumerate(ranges):
         add(stage, map(part, pieces[held.start : held.stop]))
     return times

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.tensor.linear import TensorAxis
+from axonn_jax.ops.layers import TensorAxis
 
 PLAN = "axonn_plan"
 """The (static) attribute of a layer that holds its plan."""

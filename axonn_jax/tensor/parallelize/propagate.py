@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
-from axonn_jax.tensor.linear import TensorAxis, swapped
+from axonn_jax.ops.layers import TensorAxis
+from axonn_jax.tensor.linear import swapped
 from axonn_jax.tensor.parallelize.convolution import bodies, check_grouped
 from axonn_jax.tensor.parallelize.layouts import ActivationSplit, Kernel, LayerPlan, Norm, Side, describe, spec_of
 from axonn_jax.tensor.specs import size_over

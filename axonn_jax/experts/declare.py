@@ -1,0 +1,169 @@
+"""Declaration of a layer of experts: router, dispatch, kernels; no jax."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from axonn_jax.experts.shape import ExpertShape, MoeConfig, slots_of
+from axonn_jax.ops.language import (
+    FLOAT32,
+    Chain,
+    Collective,
+    Kind,
+    Multiply,
+    Op,
+    OwnBackward,
+    Param,
+    Part,
+    Read,
+    exchange,
+    gather,
+    reduce,
+    reduce_gradient,
+    scatter,
+)
+from axonn_jax.ops.layers import Where
+
+ROUTER, TOKENS = "blocks.mlp.router", "blocks.mlp.tokens"
+"""Names of the scores' collectives and of the dispatch's."""
+_INNER = ("y", "x")
+
+
+def declare(
+    at: Where, moe: ExpertShape, hidden: int, gates: int, seq_len: int, training: MoeConfig, *, entering: float,
+    duplicates: bool = False,
+) -> Part:  # fmt: skip
+    """Declare `experts.layer.MixtureOfExperts`, shared experts aside.
+
+    Args:
+        at: Place of the layer.
+        moe: Sizes of the experts.
+        hidden: Width of the residual stream.
+        gates: Matmuls from the stream into an expert: 1, or 2 with a gated activation function.
+        seq_len: Tokens of a sequence.
+        training: Dispatch and balance.
+        entering: Elements of the layer's input that are kept for each token; 0 where shared experts keep it.
+        duplicates: True if devices along `y` with the same tokens all send them: for comparison (TED).
+    """
+    scores: list[Op] = [reduce(ROUTER, ("x",), at.stream_tokens * moe.experts * FLOAT32, small=True)]
+    if at.sequence_split and training.balance_weight:
+        shares = 2 * (at.tokens // seq_len) * moe.experts * FLOAT32
+        scores.append(reduce(ROUTER, ("y",), shares, small=True))
+    router = Multiply(at.tokens, hidden / at.x, moe.experts, in_own_backward=True)
+    kernels = _kernels(moe, hidden, gates)
+    share = moe.experts * hidden * moe.ffn * at.item // at.over("expert", "y", "x")
+    weights = [gather(name, ("z",), share, weight_itemsize=at.item) for name in kernels]
+    params = (
+        Param(f"{ROUTER}.kernel", (hidden, moe.experts), (("x",),)),
+        Param(f"{ROUTER}.bias", (moe.experts,)),
+        *kernels.values(),
+    )
+    # `OwnBackward` counts the results of the dispatch's collectives in memory; it stands where the choices are read.
+    dispatch = (
+        replace(op, small=True) if isinstance(op, Collective) else op
+        for op in _dispatch(at, moe, hidden, gates, training, duplicates)
+    )
+    kept = OwnBackward(_kept(at, moe, hidden, gates, training, entering), _moved(at, moe, hidden, gates))
+    return params, (Chain((router, *scores, kept, *weights, *dispatch), result_read=False),)
+
+
+def _kernels(moe: ExpertShape, hidden: int, gates: int) -> dict[str, Param]:
+    """Return the kernels of all experts by name."""
+    into, out_of = (("expert",), ("z",), _INNER), (("expert",), (*_INNER, "z"), ())
+    made = {}
+    for name in ("gate", "up", "down")[2 - gates :]:
+        inner, split = ((moe.ffn, hidden), out_of) if name == "down" else ((hidden, moe.ffn), into)
+        name = f"blocks.mlp.experts.{name}"
+        made[name] = Param(f"{name}.kernel", (moe.experts, *inner), split, prunable=True)
+    return made
+
+
+def _matmuls(at: Where, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig) -> tuple[Op, ...]:
+    """Return the matmuls of a device's experts, of which each is chosen by as many tokens as the others.
+
+    The backward pass of `gather` computes an expert's widths again (`experts.grouped`).
+    """
+    rows = at.tokens * moe.per_token * at.expert / moe.experts * training.slack
+    ffn, count = moe.ffn / at.over("y", "x"), moe.experts / at.expert
+    into = Multiply(rows, hidden, ffn, count, in_own_backward=True, run_again=not training.drops)
+    return (*[into] * gates, Multiply(rows, ffn, hidden, count, in_own_backward=True))
+
+
+def _moved(at: Where, moe: ExpertShape, hidden: int, gates: int) -> float:
+    """Return the bytes that experts move for each token in the forward pass, matmuls aside.
+
+    Choices are read and added to float32 results one by one, and the results written.
+    """
+    widths = (gates + 1) * moe.ffn / at.over("y", "x") * at.item
+    chosen = moe.per_token * (hidden * (at.item + 2 * FLOAT32) + widths)
+    return chosen + at.expert * hidden * (FLOAT32 + at.item)
+
+
+def _dispatch(
+    at: Where, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig, duplicates: bool
+) -> Iterable[Op]:
+    """Yield the operations that bring tokens to their experts and back (`experts.dispatch`, `experts.capacity`).
+
+    Devices along `y` that hold the same tokens each send a part of them, unless `duplicates`.
+    """
+    drops = at.expert > 1 and at.y > 1 and not at.sequence_split and not duplicates
+    apart = at.sequence_split or drops
+    sent = at.tokens // (at.y if apart else 1)
+    chosen, stream = moe.per_token * FLOAT32, hidden * at.item // at.x
+    matmuls = _matmuls(at, moe, hidden, gates, training)
+    if drops:
+        for size in (stream, chosen):
+            yield Collective(TOKENS, None, "all-gather", ("y",), at.tokens * size)
+    if training.drops:
+        slots = moe.experts * slots_of(sent, moe.per_token, moe.experts, training.slack) * at.item * hidden // at.x
+        yield from _by_capacity(at, slots, sent * chosen, apart, matmuls)
+    else:
+        yield from _by_gather(at, sent, stream, chosen, apart, matmuls)
+    if drops:
+        yield Collective(TOKENS, "all-gather", None, ("y",), at.tokens * stream)
+
+
+def _by_capacity(at: Where, slots: int, weights: int, apart: bool, matmuls: tuple[Op, ...]) -> Iterable[Op]:
+    """Yield the exchange of slots of so many bytes, there and back over `expert`."""
+    whole = slots * (at.y if apart else 1)
+    yield from (Read(), exchange(TOKENS, ("expert",), slots))
+    yield gather(TOKENS, ("y",), whole) if apart else reduce_gradient(TOKENS, ("y",), slots)
+    yield from (gather(TOKENS, ("x",), whole * at.x), *matmuls, scatter(TOKENS, ("x",), whole * at.x))
+    yield scatter(TOKENS, ("y",), whole) if apart else reduce(TOKENS, ("y",), slots)
+    yield from (exchange(TOKENS, ("expert",), slots), reduce_gradient(TOKENS, ("x",), weights), Read())
+
+
+def _by_gather(at: Where, sent: int, stream: int, chosen: int, apart: bool, matmuls: tuple[Op, ...]) -> Iterable[Op]:
+    """Yield the gathers of tokens, choices and weights of the choices, and the reduce-scatters of results."""
+    group = sent * at.expert
+    everyone = group * (at.y if apart else 1)
+    for size, differentiable in ((stream, True), (chosen, False), (chosen, True)):
+        back: Kind | None = "reduce-scatter" if differentiable else None
+        yield Collective(TOKENS, "all-gather", back, ("expert",), group * size)
+        if apart:
+            yield Collective(TOKENS, "all-gather", back, ("y",), everyone * size)
+        elif differentiable:
+            yield reduce_gradient(TOKENS, ("y",), everyone * size)
+    features = everyone * stream * at.x
+    yield from (gather(TOKENS, ("x",), features), reduce_gradient(TOKENS, ("x",), everyone * chosen), *matmuls)
+    yield scatter(TOKENS, ("x",), features)
+    yield scatter(TOKENS, ("y",), everyone * stream) if apart else reduce(TOKENS, ("y",), everyone * stream)
+    yield scatter(TOKENS, ("expert",), group * stream)
+
+
+def _kept(
+    at: Where, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig, entering: float
+) -> dict[str, float]:
+    """Return the bytes kept for each token by activation policy: scores, tokens that were moved, slots, the input."""
+    scores = 3 * moe.experts * FLOAT32 / (at.y if at.sequence_split else 1)
+    if training.drops:
+        slots = moe.per_token * training.slack
+        width = slots * moe.ffn / at.over("y", "x")
+        tokens = slots * hidden * (1 + 1 / at.over("y", "x"))
+    else:
+        width = 0.0
+        tokens = at.expert * hidden if at.x > 1 or at.expert > 1 or at.sequence_split else 0.0
+    return {
+        "none": scores + (entering + (gates + 1) * width + tokens) * at.item,
+        "dots": scores + gates * width * at.item,
+        "save_collectives": tokens * at.item,
+    }

@@ -1,0 +1,1 @@
+"""Declaration of the transformer for cost models, and the choice that is made by it; no jax."""

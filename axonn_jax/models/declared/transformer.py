@@ -1,0 +1,123 @@
+"""Declaration of the transformer: each module of `models.transformer` beside its `__call__`; no jax."""
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from axonn_jax.experts.declare import declare as declare_experts
+from axonn_jax.experts.shape import ExpertShape, MoeConfig
+from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
+from axonn_jax.ops.language import FLOAT32, Chain, Layer, Op, Param, Part, Read, joined, reduce_gradient
+from axonn_jax.ops.layers import Where, addition, attend, embedding, linear, loss, norm
+from axonn_jax.options import AttentionKernel
+
+if TYPE_CHECKING:
+    from axonn_jax.models.config import ModelShape
+
+
+def describe(
+    shape: "ModelShape", at: Where, comm: BlockComm = ALL_REDUCE, training: MoeConfig = MoeConfig(), *,  # noqa: B008
+    duplicates: bool = False,
+) -> tuple[Layer, ...]:  # fmt: skip
+    """Return every layer of the model, each kind once, in the order of the forward pass.
+
+    Args:
+        shape: Sizes of the model.
+        at: Place of the layers.
+        comm: Communication of the blocks with the residual stream.
+        training: Dispatch and balance of experts.
+        duplicates: As in `experts.declare`.
+    """
+    rows = shape.padded_vocab(at.over("y", "z"))
+    first = embedding(at, rows, shape.hidden, shape.seq_len if shape.positions == "learned" else 0)
+    blocks = (
+        joined(halves(shape, layer, at, comm, training, duplicates=duplicates), count)
+        for layer, count in shape.layer_kinds()
+    )
+    return (first, *blocks, _last(shape, at, comm, rows))
+
+
+@cache
+def describe_alone(shape: "ModelShape") -> tuple[Layer, ...]:
+    """Return every layer of the model for one sequence on one device."""
+    return describe(shape, alone(shape))
+
+
+def alone(shape: "ModelShape") -> Where:
+    """Return the place of a layer that has one sequence on one device."""
+    return Where(1, 1, 1, 1, shape.seq_len, FLOAT32)
+
+
+def halves(
+    shape: "ModelShape", layer: int, at: Where, comm: BlockComm = ALL_REDUCE,
+    training: MoeConfig = MoeConfig(), *, duplicates: bool = False, attention: AttentionKernel = "cudnn",  # noqa: B008
+) -> tuple[Part, Part]:  # fmt: skip
+    """Return both halves of a block, each with its norm and the addition to the stream; arguments as of `describe`."""
+    norm_params, norm_ops = norm(at, "blocks.mlp_norm", shape.hidden, shape.norm)
+    if shape.moe is not None and shape.moe.is_routed(layer):
+        params, chains = _experts(shape, shape.moe, at, comm, training, duplicates)
+    else:
+        params, chains = _mlp(shape, at, comm, "blocks.mlp", shape.ffn, bias=shape.bias == "all")
+    second = (Chain(norm_ops), *chains, Chain((addition(at, shape.hidden),)))
+    return _attention(shape, at, comm, attention), ((*norm_params, *params), second)
+
+
+def _attention(shape: "ModelShape", at: Where, comm: BlockComm, kernel: AttentionKernel) -> Part:
+    """Declare the first half of a block: norm, attention, the addition to the stream."""
+    name, how = "blocks.attention", comm.of(comm.attention)
+    over = at.over("y", "x") if comm.attention else at.y
+    norm_params, norm_ops = norm(at, f"{name}_norm", shape.hidden, shape.norm)
+    qkv_params, qkv = linear(at, f"{name}.qkv", shape.hidden, shape.qkv_width, "x", how, bias=shape.bias != "none")
+    width = shape.heads * shape.head_dim
+    out_params, out = linear(at, f"{name}.out", width, shape.hidden, "y", how, bias=shape.bias == "all")
+    scales: tuple[Param, ...] = ()
+    head_norms: tuple[Op, ...] = ()
+    if shape.qk_norm:
+        axes = () if comm.sequence_split else ("y", "x") if comm.attention else ("y",)
+        both = ("q_norm", "k_norm")
+        scales = tuple(Param(f"{name}.{one}.scale", (shape.head_dim,)) for one in both)
+        sums = (reduce_gradient(f"blocks.{one}", axes, shape.head_dim * FLOAT32) for one in both)
+        head_norms = (*sums, Read((shape.heads + shape.kv_heads) * shape.head_dim / over))
+    scores = attend(at, shape.heads / over, shape.kv_heads / over, shape.head_dim, shape.seq_len, kernel)
+    ops = (*norm_ops, *qkv, *head_norms, scores, *out, addition(at, shape.hidden))
+    return (*norm_params, *qkv_params, *scales, *out_params), (Chain(ops),)
+
+
+def _mlp(shape: "ModelShape", at: Where, comm: BlockComm, name: str, ffn: int, *, bias: bool) -> Part:
+    """Declare a feed-forward layer that all tokens pass; no gradient reads its result."""
+    how = comm.of(comm.mlp)
+    up_params, up = linear(at, f"{name}.up", shape.hidden, ffn, "x", how, bias=bias)
+    gate_params, gate = (
+        linear(at, f"{name}.gate", shape.hidden, ffn, "x", how, bias=bias, shares_input=True)
+        if shape.mlp_inputs == 2
+        else ((), ())
+    )
+    down_params, down = linear(at, f"{name}.down", ffn, shape.hidden, "y", how, bias=bias)
+    inner = ffn / (at.over("y", "x") if comm.mlp else at.y)
+    activation = Read(shape.mlp_inputs * inner, moved=(shape.mlp_inputs + 1) * inner * at.item)
+    return (*gate_params, *up_params, *down_params), (Chain((*up, *gate, activation, *down), result_read=False),)
+
+
+def _experts(
+    shape: "ModelShape", moe: ExpertShape, at: Where, comm: BlockComm, training: MoeConfig, duplicates: bool
+) -> Part:
+    """Declare a layer of experts, the shared ones as one feed-forward layer."""
+    whole = shape.hidden if comm.mlp else shape.hidden / at.x / (at.y if at.sequence_split else 1)
+    params, chains = declare_experts(
+        at, moe, shape.hidden, shape.mlp_inputs, shape.seq_len, training,
+        entering=0.0 if moe.shared else whole, duplicates=duplicates,
+    )  # fmt: skip
+    if not moe.shared:
+        return params, chains
+    more, shared = _mlp(shape, at, comm, "blocks.mlp.shared", moe.shared * moe.ffn, bias=False)
+    return (*params, *more), (*chains, *shared)
+
+
+def _last(shape: "ModelShape", at: Where, comm: BlockComm, rows: int) -> Layer:
+    """Declare the final norm, the projection onto the vocabulary and the cross-entropy."""
+    norm_params, norm_ops = norm(at, "norm", shape.hidden, shape.norm)
+    params, head = linear(
+        at, "head", shape.hidden, shape.vocab, "x", comm.of(False), bias=False, columns=rows, is_head=True,
+        tied=shape.tied,
+    )  # fmt: skip
+    ops = (*norm_ops, *head, *loss(at))
+    return Layer((*norm_params, *(() if shape.tied else params)), (Chain(ops),), in_block=False)

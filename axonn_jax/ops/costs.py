@@ -1,0 +1,152 @@
+"""Costs of declared layers: collectives, parameters, FLOPs, kept activations; each one loop over the declaration."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from axonn_jax.ops.language import FLOAT32, Attend, Axes, Collective, Kind, Layer, Multiply, Op, OwnBackward, Read
+
+Phase = Literal["forward", "recompute", "backward", "update"]
+Row = tuple[str, Phase, Kind, Axes, int, int]
+"""Name, phase, kind, mesh axes, bytes of the whole buffer, runs in a step."""
+
+
+@dataclass(frozen=True)
+class StepPolicy:
+    """The way in which a training step runs its layers."""
+
+    microbatches: int = 1
+    """Parts of the batch that run one after the other."""
+    recompute: bool = False
+    """True if the backward pass runs blocks again."""
+    keeps_collectives: bool = False
+    """True if recomputation keeps the results of collectives (`save_collectives`)."""
+    scanned: bool = False
+    """True if blocks are the body of a loop (`tensor.scan_layers`)."""
+    reshard_after: str = "forward"
+    """`memory.reshard_after`: forward, backward or step."""
+    accumulate: int = FLOAT32
+    """Bytes of an element of a gradient that is reduced over `z`."""
+
+    @property
+    def once(self) -> bool:
+        """True if weights are gathered, and gradients scattered, once a step."""
+        return self.reshard_after == "step" and self.microbatches > 1
+
+
+def collectives(layers: Iterable[Layer], policy: StepPolicy) -> Iterator[Row]:
+    """Yield every collective of a step before the update, in the order of the declaration."""
+    for layer in layers:
+        for chain in layer.chains:
+            again = len(chain.repeated()) if layer.in_block and policy.recompute else 0
+            for at, op in enumerate(chain.ops):
+                if isinstance(op, Collective):
+                    yield from _runs(op, layer, policy, repeated=at < again)
+
+
+def _runs(op: Collective, layer: Layer, policy: StepPolicy, *, repeated: bool) -> Iterator[Row]:
+    each = layer.count * policy.microbatches
+    weight, looped = op.weight_itemsize > 0, policy.scanned and layer.in_block and not policy.once
+    if op.forward:
+        # XLA hoists a weight's gather out of the loop over microbatches, but not out of the scan over layers.
+        yield op.name, "forward", op.forward, op.axes, op.buffer, layer.count if weight and not looped else each
+        kept = policy.reshard_after != "forward" if weight else policy.keeps_collectives
+        if op.always_repeated or (repeated and not kept):
+            yield op.name, "recompute", op.forward, op.axes, op.buffer, each
+    if op.backward:
+        buffer = op.buffer if op.backward_buffer is None else op.backward_buffer
+        buffer = buffer // op.weight_itemsize * policy.accumulate if weight else buffer
+        yield op.name, "backward", op.backward, op.axes, buffer, layer.count if weight and policy.once else each
+
+
+def update_collectives(
+    layers: Iterable[Layer], sizes: Mapping[str, int], token_axes: Axes, density: float = 1.0
+) -> Iterator[Row]:
+    """Yield the all-reduces of gradients, in float32, over the axes that split tokens and not the parameter.
+
+    Args:
+        layers: The model's layers.
+        sizes: Devices along each mesh axis.
+        token_axes: Mesh axes that split the batch's tokens, slowest first.
+        density: Share of the entries of prunable parameters that is trained.
+    """
+    for layer in layers:
+        for p in layer.params:
+            elements = round(p.elements * density) if p.prunable else p.elements
+            axes = tuple(axis for axis in token_axes if axis not in p.axes)
+            yield (
+                p.name,
+                "update",
+                "all-reduce",
+                axes,
+                elements * FLOAT32 // prod(sizes[axis] for axis in p.axes),
+                layer.count,
+            )
+
+
+def operations(layer: Layer) -> Iterator[Op]:
+    """Yield every operation of a layer, in program order."""
+    for chain in layer.chains:
+        yield from chain.ops
+
+
+def parameters(layer: Layer) -> int:
+    """Return the number of parameters of one layer of a kind."""
+    return sum(param.elements for param in layer.params)
+
+
+def forward_flops(layer: Layer, tokens: int) -> float:
+    """Return the FLOPs of one layer's matmuls and attention in the forward pass of a device's `tokens`."""
+    flops = 0.0
+    for op in operations(layer):
+        if isinstance(op, Multiply):
+            flops += 2 * op.count * op.tokens * op.inner * op.columns
+        elif isinstance(op, Attend):
+            flops += op.flops * tokens
+    return flops
+
+
+def kept_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping[str, int], entry: float) -> float:
+    """Return the bytes that a layer keeps for each token from its forward to its backward pass.
+
+    An activation policy is a rule about operations: `none` keeps what gradients read, `full` the layer's input, `dots`
+    the results of matmuls too, `save_collectives` those of collectives.
+
+    Args:
+        layer: The layer.
+        policy: Activation policy.
+        tokens: Tokens of a microbatch on a device.
+        item: Bytes of an element in the compute dtype.
+        sizes: Devices along each mesh axis.
+        entry: Bytes of the layer's input for each token.
+    """
+    total = 0.0 if policy == "none" else entry
+    for chain in layer.chains:
+        repeated = len(chain.repeated())
+        for at, op in enumerate(chain.ops):
+            if isinstance(op, OwnBackward):
+                total += op.by_policy.get(policy, 0.0)
+            elif isinstance(op, Multiply) and op.in_own_backward:
+                continue
+            elif policy == "none" and isinstance(op, Read):
+                total += op.elements * item
+            elif policy == "none" and isinstance(op, Attend):
+                total += op.elements * item + op.kept
+            elif policy == "none" and isinstance(op, Multiply) and not op.shares_input:
+                total += (op.inner if op.stored_inner is None else op.stored_inner) * item
+            elif policy == "dots" and isinstance(op, Multiply) and (chain.result_read or at + 1 < repeated):
+                total += op.columns * item
+            elif policy == "save_collectives" and at < repeated and _result_kept(op, sizes):
+                assert isinstance(op, Collective)
+                if not (at + 1 < len(chain.ops) and _result_kept(chain.ops[at + 1], sizes)):  # else that one's is kept
+                    shards = prod(sizes[axis] for axis in op.axes) if op.forward == "reduce-scatter" else 1
+                    total += op.buffer / tokens / shards
+    return total
+
+
+def _result_kept(op: Op, sizes: Mapping[str, int]) -> bool:
+    """Return True if `save_collectives` keeps the result of an operation."""
+    if not isinstance(op, Collective) or op.small or op.weight_itemsize or op.always_repeated or not op.forward:
+        return False
+    return prod(sizes[axis] for axis in op.axes) > 1

@@ -1,0 +1,206 @@
+"""The language of a layer's declaration: parameters, and operations in program order; no jax.
+
+A layer is a list of chains, and a chain a list of operations. Sizes are those of one microbatch on one device.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+Axes = tuple[str, ...]
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+
+FLOAT32 = 4
+"""Bytes of a float32 element."""
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter of a layer."""
+
+    name: str
+    """Name in checkpoints; a block's begins with `blocks.`, without its number."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    split: tuple[Axes, ...] = ()
+    """Mesh axes that split each dimension, as in a PartitionSpec."""
+    prunable: bool = False
+    """True if pruned training keeps a share of its entries."""
+
+    @property
+    def elements(self) -> int:
+        """Number of entries on all devices together."""
+        return prod(self.shape)
+
+    @property
+    def axes(self) -> Axes:
+        """Every mesh axis that splits a dimension."""
+        return tuple(axis for dimension in self.split for axis in dimension)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of the forward pass and its transpose in the backward pass, over the same axes."""
+
+    name: str
+    """Layer that communicates."""
+    forward: Kind | None
+    """Kind in the forward pass; None: nothing is communicated."""
+    backward: Kind | None
+    """Kind in the backward pass; None: nothing is communicated."""
+    axes: Axes
+    """Mesh axes, slowest first."""
+    buffer: int
+    """Bytes of the whole buffer: gathered, or to be reduced."""
+    backward_buffer: int | None = None
+    """Bytes of the whole buffer in the backward pass; None: equal to `buffer`."""
+    weight_itemsize: int = 0
+    """Bytes of an element of a weight, whose gradient travels in another dtype; 0: activations travel."""
+    always_repeated: bool = False
+    """True if the backward pass repeats the forward collective under every activation policy."""
+    small: bool = False
+    """True if the result is a few numbers for each token, too few to count in memory."""
+
+
+@dataclass(frozen=True)
+class Multiply:
+    """A matmul `[tokens, inner] @ [inner, columns]` with a weight, whose gradient reads the input."""
+
+    tokens: float
+    inner: float
+    columns: float
+    count: float = 1.0
+    """Number of such matmuls on a device, one after the other."""
+    shares_input: bool = False
+    """True if the matmul before it reads the same input."""
+    stored_inner: float | None = None
+    """Features of the input that stay in memory where the rest is gathered again; None: `inner`."""
+    in_own_backward: bool = False
+    """True if a `OwnBackward` operation of the chain counts what this one keeps."""
+    run_again: bool = False
+    """True if the backward pass runs it again under every activation policy."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """Any other operation whose gradient reads its input: a norm, an activation function."""
+
+    elements: float = 0.0
+    """Elements read for each token, in the compute dtype."""
+    moved: float = 0.0
+    """Bytes that the forward pass reads and writes in memory for each token."""
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attention of a token's queries to all keys of its sequence."""
+
+    heads: float
+    """Query heads on a device."""
+    kv_heads: float
+    """Key/value heads on a device."""
+    head_dim: int
+    """Features of a head."""
+    seq_len: int
+    """Tokens of a sequence."""
+    kept: float
+    """Bytes that the kernel keeps for each token beside queries, keys and values: statistics, or scores."""
+
+    @property
+    def elements(self) -> float:
+        """Elements of queries, keys and values for each token, which the gradient reads."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def flops(self) -> float:
+        """FLOPs for each token, in full: of scores and of their product with values."""
+        return 4 * self.seq_len * self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Add:
+    """An addition to the residual stream, whose gradient reads nothing."""
+
+    moved: float
+    """Bytes that the forward pass reads and writes in memory for each token."""
+
+
+@dataclass(frozen=True)
+class OwnBackward:
+    """An operation with a backward pass of its own (`jax.custom_vjp`), which states what it keeps."""
+
+    by_policy: Mapping[str, float]
+    """Bytes kept for each token, by activation policy; 0 for a policy that is absent."""
+    moved: float = 0.0
+    """Bytes that the forward pass reads and writes in memory for each token."""
+
+
+Op = Collective | Multiply | Read | Attend | Add | OwnBackward
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Operations in a row, each of which reads the result of the one before."""
+
+    ops: tuple[Op, ...]
+    result_read: bool = True
+    """True if a gradient later in the layer reads the last operation's result."""
+
+    def repeated(self) -> tuple[Op, ...]:
+        """Return the operations that recomputation repeats: up to the last one whose result a gradient reads."""
+        if self.result_read:
+            return self.ops
+        reads = (at + 1 for at, op in enumerate(self.ops) if not isinstance(op, Collective | Add))
+        return self.ops[: max(reads, default=0)]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One kind of layer of a model."""
+
+    params: tuple[Param, ...]
+    chains: tuple[Chain, ...]
+    count: int = 1
+    """Number of layers of this kind in the model."""
+    in_block: bool = True
+    """True for blocks, on which recomputation and the scan over layers act."""
+
+
+Part = tuple[tuple[Param, ...], tuple[Chain, ...]]
+"""Parameters and chains of a part of a layer."""
+
+
+def joined(parts: Iterable[Part], count: int = 1) -> Layer:
+    """Return the layer that is made of several parts, `count` times in the model."""
+    params: list[Param] = []
+    chains: list[Chain] = []
+    for part in parts:
+        params += part[0]
+        chains += part[1]
+    return Layer(tuple(params), tuple(chains), count)
+
+
+def gather(name: str, axes: Axes, buffer: int, **more: Any) -> Collective:
+    """Return an all-gather; the gradient is reduce-scattered."""
+    return Collective(name, "all-gather", "reduce-scatter", axes, buffer, **more)
+
+
+def scatter(name: str, axes: Axes, buffer: int) -> Collective:
+    """Return a reduce-scatter; the gradient is all-gathered."""
+    return Collective(name, "reduce-scatter", "all-gather", axes, buffer)
+
+
+def reduce(name: str, axes: Axes, buffer: int, **more: Any) -> Collective:
+    """Return an all-reduce; the gradient is replicated already."""
+    return Collective(name, "all-reduce", None, axes, buffer, **more)
+
+
+def reduce_gradient(name: str, axes: Axes, buffer: int) -> Collective:
+    """Return the all-reduce of the gradient of a replicated input; nothing is communicated forward."""
+    return Collective(name, None, "all-reduce", axes, buffer)
+
+
+def exchange(name: str, axes: Axes, buffer: int) -> Collective:
+    """Return an all-to-all, in both passes."""
+    return Collective(name, "all-to-all", "all-to-all", axes, buffer)

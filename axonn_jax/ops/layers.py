@@ -1,0 +1,171 @@
+"""Declarations of the layers in `tensor/`: linear layers, norms, embeddings, the loss."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from axonn_jax.ops.language import (
+    FLOAT32,
+    Add,
+    Attend,
+    Axes,
+    Chain,
+    Collective,
+    Layer,
+    Multiply,
+    Op,
+    Param,
+    Read,
+    gather,
+    reduce,
+    reduce_gradient,
+    scatter,
+)
+from axonn_jax.options import AttentionKernel, Norm
+
+TensorAxis = Literal["x", "y"]
+Comm = Literal["all_reduce", "gather", "sequence"]
+"""Communication of a projection that reads from or adds to the residual stream.
+
+* all_reduce: it reads the local features and all-reduces over `x`; its output is all-reduced over `y`.
+* gather: its inner features are split over `y` and `x`. The stream's features are gathered over `x` before the matmul;
+  its output is reduce-scattered over `x` and all-reduced over `y`.
+* sequence: the stream's sequence is split over `y`, gathered before the matmul and reduce-scattered behind.
+"""
+
+
+@dataclass(frozen=True)
+class Where:
+    """The place of a layer: its mesh, and a device's part of a microbatch."""
+
+    expert: int
+    z: int
+    y: int
+    x: int
+    tokens: int
+    """Tokens of a microbatch on a device."""
+    item: int
+    """Bytes of an element in the compute dtype."""
+    sequence_split: bool = False
+    """True if `y` splits the sequence of the residual stream."""
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of the residual stream on a device."""
+        return self.tokens // (self.y if self.sequence_split else 1)
+
+    def over(self, *axes: Literal["expert", "z", "y", "x"]) -> int:
+        """Return the number of devices in a group over some axes."""
+        return prod(int(getattr(self, axis)) for axis in axes)
+
+
+def norm_vectors(kind: Norm) -> tuple[str, ...]:
+    """Return the names of a norm's parameters."""
+    return ("scale", "shift") if kind == "layernorm" else ("scale",)
+
+
+def norm(at: Where, name: str, hidden: int, kind: Norm) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
+    """Declare a norm of the residual stream (`tensor.norm`).
+
+    LayerNorm sends three float32 numbers a token forward and two back, RMSNorm one each way; the gradient of an
+    RMSNorm's scale reads the input once more.
+    """
+    stream = hidden / at.x / (at.y if at.sequence_split else 1)
+    forward, backward = (3, 2) if kind == "layernorm" else (1, 1)
+    token = at.stream_tokens * FLOAT32
+    moments = Collective(name, "all-reduce", "all-reduce", ("x",), forward * token, backward * token, small=True)
+    stored = Read((1 if kind == "layernorm" else 2) * stream, moved=2 * stream * at.item)
+    params = tuple(Param(f"{name}.{vector}", (hidden,), (("x",),)) for vector in norm_vectors(kind))
+    return params, (moments, stored)
+
+
+def attend(at: Where, heads: float, kv_heads: float, head_dim: int, seq_len: int, kernel: AttentionKernel) -> Attend:
+    """Declare the attention kernel of so many heads on a device (`tensor.attention`).
+
+    Kernels keep a float32 statistic of each row of scores; `blocked` also keys and values for every query head and its
+    result by heads, and `xla` the scores and their softmax in place of statistics.
+    """
+    kept = heads * FLOAT32
+    if kernel == "xla":
+        kept = 2 * heads * seq_len * at.item
+    elif kernel == "blocked":
+        kept += (heads + 2 * (heads - kv_heads)) * head_dim * at.item
+    return Attend(heads, kv_heads, head_dim, seq_len, kept)
+
+
+def addition(at: Where, hidden: int) -> Add:
+    """Declare the addition of a branch to the residual stream: both are read, their sum is written."""
+    return Add(3 * hidden / at.x / (at.y if at.sequence_split else 1) * at.item)
+
+
+def linear(
+    at: Where, name: str, k: int, n: int, in_axis: TensorAxis, comm: Comm, *, bias: bool,
+    columns: int | None = None, shares_input: bool = False, is_head: bool = False, tied: bool = False,
+) -> tuple[tuple[Param, ...], tuple[Op, ...]]:  # fmt: skip
+    """Declare `tensor.linear.Linear`: a [k/Gin, n/Gout] matmul over `in_axis`.
+
+    Args:
+        at: Place of the layer.
+        name: Name of the layer.
+        k: Input features.
+        n: Output features.
+        in_axis: Mesh axis that splits the input features; over `x` the layer reads the residual stream.
+        comm: Communication with the residual stream.
+        bias: True if the layer has a bias.
+        columns: Columns of the kernel, zero beyond `n`; None: `n`.
+        shares_input: True if the layer before reads the same input, which is then communicated once.
+        is_head: True for the projection onto the vocabulary, which is neither pruned nor run again.
+        tied: True if the kernel is another layer's, gathered already.
+    """
+    wide, reads_stream = n if columns is None else columns, in_axis == "x"
+    out_axis: TensorAxis = "y" if reads_stream else "x"
+    kernel_bytes = k * wide * at.item // at.over("y", "x")
+    weight = () if tied else (gather(name, ("z",), kernel_bytes, weight_itemsize=at.item),)
+
+    def params(kernel: tuple[Axes, ...], of_bias: Axes) -> tuple[Param, ...]:
+        made = Param(f"{name}.kernel", (k, wide), kernel, prunable=not is_head)
+        return (made, Param(f"{name}.bias", (n,), (of_bias,))) if bias else (made,)
+
+    if comm == "gather":
+        inner, whole = ("y", "x"), at.tokens * (k if reads_stream else wide) * at.item
+        if reads_stream:
+            read = (reduce_gradient(name, ("y",), whole // at.x), gather(name, ("x",), whole))
+            product = Multiply(at.tokens, k, wide / at.over("y", "x"), shares_input=shares_input)
+            return params((("z",), inner), inner), (*weight, *(() if shares_input else read), product)
+        product = Multiply(at.tokens, k / at.over("y", "x"), wide, shares_input=shares_input)
+        add = (scatter(name, ("x",), whole), reduce(name, ("y",), whole // at.x))
+        return params(((*inner, "z"), ()), ("x",)), (*weight, product, *add)
+
+    entering, leaving = (at.tokens * width * at.item for width in (k // at.over(in_axis), wide // at.over(out_axis)))
+    split_in, split_out = (comm == "sequence" and side for side in (reads_stream, not reads_stream))
+    before = (
+        gather(name, ("y",), entering, always_repeated=not is_head)
+        if split_in
+        else reduce_gradient(name, (out_axis,), entering)
+    )
+    stored = k / at.over("y", "x") if split_in else None
+    product = Multiply(
+        at.tokens, k / at.over(in_axis), wide / at.over(out_axis), shares_input=shares_input, stored_inner=stored
+    )
+    after = scatter(name, ("y",), leaving) if split_out else reduce(name, (in_axis,), leaving)
+    ops = (*weight, *(() if shares_input else (before,)), product, after)
+    return params(((in_axis, "z"), (out_axis,)), (out_axis,)), ops
+
+
+def embedding(at: Where, rows: int, hidden: int, positions: int) -> Layer:
+    """Declare `tensor.embedding.Embedding` of so many rows, and `PositionEmbedding` of so many positions (0: none)."""
+    stream = at.tokens * hidden * at.item // at.x
+    params = [Param("embedding.table", (rows, hidden), (("y", "z"), ("x",)))]
+    table = rows * hidden * at.item // at.over("y", "x")
+    ops: list[Op] = [gather("embedding", ("z",), table, weight_itemsize=at.item)]
+    ops.append((scatter if at.sequence_split else reduce)("embedding", ("y",), stream))
+    if positions:
+        params.append(Param("positions.table", (positions, hidden), (("z",), ("x",))))
+        ops.append(gather("positions", ("z",), positions * hidden * at.item // at.x, weight_itemsize=at.item))
+    return Layer(tuple(params), (Chain(tuple(ops)),), in_block=False)
+
+
+def loss(at: Where) -> tuple[Op, ...]:
+    """Declare `tensor.loss`: a token's largest logit, then the sum of exponentials beside the target's logit."""
+    token = at.tokens * FLOAT32
+    return reduce("loss", ("y",), token), reduce("loss", ("y",), 2 * token)

@@ -1,0 +1,167 @@
+"""Activations of a block in bytes for each token of a microbatch on a device; no jax.
+
+Kept activations are read from the declaration. Memory at work and what waits in a pipeline depend on the schedule of
+a backward pass, which no declaration states: they are formulas, held against compiled programs by the tests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from axonn_jax.experts.shape import ExpertShape, MoeConfig
+from axonn_jax.grid import GridShape
+from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.declared.transformer import halves
+from axonn_jax.ops.costs import kept_bytes
+from axonn_jax.ops.language import FLOAT32, joined
+from axonn_jax.ops.layers import Where
+from axonn_jax.options import Activations, AttentionKernel
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of one block for each token of a microbatch on a device."""
+
+    entry: float
+    """Input of the block."""
+    kept: float
+    """Bytes from forward to backward, on the device; the input is part of it."""
+    working: float
+    """Bytes besides while the backward pass runs."""
+    again: float = 0.0
+    """Part of `working` that was computed again: all of a block but `kept`."""
+    host: float = 0.0
+    """Bytes from forward to backward, on the host."""
+    shown: float = 0.0
+    """Part of `kept` that a pipeline's stage computes again with elementwise operations."""
+    waiting: float = 0.0
+    """Both operands of every product, from input gradient to weight gradient, where a pipeline computes them apart."""
+    released: float = 0.0
+    """Part of what a pipeline's stage keeps under `none` that only the input gradient reads."""
+    spare: float = 0.0
+    """Part of `working` by which the MLP's half needs more than attention's."""
+
+
+@dataclass(frozen=True)
+class _SecondHalf:
+    """Elements of a block's second half for each token of a microbatch on a device."""
+
+    wide: float
+    """Results of the matmuls that read its input."""
+    inner: float
+    """Input of its last matmul."""
+    working: float
+    """Elements besides while its backward pass runs, on both sides of the widest operation."""
+    tokens: float = 0.0
+    """Gathered or exchanged tokens, beside the stream."""
+
+
+def block_activations(
+    shape: ModelShape, x: int, y: int, item: int, policy: Activations, attention: AttentionKernel = "cudnn",
+    comm: BlockComm = ALL_REDUCE, *, layer: int = 0, expert: int = 1, training: MoeConfig = MoeConfig(),  # noqa: B008
+) -> BlockBytes:  # fmt: skip
+    """Return the activations of a block.
+
+    `offload` keeps the block's input on the host. A stream whose sequence is split over `y` is whole where matmuls read
+    it: gathered once more in the backward pass, or there once where the block is computed again. Halves of a block that
+    gather read the whole stream, and have less between their matmuls.
+
+    Args:
+        shape: Sizes of the model.
+        x: Devices along `x`, which splits the features of the stream.
+        y: Devices along `y`, which splits the features between two matmuls.
+        item: Bytes of an element in the compute dtype.
+        policy: Activation policy.
+        attention: Attention kernel.
+        comm: Communication of blocks with the stream.
+        layer: Number of the block.
+        expert: Devices along `expert`.
+        training: Dispatch of experts.
+    """
+    at = Where(expert, 1, y, x, shape.seq_len, item, comm.sequence_split)
+    block = joined(halves(shape, layer, at, comm, training, attention=attention))
+    split = comm.sequence_split and y > 1
+    stream = shape.hidden / x
+    part = stream / y if split else stream
+    entry = part * item
+
+    def kept(one: str) -> float:
+        return kept_bytes(block, one, at.tokens, item, {"expert": expert, "z": 1, "y": y, "x": x}, entry)
+
+    moe = shape.moe
+    if moe is not None and moe.is_routed(layer):
+        second = _of_experts(shape, moe, GridShape(expert=expert, y=y, x=x), training, comm, item)
+    else:
+        second = _of_mlp(shape, x, y, comm)
+    spread, over = (comm.attention, comm.mlp), x * y if comm.attention else y
+    width, qkv = shape.heads * shape.head_dim / over, shape.qkv_width / over
+    copies = width + 2 * (shape.heads - shape.kv_heads) * shape.head_dim / over if attention == "blocked" else 0.0
+    # Of the residual stream and of a branch; of the widest operation, on both of its sides.
+    ends = [shape.hidden if one else stream for one in spread]
+    sides = [(part + ends[0] + 2 * (qkv + copies)) * item, (part + second.working) * item]
+    gradients = max(sides)
+    spare = gradients - sides[0]
+    if split and policy == "none":
+        gradients += stream * item  # gathered again
+    # Inputs of the norms; gradients of what both halves add to the stream, before and after they are gathered again.
+    added = 2 * part if split and shape.bias == "all" else 0.0
+    waiting = (2 * part + sum(ends) + added + qkv + second.wide + width + second.inner + 2 * second.tokens) * item
+    if policy == "none":
+        # Queries and keys with positions are handed over beside what they were made of.
+        rotated = (shape.heads + shape.kv_heads) * shape.head_dim / over if shape.positions == "rope" else 0.0
+        shown = (2 if shape.norm == "layernorm" else 4) * part - 2 * part + part * (2 - sum(spread))
+        shown += second.inner - rotated
+        statistics = shape.heads / over * FLOAT32 if attention != "xla" else 0.0
+        released = (qkv + rotated + copies) * item + statistics
+        return BlockBytes(
+            entry, kept("none"), gradients, shown=shown * item, waiting=waiting, released=released, spare=spare
+        )
+    whole = kept("none") + (2 * (stream - part) * item if split else 0.0)
+    if policy == "offload":  # two inputs are under way
+        return BlockBytes(entry, 0.0, whole + gradients + 2 * entry, whole, entry, waiting=waiting, spare=spare)
+    again = whole - (kept(policy) - entry)
+    return BlockBytes(entry, kept(policy), again + gradients, again, waiting=waiting, spare=spare)
+
+
+def _of_mlp(shape: ModelShape, x: int, y: int, comm: BlockComm) -> _SecondHalf:
+    """Return the elements of a feed-forward layer that all tokens pass."""
+    inner = shape.ffn / (x * y if comm.mlp else y)
+    wide = shape.mlp_inputs * inner
+    return _SecondHalf(wide, inner, (shape.hidden if comm.mlp else shape.hidden / x) + 2 * wide)
+
+
+def _of_experts(
+    shape: ModelShape, moe: ExpertShape, grid: GridShape, training: MoeConfig, comm: BlockComm, item: int
+) -> _SecondHalf:
+    """Return the elements of router and experts.
+
+    `gather`: the tokens of all of `expert`, with all features; results and gradients of tokens add up in float32, and
+    nothing of the experts' width is kept (`experts.grouped`). `capacity`: slots, and of each all widths. Experts that
+    all tokens take are one more feed-forward layer.
+    """
+    x, y, gates = grid.x, grid.y, shape.mlp_inputs
+    scores = 3 * moe.experts * FLOAT32 / item / (y if comm.sequence_split else 1)
+    shared = moe.shared * moe.ffn / (x * y if comm.mlp else y)
+    if training.drops:
+        slots = moe.per_token * training.slack
+        inner = slots * moe.ffn / (x * y)
+        wide = gates * inner
+        tokens = slots * shape.hidden * (1 + 1 / x / y)
+        working = 2 * slots * shape.hidden + 2 * wide
+    else:
+        wide = inner = 0.0
+        everyone = grid.expert * shape.hidden
+        apart = x > 1 or grid.expert > 1 or comm.sequence_split
+        tokens = everyone if apart else 0.0
+        working = everyone * (1 + FLOAT32 / item) + (shape.hidden / x if apart else 0.0)
+    return _SecondHalf(wide + gates * shared + scores, inner + shared, working + 2 * gates * shared, tokens)
+
+
+def mean_block(kinds: Sequence[tuple[BlockBytes, int]]) -> BlockBytes:
+    """Return the mean of the kept bytes of blocks and the most of the bytes at work; kinds come with their number."""
+    if len(kinds) == 1:
+        return kinds[0][0]
+    layers = sum(count for _, count in kinds)
+    largest = max((block for block, _ in kinds), key=lambda block: block.working)
+    mean = {f.name: sum(getattr(block, f.name) * count for block, count in kinds) / layers for f in fields(BlockBytes)}
+    return BlockBytes(**mean | {name: getattr(largest, name) for name in ("working", "again", "spare")})
