@@ -10,7 +10,8 @@ from axonn_jax.cli_args import Arg, default_of
 from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLAS_OWN
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES
-from axonn_jax.planner.communication.step import Phase, Predicted
+from axonn_jax.ops.costs import Phase
+from axonn_jax.planner.communication.step import Predicted
 from axonn_jax.planner.cost_model import published
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.report import explain, step_collectives
@@ -147,7 +148,9 @@ def _explained(request: PlanRequest, estimate: Estimate) -> list[str]:
     """Table of the collectives of a configuration's step."""
     sent, grid = _sent(request, estimate), estimate.candidate.grid
     heads = ("phase", "collective", "axes", "layer", "times", "MB")
-    rows = [(one.phase, one.kind, one.over, one.name, f"{one.times:,}", _megabytes(one.bytes)) for one in sent]
+    rows: list[tuple[str, ...]] = [
+        (one.phase, one.kind, one.over, one.name, f"{one.times:,}", _megabytes(one.bytes)) for one in sent
+    ]
     rows.append(("all", "", "", "", "", _megabytes(sum(one.bytes for one in sent))))
     stages = f", on all {grid.pipe} stages together" if grid.pipe > 1 else ""
     zero = ["ZeRO-1 makes a reduce-scatter and an all-gather of an update's all-reduce over replicas."]

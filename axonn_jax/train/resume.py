@@ -207,7 +207,7 @@ class Checkpoints:
                 unread, below = f"{checkpoint.path} cannot be read: {fault}", checkpoint.manifest.step
             if self._config.prune.later:  # the engine may be pruned now, as the checkpoint before need not be
                 break
-            self._say(f"warning: checkpoint {unread}; the one before it is taken")
+            self._say(f"warning: checkpoint {unread}; the one before is used")
         if unread:  # the arrays of a new run were freed for those of the checkpoint
             raise UserError("checkpoint.resume", where, f"a valid checkpoint, or never to start anew; {unread}")
         return None

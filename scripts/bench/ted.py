@@ -3,16 +3,16 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+from axonn_jax.experts.declare import TOKENS
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.declared.transformer import describe_alone
 from axonn_jax.models.presets import preset
 from axonn_jax.planner import memory
-from axonn_jax.planner.communication.experts import TOKENS
 from axonn_jax.planner.communication.predict import predict
 from axonn_jax.planner.communication.step import StepSpec
 from axonn_jax.planner.cost_model.model import CostModel
-from axonn_jax.planner.expert_memory import expert_params
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.memory_model import MemoryModel
 from axonn_jax.planner.request import NO_OVERLAP, Candidate, MemoryUse, PlanRequest
@@ -113,8 +113,9 @@ def state_errors() -> list[float]:
 
 def _blocks_state(shape: ModelShape, tensor: int, devices: int) -> float:
     """Bytes of weights, gradients and optimizer state of all blocks on a device."""
-    experts = expert_params(shape) * shape.routed_layers
-    dense = sum(count * shape.layer_params(layer) for layer, count in shape.layer_kinds()) - experts
+    params = [(layer.count, param) for layer in describe_alone(shape) if layer.in_block for param in layer.params]
+    experts = sum(count * param.elements for count, param in params if "expert" in param.axes)
+    dense = sum(count * param.elements for count, param in params) - experts
     replicas = devices // tensor
     parts = ((dense / tensor, replicas), (experts / tensor / EXPERTS, replicas // EXPERTS))
     return sum(memory.device_state(params, "fp16", accumulate=2, apart=True, replicas=of).total for params, of in parts)
@@ -139,12 +140,10 @@ def _collectives(policy: str) -> tuple[int, int]:
     """All-to-alls, and all-reduces over `y` in the blocks, of a layer with experts."""
     sent = predict(_step(policy, duplicates=True))
     exchanged = sum(row.times for row in sent if row.kind == "all-to-all")
-    # Of two layers the other one has as many in its attention, and three or two in its feed-forward layer.
-    reduced = sum(
-        row.times if row.name == TOKENS else row.times // 2
-        for row in sent
-        if row.kind == "all-reduce" and row.axes == ("y",) and (row.name == TOKENS or "attention." in row.name)
-    )
+    over_y = [row for row in sent if row.kind == "all-reduce" and row.axes == ("y",)]
+    # Both layers have as many in attention; the one without experts has three or two in its feed-forward layer.
+    attention = sum(row.times for row in over_y if "attention." in row.name) // 2
+    reduced = attention + sum(row.times for row in over_y if row.name == TOKENS)
     return exchanged, reduced
 
 

@@ -13,8 +13,9 @@ from hlo.scatterable import totals_if_scattered
 
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape, build_grid
-from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm, choose_residual_comm
+from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.options import Activations, ReshardAfter, ResidualComm
 from axonn_jax.planner.communication.predict import predict
 from axonn_jax.planner.communication.step import StepSpec
