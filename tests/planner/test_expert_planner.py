@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import ted
 from jax.sharding import NamedSharding
 
 from axonn_jax import compat
@@ -14,7 +15,6 @@ from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.presets import preset
-from axonn_jax.planner.cost_model import ted
 from axonn_jax.planner.cost_model.model import CostModel
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.memory_model import MemoryModel
