@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
-from axonn_jax.terminal import columns, say, wrapped
+from axonn_jax.terminal import columns, wrapped
 
 T = TypeVar("T")
 
@@ -39,8 +39,6 @@ class Arg:
     least: int | None = None
     most: int | None = None
     """Smallest and largest number that are accepted; None for no limit."""
-    renamed: Mapping[str, str] | None = None
-    """Renamed choices of an earlier version, still accepted with a line of warning."""
     repeat: bool = False
     """True for a flag of one value that may be given several times."""
     rest: bool = False
@@ -91,9 +89,7 @@ class Option:
         """Parse one value; raise ``UserError`` for a text that is none."""
         if get_origin(self.kind) is Literal:
             choices = {str(choice): choice for choice in get_args(self.kind)}
-            if now := (self.arg.renamed or {}).get(text, ""):
-                say(f"warning: {self.flag} {text} is of an earlier version: it is now {now}")
-            if (text := now or text) in choices:
+            if text in choices:
                 return choices[text]
             raise UserError(self.flag, text, self.accepted + nearest(text, choices))
         try:

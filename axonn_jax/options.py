@@ -1,9 +1,7 @@
 """Values that settings may take, each list once: for configuration, commands, layers, memory, channels and planner."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 from axonn_jax.errors import UserError
@@ -39,13 +37,9 @@ Activations = Literal["none", "full", "dots", "save_collectives", "offload"]
 """Activations that the backward pass computes again (`offload`: all, with a layer's input in host memory)."""
 ReshardAfter = Literal["forward", "backward", "step"]
 """Time at which weights gathered over `z` are freed: after a layer's forward, a microbatch's backward, or the step."""
-OLD_RESHARD_AFTER: Mapping[str, ReshardAfter] = MappingProxyType({"layer": "forward", "pass": "backward"})
-"""Names of an earlier version."""
 
 ResidualComm = Literal["all_reduce", "gather", "auto"]
 """Communication of a block's halves over `x`: all-reduces of wide features, or gathers of the residual stream."""
-OLD_RESIDUAL_COMM: Mapping[str, ResidualComm] = MappingProxyType({"y": "all_reduce", "yx": "gather"})
-"""Names of an earlier version."""
 Order = Literal["auto", "package", "xla"]
 """Order of a step's computation: the package's or XLA's."""
 ScanLayers = Literal["auto", "yes", "no"]

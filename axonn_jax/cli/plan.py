@@ -113,7 +113,7 @@ def _figures(args: Plan, request: PlanRequest, result: SearchResult, limit: floa
         "cost_model": "corrected",
         "sequence_parallel": request.sequence_split,
         "density": request.density,
-        "inner_features": request.residual_comm,
+        "residual_comm": request.residual_comm,
         "memory_limit_bytes": limit,
         "configs": [
             {
@@ -267,7 +267,7 @@ def _named(request: PlanRequest, estimate: Estimate) -> str:
     candidate = estimate.candidate
     sizes = {axis: getattr(candidate.grid, axis) for axis in GRID_AXES}
     grid = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
-    extra = [candidate.activations] + ([f"gather {candidate.gather}"] if candidate.gather != "forward" else [])
+    extra = [candidate.activations] + ([f"reshard_after {candidate.gather}"] if candidate.gather != "forward" else [])
     extra += (["offload"] if candidate.offload else []) + (["zero 1"] if candidate.zero else [])
     return f"{grid}, microbatch {candidate.sequences(request.batch)}, {', '.join(extra)}"
 
@@ -275,7 +275,7 @@ def _named(request: PlanRequest, estimate: Estimate) -> str:
 def _table(request: PlanRequest, shown: list[Estimate]) -> list[str]:
     axes = grid_axes(request.shape)
     heads = (
-        *(*axes, "micro", "stages", "activations", "gather", "offload", "zero"),
+        *(*axes, "micro", "stages", "activations", "reshard after", "offload", "zero"),
         *("step, s", "mfu", "exposed, s", "bubble", "memory, GB"),
     )
     rows = [

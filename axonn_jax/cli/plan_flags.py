@@ -14,8 +14,6 @@ from axonn_jax.grid import GRID_AXES, MOST_DEVICES
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset
 from axonn_jax.options import (
-    OLD_RESHARD_AFTER,
-    OLD_RESIDUAL_COMM,
     Activations,
     Offload,
     PipelinePolicy,
@@ -83,7 +81,7 @@ class PlanFlags:
     """Sequences of a microbatch on a device."""
     activations: Literal["auto"] | Activations = "auto"
     """Activation policy (memory.activations); auto: searched."""
-    gather: Annotated[Literal["auto"] | ReshardAfter, Arg(renamed=OLD_RESHARD_AFTER)] = "auto"
+    reshard_after: Literal["auto"] | ReshardAfter = "auto"
     """Lifetime of weights gathered over z (memory.reshard_after); auto: searched."""
     offload: Literal["auto"] | Offload = "auto"
     """State in host memory (memory.offload): none, or optimizer; auto: searched."""
@@ -91,7 +89,7 @@ class PlanFlags:
     """1: replicas share optimizer state (ZeRO-1); 0: each has all of it; auto: searched."""
     sequence_parallel: bool = False
     """Split the sequence of the residual stream over grid.y (memory.sequence_parallel)."""
-    inner_features: Annotated[ResidualComm, Arg(renamed=OLD_RESIDUAL_COMM)] = "all_reduce"
+    residual_comm: ResidualComm = "all_reduce"
     """Communication of blocks (tensor.residual_comm): all_reduce, gather or auto."""
     virtual_stages: Searched = None
     """Virtual stages of each pipeline rank; more than one: only pipelines are searched."""
@@ -143,8 +141,8 @@ def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) 
     batch = SEQUENCES * args.devices
     if args.batch_tokens is not None:
         batch = sequences(args.batch_tokens, shape.seq_len)
-    if args.sequence_parallel and args.inner_features == "gather":
-        raise UserError("--inner-features", args.inner_features, "all_reduce or auto with --sequence-parallel")
+    if args.sequence_parallel and args.residual_comm == "gather":
+        raise UserError("--residual-comm", args.residual_comm, "all_reduce or auto with --sequence-parallel")
     if not 0.0 < args.density <= 1.0:
         raise UserError("--density", args.density, "a number above 0 and at most 1")
     precision = machine.half if args.precision == "auto" else args.precision
@@ -159,7 +157,7 @@ def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) 
         policy=args.policy,
         split=split,
         sequence_split=args.sequence_parallel,
-        residual_comm=args.inner_features,
+        residual_comm=args.residual_comm,
     )
     limit, space = _limit(args.memory_limit, request), _space(args)
     check_legal(request, args.devices, space)
@@ -168,8 +166,10 @@ def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) 
 
 def _space(args: PlanFlags) -> SearchSpace:
     axes, stages = args.grid.fixed(), args.virtual_stages
-    if args.gather in ("backward", "step") and max(axes.get("pipe", 1), stages or 1) > 1:
-        raise UserError("--gather", args.gather, "auto or forward where --grid.pipe or --virtual-stages is above 1")
+    if args.reshard_after in ("backward", "step") and max(axes.get("pipe", 1), stages or 1) > 1:
+        raise UserError(
+            "--reshard-after", args.reshard_after, "auto or forward where --grid.pipe or --virtual-stages is above 1"
+        )
     if stages is not None and stages > 1:
         rest = prod(size for axis, size in axes.items() if axis != "pipe")
         if axes.get("pipe") == 1 or ("pipe" not in axes and rest == args.devices):
@@ -183,7 +183,7 @@ def _space(args: PlanFlags) -> SearchSpace:
         offload=(False, True) if args.offload == "auto" else (args.offload == "optimizer",),
         zero=(0, 1) if args.zero == "auto" else (int(args.zero),),
         virtual_stages=(1, 2, 4) if stages is None else (stages,),
-        gather=get_args(ReshardAfter) if args.gather == "auto" else (args.gather,),
+        gather=get_args(ReshardAfter) if args.reshard_after == "auto" else (args.reshard_after,),
     )
 
 
@@ -283,7 +283,7 @@ def chosen(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
         "virtual_stages": candidate.virtual_stages,
         "in_flight": in_flight(request, candidate),
         "activations": candidate.activations,
-        "gather": candidate.gather,
+        "reshard_after": candidate.gather,
         "offload": "optimizer" if candidate.offload else "none",
         "zero": candidate.zero,
     }

@@ -114,7 +114,7 @@ def _figures(
         "precision": request.precision,
         "sequence_parallel": request.sequence_split,
         "density": request.density,
-        "inner_features": request.residual_comm,
+        "residual_comm": request.residual_comm,
         "grid": asdict(candidate.grid),
         **chosen(request, candidate),
         "policy": request.policy,
@@ -160,10 +160,13 @@ def _candidate_text(figures: dict[str, Any]) -> list[str]:
         f"{_count(figures['microbatch'], 'sequence')} a device",
         *([f"{figures['in_flight']} in flight"] if figures["in_flight"] else []),
         _count(figures["virtual_stages"], "virtual stage"),
-        *(f"{name} {figures[name]}" for name in ("activations", "gather", "offload", "zero", "policy", "precision")),
+        *(
+            f"{name} {figures[name]}"
+            for name in ("activations", "reshard_after", "offload", "zero", "policy", "precision")
+        ),
         *(["sequence parallel"] if figures["sequence_parallel"] else []),
         *([f"density {figures['density']:g}"] if figures["density"] < 1.0 else []),
-        *([f"inner features {figures['inner_features']}"] if figures["inner_features"] != "all_reduce" else []),
+        *([f"residual_comm {figures['residual_comm']}"] if figures["residual_comm"] != "all_reduce" else []),
     ]
     return [f"{figures['model']} on {figures['devices']} of {figures['machine']}: {grid}", ", ".join(options)]
 

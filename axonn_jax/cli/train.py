@@ -36,8 +36,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("CONFIG.toml", NOT_GIVEN, f"the path of a TOML file, as in `{_USAGE}`")
     if len(files) > 1:
         raise UserError("argument", files[1], f"only flags such as --train.steps 100 beside {files[0]!r}")
-    notes: list[str] = []
-    config = check(read(files[0], flags, warn=notes.append))
+    config = check(read(files[0], flags))
     from axonn_jax.train.main import train
 
-    return train(config, report, notes)
+    return train(config, report)

@@ -1,7 +1,7 @@
 """Config files: a TOML file and command-line overrides become a `Config`, and a `Config` becomes TOML."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -10,23 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from axonn_jax.documents import TOML_BYTES, parse_toml, read_bytes
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
-from axonn_jax.options import OLD_RESHARD_AFTER, OLD_RESIDUAL_COMM
 from axonn_jax.train.config import Config
 
-RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "overlap.streams": ("tensor.sub_batches", {}),
-    "overlap.order": ("tensor.order", {}),
-    "train.scan_layers": ("tensor.scan_layers", {}),
-    "train.matmul_layouts": ("tensor.matmul_layouts", {}),
-    "train.inner_features": ("tensor.residual_comm", OLD_RESIDUAL_COMM),
-    "memory.gather": ("memory.reshard_after", OLD_RESHARD_AFTER),
-}
-"""Keys of earlier versions, each with its new name and renamed values; they are accepted with a warning."""
-OLD_VALUES: Mapping[str, Mapping[str, str]] = {"model.bias": {"true": "all", "false": "none"}}
-"""Values of earlier versions that are still accepted, in lower case, with their new names."""
-DROPPED: Mapping[str, object] = {"memory.offload_to": ""}
-"""Keys of earlier versions without a successor, with the value that says nothing: a config with that is read as if it
-were not there, any other value is refused."""
 _WORDS = {"true": True, "True": True, "false": False, "False": False}
 _NOUNS: Mapping[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
@@ -87,10 +72,8 @@ def _scalar(text: str) -> object:
     return text
 
 
-def read(
-    path: str | Path, flags: Iterable[tuple[str, object]] = (), *, warn: Callable[[str], None] = lambda line: None
-) -> Config:
-    """Read a TOML file, over which the flags win; `warn` is given one line where keys have names of earlier versions.
+def read(path: str | Path, flags: Iterable[tuple[str, object]] = ()) -> Config:
+    """Read a TOML file, over which the flags win.
 
     Raises:
         UserError: the file cannot be read or is not TOML, or a key or flag is unknown or of the wrong type.
@@ -107,7 +90,7 @@ def read(
         if path.is_dir():
             accepted = "is a directory; give the path of a TOML file"
         raise UserError("CONFIG.toml", str(path), accepted) from None
-    config = loads(text, flags, source=str(path), name=path.stem, warn=warn)
+    config = loads(text, flags, source=str(path), name=path.stem)
     weights = config.checkpoint.weights.replace("{folder}", str(path.absolute().parent))
     return replace(config, checkpoint=replace(config.checkpoint, weights=weights))
 
@@ -118,11 +101,8 @@ def loads(
     *,
     source: str = "text",
     name: str | None = None,
-    warn: Callable[[str], None] = lambda line: None,
 ) -> Config:
     """Return the config of a TOML text; flags are dotted names with values, `name` replaces `{name}` in log.dir.
-
-    `warn` is given one line where keys have names of earlier versions.
 
     Raises:
         UserError: the text is not TOML, or a key or flag is unknown or of the wrong type.
@@ -132,21 +112,9 @@ def loads(
     except ValueError as error:
         raise UserError("CONFIG.toml", source, f"valid TOML; {error}") from None
     checked: dict[str, dict[str, Any]] = {table: {} for table in tables()}
-    old_names: list[str] = []
     for dotted, value in (*_entries(raw), *flags):
-        if dotted in RENAMED:
-            old_names.append(dotted)
-            dotted, values = RENAMED[dotted]
-            value = values.get(value, value) if isinstance(value, str) else value
-        if isinstance(value, bool | str):
-            value = OLD_VALUES.get(dotted, {}).get(str(value).lower(), value)
-        if dotted in DROPPED and value == DROPPED[dotted]:
-            continue
         table, key = _known(dotted, value)
         checked[table][key] = _typed(dotted, value, tables()[table][key])
-    if old_names:
-        now = ", ".join(f"{old} is now {RENAMED[old][0]}" for old in dict.fromkeys(old_names))
-        warn(f"warning: {source} or flags have names of an earlier version: {now} (axonn-jax train --help)")
     if name is not None and "{name}" in (folder := checked["log"].get("dir", "runs/{name}")):
         checked["log"]["dir"] = folder.replace("{name}", name)
     return Config(**{table: _build(table, values) for table, values in checked.items()})
@@ -155,8 +123,7 @@ def loads(
 def _entries(raw: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
     for table, content in raw.items():
         if isinstance(content, dict):
-            if not content or not (table in tables() or any(f"{table}.{key}" in RENAMED for key in content)):
-                _known_table(table, content)
+            _known_table(table, content)
             yield from ((f"{table}.{key}", value) for key, value in content.items())
         elif table in tables():
             raise UserError(table, content, f"a table, [{table}] on a line of its own and its keys below")

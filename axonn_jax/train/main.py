@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +36,22 @@ from axonn_jax.train.trainer import Trainer
 from axonn_jax.train.validate import residual_comm_of
 
 
-def train(config: Config, report: Callable[[BaseException], int], notes: Sequence[str] = ()) -> int:
+def train(config: Config, report: Callable[[BaseException], int]) -> int:
     """Train as a checked config says and leave a run directory; return the exit status.
 
     `report` prints an error for people and gives its exit status: of several processes one that fails ends at once.
-    `notes` are lines about the configuration for people, which the first process says.
     """
     world, grid = start(config.grid, settings=to_toml(config))
     with _all_or_nothing(world, report):
         sync = host_sync(grid)
         with only_run_in(config.log.dir, sync, say):
-            status = _train(config, world, grid, sync, notes)
+            status = _train(config, world, grid, sync)
         if status and world.size > 1:
             _leave(status)
     return status
 
 
-def _train(config: Config, world: World, grid: Grid, sync: HostSync, notes: Sequence[str]) -> int:
+def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     shape = config.model.shape()
     comm = residual_comm_of(config, shape)
     if config.data.verify:
@@ -68,7 +67,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync, notes: Sequ
     if grid.shape.pipe > 1:
         choose(config.pipeline.channel, grid.size)  # bad input is one line
     if world.rank == 0:  # before arrays are made: a process that ends there leaves a log of its settings
-        for line in (describe(world, grid), *notes, *lines):
+        for line in (describe(world, grid), *lines):
             say(line)
     make = model_of(config, comm=comm)
 

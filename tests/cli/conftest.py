@@ -36,7 +36,7 @@ def prepared(tmp_path_factory):
 def place(tmp_path, monkeypatch):
     """An empty current directory, in which a run that would start fails."""
 
-    def train(config, report, notes):
+    def train(config, report):
         raise AssertionError("training was started")
 
     module = types.ModuleType("axonn_jax.train.main")

@@ -31,8 +31,8 @@ def jobs():
         for flags in (
             [*flat, "--zero", "1"],
             [*flat, "--offload", "optimizer", "--activations", "full"],
-            [*sharded, "--gather", "step", "--activations", "full", "--microbatch", "1"],
-            [*sharded, "--gather", "backward", "--activations", "save_collectives", "--microbatch", "2"],
+            [*sharded, "--reshard-after", "step", "--activations", "full", "--microbatch", "1"],
+            [*sharded, "--reshard-after", "backward", "--activations", "save_collectives", "--microbatch", "2"],
             [*sharded, "--activations", "offload", "--microbatch", "2"],
             [*two, "--virtual-stages", "1", "--offload", "optimizer", "--activations", "full"],
             [*two, "--virtual-stages", "2", "--activations", "save_collectives", "--microbatch", "1"],

@@ -75,7 +75,7 @@ def test_explain_lists_the_collectives_of_the_first(capsys):
         GridShape(**{axis: best[axis] for axis in GRID_AXES}),
         (best["microbatches"], 2, best["activations"]),
     )
-    work = StepSpec(preset("gpt-5b"), grid, found["batch_sequences"], *options, gather=best["gather"])
+    work = StepSpec(preset("gpt-5b"), grid, found["batch_sequences"], *options, gather=best["reshard_after"])
     assert sent_in(found["collectives"]) == totals(predict(work))
     phases = [one["phase"] for one in found["collectives"]]
     assert phases == sorted(phases, key=get_args(Phase).index)
@@ -147,7 +147,7 @@ def test_plan_says_what_a_process_keeps_on_the_host_and_that_xlas_limit_is_raise
         ["--offload", "optimizer", "--zero", "0", "--activations", "none"],
         ["--offload", "none", "--zero", "1", "--grid.data", "4", "--precision", "fp16"],
         ["--activations", "offload", "--grid.pipe", "4", "--virtual-stages", "2"],
-        ["--activations", "full", "--grid.z", "8", "--gather", "step"],
+        ["--activations", "full", "--grid.z", "8", "--reshard-after", "step"],
     ],
 )
 def test_the_command_is_one_that_train_accepts(capsys, prepared, chosen):
@@ -237,7 +237,7 @@ def test_amounts_that_mean_nothing(text):
         (["--top", "0"], ["--top = 0"]),
         (["--polcy", "message"], ["--polcy", "did you mean '--policy'?"]),
         (["--machine", "laptop", "--precision", "bf16"], ["--precision = 'bf16': one that a CPU core has: fp32"]),
-        (["--gather", "step", "--grid.pipe", "4"], ["--gather = 'step'", "auto or forward"]),
+        (["--reshard-after", "step", "--grid.pipe", "4"], ["--reshard-after = 'step'", "auto or forward"]),
         (["--machine", "laptop", "--cost-model", "published"], ["one with measured bandwidths"]),
     ],
 )
@@ -261,35 +261,23 @@ def test_a_picture_costs_no_further_search_of_all_grids(capsys, tmp_path, monkey
     assert [space.grids is None for _, _, space, _ in searches] == [True] + [False] * (len(searches) - 1)
 
 
-def test_inner_features_are_priced_and_in_the_command(capsys):
+def test_residual_comm_are_priced_and_in_the_command(capsys):
     grids = ["--grid.x", "16", "--activations", "full", "--json"]
     found = {}
     for wanted in ("all_reduce", "auto"):
-        found[wanted] = json.loads(output(capsys, [*PLAN, *grids, "--inner-features", wanted]))
+        found[wanted] = json.loads(output(capsys, [*PLAN, *grids, "--residual-comm", wanted]))
     papers, auto = (found[wanted]["configs"][0] for wanted in ("all_reduce", "auto"))
     assert auto["step_s"] < papers["step_s"]
     assert auto["command"].endswith("--tensor.residual_comm auto")
     assert "residual_comm" not in papers["command"]
 
 
-def test_values_of_an_earlier_version_are_taken_with_one_line_of_warning(capsys):
-    now = output(capsys, [*PLAN, "--inner-features", "gather", "--gather", "backward", "--grid.z", "8"])
-    assert main([*PLAN, "--inner-features", "yx", "--grid.z", "8", "--gather", "backward"]) == 0
-    old = capsys.readouterr()
-    assert old.out == now
-    assert old.err.startswith("warning: --inner-features yx is of an earlier version: it is now gather\n")
-    assert main([*PLAN, "--inner-features", "gather", "--grid.z", "8", "--gather", "pass"]) == 0
-    old = capsys.readouterr()
-    assert old.out == now
-    assert "warning: --gather pass is of an earlier version: it is now backward" in old.err
-
-
-def test_inner_features_that_cannot_be(refused):
+def test_residual_comm_that_cannot_be(refused):
     refused(
-        [*PLAN, "--inner-features", "gather", "--sequence-parallel"],
-        "--inner-features = 'gather': all_reduce or auto with",
+        [*PLAN, "--residual-comm", "gather", "--sequence-parallel"],
+        "--residual-comm = 'gather': all_reduce or auto with",
     )
-    refused([*PLAN, "--inner-features", "auto", "--cost-model", "published"], "--inner-features = 'auto': not given")
+    refused([*PLAN, "--residual-comm", "auto", "--cost-model", "published"], "--residual-comm = 'auto': not given")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +287,7 @@ def test_inner_features_that_cannot_be(refused):
         (["--grid.pipe", "4"], "--grid.pipe = 4"),
         (["--microbatch", "2"], "--microbatch = 2"),
         (["--activations", "full"], "--activations = 'full'"),
-        (["--gather", "forward"], "--gather = 'forward'"),
+        (["--reshard-after", "forward"], "--reshard-after = 'forward'"),
         (["--offload", "none"], "--offload = 'none'"),
         (["--zero", "0"], "--zero = '0'"),
         (["--virtual-stages", "1"], "--virtual-stages = 1"),

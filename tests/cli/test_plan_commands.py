@@ -23,14 +23,14 @@ CASES = [  # machine, preset, devices, what else is asked for
     ("perlmutter", "gpt-80b", 16, ""),
     ("summit", "gpt-12b", 8, "--policy 1f1b --activations full"),
     ("laptop", "gpt2-medium", 8, ""),
-    ("laptop", "gpt2-large", 8, "--grid.y 2 --gather step --activations full"),
+    ("laptop", "gpt2-large", 8, "--grid.y 2 --reshard-after step --activations full"),
     ("laptop", "gpt2-xl", 8, ""),
     ("laptop", "gpt-1.3b", 16, "--policy gpipe --grid.pipe 2"),
     ("summit", "gpt-24b", 16, ""),
     ("summit", "llama2-7b", 8, ""),
-    ("summit", "gpt-2.7b", 8, "--gather backward --offload none --microbatch 2"),
+    ("summit", "gpt-2.7b", 8, "--reshard-after backward --offload none --microbatch 2"),
     ("summit", "gpt-100b", 128, "--grid.pipe 8 --grid.y 2 --grid.x 1 --virtual-stages 2"),
-    ("frontier", "gpt-6.7b", 8, "--grid.y 2 --inner-features yx --grid.x 2"),
+    ("frontier", "gpt-6.7b", 8, "--grid.y 2 --residual-comm gather --grid.x 2"),
     ("frontier", "gpt-50b", 16, ""),
     ("frontier", "llama2-70b", 16, "--grid.y 4 --sequence-parallel"),
     ("frontier", "gpt-60b", 16, ""),
@@ -39,8 +39,8 @@ CASES = [  # machine, preset, devices, what else is asked for
     ("perlmutter", "gpt-1.3b", 8, "--activations dots --precision fp16 --microbatch 2"),
     ("perlmutter", "llama2-13b", 8, "--grid.pipe 2 --policy interleaved --virtual-stages 2"),
     ("perlmutter-80gb", "gpt-10b", 8, "--zero 1 --grid.pipe 4"),
-    ("perlmutter-80gb", "llama3-8b", 8, "--grid.y 2 --inner-features auto"),
-    ("perlmutter-80gb", "llama2-70b", 16, "--gather step --microbatch 1"),
+    ("perlmutter-80gb", "llama3-8b", 8, "--grid.y 2 --residual-comm auto"),
+    ("perlmutter-80gb", "llama2-70b", 16, "--reshard-after step --microbatch 1"),
     ("alps", "gpt-20b", 8, "--grid.pipe 2 --policy zero-bubble"),
     ("alps", "gpt-160b", 16, ""),
     ("alps", "llama3-70b", 8, ""),
@@ -100,14 +100,14 @@ def assert_same(row, found, asked, words, data):
         "virtual_stages": pipeline.virtual_stages,
         "in_flight": (pipeline.in_flight or default) if pipeline.policy == "message" else 0,
         "activations": memory.activations,
-        "gather": memory.reshard_after,
+        "reshard_after": memory.reshard_after,
         "offload": memory.offload,
         "zero": memory.zero,
     }
     assert said == {name: row[name] for name in said}
     assert memory.precision == found["precision"]
     assert memory.sequence_parallel == found["sequence_parallel"] == ("--sequence-parallel" in asked)
-    assert layout.residual_comm == found["inner_features"]
+    assert layout.residual_comm == found["residual_comm"]
     assert train.global_batch == found["batch_sequences"]
     if pipe > 1:
         wanted = [*asked.split(), "--policy", "message"]

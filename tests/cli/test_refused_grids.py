@@ -22,7 +22,7 @@ PLAN = ["plan", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16
         (["--grid.z", "16", "--virtual-stages", "2"], "--virtual-stages = 2: 1 without a pipeline"),
         (["--virtual-stages", "30"], "--virtual-stages = 30: such as "),
         (["--policy", "1f1b", "--virtual-stages", "2"], "--virtual-stages = 2: 1 with --policy 1f1b"),
-        (["--gather", "backward", "--virtual-stages", "2"], "--gather = 'backward': auto or forward"),
+        (["--reshard-after", "backward", "--virtual-stages", "2"], "--reshard-after = 'backward': auto or forward"),
         (["--grid.x", "2", "--grid.y", "16", "--grid.z", "16"], "--grid.z, --grid.y, --grid.x = '16, 16, 2': values"),
     ],
 )

@@ -105,9 +105,9 @@ def test_where_nothing_fits_the_baselines_have_no_limit_either(capsys):
 
 
 def test_every_option_of_the_row_is_said(capsys):
-    options = ["--gather", "step", "--offload", "optimizer", "--zero", "1", "--activations", "full"]
+    options = ["--reshard-after", "step", "--offload", "optimizer", "--zero", "1", "--activations", "full"]
     out = output(capsys, [*SIMULATE, *options, "--model", "gpt-1.3b", "--grid.z", "8", "--grid.data", "2"])
-    for said in ("activations full", "gather step", "offload optimizer", "zero 1", "GB a device (fits "):
+    for said in ("activations full", "reshard_after step", "offload optimizer", "zero 1", "GB a device (fits "):
         assert said in out
     for said in ("--memory.reshard_after step", "--memory.offload optimizer", "--memory.zero 1"):
         assert said in out

@@ -14,7 +14,6 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.rope import Rope
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.tensor.params import split_module
-from axonn_jax.train.config_file import loads
 
 QWEN2 = replace(grids.LLAMA, bias="qkv", tied=True)
 QWEN3 = replace(grids.LLAMA, heads=8, kv_heads=8, head_dim=12, qk_norm=True)
@@ -130,10 +129,3 @@ def test_a_head_dim_that_is_left_out_follows_the_other_sizes():
     assert replace(grids.LLAMA, heads=8, kv_heads=8).head_dim == 8
     assert replace(QWEN3, hidden=128).head_dim == 12
     assert ModelShape(1, 30, 4, 2, 8, 8, 8, head_dim=6, positions="rope").qkv_width == 48
-
-
-@pytest.mark.parametrize(("written", "read"), [("true", "all"), ("false", "none"), ('"qkv"', "qkv")])
-def test_biases_read_as_earlier_versions_wrote_them(written, read):
-    text = f'[model]\nlayers = 1\nhidden = 8\nheads = 2\nseq_len = 8\nbias = {written}\n[data]\npath = "d"\n'
-    assert loads(text).model.bias == read
-    assert loads(text, [("model.bias", "false")]).model.bias == "none"

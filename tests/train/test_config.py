@@ -245,29 +245,6 @@ def test_run_directory_is_named_after_the_file(tmp_path):
     assert load(path, ["--log.dir", "here"]).log.dir == "here"
 
 
-def test_names_of_earlier_versions_are_taken_with_one_line_of_warning():
-    lines, new = [], TensorConfig(2, "xla", "gather", "no", "auto")
-    tables = {"train": {"scan_layers": "no", "matmul_layouts": "auto", "inner_features": "yx"}}
-    tables |= {"memory": {"gather": "pass"}, "overlap": {"streams": 2, "order": "xla"}}
-    old = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
-    assert old.keys() == config_file.RENAMED.keys()
-    flags = config_file.split_argv([f"--{name}={value}" for name, value in old.items()])[1]
-    for text, words in (("", flags), ("".join(f"{name} = {value!r}\n" for name, value in old.items()), [])):
-        config = config_file.loads('data.path = "d"\n' + text, words, warn=lines.append)
-        assert (config.tensor, config.memory.reshard_after) == (new, "backward")
-        (line,) = lines
-        assert all(f"{name} is now {now}" in line for name, (now, _) in config_file.RENAMED.items())
-        lines.clear()
-    assert config_file.loads(to_toml(config), warn=pytest.fail) == config
-
-
-def test_a_key_of_earlier_versions_that_says_nothing_is_passed_over():
-    text = 'data.path = "d"\nmemory.offload_to = {}\n'
-    assert config_file.loads(text.format('""')) == config_file.loads('data.path = "d"')
-    with pytest.raises(UserError, match=r"memory\.offload_to = '/disk': not a known key"):
-        config_file.loads(text.format('"/disk"'))
-
-
 # Documents
 
 
