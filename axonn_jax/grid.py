@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 
 MESH_AXES = ("data", "expert", "z", "y", "x")
-"""Axes of every stage's mesh, slowest first (DESIGN section 3)."""
+"""Axes of every stage's mesh, slowest first: neighbours along `x` are the nearest devices."""
 
 GRID_AXES = ("pipe", *MESH_AXES)
 """Names of all axes, slowest first."""

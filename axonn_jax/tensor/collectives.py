@@ -50,7 +50,7 @@ def mark_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Mark `x` as varying over `axes` in the forward pass.
 
     Its transpose is an all-reduce of the cotangent over those axes that `x` did not vary over before: for the
-    input of a matmul over the output axis that is the all-reduce of `dX` (DESIGN section 4), bytes
+    input of a matmul over the output axis that is the all-reduce of `dX`, bytes
     `2 (G-1)/G * size * itemsize` a device on a ring.
     """
     new = tuple(axis for axis in live(axes) if axis not in compat.varying_axes(x))

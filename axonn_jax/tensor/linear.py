@@ -47,7 +47,7 @@ def matmul_4d(
 
     Shapes: `x` [..., k/Gin], `kernel` [k/(Gin Gz), n/Gout] -> [..., n/Gout]. The kernel is cast to `x`'s dtype
     before it travels; it is held [n/Gout, k/Gin] if `turned`, where Gz is 1; `layouts` says how products are computed.
-    Collectives (DESIGN section 4): forward all-gather of W over `z` and all-reduce of Y over `in_axis`; backward
+    Collectives: forward all-gather of W over `z` and all-reduce of Y over `in_axis`; backward
     all-reduce of dX over the other axis and reduce-scatter of dW over `z`. With `comm` "sequence" a product over `y` is
     reduce-scattered along the sequence dim of [batch, seq, n/Gx]. With "gather" a product over `x` takes [..., k] and
     gives [..., n/(Gy Gx)] without a collective; one over `y` is reduce-scattered over `x` along its features and then

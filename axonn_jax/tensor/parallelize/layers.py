@@ -45,8 +45,8 @@ def in_region(
 
     `x_feature` is the input's dim of features (None: it has none, as ids) and the axis that splits it, `y_spec` the
     layout of the output's features, `rows` the batch dim of input and of output. Rows are split over `data` and `z`
-    if they divide; a weight gathered over `z` is then not kept for the backward pass but gathered again, as DESIGN
-    section 4 has it. Where they do not, every device of `data` and `z` computes the same, and the parameters come in
+    if they divide; a weight gathered over `z` is then not kept for the backward pass but gathered again. Where they
+    do not, every device of `data` and `z` computes the same, and the parameters come in
     whole along `z` (XLA gathers them).
     """
     x_spec = spec_of(x.ndim) if x_feature is None else spec_of(x.ndim, x_feature)

@@ -34,7 +34,7 @@ def ring_rate(machine: Accelerator, groups: Groups) -> float:
     """Bytes/s a device sends in a collective of these groups, all at once.
 
     Groups inside a node have the device's links to themselves. The rings of groups across nodes share what a node
-    sends: beta_inter / min(G_node, product of the inner axes) (AxoNN SC 24; DESIGN section 4).
+    sends: beta_inter / min(G_node, product of the inner axes) (AxoNN SC 24).
     """
     rings = _rings(machine, groups)
     return min(machine.node_bytes_per_s, machine.network_bytes_per_s / rings) if rings else machine.node_bytes_per_s
