@@ -122,7 +122,7 @@ class Samples:
         say: Callable[[str], None],
     ):
         self._shape, self._grid, self._say, self._folder = shape, grid, say, Path(config.log.dir)
-        self._every = config.train.sample_every
+        self._every, self._sync = config.train.sample_every, sync
         self._tokenizer, self._prompts = samples_of(config, shape)
         self._requests = [
             Request(prompt.ids, min(SAMPLE_TOKENS, shape.seq_len - len(prompt.ids))) for prompt in self._prompts
@@ -138,20 +138,20 @@ class Samples:
         return step % self._every == 0
 
     def write(self, step: int, model: nnx.Module) -> None:
-        """Makes the texts of a step, says them and writes them down; weights and cache are not kept."""
+        """Make the texts of a step, print and record them; weights and cache are not kept."""
         assert isinstance(model, Transformer)
+        generator = self._updated(step, model)
+        if generator is None:
+            return
         texts = ["" for _ in self._requests]
         try:
-            if self._generator is None:
-                self._generator = self._made(model)
-            else:
-                self._generator.update(model)
-            for piece in write(self._generator, self._tokenizer, self._requests, Sampling(temperature=0)):
+            for piece in write(generator, self._tokenizer, self._requests, Sampling(temperature=0)):
                 texts[piece.request] += piece.text
-            self._generator.release()
-        except UserError as error:  # too little memory, or scores that are not finite: the run goes on
+        except UserError as error:  # scores that are not finite, on every process: the run goes on
             self._say(f"warning: no samples of step {step}: {error}")
             return
+        finally:
+            generator.release()
         for prompt, text in zip(self._prompts, texts, strict=True):
             begin, added = (json.dumps(part, ensure_ascii=False) for part in (prompt.line["prompt"][-_SHOWN:], text))
             self._say(f"step {step}: {begin} goes on {added}")
@@ -162,6 +162,22 @@ class Samples:
         """Closes the file, and says where lines could not be written."""
         if self._log is not None:
             close_log(self._log, self._say)
+
+    def _updated(self, step: int, model: Transformer) -> Generator | None:
+        """Return the generator with a step's weights; None where a process has no memory for it."""
+        if self._generator is not None:
+            self._generator.update(model)
+            return self._generator
+        made, fault = None, ""
+        try:
+            made = self._made(model)
+        except UserError as error:
+            fault = str(error)
+        if faults := [text for text in self._sync.gather(fault) if text]:
+            self._say(f"warning: no samples of step {step}: {faults[0]}")
+            return None
+        self._generator = made
+        return made
 
     def _made(self, model: Transformer) -> Generator:
         grid = grid_of_run(self._shape, self._grid)
