@@ -126,7 +126,7 @@ def _is_open_mpi(mpirun: str) -> bool:
 
 
 def _output(words: Sequence[str]) -> str:
-    """Return all that a command says of itself; nothing where it does not answer."""
+    """Return the output of a command that describes itself; empty if it fails."""
     try:
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_VERSION_S)
     except (OSError, subprocess.TimeoutExpired):

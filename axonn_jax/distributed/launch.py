@@ -64,8 +64,8 @@ def detect(
 ) -> World:
     """Decide which processes make up the run, in the stated order; `mpi` is asked only under an MPI launcher.
 
-    `mpi` initialises MPI and returns the world as that sees it; its `why` is MPI's library. `joined` is the world of
-    `jax.distributed` where that has been initialised.
+    `mpi` initialises MPI and returns MPI's world; the world's `why` is the library. `joined` is the world of an
+    initialised `jax.distributed`.
 
     Raises ``UserError`` where two sources contradict each other, with both values.
     """
@@ -95,7 +95,7 @@ def detect(
 
 
 def number(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
-    """A launcher's variable, None where it is not set or empty; ``UserError`` where it is no number from `least`."""
+    """Return a launcher's variable, None if unset or empty; ``UserError`` for anything but a number from `least`."""
     text = environ.get(name, "")
     if not text:
         return None
@@ -108,7 +108,7 @@ def number(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
 
 
 def _check_rank(environ: Mapping[str, str], name: str, of: str) -> int:
-    """Return the rank that a launcher set; ``UserError`` where it is none of those below the number of processes."""
+    """Return the rank that a launcher set; ``UserError`` for a rank outside of the number of processes."""
     rank, size = number(environ, name) or 0, number(environ, of, 1) or 1
     if rank >= size:
         raise UserError(name, rank, f"0 to {of} - 1 = {size - 1}")
@@ -132,7 +132,7 @@ def _from_variables(environ: Mapping[str, str]) -> World:
 
 
 def _at(coordinator: str, world: World) -> World:
-    """A world that meets at the address of jax's own variable, where that is set."""
+    """Return a world that meets at the address in jax's own variable, if set."""
     return replace(world, coordinator=coordinator) if coordinator else world
 
 
