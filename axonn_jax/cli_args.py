@@ -224,7 +224,7 @@ def default_of(field: "Field[Any]") -> Any:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The text under each field of a dataclass and of those it inherits from, as one line."""
+    """Return the text under each field of a dataclass and its bases, as one line."""
     docs: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         if not is_dataclass(owner):

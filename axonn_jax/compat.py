@@ -120,7 +120,7 @@ def described_gpus(nodes: int, each: int, target: str) -> list[Any]:
 
 
 def context_mesh() -> jax.sharding.Mesh | None:
-    """The mesh of a grid that `jax.set_mesh` set; None inside a trace, without one, or where a script set its own."""
+    """Return a grid's mesh that `jax.set_mesh` set; None inside a trace, without one, or if a script set its own."""
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # inside a trace, where a parameter is abstract or made by the program around it
@@ -179,8 +179,8 @@ def gather(value: Any, of: str) -> list[Any]:
 class FailingBarrier:
     """A barrier among the processes of a `jax.distributed` world that ends early where one of them has failed.
 
-    The coordination service's own barrier would wait out its time limit for a process that will never come. Values set
-    in the service stay set, so a world's barriers are numbered, in the order in which each process makes them.
+    The coordination service's own barrier would wait out its time limit for a process that will never come. Values stay
+    set in the service, so barriers are numbered in the order in which each process makes them.
     """
 
     def __init__(self) -> None:

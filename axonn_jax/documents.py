@@ -67,7 +67,7 @@ def read_bytes(path: Path, most: int, inside: Path | None = None) -> bytes:
 
 
 def replace_whole(path: Path, raw: bytes) -> None:
-    """Write a file that is there whole, or as it was, also after a crash; a link is replaced, not followed."""
+    """Write a whole file: also after a crash the path has the new content or the old; a link is replaced."""
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
     try:
@@ -84,7 +84,7 @@ def replace_whole(path: Path, raw: bytes) -> None:
 def save_picture(figure: Any, path: Path, **options: Any) -> None:
     """Write matplotlib's figure as `replace_whole` does, in the format that the path's suffix names.
 
-    Raises ``ValueError`` for a suffix that is no format's.
+    Raises ``ValueError`` for an unknown suffix.
     """
     raw = io.BytesIO()
     figure.savefig(raw, format=path.suffix.removeprefix(".") or "(none)", **options)

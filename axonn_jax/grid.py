@@ -29,7 +29,7 @@ REPLICA_AXES = ("data", "expert")
 
 
 MOST_DEVICES = 2**20
-"""Largest size of an axis, and number of devices that is planned for: several times those of any machine."""
+"""Largest size of an axis and number of planned devices, several times that of any machine."""
 
 
 @dataclass(frozen=True)
@@ -177,10 +177,11 @@ def build_grid(shape: GridShape, devices: "Sequence[jax.Device]") -> Grid:
 
 
 def arranged(shape: GridShape, devices: "Sequence[jax.Device]") -> "Sequence[jax.Device]":
-    """A stage's devices in the order of its mesh: as given, or on TPUs so that axes follow the links between chips.
+    """Return a stage's devices in mesh order: as given, or on TPUs so that axes follow the links between chips.
 
-    Slices of TPUs, which the data center's network joins, are parts of `data`. Where they do not divide it, or are not
-    whole boxes of chips, the order stays. Elsewhere it does in any case: neighbours in a host are neighbours along `x`.
+    Slices of TPUs, which the data center's network joins, are parts of `data`. Where slices do not divide `data`, or
+    are not whole boxes of chips, the order stays as given. Other devices always keep the order: neighbours in a host
+    are neighbours along `x`.
     """
     if not all(device.platform == "tpu" and hasattr(device, "coords") for device in devices):
         return devices
@@ -202,7 +203,7 @@ def arranged(shape: GridShape, devices: "Sequence[jax.Device]") -> "Sequence[jax
 
 
 def build_mesh(shape: GridShape, devices: "Sequence[jax.Device]") -> "jax.sharding.Mesh":
-    """Lay one stage's mesh over its devices, `x` fastest; raise ``UserError`` for a wrong number of them."""
+    """Lay one stage's mesh over its devices, `x` fastest; raise ``UserError`` for a wrong number of devices."""
     import jax
     import numpy as np
 

@@ -89,7 +89,7 @@ def unheard() -> Iterator[None]:
 
 
 def unfailing() -> TextIO:
-    """Standard error for a library's console: a terminal if it is one, but a write that fails raises nothing."""
+    """Return standard error for a library's console: a terminal if it is one; failed writes raise nothing."""
     return cast(TextIO, _Unfailing(sys.stderr))
 
 
@@ -198,11 +198,11 @@ class Ticker:
         self.now(what, total)
 
     def now(self, what: str, total: int = 0, unit: str = "tasks", done: int = 0) -> None:
-        """Begin something else, of so much in all if that is known, or go on with it."""
+        """Set the activity, the units in all if known, and the units done."""
         self._what, self._total, self._done, self._unit = what, total, done, unit
 
     def done(self, count: int) -> None:
-        """Take how much is done."""
+        """Set the number of units done."""
         self._done = count
 
     def __enter__(self) -> Self:

@@ -41,9 +41,9 @@ class Ports:
 class Channel(ABC):
     """Asynchronous transport of one array a message between neighbouring stages.
 
-    Messages between two stages and of one direction arrive in any order, except that two of the same name (those of
-    successive steps) keep theirs. The sender must not donate or delete a value before its message has left `unsent`;
-    a program that is given it for donation meanwhile makes a copy.
+    Messages between two stages in one direction arrive in any order, but messages of one name (from successive steps)
+    keep their order. The sender must not donate or delete a value before its message has left `unsent`; a program that
+    would donate it meanwhile makes a copy.
     """
 
     name: ClassVar[str]
@@ -80,7 +80,7 @@ class Channel(ABC):
     def flush(self, timeout: float) -> None:
         """Wait until every message has left.
 
-        Raises ``TimeoutError`` that names those left after `timeout` seconds, ``ChannelClosed`` if the channel failed.
+        Raises ``TimeoutError`` with the messages left after `timeout` seconds, ``ChannelClosed`` if the channel failed.
         """
 
     @abstractmethod

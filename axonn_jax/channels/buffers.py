@@ -59,8 +59,8 @@ class DeviceBytes:
 class DeviceBuffers:
     """Buffers in device memory, without a copy on either side; methods as in `HostBuffers`.
 
-    Memory that XLA hands out may be in use by programs that were started before, so a buffer made when its message
-    comes would wait for them; each device keeps two of a form in store instead, one for either direction.
+    New memory from XLA may still be in use by programs started earlier, for which a buffer would wait; so each device
+    keeps two buffers of a form in store, one for either direction.
     """
 
     STORED = 2

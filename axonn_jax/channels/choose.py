@@ -19,10 +19,10 @@ def choose(name: str, processes: int) -> str:
     """Return the channel to use: `local`, `mpi4py` or `mpi4jax`.
 
     `auto` is `local` in one process, and in several `mpi4py`: from and into host memory it takes a third (small
-    messages) to five sixths (large ones) of mpi4jax's time while cores are free, and 0.6 to 1.1 of it where they
-    are not (scripts/bench/channels), and it needs one thread and no free core. On GPUs mpi4jax waits for the stream
-    that computes, and so each message for the tasks in it (read from its sources, not measured). `processes` counts
-    those of the run. Raises ``UserError`` for a name that is not known or not possible here.
+    messages) to five sixths (large ones) of mpi4jax's time while cores are free, and 0.6 to 1.1 of it where they are
+    not (scripts/bench/channels), and it needs one thread and no free core. On GPUs mpi4jax waits for the stream that
+    computes, and so each message for the tasks in it (read from its sources, not measured). `processes` is the run's
+    number of processes. Raises ``UserError`` for an unknown or impossible name.
     """
     if name not in get_args(ChannelName):
         accepted = ", ".join(get_args(ChannelName))

@@ -109,8 +109,8 @@ class Wakeup:
     def sleep(self, *, transferring: bool, sending: bool = False) -> None:
         """Sleep until the next look is due.
 
-        `transferring` says that a transfer is under way whose other end waits for this one to go on, `sending` that a
-        send is, which needs looks only once its receiver has notified: until then that waits, too.
+        `transferring`: a transfer is under way, and the peer waits for this end. `sending`: a send is under way, which
+        needs looks only after its receiver has notified.
         """
         if self.notified:
             sending = sending and self._called

@@ -40,7 +40,7 @@ class StoredArray:
     """An array of a checkpoint."""
 
     part: str
-    """The folder below the checkpoint that Orbax wrote it into."""
+    """Folder below the checkpoint with the array, written by Orbax."""
     shape: tuple[int, ...]
     dtype: str
 
@@ -122,7 +122,7 @@ def read(path: Path) -> CheckpointManifest:
 
 
 def _as_written(raw: bytes, both: Any) -> bool:
-    """True if a manifest is spelled as `CheckpointManifest.text` spells it, and matches its checksum.
+    """True if a manifest has the spelling of `CheckpointManifest.text` and matches its checksum.
 
     The content is compared as it stands in the file: to render it anew would take minutes where somebody made it large.
     """

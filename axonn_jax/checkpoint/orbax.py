@@ -178,7 +178,7 @@ def written(part: Path, process: int) -> list[Path]:
 def wait_for_markers(folder: Path, names: list[str], cancelled: Any) -> bool:
     """Wait until all processes have left their checksums below `folder`; False if cancelled before.
 
-    Raises ``TimeoutError`` that names those that have not, after half an hour.
+    Raises ``TimeoutError`` with the missing processes after half an hour.
     """
     end = time.monotonic() + _TIMEOUT_S
     while missing := [name for name in names if not (folder / name).exists()]:
@@ -209,7 +209,7 @@ def read_shard(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
 
 
 def stored_array(part: Path, name: str, keep: int) -> Any:
-    """An array of a part as tensorstore has it, of which any slice is read; `keep` bytes of it stay in memory.
+    """Return a stored array as tensorstore has it, to read any slice of; `keep` bytes of it stay in memory.
 
     Raises ``ValueError`` where it cannot be opened.
     """

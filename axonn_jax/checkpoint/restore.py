@@ -107,9 +107,9 @@ def load(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> 
 
 
 def stored_shape(checkpoint: Checkpoint, field: str) -> ModelShape | None:
-    """The sizes of the model that was saved; None where an earlier version saved it from Python, without them.
+    """Return the sizes of the saved model; None where an earlier version saved it from Python, without sizes.
 
-    Raises ``UserError`` for `field` where they are none that a save writes.
+    Raises ``UserError`` for `field` on sizes that no save writes.
     """
     try:
         return shape_in(checkpoint.manifest.run)
@@ -118,9 +118,9 @@ def stored_shape(checkpoint: Checkpoint, field: str) -> ModelShape | None:
 
 
 def check_model(checkpoint: Checkpoint, given: ModelShape | None, field: str, *, upcycles: bool = False) -> None:
-    """Raise ``UserError`` that lists the fields with which a model computes another function than the one saved.
+    """Raise ``UserError`` that lists the fields by which a model computes another function than the saved one.
 
-    Where it `upcycles` experts are copies of a dense model's layers, so that it has other fields of experts.
+    With `upcycles`, experts are copies of a dense model's layers, and their fields may differ.
     """
     stored = stored_shape(checkpoint, field)
     if given is None or stored is None:

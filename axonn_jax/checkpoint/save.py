@@ -49,12 +49,12 @@ class _Job:
 
 
 class Saver:
-    """Writes `directory/step_N`; all processes of a run make the same calls, at the same steps.
+    """Writer of `directory/step_N`; all processes of a run make the same calls, at the same steps.
 
     A `step_N` appears by one rename, after every stage has left its part and the manifest names every file with its
-    checksum: it is complete or it is not there. A save that fails is told in one warning, leaves the checkpoints
-    before it as they were, and training goes on. `keep` newest ones stay, and those of steps that `keep_every` divides.
-    `sizes` are the shapes to write down of arrays that are padded.
+    checksum: a `step_N` is always complete. A failed save prints one warning, leaves the earlier checkpoints unchanged,
+    and training goes on. The `keep` newest checkpoints stay, and those of steps that `keep_every` divides. `sizes` are
+    the true shapes of padded arrays.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Saver:
     ) -> None:
         """Begin a save; return once the state is on the host. Waits first for the save before, if it still runs.
 
-        The mapping `state` is used up; its arrays may be donated once this has returned. State that lives on the host
-        is not copied: it is then written before this returns, and `progress` is told of its lots.
+        The mapping `state` is used up; its arrays may be donated once this has returned. State on the host is not
+        copied but written before this returns; `progress` is called for each lot of it.
         """
         self.settle()
         job = _Job(step, self.directory / (_UNFINISHED + name_of(step)), time.monotonic())
@@ -127,13 +127,13 @@ class Saver:
         return None
 
     def refuse(self, step: int, why: str) -> None:
-        """Take note of a save that is not to be, as one that failed; wait first for the save before."""
+        """Record a save as failed that will not be made; wait first for the save before."""
         self.settle()
         self._refused = why
         self._failed(step, why)
 
     def settle(self) -> str:
-        """Wait for the last save and agree on how it went: an empty text, or why it failed (told once)."""
+        """Wait for the last save; return the reason of its failure (once) or an empty text, on all processes."""
         job, self._job = self._job, None
         if job is None:
             refused, self._refused = self._refused, ""

@@ -13,11 +13,10 @@ _ALIGNED = 64
 
 
 def snapshot(state: State) -> int:
-    """Put copies in the place of arrays on the CPU backend, one after another; others stay, as saving copies them.
+    """Replace arrays on the CPU backend by copies, one after another; saving copies other arrays anyway.
 
-    Returns the bytes of the copies.
-    An array in use that is being written cannot be donated: the next step would copy it, into memory that the
-    process then keeps. The copies are given back to the kernel when the last of them is let go.
+    Returns the bytes of the copies. An array in use that is being written cannot be donated: the next step would copy
+    it, into memory that the process then keeps. The kernel gets the memory back when the last copy is freed.
     """
     copied = {name: _distinct(value) for name, value in state.items() if on_the_hosts_cores(value)}
     size = sum(_room(data.nbytes) for parts in copied.values() for data in parts.values())
@@ -42,12 +41,12 @@ def snapshot(state: State) -> int:
 
 
 def on_the_hosts_cores(value: Any) -> bool:
-    """True if the devices that an array is on compute with the cores of the host, in its memory."""
+    """True if the devices of an array compute with the host's cores, in the host's memory."""
     return all(device.platform == "cpu" for device in value.sharding.device_set)
 
 
 def _distinct(value: Any) -> dict[Any, Any]:
-    """The parts of an array that are here, each once however many devices have it."""
+    """Return the parts of an array that are here, each once even if several devices have it."""
     return {_key(shard.index): shard.data for shard in value.addressable_shards}
 
 
@@ -60,7 +59,7 @@ def _room(size: int) -> int:
 
 
 def _memory(size: int) -> np.ndarray:
-    """Memory of the kernel's own, not the allocator's, in huge pages where it grants them: fewer faults."""
+    """Return memory from the kernel, not the allocator, in huge pages where possible, for fewer page faults."""
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages are never huge
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -32,7 +32,7 @@ class Plan(PlanFlags):
     batch_tokens: str
     """Tokens a step over all devices: 16777216, or rounded, such as 16.8M."""
     cost_model: Literal["corrected", "published"] = "corrected"
-    """corrected: all of the above; published: the communication model of SC 24 as it was, and its search."""
+    """corrected: this package's model of time and memory; published: SC 24's model of communication and its search."""
     min_tensor: Annotated[int | None, Arg(default="the authors', else 1", least=1)] = None
     """Smallest x * y * z; published only."""
     top: Count = 5

@@ -43,8 +43,7 @@ class Prepare:
     """Take this tokenizer.json, or that of this directory (a pretrained model's, another prepared one), instead."""
 
     bos: bool = False
-    """Begin each document with the token that the post-processor of --tokenizer puts before a text, as those of
-    Llama do."""
+    """Begin each document with the token that --tokenizer's post-processor puts before a text, as Llama's does."""
 
     field: str = "text"
     """The field of a record, or column of a table, that holds the text of a document."""

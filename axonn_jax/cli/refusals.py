@@ -35,7 +35,7 @@ class _Fixed:
 def check_legal(request: PlanRequest, devices: int, space: SearchSpace) -> None:
     """Raise ``UserError`` where no grid is legal, for the flag that leaves none and with the values that would.
 
-    That is the flag that leaves none by itself, else the first without which there are some.
+    The flag named is one that leaves none by itself, else the first without which there are some.
     """
     if next(_legal(request, devices, space), None) is not None:
         return

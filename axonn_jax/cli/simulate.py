@@ -34,7 +34,7 @@ class Simulate(PlanFlags):
     slow: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
     """A slow rank, such as 3:1.5 for rank 3 taking 1.5 times as long; repeat it for more."""
     fail: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
-    """A rank that dies, such as 3:0.5 for rank 3 after 0.5 s of the step; repeat it for more."""
+    """Rank that dies, such as 3:0.5 for rank 3 after 0.5 s of the step; repeat for more ranks."""
     replicas: Count = 4
     """Pipelines of grid.data simulated where there is jitter; the step ends with the slowest."""
     seed: int = 0

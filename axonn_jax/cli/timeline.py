@@ -30,7 +30,7 @@ class Timeline:
     step: Annotated[int | None, Arg(default="the last whole one")] = None
     """The step to show, one of the last few of the run."""
     replay: Annotated[PipelinePolicy | None, Arg(default="none")] = None
-    """Also play the step again in virtual time, its task times under this policy, the one that ran or another."""
+    """Policy for a replay of the step in virtual time with its task times; the run's policy or another one."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -84,7 +84,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step's tasks as they ran, and as they would have run under a policy, in seconds."""
+    """Measured tasks of a step, and the same tasks replayed under a policy, in seconds."""
 
     policy: PipelinePolicy
     measured_s: float

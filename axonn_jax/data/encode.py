@@ -129,8 +129,8 @@ def _encoded(tokenizer: Any, begins: list[str], texts: list[str], ends: list[str
 def _join(left: _Piece, right: _Piece) -> int | None:
     """Return the token of ``left`` at which ``right`` takes over, from its then ``first``; None where they disagree.
 
-    The tokens of the seam are those of ``left`` from a half of the overlap before it, and those of ``right`` to a half
-    behind it: each is compared away from the end that the other has not.
+    The seam has tokens of ``left`` from half an overlap before it, and tokens of ``right`` to half an overlap behind:
+    each is compared away from its own cut end.
     """
     ids = np.asarray(left.seam.ids, np.uint32)
     low, cut, high = (

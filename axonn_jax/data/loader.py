@@ -67,7 +67,7 @@ def _open(folder: Path, storage: np.dtype[Any], shard: Shard) -> NDArray[Any]:
 
 
 class _Batches:
-    """The endless row of batches, as the random-access source that grain wants; any thread may read it."""
+    """Endless row of batches, as the random-access source for grain; any thread may read."""
 
     def __init__(self, samples: TokenSamples, rows: tuple[int, ...], stride: int, start: int, key: int | None):
         self._samples, self._rows, self._stride, self._start = samples, rows, stride, start

@@ -1,4 +1,4 @@
-"""The manifest and the shards of a prepared directory, and the check that they are whole."""
+"""Manifest and shards of a prepared directory, and checks that both are whole."""
 
 import hashlib
 import os

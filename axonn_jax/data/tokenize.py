@@ -1,4 +1,4 @@
-"""Tokenizers: training of byte-level BPE, those of others, and the tokens that end and begin a text."""
+"""Tokenizers: training of byte-level BPE, use of existing ones, and the tokens that end and begin a text."""
 
 import contextlib
 import json
@@ -128,9 +128,9 @@ def end_of(folder: Path, tokenizer: Any, field: str) -> int | None:
 
 
 def ends_of(folder: Path, tokenizer: Any, field: str) -> tuple[int, ...]:
-    """The ids that end a text in generation: all that the files of a directory name, that of `end_of` first.
+    """Return the ids that end a text in generation: all that a directory's files name, `end_of`'s first.
 
-    Without a tokenizer, which is then None, they are those that the files give as numbers.
+    Where the tokenizer is None, only ids that the files give as numbers count.
     """
     return tuple(dict.fromkeys(_ends(folder, tokenizer, field)))
 
@@ -175,9 +175,9 @@ def naming_end(files: Mapping[str, bytes], tokenizer: Any, end: int) -> dict[str
 
 
 def files_of(prepared: Path) -> dict[str, bytes]:
-    """The tokenizer's files of a prepared directory, which say its end token if they can be read as a tokenizer's.
+    """Return the tokenizer's files of a prepared directory, with the end token in them if possible.
 
-    Raises ``UserError`` where one of them cannot be read.
+    Raises ``UserError`` for a file that cannot be read.
     """
     files = dict(small_files(prepared, "data.path", OF_TOKENIZER))
     with contextlib.suppress(UserError):  # training needs none
@@ -186,10 +186,10 @@ def files_of(prepared: Path) -> dict[str, bytes]:
 
 
 def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = True) -> list[int]:
-    """Return a prompt's tokens, with those that the post-processor adds if `special`.
+    """Return a prompt's tokens, with the post-processor's if `special`.
 
-    An empty prompt to a tokenizer that `prepare` trained is the end of the document before. Raises ``UserError`` where
-    it has no token or is no text.
+    An empty prompt to a tokenizer that `prepare` trained is the end of the document before. Raises ``UserError`` for a
+    prompt without tokens, or that is no text.
     """
     try:
         prompt.encode()

@@ -34,7 +34,7 @@ def keep_freed_memory() -> None:
     """Tell glibc, where it is the allocator, to keep freed memory. Call before jax or MPI starts threads.
 
     Else large blocks are unmapped when freed, and every step pays a page fault for each 4 KiB it touches: a quarter of
-    its time. A thread that is there before may have an arena of its own, in which blocks above 64 MiB stay mapped ones.
+    its time. An earlier thread may have its own arena, in which blocks above 64 MiB stay mapped.
     """
     if can_give_back():
         for parameter, value in _SETTINGS:
@@ -83,9 +83,9 @@ def block_addresses(size: int, count: int) -> list[int]:
 class TemporariesInPlace:
     """Wait for the temporaries of a program's last run to be free, so that the next run's take their place.
 
-    The backend tells that a program is done some milliseconds before it frees its temporaries, one block. The next
-    run's would lie beside them, in pages never touched before: the step takes up to twice as long, and the old block
-    stays. Where the block moves all the same (glibc may keep its cuttings), free memory is given back first.
+    The backend reports a program as done some milliseconds before it frees its temporaries, one block. The next run's
+    would lie beside them, in pages never touched before: the step takes up to twice as long, and the old block stays.
+    Where the block moves all the same (glibc may keep its cuttings), free memory is given back first.
     """
 
     def __init__(self, program: jax.stages.Compiled, mesh: jax.sharding.Mesh):

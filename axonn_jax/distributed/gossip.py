@@ -88,10 +88,10 @@ class _Accused(NamedTuple):
 
 
 class Gossip:
-    """One process's part; times are seconds on this process's own clock.
+    """Gossip of one process; times are seconds on the process's own clock.
 
     Clocks differ between hosts and reports lie about until they are read. So news carries no time but a count, which
-    only grows where it is still true: who hears a higher one knows that it was confirmed now, at most a beat a hop ago.
+    grows only while the news is true: a higher count was confirmed at most a beat per hop ago.
     """
 
     def __init__(self, rank: int, size: int, per_stage: int, now: float, beat: float):
@@ -150,7 +150,7 @@ class Gossip:
         return bool(self._deaf(now) or self._news(now))
 
     def _deaf(self, now: float) -> list[tuple[int, float]]:
-        """Return the silent neighbours, and when each was last heard of, but for those that were at something long."""
+        """Return the silent neighbours with the times of their last report, except for neighbours at long work."""
         return [
             (rank, at)
             for rank, (report, at) in self._heard.items()
@@ -158,7 +158,7 @@ class Gossip:
         ]
 
     def _news(self, now: float) -> list[tuple[int, _Accused]]:
-        """Return the accusations that hold, newest first; of its own neighbours each rank judges by itself."""
+        """Return the accusations that hold, newest first; each rank judges its own neighbours itself."""
         own = {rank for rank, _ in self._deaf(now)}
         holds = [
             (rank, news)

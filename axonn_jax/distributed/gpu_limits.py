@@ -32,8 +32,8 @@ def host_memory() -> int:
 def raise_pinned_limit(processes: int, environ: MutableMapping[str, str] = os.environ) -> None:
     """Let this process, one of so many of its host, pin its share of the host's memory; call before jax starts.
 
-    Which model will train is not known yet where a script calls `init`; a limit that is not reached costs nothing. It
-    is left alone where the user has set it, and where XLA's own is larger.
+    The model is not known yet where a script calls `init`; a high limit costs nothing. A limit set by the user, or a
+    larger one of XLA's, stays.
     """
     share = host_memory() // processes // GIB
     if LIMIT not in environ and share > XLAS_OWN:
@@ -49,7 +49,7 @@ def pinned_limit(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def check_pinned(each: int, devices: Sequence[Any], environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ``UserError`` where this process may not pin `each` bytes for each of its devices, if they are GPUs."""
+    """Raise ``UserError`` where this process may not pin `each` bytes for each of its GPUs."""
     needed = each * len(devices)
     if devices[0].platform != "gpu" or needed <= pinned_limit(environ):
         return

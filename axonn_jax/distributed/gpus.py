@@ -1,4 +1,4 @@
-"""GPUs of a host shared out among its processes: found, agreed on and given to jax before it starts."""
+"""GPUs of a host, shared out among its processes before jax starts."""
 
 import contextlib
 import os
@@ -23,14 +23,14 @@ class Gpu(NamedTuple):
     name: str
     """UUID of the GPU, or another name that tells it from all others."""
     parts: tuple[str, ...] = ()
-    """The UUIDs of its MIG devices; with any, a process can use nothing but one of them."""
+    """UUIDs of the GPU's MIG devices; with any, a process can use only one of them."""
 
 
 def shares(views: Sequence[View], wanted: int | None = None) -> list[tuple[int, ...]]:
     """Indexes of the GPUs that each rank takes of those it sees: `wanted` of them, or an equal share.
 
-    Ranks that see the same GPUs share them by rank; a rank that alone sees its GPUs, as where the launcher binds one
-    to each, takes of those. Empty where GPUs are none of jax's business. Raises ``UserError`` where they do not do.
+    Ranks that see the same GPUs share them by rank; a rank that alone sees its GPUs (bound by the launcher) takes them.
+    Empty where jax uses no GPUs. Raises ``UserError`` for too few or contradictory GPUs.
     """
     groups: dict[frozenset[str], list[int]] = {}
     for rank, view in enumerate(views):
@@ -75,7 +75,7 @@ def idle(views: Sequence[View], taken: Sequence[Sequence[int]]) -> str:
 def visible(environ: Mapping[str, str], present: Sequence[Gpu], *, rocm: bool = False) -> tuple[str, ...]:
     """Return the identifiers of the GPUs that CUDA, or ROCm, would count in a process, in that order.
 
-    As these do, a list ends at its first entry that names no GPU; and with MIG devices CUDA sees the first alone.
+    A list ends at its first entry that names no GPU; with MIG devices CUDA sees only the first.
     """
     if rocm:
         allowed = _listed(environ.get("ROCR_VISIBLE_DEVICES"), present)

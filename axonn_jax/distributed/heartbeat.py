@@ -113,7 +113,7 @@ class Heartbeat:
                 _say(f"warning: the pipeline's heartbeat: {type(error).__name__}: {error}")
 
     def _check(self) -> None:
-        """End a process that has waited too long: in a step since anything moved anywhere, else since it moved."""
+        """End a process that has waited too long: in a step since the last progress anywhere, else since its own."""
         now = time.monotonic()
         if self._patient():
             quiet = now - max(self._status.since, self._signalled)
@@ -148,7 +148,7 @@ class Heartbeat:
             self._before = None
 
     def _terminate(self, number: int, _: object) -> None:
-        """Stands in for SIGTERM's default action, so that the thread can say who is gone before it does the same."""
+        """Handle SIGTERM: wake the thread, which names the missing process before it ends this one."""
         self._wake(number)
 
     def _take_in(self, signals: bytes) -> None:

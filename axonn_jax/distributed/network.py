@@ -59,10 +59,10 @@ def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 
 def listen_at(coordinator: str, hosts: int) -> str:
-    """Return where process 0 listens as coordinator: at the address that the others are told, nowhere else.
+    """Return the address on which process 0 listens as coordinator: the one told to the others, if possible.
 
-    It is every address (`[::]`) only where the others must know it by another one: its name leads to loopback here,
-    as in many hosts' own /etc/hosts, or to an address that is none of this host's.
+    It is every address (`[::]`) only where others reach the host by another one: the host's name leads to loopback
+    here, as in many /etc/hosts, or to an address that this host has not.
     """
     host, _, port = coordinator.rpartition(":")
     if hosts == 1:
@@ -78,7 +78,7 @@ def listen_at(coordinator: str, hosts: int) -> str:
 
 
 def free_port(address: str = "") -> int:
-    """A TCP port of this address of this host that was free a moment ago; ``OSError`` where it has no such address."""
+    """Return a TCP port of an address of this host that was free a moment ago; ``OSError`` for another address."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])

@@ -23,7 +23,7 @@ class MoeConfig:
     the same on every grid; capacity: each expert has a fixed number of slots for a device's tokens, exchanged by
     all-to-all, and drops the rest (TED)."""
     capacity: Positive = 1.25
-    """capacity: slots of an expert over the mean number of tokens that choose it."""
+    """Slots of an expert over the mean number of tokens that choose it (capacity)."""
 
     @property
     def drops(self) -> bool:
@@ -51,7 +51,7 @@ class ExpertShape:
     first: int = 0
     """First layer with experts, counted from 0."""
     shared: int = 0
-    """Number of experts that every token uses, computed as one feed-forward layer of that many widths."""
+    """Number of experts that every token uses, computed as one feed-forward layer of their total width."""
     router: Router = "softmax"
     """Function of a router's scores: their softmax, or each score's sigmoid."""
     norm: bool = True

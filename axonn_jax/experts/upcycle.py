@@ -47,7 +47,7 @@ def is_of_router(name: str) -> bool:
 def upcycled(read: Callable[[Any], Arrays], sources: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Arrays]:
     """Return a function that reads arrays by `read`, experts as copies of the dense kernels that `sources` name.
 
-    Each device reads the part of the dense kernel that it holds of an expert's, and no more; no collectives.
+    Each device reads only its own part of the dense kernel; no collectives.
     """
 
     def run(abstract: Mapping[str, Any]) -> Arrays:

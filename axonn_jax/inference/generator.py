@@ -117,7 +117,7 @@ class Generator:
         logs: bool = False,
         until: Callable[[int, Continuation], bool] = lambda _, piece: False,
     ) -> Iterator[Continuation]:
-        """Yield texts piece by piece, as they come; a text that is `until` (request, piece) true of ends there.
+        """Yield texts piece by piece, as they come; a text ends when `until` (request, piece) returns True.
 
         The slots are the stream's from its first piece to its last, or until it is closed or nothing refers to it.
         """

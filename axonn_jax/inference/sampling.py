@@ -1,4 +1,4 @@
-"""Choice of the next token on a vocabulary that lies over `y`: by its seed a text is the same on every grid."""
+"""Choice of the next token from a vocabulary split over `y`; with one seed a text is the same on every grid."""
 
 import math
 import zlib
@@ -152,7 +152,7 @@ def _likeliest(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _allowed(logits: jax.Array, ids: jax.Array, form: SamplingForm, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits and ids of the tokens that may be drawn; the others' are minus infinity, or they are left out."""
+    """Return logits and ids of the tokens that may be drawn; other tokens have minus infinity, or are left out."""
     if form.top_k:
         largest, at = lax.top_k(logits, min(form.top_k, logits.shape[1]))
         values, owners = _everywhere(largest), _everywhere(jnp.take_along_axis(ids, at, -1))
@@ -188,7 +188,7 @@ def _nucleus(logits: jax.Array, top: jax.Array, p: jax.Array) -> jax.Array:
 
 
 def _gumbel(keys: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
-    """Noise of tokens [rows, n], each by its row's key and position and its own id alone."""
+    """Return noise of tokens [rows, n], by the row's key and position and the token's id alone."""
     rows = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl=_IMPL), positions)
     words = jax.random.key_data(jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(rows, ids))
     return gumbel(words[..., 0])

@@ -72,7 +72,7 @@ class CacheStore:
                     array.delete()
 
     def release(self) -> None:
-        """Give the caches' memory back; they are made anew, of the capacity that they had, when needed."""
+        """Free the caches' memory; new caches of the same capacity are made when needed."""
         self._caches = None
 
     def _empty(self) -> list[LayerCache]:

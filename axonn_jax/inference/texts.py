@@ -38,14 +38,14 @@ class _Text:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     def _decoded(self, ids: Sequence[int], *, special: bool) -> str:
-        """Tokens but those that end texts, behind a part of the prompt: alone, some texts begin without their blank."""
+        """Decode tokens, without ending ones, behind a part of the prompt: alone, some texts lack their first blank."""
         kept = [*self._before, *(token for token in ids if token not in self._ends)]
         return self._plain(kept, special=special)[len(self._plain(self._before, special=special)) :]
 
     def decoded(self, ids: Sequence[int], *, special: bool = False) -> tuple[str, str]:
-        """Tokens as text, and the last of them apart where they are bytes of a character that is not whole.
+        """Return the text of tokens, and apart from it an incomplete last character.
 
-        A tokenizer with a token a byte gives no character at all of bytes in a row that end within one.
+        A tokenizer with a token a byte decodes nothing of a run of bytes with an incomplete last character.
         """
         text = self._decoded(ids, special=special)
         if not text.endswith(UNFINISHED):

@@ -58,7 +58,7 @@ def floating(dtype: Any) -> jnp.dtype:
 
 
 def stops_of(model: Transformer | str | Path, vocab: int) -> tuple[int, ...]:
-    """The tokens that end a text, as all files of a model's directory name them; none of a live model."""
+    """Return the tokens that end a text, as all files of a model's directory name them; none for a live model."""
     if isinstance(model, Transformer):
         return ()
     folder = Path(model)
@@ -115,7 +115,7 @@ def without_repeats(value: jax.Array, shape: ModelShape, kv_heads: int) -> jax.A
 
 
 class _Plan:
-    """The model of a shape on a grid, taken apart, and its parameters as they are read: no head is repeated yet."""
+    """Plan of a model on a grid: its parts, and its parameters as they are read, without repeated heads."""
 
     def __init__(self, shape: ModelShape, grid: Grid, dtype: Any):
         self._given, self._grid, self.shape = shape, grid, on_grid(shape, grid.shape)
@@ -149,7 +149,7 @@ class _Plan:
 
 
 def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
-    """A live model's weights, cast and laid out; they may lie on any mesh, or on those of stages; no collectives."""
+    """Return a live model's weights, cast and laid out; they may lie on any meshes; no collectives."""
     plan = _Plan(model.shape, grid, dtype)
     with jax.set_mesh(Mesh(np.empty((), object), ())):  # each array has its own
         given = split_module(fit_vocabulary(model, grid.shape)).params
@@ -173,9 +173,9 @@ def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any) -> Loade
 def of_run(
     run: Path, grid: Grid, dtype: Any, *, shape: ModelShape | None = None, warn: Callable[[str], None] = lambda _: None
 ) -> Loaded:
-    """The weights in a directory, each device its shards alone.
+    """Read the weights in a directory, each device its own shards.
 
-    Raises ``UserError`` where they are not those of the `shape`, which is by itself that of the directory.
+    Raises ``UserError`` for weights of another `shape` (default: the directory's).
     """
     check_grid(grid.shape)
     shape = shape or shape_of(run, "RUN_DIR")

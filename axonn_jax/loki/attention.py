@@ -96,8 +96,8 @@ def _by_head(
 ) -> Attended:
     """One KV head of one slot after the other, for CPUs: arrays are used while they are in a core's cache.
 
-    The loop writes the new token too: arrays that it only read would be copied, as they are needed behind it. They go
-    through it in their own shape: flat ones of a single head would be copied too.
+    The loop writes the new token too: XLA would copy arrays that a loop only reads and later code needs. It would also
+    copy arrays flattened to a single head.
     """
     slots, kv_heads, group, _, block = ranked.shape
 

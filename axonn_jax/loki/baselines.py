@@ -17,7 +17,7 @@ def _number(seen: Seen, keys: float) -> jax.Array:
 
 
 def _first(ranked: jax.Array, seen: Seen, number: jax.Array, *, newest: bool = True) -> jax.Array:
-    """The valid places that rank first, the newest among them."""
+    """Return the valid places that rank first, with the newest among them."""
     ranked = jnp.where(seen.valid[:, None, None], ranked, -jnp.inf)
     if newest:
         own = (jnp.arange(ranked.shape[-1]) == seen.newest[:, None])[:, None, None]
@@ -81,7 +81,7 @@ def _age(seen: Seen, capacity: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class HeavyHitters(FullAttention):
-    """H2O (Zhang et al., NeurIPS 2023): the newest half of the keys, and those that got most attention so far.
+    """H2O (Zhang et al., NeurIPS 2023): the newest half of the keys, and the keys with most attention so far.
 
     A key that is not kept once is gone. Its sums of attention are a third array of the cache, minus infinity where a
     key is gone; prompts therefore go through token by token, and a slot that waits (of 0 tokens) keeps its keys.

@@ -135,7 +135,7 @@ def fingerprint(parts: SplitModule, params: Params, kv_heads: int) -> list[list[
 
 
 def save(components: Components, path: Path, shape: ModelShape, weights: Sequence[Sequence[float]], keys: str) -> None:
-    """Write them to a file with the model and the `fingerprint` of the weights that they are of."""
+    """Write the components to a file with the model and the `fingerprint` of its weights."""
     from safetensors.numpy import save as bytes_of
 
     facts = {"model": json.dumps(asdict(shape), sort_keys=True), "weights": json.dumps(weights)}

@@ -31,7 +31,8 @@ class LokiOptions:
                 raise UserError(f"--loki.{name}", getattr(self, name), f"nothing with --attention {attention}")
 
     def share_read(self, shape: ModelShape) -> float:
-        """Numbers that a step reads of a KV head's cache, over those of full attention; a query head reads its keys."""
+        """Numbers that a step reads of a KV head's cache, over those of full attention; each query head reads its own
+        keys."""
         first, group = self.first(shape) / shape.head_dim, shape.heads // shape.kv_heads
         return (first + group * self.keys * (2 - first)) / 2
 

@@ -44,11 +44,10 @@ def stream(states: list[Any], update: Callable[[int, Any], Any]) -> None:
 class OffloadedOptimizer:
     """Optimizer with its state in host memory, with the methods of `DeviceOptimizer`.
 
-    It treats parameters one by one; where it is elementwise, parameters larger than a bucket (in elements of a device)
-    are cut. Where weights are not float32, float32 masters are part of the state. Parameters that are `shared` with
+    The optimizer treats parameters one by one; an elementwise one cuts parameters larger than a bucket (in elements of
+    a device). Where weights are not float32, float32 masters are part of the state. Parameters that are `shared` with
     other meshes have buckets of their own, so that all update them by the same program. `progress` is told of every
-    bucket.
-    Raises ``UserError`` where the optimizer looks at all parameters together.
+    bucket. Raises ``UserError`` where the optimizer looks at all parameters together.
     """
 
     def __init__(
@@ -89,13 +88,13 @@ class OffloadedOptimizer:
         self.programs = BucketPrograms(optimizer, mesh, precisions)
 
     def bytes(self) -> StateBytes:
-        """Bytes of one device and its host, by formula; beside them three buckets of state are on the device."""
+        """Return the bytes of one device and its host, by formula; three further buckets of state are on the device."""
         usual = replace(self._on_devices.bytes(), offloaded=True)
         # Float32 weights are their own masters, of pruned parameters too, whose values are taken out for an update.
         return usual if self._precisions.master_weights else replace(usual, masters=0)
 
     def start(self, params: Params, positions: Params = {}, *, owned: bool = True) -> ModelState:  # noqa: B006
-        """Float32 parameters -> the first state; each that is `owned` is freed when nothing more is made of it."""
+        """Return the first state of float32 parameters; parameters that are `owned` are freed as they are used."""
         check_pinned(self.bytes().host, self.mesh.local_devices)
         params, weights = dict(params), {}
         states: list[Any] = []
@@ -170,7 +169,7 @@ class OffloadedOptimizer:
         *,
         owned: bool = False,
     ) -> ModelState:
-        """The state that has these float32 weights and optax state, as `masters` and `opt_state` give them.
+        """Return the state with these float32 weights and optax state, in the form of `masters` and `opt_state`.
 
         Arrays that are to be cut are freed one after another where they are `owned`.
         """
@@ -253,7 +252,7 @@ class OffloadedOptimizer:
         return bucket, [weights[name] for name in bucket.names]
 
     def _take(self, grads: Params, number: int) -> list[jax.Array]:
-        """A bucket's gradients; those that no later bucket has any of are let go."""
+        """Take a bucket's gradients, and drop gradients that no later bucket needs."""
         names = self.buckets[number].names
         return [grads.pop(name) if self._numbers[name][-1] == number else grads[name] for name in names]
 

@@ -96,7 +96,7 @@ class Bucket:
     ) -> list[jax.Array]:
         """Write the new values of a bucket's part into weights where they are `finite`.
 
-        Collectives: an all-gather over the replicas of those that are split over them.
+        Collectives: an all-gather of split parts over the replicas.
         """
         shape, at = self.form.shape, self.dim
         dim, axes = further_split(self.form.spec, self.form.state_spec) or (None, ())
@@ -132,10 +132,10 @@ class Bucket:
 def plan_updates(
     forms: Mapping[str, UpdateForm], capacity: int, shared: Collection[str] = (), *, cut: bool = True
 ) -> list[Bucket]:
-    """Put parameters of the same form together, at most `capacity` elements on a device; a larger one is `cut`.
+    """Group parameters of the same form, at most `capacity` elements on a device; a larger one is `cut`.
 
-    That is along the first dim that has rows for so many parts, or else the longest. Those that are `shared` come
-    first, each in buckets of its own.
+    The cut is along the first dim with rows for so many parts, or else the longest. Parameters that are `shared` come
+    first, in buckets of their own.
     """
     groups: dict[tuple[UpdateForm, str], list[str]] = {}
     for name in sorted(forms, key=lambda name: (name not in shared, name)):

@@ -44,7 +44,7 @@ class ModelState(NamedTuple):
 
 
 Apply = Callable[[ModelState, Params, jax.Array, jax.Array], tuple[ModelState, jax.Array]]
-"""(state, gradients, their factor, loss) -> the next state, and an array that is ready when it has run."""
+"""Function (state, gradients, factor, loss) -> the next state, and an array that is ready at the end."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class DeviceOptimizer:
         return jax.jit(apply, donate_argnums=0, out_shardings=(shardings, done), keep_unused=True)
 
     def restored(self, masters: Params, optimizer: Any, index: Params = {}, *, owned: bool = False) -> ModelState:  # noqa: B006
-        """The state that has these float32 weights, laid out as `masters` gives them, and this optimizer state."""
+        """Return the state with these float32 weights, laid out as `masters`, and this optimizer state."""
         if not self._separate:
             return ModelState(masters, {}, optimizer)
         make = jax.jit(self._from_masters, out_shardings=self.shardings(masters))
@@ -208,7 +208,7 @@ class DeviceOptimizer:
 
 
 def state_layout(state: Any, params: Mapping[str, Any], shardings: Mapping[str, Any], scalar: Any) -> Any:
-    """The layout of an optax state: that of its parameter where a leaf has its shape, else `scalar`."""
+    """Return the layout of an optax state: its parameter's for a leaf of the parameter's shape, else `scalar`."""
 
     def layout(path: tuple[Any, ...], leaf: Any) -> Any:
         name = owner(path, params)

@@ -30,12 +30,12 @@ Arrays = Mapping[str, Any]
 
 
 def owner(path: tuple[Any, ...], names: Iterable[str]) -> str | None:
-    """The parameter among `names` that a leaf of an optax state belongs to, by its path; None: to all of them."""
+    """Return the parameter among `names` to which a leaf of an optax state belongs, by its path; None: to all."""
     return next((key.key for key in reversed(path) if isinstance(key, DictKey) and key.key in names), None)
 
 
 def updated(optimizer: GradientTransformation, grads: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
-    """Updates and state behind a step; `value` is the loss, for transformations that ask for it."""
+    """Return updates and state after a step; `value` is the loss, for transformations that ask for it."""
     with jax.numpy_dtype_promotion("standard"):  # optax mixes step counters with floats
         return with_extra_args_support(optimizer).update(grads, state, params, value=value)
 
@@ -184,7 +184,7 @@ def _moved(optimizer: GradientTransformation, shapes: Mapping[str, tuple[int, ..
 
 @lru_cache(maxsize=32)
 def _splits(optimizer: GradientTransformation, divide: Callable[[Arrays], list[Arrays]], shapes: Shapes) -> bool:
-    """True if parts of parameters get the updates that they get as parts of the whole."""
+    """Return True if parts of parameters get the same updates as within the whole."""
     rng = np.random.default_rng(0)
     drawn = [{name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes} for _ in range(3)]
     probe = _Trial(optimizer)

@@ -86,7 +86,8 @@ def first_scale(*, scaled: bool = True) -> Scale:
 
 
 def next_scale(scale: Scale, finite: Any, numbers: ModuleType = jnp) -> Scale:
-    """Count a step that was not finite. Halves the factor then, and doubles it after 200 clean steps, within limits.
+    """Halve the factor after a step that was not finite, which is counted; double it after 200 clean steps, within
+    limits.
 
     `numbers` is numpy where all of them are of the host.
     """

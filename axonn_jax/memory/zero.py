@@ -30,11 +30,10 @@ Split = tuple[int, tuple[str, ...]]
 def split_over_replicas(
     shapes: Mapping[str, tuple[int, ...]], specs: Specs, mesh: Mesh, stacked: Collection[str] = ()
 ) -> Specs:
-    """The layouts with the first dim of every parameter that divides split over its replicas, after its other axes.
+    """Return the layouts with the first divisible dim of every parameter split over its replicas too.
 
-    Those are `data` and `expert`, of experts `data` alone. A parameter of which no dim of the local shard is divisible
-    keeps its layout: all replicas hold it. The first dim of a `stacked` parameter is its layers', which stays whole: a
-    checkpoint takes layer by layer.
+    Replica axes are `data` and `expert`, for experts `data` alone. A parameter without a divisible dim keeps its
+    layout. The first dim of a `stacked` parameter, its layers', stays whole: a checkpoint takes layer by layer.
     """
 
     def layout(name: str) -> P:

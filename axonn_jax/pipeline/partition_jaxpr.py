@@ -124,7 +124,7 @@ def cut(closed: ClosedJaxpr, goals: Sequence[Iterable[int]], free: Iterable[int]
 
 
 def _only_shows(eqn: JaxprEqn) -> bool:
-    """Return True if an equation shows its operand, or a good part of it, in another form or a wider type."""
+    """Return True if an equation gives its operand, or a large part of it, in another form or a wider type."""
     if eqn.primitive.name in _LAYOUT:
         return True
     if eqn.primitive.name == "convert_element_type":

@@ -46,7 +46,7 @@ class Reduction:
         self.measure = self._measure(counted)
 
     def _reduce(self) -> Callable[..., Any]:
-        """Sums, which it uses up -> gradients; in the sums' place but where they are scattered over `data`.
+        """Return the gradients from their sums, whose memory is reused unless gradients are scattered over `data`.
 
         Collectives: `reduce_gradients`, as in `StageProgram.gradients`.
         """

@@ -117,7 +117,7 @@ class Stage:
         return ran
 
     def bytes_kept(self) -> int:
-        """Bytes that wait for a microbatch's backward after its forward, beside `x`, over all devices of the stage."""
+        """Return bytes kept of a microbatch from forward to backward, beside `x`, on all devices of the stage."""
         between = [member.programs.stretch.x for member in self._members[1:]]
         kept = sum(member.programs.chain.bytes_kept() for member in self._members)
         return kept + sum(x.size * x.dtype.itemsize for x in between if x is not None)

@@ -97,7 +97,7 @@ class Stretch:
         return model  # type: ignore[no-any-return]
 
     def inputs(self, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return every input by name, as a global array with its layout; of the parameters those in `names`."""
+        """Return every input by name, as a global array with its layout; `names` are those of parameters."""
 
         def struct(like: Any, spec: P) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(self.mesh, spec))
@@ -129,7 +129,7 @@ class Stretch:
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return the outgoing activations, or the sum of the local targets' losses; on local shards.
 
-        Beside the former the losses that its own layers add to the gradients; the latter has them in its gradient.
+        Activations come with the losses that the layers add to the gradients; a loss has those in its gradient.
         """
         key = None
         if self.keyed:

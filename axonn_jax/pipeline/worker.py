@@ -51,7 +51,7 @@ class StageWorker:
 
     @property
     def targets(self) -> float:
-        """Targets of the batch that count, a number of the host; 0 where its losses are not here."""
+        """Number of the batch's targets that count, on the host; 0 on ranks without losses."""
         return float(self.counted) if self.losses and self.counted is not None else 0.0
 
     @property

@@ -163,7 +163,7 @@ def lay_out(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multipl
 
 @cache
 def _counts(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], tuple[jax.Array, jax.Array]]:
-    """Program that counts each mask's entries on its fullest device, and on all of them: [masks] both."""
+    """Return a program that counts each mask's entries on its fullest device, and on all devices: [masks] both."""
 
     def local(masks: list[jax.Array]) -> list[jax.Array]:
         return [jnp.sum(mask, dtype=jnp.int32).reshape((1,) * mask.ndim) for mask in masks]

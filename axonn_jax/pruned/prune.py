@@ -37,17 +37,17 @@ class KeptEntries(NamedTuple):
 
 
 def prunable(parts: SplitModule, layers: str) -> list[str]:
-    """The parameters that are pruned: the matrices in a model's attribute `layers`, but for those of a role."""
+    """Return the parameters to prune: matrices in a model's attribute `layers` that have no role."""
     inside = {name: p for name, p in parts.params.items() if name.startswith(f"{layers}.")}
     return [name for name, p in inside.items() if p.ndim > 1 and name not in parts.roles]
 
 
 def make_masks(config: PruneConfig, weights: Params, elsewhere: Collection[str] = ()) -> dict[str, jax.Array]:
-    """Masks of booleans for float32 weights, laid out as they are; other processes make those of weights `elsewhere`.
+    """Return masks of booleans for float32 weights, laid out like these; other processes make those of `elsewhere`.
 
-    Those of an early-bird search are by magnitude. Those of a file that is not there keep nothing: a checkpoint may
-    have the masks, and `train.engines.pruning` refuses to train without. Raises ``UserError`` where those of a file are
-    not for these parameters. Collectives: `masks.magnitude_masks`.
+    An early-bird search takes masks by magnitude. A missing file gives empty masks: a checkpoint may have the masks,
+    and `train.engines.pruning` refuses to train without. Raises ``UserError`` for a file with masks of other
+    parameters. Collectives: `masks.magnitude_masks`.
     """
     if config.method == "file":
         if not (path := Path(config.mask_file)).is_file():

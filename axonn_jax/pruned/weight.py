@@ -1,4 +1,4 @@
-"""A pruned weight as layers read it: dense, with zeros, and with gradients of its kept entries alone."""
+"""Pruned weight in a layer's form: dense, with zeros, and with gradients of its kept entries alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -65,7 +65,7 @@ def put(dense: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def places(mask: jax.Array, slots: int) -> jax.Array:
-    """The index [1, ..., slots] of the entries that a local mask keeps; slots to spare name places behind its end."""
+    """Return the index [1, ..., slots] of the entries that a local mask keeps; spare slots point behind the end."""
     kept = jnp.nonzero(mask.reshape(-1), size=slots, fill_value=0)[0].astype(jnp.int32)
     number = jnp.arange(slots, dtype=jnp.int32)
     filled = jnp.where(number < jnp.sum(mask, dtype=jnp.int32), kept, mask.size + number)

@@ -109,7 +109,7 @@ _SHAKES = 600
 
 
 def _integers(times: list[float]) -> list[int]:
-    """Times in units of a 2^-40th of their sum: sums that are equal stay equal, in whatever order they are added."""
+    """Return times in units of a 2^-40th of their sum, so that sums do not depend on the order of addition."""
     unit = sum(times) / 2**40 or 1.0
     return [round(time / unit) for time in times]
 

@@ -178,7 +178,7 @@ def _seen(block: slice, window: int) -> slice:
 
 
 def _scores(q: jax.Array, k: jax.Array, block: slice, window: int, numbers: jax.Array | None) -> jax.Array:
-    """Masked scores of a block of queries against the keys that it sees some of, float32."""
+    """Return masked scores of a block of queries against the keys that some of them see, float32."""
     seen = _seen(block, window)
     scores = _dot(q[:, block], k[:, seen], 2, 2) * q.shape[-1] ** -0.5
     query = block.start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)

@@ -37,7 +37,7 @@ def lookup(table: jax.Array, ids: jax.Array, vocab_axis: str, *, scattered: bool
 
 
 def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows of a table on one device; a row's gradient, a sum over all tokens that read it, adds up in float32."""
+    """Return rows of a table on one device; a row's gradient, summed over all its tokens, adds up in float32."""
     if table.dtype == jnp.float32:
         return jnp.take(table, ids, axis=0, mode="clip")
     return _wide_sums(mark_varying(table, compat.varying_axes(ids)), ids)
@@ -77,8 +77,8 @@ def tied_logits(
 class Embedding(nnx.Module):
     """A table [vocab, hidden]: vocabulary over `y` and once more over `z`, features over `x`.
 
-    With `sequence_split` the stream that it gives and takes has its sequence split over `y`. The table has `rows`,
-    zeros beyond the vocabulary, where that does not divide.
+    With `sequence_split` the stream's sequence is split over `y`. The table has `rows` rows, zeros beyond a vocabulary
+    that does not divide.
     """
 
     def __init__(

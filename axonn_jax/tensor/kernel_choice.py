@@ -135,5 +135,5 @@ an eighth of the part's matmuls at this size with a vocabulary of 128,256, and l
 
 
 def loss_chunk(tokens: int, columns: int) -> int:
-    """Tokens of a part, of `tokens` with `columns` logits each on a device; all of them where they fit in one."""
+    """Return the tokens of a part, of `tokens` with `columns` logits each on a device; all if they fit in one part."""
     return ceil(tokens / ceil(4 * tokens * columns / LOGITS_BYTES))

@@ -28,7 +28,7 @@ class Projection(NamedTuple):
     turned: bool = False
     layouts: MatmulLayouts = PLAIN
     used: int | None = None
-    """Entries of the vocabulary, where the weight has more: those behind them have a logit of minus infinity."""
+    """Entries of the vocabulary, where the weight has more; further entries have a logit of minus infinity."""
 
     @property
     def columns(self) -> int:
@@ -182,7 +182,7 @@ _chunked.defvjp(_forward, _backward)
 
 
 def _zero(rows: jax.Array) -> jax.Array:
-    """A sum of losses that has nothing yet: the same along the axes that losses are summed over."""
+    """Return a sum of losses of zero, the same along the axes that losses are summed over."""
     return mark_varying(jnp.zeros((), jnp.float32), compat.varying_axes(rows) - {VOCAB_AXIS, FEATURE_AXIS})
 
 
@@ -230,7 +230,7 @@ def readable(batch: jax.Array) -> jax.Array:
 
 
 def pad_batch(batch: np.ndarray, rows: int) -> np.ndarray:
-    """The batch with rows behind it that do not count, up to so many."""
+    """Return the batch with rows added at the end that do not count."""
     filling = np.zeros((rows - len(batch), *batch.shape[1:]), batch.dtype)
     return np.concatenate([batch, without_targets(filling, np.ones(len(filling), bool))])
 

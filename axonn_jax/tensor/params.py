@@ -116,7 +116,7 @@ def renewed(state: Any) -> Any:
 
 
 def shapes_alone(make: Callable[[], nnx.Module]) -> nnx.Module:
-    """A module as `make` gives it, with shapes in the place of its parameters; other state is there, and small."""
+    """Return a module as `make` gives it, with shapes in place of parameters; other, small state is real."""
     module: nnx.Module = nnx.eval_shape(make)
     state = nnx.Not(nnx.Param)
     if jax.tree.leaves(nnx.state(module, state)):
@@ -154,10 +154,10 @@ def global_norm(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpe
 
 
 def square_sum(grads: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec]) -> jax.Array:
-    """Sum of squares of all gradients, each counted once however often it is replicated; inside a manual region.
+    """Return the sum of squares of all gradients, each counted once despite replication; inside a manual region.
 
     Expects gradients already reduced over the axes that replicate them. Collective: one all-reduce of a scalar over
-    `z`, `y`, `x`, and `data` and `expert` where they split some of them.
+    `z`, `y`, `x`, and `data` and `expert` where they split parameters.
     """
     split = frozenset().union(*(spec_axes(specs[name]) for name in grads))
     axes = tuple(axis for axis in MESH_AXES if axis not in REPLICA_AXES or axis in split)

@@ -19,9 +19,9 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 def gather_weights(module: Module, dtype: jnp.dtype, *, skip: str = "") -> Module:
-    """The module with its weights gathered over `z` in `dtype`, inside a manual region: its layers gather no more.
+    """Return the module with its weights gathered over `z` in `dtype`, inside a manual region.
 
-    Weights below the attribute `skip` stay as they are. However often it is called, each weight travels once and its
+    Weights below the attribute `skip` stay. However often the module is called, each weight travels once and its
     gradient is reduce-scattered once. Collectives: an all-gather a weight, as in `gather_weight`; none where `z` is of
     size one.
     """

@@ -68,7 +68,7 @@ class _Scale(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """A stretch of a step that is drawn on a line of its own, in seconds from the first task's start."""
+    """Stretch of a step on a line of its own, in seconds from the first task's start."""
 
     title: str
     start: float
@@ -265,7 +265,7 @@ def _draw_numbers(axes: Any, tasks: Sequence[Span], scale: _Scale) -> None:
 
 
 def _fit(width: float, height: float, digits: int, turn: bool = False) -> tuple[float, int]:
-    """The size of a number that fits into a box, all in points, and its angle: turned where only that is legible."""
+    """Return the size, in points, of a number that fits into a box, and its angle: turned if only that is legible."""
     # A digit of the default font is 0.64 of its size wide and 0.73 of it high.
     upright = min(8.0, (width - 1.0) / (0.64 * digits), (height - 2) / 0.8)
     turned = min(6.0, (width - 0.6) / 0.74, (height - 1.5) / (0.64 * digits))

@@ -14,7 +14,7 @@ from axonn_jax.timeline.spans import KINDS, Kind, Span, merge
 TIMELINE = "timeline.json"
 
 MOST_RANKS = 1024
-"""Pipe ranks of a timeline that is read: a picture with a row for each stays one that can be opened."""
+"""Largest number of pipe ranks in a timeline to read, for a picture that can still be opened."""
 _MOST_BYTES, _MOST_SPANS, _MOST_LINE = 300_000_000, 500_000, 1000
 _SLICE = b'\n{"ph": "X"'
 _EVENT = re.compile(_SLICE + rb"[^\n]*")

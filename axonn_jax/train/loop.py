@@ -174,7 +174,7 @@ class Run:
         return self.checkpoints.directory / name_of(step)
 
     def _stopped(self, stop: StopSignals, step: int) -> int:
-        """End a run that was told to: 128 plus the signal's number once its checkpoint is complete, else 1."""
+        """End a run on a signal: return 128 plus its number once its checkpoint is complete, else 1."""
         error, number = self.checkpoints.settle(), stop.number()
         self._close_log()
         name = signal.Signals(number).name
@@ -202,7 +202,7 @@ class Run:
         return self.train_data.manifest.unigram_entropy
 
     def _report(self, step: int, metrics: StepMetrics, mark: float) -> float:
-        """Wait for a step, the run's one sync a step, and write it down; return when it was done."""
+        """Wait for a step, the run's one sync a step, and record it; return the time at which it was done."""
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         now = time.monotonic()
         finite = math.isfinite(loss) and math.isfinite(norm)

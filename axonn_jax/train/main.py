@@ -102,7 +102,7 @@ def model_of(config: Config, **options: Any) -> Callable[[], Transformer]:
 
 
 def attention_form(config: Config, shape: ModelShape, grid: Grid) -> AttentionForm:
-    """The form of attention that the run's devices take; raises ``UserError`` where they cannot as the config says."""
+    """Return the kernel of attention of the run's devices; raise ``UserError`` where the config's kernel cannot run."""
     device = compat.attention_device(grid.mesh.devices.flat[0], alone=grid.mesh.devices.size == 1)
     dtype = precisions(config.memory.precision, config.memory.accumulate).compute.name
     return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len, shape.window)
@@ -131,10 +131,10 @@ def _leave(status: int) -> None:
 def only_run_in(directory: str, sync: HostSync, say: Callable[[str], None]) -> Iterator[None]:
     """Hold a run's directory; the run's first process does that for all of them.
 
-    It makes the directory, and removes it in the end where nothing has been put into it, bad input for instance.
+    The directory is made, and removed in the end if it stays empty, as on bad input.
 
-    Raises ``UserError`` on all processes where another run holds it, it cannot be written, or they do not share it;
-    nothing in it has been touched then.
+    Raises ``UserError`` on all processes where another run holds the directory, it cannot be written, or processes do
+    not share it; nothing in it has been touched then.
     """
     with contextlib.ExitStack() as stack:
         fault = ""

@@ -155,7 +155,7 @@ def _read(file: Path) -> dict[str, dict[str, str]]:
 def save(file: Path, device: Any, measured: Iterable[Measured]) -> str:
     """Add measurements to the file, or make it; return a line for people where that fails.
 
-    The file is replaced as a whole: who reads it meanwhile sees the old one or the new one.
+    The file is replaced as a whole: readers see the old or the new one.
     """
     try:
         settings = {} if load(file, device)[1] else _read(file)
@@ -170,9 +170,9 @@ def save(file: Path, device: Any, measured: Iterable[Measured]) -> str:
 def choose_layouts(
     config: Config, shape: ModelShape, grid: Grid, agreed: HostSync, file: Path | None = None
 ) -> tuple[MatmulLayouts, list[str]]:
-    """The layouts of a run's matmuls by `tensor.matmul_layouts`, and lines for people.
+    """Return the layouts of a run's matmuls by `tensor.matmul_layouts`, and lines for people.
 
-    The first process remembers or measures, on one of its devices, and tells the others: all of them must call it.
+    The first process remembers or measures, on one of its devices, and tells the others: all processes must call it.
     """
     if config.tensor.matmul_layouts == "off":
         return PLAIN, []

@@ -1,4 +1,4 @@
-"""The optimizers that a config can name, from optax, and its learning-rate schedules."""
+"""Optimizers of a config, from optax, and learning-rate schedules."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

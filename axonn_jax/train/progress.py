@@ -69,7 +69,7 @@ class Progress:
     ) -> None:
         """Show a finished step, and the age of the last checkpoint: `saved` is its step and when it was complete.
 
-        `skipped` is how many steps so far changed nothing, since they were not finite.
+        `skipped` is the number of steps so far that changed nothing, as they were not finite.
         """
         self._seen += 1
         if self._seen > _WARM_UP:

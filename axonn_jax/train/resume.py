@@ -141,7 +141,7 @@ class Checkpoints:
         often = {"keep": keep.keep, "keep_every": keep.keep_every}
         self.saver = Saver(self.directory, engine.grid, sync, warn=say, sizes=engine.state_shapes(), **often)
         self.saved_step = 0
-        """The step whose state is the newest that has been given to the saver, or that was resumed."""
+        """Newest step whose state was given to the saver, or resumed."""
 
     def resume(self) -> int:
         """Go on where the configuration says; return the data position. 0: a new run.
@@ -254,7 +254,7 @@ class Checkpoints:
         agree(self._sync, fault)
 
     def _check_same(self, checkpoint: Checkpoint) -> None:
-        """A run goes on only with the seeds and the data that it began with: all else may change."""
+        """Raise ``UserError`` if a resumed run has other seeds or data than before; all else may change."""
         now, then, path = self._facts(0), checkpoint.manifest.run, checkpoint.path
         if not set(_FACTS) <= set(then):
             raise UserError("checkpoint.resume", str(path), f"a checkpoint of `axonn-jax train`; {_OTHERWISE}")

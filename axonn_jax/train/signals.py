@@ -61,7 +61,7 @@ class StopSignals:
         return self._sync.any_before(bool(self._number))
 
     def number(self) -> int:
-        """The signal that ended the run, agreed by all processes: some of them may not have had it."""
+        """Return the signal that ended the run, agreed by all processes: some may not have had it."""
         return max(int(text) for text in self._sync.gather(str(self._number)))
 
     def _listen(self) -> None:

@@ -123,9 +123,9 @@ def launch_seconds(mesh: Mesh, rounds: int) -> float:
 
 
 def program_seconds(rounds: int) -> float:
-    """Seconds of calling a program on this process's first device, and waiting for it; it does next to nothing.
+    """Return the seconds of calling a nearly empty program on this process's first device and waiting for it.
 
-    It takes and gives as many arrays as a stage of a pipeline has parameters.
+    The program takes and gives as many arrays as a stage of a pipeline has parameters.
     """
     mesh = _alone()
     here = NamedSharding(mesh, P())

@@ -129,5 +129,5 @@ def _round_trips(channel: str, pair: Any, elements: Sequence[int], rounds: int) 
 
 
 def _rate(taken: Sequence[float], sent: float) -> Rate:
-    """The latency is the time of the smallest, the rate that of the largest beyond it."""
+    """Return the rate: the latency is the time of the smallest message, the slope that of the largest beyond it."""
     return Rate(taken[0], sent / max(taken[-1] - taken[0], 0.1 * taken[-1]))

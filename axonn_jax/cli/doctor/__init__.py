@@ -56,7 +56,7 @@ def run(args: Doctor) -> int:
 
 
 def examine(timeout: float) -> list["Row"]:
-    """Make all checks, those that start other processes side by side, and return the rows in a fixed order."""
+    """Make all checks, those in other processes side by side, and return the rows in a fixed order."""
     from axonn_jax.cli.doctor import checks as checks
     from axonn_jax.cli.doctor.mpi import mpi
 

@@ -263,7 +263,7 @@ def loopback() -> str:
 
 
 def slurm(environ: Mapping[str, str]) -> Row:
-    """The Slurm variables, whether they are an srun task's, and whether they contradict each other or MPI's."""
+    """Return the finding on the Slurm variables: an srun task's, contradictions among them, or with MPI's."""
     fails = "a process started without srun or mpirun would take a wrong rank or number of processes"
     seen = {name: environ[name] for name in (*SLURM_STEP, "SLURM_NTASKS") if name in environ}
     if not seen:

@@ -117,7 +117,7 @@ def _answer(line: str) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
-    """End a process group: politely, so that mpirun can end its ranks, then not."""
+    """End a process group, first with a signal that lets mpirun end its ranks."""
     for number, wait in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0)):
         try:
             os.killpg(process.pid, number)
@@ -129,7 +129,7 @@ def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
 
 
 def python(code: str, *arguments: str) -> list[str]:
-    """A command that runs code in this Python, without the working directory on its path."""
+    """Return a command that runs code in this Python, without the working directory on its path."""
     return [sys.executable, "-P", "-c", code, _MARK, *arguments]
 
 
@@ -182,7 +182,7 @@ def checkout() -> Path:
 
 
 def setup_command(*arguments: str) -> str | None:
-    """The checkout's own setup, where this Python is the one that it made."""
+    """Return the setup command of the checkout that made this Python, None for another Python."""
     root = checkout()
     script = root / "scripts/setup"
     if not script.is_file() or Path(sys.prefix).resolve() != (root / ".venv").resolve():
@@ -196,7 +196,7 @@ def pip_command(*requirements: str) -> str:
 
 
 def which(program: str) -> tuple[str | None, bool]:
-    """A program's path, this environment's first, and whether typing its name would start that one."""
+    """Return a program's path, this environment's first, and True if typing the name starts that program."""
     on_path = shutil.which(program)
     own = shutil.which(program, path=str(Path(sys.executable).parent))
     return own or on_path, (own or on_path) == on_path

@@ -1,4 +1,4 @@
-"""``axonn-jax prune``: a run's newest checkpoint with only some entries of its kernels, as a run of its own."""
+"""``axonn-jax prune``: a run's newest checkpoint as a new run, with only some entries of its kernels."""
 
 import json
 import time

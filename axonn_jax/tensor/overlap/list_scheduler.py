@@ -156,7 +156,7 @@ class ListScheduler:
     def _next_small(self, over: Iterable[Window], done: set[int]) -> list[int]:
         """Small collectives that follow arrived results with only elementwise work in between.
 
-        They would wait for a large one that took the links first, and all else for them.
+        Behind a large one they would wait for the links, and all other work for them.
         """
         small: list[int] = []
         seen: set[int] = set()

@@ -1,7 +1,7 @@
 """An order of computation that leaves every collective something to run beside.
 
-XLA's scheduler hides a collective behind a matmul only if it happens to put one there, and before that its fusions
-join the elementwise work of independent streams into kernels that wait for all of them. Here the order is decided
+XLA's scheduler hides a collective behind a matmul only by chance, after its fusions have joined the elementwise work of
+independent streams into kernels that wait for all of them. Here the order is decided
 first: a traced function is run in virtual time on one compute unit and one network, the longest chain first, and the
 order found is written into the program as dependencies that carry no data.
 """
@@ -67,9 +67,9 @@ def in_order(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reorder(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A traced function with its equations in the order found, and the dependencies that keep XLA to it.
+    """Return a traced function with its equations reordered, and dependencies that keep XLA to the order.
 
-    One that communicates nothing is left as it is.
+    A function without communication stays unchanged.
     """
     costs = OpTimes({axis: axis_size(axis) for axis in MESH_AXES})
     eqns, outvars = _flat(closed.jaxpr, costs)

@@ -131,7 +131,7 @@ def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
 
 
 def _put(value: Any, sharding: NamedSharding) -> Any:
-    """The value laid out, in memory of its own: the copy's step may donate it and leave the original intact."""
+    """Return the value laid out in new memory: a step of the copy may donate it and leave the original intact."""
     if isinstance(value, jax.ShapeDtypeStruct):  # of a model made by nnx.eval_shape
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     return jax.device_put(value, sharding, may_alias=False)

@@ -1,4 +1,4 @@
-"""Convolutions that have no sharded form: by hand over rows, since XLA's partitioner gets some of them wrong.
+"""Convolutions without a sharded form, split over rows by hand, since XLA's partitioner gets some wrong.
 
 The kernel gradient of a grouped convolution (`feature_group_count` above 1) comes out a multiple of its value where
 rows are split over some devices and the same on others (jaxlib 0.10.2; `jax.jit` with layouts is enough to see it).

@@ -67,10 +67,10 @@ def in_region(
 
 
 def gather_kernel(plan: LayerPlan, kernel: jax.Array, split: bool, dtype: jnp.dtype) -> jax.Array:
-    """The kernel gathered over `z` in `dtype`; one that `z` does not split is cast to it.
+    """Return the kernel in `dtype`, gathered over `z` if it is split there.
 
-    It is made to vary over `data` before it is gathered: autodiff then scatters its gradient over `z` first and reduces
-    the remaining `Gz`-th over `data`.
+    It varies over `data` before the gather: autodiff then scatters its gradient over `z` first and reduces the
+    remaining `Gz`-th over `data`.
     """
     if not split or plan.z_dim is None:
         return kernel.astype(dtype)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.ops.layers import TensorAxis
 
 PLAN = "axonn_plan"
-"""The (static) attribute of a layer that holds its plan."""
+"""Name of a layer's (static) attribute with its plan."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def without_z(spec: P) -> P:
 
 @dataclass(frozen=True)
 class Side:
-    """A kernel dim that could be split, and the dim of the activation that is split with it."""
+    """Kernel dim that could be split, and the activation's dim that is split with it."""
 
     kernel: int
     activation: int

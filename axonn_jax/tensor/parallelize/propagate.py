@@ -173,10 +173,10 @@ def _side_by_side(first: str, second: str) -> bool:
 def plans_by_order(
     chooser: Chooser, layers: Iterable[tuple[str, Any]], overrides: dict[str, str], known: dict[str, LayerPlan]
 ) -> dict[str, LayerPlan]:
-    """A plan for each layer, in their order; those `known` already are kept.
+    """Return a plan for each layer, in order; `known` plans are kept.
 
-    The first layer takes an input that is not split. Layers whose names say that they branch (query, key, value and
-    the like) take the same input.
+    The first layer's input is not split. Layers with names of branches (query, key, value and the like) take the same
+    input.
     """
     plans: dict[str, LayerPlan] = {}
     split: ActivationSplit | None = None
@@ -202,7 +202,7 @@ def plans_by_flow(
     overrides: dict[str, str],
     call: Callable[[Any], Any],
 ) -> dict[str, LayerPlan]:
-    """A plan for each layer that `call(model)` reaches, with the sizes of its calls; nothing is computed.
+    """Return a plan for each layer that `call(model)` reaches, with the sizes of its calls; nothing is computed.
 
     `model` (a copy: its layers become probes) is traced to a jaxpr in which every layer is one marked equation. An
     activation carries the axis that splits it through everything between two layers; where two meet (a residual

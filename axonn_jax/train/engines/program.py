@@ -67,7 +67,7 @@ def exposed(sub_batches: int, grid: GridShape, rows: int) -> list[str]:
 
 @dataclass(frozen=True)
 class OnMesh:
-    """A model that lives on one 4D mesh, and the layouts that follow."""
+    """Model on one 4D mesh, with the layouts that follow."""
 
     parts: SplitModule
     grid: Grid
@@ -114,11 +114,11 @@ class StageProgram(OnMesh):
     reshard_after: ReshardAfter = "forward"
     """When gathered weights are let go (docs/memory.md); "step" is "backward" where there is one microbatch."""
     stacked: Collection[str] = ()
-    """The parameters that have those of all layers, with the layers' dim in front."""
+    """Names of the parameters that stack all layers, with the layers' dim in front."""
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The axes that split tokens, over which gradients of parameters not split over them add up."""
+        """Axes that split tokens, over which gradients of other parameters add up."""
         return self._model(self.parts.params).token_axes
 
     @property

@@ -25,7 +25,7 @@ from axonn_jax.train.engines.spmd import SpmdEngine
 
 _CHECKPOINT = "masks of the checkpoint that the run goes on from"
 _LINES = 20
-"""Lines for people that are kept until somebody takes them."""
+"""Lines for people kept until somebody takes them."""
 
 
 class Pruning:
@@ -49,9 +49,9 @@ class Pruning:
     def loaded(self) -> None:
         """Start pruning anew for the weights that an engine has, loaded or initial.
 
-        Raises ``UserError``, on all processes, where its masks contradict the settings: of `prune.mask_file`, as long
-        as that is there, or else as many entries as `prune.density` says, of every kernel or of all together. How and
-        in which scope they were chosen does not count. Every process must call it.
+        Raises ``UserError``, on all processes, where its masks contradict the settings: the masks of an existing
+        `prune.mask_file`, else a share `prune.density` of the entries, of every kernel or of all together. Method and
+        scope of the choice do not matter. Every process must call it.
         """
         self._search, self._last = EarlyBird(self._config.threshold), None
         self._lines.clear()

@@ -224,7 +224,7 @@ class SpmdEngine:
         return make_masks(self._prune, {name: weights[name] for name in self._prunable})
 
     def masks(self) -> dict[str, jax.Array]:
-        """Masks of booleans of the entries that would be kept of the weights as they are."""
+        """Return masks of the entries that would be kept of the present weights."""
         masters = self._masters
         return self._make_masks({name: joined(masters[name]) for name in self._prunable})
 
