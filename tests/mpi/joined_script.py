@@ -30,7 +30,7 @@ def main(how, address, folder, *axes):
         int(os.environ[name]) for name in ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "RANK") if name in os.environ
     )
     if how == "script":
-        jax.distributed.initialize(address, 2, rank)
+        jax.distributed.initialize(*(() if address == "slurm" else (address, 2, rank)))
     for axis in axes:
         grid = ax.init(**{axis: 2})
         seen = losses(grid, Path(folder) / axis)

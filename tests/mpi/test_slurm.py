@@ -1,144 +1,39 @@
-"""A real Slurm of one node: what it does to a job before it ends it, under `srun` and `axonn-jax launch`."""
+"""A real Slurm: what it does to a job before it ends it, under `srun` and `axonn-jax launch`, and a killed task."""
 
-import getpass
 import json
 import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from launched import environment
+from slurm_rig import CORES, SBIN, Slurm, until
+from test_two_hosts import hosts as hosts
+from test_two_hosts import why_not
 
 from axonn_jax.checkpoint.manifest import all_steps, step_of
 
-SBIN = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not all(shutil.which(name, path=SBIN) for name in ("slurmctld", "slurmd", "sbatch")), reason="no Slurm"
+        CORES < 2 or not all(shutil.which(name, path=SBIN) for name in ("slurmctld", "slurmd", "sbatch")),
+        reason="no Slurm (Debian: slurmctld, slurmd, slurm-client, slurm-wlm-basic-plugins), or one core",
     ),
 ]
-CONF = """
-ClusterName=here
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/none
-CredType=cred/none
-MpiDefault=pmi2
-ProctrackType=proctrack/linuxproc
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-SlurmdSpoolDir={folder}/spool
-StateSaveLocation={folder}/state
-SlurmdParameters=config_overrides
-SchedulerType=sched/builtin
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-TaskPlugin=task/none
-SwitchType=switch/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-KillWait=30
-NodeName=one NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cores}
-PartitionName=all Nodes=ALL Default=YES State=UP
-"""
-OPTIONS = "--grid.data 2 --train.steps 1000000 --train.eval_every 0 --log.every 5"
+OPTIONS = "--train.steps 1000000 --train.eval_every 0 --log.every 5"
 SCRIPTS = {
     "srun": "srun --mpi=none -n 2 axonn-jax train {config} {options}",
     "launch": "axonn-jax launch -n 2 train {config} {options}",
     "exec launch": "exec axonn-jax launch -n 2 train {config} {options}",
 }
-WITHIN_S = 400
-"""Slurm lets a job that was requeued wait for two minutes."""
-
-
-def ports(number):
-    sockets = [socket.socket() for _ in range(number)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    numbers = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return numbers
-
-
-def until(condition, about, seconds=WITHIN_S):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, about()
-        time.sleep(0.2)
-
-
-class Slurm:
-    """A controller and one node's daemon, of this user, that nobody else can meet."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        for name in ("spool", "state"):
-            (folder / name).mkdir()
-        known = {"host": socket.gethostname(), "user": getpass.getuser(), "cores": max(4, os.cpu_count() or 1)}
-        text = CONF.format(**known, folder=folder, ports=ports(2))
-        (folder / "slurm.conf").write_text(text)
-        path = os.pathsep.join([str(Path(sys.executable).parent), SBIN])
-        self._env = {**environment(), "SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
-        self._daemons = []
-
-    def __enter__(self):
-        log = self.folder / "daemons.log"
-        with log.open("ab") as out:
-            for words in (["slurmctld", "-D"], ["slurmd", "-D", "-N", "one"]):
-                self._daemons.append(subprocess.Popen(words, env=self._env, stdout=out, stderr=out))
-        until(lambda: "idle" in self.run("sinfo", "-h", "-o", "%T"), log.read_text, 60)
-        return self
-
-    def __exit__(self, *_):
-        self.run("scancel", "--full", "--signal=KILL", "-u", getpass.getuser())
-        until(lambda: not self.run("squeue", "-h"), lambda: self.run("squeue"), 60)
-        for daemon in reversed(self._daemons):
-            daemon.send_signal(signal.SIGTERM)
-            daemon.wait(60)
-
-    def run(self, *words):
-        done = subprocess.run(words, env=self._env, capture_output=True, text=True, timeout=60)
-        return done.stdout + done.stderr
-
-    def submit(self, script, *flags):
-        """Starts a batch job; its output is `JOB.out` in the folder."""
-        (self.folder / "job.sh").write_text(f"#!/bin/bash\n{script}\n")
-        said = self.run("sbatch", "--parsable", f"--output={self.folder}/%j.out", "--open-mode=append", *flags,
-                        str(self.folder / "job.sh"))  # fmt: skip
-        assert said.strip().isdecimal(), said
-        return said.strip()
-
-    def output(self, job):
-        path = self.folder / f"{job}.out"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    def wait_for(self, job, pattern):
-        def here():
-            assert re.search(pattern, self.output(job)) or self.queued(job), self.output(job)
-            return re.search(pattern, self.output(job))
-
-        until(here, lambda: f"no {pattern!r}:\n{self.output(job)}")
-
-    def queued(self, job):
-        return job in self.run("squeue", "-h", "-o", "%i").split()
-
-    def wait_until_gone(self, job):
-        until(lambda: not self.queued(job), lambda: self.output(job))
+TRAINS = r"step +\d+/1000000"
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    with Slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+def slurm(tmp_path_factory, request):
+    hosts = None if why_not() else request.getfixturevalue("hosts")
+    with Slurm(tmp_path_factory.mktemp("slurm"), hosts) as slurm:
         yield slurm
 
 
@@ -146,11 +41,24 @@ def saved(run):
     return max((step_of(path) or 0 for path in all_steps(run / "checkpoints")), default=0)
 
 
+def options(run, every=1_000_000, axis="data"):
+    return f"{OPTIONS} --grid.{axis} 2 --checkpoint.every {every} --log.dir {run}"
+
+
+def pmix(slurm):
+    if "works" not in slurm.run("srun", "--mpi=pmix", "-n", "1", "echo", "works"):
+        pytest.skip("Slurm's mpi/pmix does not load (Debian: slurm-wlm-basic-plugins, libpmix-dev)")
+
+
+def test_tasks_are_bound_to_cores(slurm):
+    """The plugin task/affinity is at work, whose binding the next test looks at."""
+    assert slurm.run("srun", "--mpi=none", "-N", "1", "-n", "1", "nproc").strip() == "1"
+
+
 @pytest.mark.parametrize("way", SCRIPTS)
 def test_a_job_that_slurm_ends_saves_and_the_next_goes_on(way, slurm, config, tmp_path):
     run = tmp_path / "run"
-    options = f"{OPTIONS} --checkpoint.every 1000000 --log.dir {run}"
-    script = SCRIPTS[way].format(config=config, options=options)
+    script = SCRIPTS[way].format(config=config, options=options(run))
     ends = {
         "scancel": ("scancel",),
         "requeue": ("scontrol", "requeue"),
@@ -159,12 +67,15 @@ def test_a_job_that_slurm_ends_saves_and_the_next_goes_on(way, slurm, config, tm
     }
     if way == "srun":  # bash waits for it, and dies of the signal with all that it began
         del ends["a signal to the batch shell"]
+    tasks = ["--nodes=1", "--ntasks=2"] if way == "exec launch" else slurm.spread
     step, job = 0, ""
     for end, words in ends.items():
         if not (job and slurm.queued(job)):
-            job = slurm.submit(script, "-n", "2", "--time=20", "--requeue")
+            job = slurm.submit(script, *tasks, "--time=20", "--requeue")
         began = rf"resumed at step {step}\b[\s\S]*" if step else ""
-        slurm.wait_for(job, began + r"step +\d+/1000000")
+        slurm.wait_for(job, began + TRAINS)
+        cores = [os.sched_getaffinity(slurm.task(job, rank)) for rank in (0, 1)]
+        assert len(cores[0] | cores[1]) == (CORES if "--nodes=2" in tasks else min(2, CORES)), cores
         slurm.run(*words, job)
         if end == "requeue":
             until(lambda: saved(run) > step, lambda: slurm.output(job))  # noqa: B023
@@ -173,28 +84,73 @@ def test_a_job_that_slurm_ends_saves_and_the_next_goes_on(way, slurm, config, tm
         assert saved(run) > step, f"{end}:\n{slurm.output(job)}"
         step = saved(run)
         assert "starting again" not in slurm.output(job)
+        hosts = 2 if "--nodes=2" in tasks else 1
+        assert f"2 processes on {hosts} host(s), by Slurm" in slurm.output(job)
 
 
 def test_a_job_told_before_its_time_limit_goes_to_the_queue_again(slurm, config, tmp_path):
     run = tmp_path / "run"
-    options = f"{OPTIONS} --checkpoint.every 1000000 --log.dir {run}"
-    script = f"axonn-jax launch --requeue -n $SLURM_NTASKS train {config} {options}"
-    job = slurm.submit(script, "--nodes=1", "--ntasks-per-node=2", "--time=2", "--signal=USR1@30", "--requeue")
-    slurm.wait_for(job, r"saved at SIGUSR1[\s\S]*resumed at step \d+[\s\S]*step +\d+/1000000")
+    script = f"axonn-jax launch --requeue -n $SLURM_NTASKS train {config} {options(run)}"
+    job = slurm.submit(script, *slurm.spread, "--time=2", "--signal=USR1@30", "--requeue")
+    slurm.wait_for(job, r"saved at SIGUSR1[\s\S]*resumed at step \d+[\s\S]*" + TRAINS)
     assert f"resumed at step {saved(run)} " in slurm.output(job)
     assert "Restarts=1" in slurm.run("scontrol", "show", "job", job)
     slurm.run("scancel", job)
     slurm.wait_until_gone(job)
 
 
+def kill(slurm, job, rank, run):
+    """Kills a task of a job that has saved; returns the step of the checkpoint that cannot be lost any more."""
+    until(lambda: saved(run) > 0, lambda: slurm.output(job))
+    step = saved(run)
+    os.kill(slurm.task(job, rank), signal.SIGKILL)
+    return step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_task_ends_the_step_and_the_next_job_goes_on(rank, slurm, config, tmp_path):
+    run = tmp_path / "run"
+    script = SCRIPTS["srun"].format(config=config, options=options(run, every=10))
+    job = slurm.submit(script, *slurm.spread, "--time=20")
+    step = kill(slurm, job, rank, run)
+    until(lambda: not slurm.queued(job), lambda: slurm.output(job), 60)
+    assert "\nerror: another process of the run has gone" in slurm.output(job)
+    assert saved(run) >= step
+    following = slurm.submit(script, *slurm.spread, "--time=20")
+    slurm.wait_for(following, rf"resumed at step {saved(run)}\b[\s\S]*{TRAINS}")
+    slurm.run("scancel", following)
+    slurm.wait_until_gone(following)
+
+
+def test_launch_goes_on_after_a_killed_stage_of_a_pipeline_over_pmix(slurm, config, tmp_path):
+    pmix(slurm)
+    run = tmp_path / "run"
+    script = SCRIPTS["launch"].format(config=config, options=options(run, every=10, axis="pipe"))
+    job = slurm.submit(script, *slurm.spread, "--time=20")
+    step = kill(slurm, job, 1, run)
+    slurm.wait_for(job, rf"starting again in 1 s[\s\S]*resumed at step \d+\b[\s\S]*{TRAINS}")
+    assert int(re.findall(r"resumed at step (\d+)", slurm.output(job))[-1]) >= step
+    before = saved(run)
+    slurm.run("scancel", job)
+    slurm.wait_until_gone(job)
+    assert saved(run) > before
+    assert f"ended by SIGTERM after step {saved(run)}" in slurm.output(job)
+
+
 def test_a_script_that_has_joined_its_processes_itself_trains_under_srun(slurm, tmp_path):
-    at = f"127.0.0.1:{ports(1)[0]}"
+    """By jax's own look at Slurm; for a pipeline its processes part again, so each step of the job has a world."""
+    pmix(slurm)
     script = Path(__file__).with_name("joined_script.py")
-    job = slurm.submit(f"srun --mpi=none -n 2 python {script} script {at} {tmp_path} data z", "-n", "2", "--time=10")
+    steps = [
+        f"srun --mpi={mpi} -n 2 python {script} script slurm {tmp_path} {axes}"
+        for mpi, axes in (("none", "data z"), ("pmix", "pipe"))
+    ]
+    job = slurm.submit("\n".join(steps), *slurm.spread, "--time=10")
     slurm.wait_until_gone(job)
     lines = [json.loads(line) for line in slurm.output(job).splitlines() if line.startswith('{"axis"')]
-    assert [line["axis"] for line in lines].count("z") == 2, slurm.output(job)
-    assert {tuple(line["losses"]) for line in lines if line["axis"] == "z"} == {tuple(lines[-1]["losses"])}
+    assert sorted(line["axis"] for line in lines) == sorted(2 * ["data", "z", "pipe"]), slurm.output(job)
+    assert all(line["losses"] == pytest.approx(lines[0]["losses"], rel=2e-6) for line in lines)
     assert "by jax.distributed: initialised before, as process 0 of 2" in slurm.output(job)
-    for axis in ("data", "z"):
+    assert "jax.distributed is shut down: each stage of a pipeline has its own" in slurm.output(job)
+    for axis in ("data", "z", "pipe"):
         assert (tmp_path / axis / "step_00000002" / "manifest.json").exists()

@@ -98,8 +98,12 @@ class Hosts:
         kept = [word for name in FORWARDED if name in os.environ or name.startswith("AXONN") for word in ("-x", name)]
         inside = [MPIRUN, "--prtemca", "plm_ssh_agent", str(self._agent), "--host", slots, "-n", str(ranks),
                   "--map-by", "slot", "--bind-to", "none", *kept, *words]  # fmt: skip
-        start = f"hostname {self.names[0]}; exec {shlex.join(inside)}"
-        return ["ip", "netns", "exec", self.names[0], "unshare", "--uts", "bash", "-c", start]
+        return self.on(self.names[0], inside)
+
+    def on(self, name, words):
+        """The words that run a command on a host."""
+        start = f"hostname {name}; exec {shlex.join(words)}"
+        return ["ip", "netns", "exec", name, "unshare", "--uts", "bash", "-c", start]
 
 
 @pytest.fixture(scope="module")
