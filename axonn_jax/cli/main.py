@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import sys
 import time
 import traceback
@@ -43,6 +44,8 @@ _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi
 
 TRACEBACK = "AXONN_JAX_TRACEBACK"
 _MOST = 600  # characters of a foreign exception's text; XLA's run to pages
+_GONE = re.compile(r"Gloo .*(by peer|Broken pipe)|remote process exited")
+"""jax's words, by gloo and by NCCL, in the processes of a run that are left when one has ended."""
 _GRACE_S = 1.0
 _LAUNCHERS = (  # rank, size, rank on the host
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -167,6 +170,8 @@ def report(error: BaseException) -> int:
     text = " ".join(str(error).split())
     name = type(error).__name__ if type(error).__name__ != "error" else f"{type(error).__module__}.error"  # zlib's, say
     shown = f"{name}: {text}" if text else name
+    if _GONE.search(text):
+        shown = f"another process of the run has gone, and the launcher's lines or its own say why: {shown}"
     if os.environ.get(TRACEBACK, "") not in ("", "0"):
         say("".join(traceback.format_exception(error)).rstrip())
         _say(f"error: {shown}")
