@@ -18,6 +18,7 @@ from typing import IO, Annotated
 
 from axonn_jax.checkpoint.manifest import all_steps, step_of
 from axonn_jax.cli_args import Arg, NotNegative
+from axonn_jax.distributed.launch import MET
 from axonn_jax.documents import Held, held
 from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.terminal import say
@@ -33,8 +34,7 @@ _SHELL = "4294967290"
 """SLURM_STEP_ID of the shell that salloc opens on a node; a batch script's shell has none."""
 _LONGEST_WAIT_S = 60.0
 _VERSION_S = 20.0
-_FIRST_LINE = b"; grid pipe "
-"""Part of rank 0's line once all processes have met (`initialize.describe`)."""
+_MET = MET.encode()
 _LAST_LINES_S = 5.0
 
 
@@ -211,8 +211,8 @@ class Restarts:
         last = b""
         with source:
             while chunk := os.read(source.fileno(), 65536):
-                self._reached = self._reached or _FIRST_LINE in last + chunk
-                last = chunk[-len(_FIRST_LINE) :]
+                self._reached = self._reached or _MET in last + chunk
+                last = chunk[-len(_MET) :]
                 with contextlib.suppress(OSError):
                     while chunk:
                         chunk = chunk[os.write(target, chunk) :]

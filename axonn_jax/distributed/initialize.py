@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from axonn_jax import terminal
 from axonn_jax.distributed import gpus
-from axonn_jax.distributed.launch import Explicit, World, detect, slurm_notice
+from axonn_jax.distributed.launch import MET, Explicit, World, detect, slurm_notice
 from axonn_jax.distributed.mpi_world import ask_mpi, check_same, world_comm
 from axonn_jax.distributed.network import listen_at, offer
 from axonn_jax.errors import UserError
@@ -59,7 +59,7 @@ def init(
 def describe(world: World, grid: Grid) -> str:
     """Return one line: processes and why, devices, grid."""
     device = grid.mesh.devices.flat[0]
-    return f"{world}; {grid.shape.devices} x {device.device_kind} ({device.platform}); grid {grid.shape}"
+    return f"{world}; {grid.shape.devices} x {device.device_kind} ({device.platform}){MET}{grid.shape}"
 
 
 def start(shape: GridShape, explicit: Explicit | None = None, settings: str = "") -> tuple[World, Grid]:

@@ -21,6 +21,8 @@ _MPI = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
 """MPI launchers' variables: number of processes, and a process's rank."""
 _JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Variables by which `jax.distributed` itself finds its processes."""
+MET = "; grid "
+"""Text in the line by which rank 0 says that the processes have met; `axonn-jax launch` waits for it."""
 _LARGEST = 2**31 - 1
 _ENOUGH_CORES = 4
 """Cores that suffice for a process with accelerators, whose threads wait most of the time."""
@@ -71,8 +73,10 @@ def detect(
     """
     announced = next((name for name in _MPI if (number(environ, name, 1) or 1) > 1), None)
     if joined is not None:
-        _check_joined(environ, joined, explicit, announced)
-        return joined
+        if announced is not None and number(environ, announced) != joined.size:
+            accepted = f"the {joined.size} processes that jax.distributed was initialised with"
+            raise UserError(announced, environ[announced], accepted)
+        return joined if explicit is None else replace(_from_explicit(explicit), hosts=joined.hosts)
     if explicit is not None:
         return _from_explicit(explicit)
     given = [name for name in _JAX if environ.get(name)]
@@ -113,16 +117,6 @@ def _check_rank(environ: Mapping[str, str], name: str, of: str) -> int:
     if rank >= size:
         raise UserError(name, rank, f"0 to {of} - 1 = {size - 1}")
     return rank
-
-
-def _check_joined(environ: Mapping[str, str], joined: World, explicit: Explicit | None, announced: str | None) -> None:
-    """Raise ``UserError`` where arguments or an MPI launcher contradict the processes that jax has joined."""
-    accepted = f"the {joined.size} processes that jax.distributed was initialised with"
-    if explicit is not None and (explicit.num_processes, explicit.process_id) != (joined.size, joined.rank):
-        given = f"{explicit.process_id} of {explicit.num_processes}"
-        raise UserError("process_id, num_processes", given, f"{accepted}, of which this is {joined.rank}")
-    if announced is not None and number(environ, announced) != joined.size:
-        raise UserError(announced, environ[announced], accepted)
 
 
 def _from_variables(environ: Mapping[str, str]) -> World:
