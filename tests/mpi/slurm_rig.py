@@ -82,7 +82,10 @@ class Slurm:
             text = NODE.format(name=name, address=address, port=numbers[1], cores=CORES) + text
         (folder / "slurm.conf").write_text(text)
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # none is used, or looked for
-        self.spread = ["--nodes=2", "--ntasks-per-node=1", f"--cpus-per-task={CORES}"] if hosts else ["--ntasks=2"]
+        self.packed = ["--nodes=1", "--ntasks=2", f"--cpus-per-task={CORES // 2}"]
+        """sbatch's options for two tasks on one node."""
+        on_two = ["--nodes=2", "--ntasks-per-node=1", f"--cpus-per-task={CORES}"]
+        self.spread = on_two if hosts else self.packed
         """sbatch's options for two tasks on as many nodes as there are."""
         path = os.pathsep.join([str(Path(sys.executable).parent), SBIN])
         self._env = {**environment(), "SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
