@@ -41,13 +41,13 @@ class GridShape:
     data: int = 1
     """Replicas that share nothing but the gradient reduction once a step."""
     expert: int = field(default=1, kw_only=True)
-    """Splits the experts of a mixture of experts; for all other layers it is a part of `data`."""
+    """Parts of the experts of a mixture; for all other layers a part of `data`."""
     z: int = 1
-    """Splits the batch, and every weight once more (gathered just before use, as in FSDP)."""
+    """Parts of the batch, and of every weight once more (gathered just before use, as in FSDP)."""
     y: int = 1
-    """Splits the output features of odd linear layers and the input features of even ones; heads, vocabulary."""
+    """Parts of odd linear layers' output features and even ones' input features; of heads, of the vocabulary."""
     x: int = 1
-    """Splits the input features of odd linear layers and the output features of even ones; the residual stream."""
+    """Parts of odd linear layers' input features and even ones' output features; of the residual stream."""
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -47,7 +47,7 @@ _LEAST = 32_000_000
 
 
 class OrbaxWriter:
-    """Writes parts, one at a time; every process of a jax world makes the same calls.
+    """Writer of parts, one at a time; every process of a jax world makes the same calls.
 
     `start` returns once the arrays are copied to the host, so they may be donated to the next step; `finish` waits for
     the files, on any thread. State that lives in host memory is not copied there, nor is all of a pruned one dense at
@@ -135,7 +135,7 @@ def _in_host_memory(value: Any) -> bool:
 
 
 def _lots(state: State, least: int) -> list[list[str]]:
-    """Names whose arrays are together at most a small part of all, or `least` bytes, or one array."""
+    """Return groups of names whose arrays are at most a small part of all, or `least` bytes, or one array."""
     most = max(sum(value.nbytes for value in state.values()) // _LOTS, least)
     lots: list[list[str]] = []
     room = 0
@@ -219,7 +219,7 @@ def stored_array(part: Path, name: str, keep: int) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Why a save failed, in a few words."""
+    """Return a short reason for a failed save."""
     text = " ".join(str(error).split())
     for known, short in (
         ("No space left on device", "no space left on the device"),

@@ -1,4 +1,4 @@
-"""Saves checkpoints while training goes on: the parts of all stages, one commit point, retention, failures."""
+"""Saves of checkpoints beside training: the parts of all stages, one commit point, retention, failures."""
 
 import contextlib
 import json

@@ -135,7 +135,7 @@ def _output(words: Sequence[str]) -> str:
 
 
 class Restarts:
-    """Runs `axonn-jax train` with a command line, `before` in front of it, at most 1 + `restarts` times.
+    """Runner of `axonn-jax train` with a command line, `before` in front of it, at most 1 + `restarts` times.
 
     After a job that came further than its last complete checkpoint before, the count and the waits begin anew.
     """

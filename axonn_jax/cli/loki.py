@@ -140,7 +140,7 @@ def _span(ranks: list[int]) -> str:
 
 
 def draw(calibrated: "dict[str, Components]", head_dim: int, path: Path) -> None:
-    """Ranks at 90 % of the variance by layer, of every head and their mean; raises ``UserError`` for a bad path."""
+    """Draw ranks at 90 % of the variance by layer, of every head and their mean; raise ``UserError`` for a bad path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

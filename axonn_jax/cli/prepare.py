@@ -62,7 +62,7 @@ class Prepare:
     document that has a large share of all text the last part is held out."""
 
     seed: int = 0
-    """Changes which documents are held out."""
+    """Seed of the choice of held-out documents."""
 
     shard_tokens: int = 16 << 20
     """The most tokens in one shard file."""

@@ -72,7 +72,7 @@ class Manifest:
     tools: Mapping[str, str]
     """Versions of the libraries that wrote the directory."""
     tokenizer_sha256: str | None = None
-    """None in a directory of an early version: any tokenizer will do."""
+    """SHA-256 of the tokenizer; None in a directory of an early version, which accepts any tokenizer."""
     version: int = VERSION
     path: Path = Path()
     """Path of the directory; not part of the file."""
@@ -225,7 +225,7 @@ class Manifest:
 
 
 class ShardWriter:
-    """Writes a split's token stream into files of at most ``limit`` tokens, and counts the tokens by id."""
+    """Writer of a split's token stream to files of at most ``limit`` tokens; counts the tokens by id."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], vocab: int, eot_id: int, limit: int):
         self.split = split

@@ -35,7 +35,7 @@ class Document:
     """SHA-256 of the text in UTF-8."""
     characters: int
     parts: Callable[[], Iterator[str]]
-    """Reads the text anew, in parts as `parts_of` cuts them."""
+    """Read the text anew, in parts as `parts_of` cuts them."""
 
     @classmethod
     def of(cls, text: str) -> "Document":

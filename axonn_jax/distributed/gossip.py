@@ -99,7 +99,7 @@ class Gossip:
         self.neighbours = _neighbours(rank, size, per_stage)
         """The ranks to send every report to."""
         self.moved = now
-        """When anything last moved anywhere, as far as it is known here."""
+        """Time of the last progress anywhere that is known here."""
         self._moves = 0
         self._heard = dict.fromkeys(self.neighbours, (Report(), now))
         self._accused: dict[int, _Accused] = {}

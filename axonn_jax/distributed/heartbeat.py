@@ -63,7 +63,7 @@ class Heartbeat:
         self._before: int | None = None
         """The wake-up descriptor of signals that was there before; None where none was taken."""
         self._signalled = 0.0
-        """When a signal came that a handler of the script may still be busy with."""
+        """Time of a signal that a handler of the script may still be busy with."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="axonn-heartbeat", daemon=True)
 

@@ -13,7 +13,7 @@ STEPS = 2
 
 
 class InFlight:
-    """Waits until at most `most` programs are in flight, each time it is given the results of another one."""
+    """Bound on programs in flight: each call takes a program's results and waits until at most `most` are in flight."""
 
     def __init__(self, most: int):
         if most < 1:

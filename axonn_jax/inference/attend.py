@@ -47,7 +47,7 @@ class CachedAttention(Protocol):
 
 
 class FullAttention:
-    """Attends to every key."""
+    """Attention to every key."""
 
     name: str = "full"
     dense_prompt: bool = True

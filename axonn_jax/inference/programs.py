@@ -64,7 +64,7 @@ class Copy(NamedTuple):
 
 
 class Programs:
-    """Makes the programs of a model on a mesh, each compiled once for a capacity.
+    """Programs of a model on a mesh, each compiled once for a capacity.
 
     All take (params, extras, caches, ...), use the caches up and give them back first. Only tokens below `limit` are
     drawn; one of `stops` ends a text.

@@ -36,15 +36,15 @@ class Sampling:
     """Sampling of the next token. The fields apply in their order, as in Hugging Face's `generate`."""
 
     repetition_penalty: float = 1.0
-    """Divides positive scores of tokens that stand in the text already, multiplies negative ones; 1: does nothing."""
+    """Divisor of positive scores, and factor on negative scores, of tokens in the text so far; 1: no penalty."""
     temperature: float = 0.8
-    """Divides the scores; 0: always the likeliest token, of equal ones that with the lowest id."""
+    """Divisor of the scores; 0: always the likeliest token, the lowest id of equal ones."""
     top_k: int = 50
-    """Only so many likeliest tokens; 0: all."""
+    """Number of likeliest tokens to draw from; 0: all."""
     top_p: float = 1.0
-    """Only the fewest likeliest tokens whose probabilities add up to this."""
+    """Probability that the fewest likeliest tokens, which are drawn from, add up to; 1: all."""
     min_p: float = 0.0
-    """Only tokens at least this times as probable as the likeliest one."""
+    """Least probability of a drawn token, as a share of the likeliest one's."""
     seed: int = 0
 
     def check(self) -> None:

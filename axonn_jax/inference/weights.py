@@ -115,7 +115,7 @@ def without_repeats(value: jax.Array, shape: ModelShape, kv_heads: int) -> jax.A
 
 
 class _Plan:
-    """Plan of a model on a grid: its parts, and its parameters as they are read, without repeated heads."""
+    """Plan of a model on a grid, with its parts and its parameters as they are read, without repeated heads."""
 
     def __init__(self, shape: ModelShape, grid: Grid, dtype: Any):
         self._given, self._grid, self.shape = shape, grid, on_grid(shape, grid.shape)

@@ -24,7 +24,7 @@ _CERTAIN = 3e38  # the newest token's score: it is always attended to
 
 @dataclass(frozen=True)
 class LokiAttention:
-    """Attends to the keys that rank first by `first` features; a layer's `extra` are components [kv_heads, D, D].
+    """Attention to the keys that rank first by `first` features; a layer's `extra` are components [kv_heads, D, D].
 
     `keys` is the share of a slot's tokens, at least one; with `block` above 1 whole blocks of so many tokens are ranked
     by their best score, and read in one piece. The cache holds the first features apart from the rest, so that ranking

@@ -28,7 +28,7 @@ def _first(ranked: jax.Array, seen: Seen, number: jax.Array, *, newest: bool = T
 
 @dataclass(frozen=True)
 class ExactTopK(FullAttention):
-    """Ranks by exact scores: the best that choosing so many keys can do."""
+    """Ranking by exact scores: the best that choosing so many keys can do."""
 
     keys: float
     name: str = "exact-topk"
@@ -43,7 +43,7 @@ class ExactTopK(FullAttention):
 
 @dataclass(frozen=True)
 class RandomKeys(FullAttention):
-    """Ranks by chance, anew for every token, all heads alike."""
+    """Ranking by chance, anew for every token, all heads alike."""
 
     keys: float
     name: str = "random"
@@ -60,7 +60,7 @@ class RandomKeys(FullAttention):
 
 @dataclass(frozen=True)
 class NewestKeys(FullAttention):
-    """Ranks by age."""
+    """Ranking by age."""
 
     keys: float
     name: str = "window"

@@ -208,7 +208,7 @@ class DeviceOptimizer:
 
 
 def state_layout(state: Any, params: Mapping[str, Any], shardings: Mapping[str, Any], scalar: Any) -> Any:
-    """Return the layout of an optax state: its parameter's for a leaf of the parameter's shape, else `scalar`."""
+    """Return the layout of an optax state, its parameter's for a leaf of the parameter's shape, else `scalar`."""
 
     def layout(path: tuple[Any, ...], leaf: Any) -> Any:
         name = owner(path, params)

@@ -140,7 +140,7 @@ def scatter_in_buckets(
 
 
 def gather_in_buckets(parts: dict[str, jax.Array], split: Mapping[str, Split], capacity: int) -> dict[str, jax.Array]:
-    """Gathers parameters of which each device along the axes of their `split` holds a part; inside a manual region.
+    """Gather parameters of which each device along the axes of their `split` holds a part; inside a manual region.
 
     Collectives: an all-gather a bucket of `capacity` gathered elements; bytes a device on a ring
     `(G-1)/G * itemsize * elements` in all.

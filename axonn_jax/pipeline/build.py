@@ -132,7 +132,7 @@ class Peers:
     pipe: "MPI.Comm | None" = None
     """Communicator over the pipe axis, of the processes with this one's index in their stages."""
     leader: LeaderBroadcast | None = None
-    """Tells the order of tasks, where a stage has several processes and a policy without a fixed order."""
+    """Broadcast of the order of tasks, for stages of several processes under a policy without a fixed order."""
     recorder: Recorder = field(default_factory=Recorder)
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ class _Probe(NamedTuple):
 
 
 class Executor:
-    """Runs steps on the ranks of this process (one, or all of them in a run of one process).
+    """Executor of steps on the ranks of this process (one, or all of them in a run of one process).
 
     Nothing here waits for a device value: a thread a rank does (asleep, not spinning), and says when a program has
     run. Then its result is sent, the dispatcher is informed, and the next task is started. On accelerators, where

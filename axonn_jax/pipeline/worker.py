@@ -21,7 +21,8 @@ from axonn_jax.tensor.specs import shard_mapped
 
 
 class StageWorker:
-    """Starts the programs of a pipe rank's virtual stages, and keeps activations and gradients between them."""
+    """Worker that starts the programs of a pipe rank's virtual stages, and keeps activations and gradients between
+    them."""
 
     def __init__(self, pp_rank: int, stages: Mapping[int, Stage]):
         self.pp_rank, self.stages = pp_rank, dict(stages)

@@ -17,7 +17,7 @@ class SegmentCost:
     """Cost of one piece of a model (embedding, a block, the head) for a microbatch."""
 
     name: str
-    """Shown in messages."""
+    """Name of the piece in messages."""
     forward: float
     """Time or FLOPs of the forward pass; any unit, the same for all pieces."""
     backward: float

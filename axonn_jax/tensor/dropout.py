@@ -49,7 +49,7 @@ class DropoutKey:
 
 
 def dropout(x: jax.Array, rate: float, key: DropoutKey, *, sequence_split: bool = False) -> jax.Array:
-    """Zeroes entries of [batch, seq, features/Gx] with probability `rate` and scales the rest; no collectives.
+    """Zero entries of [batch, seq, features/Gx] with probability `rate` and scale the rest; no collectives.
 
     A sequence's mask is drawn from its number in the global batch, whole, and this device's part sliced out of it. So
     every grid and every number of microbatches drop the same entries. XLA fuses slice and generator, but on CPUs. With

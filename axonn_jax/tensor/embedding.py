@@ -64,7 +64,7 @@ _wide_sums.defvjp(_forward, _backward)
 def tied_logits(
     table: jax.Array, h: jax.Array, vocab_axis: str, feature_axis: str, layouts: MatmulLayouts = PLAIN
 ) -> jax.Array:
-    """Multiplies `h` with every row of a table: [vocab/Gv, f/Gf], [..., f/Gf] -> [..., vocab/Gv].
+    """Multiply `h` with every row of a table: [vocab/Gv, f/Gf], [..., f/Gf] -> [..., vocab/Gv].
 
     Collectives: an all-reduce over `feature_axis`; backward an all-reduce of dX over `vocab_axis`.
     """

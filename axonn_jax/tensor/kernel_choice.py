@@ -92,7 +92,7 @@ def _tpu(device: AttentionDevice) -> bool:
 
 
 def against_cudnn(device: AttentionDevice, dtype: str, head_dim: int) -> str:
-    """Why cuDNN's fused attention cannot be had, by the checks of jax 0.10.2; empty where it can."""
+    """Reason against cuDNN's fused attention, by the checks of jax 0.10.2; empty without one."""
     if device.platform != "cuda":
         return "it needs an NVIDIA GPU"
     if device.capability < _AMPERE:
@@ -115,7 +115,7 @@ def _version(device: AttentionDevice) -> str:
 
 
 def against_splash(device: AttentionDevice, dtype: str, seq: int, window: int = 0) -> str:
-    """Why tokamax's splash attention cannot be had, by the checks of tokamax 0.0.12; empty where it can."""
+    """Reason against tokamax's splash attention, by the checks of tokamax 0.0.12; empty without one."""
     if device.platform != "tpu":
         return "it needs a TPU"
     if not device.tokamax:

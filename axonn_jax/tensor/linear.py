@@ -164,7 +164,7 @@ def column_parallel(layers: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
 
 
 def regather_residual(module: nnx.Module) -> None:
-    """Has the backward pass of a module's projections gather a split sequence again (`Linear.regather`)."""
+    """Make the backward pass of a module's projections gather a split sequence again (`Linear.regather`)."""
     for _, layer in nnx.iter_modules(module):
         if isinstance(layer, Linear):
             layer.regather = True

@@ -48,7 +48,7 @@ def head_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 class LayerNorm(nnx.Module):
-    """Normalises to zero mean and unit variance over features split over `x`, then scales and shifts."""
+    """LayerNorm over features split over `x`: zero mean and unit variance, then scale and shift."""
 
     def __init__(self, features: int, *, eps: float):
         self.eps = eps
@@ -78,7 +78,7 @@ def _normalise(
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square over features split over `x`, then scales by `offset` and its weight."""
+    """RMSNorm over features split over `x`, scaled by `offset` plus the weight."""
 
     def __init__(self, features: int, *, eps: float, offset: float = 0.0):
         self.eps, self.offset = eps, offset
@@ -91,7 +91,7 @@ class RMSNorm(nnx.Module):
 
 
 class HeadNorm(nnx.Module):
-    """Divides each head's features by their root mean square, then scales; the same weight for all heads."""
+    """RMSNorm over each head's features, with the same weight for all heads."""
 
     def __init__(self, head_dim: int, *, eps: float):
         self.eps = eps

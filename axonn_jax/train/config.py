@@ -73,7 +73,7 @@ class TrainConfig:
     beta2: Decay = 0.95
     """Decay of the second moment (adamw, adam) or of the slow average (lion)."""
     eps: Positive = 1e-8
-    """Added to the root of the second moment (adamw, adam)."""
+    """Summand of the root of the second moment (adamw, adam)."""
     clip: NotNegative = 1.0
     """Global norm to which gradients are scaled down; 0: no clipping."""
     eval_every: CountOrZero = 0

@@ -39,7 +39,7 @@ _LARGEST = 1e100  # losses beyond it are not drawn: axes overflow
 
 
 class MetricsLog:
-    """Appends one JSON object a line to a file of the run directory, each line whole on disk at once.
+    """Log of one JSON object a line in a file of the run directory, each line whole on disk at once.
 
     A run that goes on after step `resumed` keeps the lines up to it; otherwise an earlier run's file in the same
     directory is kept under a numbered name. So is a file of which lines cannot be read, and `warn` is told.

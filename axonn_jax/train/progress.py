@@ -14,7 +14,7 @@ _RECENT = 25  # steps whose median tells it: one in between that saved or evalua
 
 
 class Progress:
-    """Shows step, loss, speed and time left; `shown=False` (ranks other than 0) is silent.
+    """Display of step, loss, speed and time left; `shown=False` (ranks other than 0) is silent.
 
     Away from a terminal (a log file, mpirun) it prints a plain line at its first and at the last step and at most one
     every `interval` seconds in between. A terminal or pipe that is closed meanwhile ends nothing.

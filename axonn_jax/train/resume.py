@@ -282,7 +282,7 @@ class Checkpoints:
         }
 
     def _unwritable(self) -> str:
-        """Why nothing can be written where checkpoints go: better told before the first step than after hours."""
+        """Return the reason for which no checkpoint can be written, before the first step and not hours later."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.directory):

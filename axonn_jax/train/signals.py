@@ -23,7 +23,7 @@ def handled() -> list[signal.Signals]:
 
 
 class StopSignals:
-    """Notes signals from a thread, so that a second one works while the devices are waited for.
+    """Signals that stop a run, noted from a thread, so that a second one works while the devices are waited for.
 
     `peer_failed` is asked at SIGTERM, with which launchers end the rest of a run whose other processes have died: where
     it says so there is nothing to save together, and this class stands back.

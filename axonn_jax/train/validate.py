@@ -109,7 +109,7 @@ def check_sub_batches(config: Config) -> None:
 
 
 def check_samples(config: Config, shape: ModelShape) -> None:
-    """Raises ``UserError`` where a run cannot make the samples that it is asked for."""
+    """Raise ``UserError`` where a run cannot make the samples asked for."""
     every, path = config.train.sample_every, config.train.sample_prompts
     if bool(every) != bool(path):
         accepted = f"{'0' if every else 'at least 1'} where train.sample_prompts is {path!r}"
@@ -121,7 +121,7 @@ def check_samples(config: Config, shape: ModelShape) -> None:
 
 
 def samples_of(config: Config, shape: ModelShape) -> tuple[Any, "list[FixedPrompt]"]:
-    """Returns the tokenizer of a run and the prompts that it continues; raises ``UserError`` where one is of no use."""
+    """Return the tokenizer of a run and the prompts to continue; raise ``UserError`` for an unusable file."""
     from axonn_jax.data.prompts import fixed_prompts
     from axonn_jax.data.tokenize import load
 

@@ -51,7 +51,7 @@ class Probe:
         return self.status == 0 and not self.timed_out
 
     def trouble(self, timeout: float) -> str:
-        """Why there is no answer, in one line."""
+        """Return the reason for a missing answer, in one line."""
         if self.timed_out:
             return f"no answer within {timeout:g} s"
         lines = [line.strip() for line in self.error.splitlines() if line.strip(" -*=")]

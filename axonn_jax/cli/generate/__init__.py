@@ -34,7 +34,7 @@ class Generate:
     tokens: Annotated[int | None, Arg(default="100, or what model.seq_len leaves", least=1)] = None
     """The most tokens to add; a token that ends texts ends one before."""
     temperature: float = 0.8
-    """Divides the scores before sampling; 0 always takes the likeliest token."""
+    """Divisor of the scores before sampling; 0 always takes the likeliest token."""
     top_k: NotNegative = 50
     """Sample among this many likeliest tokens only; 0: among all."""
     top_p: float = 1.0
@@ -42,7 +42,7 @@ class Generate:
     min_p: float = 0.0
     """Sample among tokens at least this times as probable as the likeliest."""
     repetition_penalty: float = 1.0
-    """Divides positive scores of tokens that the text holds, and multiplies negative ones."""
+    """Factor against repetition: divides positive scores of the text's tokens, and multiplies negative ones."""
     stop: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
     """A text before which to end, also that of a special token."""
     seed: NotNegative = 0

@@ -45,7 +45,7 @@ class ByRows:
 
 
 def by_rows(modules: Iterable[nnx.Module], mesh: Mesh) -> None:
-    """Has convolutions without a sharded form (masked or stacked ones, types of your own) run by rows."""
+    """Make convolutions without a sharded form (masked or stacked ones, types of your own) run by rows."""
     for module in modules:
         if isinstance(module, nnx.Conv) and isinstance(describe(module), str):
             module.conv_general_dilated = ByRows(mesh, module.conv_general_dilated)

@@ -17,7 +17,7 @@ from axonn_jax.tensor.specs import shard_mapped
 
 
 class LocalLayer:
-    """Stands in for a layer as `self` of its own Flax method: some attributes replaced, all others the layer's."""
+    """Stand-in for a layer as `self` of its own Flax method: some attributes replaced, all others the layer's."""
 
     def __init__(self, layer: Any, **replaced: Any):
         self._layer = layer

@@ -61,7 +61,7 @@ class LayerPlan:
     z_dim: int | None = None
     """The kernel's dim that `z` splits once more."""
     note: str = ""
-    """Why the layer, or a part of it, is not split."""
+    """Reason for which the layer, or a part of it, is not split."""
     sizes: tuple[int, int] = (1, 1)
     """Elements of the input and of the output of all its calls together, or of one row (see `rows_known`)."""
     rows_known: bool = False

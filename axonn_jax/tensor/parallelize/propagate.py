@@ -20,7 +20,7 @@ from axonn_jax.tensor.specs import size_over
 
 
 class Chooser:
-    """Makes plans on one mesh; knows nothing of the order of layers."""
+    """Chooser of plans on one mesh, without knowledge of the order of layers."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh

@@ -112,7 +112,7 @@ class StageProgram(OnMesh):
     zero: bool = False
     """True if gradients are scattered over `data` (ZeRO-1), each device then having a part of most."""
     reshard_after: ReshardAfter = "forward"
-    """When gathered weights are let go (docs/memory.md); "step" is "backward" where there is one microbatch."""
+    """Time at which gathered weights are freed (docs/memory.md); "step" is "backward" where there is one microbatch."""
     stacked: Collection[str] = ()
     """Names of the parameters that stack all layers, with the layers' dim in front."""
 
