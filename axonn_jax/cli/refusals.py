@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES, divisors
 from axonn_jax.planner.request import PlanRequest
-from axonn_jax.planner.space import SearchSpace, legal_grids, pieces
+from axonn_jax.planner.space import SearchSpace, legal_grids, segments
 
 _SHOWN = 8
 """Values that a message names."""
@@ -111,7 +111,7 @@ def _legal(request: PlanRequest, devices: int, space: SearchSpace) -> Iterator[L
             if each % size == 0 and (grid.pipe == 1 or each // size >= grid.pipe)
         ]
         stages = (
-            [many for many in space.virtual_stages if grid.pipe * many <= pieces(request)] if grid.pipe > 1 else [1]
+            [many for many in space.virtual_stages if grid.pipe * many <= segments(request)] if grid.pipe > 1 else [1]
         )
         axes = {axis: getattr(grid, axis) for axis in GRID_AXES}
         for many in stages if sizes else ():

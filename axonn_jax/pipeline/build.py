@@ -55,23 +55,23 @@ def plan(
     A stage of another process is traced on this one's mesh. `pruned` are layouts by rank of the pipe, of those here.
     """
     model: Any = parts.merge(parts.params)
-    pieces: Sequence[Segment] = model.segments
-    kinds = [piece.alike for piece in pieces]
+    segments: Sequence[Segment] = model.segments
+    kinds = [segment.alike for segment in segments]
     seen: dict[Any, Group] = {}
     stages: Plan = []
     x: jax.ShapeDtypeStruct | None = None
-    for stage, stage_pieces in enumerate(ranges):
+    for stage, stage_segments in enumerate(ranges):
         mesh = grid.meshes.get(pipe_shape.rank_of(stage), grid.mesh)
         stages.append([])
-        for group_pieces in group_ranges(kinds, stage_pieces):
+        for group_segments in group_ranges(kinds, stage_segments):
             if x is not None:
                 x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))
-            form = (*kinds[group_pieces.start : group_pieces.stop], mesh, x and (x.shape, x.dtype, x.sharding.spec))
-            if all(form[: len(group_pieces)]) and form in seen:
-                group = like(seen[form], pieces, group_pieces)
+            form = (*kinds[group_segments.start : group_segments.stop], mesh, x and (x.shape, x.dtype, x.sharding.spec))
+            if all(form[: len(group_segments)]) and form in seen:
+                group = like(seen[form], segments, group_segments)
             else:
                 layout = pruned.get(pipe_shape.rank_of(stage))
-                stretch = survey(Stretch(parts, mesh, group_pieces, ranges[-1].stop, work, keyed, x, pruned=layout))
+                stretch = survey(Stretch(parts, mesh, group_segments, ranges[-1].stop, work, keyed, x, pruned=layout))
                 group = seen[form] = Group(stretch, stretch.names)
             stages[-1].append(group)
             x = group.stretch.y
@@ -104,12 +104,16 @@ def shared(names: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
 
 
 def describe(
-    pieces: Sequence[Segment], ranges: Sequence[range], pipe_shape: PipelineShape, policy: PipelinePolicy, channel: str
+    segments: Sequence[Segment],
+    ranges: Sequence[range],
+    pipe_shape: PipelineShape,
+    policy: PipelinePolicy,
+    channel: str,
 ) -> list[str]:
-    """Return lines about every stage's pieces and parameters, by `ranges` of `pieces`, and about the schedule."""
+    """Return lines about every stage's segments and parameters, by `ranges` of `segments`, and about the schedule."""
     lines = [
-        f"stage {stage} (place {pipe_shape.rank_of(stage)}): {pieces[r[0]].name} to {pieces[r[-1]].name}, "
-        f"{sum(piece.params for piece in pieces[r.start : r.stop]):,} parameters"
+        f"stage {stage} (place {pipe_shape.rank_of(stage)}): {segments[r[0]].name} to {segments[r[-1]].name}, "
+        f"{sum(segment.params for segment in segments[r.start : r.stop]):,} parameters"
         for stage, r in enumerate(ranges)
     ]
     lines.append(f"{pipe_shape.microbatches} microbatches a step, policy {policy}, channel {channel}")

@@ -50,14 +50,14 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Some pieces of a model, in a row, on a mesh."""
+    """Some segments of a model, in a row, on a mesh."""
 
     parts: SplitModule
     """The whole model, with abstract parameters."""
     mesh: Mesh
-    pieces: range
+    segments: range
     total: int
-    """Pieces of the whole model."""
+    """Segments of the whole model."""
     work: StepShape
     keyed: bool
     """True for dropout, which takes a key, a microbatch number and an offset of layer numbers."""
@@ -73,12 +73,12 @@ class Stretch:
     @property
     def first(self) -> bool:
         """True if the stretch reads the tokens and nothing else."""
-        return self.pieces.start == 0
+        return self.segments.start == 0
 
     @property
     def last(self) -> bool:
         """True if the stretch ends with the loss."""
-        return self.pieces.stop == self.total
+        return self.segments.stop == self.total
 
     @property
     def reads_tokens(self) -> bool:
@@ -139,7 +139,7 @@ class Stretch:
             x = model.embed(inputs_of(model, given[TOKENS]), self.work.dtype, key)
         else:
             x = model.continued(given[X], given[TOKENS] if model.reads_words else None)
-        for number in self.pieces:
+        for number in self.segments:
             x = model.run_segment(number, x, key)
         if not self.last:
             return values_of(x), balance_of(x)
@@ -240,7 +240,7 @@ def global_shape(local: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Group:
-    """Pieces in a row that run the programs of a stretch, which has these pieces or like ones."""
+    """Segments in a row that run the programs of a stretch, which has these segments or like ones."""
 
     stretch: Stretch
     names: tuple[str, ...]
@@ -249,13 +249,13 @@ class Group:
     """Number of layers between the stretch and the group."""
 
 
-def like(first: Group, pieces: Sequence[Segment], own: range) -> Group:
-    """Return the group of pieces `own` that runs the programs of a first one, whose pieces are like them."""
-    layer_of = {pieces[a].layer: pieces[b].layer for a, b in zip(first.stretch.pieces, own, strict=True)}
+def like(first: Group, segments: Sequence[Segment], own: range) -> Group:
+    """Return the group of segments `own` that runs the programs of a first one, whose segments are like them."""
+    layer_of = {segments[a].layer: segments[b].layer for a, b in zip(first.stretch.segments, own, strict=True)}
 
     def renamed(name: str) -> str:
         layer = next(layer for layer in layer_of if name.startswith(f"{layer}."))
         return layer_of[layer] + name.removeprefix(layer)
 
-    before, here = (int(pieces[p.start].layer.rpartition(".")[2]) for p in (first.stretch.pieces, own))
+    before, here = (int(segments[p.start].layer.rpartition(".")[2]) for p in (first.stretch.segments, own))
     return replace(first, names=tuple(map(renamed, first.names)), later=here - before)

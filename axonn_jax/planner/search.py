@@ -184,8 +184,8 @@ def ranked(prices: Prices, fits: Sequence[Priced], space: SearchSpace, limit: fl
 
     Of candidates without a pipeline what nothing beats in both time and memory, and the best of each grid. Pipelines
     count simulated only. The closed form takes virtual stages for equally long, which they are not where a model's
-    pieces do not divide evenly: those that were simulated say how much it is off for others of as many, which are tried
-    later if it is much, and what a grid's first one took says it for those that come after.
+    segments do not divide evenly: those that were simulated say how much it is off for others of as many, which are
+    tried later if it is much, and what a grid's first one took says it for those that come after.
     """
     groups: dict[tuple[GridShape, int], list[Priced]] = {}
     for one in fits:

@@ -74,8 +74,8 @@ def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: C
         elif request.batch % grid.batch_shards:
             batch = f"{request.batch} sequence{'s' * (request.batch != 1)}"
             rules[f"a batch of {batch} does not divide over {grid.batch_rule}"] += 1
-        elif grid.pipe > pieces(request):
-            rules[f"they have more pipeline stages than the model has pieces ({pieces(request)})"] += 1
+        elif grid.pipe > segments(request):
+            rules[f"they have more pipeline stages than the model has segments ({segments(request)})"] += 1
         elif grid.pipe > 1 and "forward" not in space.gather:
             rules["a pipeline keeps no gathered weights"] += 1
         elif grid.pipe == 1 and min(space.virtual_stages) > 1:
@@ -101,7 +101,7 @@ def _grids(devices: int, fixed: Mapping[str, int | None]) -> Iterator[GridShape]
         yield GridShape(**dict(zip(GRID_AXES, sizes, strict=True)))
 
 
-def pieces(request: PlanRequest) -> int:
+def segments(request: PlanRequest) -> int:
     """The most virtual stages that the model can be cut into."""
     return 2 * request.shape.layers + 2
 
@@ -201,7 +201,7 @@ def _candidates(
     """Choices of a legal grid, offload and ZeRO aside."""
     each = request.batch // grid.batch_shards
     for virtual in virtual_stages if grid.pipe > 1 else (1,):
-        if virtual > 1 and (request.policy == "1f1b" or grid.pipe * virtual > pieces(request)):
+        if virtual > 1 and (request.policy == "1f1b" or grid.pipe * virtual > segments(request)):
             continue
         for sequences in microbatch_sizes(request, grid, space):
             for activations in space.activations:

@@ -14,12 +14,12 @@ from axonn_jax.errors import UserError
 
 @dataclass(frozen=True)
 class SegmentCost:
-    """Cost of one piece of a model (embedding, a block, the head) for a microbatch."""
+    """Cost of one segment of a model (embedding, a block, the head) for a microbatch."""
 
     name: str
     """Name of the piece in messages."""
     forward: float
-    """Time or FLOPs of the forward pass; any unit, the same for all pieces."""
+    """Time or FLOPs of the forward pass; any unit, the same for all segments."""
     backward: float
     """Time or FLOPs of the whole backward pass."""
     params: int
@@ -32,7 +32,7 @@ class SegmentCost:
 
 
 def partition(costs: Sequence[SegmentCost], pipe: int, virtual_stages: int = 1) -> list[range]:
-    """Return one contiguous, non-empty range of pieces for each of the `pipe * virtual_stages` virtual stages.
+    """Return one contiguous, non-empty range of segments for each of the `pipe * virtual_stages` virtual stages.
 
     The cost of the busiest rank (the sum over its virtual stages) is the smallest possible; among such splits the
     most parameters on a rank are few. Both are exact with one virtual stage. With several they are exact for small
@@ -40,7 +40,7 @@ def partition(costs: Sequence[SegmentCost], pipe: int, virtual_stages: int = 1) 
     optimum wherever the tests could compare, for random costs within a few per cent of it.
 
     Raises:
-        UserError: there are fewer pieces than virtual stages.
+        UserError: there are fewer segments than virtual stages.
     """
     stages = pipe * virtual_stages
     if len(costs) < virtual_stages:
@@ -48,14 +48,14 @@ def partition(costs: Sequence[SegmentCost], pipe: int, virtual_stages: int = 1) 
             "pipeline.virtual_stages",
             virtual_stages,
             f"at most {max(1, len(costs) // pipe)}: each of the {virtual_stages} * pipe virtual stages needs one of "
-            f"the model's {len(costs)} pieces",
+            f"the model's {len(costs)} segments",
         )
     if len(costs) < stages:
         raise UserError(
             "grid.pipe",
             pipe,
             f"at most {len(costs) // virtual_stages}: each of the {virtual_stages} * pipe virtual stages needs one of "
-            f"the model's {len(costs)} pieces",
+            f"the model's {len(costs)} segments",
         )
     times, params = _integers([c.total for c in costs]), [c.params for c in costs]
     if len(costs) > _MOST_PIECES:
@@ -74,7 +74,7 @@ _MOST_PIECES = 512
 
 
 def _even(times: Sequence[int], stages: int) -> list[int]:
-    """Cut where the time of all before is nearest to a stage's share; a stage takes at most a piece more than that."""
+    """Cut where the time of all before is nearest to a stage's share; a stage takes at most one segment more."""
     before = list(accumulate(times, initial=0))
     cuts = [0]
     for stage in range(1, stages):
@@ -85,18 +85,18 @@ def _even(times: Sequence[int], stages: int) -> list[int]:
     return [*cuts, len(times)]
 
 
-def explicit(split: Sequence[int], pieces: int, stages: int) -> list[range]:
-    """Return the ranges of a user's own split: the number of pieces of each of the virtual stages.
+def explicit(split: Sequence[int], segments: int, stages: int) -> list[range]:
+    """Return the ranges of a user's own split: the number of segments of each of the virtual stages.
 
     Raises:
-        UserError: there are not `stages` numbers, one is below 1, or they do not add up to `pieces`.
+        UserError: there are not `stages` numbers, one is below 1, or they do not add up to `segments`.
     """
-    wanted = f"{stages} numbers of at least 1 that add up to the model's {pieces} pieces"
+    wanted = f"{stages} numbers of at least 1 that add up to the model's {segments} segments"
     if len(split) != stages:
         raise UserError("pipeline.split", list(split), f"{wanted}, one a virtual stage; these are {len(split)} numbers")
     if min(split) < 1:
         raise UserError("pipeline.split", list(split), f"{wanted}; stage {split.index(min(split))} is empty")
-    if sum(split) != pieces:
+    if sum(split) != segments:
         raise UserError("pipeline.split", list(split), f"{wanted}; these add up to {sum(split)}")
     return [range(a, b) for a, b in pairwise(accumulate(split, initial=0))]
 
@@ -105,7 +105,7 @@ _FEW = 5_000
 """Number of splits up to which all are tried, in well under a second."""
 
 _SHAKES = 600
-"""Restarts of the local search times virtual stages: under a second for 400 pieces on 64 virtual stages."""
+"""Restarts of the local search times virtual stages: under a second for 400 segments on 64 virtual stages."""
 
 
 def _integers(times: list[float]) -> list[int]:
@@ -122,16 +122,16 @@ def _chain(times: list[int], params: list[int], ranges: int) -> list[int]:
     return _bottleneck(len(times), ranges, within)[1]
 
 
-def _bottleneck(pieces: int, ranges: int, price: Callable[[int, int], float]) -> tuple[float, list[int]]:
+def _bottleneck(segments: int, ranges: int, price: Callable[[int, int], float]) -> tuple[float, list[int]]:
     """Return the split whose dearest range is the cheapest: that range's price, and the cuts with both ends.
 
     A range's price grows as its start moves left, so that search ends once the price alone exceeds the best.
     """
-    best = [0.0] + [inf] * pieces
+    best = [0.0] + [inf] * segments
     starts: list[list[int]] = []
     for number in range(1, ranges + 1):
-        row, start = [inf] * (pieces + 1), [0] * (pieces + 1)
-        for end in range(number, pieces - (ranges - number) + 1):
+        row, start = [inf] * (segments + 1), [0] * (segments + 1)
+        for end in range(number, segments - (ranges - number) + 1):
             for begin in range(end - 1, number - 2, -1):
                 last = price(begin, end)
                 if last >= row[end]:
@@ -141,10 +141,10 @@ def _bottleneck(pieces: int, ranges: int, price: Callable[[int, int], float]) ->
                     row[end], start[end] = worst, begin
         best = row
         starts.append(start)
-    cuts = [pieces]
+    cuts = [segments]
     for start in reversed(starts):
         cuts.append(start[cuts[-1]])
-    return best[pieces], cuts[::-1]
+    return best[segments], cuts[::-1]
 
 
 def _loads(sizes: list[int], cuts: list[int], pipe: int) -> list[int]:
@@ -182,8 +182,8 @@ def _search(times: list[int], params: list[int], pipe: int, stages: int) -> list
         cuts = _descend(cuts, times, params, pipe, lighter)
         return limit, max(_loads(params, cuts, pipe)), cuts
 
-    pieces, rng = len(times), random.Random(0)
-    best = min(improve(_chain(times, params, stages)), improve([pieces * s // stages for s in range(stages + 1)]))
+    segments, rng = len(times), random.Random(0)
+    best = min(improve(_chain(times, params, stages)), improve([segments * s // stages for s in range(stages + 1)]))
     for _ in range(_SHAKES // stages):
         cuts = best[2][:]
         for cut in rng.sample(range(1, stages), min(stages - 1, 4)):
@@ -197,7 +197,7 @@ Key = Callable[[list[int], list[int], float], list[int] | None]
 
 
 def _descend(cuts: list[int], times: list[int], params: list[int], pipe: int, key: Key) -> list[int]:
-    """Move single pieces between stages until no move makes the key of the ranks' times and parameters smaller."""
+    """Move single segments between stages until no move makes the key of the ranks' times and parameters smaller."""
     loads, weights = _loads(times, cuts, pipe), _loads(params, cuts, pipe)
     best = key(loads, weights, inf)
     assert best is not None
@@ -217,7 +217,7 @@ def _descend(cuts: list[int], times: list[int], params: list[int], pipe: int, ke
 def _moves(
     cuts: list[int], taker: int, times: list[int], params: list[int], loads: list[int], weights: list[int]
 ) -> Iterator[tuple[tuple[int, int, int], list[int], list[int]]]:
-    """Yield the result of each way to grow a stage by one piece: another stage shrinks, the cuts between move by one.
+    """Yield the result of each way to grow a stage by one segment: another stage shrinks, the cuts between move by one.
 
     Yields (step, first, last moved cut), and the new times and parameters by rank, valid until the next.
     """
@@ -225,11 +225,11 @@ def _moves(
     for step in (1, -1):
         new_loads, new_weights = loads[:], weights[:]
         for giver in range(taker + 1, stages) if step == 1 else range(taker - 1, -1, -1):
-            # The piece at the cut between them goes from the giver to the stage on the taker's side.
-            piece = cuts[giver] if step == 1 else cuts[giver + 1] - 1
+            # The segment at the cut between them goes from the giver to the stage on the taker's side.
+            segment = cuts[giver] if step == 1 else cuts[giver + 1] - 1
             for stage, sign in ((giver - step, 1), (giver, -1)):
-                new_loads[stage % ranks] += sign * times[piece]
-                new_weights[stage % ranks] += sign * params[piece]
+                new_loads[stage % ranks] += sign * times[segment]
+                new_weights[stage % ranks] += sign * params[segment]
             if cuts[giver + 1] - cuts[giver] > 1:
                 first, last = (taker + 1, giver) if step == 1 else (giver + 1, taker)
                 yield (step, first, last), new_loads, new_weights
@@ -250,9 +250,9 @@ def group_count(layers: float) -> int:
 
 
 def group_ranges(kinds: Sequence[str], stage: range) -> list[range]:
-    """Return the pieces of a stage's groups, in order, by the kind of every piece of the model.
+    """Return the segments of a stage's groups, in order, by the kind of every segment of the model.
 
-    Pieces of one kind are alike but for their parameters' values; those of the kind "" are like no other.
+    Segments of one kind are alike but for their parameters' values; those of the kind "" are like no other.
     """
     start = next((i for i in stage if kinds[i]), stage.stop)
     stop = next((i for i in range(start, stage.stop) if not kinds[i]), stage.stop)

@@ -106,7 +106,7 @@ class PipelineConfig:
     """True if gradients of weights may be tasks of their own, which fill idle time (policy message). Only where
     memory.activations is none: waiting tasks would keep recomputed activations."""
     split: str = ""
-    """Pieces of each stage, such as "9,8" (embedding, two a block, head). Empty: balanced by FLOPs."""
+    """Segments of each stage, such as "9,8" (embedding, two a block, head). Empty: balanced by FLOPs."""
     stall_timeout: Positive = 120.0
     """Seconds without progress after which a run ends with a report of the processes that wait."""
 

@@ -169,9 +169,9 @@ def _goes_on(checkpoint: CheckpointConfig, log: LogConfig) -> bool:
 
 
 def check_pipeline(
-    pipe: int, microbatches: int, pipeline: PipelineConfig, pieces: Sequence[Segment]
+    pipe: int, microbatches: int, pipeline: PipelineConfig, segments: Sequence[Segment]
 ) -> tuple[PipelineShape, list[range]]:
-    """Return the pipeline's sizes and the pieces of every virtual stage.
+    """Return the pipeline's sizes and the segments of every virtual stage.
 
     Raises:
         UserError: the policy cannot run so, or the model does not split so.
@@ -181,9 +181,9 @@ def check_pipeline(
     if pipeline.split:
         words = pipeline.split.split(",")
         if not all(word.strip().isdecimal() and len(word) < 10 for word in words):
-            raise UserError("pipeline.split", pipeline.split, 'numbers of pieces with commas, such as "9,8"')
-        return shape, explicit([int(word) for word in words], len(pieces), shape.stages)
-    costs = [SegmentCost(piece.name, piece.flops, 2 * piece.flops, piece.params) for piece in pieces]
+            raise UserError("pipeline.split", pipeline.split, 'numbers of segments with commas, such as "9,8"')
+        return shape, explicit([int(word) for word in words], len(segments), shape.stages)
+    costs = [SegmentCost(segment.name, segment.flops, 2 * segment.flops, segment.params) for segment in segments]
     return shape, partition(costs, pipe, pipeline.virtual_stages)
 
 

@@ -33,13 +33,13 @@ def test_parameters_by_formula_are_those_of_the_model(family):
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
     sizes = {name: p.size for name, p in split_module(model).params.items()}
     assert shape.params() == sum(sizes.values())
-    halves = [piece for piece in model.segments if piece.layer == "blocks.0"]
+    halves = [segment for segment in model.segments if segment.layer == "blocks.0"]
     block = sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
-    assert sum(piece.params for piece in halves) == block
+    assert sum(segment.params for segment in halves) == block
     matmuls = [size for name, size in sizes.items() if name.startswith("blocks.0.") and name.endswith("kernel")]
     scores = 4 * shape.seq_len**2 * shape.heads * shape.head_dim
-    assert sum(piece.flops for piece in halves) == 2 * sum(matmuls) * shape.seq_len + scores
-    assert sum(piece.params for piece in model.segments) == shape.params()
+    assert sum(segment.flops for segment in halves) == 2 * sum(matmuls) * shape.seq_len + scores
+    assert sum(segment.params for segment in model.segments) == shape.params()
 
 
 @pytest.mark.parametrize("axes", GRIDS, ids=grids.name)

@@ -32,8 +32,8 @@ def planned(blocks, *, virtual_stages=1):
 
 
 def compiled(stage):
-    """Pieces that are compiled for a stage: those of its different stretches."""
-    return sum(len(stretch.pieces) for stretch in {id(group.stretch): group.stretch for group in stage}.values())
+    """Segments that are compiled for a stage: those of its different stretches."""
+    return sum(len(stretch.segments) for stretch in {id(group.stretch): group.stretch for group in stage}.values())
 
 
 def test_sixteen_blocks_compile_like_four():
@@ -54,11 +54,11 @@ def test_virtual_stages_of_a_rank_share_programs():
 @pytest.mark.parametrize("blocks", [1, 4, 5, 6, 7, 9, 11, 16])
 def test_every_stage_runs_on_all_its_parameters_once(blocks):
     stages, parts, ranges = planned(blocks)
-    pieces = transformer_segments(dataclasses.replace(grids.GPT, layers=2 * blocks))
+    segments = transformer_segments(dataclasses.replace(grids.GPT, layers=2 * blocks))
     for stage, whole in zip(stages, ranges, strict=True):
         names = [name for group in stage for name in group.names]
         assert len(names) == len(set(names))
-        prefixes = {pieces[i].layer for i in whole if pieces[i].layer}
+        prefixes = {segments[i].layer for i in whole if segments[i].layer}
         expected = {n for n in parts.params if any(n.startswith(f"{prefix}.") for prefix in prefixes)}
         assert {name for name in names if name.startswith("blocks.")} == expected
         for group in stage:

@@ -17,8 +17,8 @@ def costs(times, params=None):
 
 def loads(values, ranges, pipe):
     sums = [0.0] * pipe
-    for stage, pieces in enumerate(ranges):
-        sums[stage % pipe] += sum(values[i] for i in pieces)
+    for stage, segments in enumerate(ranges):
+        sums[stage % pipe] += sum(values[i] for i in segments)
     return sums
 
 
@@ -32,19 +32,19 @@ def brute_force(times, params, pipe, stages):
     return best
 
 
-def random_model(rng, pieces):
+def random_model(rng, segments):
     """Equal blocks between a light embedding and a heavy head, or anything."""
     if rng.random() < 0.5:
-        times = [rng.random() * 0.3, *[1.0] * (pieces - 2), rng.random() * 4] if pieces > 1 else [1.0]
+        times = [rng.random() * 0.3, *[1.0] * (segments - 2), rng.random() * 4] if segments > 1 else [1.0]
     else:
-        times = [rng.expovariate(1.0) for _ in range(pieces)]
-    return times, [rng.randint(1, 5) for _ in range(pieces)]
+        times = [rng.expovariate(1.0) for _ in range(segments)]
+    return times, [rng.randint(1, 5) for _ in range(segments)]
 
 
-def check_shape(ranges, pieces, stages):
+def check_shape(ranges, segments, stages):
     assert len(ranges) == stages
     assert all(len(r) for r in ranges)
-    assert [i for r in ranges for i in r] == list(range(pieces))
+    assert [i for r in ranges for i in r] == list(range(segments))
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
@@ -52,10 +52,10 @@ def test_partition_is_as_good_as_brute_force(chunks):
     rng = random.Random(chunks)
     for _ in range(60):
         pipe = rng.randint(1, 4 if chunks < 3 else 2)
-        pieces = rng.randint(pipe * chunks, 12)
-        times, params = random_model(rng, pieces)
+        segments = rng.randint(pipe * chunks, 12)
+        times, params = random_model(rng, segments)
         ranges = partition(costs(times, params), pipe, chunks)
-        check_shape(ranges, pieces, pipe * chunks)
+        check_shape(ranges, segments, pipe * chunks)
         best_time, best_params = brute_force(times, params, pipe, pipe * chunks)
         assert max(loads(times, ranges, pipe)) == pytest.approx(best_time, abs=2e-6)
         assert max(loads(params, ranges, pipe)) <= best_params
@@ -67,22 +67,22 @@ def test_the_local_search_finds_the_optimum_of_transformers_and_comes_close_else
     ratios = []
     for _ in range(60):
         pipe, chunks = rng.choice([(2, 2), (3, 2), (2, 3)])
-        pieces = rng.randint(pipe * chunks, 12)
-        times, params = random_model(rng, pieces)
+        segments = rng.randint(pipe * chunks, 12)
+        times, params = random_model(rng, segments)
         ranges = partition(costs(times, params), pipe, chunks)
-        check_shape(ranges, pieces, pipe * chunks)
+        check_shape(ranges, segments, pipe * chunks)
         ratio = max(loads(times, ranges, pipe)) / brute_force(times, params, pipe, pipe * chunks)[0]
         assert ratio < (1.00001 if 1.0 in times else 1.1)
         ratios.append(ratio)
     assert sum(ratios) / len(ratios) < 1.005
 
 
-@pytest.mark.parametrize(("pieces", "pipe", "chunks"), [(400, 16, 1), (400, 16, 4), (130, 16, 2), (200, 8, 3)])
-def test_large_models_are_balanced(pieces, pipe, chunks):
-    times = [0.2, *[1.0] * (pieces - 2), 3.0]
+@pytest.mark.parametrize(("segments", "pipe", "chunks"), [(400, 16, 1), (400, 16, 4), (130, 16, 2), (200, 8, 3)])
+def test_large_models_are_balanced(segments, pipe, chunks):
+    times = [0.2, *[1.0] * (segments - 2), 3.0]
     ranges = partition(costs(times), pipe, chunks)
-    check_shape(ranges, pieces, pipe * chunks)
-    # No split of whole pieces is better than the mean rounded up to whole blocks.
+    check_shape(ranges, segments, pipe * chunks)
+    # No split of whole segments is better than the mean rounded up to whole blocks.
     assert max(loads(times, ranges, pipe)) <= -(-sum(times) // pipe) + 0.2
 
 
@@ -99,12 +99,12 @@ def test_with_virtual_stages_a_rank_sums_its_chunks():
     assert loads([0.0, 1, 1, 1, 1, 1, 1, 2.0], ranges, 2) == [4.0, 4.0]
 
 
-def test_pieces_without_cost_are_spread_too():
+def test_segments_without_cost_are_spread_too():
     check_shape(partition(costs([0.0] * 7), 3, 2), 7, 6)
 
 
-def test_too_few_pieces():
-    with pytest.raises(UserError, match=r"grid\.pipe = 4: at most 3: .*6 pieces"):
+def test_too_few_segments():
+    with pytest.raises(UserError, match=r"grid\.pipe = 4: at most 3: .*6 segments"):
         partition(costs([1.0] * 6), 4, 2)
 
 
@@ -115,7 +115,7 @@ def test_explicit():
 @pytest.mark.parametrize(
     ("split", "words"),
     [
-        ([1, 3], "3 numbers of at least 1 that add up to the model's 6 pieces, one a virtual stage; these are 2"),
+        ([1, 3], "3 numbers of at least 1 that add up to the model's 6 segments, one a virtual stage; these are 2"),
         ([3, 0, 3], "stage 1 is empty"),
         ([1, 2, 2], "these add up to 5"),
         ([], "these are 0 numbers"),

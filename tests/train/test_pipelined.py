@@ -251,7 +251,7 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused():
     [
         ({"pipe": 2}, {"policy": "1f1b", "virtual_stages": 2}, "pipeline.virtual_stages = 2"),
         ({"pipe": 2}, {"split": "9,9"}, "pipeline.split"),
-        ({"pipe": 8}, {"virtual_stages": 2}, "pieces"),
+        ({"pipe": 8}, {"virtual_stages": 2}, "segments"),
         ({"pipe": 2}, {"channel": "mpi4py"}, "pipeline.channel"),
     ],
 )

@@ -22,7 +22,7 @@ Parts = list[tuple[Part, float, Times]]
 """The parts of a rank: which, how many there are of it, and what a microbatch takes in one."""
 
 Stages = tuple[tuple[Segment, ...], list[range]]
-"""Pieces of a model, and the range of them that each virtual stage holds."""
+"""Segments of a model, and the range of them that each virtual stage holds."""
 
 _POWER = 8
 """How sharply a pipeline's period turns from work to messages."""
@@ -54,9 +54,9 @@ class CostModel:
         return self._tasks[key]
 
     def stages(self, pipe: int, virtual_stages: int) -> Stages:
-        """The model's pieces, and which of them each virtual stage holds, cut as a run cuts them.
+        """The model's segments, and which of them each virtual stage holds, cut as a run cuts them.
 
-        Raises ``UserError`` where there are fewer pieces than virtual stages.
+        Raises ``UserError`` where there are fewer segments than virtual stages.
         """
         return _stages(self.request.shape, pipe, virtual_stages)
 
@@ -264,6 +264,6 @@ class CostModel:
 
 @cache
 def _stages(shape: ModelShape, pipe: int, virtual_stages: int) -> Stages:
-    pieces = transformer_segments(shape)
-    costs = [SegmentCost(piece.name, piece.flops, 2 * piece.flops, piece.params) for piece in pieces]
-    return pieces, partition(costs, pipe, virtual_stages)
+    segments = transformer_segments(shape)
+    costs = [SegmentCost(segment.name, segment.flops, 2 * segment.flops, segment.params) for segment in segments]
+    return segments, partition(costs, pipe, virtual_stages)

@@ -33,16 +33,16 @@ def _tasks(model: CostModel, candidate: Candidate) -> dict[tuple[Kind, int], flo
         add(0, ((count, one) for _, count, one in model.busiest(candidate)))
         return times
     tasks, sequences = model.tasks(candidate), candidate.sequences(model.request.batch)
-    pieces, ranges = model.stages(pipe, virtual)
-    block_flops = sum(piece.flops for piece in pieces if piece.layer) / model.request.shape.layers
+    segments, ranges = model.stages(pipe, virtual)
+    block_flops = sum(segment.flops for segment in segments if segment.layer) / model.request.shape.layers
 
-    def part(piece: Segment) -> tuple[float, Times]:
+    def part(segment: Segment) -> tuple[float, Times]:
         named: dict[str, Part] = {"embedding": "first", "head": "last"}
-        share = 1.0 if piece.name in named else piece.flops / block_flops
-        return share, tasks.times(named.get(piece.name, "block"), sequences, candidate.activations, True)
+        share = 1.0 if segment.name in named else segment.flops / block_flops
+        return share, tasks.times(named.get(segment.name, "block"), sequences, candidate.activations, True)
 
     for stage, held in enumerate(ranges):
-        add(stage, map(part, pieces[held.start : held.stop]))
+        add(stage, map(part, segments[held.start : held.stop]))
     return times
 
 
@@ -102,7 +102,7 @@ class Prices:
         """Times of a candidate's stages, cut as a run cuts them, and of its messages.
 
         Raises:
-            UserError: the model has fewer pieces than there are virtual stages.
+            UserError: the model has fewer segments than there are virtual stages.
         """
         key = self._key(candidate)
         if key not in self._tasks:

@@ -74,8 +74,8 @@ class PipelineEngine:
             optimizer = balancing(optimizer, checked.balance_rate, split.loads)
         checked.check_grid(grid.shape)
         self._split = may_split(pipeline.split_backward, memory.activations)
-        self._pieces = list(checked.segments)
-        self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._pieces)
+        self._segments = list(checked.segments)
+        self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._segments)
         self.grid, self.batches, self.pipeline = grid, BatchShards(grid, microbatches), pipeline
         check_optimizer(optimizer, checked, split.params, memory, prune)
         zero, offloads, dtypes = masters(memory, grid, pruned=prune.prunes)
@@ -214,8 +214,8 @@ class PipelineEngine:
         return self._links.heartbeat.peer_failed()
 
     def explain(self, sequences: int) -> list[str]:
-        """Return lines about the pieces and parameters of every stage, and about the schedule."""
-        return build.describe(self._pieces, self.ranges, self.pipe_shape, self.pipeline.policy, self._channel)
+        """Return lines about the segments and parameters of every stage, and about the schedule."""
+        return build.describe(self._segments, self.ranges, self.pipe_shape, self.pipeline.policy, self._channel)
 
     def write_timeline(self, directory: Path) -> list[Path]:
         """Write timeline.json and timeline.png of the last steps; every process of the run must call it."""
