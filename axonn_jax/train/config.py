@@ -103,7 +103,7 @@ class PipelineConfig:
     """Microbatches between their first forward and their last backward (policy message). 0: 1.5 times 1F1B's with one
     stage a rank, once a step has shown that memory has room; 2 * grid.pipe with more stages."""
     split_backward: bool = True
-    """True if gradients of weights may be tasks of their own, which fill idle time (policy message). Only where
+    """Allow gradients of weights as tasks of their own, which fill idle time (policy message). Only where
     memory.activations is none: waiting tasks would keep recomputed activations."""
     split: str = ""
     """Segments of each stage, such as "9,8" (embedding, two a block, head). Empty: balanced by FLOPs."""
@@ -138,7 +138,7 @@ class MemoryConfig:
     for all microbatches, whose gradients add up whole and are reduce-scattered once. Each sends less and needs more
     memory. Needs grid.pipe = 1."""
     sequence_parallel: bool = False
-    """True if the residual stream is also split over grid.y along the sequence: norms, dropout and the kept stream then
+    """Split the residual stream over grid.y too, along the sequence: norms, dropout and the kept stream then
     take 1/y of the memory. The backward pass gathers the stream again for the matmuls."""
     bucket: Count = 16_000_000
     """Elements per device in a collective: gradients and weights over grid.data; with offload also host transfers."""
