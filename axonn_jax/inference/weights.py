@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
 
 from axonn_jax.checkpoint.naming import PARAMS
 from axonn_jax.checkpoint.restore import check_model, load_weights, named_checkpoint
@@ -105,13 +106,17 @@ def _repeated(value: jax.Array, shape: ModelShape, times: int) -> jax.Array:
     return joined.reshape(*value.shape[:-1], -1)
 
 
-def without_repeats(value: jax.Array, shape: ModelShape, kv_heads: int) -> jax.Array:
-    """Undo `on_grid` on a projection's parameter: so many KV heads in place of the `shape`'s."""
-    group = shape.heads // shape.kv_heads
-    by_head = value.reshape(*value.shape[:-1], shape.kv_heads, group + 2, shape.head_dim)
-    queries = by_head[..., :group, :].reshape(*value.shape[:-1], kv_heads, -1, shape.head_dim)
-    once = by_head[..., :: shape.kv_heads // kv_heads, group:, :]
-    return jnp.concatenate([queries, once], -2).reshape(*value.shape[:-1], -1)
+def at_first_copies(values: NDArray[Any], shape: ModelShape, kv_heads: int) -> NDArray[Any]:
+    """Numbers of that projection's columns, laid out as `on_grid` repeats them; 0 for all copies but the first.
+
+    `shape` has the repeated heads; the values [..., columns] are of so many `kv_heads`.
+    """
+    lead, group = values.shape[:-1], shape.heads // kv_heads
+    by_head = values.reshape(*lead, kv_heads, group + 2, shape.head_dim)
+    queries = by_head[..., :group, :].reshape(*lead, shape.kv_heads, -1, shape.head_dim)
+    copies = np.zeros((*lead, shape.kv_heads, 2, shape.head_dim), values.dtype)
+    copies[..., :: shape.kv_heads // kv_heads, :, :] = by_head[..., group:, :]
+    return np.concatenate([queries, copies], -2).reshape(*lead, -1)
 
 
 class _Plan:

@@ -19,7 +19,7 @@ from axonn_jax.documents import parse_json, replace_whole, typed
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.inference.attend import CachedAttention, FullAttention
-from axonn_jax.inference.weights import without_repeats
+from axonn_jax.inference.weights import at_first_copies
 from axonn_jax.loki.attention import LokiAttention
 from axonn_jax.loki.baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys
 from axonn_jax.loki.options import LokiOptions
@@ -124,11 +124,13 @@ def fingerprint(parts: SplitModule, params: Params, kv_heads: int) -> list[list[
         for block in model.blocks:
             layer = block.attention.qkv
             kernel = layer.kernel.get_value().astype(jnp.float32)
-            kernel = without_repeats(kernel.T if layer.turned else kernel, model.shape, kv_heads)
-            rows, columns = (2 * signs.integers(0, 2, (_PROJECTIONS, size)) - 1 for size in kernel.shape)
-            given = (rows.astype(np.float32), kernel, columns.astype(np.float32))
+            kernel = kernel.T if layer.turned else kernel
+            sizes = kernel.shape[0], (model.shape.heads + 2 * kv_heads) * model.shape.head_dim
+            rows, columns = (2 * signs.integers(0, 2, (_PROJECTIONS, size)) - 1 for size in sizes)
+            columns = at_first_copies(columns.astype(np.float32), model.shape, kv_heads)
+            given = (rows.astype(np.float32), kernel, columns)
             sums = jnp.einsum("pi,ij,pj->p", *given, precision=lax.Precision.HIGHEST)
-            projected.append(jnp.append(sums, jnp.linalg.norm(kernel)))
+            projected.append(jnp.append(sums, jnp.linalg.norm(kernel * np.abs(columns[:1]))))
         return projected
 
     return [layer.tolist() for layer in jax.device_get(jax.jit(project)(params))]
