@@ -70,7 +70,7 @@ def test_a_grid_that_does_not_divide_is_refused():
 def test_weights_gathered_once_a_step_send_less_and_compute_the_same():
     way = Way(2, "full")
     layer, step = (
-        compare_runs(GPT, GridShape(data=2, z=2), 8, replace(way, gather=one), 0) for one in ("forward", "step")
+        compare_runs(GPT, GridShape(data=2, z=2), 8, replace(way, reshard_after=one), 0) for one in ("forward", "step")
     )
     assert step.ratio < layer.ratio < 1
     assert step.automatic == layer.automatic

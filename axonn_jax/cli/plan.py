@@ -267,7 +267,8 @@ def _named(request: PlanRequest, estimate: Estimate) -> str:
     candidate = estimate.candidate
     sizes = {axis: getattr(candidate.grid, axis) for axis in GRID_AXES}
     grid = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
-    extra = [candidate.activations] + ([f"reshard_after {candidate.gather}"] if candidate.gather != "forward" else [])
+    kept = candidate.reshard_after
+    extra = [candidate.activations] + ([f"reshard_after {kept}"] if kept != "forward" else [])
     extra += (["offload"] if candidate.offload else []) + (["zero 1"] if candidate.zero else [])
     return f"{grid}, microbatch {candidate.sequences(request.batch)}, {', '.join(extra)}"
 
@@ -284,7 +285,7 @@ def _table(request: PlanRequest, shown: list[Estimate]) -> list[str]:
             f"{estimate.candidate.microbatches} x {estimate.candidate.sequences(request.batch)}",
             str(estimate.candidate.virtual_stages),
             estimate.candidate.activations,
-            estimate.candidate.gather,
+            estimate.candidate.reshard_after,
             "optimizer" if estimate.candidate.offload else "none",
             str(estimate.candidate.zero),
             f"{estimate.step_s:,.3f}",

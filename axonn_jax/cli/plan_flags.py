@@ -183,7 +183,7 @@ def _space(args: PlanFlags) -> SearchSpace:
         offload=(False, True) if args.offload == "auto" else (args.offload == "optimizer",),
         zero=(0, 1) if args.zero == "auto" else (int(args.zero),),
         virtual_stages=(1, 2, 4) if stages is None else (stages,),
-        gather=get_args(ReshardAfter) if args.reshard_after == "auto" else (args.reshard_after,),
+        reshard_after=get_args(ReshardAfter) if args.reshard_after == "auto" else (args.reshard_after,),
     )
 
 
@@ -261,7 +261,7 @@ def command(model: str, request: PlanRequest, candidate: Candidate, seq: int | N
     words += [f"--grid.{axis} {getattr(grid, axis)}" for axis in GRID_AXES if getattr(grid, axis) > 1]
     words.append(f"--train.global_batch {request.batch} --train.microbatches {candidate.microbatches}")
     words.append(f"--memory.precision {request.precision} --memory.activations {candidate.activations}")
-    words += [f"--memory.reshard_after {candidate.gather}"] if candidate.gather != "forward" else []
+    words += [f"--memory.reshard_after {candidate.reshard_after}"] if candidate.reshard_after != "forward" else []
     words += ["--memory.offload optimizer"] if candidate.offload else []
     words += ["--memory.zero 1"] if candidate.zero else []
     words += [f"--prune.density {request.density:g}"] if request.density < 1.0 else []
@@ -283,7 +283,7 @@ def chosen(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
         "virtual_stages": candidate.virtual_stages,
         "in_flight": in_flight(request, candidate),
         "activations": candidate.activations,
-        "reshard_after": candidate.gather,
+        "reshard_after": candidate.reshard_after,
         "offload": "optimizer" if candidate.offload else "none",
         "zero": candidate.zero,
     }

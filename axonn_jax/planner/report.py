@@ -37,7 +37,7 @@ def explain(request: PlanRequest, plan: SearchResult, one: Estimate) -> list[str
         )
     if candidate.activations != "none":
         sentences.append(_recomputed(candidate.activations))
-    if candidate.gather != "forward":
+    if candidate.reshard_after != "forward":
         sentences.append(
             f"Weights gathered over z stay for a {'step' if candidate.once else 'microbatch'} "
             f"({memory.gathered / 1e9:.1f} GB) and are not gathered again."
@@ -65,7 +65,7 @@ def step_collectives(request: PlanRequest, candidate: Candidate) -> tuple[Predic
     stages = candidate.grid.pipe > 1
     work = StepSpec(
         request.shape, grid, request.batch // (count if stages else 1), 1 if stages else count,
-        itemsize(request.precision), candidate.activations, gather=candidate.gather,
+        itemsize(request.precision), candidate.activations, reshard_after=candidate.reshard_after,
         comm=request.comm(candidate.grid, candidate.activations), accumulate=request.accumulate,
         density=request.density, moe=request.moe, duplicates=request.duplicates,
     )  # fmt: skip

@@ -132,7 +132,7 @@ class Candidate:
     virtual_stages: int = 1
     offload: bool = False
     zero: int = 0
-    gather: ReshardAfter = "forward"
+    reshard_after: ReshardAfter = "forward"
     """How long gathered weights live."""
     in_flight: int = 0
     """Microbatches in a pipeline at once (policy message), 0 for the default."""
@@ -140,7 +140,7 @@ class Candidate:
     @property
     def once(self) -> bool:
         """Whether weights are gathered, and gradients reduce-scattered over `z`, once a step."""
-        return self.gather == "step" and self.microbatches > 1
+        return self.reshard_after == "step" and self.microbatches > 1
 
     @property
     def placement(self) -> StatePlacement:
@@ -155,7 +155,7 @@ class Candidate:
     @property
     def again(self) -> bool:
         """Whether recomputation gathers weights again."""
-        return self.gather == "forward" and self.activations != "none"
+        return self.reshard_after == "forward" and self.activations != "none"
 
     @property
     def pipeline(self) -> PipelineShape:

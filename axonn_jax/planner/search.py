@@ -131,7 +131,7 @@ def _leanest(model: CostModel, grid: GridShape, space: SearchSpace) -> tuple[Mem
     for size in {*sizes[:1], *sizes[-1:]}:
         for activations in sorted(space.activations, key=order.index)[:2]:
             base = Candidate(grid, each // size, activations, virtual)
-            base = next(depths(model.request, replace(base, gather=space.gathers(base)[0])))
+            base = next(depths(model.request, replace(base, reshard_after=space.reshards(base)[0])))
             for placement, (device, host) in zip(placements, model.footprint.totals(base, placements), strict=True):
                 found.append((not host_fits(model.request, host, grid), device, len(found), base, placement))
     *_, base, (offload, zero) = min(found)

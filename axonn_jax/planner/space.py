@@ -43,20 +43,20 @@ class SearchSpace:
     offload: Sequence[bool] = (False, True)
     zero: Sequence[int] = (0, 1)
     virtual_stages: Sequence[int] = (1, 2, 4)
-    gather: Sequence[ReshardAfter] = ("forward",)
+    reshard_after: Sequence[ReshardAfter] = ("forward",)
 
-    def gathers(self, base: Candidate) -> list[ReshardAfter]:
+    def reshards(self, base: Candidate) -> list[ReshardAfter]:
         """How long gathered weights may live; of several ways those that make no difference are left out.
 
         A pipeline keeps none from one of its programs to the next.
         """
-        if len(self.gather) == 1 and base.grid.pipe == 1:
-            return list(self.gather)
+        if len(self.reshard_after) == 1 and base.grid.pipe == 1:
+            return list(self.reshard_after)
         useful: set[ReshardAfter] = {"forward"}
         if base.grid.pipe == 1 and base.grid.z > 1:
             useful |= {"backward"} if base.activations != "none" else set()
             useful |= {"step"} if base.microbatches > 1 else set()
-        return [one for one in self.gather if one in useful]
+        return [one for one in self.reshard_after if one in useful]
 
 
 def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: Counter[str]) -> Iterator[GridShape]:
@@ -76,7 +76,7 @@ def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: C
             rules[f"a batch of {batch} does not divide over {grid.batch_rule}"] += 1
         elif grid.pipe > segments(request):
             rules[f"they have more pipeline stages than the model has segments ({segments(request)})"] += 1
-        elif grid.pipe > 1 and "forward" not in space.gather:
+        elif grid.pipe > 1 and "forward" not in space.reshard_after:
             rules["a pipeline keeps no gathered weights"] += 1
         elif grid.pipe == 1 and min(space.virtual_stages) > 1:
             rules["they have no pipeline for virtual stages"] += 1
@@ -133,7 +133,7 @@ def depths(request: PlanRequest, base: Candidate) -> Iterator[Candidate]:
 
 _GAIN = 0.998
 """More microbatches in flight must make the closed form shorter by this factor to be worth their memory."""
-_POLICIES, _GATHERS = ("none", "save_collectives", "dots", "full", "offload"), ("forward", "backward", "step")
+_POLICIES, _RESHARDS = ("none", "save_collectives", "dots", "full", "offload"), ("forward", "backward", "step")
 
 
 class Priced(NamedTuple):
@@ -157,7 +157,7 @@ class Priced(NamedTuple):
 
 def sort_key(step_s: float, base: Candidate, placement: StatePlacement) -> tuple[float, ...]:
     """What candidates are sorted by: their time, then how little they ask for."""
-    asked = _POLICIES.index(base.activations), _GATHERS.index(base.gather)
+    asked = _POLICIES.index(base.activations), _RESHARDS.index(base.reshard_after)
     return step_s, *asked, *placement, base.virtual_stages
 
 
@@ -169,7 +169,7 @@ def price(
     placements = placements_of(grid, space)
     for base in _candidates(model.request, grid, space, virtual_stages):
         # Larger microbatches need more, but for the whole share in one, which need not keep gathered weights.
-        kind = (base.virtual_stages, base.activations, base.gather)
+        kind = (base.virtual_stages, base.activations, base.reshard_after)
         if kind in too_large and (grid.pipe > 1 or base.microbatches > 1):
             continue
         fastest, parts = None, None
@@ -206,8 +206,8 @@ def _candidates(
         for sequences in microbatch_sizes(request, grid, space):
             for activations in space.activations:
                 base = Candidate(grid, each // sequences, activations, virtual)
-                for gather in space.gathers(base):
-                    yield base if gather == base.gather else replace(base, gather=gather)
+                for kept in space.reshards(base):
+                    yield base if kept == base.reshard_after else replace(base, reshard_after=kept)
 
 
 def front(found: Iterable[Priced]) -> list[Priced]:

@@ -75,7 +75,7 @@ def test_explain_lists_the_collectives_of_the_first(capsys):
         GridShape(**{axis: best[axis] for axis in GRID_AXES}),
         (best["microbatches"], 2, best["activations"]),
     )
-    work = StepSpec(preset("gpt-5b"), grid, found["batch_sequences"], *options, gather=best["reshard_after"])
+    work = StepSpec(preset("gpt-5b"), grid, found["batch_sequences"], *options, reshard_after=best["reshard_after"])
     assert sent_in(found["collectives"]) == totals(predict(work))
     phases = [one["phase"] for one in found["collectives"]]
     assert phases == sorted(phases, key=get_args(Phase).index)

@@ -128,8 +128,8 @@ def test_recomputation_costs_a_forward_pass_and_saves_memory():
 @pytest.mark.parametrize("gather", ["forward", "backward", "step"])
 def test_what_is_sent_over_z_is_that_of_the_exact_accounting_however_long_weights_live(gather, policy):
     grid, links = GridShape(z=8), GroupLinks(GridShape(z=8), A100)
-    one = CostModel(replace(JOB, batch=64, switches=NONE)).estimate(Candidate(grid, 4, policy, gather=gather))
-    work = StepSpec(JOB.shape, grid, 64, 4, 2, policy, gather=gather)
+    one = CostModel(replace(JOB, batch=64, switches=NONE)).estimate(Candidate(grid, 4, policy, reshard_after=gather))
+    work = StepSpec(JOB.shape, grid, 64, 4, 2, policy, reshard_after=gather)
     exact = sum(float(c.bytes) / links.rate(c.axes) + c.times * links.latency(c.kind, c.axes) for c in predict(work))
     assert one.comm_s["z"] == pytest.approx(exact)
 
@@ -137,12 +137,12 @@ def test_what_is_sent_over_z_is_that_of_the_exact_accounting_however_long_weight
 def test_weights_that_live_longer_take_memory_and_save_time():
     model = CostModel(replace(JOB, batch=512))
     layer, kept, step = (
-        model.estimate(Candidate(GridShape(z=64), 8, "full", gather=g)) for g in ("forward", "backward", "step")
+        model.estimate(Candidate(GridShape(z=64), 8, "full", reshard_after=g)) for g in ("forward", "backward", "step")
     )
     assert layer.memory.total < kept.memory.total < step.memory.total
     assert layer.comm_s["z"] > kept.comm_s["z"] > step.comm_s["z"]
-    once = model.estimate(Candidate(GridShape(z=64), 1, "full", gather="step"))
-    same = model.estimate(Candidate(GridShape(z=64), 1, "full", gather="backward"))
+    once = model.estimate(Candidate(GridShape(z=64), 1, "full", reshard_after="step"))
+    same = model.estimate(Candidate(GridShape(z=64), 1, "full", reshard_after="backward"))
     assert (once.step_s, once.memory) == (same.step_s, same.memory)
 
 

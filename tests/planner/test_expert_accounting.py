@@ -37,7 +37,7 @@ def test_a_sample_of_grids_policies_and_both_dispatches():
             expert_case(MIXTRAL, (1, 4, 2, 2, 1), "none", 2, scanned=True),
             expert_case(MIXTRAL, (1, 2, 2, 2, 2), "save_collectives", 1, comm=SPLIT),
             expert_case(MIXTRAL, (2, 2, 1, 2, 2), "full", 1, dispatch="capacity"),
-            expert_case(TED, (1, 2, 2, 2, 2), "full", 2, gather="step"),
+            expert_case(TED, (1, 2, 2, 2, 2), "full", 2, reshard_after="step"),
             expert_case(TED, (1, 2, 1, 4, 2), "none", 1, comm=SPLIT, dispatch="capacity"),
             expert_case(TED, (1, 1, 2, 4, 2), "save_collectives", 2, dispatch="capacity"),
             expert_case(replace(TED, layers=4), (1, 2, 2, 2, 2), "full", 2, scanned=True),

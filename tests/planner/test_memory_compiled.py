@@ -92,5 +92,5 @@ def test_memory_of_kept_weights_is_enough_and_not_a_fifth_too_much(gather):
     )  # fmt: skip
     found = program.memory_analysis()
     job = PlanRequest(SHAPE, load_machine("laptop"), 16, "fp32")
-    predicted = MemoryModel(job).memory(Candidate(grid, 2, "full", gather=gather)).total
+    predicted = MemoryModel(job).memory(Candidate(grid, 2, "full", reshard_after=gather)).total
     assert 1 < predicted / (found.argument_size_in_bytes + found.temp_size_in_bytes) < 1.2

@@ -19,7 +19,8 @@ def job_on(devices):
 
 @pytest.mark.parametrize("least", [1, 3])
 def test_points_are_what_a_search_finds(least):
-    space, limit = SearchSpace(axes={"pipe": least}, virtual_stages=(1,), gather=("forward", "backward", "step")), 14e9
+    kept = ("forward", "backward", "step")
+    space, limit = SearchSpace(axes={"pipe": least}, virtual_stages=(1,), reshard_after=kept), 14e9
     found = search(job_on(48), 48, space, limit)
     points = scaling([job_on(24), job_on(12)], found.best, space, limit)
     assert [devices for devices, _ in points] == [48, 24, 12]

@@ -91,16 +91,16 @@ def test_constraints_are_kept():
 
 def test_gathered_weights_are_kept_where_that_is_faster_and_fits():
     space = SearchSpace(axes={"pipe": 1, "z": 16}, activations=("full",), sequences=1)
-    every = replace(space, gather=("forward", "backward", "step"))
+    every = replace(space, reshard_after=("forward", "backward", "step"))
     job = replace(JOB, switches=OverlapFlags(False, False, False, False))  # hidden, gathers would cost nothing
     layer, best = (search(job, 64, one, 80e9).best[0] for one in (space, every))
-    assert layer.candidate.gather == "forward"
-    assert best.candidate.gather == "step"
+    assert layer.candidate.reshard_after == "forward"
+    assert best.candidate.reshard_after == "step"
     assert best.step_s < layer.step_s
     tight = search(job, 64, every, layer.memory.total).best[0]
     assert tight.memory.total <= layer.memory.total
-    fixed = search(job, 64, replace(space, gather=("backward",)), 80e9).best
-    assert {one.candidate.gather for one in fixed} == {"backward"}
+    fixed = search(job, 64, replace(space, reshard_after=("backward",)), 80e9).best
+    assert {one.candidate.reshard_after for one in fixed} == {"backward"}
 
 
 def test_several_virtual_stages_drop_nothing_that_is_faster_once_simulated():
@@ -115,10 +115,10 @@ def test_several_virtual_stages_drop_nothing_that_is_faster_once_simulated():
 
 def test_a_pipeline_keeps_no_gathered_weights():
     rules = Counter()
-    assert list(legal_grids(JOB, 64, SearchSpace(axes={"pipe": 4}, gather=("step",)), rules)) == []
+    assert list(legal_grids(JOB, 64, SearchSpace(axes={"pipe": 4}, reshard_after=("step",)), rules)) == []
     assert rules["a pipeline keeps no gathered weights"] > 0
-    found = search(JOB, 64, SearchSpace(axes={"pipe": 4}, gather=("forward", "step")), 80e9)
-    assert {one.candidate.gather for one in found.best} == {"forward"}
+    found = search(JOB, 64, SearchSpace(axes={"pipe": 4}, reshard_after=("forward", "step")), 80e9)
+    assert {one.candidate.reshard_after for one in found.best} == {"forward"}
 
 
 def test_less_memory_costs_time_and_explains_itself():
@@ -170,7 +170,7 @@ SUMMIT = PlanRequest(preset("gpt-12b"), load_machine("summit").shared(48), 2048,
 def test_more_memory_is_never_slower():
     """16 GB a device once took 1 % longer than 15: in closed form, which chose what was simulated, it was shorter."""
     times = [
-        search(SUMMIT, 48, SearchSpace(gather=("forward", "backward", "step")), limit).best[0].step_s
+        search(SUMMIT, 48, SearchSpace(reshard_after=("forward", "backward", "step")), limit).best[0].step_s
         for limit in (15e9, 16e9)
     ]
     assert times[1] <= times[0]
@@ -178,7 +178,7 @@ def test_more_memory_is_never_slower():
 
 def test_slower_but_smaller_is_what_it_says():
     """Of the best and what is beaten by nothing in time and memory; a pipeline in none of them without simulation."""
-    found = search(SUMMIT, 48, SearchSpace(gather=("forward", "backward", "step")), 14e9)
+    found = search(SUMMIT, 48, SearchSpace(reshard_after=("forward", "backward", "step")), 14e9)
     assert found.pareto[0] is found.best[0]
     for faster, smaller in pairwise(found.pareto):
         assert faster.step_s <= smaller.step_s
@@ -197,7 +197,7 @@ def test_more_memory_is_nowhere_slower_by_more_than_a_tie():
         for limit in range(most // 2, most + 1, most // 16):
             with suppress(UserError):  # nothing fits
                 times.append(
-                    search(job, devices, SearchSpace(gather=("forward", "backward", "step")), limit * 1e9)
+                    search(job, devices, SearchSpace(reshard_after=("forward", "backward", "step")), limit * 1e9)
                     .best[0]
                     .step_s
                 )

@@ -35,7 +35,7 @@ class StepSpec:
     only gathers again."""
     scanned: bool = False
     """Whether layers are a loop's body (`tensor.scan_layers`): their weights are then gathered for every microbatch."""
-    gather: ReshardAfter = "forward"
+    reshard_after: ReshardAfter = "forward"
     """When gathered weights are let go: after `forward` they are gathered again in recomputation; with several
     microbatches `step` gathers, and reduce-scatters sums of gradients, once a step."""
     comm: BlockComm = ALL_REDUCE
@@ -63,7 +63,7 @@ class StepSpec:
     @property
     def once(self) -> bool:
         """Whether gradients are reduce-scattered over `z` once a step, and so weights gathered once."""
-        return self.gather == "step" and self.microbatches > 1
+        return self.reshard_after == "step" and self.microbatches > 1
 
     @property
     def again(self) -> bool:

@@ -170,10 +170,11 @@ class CostModel:
         # One program loops over the microbatches and shares what it gathers; a pipeline's stage has one for each task.
         gathers = candidate.grid.pipe > 1 or candidate.microbatches == 1
         # Without recomputation it keeps them, too; a stage gathers again, as its programs keep none for one another.
-        kept = (candidate.activations == "none" and candidate.grid.pipe == 1) or candidate.gather != "forward"
-        gather: ReshardAfter = "step" if candidate.once else "backward" if kept else "forward"
+        kept = (candidate.activations == "none" and candidate.grid.pipe == 1) or candidate.reshard_after != "forward"
+        reshard_after: ReshardAfter = "step" if candidate.once else "backward" if kept else "forward"
         block, first, last = (
-            tasks.times(part, sequences, candidate.activations, gathers, gather) for part in ("block", "first", "last")
+            tasks.times(part, sequences, candidate.activations, gathers, reshard_after)
+            for part in ("block", "first", "last")
         )
         found: list[Parts] = []
         for load in self.footprint.ranks.loads(candidate.grid.pipe):

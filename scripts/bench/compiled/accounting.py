@@ -90,7 +90,7 @@ def account(
         sequences=work.sequences,
         microbatches=work.microbatches,
         clip=clip,
-        memory=MemoryConfig(activations=work.activations, bucket=bucket, reshard_after=work.gather),
+        memory=MemoryConfig(activations=work.activations, bucket=bucket, reshard_after=work.reshard_after),
         tensor=TensorConfig(scan_layers="yes" if work.scanned else "no"),
         comm=work.comm,
         moe=work.moe,

@@ -52,7 +52,7 @@ class Way:
         comm = choose_residual_comm(self.residual_comm, shape, grid, self.activations)
         policy, kept = self.activations, self.reshard_after
         return StepSpec(
-            shape, grid, sequences, self.microbatches, activations=policy, gather=kept, comm=comm, moe=self.moe
+            shape, grid, sequences, self.microbatches, activations=policy, reshard_after=kept, comm=comm, moe=self.moe
         )
 
 
