@@ -25,8 +25,13 @@ def tables() -> Mapping[str, Mapping[str, Any]]:
 
 
 def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]]:
-    """Keys of earlier versions without a successor, with their neutral value: with it a key is ignored, with any other
-    value refused.
+    """Return the arguments that belong to no flag, and every flag's dotted name with its value, in order.
+
+    A text is kept unchanged; another value is a number or a boolean where it reads as one. A boolean is true where no
+    value follows; any other flag then has the value `NOT_GIVEN`.
+
+    Raises:
+        UserError: an argument starts with a single dash.
     """
     kinds = {f"{table}.{key}": _not_none(kind) for table, keys in tables().items() for key, kind in keys.items()}
     texts = [name for name, kind in kinds.items() if kind is str or isinstance((get_args(kind) or (0,))[0], str)]
