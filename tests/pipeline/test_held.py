@@ -1,14 +1,13 @@
 """Bytes that microbatches in flight keep between tasks: live arrays of real steps beside what a pipeline states."""
 
 import functools
-import sys
-from pathlib import Path
 
 import grids
 import jax
 import live
 import numpy as np
 import optax
+import pipeline_memory as bounds
 import pytest
 from flax import nnx
 from trainers import make_trainer
@@ -23,16 +22,6 @@ from axonn_jax.train.config import PipelineConfig
 MICROBATCHES, ROWS = 8, 16
 TIGHT, CHUNKED = 0.9, 0.75
 """What is reached of a bound at least; under `message` with several virtual stages a slow place is not the worst."""
-
-
-@pytest.fixture
-def bounds(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "bench"))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    import pipeline_memory
-
-    yield pipeline_memory
-    del sys.modules["pipeline_memory"]
 
 
 def made(pipe, policy, chunks, activations, layers, in_flight):
@@ -71,7 +60,7 @@ def case(*given, slow=True):
         case(2, "zero-bubble", 2, "full", 8),
     ],
 )
-def test_live_arrays_at_task_starts_are_what_the_pipeline_states(pipe, policy, chunks, activations, layers, bounds):
+def test_live_arrays_at_task_starts_are_what_the_pipeline_states(pipe, policy, chunks, activations, layers):
     """Never more, whichever place is slow; and nearly as much where a place keeps more than messages.
 
     With `-s` it prints the bytes: stated, the most of a step, the most of steps in which each place in turn is slow.
@@ -97,7 +86,7 @@ def test_live_arrays_at_task_starts_are_what_the_pipeline_states(pipe, policy, c
 
 @pytest.mark.parametrize("policy", ["message", "gpipe", "1f1b", "interleaved", "zero-bubble"])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_equal_stages_hold_as_many_pairs_as_the_bounds_say(policy, chunks, bounds):
+def test_equal_stages_hold_as_many_pairs_as_the_bounds_say(policy, chunks):
     if policy == "1f1b" and chunks > 1:
         return
     for microbatches in (1, 3, 8, 12):
@@ -112,7 +101,7 @@ def test_equal_stages_hold_as_many_pairs_as_the_bounds_say(policy, chunks, bound
             assert bounds.most_held(policy, layout, rank, [bounds.Pair(0.0, 1.0)] * chunks) <= late
 
 
-def test_chunks_that_keep_more_are_alive_in_fewer_microbatches(bounds):
+def test_chunks_that_keep_more_are_alive_in_fewer_microbatches():
     """Five activations on two chunks are at most three of the first and two of the second."""
     layout = PipelineShape(2, 8, 2)
     assert live_bound("message", layout, 0) == 5

@@ -1,31 +1,18 @@
 """scripts/bench/pipeline_memory: what it counts of a pipeline's programs is there."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from pipeline_memory import measure_pipeline as measure
 
 from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.transformer import describe_alone
 from axonn_jax.ops.costs import parameters
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=128, seq_len=32)
 
 
-@pytest.fixture
-def measure(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    from pipeline_memory import measure_pipeline
-
-    yield measure_pipeline
-    del sys.modules["pipeline_memory"]
-
-
 @pytest.mark.slow
-def test_a_pipelines_bytes_are_state_sums_and_what_its_programs_need(measure):
+def test_a_pipelines_bytes_are_state_sums_and_what_its_programs_need():
     """Two places, one with the table and positions and one with the tied table again."""
     halves = parameters(describe_alone(SHAPE)[1])
     first, last = (halves + SHAPE.hidden * size for size in (SHAPE.vocab + SHAPE.seq_len, SHAPE.vocab + 2))
