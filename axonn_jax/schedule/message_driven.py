@@ -99,7 +99,7 @@ class MessageDriven:
         heapq.heappush(self._backwards, entry)
 
     def choose(self) -> Task | None:
-        """Return the task to start now, and counts it as started; None if there is none to start.
+        """Return the task to start now, counted as started; None if there is none to start.
 
         A forward on the last stage makes its backward ready at once.
         """

@@ -48,7 +48,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The optimisation."""
+    """Optimization: steps, batch, optimizer and learning rate."""
 
     steps: Count = 1000
     """Optimizer steps of the whole run."""
@@ -210,7 +210,7 @@ class Config:
     grid: GridShape = field(default_factory=GridShape)
     """Arrangement of the devices; the product of the axes is the number of devices."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """The optimisation."""
+    """Optimization: steps, batch, optimizer and learning rate."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Schedule of microbatches through the stages; used where grid.pipe is above 1."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
