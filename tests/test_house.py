@@ -27,6 +27,8 @@ ALLOWED = {
     "names that must not come back": 0,
     "vague names": 164,
     "docstrings without a noun first": 0,
+    "docstrings that open with a riddle, in percent": 6.1,  # models/ and planner/ are left; then 2
+    "'what' per 1,000 words of docstrings": 2.7,  # then 1
     "hooks replaced": 0,
     "two classes in one": 0,
     "words of docs": 17_250,  # a new capability brings a page of at most 600, its results and its words in the glossary
@@ -49,7 +51,7 @@ def figures():
 @pytest.mark.parametrize("name", ALLOWED)
 def test_no_figure_is_above_what_is_allowed(figures, name):
     value = figures[name]
-    count = value if isinstance(value, int) else len(value)
+    count = value if isinstance(value, int | float) else len(value)
     assert count <= ALLOWED[name], value
 
 
@@ -100,5 +102,6 @@ def test_names_words_and_hooks_are_seen(tree):
     assert found.gone() == ["c: Bell"]
     assert found.vague() == {"told": 1}
     assert found.openings() == ["a: What", "c: what", "d: what", "train/config: what"]
+    assert (found.riddles(), found.riddle_share(), found.whats()) == ({"a": 1}, 50.0, 166.7)
     assert found.members("Bell") == ["ring", "volume"]
     assert found.mentions() == {"t.key": ["d", "train/config"]}
