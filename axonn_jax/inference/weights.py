@@ -20,6 +20,7 @@ from axonn_jax.distributed.host_sync import host_sync
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid, GridShape, build_mesh
 from axonn_jax.inference.cpu_kernels import with_kernels_transposed
+from axonn_jax.memory.precision import precisions
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.load import load_into
@@ -49,7 +50,7 @@ def check_grid(grid: GridShape) -> None:
 def floating(dtype: Any) -> jnp.dtype:
     """The dtype of weights and cache: by itself bfloat16 on accelerators, else float32."""
     if dtype is None:
-        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        dtype = precisions("auto").compute
     try:
         if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             return jnp.dtype(dtype)
