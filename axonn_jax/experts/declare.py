@@ -1,7 +1,6 @@
 """Declaration of a layer of experts: router, dispatch, kernels; no jax."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from axonn_jax.experts.shape import ExpertShape, MoeConfig, slots_of
 from axonn_jax.ops.language import (
@@ -44,24 +43,20 @@ def declare(
         entering: Elements of the layer's input that are kept for each token; 0 where shared experts keep it.
         duplicates: True if devices along `y` with the same tokens all send them: for comparison (TED).
     """
-    scores: list[Op] = [reduce(ROUTER, ("x",), at.stream_tokens * moe.experts * FLOAT32, small=True)]
+    scores: list[Op] = [reduce(ROUTER, ("x",), at.stream_tokens * moe.experts * FLOAT32)]
     if at.sequence_split and training.balance_weight:
         shares = 2 * (at.tokens // seq_len) * moe.experts * FLOAT32
-        scores.append(reduce(ROUTER, ("y",), shares, small=True))
-    router = Multiply(at.tokens, hidden / at.x, moe.experts, in_own_backward=True)
+        scores.append(reduce(ROUTER, ("y",), shares))
+    router = Multiply(at.tokens, hidden / at.x, moe.experts)
     kernels = _kernels(moe, hidden, gates)
-    share = moe.experts * hidden * moe.ffn * at.item // at.over("expert", "y", "x")
+    share = moe.experts * hidden * moe.ffn * at.item // (at.expert * at.yx)
     weights = [gather(name, ("z",), share, weight_itemsize=at.item) for name in kernels]
     params = (
         Param(f"{ROUTER}.kernel", (hidden, moe.experts), (("x",),)),
         Param(f"{ROUTER}.bias", (moe.experts,)),
         *kernels.values(),
     )
-    # `OwnBackward` counts the results of the dispatch's collectives in memory; it stands where the choices are read.
-    dispatch = (
-        replace(op, small=True) if isinstance(op, Collective) else op
-        for op in _dispatch(at, moe, hidden, gates, training, duplicates)
-    )
+    dispatch = _dispatch(at, moe, hidden, gates, training, duplicates)
     kept = OwnBackward(_kept(at, moe, hidden, gates, training, entering), _moved(at, moe, hidden, gates))
     return params, (Chain((router, *scores, kept, *weights, *dispatch), result_read=False),)
 
@@ -83,9 +78,9 @@ def _matmuls(at: Where, moe: ExpertShape, hidden: int, gates: int, training: Moe
     The backward pass of `gather` computes an expert's widths again (`experts.grouped`).
     """
     rows = at.tokens * moe.per_token * at.expert / moe.experts * training.slack
-    ffn, count = moe.ffn / at.over("y", "x"), moe.experts / at.expert
-    into = Multiply(rows, hidden, ffn, count, in_own_backward=True, run_again=not training.drops)
-    return (*[into] * gates, Multiply(rows, ffn, hidden, count, in_own_backward=True))
+    ffn, number = moe.ffn / at.yx, moe.experts / at.expert
+    into = Multiply(rows, hidden, ffn, number, run_again=not training.drops)
+    return (*[into] * gates, Multiply(rows, ffn, hidden, number))
 
 
 def _moved(at: Where, moe: ExpertShape, hidden: int, gates: int) -> float:
@@ -93,7 +88,7 @@ def _moved(at: Where, moe: ExpertShape, hidden: int, gates: int) -> float:
 
     Choices are read and added to float32 results one by one, and the results written.
     """
-    widths = (gates + 1) * moe.ffn / at.over("y", "x") * at.item
+    widths = (gates + 1) * moe.ffn / at.yx * at.item
     chosen = moe.per_token * (hidden * (at.item + 2 * FLOAT32) + widths)
     return chosen + at.expert * hidden * (FLOAT32 + at.item)
 
@@ -157,8 +152,8 @@ def _kept(
     scores = 3 * moe.experts * FLOAT32 / (at.y if at.sequence_split else 1)
     if training.drops:
         slots = moe.per_token * training.slack
-        width = slots * moe.ffn / at.over("y", "x")
-        tokens = slots * hidden * (1 + 1 / at.over("y", "x"))
+        width = slots * moe.ffn / at.yx
+        tokens = slots * hidden * (1 + 1 / at.yx)
     else:
         width = 0.0
         tokens = at.expert * hidden if at.x > 1 or at.expert > 1 or at.sequence_split else 0.0

@@ -1,6 +1,7 @@
 """Sizes of a decoder-only transformer; no jax."""
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, get_args, get_origin
 
@@ -183,7 +184,7 @@ class ModelShape:
         elif grid.expert > 1:
             raise UserError("grid.expert", grid.expert, "1 for a model without experts; grid.data splits the batch too")
 
-    @property
+    @cached_property
     def rope(self) -> Rope | None:
         """How queries and keys turn; None with learned positions."""
         if self.positions != "rope":
@@ -191,7 +192,7 @@ class ModelShape:
         names = [f.name for f in fields(Rope)]
         return Rope(**{name: getattr(self, f"rope_{name}") for name in names})
 
-    @property
+    @cached_property
     def moe(self) -> ExpertShape | None:
         """The experts of a layer that has some; None in a dense model."""
         if not self.experts:
@@ -202,7 +203,7 @@ class ModelShape:
             self.shared_experts, self.router, **chosen,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def routed_layers(self) -> int:
         """How many layers have experts."""
         return 0 if self.moe is None else self.moe.routed_layers(self.layers)
@@ -250,11 +251,16 @@ class ModelShape:
         (ffn = 4 hidden) this is the published F = 96 B S L H^2 (1 + S/(6H) + V/(16 L H)), and with 72 in place of 96
         without (papers: Megatron-LM, AxoNN IPDPS 22, SC 24).
         """
-        each = (
-            (4 if recompute and layer.in_block else 3) * layer.count * round(forward_flops(layer, self.seq_len))
-            for layer in describe_alone(self)
-        )
-        return batch * sum(each)
+        blocks, rest = self._forward_flops
+        return batch * ((4 if recompute else 3) * blocks + 3 * rest)
+
+    @cached_property
+    def _forward_flops(self) -> tuple[int, int]:
+        """FLOPs of a sequence's forward pass: of the blocks, and of all else."""
+        flops = {True: 0, False: 0}
+        for layer in describe_alone(self):
+            flops[layer.in_block] += layer.count * round(forward_flops(layer, self.seq_len))
+        return flops[True], flops[False]
 
 
 def _divisors(rule: str, of: int, near: int) -> str:

@@ -72,17 +72,12 @@ def update_collectives(
         density: Share of the entries of prunable parameters that is trained.
     """
     for layer in layers:
-        for p in layer.params:
-            elements = round(p.elements * density) if p.prunable else p.elements
-            axes = tuple(axis for axis in token_axes if axis not in p.axes)
-            yield (
-                p.name,
-                "update",
-                "all-reduce",
-                axes,
-                elements * FLOAT32 // prod(sizes[axis] for axis in p.axes),
-                layer.count,
-            )
+        for param in layer.params:
+            split, elements = param.axes, param.elements
+            elements = round(elements * density) if param.prunable else elements
+            axes = tuple(axis for axis in token_axes if axis not in split)
+            buffer = elements * FLOAT32 // prod([sizes[axis] for axis in split])
+            yield param.name, "update", "all-reduce", axes, buffer, layer.count
 
 
 def operations(layer: Layer) -> Iterator[Op]:
@@ -101,7 +96,7 @@ def forward_flops(layer: Layer, tokens: int) -> float:
     flops = 0.0
     for op in operations(layer):
         if isinstance(op, Multiply):
-            flops += 2 * op.count * op.tokens * op.inner * op.columns
+            flops += 2 * op.number * op.tokens * op.inner * op.columns
         elif isinstance(op, Attend):
             flops += op.flops * tokens
     return flops
@@ -123,13 +118,12 @@ def kept_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping
     """
     total = 0.0 if policy == "none" else entry
     for chain in layer.chains:
+        if own := [op.by_policy.get(policy, 0.0) for op in chain.ops if isinstance(op, OwnBackward)]:
+            total += sum(own)
+            continue
         repeated = len(chain.repeated())
         for at, op in enumerate(chain.ops):
-            if isinstance(op, OwnBackward):
-                total += op.by_policy.get(policy, 0.0)
-            elif isinstance(op, Multiply) and op.in_own_backward:
-                continue
-            elif policy == "none" and isinstance(op, Read):
+            if policy == "none" and isinstance(op, Read):
                 total += op.elements * item
             elif policy == "none" and isinstance(op, Attend):
                 total += op.elements * item + op.kept

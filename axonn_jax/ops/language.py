@@ -6,7 +6,7 @@ A layer is a list of chains, and a chain a list of operations. Sizes are those o
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Axes = tuple[str, ...]
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
@@ -15,8 +15,7 @@ FLOAT32 = 4
 """Bytes of a float32 element."""
 
 
-@dataclass(frozen=True)
-class Param:
+class Param(NamedTuple):
     """A parameter of a layer."""
 
     name: str
@@ -39,8 +38,7 @@ class Param:
         return tuple(axis for dimension in self.split for axis in dimension)
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """A collective of the forward pass and its transpose in the backward pass, over the same axes."""
 
     name: str
@@ -63,27 +61,23 @@ class Collective:
     """True if the result is a few numbers for each token, too few to count in memory."""
 
 
-@dataclass(frozen=True)
-class Multiply:
+class Multiply(NamedTuple):
     """A matmul `[tokens, inner] @ [inner, columns]` with a weight, whose gradient reads the input."""
 
     tokens: float
     inner: float
     columns: float
-    count: float = 1.0
+    number: float = 1.0
     """Number of such matmuls on a device, one after the other."""
     shares_input: bool = False
     """True if the matmul before it reads the same input."""
     stored_inner: float | None = None
     """Features of the input that stay in memory where the rest is gathered again; None: `inner`."""
-    in_own_backward: bool = False
-    """True if a `OwnBackward` operation of the chain counts what this one keeps."""
     run_again: bool = False
     """True if the backward pass runs it again under every activation policy."""
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """Any other operation whose gradient reads its input: a norm, an activation function."""
 
     elements: float = 0.0
@@ -92,8 +86,7 @@ class Read:
     """Bytes that the forward pass reads and writes in memory for each token."""
 
 
-@dataclass(frozen=True)
-class Attend:
+class Attend(NamedTuple):
     """Attention of a token's queries to all keys of its sequence."""
 
     heads: float
@@ -118,17 +111,15 @@ class Attend:
         return 4 * self.seq_len * self.heads * self.head_dim
 
 
-@dataclass(frozen=True)
-class Add:
+class Add(NamedTuple):
     """An addition to the residual stream, whose gradient reads nothing."""
 
     moved: float
     """Bytes that the forward pass reads and writes in memory for each token."""
 
 
-@dataclass(frozen=True)
-class OwnBackward:
-    """An operation with a backward pass of its own (`jax.custom_vjp`), which states what it keeps."""
+class OwnBackward(NamedTuple):
+    """A backward pass that a chain has of its own (`jax.custom_vjp`), which states what the whole chain keeps."""
 
     by_policy: Mapping[str, float]
     """Bytes kept for each token, by activation policy; 0 for a policy that is absent."""
@@ -139,8 +130,7 @@ class OwnBackward:
 Op = Collective | Multiply | Read | Attend | Add | OwnBackward
 
 
-@dataclass(frozen=True)
-class Chain:
+class Chain(NamedTuple):
     """Operations in a row, each of which reads the result of the one before."""
 
     ops: tuple[Op, ...]

@@ -1,8 +1,6 @@
 """Declarations of the layers in `tensor/`: linear layers, norms, embeddings, the loss."""
 
-from dataclasses import dataclass
-from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from axonn_jax.ops.language import (
     FLOAT32,
@@ -34,8 +32,7 @@ Comm = Literal["all_reduce", "gather", "sequence"]
 """
 
 
-@dataclass(frozen=True)
-class Where:
+class Where(NamedTuple):
     """The place of a layer: its mesh, and a device's part of a microbatch."""
 
     expert: int
@@ -54,9 +51,10 @@ class Where:
         """Tokens of the residual stream on a device."""
         return self.tokens // (self.y if self.sequence_split else 1)
 
-    def over(self, *axes: Literal["expert", "z", "y", "x"]) -> int:
-        """Return the number of devices in a group over some axes."""
-        return prod(int(getattr(self, axis)) for axis in axes)
+    @property
+    def yx(self) -> int:
+        """Devices along `y` and `x` together."""
+        return self.y * self.x
 
 
 def norm_vectors(kind: Norm) -> tuple[str, ...]:
@@ -119,7 +117,8 @@ def linear(
     """
     wide, reads_stream = n if columns is None else columns, in_axis == "x"
     out_axis: TensorAxis = "y" if reads_stream else "x"
-    kernel_bytes = k * wide * at.item // at.over("y", "x")
+    inside, outside = (at.x, at.y) if reads_stream else (at.y, at.x)
+    kernel_bytes = k * wide * at.item // at.yx
     weight = () if tied else (gather(name, ("z",), kernel_bytes, weight_itemsize=at.item),)
 
     def params(kernel: tuple[Axes, ...], of_bias: Axes) -> tuple[Param, ...]:
@@ -130,23 +129,21 @@ def linear(
         inner, whole = ("y", "x"), at.tokens * (k if reads_stream else wide) * at.item
         if reads_stream:
             read = (reduce_gradient(name, ("y",), whole // at.x), gather(name, ("x",), whole))
-            product = Multiply(at.tokens, k, wide / at.over("y", "x"), shares_input=shares_input)
+            product = Multiply(at.tokens, k, wide / at.yx, shares_input=shares_input)
             return params((("z",), inner), inner), (*weight, *(() if shares_input else read), product)
-        product = Multiply(at.tokens, k / at.over("y", "x"), wide, shares_input=shares_input)
+        product = Multiply(at.tokens, k / at.yx, wide, shares_input=shares_input)
         add = (scatter(name, ("x",), whole), reduce(name, ("y",), whole // at.x))
         return params(((*inner, "z"), ()), ("x",)), (*weight, product, *add)
 
-    entering, leaving = (at.tokens * width * at.item for width in (k // at.over(in_axis), wide // at.over(out_axis)))
+    entering, leaving = (at.tokens * width * at.item for width in (k // inside, wide // outside))
     split_in, split_out = (comm == "sequence" and side for side in (reads_stream, not reads_stream))
     before = (
         gather(name, ("y",), entering, always_repeated=not is_head)
         if split_in
         else reduce_gradient(name, (out_axis,), entering)
     )
-    stored = k / at.over("y", "x") if split_in else None
-    product = Multiply(
-        at.tokens, k / at.over(in_axis), wide / at.over(out_axis), shares_input=shares_input, stored_inner=stored
-    )
+    stored = k / at.yx if split_in else None
+    product = Multiply(at.tokens, k / inside, wide / outside, shares_input=shares_input, stored_inner=stored)
     after = scatter(name, ("y",), leaving) if split_out else reduce(name, (in_axis,), leaving)
     ops = (*weight, *(() if shares_input else (before,)), product, after)
     return params(((in_axis, "z"), (out_axis,)), (out_axis,)), ops
@@ -156,7 +153,7 @@ def embedding(at: Where, rows: int, hidden: int, positions: int) -> Layer:
     """Declare `tensor.embedding.Embedding` of so many rows, and `PositionEmbedding` of so many positions (0: none)."""
     stream = at.tokens * hidden * at.item // at.x
     params = [Param("embedding.table", (rows, hidden), (("y", "z"), ("x",)))]
-    table = rows * hidden * at.item // at.over("y", "x")
+    table = rows * hidden * at.item // at.yx
     ops: list[Op] = [gather("embedding", ("z",), table, weight_itemsize=at.item)]
     ops.append((scatter if at.sequence_split else reduce)("embedding", ("y",), stream))
     if positions:

@@ -70,7 +70,7 @@ def step_collectives(request: PlanRequest, candidate: Candidate) -> tuple[Predic
         density=request.density, moe=request.moe, duplicates=request.duplicates,
     )  # fmt: skip
     sent = predict(work)
-    return tuple(replace(one, times=one.times * count) if stages and one.phase != "update" else one for one in sent)
+    return tuple(one._replace(times=one.times * count) if stages and one.phase != "update" else one for one in sent)
 
 
 def _time(one: Estimate) -> str:

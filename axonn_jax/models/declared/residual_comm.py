@@ -1,7 +1,6 @@
 """Choice of the blocks' communication with the residual stream, by the bytes that their declarations send; no jax."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import cache
 
 from axonn_jax.grid import GridShape
@@ -38,7 +37,7 @@ def choose_residual_comm(
 @cache
 def _sends_less(shape: ModelShape, y: int, x: int, comm: BlockComm, policy: StepPolicy) -> bool:
     """Return True if blocks send less over `x` than with all-reduces; over `y` and `z` both send the same."""
-    at = replace(alone(shape), y=y, x=x)
+    at = alone(shape)._replace(y=y, x=x)
     gathering, reducing = (describe(shape, at, one)[1:-1] for one in (comm, BlockComm()))
     return _sent(gathering, policy) < _sent(reducing, policy)
 

@@ -1,6 +1,6 @@
 """Declaration of the transformer: each module of `models.transformer` beside its `__call__`; no jax."""
 
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from axonn_jax.experts.declare import declare as declare_experts
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from axonn_jax.models.config import ModelShape
 
 
+@lru_cache(maxsize=1024)  # a search asks for the same grid with other batches and replicas
 def describe(
     shape: "ModelShape", at: Where, comm: BlockComm = ALL_REDUCE, training: MoeConfig = MoeConfig(), *,  # noqa: B008
     duplicates: bool = False,
@@ -27,7 +28,7 @@ def describe(
         training: Dispatch and balance of experts.
         duplicates: As in `experts.declare`.
     """
-    rows = shape.padded_vocab(at.over("y", "z"))
+    rows = shape.padded_vocab(at.y * at.z)
     first = embedding(at, rows, shape.hidden, shape.seq_len if shape.positions == "learned" else 0)
     blocks = (
         joined(halves(shape, layer, at, comm, training, duplicates=duplicates), count)
@@ -36,7 +37,6 @@ def describe(
     return (first, *blocks, _last(shape, at, comm, rows))
 
 
-@cache
 def describe_alone(shape: "ModelShape") -> tuple[Layer, ...]:
     """Return every layer of the model for one sequence on one device."""
     return describe(shape, alone(shape))
@@ -64,7 +64,7 @@ def halves(
 def _attention(shape: "ModelShape", at: Where, comm: BlockComm, kernel: AttentionKernel) -> Part:
     """Declare the first half of a block: norm, attention, the addition to the stream."""
     name, how = "blocks.attention", comm.of(comm.attention)
-    over = at.over("y", "x") if comm.attention else at.y
+    over = at.yx if comm.attention else at.y
     norm_params, norm_ops = norm(at, f"{name}_norm", shape.hidden, shape.norm)
     qkv_params, qkv = linear(at, f"{name}.qkv", shape.hidden, shape.qkv_width, "x", how, bias=shape.bias != "none")
     width = shape.heads * shape.head_dim
@@ -92,7 +92,7 @@ def _mlp(shape: "ModelShape", at: Where, comm: BlockComm, name: str, ffn: int, *
         else ((), ())
     )
     down_params, down = linear(at, f"{name}.down", ffn, shape.hidden, "y", how, bias=bias)
-    inner = ffn / (at.over("y", "x") if comm.mlp else at.y)
+    inner = ffn / (at.yx if comm.mlp else at.y)
     activation = Read(shape.mlp_inputs * inner, moved=(shape.mlp_inputs + 1) * inner * at.item)
     return (*gate_params, *up_params, *down_params), (Chain((*up, *gate, activation, *down), result_read=False),)
 

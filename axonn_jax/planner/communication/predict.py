@@ -40,8 +40,7 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
     """
     batch = (DATA, EXPERT, Z)
     over = (*batch, Y) if work.comm.sequence_split else batch
-    sizes = {axis: work.size(axis) for axis in (DATA, EXPERT, Z, Y, X)}
-    for row in update_collectives(_layers(work), sizes, over, work.density):
+    for row in update_collectives(_layers(work), work.sizes, over, work.density):
         yield work.row(*row)
     yield work.row("targets", "update", "all-reduce", batch, FLOAT32, 1)
     yield work.row("mean loss", "update", "all-reduce", batch, FLOAT32, 1)

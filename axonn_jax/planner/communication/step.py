@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
@@ -70,20 +72,21 @@ class StepSpec:
         """Whether blocks are computed again in the backward pass."""
         return self.activations != "none"
 
-    def size(self, *axes: str) -> int:
-        """Devices of a group over these axes."""
-        return prod(int(getattr(self.grid, axis)) for axis in axes)
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis."""
+        return {axis: getattr(self.grid, axis) for axis in (DATA, EXPERT, Z, Y, X)}
 
     def row(
         self, name: str, phase: Phase, kind: CollectiveKind, axes: tuple[str, ...], buffer: int, times: int
     ) -> "Predicted":
         """A collective of so many bytes over those of the axes, slowest first, that are larger than one."""
-        live = tuple(axis for axis in axes if self.size(axis) > 1)
-        return Predicted(name, phase, kind, live, self.size(*axes), buffer, times)
+        sizes = self.sizes
+        live = tuple([axis for axis in axes if sizes[axis] > 1])
+        return Predicted(name, phase, kind, live, prod([sizes[axis] for axis in live]), buffer, times)
 
 
-@dataclass(frozen=True)
-class Predicted:
+class Predicted(NamedTuple):
     """One collective of the algorithm."""
 
     name: str

@@ -89,10 +89,10 @@ class Compute:
         forward = inputs = weights = 0.0
         for op in operations(layer):
             if isinstance(op, Multiply):
-                once = op.count * self.matmul(op.tokens, op.inner, op.columns)
+                once = op.number * self.matmul(op.tokens, op.inner, op.columns)
                 forward += once
-                inputs += op.count * self.matmul(op.tokens, op.columns, op.inner) + (once if op.run_again else 0.0)
-                weights += op.count * self.matmul(op.inner, op.tokens, op.columns)
+                inputs += op.number * self.matmul(op.tokens, op.columns, op.inner) + (once if op.run_again else 0.0)
+                weights += op.number * self.matmul(op.inner, op.tokens, op.columns)
         return forward, inputs, weights
 
     def attention(self, heads: float) -> tuple[float, float]:
@@ -118,13 +118,20 @@ class Compute:
         forward = flops * pairs / rate + heads * pairs * (16 + 2 * item) / device.memory_bytes_per_s
         return forward, 2.5 * flops * pairs / rate + heads * pairs * (16 + 5 * item) / device.memory_bytes_per_s
 
-    def _head(self, x: int, y: int, z: int, sequences: int) -> Seconds:
-        """Return the times of the projection onto a device's part of the padded vocabulary, and of the loss."""
-        at = Where(1, z, y, x, sequences * self.seq, self.item)
-        forward, inputs, weights = self._matmuls(describe(self.shape, at)[-1])
-        logits = self.light(at.tokens * self.shape.padded_vocab(y * z) // y * FLOAT32)
+    def _head(self, x: int, columns: int, sequences: int) -> Seconds:
+        """Return the times of the projection onto a device's columns of the padded vocabulary, and of the loss.
+
+        By columns and not by grid, as many grids have the same.
+        """
+        rows, hidden = sequences * self.seq, self.shape.hidden / x
+        logits = self.light(rows * columns * FLOAT32)
         # Logits are written, read for the maximum and for the sum; then read and overwritten by their gradient.
-        return Seconds(forward + 3 * logits, inputs + 2 * logits, weights, 3 * logits)
+        return Seconds(
+            self.matmul(rows, hidden, columns) + 3 * logits,
+            self.matmul(rows, columns, hidden) + 2 * logits,
+            self.matmul(hidden, rows, columns),
+            3 * logits,
+        )
 
     def update(self, params: float, optimizer_params: float, accumulate: int, offload: bool) -> float:
         """Seconds of the optimizer's step over the parameters that a device holds.

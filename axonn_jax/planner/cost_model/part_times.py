@@ -99,7 +99,8 @@ class PartTimes:
         if part == "block":
             return self.compute.block(self.grid.expert, self.grid.x, self.grid.y, sequences)
         if part == "last":
-            return self.compute.head(self.grid.x, self.grid.y, self.grid.z, sequences)
+            columns = self.compute.shape.padded_vocab(self.grid.y * self.grid.z) // self.grid.y
+            return self.compute.head(self.grid.x, columns, sequences)
         return Seconds(0.0, 0.0, 0.0, 0.0)
 
     def _lines(self, part: Part, role: Role) -> tuple[Line, ...]:
