@@ -15,25 +15,25 @@ FIELD = "tensor.residual_comm"
 
 @dataclass(frozen=True)
 class BlockComm:
-    """How the blocks of a model read from and add to the residual stream, whose features `x` splits.
+    """Communication of a model's blocks with the residual stream, whose features `x` splits.
 
     A half of a block that gathers has its inner features, heads or the MLP's, split over `y` and `x`: the narrow stream
     is gathered over `x` before it and reduce-scattered behind, in place of all-reduces of the wide features over `x`.
     """
 
     attention: bool = False
-    """Whether attention gathers."""
+    """True if attention gathers."""
     mlp: bool = False
-    """Whether the MLP gathers."""
+    """True if the MLP gathers."""
     sequence_split: bool = False
-    """Whether the stream's sequence is split over `y` (`memory.sequence_parallel`); no half gathers then."""
+    """True if the stream's sequence is split over `y` (`memory.sequence_parallel`); no half gathers then."""
 
     def of(self, gathers: bool) -> Comm:
-        """Returns what projections of a half do."""
+        """Return the communication of a half's projections."""
         return "sequence" if self.sequence_split else "gather" if gathers else "all_reduce"
 
     def check(self, shape: "ModelShape", grid: GridShape) -> None:
-        """Raises ``UserError`` unless what is split over `y` and `x` divides, and the stream's sequence is whole."""
+        """Raise ``UserError`` unless the features split over `y` and `x` divide, and the stream's sequence is whole."""
         if self.sequence_split and (self.attention or self.mlp):
             raise UserError(FIELD, "gather", "all_reduce or auto with memory.sequence_parallel")
         parts, rule = grid.y * grid.x, f"y*x ({FIELD})"
@@ -45,7 +45,7 @@ class BlockComm:
             divides("model.ffn", shape.ffn, parts * grid.z, f"z*{rule}")
 
     def fits(self, shape: "ModelShape", grid: GridShape) -> bool:
-        """Returns whether what is split over `y` and `x` divides."""
+        """Return True if the features split over `y` and `x` divide."""
         try:
             self.check(shape, grid)
         except UserError:

@@ -60,15 +60,15 @@ class ModelShape:
     seq_len: int
     """Longest sequence in tokens."""
     positions: Positions = "learned"
-    """How a token knows its place: a learned table, or rotary embeddings of queries and keys."""
+    """Positions of tokens: a learned table, or rotary embeddings of queries and keys."""
     norm: Norm = "layernorm"
     """Normalisation in front of each half of a block; rmsnorm_1p multiplies by 1 + its weight, as Gemma's."""
     mlp: Mlp = "gelu"
     """Feed-forward: two matmuls around GELU (tanh form), or three, gated by SiLU (swiglu) or by that GELU (geglu)."""
     bias: Bias = "all"
-    """Which linear layers have biases: all, those to queries, keys and values, or none; True is all, False none."""
+    """Linear layers with biases: all, those to queries, keys and values, or none; True is all, False none."""
     tied: bool = True
-    """Whether the output projection is the embedding table."""
+    """Use the embedding table as the output projection."""
     dropout: float = 0.0
     """Dropout on the embedding and on both branches of a block (not on attention weights)."""
     norm_eps: float = 1e-5
@@ -80,13 +80,13 @@ class ModelShape:
     head_dim: int = DerivedSize(0)
     """Features of one head; left out: hidden / heads."""
     qk_norm: bool = False
-    """Whether each head's queries and keys pass an RMSNorm before they are rotated, as in Qwen3."""
+    """Apply an RMSNorm to each head's queries and keys before they are rotated, as in Qwen3."""
     embedding_scale: bool = False
-    """Whether embeddings are multiplied by sqrt(hidden), as Gemma's."""
+    """Multiply embeddings by sqrt(hidden), as in Gemma."""
     window: int = 0
     """Tokens that a token sees, itself and those right before it; 0: all before it."""
     rope_scaling: RopeScaling = "none"
-    """How rotary frequencies are slowed down for sequences longer than those trained on first (`models.rope.Rope`)."""
+    """Scaling of rotary frequencies for sequences longer than those of the first training (`models.rope.Rope`)."""
     rope_factor: float = 1.0
     """By how much, at most."""
     rope_low_freq_factor: float = 1.0
@@ -100,12 +100,12 @@ class ModelShape:
     rope_beta_slow: float = 1.0
     """yarn: turns below which it is divided by the whole factor."""
     rope_attention_factor: float = 0.0
-    """yarn: what rotated queries and keys are multiplied by; 0: 0.1 ln(factor) + 1."""
+    """Factor on rotated queries and keys (yarn); 0: 0.1 ln(factor) + 1."""
 
     experts: int = 0
     """Feed-forward layers of which each token takes a few, in the place of one; 0: one for all tokens."""
     experts_per_token: int = 2
-    """How many of them each token chooses."""
+    """Number of experts that each token chooses."""
     expert_ffn: int = DerivedSize(0)
     """Width of each; left out: `ffn`."""
     moe_every: int = 1
@@ -115,15 +115,15 @@ class ModelShape:
     shared_experts: int = 0
     """Experts that every token takes."""
     router: Router = "softmax"
-    """What is made of the router's scores: their softmax over all experts, or each one's sigmoid (DeepSeek-V3)."""
+    """Function of the router's scores: their softmax over all experts, or each score's sigmoid (DeepSeek-V3)."""
     router_norm: bool = True
-    """Whether the weights of a token's choices add up to 1."""
+    """Make the weights of a token's choices add up to 1."""
     router_scale: float = 1.0
-    """What they are multiplied by."""
+    """Factor on the weights of a token's choices."""
     router_groups: int = 1
     """sigmoid: groups of experts, of which a token first chooses some by the sum of each one's best two."""
     router_groups_kept: int = 1
-    """How many of them."""
+    """Number of groups that a token chooses."""
 
     def __post_init__(self) -> None:
         if isinstance(self.bias, bool):
@@ -164,7 +164,7 @@ class ModelShape:
                 raise UserError("model.moe_first", self.moe_first, f"an integer below model.layers = {self.layers}")
 
     def check_grid(self, grid: GridShape, *, sequence_split: bool = False) -> None:
-        """Raises ``UserError`` unless every parameter and activation of the model divides over the grid.
+        """Raise ``UserError`` unless every parameter and activation of the model divides over the grid.
 
         A weight's input dim splits over its input axis and once more over `z`, its output dim over the output
         axis, with `x` and `y` swapping roles in alternate layers (DESIGN section 4).
@@ -186,7 +186,7 @@ class ModelShape:
 
     @cached_property
     def rope(self) -> Rope | None:
-        """How queries and keys turn; None with learned positions."""
+        """Rotary embedding of queries and keys; None with learned positions."""
         if self.positions != "rope":
             return None
         names = [f.name for f in fields(Rope)]
@@ -205,7 +205,7 @@ class ModelShape:
 
     @cached_property
     def routed_layers(self) -> int:
-        """How many layers have experts."""
+        """Number of layers with experts."""
         return 0 if self.moe is None else self.moe.routed_layers(self.layers)
 
     @property

@@ -24,11 +24,11 @@ _ID, _COUNTED, _START = (1 << 24) - 1, 1 << 30, -(1 << 31)
 
 
 class Residual(NamedTuple):
-    """The residual stream, and what goes through the layers with it."""
+    """Residual stream, with the values that travel through the layers beside it."""
 
     values: jax.Array
     documents: Documents | None
-    """Of packed rows."""
+    """Documents of packed rows, else None."""
     balance: jax.Array | None
     """Sum of the losses that even out the loads of experts, of local tokens so far, a float32 scalar."""
     packing: Packing | None = None
@@ -41,7 +41,7 @@ class Residual(NamedTuple):
 
 
 Stream = jax.Array | Residual
-"""What one layer hands to the next."""
+"""Value that one layer hands to the next."""
 
 
 def token_ids(words: jax.Array) -> jax.Array:
@@ -82,28 +82,28 @@ def inputs_of(model: Model, batch: jax.Array) -> jax.Array:
 
 
 def counted_targets(model: Model, batch: Any) -> Any:
-    """Whether each word or id of a batch [..., seq + 1] behind the first is a target that counts, [..., seq]."""
+    """True for each word or id of a batch [..., seq + 1] behind the first that is a target that counts, [..., seq]."""
     return counted(batch) if model.packed else counting(batch)
 
 
 def counted(words: Any) -> Any:
-    """Whether each of the words [..., seq + 1] behind the first is a target that counts, [..., seq].
+    """True for each of the words [..., seq + 1] behind the first that is a target that counts, [..., seq].
 
-    A document's first token is none: what stands before it is of another one.
+    A document's first token is no target: the token before it is of another document.
     """
     targets = words[..., 1:]
     return (targets & _COUNTED != 0) & (targets >= 0)
 
 
 def targets_of(model: Model, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Targets of a batch [rows, seq + 1] and what each counts in a sum of losses, [rows, seq] int32 and float32."""
+    """Targets of a batch [rows, seq + 1] and their weights in a sum of losses, [rows, seq] int32 and float32."""
     if model.packed:
         return token_ids(batch[:, 1:]), packed_weights(batch, model.vocab)
     return readable(batch)[:, 1:], target_weights(batch, model.vocab)
 
 
 def packed_weights(words: jax.Array, vocab: int | None) -> jax.Array:
-    """What each target of packed rows counts; NaN in a row that counts and has an id outside of the vocabulary."""
+    """Weight of each target of packed rows; NaN in a row that counts and has an id outside of the vocabulary."""
     counts = counted(words)
     known = jnp.bool_(True) if vocab is None else jnp.all(token_ids(words) < vocab, axis=1, keepdims=True)
     weights = jnp.where(known | ~jnp.any(counts, axis=1, keepdims=True), 1.0, jnp.nan)
@@ -118,7 +118,7 @@ def ids_of(words: jax.Array, *, packed: bool) -> tuple[jax.Array, jax.Array | No
 
 
 def stream_of(values: jax.Array, words: jax.Array, *, packed: bool, experts: bool, balanced: bool) -> Residual:
-    """What the first layer takes: embedded values, and what later ones are to know of the rows [batch, seq + 1]."""
+    """First layer's input: embedded values, and the facts of rows [batch, seq + 1] that later layers need."""
     balance = mark_varying(jnp.zeros((), jnp.float32), BATCH_AXES) if balanced else None
     packing = packing_of(words, packed=packed) if experts else None
     return Residual(values, documents_of(words[:, :-1]) if packed else None, balance, packing)
@@ -139,8 +139,8 @@ def pack(
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
     """One packed row of `width` words that holds documents one behind another, [width] int32.
 
-    `targets` say which of their tokens count (left out: all); what is left of the row is a document of its own that
-    does not. Raises ``UserError`` where they do not fit, or an id has more than 24 bits.
+    `targets` mark the tokens that count (default: all); the rest of the row is a document that does not. Raises
+    ``UserError`` where they do not fit, or an id has more than 24 bits.
     """
     lengths = [np.size(ids) for ids in documents]
     if targets is not None and (given := [np.size(counts) for counts in targets]) != lengths:

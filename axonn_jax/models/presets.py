@@ -82,7 +82,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset(name: str, **changes: object) -> ModelShape:
-    """Returns the named model's sizes, with any fields of `ModelShape` changed.
+    """Return the named model's sizes, with any fields of `ModelShape` changed.
 
     Raises ``UserError`` for an unknown name, naming the nearest known one.
     """
@@ -110,7 +110,7 @@ def preset(name: str, **changes: object) -> ModelShape:
 
 
 OF_EXPERTS = ("experts_", "expert_", "moe_", "shared_", "router")
-"""What the names of fields that only models with experts have begin with."""
+"""Prefixes of the fields that only models with experts have."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class ModelConfig:
     seq_len: int | None = None
     """Tokens a sequence. Required without a preset."""
     positions: Positions | None = None
-    """How a token knows its position: a learned table, or rotary embeddings. Left out: learned, or the preset's."""
+    """Positions of tokens: a learned table, or rotary embeddings. Default: learned, or the preset's."""
     norm: Norm | None = None
     """Normalisation in front of each half of a block; rmsnorm_1p multiplies by 1 + its weight (Gemma). Left out:
     layernorm, or the preset's."""
@@ -142,10 +142,9 @@ class ModelConfig:
     """Feed-forward: two matmuls around GELU, or three, gated by SiLU (swiglu) or GELU (geglu). Left out: gelu, or the
     preset's."""
     bias: Bias | None = None
-    """Which linear layers have biases: all, qkv (those to queries, keys and values), none. Left out: all, or the
-    preset's."""
+    """Linear layers with biases: all, qkv (those to queries, keys and values), none. Default: all, or the preset's."""
     tied: bool | None = None
-    """Whether the output projection is the embedding table. Left out: true, or the preset's."""
+    """Use the embedding table as the output projection. Default: true, or the preset's."""
     dropout: ProbabilityOrNone = None
     """Dropout on the embedding and on both branches of a block. Left out: 0."""
     norm_eps: PositiveOrNone = None
@@ -157,13 +156,13 @@ class ModelConfig:
     head_dim: int | None = None
     """Features of one head. Left out: hidden / heads, or the preset's."""
     qk_norm: bool | None = None
-    """Whether each head's queries and keys pass an RMSNorm before they are rotated (Qwen3). Left out: false."""
+    """Apply an RMSNorm to each head's queries and keys before they are rotated (Qwen3). Default: false."""
     embedding_scale: bool | None = None
-    """Whether embeddings are multiplied by sqrt(hidden) (Gemma). Left out: false."""
+    """Multiply embeddings by sqrt(hidden) (Gemma). Default: false."""
     window: int | None = None
     """Tokens that a token sees, itself and those right before it. Left out or 0: all before it."""
     rope_scaling: RopeScaling | None = None
-    """How rotary frequencies are slowed down for sequences longer than those trained on first. Left out: none."""
+    """Scaling of rotary frequencies for sequences longer than those of the first training. Default: none."""
     rope_factor: PositiveOrNone = None
     """By how much. Left out: 1."""
     rope_low_freq_factor: PositiveOrNone = None
@@ -178,37 +177,37 @@ class ModelConfig:
     rope_beta_slow: PositiveOrNone = None
     """yarn: turns below which it is divided by the whole factor. Left out: 1."""
     rope_attention_factor: NotNegativeOrNone = None
-    """yarn: what rotated queries and keys are multiplied by. Left out, or 0: 0.1 ln(rope_factor) + 1."""
+    """Factor on rotated queries and keys (yarn). Default, or 0: 0.1 ln(rope_factor) + 1."""
     experts: int | None = None
     """Feed-forward layers of which each token takes a few, in the place of one. Left out: one, or the preset's."""
     experts_per_token: int | None = None
-    """How many of them each token chooses. Left out: 2, or the preset's."""
+    """Number of experts that each token chooses. Default: 2, or the preset's."""
     expert_ffn: int | None = None
     """Width of each. Left out: `ffn`, or the preset's."""
     moe_every: int | None = None
     """One block of so many has experts, the others one feed-forward layer. Left out: 1."""
     moe_first: int | None = None
-    """Which of them, counted from 0. Left out: 0."""
+    """First layer with experts, counted from 0. Default: 0."""
     shared_experts: int | None = None
     """Experts that every token takes. Left out: 0."""
     router: Router | None = None
-    """What is made of the router's scores: their softmax over all experts, or each one's sigmoid (DeepSeek-V3). Left
-    out: softmax."""
+    """Function of the router's scores: their softmax over all experts, or each score's sigmoid (DeepSeek-V3). Default:
+    softmax."""
     router_norm: bool | None = None
-    """Whether the weights of a token's choices add up to 1. Left out: true."""
+    """Make the weights of a token's choices add up to 1. Default: true."""
     router_scale: PositiveOrNone = None
-    """What they are multiplied by. Left out: 1."""
+    """Factor on the weights of a token's choices. Default: 1."""
     router_groups: int | None = None
     """sigmoid: groups of experts, of which a token first chooses some by the sum of their best two. Left out: 1."""
     router_groups_kept: int | None = None
-    """How many of them. Left out: 1."""
+    """Number of groups that a token chooses. Default: 1."""
     attention: AttentionKernel = "auto"
     """The form of attention: cudnn (NVIDIA GPUs in half precision), splash (TPUs, needs `tokamax`), blocked (anywhere,
     without whole arrays of scores), xla (with them), or auto: cudnn or splash where they can be had, else blocked; on
     accelerators a run's first lines say which, and why."""
 
     def shape(self, default_vocab: int | None = None) -> ModelShape:
-        """Returns the model's sizes; `default_vocab` is used where neither `vocab` nor a preset gives one.
+        """Return the model's sizes; `default_vocab` is used where neither `vocab` nor a preset gives one.
 
         Raises:
             UserError: the preset is unknown, a required field is missing, or a size is not possible.
@@ -242,14 +241,14 @@ class ModelConfig:
 
 
 def table_of(shape: ModelShape) -> dict[str, Any]:
-    """Returns every value of the table that gives a shape; of experts none where there are none."""
+    """Return every value of the table that gives a shape; of experts none where there are none."""
     return {name: value for name, value in asdict(shape).items() if shape.experts or not name.startswith(OF_EXPERTS)}
 
 
 def shape_in(run: Mapping[str, Any]) -> ModelShape | None:
-    """The sizes in what a checkpoint keeps of its run: its `model`, or its `config`, a TOML text; None: neither.
+    """Return the sizes that a checkpoint keeps of its run, in `model` or in `config`, a TOML text; None without both.
 
-    Raises ``ValueError`` where they are none that a model has.
+    Raises ``ValueError`` for sizes that no model has.
     """
     table, text = run.get("model"), run.get("config")
     if table is None and isinstance(text, str):

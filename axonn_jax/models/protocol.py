@@ -17,8 +17,7 @@ from axonn_jax.tensor.dropout import DropoutKey
 class Model(Protocol):
     """Token ids -> residual stream -> layers in a row -> loss, called on local shards inside `jax.shard_map`.
 
-    A model says what is computed. Which layers run where, in how many sub-batches, and what is kept or computed again
-    is up to who calls it.
+    A model defines the computation. Its caller decides on places of layers, sub-batches and recomputation.
     """
 
     layer_list: ClassVar[str]
@@ -33,11 +32,11 @@ class Model(Protocol):
 
     @property
     def balanced(self) -> bool:
-        """Whether layers add losses of their own to the gradients, as experts do."""
+        """True if layers add losses of their own to the gradients, as experts do."""
 
     @property
     def balance_rate(self) -> float | None:
-        """What routers' biases move by behind a step (`experts.load.balancing`); None: there are no experts."""
+        """Step of routers' biases after each update (`experts.load.balancing`); None without experts."""
 
     @property
     def vocab(self) -> int | None:
@@ -49,19 +48,19 @@ class Model(Protocol):
 
     @property
     def drops_out(self) -> bool:
-        """Whether training takes a `DropoutKey`."""
+        """True if training takes a `DropoutKey`."""
 
     @property
     def packed(self) -> bool:
-        """Whether tokens are the words of `models.packed`."""
+        """True if tokens are the words of `models.packed`."""
 
     @property
     def reads_words(self) -> bool:
-        """Whether layers look at the batch: at where documents begin, or at what experts are to see."""
+        """True if layers look at the batch: at the beginnings of documents, or at padding for experts."""
 
     @property
     def residual_spec(self) -> P:
-        """Layout of what one segment hands to the next, batch dim first."""
+        """Layout of the residual stream between segments, batch dim first."""
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -72,30 +71,31 @@ class Model(Protocol):
         """The smallest parts that a pipeline stage can hold, in order, with their costs."""
 
     def check_grid(self, grid: GridShape) -> None:
-        """Raises ``UserError`` where the model does not divide over a grid."""
+        """Raise ``UserError`` where the model does not divide over a grid."""
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> jax.Array:
-        """What `models.packed.inputs_of` gives of a batch -> what the first layer takes, in `dtype`."""
+        """Return the first layer's input, in `dtype`, for the ids that `models.packed.inputs_of` gives."""
 
     def continued(self, x: jax.Array, tokens: jax.Array | None) -> Any:
-        """What the first layer of a later stage takes: what has arrived, and the batch if it `reads_words`."""
+        """Return the first layer's input in a later stage: the arrived values, and the batch if it `reads_words`."""
 
     def run_layer(self, layer: Any, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """Calls one of the layers, with its own key."""
+        """Call one of the layers, with its own key."""
 
     def run_segment(self, number: int, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """Runs the layers of a segment, or the part of one that it is, with the model's key."""
+        """Run the layers of a segment, or the part of one that it is, with the model's key."""
 
     def total_loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-        """What the last layer gives, targets [batch, seq] -> sum of their losses, times `weights` [batch, seq]."""
+        """Return the sum of the losses of targets [batch, seq], times `weights` [batch, seq], from the last layer's
+        output."""
 
 
 def check_model(model: object) -> Model:
-    """Returns the model; raises ``UserError`` for one that cannot be trained in parts."""
+    """Return the model; raises ``UserError`` for one that cannot be trained in parts."""
     if not isinstance(model, Model):
         raise UserError("model", type(model).__name__, "a Transformer or a SequenceModel of layers")
     return model
 
 
 RunLayer = Callable[[Any, tuple[jax.Array, ...], DropoutKey | None], tuple[jax.Array, ...]]
-"""Runs (a layer, on every sub-batch, with its key): what activation policies wrap."""
+"""Function that runs (a layer, on every sub-batch, with its key); activation policies wrap it."""

@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rope:
-    """How far queries and keys turn from one token to the next."""
+    """Rotary embedding: angles by which queries and keys turn from one token to the next."""
 
     theta: float
     """Base of the frequencies."""
     scaling: RopeScaling = "none"
     factor: float = 1.0
-    """So many times longer are the sequences."""
+    """Ratio of the sequences' length to that of the first training."""
     low_freq_factor: float = 1.0
     """llama3: frequencies that turn fewer times in `original_seq_len` tokens are divided by `factor`."""
     high_freq_factor: float = 4.0
-    """llama3: those that turn more often stay."""
+    """Lower bound of the turns that stay unscaled (llama3)."""
     original_seq_len: int = 0
     """Tokens of the sequences that the model was trained on first; llama3 and yarn need it."""
     beta_fast: float = 32.0
     """yarn: frequencies that turn more often in `original_seq_len` tokens stay."""
     beta_slow: float = 1.0
-    """yarn: those that turn fewer times are divided by `factor`."""
+    """Upper bound of the turns that are divided by `factor` (yarn)."""
     attention_factor: float = 0.0
-    """yarn: what rotated queries and keys are multiplied by; 0: 0.1 ln(factor) + 1."""
+    """Factor on rotated queries and keys (yarn); 0: 0.1 ln(factor) + 1."""
 
     def check(self) -> None:
-        """Raises ``UserError`` for numbers out of range, or that contradict each other."""
+        """Raise ``UserError`` for numbers out of range, or that contradict each other."""
         if self.scaling == "none":
             return
         for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
@@ -53,7 +53,7 @@ class Rope:
 
     @property
     def amplitude(self) -> float:
-        """What rotated queries and keys are multiplied by (YaRN, Peng et al. 2023, eq. 22)."""
+        """Factor on rotated queries and keys (YaRN, Peng et al. 2023, eq. 22)."""
         if self.scaling != "yarn":
             return 1.0
         return self.attention_factor or 0.1 * math.log(max(self.factor, 1.0)) + 1.0

@@ -19,7 +19,7 @@ class Segment:
     params: int
     """Parameters it holds."""
     layer: str = ""
-    """What the names of its parameters begin with where it is a part of a numbered layer, such as `blocks.3`."""
+    """Prefix of the parameters' names in a numbered layer, such as `blocks.3`; empty outside of one."""
     alike: str = ""
     """Segments of which this is equal differ in nothing but the values of their parameters; empty: like no other."""
 
@@ -28,7 +28,7 @@ def transformer_segments(shape: ModelShape) -> tuple[Segment, ...]:
     """Return embedding, the two halves of every block, and the head; their costs add up to the model's.
 
     Attention is counted without its causal half, as in the published formulas; a table lookup counts no FLOPs. A tied
-    table counts as the embedding's parameters. Experts cost what a token that passes them computes.
+    table counts as the embedding's parameters. Experts count a token's own choices.
     """
     first, *_, last = describe_alone(shape)
 

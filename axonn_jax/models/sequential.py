@@ -16,16 +16,16 @@ from axonn_jax.tensor.dropout import DropoutKey
 from axonn_jax.tensor.params import SplitModule, renewed, split_module
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
-"""(what the last layer gives, targets [batch, seq]) -> loss of every target, [batch, seq] float32."""
+"""Loss function: (output of the last layer, targets [batch, seq]) -> loss of every target, [batch, seq] float32."""
 
 
 class SequenceModel(nnx.Module):
-    """A model made of a sequence of Flax layers: each is called on what the one before gives.
+    """Model made of a sequence of Flax layers, each called on the output of the one before.
 
-    The first layer is called on token ids [batch, seq], the last one's output goes to `loss` with the targets. What
-    passes between layers is an array whose first dim is the batch. Layers run on local shards, so plain Flax layers
-    work on grids of `pipe`, `data` and `z`, with their parameters replicated; layers of `axonn_jax.tensor` are sharded
-    over `x` and `y` as well. `between` is the layout of what passes: by default the batch dim over `data` and `z`.
+    The first layer is called on token ids [batch, seq], the last one's output goes to `loss` with the targets. Between
+    layers passes an array whose first dim is the batch. Layers run on local shards, so plain Flax layers work on grids
+    of `pipe`, `data` and `z`, with their parameters replicated; layers of `axonn_jax.tensor` are sharded over `x` and
+    `y` as well. `between` is the layout of that array: by default the batch dim over `data` and `z`.
 
     A layer that holds random streams (`nnx.Rngs`) runs row by row and draws by the seed, the step and the row's place
     in the batch; an evaluation is Flax's `eval`. Layers may hold other state that no call changes: an `nnx.BatchNorm`
@@ -58,7 +58,8 @@ class SequenceModel(nnx.Module):
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """One a layer; without `flops` a layer counts two FLOPs a parameter, which is what its matmuls would take."""
+        """Segments of the model, one a layer; without `flops` a layer counts two FLOPs a parameter, as its matmuls
+        take."""
         segments = []
         parts = split_module(self)
         forms: list[Any] = []  # of the layers that differ
@@ -81,18 +82,18 @@ class SequenceModel(nnx.Module):
         return None if shared or again or form.state else form
 
     def check_grid(self, grid: GridShape) -> None:
-        """Accepts every grid: layers check their own parameters."""
+        """Accept every grid: layers check their own parameters."""
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> jax.Array:
-        """Returns the tokens, which the first layer takes; layers choose their own dtype."""
+        """Return the tokens, which the first layer takes; layers choose their own dtype."""
         return tokens
 
     def continued(self, x: jax.Array, tokens: jax.Array | None) -> jax.Array:
-        """Returns what has arrived."""
+        """Return the arrived values."""
         return x
 
     def run_layer(self, layer: Any, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """Runs a layer with a key as it trains, else as Flax's `eval` has it; row by row if it holds random streams."""
+        """Run a layer with a key as it trains, else as Flax's `eval` has it; row by row if it holds random streams."""
         split: Any = nnx.split(layer, nnx.RngState, ...)
         graphdef, streams, rest = split
         draws = bool(jax.tree.leaves(streams))
@@ -117,7 +118,7 @@ class SequenceModel(nnx.Module):
         return jax.vmap(run_row, (0, None if key is None else 0))(x, same if key is None else key.of_rows(len(x)))
 
     def run_segment(self, number: int, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        """Runs the layer of a number."""
+        """Run the layer of a number."""
         return self.run_layer(self.layers[number], x, None if key is None else key.of_layer(number))
 
     def total_loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
@@ -137,7 +138,7 @@ def _seeded(streams: Any, key: jax.Array) -> Any:
 
 
 def _set_mode(layer: nnx.Module, *, training: bool, draws: bool) -> None:
-    """Sets what a layer leaves open, as an `nnx.MultiHeadAttention` does; for an evaluation all, by `eval`.
+    """Set the mode that a layer leaves open, as an `nnx.MultiHeadAttention` does; for an evaluation all, by `eval`.
 
     Raises ``UserError`` where it is to drop out and has nothing to draw from.
     """
@@ -153,7 +154,7 @@ def _set_mode(layer: nnx.Module, *, training: bool, draws: bool) -> None:
 
 
 def _check_unchanged(layer: Any, before: Any) -> None:
-    """Raises ``UserError`` where a call has changed what a layer holds beside its random streams."""
+    """Raise ``UserError`` if a call has changed state of a layer beside its random streams."""
     after = dict(nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.RngState))))
     for path, var in nnx.to_flat_state(before):
         pairs = zip(*(jax.tree.leaves(v.get_value()) for v in (var, after.get(path, var))), strict=True)

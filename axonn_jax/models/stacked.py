@@ -1,6 +1,6 @@
 """Layers that are alike as one layer whose parameters have a leading dim: one compiled body runs them all.
 
-A layer's own parameters, such as `blocks.3.attention.qkv.kernel`, are what users, checkpoints and optimizers see.
+A layer's own parameters, such as `blocks.3.attention.qkv.kernel`, are the names for users, checkpoints and optimizers.
 Stacked, the kernels of all blocks are `blocks.every.attention.qkv.kernel`, [blocks, ...]; the new dim is never sharded.
 Where kinds of layers alternate, one of each is the loop's body, and the kernels of the second kind are those of
 `blocks.every.1`.
@@ -55,7 +55,7 @@ class Stacked(nnx.Module):
         self.every = kinds[0] if len(kinds) == 1 else nnx.List(list(kinds))
 
     def run(self, body: Callable[[Any, Carry, jax.Array], Carry], carry: Carry) -> Carry:
-        """Calls body(layer, carry, index) for the layers in order, by `lax.scan`, and gives the last carry.
+        """Call body(layer, carry, index) for the layers in order, by `lax.scan`, and give the last carry.
 
         Traced and compiled once, whatever the count. The carry keeps its shapes, dtypes and varying axes.
         """
@@ -77,12 +77,12 @@ class Stacked(nnx.Module):
 
 @dataclass(frozen=True)
 class Stack:
-    """A split model as its programs hold it, and under its layers' own names; parameters are shapes alone."""
+    """Split model in two forms, with layers stacked and one by one."""
 
     parts: SplitModule
-    """As programs hold it: where layers are stacked, with their dim in front."""
+    """Parts in the programs' form, stacked layers with their dim in front."""
     per_layer: SplitModule
-    """As users, checkpoints and optimizers see it."""
+    """Parts in the form for users, checkpoints and optimizers."""
     own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The layers' names, first to last, of every stacked parameter; none where nothing is stacked."""
 
@@ -175,7 +175,7 @@ def _joined(layers: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
 
 
 def run_layers(layers: Stacked | Sequence[Any], body: Callable[[Any, Carry, Any], Carry], carry: Carry) -> Carry:
-    """Calls body(layer, carry, index) for layers in order, stacked or not, and returns the last carry."""
+    """Call body(layer, carry, index) for layers in order, stacked or not, and return the last carry."""
     if isinstance(layers, Stacked):
         return layers.run(body, carry)
     for index, layer in enumerate(layers):

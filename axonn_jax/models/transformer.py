@@ -122,18 +122,18 @@ class Block(nnx.Module):
         return self.feed_forward(self.attend(x, key), key)
 
     def attend(self, x: Stream, key: DropoutKey | None = None, documents: Documents | None = None) -> Stream:
-        """Runs the first half of the block."""
+        """Run the first half of the block."""
         if isinstance(x, Residual):
             return x._replace(values=values_of(self.attend(x.values, key, x.documents)))
         return x + self._drop(self.attention(self.attention_norm(x), documents), key, 0)
 
     def attend_by(self, attend: Attend[Held], x: jax.Array, by: Angles | None) -> tuple[jax.Array, Held]:
-        """As `attend`, by a function of queries, keys and values, which gives what it attends to, and what it holds."""
+        """Attend by a function of queries, keys and values; return the output and the state of the function."""
         attended, held = attend(*self.attention.project(self.attention_norm(x), by))
         return x + self.attention.merge(attended), held
 
     def feed_forward(self, x: Stream, key: DropoutKey | None = None) -> Stream:
-        """Runs the second half of the block."""
+        """Run the second half of the block."""
         values = values_of(x)
         if isinstance(self.mlp, Mlp):
             branch, balance = self.mlp(self.mlp_norm(values)), None
@@ -215,7 +215,8 @@ class Transformer(nnx.Module):
         return run_layers(self.blocks, run, self.embed(words, dtype, key))
 
     def embed(self, tokens: jax.Array, dtype: jnp.dtype, key: DropoutKey | None = None) -> Stream:
-        """What `models.packed.inputs_of` gives -> residual stream in `dtype`, which every later layer computes in."""
+        """Return the residual stream, in `dtype`, of the ids that `models.packed.inputs_of` gives; later layers keep
+        the dtype."""
         if (seq := tokens.shape[1] - self.reads_words) > self.shape.seq_len:
             raise UserError("sequence length", seq, f"at most model.seq_len = {self.shape.seq_len}")
         if not self.reads_words:
@@ -230,7 +231,8 @@ class Transformer(nnx.Module):
         return stream_of(x, tokens, packed=self.packed, experts=self.shape.moe is not None, balanced=self.balanced)
 
     def embed_at(self, tokens: jax.Array, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, Angles | None]:
-        """Token ids and their positions [batch, seq] -> residual stream, and by what its layers rotate."""
+        """Return the residual stream of token ids and positions [batch, seq], and the angles by which its layers
+        rotate."""
         rotation = _rotation(self.shape)
         by = None if rotation is None else angles(rotation, self.shape.seq_len, positions)
         return self._embedded(tokens, dtype, None, positions), by
@@ -257,8 +259,8 @@ class Transformer(nnx.Module):
     def total_loss(self, x: Stream, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
         """Residual stream, targets [batch, seq] -> sum of their cross-entropy in nats, a float32 scalar.
 
-        `weights` [batch, seq] say what each target counts (left out: one); to them there is no gradient. The losses
-        that even out experts' loads are in the gradients, not in the value. Collectives: `tensor.loss.total_loss`.
+        `weights` [batch, seq] are the targets' weights (default: one), without a gradient. The losses that even out
+        experts' loads are in the gradients, not in the value. Collectives: `tensor.loss.total_loss`.
         """
         tied = self.head is None
         layer, weight = (self.embedding, self.embedding.table) if self.head is None else (self.head, self.head.kernel)
@@ -270,11 +272,11 @@ class Transformer(nnx.Module):
         return total if balance is None else total + (balance - jax.lax.stop_gradient(balance))
 
     def run_layer(self, layer: Block, x: Stream, key: DropoutKey | None = None) -> Stream:
-        """Runs a block."""
+        """Run a block."""
         return layer(x, key)
 
     def run_segment(self, number: int, x: Stream, key: DropoutKey | None = None) -> Stream:
-        """Runs half a block; the embedding and the head, which hold none, give `x` as it is."""
+        """Run half a block; the embedding and the head, which hold none, give `x` as it is."""
         index, half = divmod(number - 1, 2)
         if not 0 <= index < len(self.blocks):
             return x
@@ -287,10 +289,10 @@ class Transformer(nnx.Module):
         return transformer_segments(self.shape)
 
     def check_grid(self, grid: GridShape) -> None:
-        """Raises ``UserError`` where the model does not divide over a grid."""
+        """Raise ``UserError`` where the model does not divide over a grid."""
         self.shape.check_grid(grid, sequence_split=self.comm.sequence_split)
         self.comm.check(self.shape, grid)
 
     def _used(self, columns: int) -> int | None:
-        """Returns the vocabulary, where its `columns` on all devices are more."""
+        """Return the vocabulary, where its `columns` on all devices are more."""
         return self.shape.vocab if columns * axis_size(VOCAB_AXIS) > self.shape.vocab else None

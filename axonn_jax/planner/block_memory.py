@@ -1,7 +1,8 @@
 """Activations of a block in bytes for each token of a microbatch on a device; no jax.
 
-Kept activations are read from the declaration. Memory at work and what waits in a pipeline depend on the schedule of
-a backward pass, which no declaration states: they are formulas, held against compiled programs by the tests.
+Kept activations are read from the declaration. Memory at work and in waiting tasks of a pipeline depends on the
+schedule of a backward pass, which no declaration states: they are formulas, held against compiled programs by the
+tests.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class BlockBytes:
     waiting: float = 0.0
     """Both operands of every product, from input gradient to weight gradient, where a pipeline computes them apart."""
     released: float = 0.0
-    """Part of what a pipeline's stage keeps under `none` that only the input gradient reads."""
+    """Part of the activations kept by a pipeline's stage under `none` that only the input gradient reads."""
     spare: float = 0.0
     """Part of `working` by which the MLP's half needs more than attention's."""
 

@@ -23,15 +23,15 @@ class ParamBytes:
     """Bytes of weights, gradients and optimizer state, on one kind of memory."""
 
     weights: float = 0.0
-    """Those that a step reads: in compute precision where float32 ones lie apart, else float32, cast where used."""
+    """Bytes of the weights that a step reads: in compute precision where float32 masters are apart, else float32."""
     gradients: float = 0.0
-    """As accumulated."""
+    """Bytes of accumulated gradients."""
     master: float = 0.0
-    """Float32 weights beside half-precision ones."""
+    """Bytes of float32 weights beside half-precision ones."""
     moments: float = 0.0
-    """Adam's two."""
+    """Bytes of Adam's two moments."""
     positions: float = 0.0
-    """Of the entries of pruned parameters that are kept."""
+    """Bytes of the positions of kept entries."""
 
     @property
     def total(self) -> float:
@@ -77,7 +77,7 @@ def pruned_state(
     offload: bool = False,
     replicas: int = 1,
 ) -> ParamBytes:
-    """As `device_state`, of parameters of which a share `density` is trained: dense weights, all else for that share.
+    """Return the state of parameters of which a share `density` is trained: dense weights, all else for that share.
 
     2 + 20 f bytes a parameter in half precision, 4 + 20 f in float32 (SAMO, IPDPS 23, has 2 + 24 f: it keeps
     half-precision values and a cast copy besides). Slots to spare are left out.

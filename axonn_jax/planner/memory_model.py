@@ -18,7 +18,7 @@ _FP32 = 4
 
 
 class MemoryModel:
-    """Memory of one request's candidates; what they have in common is worked out once."""
+    """Memory of one request's candidates; shared results are computed once."""
 
     def __init__(self, request: PlanRequest):
         self.request, self.ranks = request, Ranks(request)
@@ -59,7 +59,8 @@ class MemoryModel:
         return MemoryUse(*state[:3], activations, gathered, buffers, state.host + outside)
 
     def _once_gathered(self, candidate: Candidate, load: Load) -> tuple[float, float]:
-        """Where weights are gathered once a step: bytes of a microbatch's whole gradients, and of their sums' others.
+        """Return bytes of a microbatch's whole gradients and of their sums' other shards, if weights are gathered once
+        a step.
 
         The sums need more than the device's own shards, and a microbatch's gradients are beside them. Else those need
         as much as the weights, in whose dtype they come; with one microbatch they are the sums, and a pipeline adds
@@ -73,8 +74,8 @@ class MemoryModel:
     def _backward(self, candidate: Candidate, load: Load) -> tuple[float, float, float]:
         """Bytes of activations, of gathered weights, and on the host, when a microbatch's passes need the most.
 
-        That is at the head, in a block's backward pass, or in that of the lookup. What a program of all layers has of
-        gradients grows meanwhile: none at the head, all but those of the lookup's table in the blocks.
+        That is at the head, in a block's backward pass, or in that of the lookup. The gradients in a program of all
+        layers grow meanwhile: none at the head, all but those of the lookup's table in the blocks.
         """
         shape, grid, item = self.request.shape, candidate.grid, self._item
         kept, working, head, outside = self._activations(candidate, load)
@@ -112,7 +113,8 @@ class MemoryModel:
         return (table if tied and (load.first or load.last) else 0.0), count * table
 
     def _gathered(self, candidate: Candidate, load: Load) -> float:
-        """Bytes of weights gathered over `z`: those of all blocks where they are kept, else of one with its gradients.
+        """Return bytes of weights gathered over `z`: all blocks' where they are kept, else one block's with its
+        gradients.
 
         A pipeline's programs keep none of them for one another. Gradients of experts add up in a loop, and are copied
         behind it.
@@ -132,7 +134,7 @@ class MemoryModel:
         return formulas.gathered_weights(block - experts + one, item) + looped
 
     def _activations(self, candidate: Candidate, load: Load) -> tuple[float, float, float, float]:
-        """As `_kept`, worked out once for all grids that divide `data` times `z` differently."""
+        """Return `_kept`, computed once for all grids that divide `data` times `z` differently."""
         grid, each = (
             candidate.grid,
             (candidate.microbatches, candidate.virtual_stages, candidate.activations, candidate.in_flight),
@@ -156,11 +158,11 @@ class MemoryModel:
     def _kept(self, candidate: Candidate, load: Load) -> tuple[float, float, float, float]:
         """Bytes that microbatches in flight keep, that a backward pass adds at work, that the head adds, on the host.
 
-        What a policy computes again is one block's where one program loops over layers. In a pipeline it is all that a
-        group of layers holds (`schedule.partition`), from its input on: its forward pass is run again as a whole. Under
-        `none` a stage keeps what no elementwise operation gives, and of the head one array of logits, or the gradients
-        of a loss in parts. Where a weight gradient waits, a stage keeps what its products read in place of that, but
-        the first one, which has no input gradient to be ahead of.
+        Recomputed activations are one block's where one program loops over layers. In a pipeline it is all that a group
+        of layers holds (`schedule.partition`), from its input on: its forward pass is run again as a whole. Under
+        `none` a stage keeps values that no elementwise operation gives, and of the head one array of logits, or the
+        gradients of a loss in parts. Where a weight gradient waits, a stage keeps the inputs of its products in place
+        of those values, except the first stage, which has no input gradient to be ahead of.
         """
         block, shape = self._block(candidate.grid, candidate.activations), self.request.shape
         tokens = candidate.sequences(self.request.batch) * shape.seq_len
@@ -199,7 +201,7 @@ class MemoryModel:
         return tokens * kept, tokens * working + scores, head, tokens * host
 
     def _in_parts(self, tokens: int, grid: GridShape) -> bool:
-        """Whether the loss runs in parts of a device's tokens."""
+        """Return True if the loss runs in parts of a device's tokens."""
         return loss_chunk(tokens, self.ranks.vocab(grid) // grid.y) < tokens
 
     def _block(self, grid: GridShape, activations: Activations) -> BlockBytes:

@@ -14,7 +14,7 @@ from axonn_jax.planner.search import MEMORY_KINDS, SearchResult
 def draw_plan(
     request: PlanRequest, plan: SearchResult, scaling: Sequence[tuple[int, float]], path: Path, *, title: str
 ) -> None:
-    """Step times of the best grids by what they go to, their memory, time against memory, and scaling.
+    """Draw step times of the best grids by parts, their memory, time against memory, and scaling.
 
     Raises:
         UserError: the file cannot be written.

@@ -14,17 +14,17 @@ from axonn_jax.planner.request import PlanRequest, StatePlacement
 
 @dataclass(frozen=True)
 class Load:
-    """What a rank of the pipeline holds."""
+    """Load of a rank of the pipeline."""
 
     rank: int
     blocks: float
-    """A half is attention or MLP alone."""
+    """Number of blocks; a half is attention or MLP alone."""
     first: bool
-    """The embedding."""
+    """True if the rank has the embedding."""
     last: bool
-    """The head."""
+    """True if the rank has the head."""
     tables: int
-    """Of the vocabulary: a tied one is held at both ends of a pipeline."""
+    """Number of vocabulary tables; a tied one is held at both ends of a pipeline."""
     params: float
     """Parameters of the whole rank, experts aside."""
     experts: float
@@ -38,15 +38,15 @@ class RankState(NamedTuple):
     gradients: float
     optimizer: float
     device: float
-    """All of it on the device."""
+    """Bytes on the device."""
     host: float
-    """On the host, for each device."""
+    """Bytes on the host, for each device."""
     later: float
-    """Beside it once the backward pass is over: of reduction and update."""
+    """Further bytes after the backward pass, for reduction and update."""
 
 
 class Ranks:
-    """The ranks of one request's candidates; what these have in common is worked out once."""
+    """Ranks of one request's candidates; shared results are computed once."""
 
     def __init__(self, request: PlanRequest):
         shape = request.shape
@@ -88,7 +88,7 @@ class Ranks:
         return sum(self.replicated(grid, load))
 
     def trained(self, grid: GridShape, load: Load) -> tuple[float, float]:
-        """As `replicated`, without the entries of pruned kernels that are not kept."""
+        """Return parameters on a device as `replicated`, without the pruned entries of kernels."""
         (dense, experts), density = self.replicated(grid, load), self.request.density
         return dense - (1.0 - density) * self._pruned(grid, load), experts * density
 
@@ -97,7 +97,8 @@ class Ranks:
         return load.blocks * self.kernels / (grid.x * grid.y * grid.z)
 
     def replicated(self, grid: GridShape, load: Load) -> tuple[float, float]:
-        """Of these, those that `data` and `expert` replicate, and those of experts, which `data` alone does."""
+        """Return parameters on a device that `data` and `expert` replicate, and those of experts, which only `data`
+        does."""
         padding = load.tables * self.request.shape.hidden * (self.vocab(grid) - self.request.shape.vocab)
         split = grid.x * grid.y * grid.z
         return (load.params + padding) / split, load.experts / split / grid.expert
@@ -114,11 +115,11 @@ class Ranks:
         return of_grid[key]
 
     def states(self, grid: GridShape) -> dict[tuple[int, StatePlacement], RankState]:
-        """What `state` has worked out for a grid, by rank and placement."""
+        """States of a grid so far, by rank and placement."""
         return self._states.setdefault(grid, {})
 
     def _pruned_state(self, grid: GridShape, load: Load, offload: bool, zero: int) -> Iterator[formulas.ParamBytes]:
-        """State on the device of what is not pruned, of kernels, and of experts' kernels."""
+        """Yield the state on the device of unpruned parameters, of pruned kernels, and of experts' kernels."""
         request, pruned = self.request, self._pruned(grid, load)
         (dense, experts), replicas = self.replicated(grid, load), grid.replicas if zero else 1
         settings: dict[str, Any] = {"accumulate": request.accumulate, "offload": offload}

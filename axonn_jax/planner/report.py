@@ -1,4 +1,4 @@
-"""Sentences on why a candidate is what it is, and step times with fewer devices."""
+"""Sentences on the reasons for a candidate, and step times with fewer devices."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from axonn_jax.schedule.policies import default_in_flight
 
 
 def explain(request: PlanRequest, plan: SearchResult, one: Estimate) -> list[str]:
-    """Sentences about what decides the time of a candidate and what its memory is spent on."""
+    """Return sentences on the parts of a candidate's time and memory."""
     candidate, memory = one.candidate, one.memory
     sentences = [_time(one)]
     grid = candidate.grid
@@ -111,10 +111,10 @@ _KEPT = 5
 def scaling(
     requests: Sequence[PlanRequest], best: Sequence[Estimate], space: SearchSpace, limit: float
 ) -> list[tuple[int, float]]:
-    """Devices and seconds a step: of a plan, and of half as many devices for each further request.
+    """Return devices and seconds a step of a plan, and of half as many devices for each further request.
 
-    Searched are the best grids with an axis halved, and these with a factor of two on another axis. It ends where none
-    of them fits.
+    Grids searched are the best ones with an axis halved, and these with a factor of two on another axis. The list ends
+    where none fits.
     """
     points = [(best[0].candidate.grid.devices, best[0].step_s)]
     for request in requests:

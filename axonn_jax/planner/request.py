@@ -1,4 +1,4 @@
-"""Requests to the planner, the candidates it may choose, and what it predicts for one."""
+"""Requests to the planner, the candidates it may choose, and predictions for one."""
 
 from dataclasses import dataclass, field
 
@@ -16,13 +16,12 @@ from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.tensor.kernel_choice import AttentionForm, choose_form
 
 SHORT = 0.17
-"""How far below what a program takes its predicted memory was at worst, as a share of what it takes
-(docs/results.md)."""
+"""Greatest shortfall of predicted memory found, as a share of a program's memory (docs/results.md)."""
 
 
 @dataclass(frozen=True)
 class OverlapFlags:
-    """Which collectives run beside matmuls; SC 24's names in brackets."""
+    """Collectives that run beside matmuls; SC 24's names in brackets."""
 
     gathers: bool = True
     """The next layer's weights, beside this layer's compute (OAG)."""
@@ -39,13 +38,13 @@ NO_OVERLAP = OverlapFlags(gathers=False, scatters=False, gradients=False, forwar
 
 _DTYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CUDNN = 91100
-"""A version that refuses no GPU: which one a machine has is not in its file."""
+"""Version of cuDNN that supports every GPU, as machine files have none."""
 
 
 def described(device: Device) -> AttentionDevice:
-    """What the candidate of a form depends on, as a machine file says it.
+    """Return the traits of a machine file's device that decide the kernel of attention.
 
-    On TPUs the fused form needs a package that may not be there, and a stage of one device: no plan counts on it.
+    On TPUs the fused kernel needs a further package and a stage of one device: no plan counts on it.
     """
     if device.platform != "cuda":
         return AttentionDevice(device.platform, alone=False)
@@ -78,33 +77,33 @@ class PlanRequest:
     switches: OverlapFlags = field(default_factory=OverlapFlags)
     policy: PipelinePolicy = "message"
     split: bool = True
-    """Whether gradients of weights may be tasks of their own (policy message; see `splits`)."""
+    """True if gradients of weights may be tasks of their own (policy message; see `splits`)."""
     sequence_split: bool = False
-    """Whether the sequence of the residual stream is split over `y`."""
+    """True if the sequence of the residual stream is split over `y`."""
     residual_comm: ResidualComm = "all_reduce"
-    """How blocks are to communicate with it."""
+    """Communication of blocks with the residual stream."""
     attention: AttentionKernel = "auto"
-    """The form of attention; auto: what the program takes there. One that is said is not checked: another program's."""
+    """Kernel of attention; auto: the program's choice there. Another value is taken unchecked."""
 
     moe: MoeConfig = field(default_factory=MoeConfig)
-    """How tokens reach their experts."""
+    """Training of experts, with their dispatch."""
     duplicates: bool = False
-    """capacity: whether devices along `y` all send the tokens that they have in common: for comparison."""
+    """True if devices along `y` send the tokens that they have in common each (capacity), for comparison."""
 
     @property
     def attention_form(self) -> AttentionForm:
-        """The form that is computed."""
+        """Kernel of attention that the step uses."""
         if self.attention != "auto":
             return AttentionForm(self.attention)
         return form_taken(self.machine.device, self.precision, self.shape.head_dim, self.shape.seq_len)
 
     def comm(self, grid: GridShape, activations: Activations) -> BlockComm:
-        """How blocks communicate on a grid; raises ``UserError`` where they cannot as they are to."""
+        """Return the communication of blocks on a grid; raise ``UserError`` where it is impossible."""
         split = self.sequence_split
         return choose_residual_comm(self.residual_comm, self.shape, grid, activations, sequence_split=split)
 
     def splits(self, activations: Activations) -> bool:
-        """Whether a pipeline's gradients of weights are tasks of their own."""
+        """Return True if a pipeline's gradients of weights are tasks of their own."""
         return self.policy == "zero-bubble" or (self.policy == "message" and may_split(self.split, activations))
 
     @property
@@ -118,48 +117,48 @@ class PlanRequest:
 
 
 StatePlacement = tuple[bool, int]
-"""Where the optimizer's state is: whether on the host, and the stage of ZeRO that shares it among replicas."""
+"""Placement of the optimizer's state: True on the host, and the stage of ZeRO that shares it among replicas."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the planner decides."""
+    """Choices of the planner."""
 
     grid: GridShape
     microbatches: int = 1
-    """Of a step, per pipeline."""
+    """Microbatches of a step, per pipeline."""
     activations: Activations = "none"
     virtual_stages: int = 1
     offload: bool = False
     zero: int = 0
     reshard_after: ReshardAfter = "forward"
-    """How long gathered weights live."""
+    """Lifetime of gathered weights."""
     in_flight: int = 0
     """Microbatches in a pipeline at once (policy message), 0 for the default."""
 
     @property
     def once(self) -> bool:
-        """Whether weights are gathered, and gradients reduce-scattered over `z`, once a step."""
+        """True if weights are gathered, and gradients reduce-scattered over `z`, once a step."""
         return self.reshard_after == "step" and self.microbatches > 1
 
     @property
     def placement(self) -> StatePlacement:
-        """Where the optimizer's state is."""
+        """Placement of the optimizer's state."""
         return self.offload, self.zero
 
     @property
     def loops(self) -> bool:
-        """Whether one program runs several microbatches."""
+        """True if one program runs several microbatches."""
         return self.grid.pipe == 1 and self.microbatches > 1
 
     @property
     def again(self) -> bool:
-        """Whether recomputation gathers weights again."""
+        """True if recomputation gathers weights again."""
         return self.reshard_after == "forward" and self.activations != "none"
 
     @property
     def pipeline(self) -> PipelineShape:
-        """Its ranks, microbatches and virtual stages."""
+        """Sizes of the pipeline: ranks, microbatches and virtual stages."""
         return PipelineShape(self.grid.pipe, self.microbatches, self.virtual_stages)
 
     def sequences(self, batch: int) -> int:
@@ -188,12 +187,12 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a candidate is predicted to take."""
+    """Prediction for a candidate."""
 
     candidate: Candidate
     step_s: float
     compute_s: float
-    """Of the busiest stage, with recomputation."""
+    """Seconds of computation of the busiest stage, with recomputation."""
     update_s: float
     """The optimizer's."""
     bubble: float
@@ -204,7 +203,7 @@ class Estimate:
     hidden: dict[str, float] = field(default_factory=dict)
     """Seconds of communication beside compute, by axis."""
     simulated: bool = False
-    """Whether the pipeline was run by its dispatchers, rather than estimated in closed form."""
+    """True if the pipeline was simulated with its dispatchers, False for the closed form."""
 
     def peak_share(self, request: PlanRequest, recompute: bool = False) -> float:
         """FLOPs a second as a share of the devices' peak; with `recompute` the blocks' second forward counts too."""

@@ -1,4 +1,4 @@
-"""The search: every legal grid with every candidate that goes with it; what fits, what does not and why."""
+"""Search over every legal grid with its candidates: the best ones, and the reasons for rejected ones."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -42,24 +42,24 @@ class Rejected:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What the search found."""
+    """Result of a search."""
 
     best: list[Estimate]
-    """Of what fits, the fastest of each grid, fastest first."""
+    """Fastest candidate of each grid that fits, fastest first."""
     pareto: list[Estimate]
-    """What fits and is beaten by nothing in both time and memory, fastest first."""
+    """Candidates that fit and are beaten by none in both time and memory, fastest first."""
     rejected: list[Rejected]
     """Grids that do not fit, those that come closest first, and the rules that left others out."""
     examined: int
     """Choices that were priced."""
     prices: Prices
-    """What prices them."""
+    """Prices of the candidates."""
 
 
 def search(request: PlanRequest, devices: int, space: SearchSpace, limit: float) -> SearchResult:
-    """Prices every legal candidate for so many devices; `limit` is the memory a device may use, in bytes.
+    """Price every legal candidate for so many devices; `limit` is the memory a device may use, in bytes.
 
-    Grids are tried in the order of what none of their candidates goes below, until no other can come near the best.
+    Grids are tried in the order of their lower bounds, until no other can come near the best.
 
     Raises:
         UserError: no grid is legal for model, batch and devices, or none fits the memory.
@@ -155,7 +155,7 @@ def _too_large(request: PlanRequest, memory: MemoryUse, candidate: Candidate, li
 
 
 MEMORY_KINDS = ("weights", "gradients", "optimizer", "activations", "gathered", "buffers")
-"""What a device's memory goes to."""
+"""Uses of a device's memory."""
 
 
 def _nothing(devices: int, rejected: list[Rejected]) -> UserError:
@@ -176,16 +176,16 @@ _SIMULATED_TASKS, _COMPARED_TASKS = 150_000, 50_000
 _HORIZON = 1.1
 """Pipelines this far from the best in closed form, whose error is less, are not simulated."""
 _UNEVEN = 1.05
-"""How much longer several virtual stages are than in closed form, as a rule, where none has been simulated yet."""
+"""Usual ratio of several virtual stages' time to the closed form, before one has been simulated."""
 
 
 def ranked(prices: Prices, fits: Sequence[Priced], space: SearchSpace, limit: float) -> list[Estimate]:
-    """Prices of what may be among the best or the smallest, fastest first.
+    """Return the estimates of candidates that may be among the best or the smallest, fastest first.
 
-    Of candidates without a pipeline what nothing beats in both time and memory, and the best of each grid. Pipelines
-    count simulated only. The closed form takes virtual stages for equally long, which they are not where a model's
-    segments do not divide evenly: those that were simulated say how much it is off for others of as many, which are
-    tried later if it is much, and what a grid's first one took says it for those that come after.
+    Without a pipeline: candidates that none beats in both time and memory, and the best of each grid. Pipelines count
+    simulated only. The closed form takes virtual stages for equally long, which they are not where a model's pieces do
+    not divide evenly: simulated ones show its error for others of as many, which are tried later if it is large, and a
+    grid's first one shows it for the grid's later ones.
     """
     groups: dict[tuple[GridShape, int], list[Priced]] = {}
     for one in fits:
@@ -231,11 +231,11 @@ class _Waiting(NamedTuple):
 
     priced: Priced
     queue: Iterator[Priced]
-    """Those that come after it."""
+    """Candidates of the grid that come later."""
     ratio: float
-    """What the one before took, over its closed form."""
+    """Time of the candidate before, over its closed form."""
     known: bool
-    """Whether there was one before."""
+    """True if there was a candidate before."""
 
     @property
     def least(self) -> float:
@@ -244,7 +244,7 @@ class _Waiting(NamedTuple):
 
 
 def _kind(request: PlanRequest, one: Priced) -> tuple[int, bool]:
-    """What closed forms are off alike for."""
+    """Key of candidates whose closed forms have similar errors."""
     return one.base.virtual_stages, request.splits(one.base.activations)
 
 

@@ -16,7 +16,7 @@ from axonn_jax.planner.request import Candidate, PlanRequest, StatePlacement
 Item = TypeVar("Item")
 
 SEARCHED: tuple[Activations, ...] = ("none", "save_collectives", "full", "offload")
-"""Activation policies worth trying: `dots` keeps what `save_collectives` keeps and communicates more."""
+"""Activation policies worth trying; `dots` keeps as much as `save_collectives` and communicates more."""
 
 ROWS = 1 << 15
 """Tokens of a microbatch on a device that are as good as any more."""
@@ -29,7 +29,7 @@ def grid_axes(shape: ModelShape) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may be chosen; what is fixed is a list of one."""
+    """Space of choices; a fixed choice is a list of one."""
 
     axes: Mapping[str, int] = field(default_factory=dict)
     """Axes of the grid that are fixed."""
@@ -46,7 +46,7 @@ class SearchSpace:
     reshard_after: Sequence[ReshardAfter] = ("forward",)
 
     def reshards(self, base: Candidate) -> list[ReshardAfter]:
-        """How long gathered weights may live; of several ways those that make no difference are left out.
+        """Return the lifetimes of gathered weights to try; of several lifetimes, those without effect are left out.
 
         A pipeline keeps none from one of its programs to the next.
         """
@@ -156,7 +156,7 @@ class Priced(NamedTuple):
 
 
 def sort_key(step_s: float, base: Candidate, placement: StatePlacement) -> tuple[float, ...]:
-    """What candidates are sorted by: their time, then how little they ask for."""
+    """Key by which candidates are sorted: time, then the extent of memory-saving options."""
     asked = _POLICIES.index(base.activations), _RESHARDS.index(base.reshard_after)
     return step_s, *asked, *placement, base.virtual_stages
 
@@ -211,12 +211,12 @@ def _candidates(
 
 
 def front(found: Iterable[Priced]) -> list[Priced]:
-    """What nothing beats in both time and memory, fastest first."""
+    """Return the candidates that none beats in both time and memory, fastest first."""
     return smaller(sorted(found, key=lambda one: one.order), lambda one: one.memory)
 
 
 def smaller(found: Iterable[Item], memory: Callable[[Item], float]) -> list[Item]:
-    """Of what is sorted by time, that which needs less memory than all before it."""
+    """Return, of items sorted by time, those that need less memory than all before."""
     kept: list[Item] = []
     for one in found:
         if not kept or memory(one) < memory(kept[-1]):
@@ -231,11 +231,11 @@ def placements_of(grid: GridShape, space: SearchSpace) -> list[StatePlacement]:
 
 
 def has_room(model: CostModel, candidate: Candidate, limit: float) -> bool:
-    """Whether a candidate fits the memory of devices and hosts."""
+    """Return True if a candidate fits the memory of devices and hosts."""
     (device, host), *_ = model.footprint.totals(candidate, [candidate.placement])
     return device <= limit and host_fits(model.request, host, candidate.grid)
 
 
 def host_fits(request: PlanRequest, each: float, grid: GridShape) -> bool:
-    """Whether a node has the host memory that so many bytes for each of its devices are."""
+    """Return True if a node's host memory holds so many bytes for each of its devices."""
     return each * min(request.machine.node.devices, grid.devices) <= request.machine.host.memory_bytes

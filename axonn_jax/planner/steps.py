@@ -1,4 +1,4 @@
-"""Steps of one candidate in virtual time, undisturbed or disturbed, and of what else could run with the same memory."""
+"""Steps of a candidate in virtual time, undisturbed or disturbed, and of other schedules with the same memory."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,30 +13,30 @@ from axonn_jax.planner.simulate.perturb import Outcome, Perturbation, simulate_p
 from axonn_jax.planner.space import SearchSpace
 
 Progress = Callable[[str, int], Callable[[int], None]]
-"""Called with what is simulated and how many tasks that is, gives what is called with how many are done."""
+"""Callback: (name of a simulation, its number of tasks) -> callback for the number of ended tasks."""
 
 _STATIC: tuple[PipelinePolicy, ...] = ("gpipe", "interleaved", "zero-bubble")
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A simulated step: its slowest pipeline, beside the others."""
+    """Simulated step, with the slowest pipeline and the others' times."""
 
     slowest: Outcome
     pipeline_s: float
-    """Seconds of its slowest pipeline."""
+    """Seconds of the slowest pipeline."""
     busy: list[float]
-    """By rank, how long it works in it."""
+    """Seconds that each rank works in the slowest pipeline."""
     replicas_s: list[float]
     """Seconds of every pipeline that was simulated."""
     behind_s: float
-    """Seconds of the update, of reductions once a step, and without a pipeline of what microbatches share."""
+    """Seconds of the update, of reductions once a step, and without a pipeline of work shared by microbatches."""
     left_out: int = 0
     """Microbatches of the steady stretch that were not simulated, each as long as those beside them."""
 
     @property
     def seconds(self) -> float | None:
-        """Of the whole step, None where a failure stops it."""
+        """Seconds of the whole step, None where a failure stops it."""
         return self.pipeline_s + self.behind_s if self.slowest.finished else None
 
     @property
@@ -55,7 +55,7 @@ class Baseline:
     memory_bytes: float | None = None
     """None where no grid fits."""
     why: str = ""
-    """What keeps it from running."""
+    """Reason for which the baseline cannot run."""
 
 
 def step(
@@ -67,9 +67,9 @@ def step(
     name: str = "a step",
     drawn: bool = False,
 ) -> SimulatedStep:
-    """One step under a disturbance: the slowest of so many pipelines where there is jitter.
+    """Return one step under a disturbance: the slowest of so many pipelines where there is jitter.
 
-    What is the same in every microbatch is simulated as `prices` has it; all tasks are kept if they are to be `drawn`.
+    A steady stretch is shortened as in `prices`; all tasks are kept if they are to be `drawn`.
 
     Raises:
         UserError: the disturbance is of a rank that does not exist, or means nothing.

@@ -1,6 +1,7 @@
 """Sizes by formula against counting: parameters of the real model, FLOPs of its traced program, published figures."""
 
 import re
+from dataclasses import replace
 
 import grids
 import jax
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 
 from axonn_jax.errors import UserError
-from axonn_jax.models import ModelShape, Transformer, preset, preset_names
+from axonn_jax.models import Transformer, preset, preset_names
 from axonn_jax.models.declared.transformer import describe_alone
 from axonn_jax.ops.costs import forward_flops, parameters
 from axonn_jax.tensor.params import split_module
@@ -136,7 +137,7 @@ def test_flops_equal_counting_the_traced_program(model):
 )
 def test_impossible_sizes_are_refused(change, message):
     with pytest.raises(UserError, match=message):
-        ModelShape(**{**grids.GPT.__dict__, **change})
+        replace(grids.GPT, **change)
 
 
 def test_an_unknown_preset_names_the_nearest():

@@ -1,6 +1,7 @@
 """Sub-batches and a fixed order change nothing but the order: same gradients, same collectives."""
 
 import functools
+from dataclasses import replace
 from itertools import product
 
 import grids
@@ -23,7 +24,7 @@ GRIDS = [grids.GridShape(1, 1, 1, 1, 1), grids.GridShape(1, 1, 2, 2, 2), grids.G
 def results(model, axes, dropout=0.0, **options):
     shape, grid = grids.MODELS[model], grids.lay(axes)
     if dropout:
-        shape = grids.GPT.__class__(**{**shape.__dict__, "dropout": dropout})
+        shape = replace(shape, dropout=dropout)
     with jax.set_mesh(grid.mesh):
         parts = split_module(Transformer(shape, rngs=nnx.Rngs(0)))
     program = StageProgram(parts, grid, jnp.dtype("float32"), **options)

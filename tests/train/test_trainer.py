@@ -1,6 +1,7 @@
 """The trainer: loss curves on every grid, one reduction over `data` a step, any optax transformation."""
 
 import functools
+from dataclasses import replace
 
 import grids
 import hlo_text
@@ -15,7 +16,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import MESH_AXES
 
 STEPS = 20
-SMALL = {name: shape.__class__(**{**shape.__dict__, "layers": 1, "seq_len": 8}) for name, shape in grids.MODELS.items()}
+SMALL = {name: replace(shape, layers=1, seq_len=8) for name, shape in grids.MODELS.items()}
 
 
 def train(model, axes, *, microbatches=1, optimizer=None, clip=0.5, steps=STEPS, **options):
@@ -145,7 +146,7 @@ def test_bf16_tracks_fp32():
 
 
 def test_dropout_drops_the_same_entries_on_every_grid_and_in_any_microbatches():
-    SMALL["dropout"] = SMALL["gpt"].__class__(**{**SMALL["gpt"].__dict__, "dropout": 0.3})
+    SMALL["dropout"] = replace(SMALL["gpt"], dropout=0.3)
     try:
         _, whole = train("dropout", grids.GridShape(), steps=5)
         _, sharded = train("dropout", grids.GridShape(1, 2, 1, 2, 2), microbatches=2, steps=5)

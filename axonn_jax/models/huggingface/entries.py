@@ -46,7 +46,7 @@ def why_not_exported(shape: ModelShape, *, biases_move: bool) -> str:
 
 
 def file_names(names: Sequence[str] | Mapping[str, Any], shape: ModelShape) -> dict[str, str]:
-    """Maps the names that `entries_of` uses to those in a file, which may lack the prefix; without known buffers."""
+    """Map the names that `entries_of` uses to those in a file, which may lack the prefix; without known buffers."""
     prefix = _PREFIX.get(layout_of(shape), "model.")
     full = {name if name.startswith(prefix) or name == HEAD else prefix + name: name for name in names}
     return {name: given for name, given in full.items() if not name.endswith(_BUFFERS)}
@@ -83,7 +83,7 @@ def not_tied(field: str = "") -> UserError:
 
 
 def from_huggingface(state: Mapping[str, Array], shape: ModelShape) -> dict[str, Array]:
-    """Returns a Hugging Face state dict's tensors (or their gradients) as this package's parameters.
+    """Return a Hugging Face state dict's tensors (or their gradients) as this package's parameters.
 
     Each tensor is read once, and one whose layout is the same is passed on, not copied. Raises ``UserError`` for a
     shape that no family has, and for a tensor that is missing, unexpected or of the wrong size.
@@ -108,7 +108,7 @@ def from_huggingface(state: Mapping[str, Array], shape: ModelShape) -> dict[str,
 
 
 def to_huggingface(params: Mapping[str, Array], shape: ModelShape) -> dict[str, Array]:
-    """Returns this package's parameters (or their gradients) as a Hugging Face state dict; undoes `from_huggingface`.
+    """Return this package's parameters (or their gradients) as a Hugging Face state dict; undoes `from_huggingface`.
 
     A tied projection is listed once, under the embedding's name, as in safetensors files. Raises ``UserError`` for
     a shape that no family has, and for a parameter that is missing, unexpected, of the wrong size, or lacking there

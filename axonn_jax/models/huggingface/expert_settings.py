@@ -41,7 +41,7 @@ def _count(config: Config, default: int) -> int:
 
 
 def _layers_with_experts(config: Config, layers: int) -> tuple[int, int]:
-    """Of how many layers one has experts, and the first that has, counted from 0."""
+    """Return the period of the layers with experts, and the first of them, counted from 0."""
     step, dense = whole(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if step > layers:
         raise UserError("config.decoder_sparse_step", step, f"at most num_hidden_layers = {layers}")

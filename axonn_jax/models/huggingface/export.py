@@ -20,7 +20,7 @@ Report = Callable[[int, int], None]
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
-"""What config.json calls a dtype, by its name in a file."""
+"""Names of dtypes in config.json, by the name in a file."""
 _ALIGNED = 8
 _CHUNK = 64 << 20
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
@@ -30,7 +30,7 @@ class Tensors(Protocol):
     """Tensors by name, from wherever they are."""
 
     def span(self, name: str) -> FileSpan | None:
-        """Where a tensor lies in a file as it is to be written; None where it does not."""
+        """Place of a tensor in a source file, if it is written unchanged; else None."""
 
     def pieces(self, name: str) -> Iterator[NDArray[Any]]:
         """A tensor in pieces along its first dim."""
@@ -45,12 +45,12 @@ class Planned(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in the file."""
+        """Bytes of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_tensors(folder: Path, tensors: Sequence[Planned], source: Tensors, most: int, report: Report) -> None:
-    """Writes `model.safetensors`, or several files of at most `most` bytes (or one tensor) each and their index.
+    """Write `model.safetensors`, or several files of at most `most` bytes (or one tensor) each and their index.
 
     Every tensor is asked for once, in their order where all have one dtype. Pieces are cast to the dtype planned.
     """
@@ -92,7 +92,7 @@ def _write(file: FileIO, tensor: Planned, source: Tensors) -> Iterator[int]:
 
 
 def _copied(file: FileIO, span: FileSpan, left: int) -> Iterator[int]:
-    """Copies bytes as they are, by the kernel; ends before where the file systems cannot."""
+    """Copy bytes as they are, by the kernel; ends before where the file systems cannot."""
     with span.path.open("rb") as source:
         at = span.start
         while left:
@@ -147,7 +147,7 @@ def _header(tensors: Sequence[Planned]) -> bytes:
 
 
 def dtype_name(tensors: Sequence[Planned]) -> str:
-    """What config.json calls the dtype that most bytes are in."""
+    """Name in config.json of the dtype that most bytes are in."""
     bytes_of: dict[str, int] = {}
     for tensor in tensors:
         name = TORCH_NAMES[_NAMES[tensor.dtype]]

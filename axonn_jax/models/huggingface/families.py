@@ -10,7 +10,7 @@ from axonn_jax.models.huggingface.expert_settings import EXPERT_COUNTS, expert_c
 from axonn_jax.models.huggingface.settings import Config, flag, number, only, rope_config, rope_fields, whole
 
 Layout = Literal["gpt2", "llama", "mixtral", "qwen3_moe"]
-"""How tensors are named and laid out."""
+"""Names and layouts of tensors."""
 
 _GPT2 = {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": "all", "qk_norm": False}
 _LLAMA = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": "none", "qk_norm": False}
@@ -18,27 +18,27 @@ _LLAMA = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": "none
 
 @dataclass(frozen=True)
 class Family:
-    """What an architecture of transformers fixes, and what its config leaves out."""
+    """Architecture of transformers: fixed traits, and meanings of fields missing in its config."""
 
     architecture: str
     traits: Mapping[str, object]
     """Fields of `ModelShape` that all models of the family have; those about rotary positions aside."""
     tied: bool = False
-    """What a missing `tie_word_embeddings` means."""
+    """Value of a missing `tie_word_embeddings`."""
     kv_heads: int | None = None
-    """What a missing `num_key_value_heads` means; None: as many as heads."""
+    """Value of a missing `num_key_value_heads`; None: as many as heads."""
     head_dim: int | None = None
-    """What a missing `head_dim` means; None: `hidden_size / num_attention_heads`."""
+    """Value of a missing `head_dim`; None: `hidden_size / num_attention_heads`."""
     activations: tuple[str, ...] = ("silu",)
     window: Literal["none", "always", "chosen", "switched"] = "none"
-    """Whether there is a sliding window: never, as `sliding_window` says, or only with `use_sliding_window`, which
+    """Presence of a sliding window: never, as `sliding_window` says, or only with `use_sliding_window`, which
     `max_window_layers` may then restrict (chosen) or not (switched)."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Fields of config.json with the one value that is computed."""
     experts: bool = False
-    """Whether blocks have experts."""
+    """True if blocks have experts."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """What other missing fields mean."""
+    """Values of other missing fields."""
 
 
 _NO_BIAS = {"attention_bias": False}
@@ -84,7 +84,7 @@ _SAME = "nothing else is supported"
 
 
 def shape_from_config(config: Config) -> ModelShape:
-    """Returns the sizes that a Hugging Face ``config.json`` of one of the `FAMILIES` describes.
+    """Return the sizes that a Hugging Face ``config.json`` of one of the `FAMILIES` describes.
 
     Dropout stays 0: it is a choice of the training run, not of the model. Raises ``UserError``, naming field and
     value, for whatever this package's transformer does not compute.
@@ -218,7 +218,7 @@ def family_of(shape: ModelShape) -> str:
 
 
 def layout_of(shape: ModelShape) -> Layout:
-    """How the tensors of a model are named and laid out; raises ``UserError`` for a shape that no family has."""
+    """Return the names and layouts of a model's tensors; raise ``UserError`` for a shape that no family has."""
     layouts: Mapping[str, Layout] = {"gpt2": "gpt2", "mixtral": "mixtral", "qwen3_moe": "qwen3_moe"}
     return layouts.get(family_of(shape), "llama")
 

@@ -23,7 +23,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
-"""What weights may be stored in, by the name in a file."""
+"""Dtypes of stored weights, by the name in a file."""
 _MOST_INDEX = 64 << 20
 _MOST_FILES = 100_000
 _PIECE = 1 << 20  # small enough that its memory is used again: new pages for each piece take longer than the copy
@@ -32,7 +32,7 @@ _LENGTH = 8  # bytes in front of a header that say how long it is
 
 
 class StoredTensor(NamedTuple):
-    """What a file's header says of a tensor."""
+    """Entry of a tensor in a file's header."""
 
     file: str
     dtype: np.dtype[Any]
@@ -40,7 +40,7 @@ class StoredTensor(NamedTuple):
 
 
 class FileSpan(NamedTuple):
-    """Where the bytes of a tensor are."""
+    """Place of a tensor's bytes."""
 
     path: Path
     start: int
@@ -50,8 +50,8 @@ class FileSpan(NamedTuple):
 class TensorFiles:
     """The tensors of a directory's `model.safetensors`, or of the files that its index names.
 
-    Only headers are read at first. `field` is what errors call the directory. Raises ``UserError`` where a file is
-    missing, damaged, no regular file of this directory, or holds what the index does not say.
+    Only headers are read at first. `field` names the directory in errors. Raises ``UserError`` where a file is missing,
+    damaged, no regular file of this directory, or contradicts the index.
     """
 
     def __init__(self, directory: Path, field: str):
@@ -94,7 +94,7 @@ class TensorFiles:
             yield self.read(name, ((at, min(at + rows, shape[0])), *rest))
 
     def span(self, name: str) -> FileSpan:
-        """Where a tensor's bytes are in its file; the header was stored_here to be sound."""
+        """Place of a tensor's bytes in its file, whose header has been checked."""
         stored = self.tensors[name]
         path = self.directory / stored.file
         if stored.file not in self._starts:

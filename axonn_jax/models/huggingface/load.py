@@ -42,11 +42,11 @@ def _born(pretrained: Pretrained, name: str, want: jax.ShapeDtypeStruct) -> jax.
 
 
 def from_pretrained(directory: str | Path, grid: Grid) -> Transformer:
-    """Returns the model in a pretrained directory, in float32 and laid out over a grid; no collectives.
+    """Return the model in a pretrained directory, in float32 and laid out over a grid; no collectives.
 
-    The directory is Hugging Face's (config.json and safetensors) or a converted one. Every process of the grid calls
-    it and reads the parts of the files that its devices hold, nothing else; no parameter is ever whole in one of them.
-    Raises ``UserError`` for a pipeline, and for what cannot be read or is not computed.
+    The directory is Hugging Face's (config.json and safetensors) or a converted one. Every process of the grid calls it
+    and reads the parts of the files that its devices hold, nothing else; no parameter is ever whole in one of them.
+    Raises ``UserError`` for a pipeline, an unreadable file and an unsupported model.
     """
     if grid.shape.pipe > 1:
         accepted = "1; in a pipeline, Trainer.load(directory, weights_only=True) or checkpoint.weights of a config"

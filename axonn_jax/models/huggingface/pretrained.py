@@ -16,7 +16,7 @@ from axonn_jax.models.presets import OF_EXPERTS, shape_in
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 FOLDER = "pretrained"
-"""Where a run keeps the small files of the model that it began from."""
+"""Folder of a run with the small files of the model that it began from."""
 SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 OF_TOKENIZER = re.compile(
     r"(special_tokens_map|added_tokens|vocab)\.json|tokenizer[\w-]*\.[\w.-]+|chat_template\.(json|jinja)|merges\.txt"
@@ -33,7 +33,7 @@ _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def is_pretrained(directory: Path) -> bool:
-    """Whether a directory is a model in Hugging Face's layout, sound or not, and no training run."""
+    """Return True if a directory is a model in Hugging Face's layout, sound or not, and no training run."""
     names = (CONFIG, *_WEIGHTS, *_ADAPTERS)
     return not (directory / "checkpoints").is_dir() and any(os.path.lexists(directory / name) for name in names)
 
@@ -46,7 +46,7 @@ def root_of(directory: Path) -> Path:
 
 
 def no_model(directory: Path, field: str, missing: str) -> UserError:
-    """The refusal of a directory without a file, which says what there is in its place."""
+    """Return the error for a directory without a file, which names the files in its place."""
     for pickle in _WEIGHTS[2:]:
         if os.path.lexists(directory / pickle) and missing != CONFIG:
             accepted = (
@@ -103,8 +103,8 @@ def shape_of(directory: str | Path, field: str = "directory") -> ModelShape:
 def differences(given: ModelShape, stored: ModelShape) -> list[str]:
     """Fields with which a model computes another function than a stored one, as "model.heads = 4 (8 there)".
 
-    Dropout and the spread of initial weights change none; nor do the length of sequences where positions are rotary,
-    a window as long as they are, and what another field switches off.
+    Dropout and the spread of initial weights change none; nor do the length of sequences where positions are rotary, a
+    window of that length, and fields that another one disables.
     """
     names = [f.name for f in fields(ModelShape)]
     same = {"dropout", "init_std"}
@@ -127,7 +127,7 @@ def differences(given: ModelShape, stored: ModelShape) -> list[str]:
 
 
 def _turns(shape: ModelShape) -> object:
-    """How queries and keys turn, whichever fields say so."""
+    """Rotation of queries and keys, however the fields express it."""
     rope = shape.rope
     try:
         return rope and (rope.frequencies(shape.head_dim).tolist(), rope.amplitude)
@@ -141,7 +141,7 @@ def _routed(shape: ModelShape) -> list[bool]:
 
 
 def check_shape(given: ModelShape, directory: Path, field: str) -> None:
-    """Raises ``UserError`` unless a directory holds the model of these sizes; one line lists the fields that differ.
+    """Raise ``UserError`` unless a directory holds the model of these sizes; one line lists the fields that differ.
 
     Sequences may be shorter where positions are rotary, not longer.
     """
@@ -176,7 +176,7 @@ def small_files(directory: Path, field: str, wanted: re.Pattern[str] = SMALL) ->
 
 
 def keep_small_files(source: Path, folder: Path, field: str) -> dict[str, bytes]:
-    """Writes a directory's small files into a folder and returns them.
+    """Write a directory's small files into a folder and return them.
 
     Raises ``UserError`` for one that cannot be read or written.
     """
@@ -192,7 +192,7 @@ def keep_small_files(source: Path, folder: Path, field: str) -> dict[str, bytes]
 
 
 def end_tokens(directory: Path, vocab: Mapping[str, int], field: str) -> Iterator[int]:
-    """Yields ids of the tokens that end a text, as a directory's files name them; the one behind a document first.
+    """Yield ids of the tokens that end a text, as a directory's files name them; the one behind a document first.
 
     Chat models name further ones in generation_config.json, and the end of a turn there alone. Of an empty vocabulary
     nothing is known: any id is taken.

@@ -15,10 +15,10 @@ from axonn_jax.models.huggingface.tensor_map import Bounds, TensorMap
 
 
 class Pretrained:
-    """The weights of a pretrained directory, every tensor of which is there in its size.
+    """Weights of a pretrained directory, checked to have every tensor in its size.
 
-    Config and headers are read at once, tensors part by part. `field` is what errors call the directory. Raises
-    ``UserError`` for a config that is not computed, and for files that are damaged or do not fit it.
+    Config and headers are read at once, tensors part by part. `field` names the directory in errors. Raises
+    ``UserError`` for an unsupported config, and for files that are damaged or do not fit it.
     """
 
     def __init__(self, directory: Path, field: str):
@@ -49,7 +49,7 @@ class Pretrained:
         yield from self.files.pieces(self._names[name])
 
     def span(self, name: str) -> FileSpan | None:
-        """Where the tensor of a full name lies in its file; None of a table that `pieces` compares with a head."""
+        """Place of a tensor in its file; None for a table that `pieces` compares with a head."""
         if name in self.entries[TABLE].theirs and self.shape.tied and HEAD in self._names:
             return None
         return self.files.span(self._names[name])

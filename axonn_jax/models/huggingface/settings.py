@@ -29,7 +29,7 @@ _HAVE_ORIGINAL = ("llama3", "yarn")
 
 
 def only(config: Config, key: str, *values: object, of: str = "config") -> None:
-    """Raises ``UserError`` unless the field is absent, null or one of the values that are supported."""
+    """Raise ``UserError`` unless the field is absent, null or one of the values that are supported."""
     given = config.get(key)  # null is how many files say "the default", which is a supported value
     if given is not None and not any(given == value and type(given) is type(value) for value in values):
         accepted = " or ".join(repr(value) if isinstance(value, str) else str(value).lower() for value in values)

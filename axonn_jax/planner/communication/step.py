@@ -33,24 +33,23 @@ class StepSpec:
     itemsize: int = FLOAT32
     """Bytes of an element of activations and gathered weights (2: bf16); norms and loss have 4."""
     activations: Activations = "none"
-    """What the backward pass computes again; `full`, `dots` and `offload` communicate the same, `save_collectives`
-    only gathers again."""
+    """Activation policy; `full`, `dots` and `offload` communicate the same, `save_collectives` only gathers again."""
     scanned: bool = False
-    """Whether layers are a loop's body (`tensor.scan_layers`): their weights are then gathered for every microbatch."""
+    """True if layers are a loop's body (`tensor.scan_layers`): their weights are then gathered for every microbatch."""
     reshard_after: ReshardAfter = "forward"
     """When gathered weights are let go: after `forward` they are gathered again in recomputation; with several
     microbatches `step` gathers, and reduce-scatters sums of gradients, once a step."""
     comm: BlockComm = ALL_REDUCE
-    """How blocks communicate with the residual stream."""
+    """Communication of blocks with the residual stream."""
     accumulate: int = FLOAT32
     """Bytes of an element of gradients on their way over `z` (`memory.accumulate`)."""
     density: float = 1.0
     """Share of the entries of the blocks' kernels that is trained; slots to spare are left out."""
 
     moe: MoeConfig = field(default_factory=MoeConfig)
-    """How tokens reach their experts."""
+    """Training of experts, with their dispatch."""
     duplicates: bool = False
-    """capacity: whether devices along `y`, which have the same tokens, all send them: for comparison."""
+    """True if devices along `y` send the tokens that they have in common each (capacity), for comparison."""
 
     @property
     def rows(self) -> int:
@@ -64,12 +63,12 @@ class StepSpec:
 
     @property
     def once(self) -> bool:
-        """Whether gradients are reduce-scattered over `z` once a step, and so weights gathered once."""
+        """True if gradients are reduce-scattered over `z`, and so weights gathered, once a step."""
         return self.reshard_after == "step" and self.microbatches > 1
 
     @property
     def again(self) -> bool:
-        """Whether blocks are computed again in the backward pass."""
+        """True if blocks are computed again in the backward pass."""
         return self.activations != "none"
 
     @cached_property
@@ -90,11 +89,11 @@ class Predicted(NamedTuple):
     """One collective of the algorithm."""
 
     name: str
-    """Which layer it belongs to; those of all blocks together are one entry."""
+    """Name of the layer; all blocks together are one entry."""
     phase: Phase
-    """Which part of a step it belongs to."""
+    """Phase of the step."""
     kind: CollectiveKind
-    """What it does."""
+    """Kind of the collective."""
     axes: tuple[str, ...]
     """Mesh axes larger than one that it runs over, slowest first."""
     group: int

@@ -1,1 +1,1 @@
-"""The time of a step by formulas: compute, communication, what of it is hidden, and the published model."""
+"""Time of a step by formulas: compute, communication, its hidden part, and the published model."""

@@ -1,4 +1,4 @@
-"""Compute times of a device: matmuls by local size, attention, what streams through memory, the optimizer."""
+"""Compute times of a device: matmuls by local size, attention, streaming operations, the optimizer."""
 
 from functools import cache
 from math import ceil
@@ -33,7 +33,7 @@ class Seconds(NamedTuple):
     weights: float
     """Gradients of weights."""
     light: float
-    """Of the forward pass, all but matmuls with weights: what `dots` computes again."""
+    """Seconds of the forward pass without matmuls with weights: the part that `dots` computes again."""
 
 
 class Compute:
@@ -50,8 +50,8 @@ class Compute:
     def matmul(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of `[rows, inner] @ [inner, columns]` on a device.
 
-        The machine's rate for large matmuls, less what the last wave of output tiles leaves idle; at least the time
-        its operands take through memory, and a launch.
+        The machine's rate for large matmuls, less the idle part of the last wave of output tiles; at least the time its
+        operands take through memory, and a launch.
         """
         tiling, flops = self.machine.matmul, 2.0 * rows * inner * columns
         seconds = flops / self.rate / self.machine.matmul_share((rows * inner * columns) ** (1 / 3))

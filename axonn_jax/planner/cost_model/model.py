@@ -19,17 +19,17 @@ from axonn_jax.planner.request import Candidate, Estimate, PlanRequest, StatePla
 from axonn_jax.schedule.partition import SegmentCost, partition
 
 Parts = list[tuple[Part, float, Times]]
-"""The parts of a rank: which, how many there are of it, and what a microbatch takes in one."""
+"""Parts of a rank: kind, number of them, and times of a microbatch in one."""
 
 Stages = tuple[tuple[Segment, ...], list[range]]
 """Segments of a model, and the range of them that each virtual stage holds."""
 
 _POWER = 8
-"""How sharply a pipeline's period turns from work to messages."""
+"""Exponent with which a pipeline's period turns from work to messages."""
 
 
 class CostModel:
-    """Predicts steps of one request; what candidates have in common is worked out once."""
+    """Predicted steps of one request; shared results are computed once."""
 
     def __init__(self, request: PlanRequest):
         self.request = request
@@ -40,7 +40,7 @@ class CostModel:
         self._once: dict[GridShape, dict[StatePlacement, float]] = {}
 
     def _priced(self, comm: BlockComm) -> tuple[Compute, Traffic]:
-        """What is computed and communicated where blocks communicate so."""
+        """Return computation and traffic for this communication of blocks."""
         return Compute(self.request, comm), Traffic(self.request, comm)
 
     def tasks(self, candidate: Candidate) -> PartTimes:
@@ -61,10 +61,10 @@ class CostModel:
         return _stages(self.request.shape, pipe, virtual_stages)
 
     def bound(self, grid: GridShape, reductions: bool = True) -> float:
-        """Seconds that no candidate on this grid goes below, however its blocks communicate.
+        """Return a lower bound on the seconds of every candidate on this grid, for any communication of blocks.
 
-        Blocks alone, without recomputation or bubble: the larger of what a device computes at the best microbatch size,
-        and what either kind of links carries; then, if asked for, the reductions over `data`, which nothing hides.
+        Blocks alone, without recomputation or bubble: the larger of a device's computation at the best microbatch size
+        and the traffic of either kind of links; then, if asked for, the reductions over `data`, which nothing hides.
         """
         ways = {self.request.comm(grid, activations) for activations in ("none", "full")}
         return min(self._bound(grid, *self.priced(comm), reductions) for comm in ways)
@@ -96,7 +96,7 @@ class CostModel:
         return busy + wait + messages + sum(seconds for _, seconds in self._once_for_all(candidate, parts))
 
     def once_s(self, grid: GridShape, placement: StatePlacement) -> float:
-        """Seconds of what comes once a step after the last microbatch: reductions and the optimizer."""
+        """Return the seconds after the last microbatch of a step: reductions and the optimizer."""
         of_grid = self._once.setdefault(grid, {})
         if placement not in of_grid:
             load = self._largest(grid)
@@ -105,16 +105,16 @@ class CostModel:
         return of_grid[placement]
 
     def outside_s(self, candidate: Candidate) -> float:
-        """Seconds of a step outside the passes of its microbatches: what comes once, or is shared by all of them."""
+        """Return the seconds of a step outside the passes of its microbatches: done once, or shared by all of them."""
         shared = sum(seconds for _, seconds in self._once_for_all(candidate, self.busiest(candidate)))
         return shared + self.once_s(candidate.grid, candidate.placement)
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Step time, its parts, and memory of a candidate.
 
-        A step is what the busiest rank does for all microbatches, the bubble, what is gathered and reduced once, and
-        the optimizer. The bubble is `(pipe - 1)` times a virtual stage's `F + I - W` where weight gradients are
-        tasks of their own, else its `F + B`; a message there and back for every stage comes on top.
+        A step is the busiest rank's work for all microbatches, the bubble, gathers and reductions done once, and the
+        optimizer. The bubble is `(pipe - 1)` times a virtual stage's `F + I - W` where weight gradients are tasks of
+        their own, else its `F + B`; a message there and back for every stage comes on top.
         """
         parts, load, placement = self.busiest(candidate), self._largest(candidate.grid), candidate.placement
         exposed, hidden = dict[str, float](), dict[str, float]()
@@ -191,8 +191,8 @@ class CostModel:
     def _waits(self, candidate: Candidate, parts: Parts) -> tuple[float, float]:
         """Seconds of the bubble, and of waits for messages.
 
-        These are the messages that fill and drain the pipeline (weight gradients run while it drains), and what every
-        microbatch takes longer where those in flight are back too late for a rank to be always at work.
+        These are the messages that fill and drain the pipeline (weight gradients run while it drains), and the delay of
+        every microbatch where those in flight return too late for a rank to be always busy.
         """
         pipe, stages = candidate.grid.pipe, candidate.virtual_stages
         if pipe == 1:
@@ -229,10 +229,10 @@ class CostModel:
         return float((work**_POWER + (kept / room) ** _POWER) ** (1 / _POWER))
 
     def _once_for_all(self, candidate: Candidate, parts: Parts) -> Iterator[tuple[str, float]]:
-        """Seconds by axis of what all microbatches share over `z`.
+        """Yield seconds by axis of collectives over `z` that all microbatches share.
 
-        The first one's compute hides gathers of blocks; where they are kept for a step they come before it, and what
-        is scattered, in the sums' precision, behind the last.
+        The first one's compute hides gathers of blocks; where they are kept for a step they come before it, and
+        scatters, in the sums' precision, after the last.
         """
         if candidate.grid.pipe > 1 or candidate.microbatches == 1:
             return
@@ -248,7 +248,7 @@ class CostModel:
                 yield line.axis, count * line.fixed
 
     def _reduced(self, grid: GridShape, load: Load, zero: int) -> Iterator[tuple[str, float]]:
-        """Seconds by axis of what is reduced once a step; ZeRO-1 scatters gradients and gathers weights instead.
+        """Yield seconds by axis of reductions once a step; ZeRO-1 scatters gradients and gathers weights instead.
 
         Biases count as in the papers' layout: elsewhere they are a little smaller.
         """

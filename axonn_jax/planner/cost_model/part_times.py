@@ -20,9 +20,9 @@ class Times:
     """Gradients of inputs, recomputation with it."""
     weights: float = 0.0
     compute: float = 0.0
-    """Of all three, without communication."""
+    """Seconds of all three tasks, without communication."""
     exposed: dict[str, float] = field(default_factory=dict)
-    """By axis, what the tasks are longer for communication."""
+    """Seconds by axis that communication adds to the tasks."""
     hidden: dict[str, float] = field(default_factory=dict)
     """By axis, the rest of it."""
 
@@ -111,9 +111,9 @@ class PartTimes:
 
 
 class _Window:
-    """A stretch of compute that collectives run beside; links of a node, and between nodes, serve one at a time.
+    """Stretch of compute that collectives run beside; links of a node, and between nodes, serve one at a time.
 
-    Compute keeps `speed` of its rate beside a collective; what it loses counts as communication that is not hidden.
+    Compute keeps `speed` of its rate beside a collective; the loss counts as communication that is not hidden.
     """
 
     def __init__(self, compute: float | dict[bool, float], speed: float, times: Times, sequences: int):
@@ -121,7 +121,7 @@ class _Window:
         self.speed, self.times, self.sequences, self.exposed = speed, times, sequences, 0.0
 
     def add(self, lines: Iterable[Line], most: float) -> None:
-        """Adds collectives of which at most `most` seconds can be hidden here."""
+        """Add collectives of which at most `most` seconds can be hidden here."""
         for line in lines:
             seconds = line.at(self.sequences)
             hidden = max(0.0, min(self.speed * seconds, most, self.left[line.near]))

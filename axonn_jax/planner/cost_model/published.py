@@ -40,8 +40,8 @@ def communication(
 ) -> dict[str, float]:
     """Seconds a step communicates along each axis, by the published formula.
 
-    `wide_output=False` charges the down-projection what its shapes say. Raises ``UserError`` for a machine without
-    measured bandwidths.
+    `wide_output=False` charges the down-projection by its shapes. Raises ``UserError`` for a machine without measured
+    bandwidths.
     """
     rows = batch / grid.data / grid.z * shape.seq_len
     hidden, sizes = shape.hidden, {"x": grid.x, "y": grid.y, "z": grid.z, "data": grid.data}

@@ -15,14 +15,14 @@ from axonn_jax.planner.memory import itemsize
 from axonn_jax.planner.request import PlanRequest
 
 Part = Literal["block", "first", "last", "step"]
-"""Where a collective belongs: in each block, before the first, behind the last, or to the step as a whole."""
+"""Part of the model that a collective belongs to: each block, before the first, behind the last, or the whole step."""
 
 Role = Literal["gather", "reduce", "regather", "rereduce", "reread", "input", "scatter", "update"]
 """Weights gathered, outputs reduced, both again in recomputation; dX reduced, dW scattered, or its sums over
 microbatches instead; the update's.
 
-Gathers and scatters of the stream count with what is reduced beside them. Where its sequence is split it is `reread` in
-the backward pass, whatever is computed again.
+Gathers and scatters of the stream count with the reductions beside them. A stream with a split sequence is `reread` in
+the backward pass under every policy.
 """
 
 _ROLES: dict[tuple[str, str], Role] = {
@@ -53,13 +53,13 @@ class Line(NamedTuple):
     axis: str
     """The slowest of the axes they run over."""
     near: bool
-    """Whether they stay inside a node."""
+    """True if all groups stay inside a node."""
     fixed: float
     """Seconds that the batch does not change."""
     each: float
     """Seconds for each sequence."""
     curves: tuple[tuple[float, Curve, float], ...] = ()
-    """How often, measured seconds by bytes, and bytes for each sequence."""
+    """Measured curves: number of collectives, seconds by bytes, and bytes for each sequence."""
 
     def at(self, sequences: int) -> float:
         """Seconds for a microbatch of so many sequences a device."""
@@ -78,10 +78,10 @@ _Sums = dict[tuple[Part, Role], dict[tuple[str, bool], Line]]
 
 
 class Traffic:
-    """Every collective of a model's stages on a machine; blocks are counted as one block, all else as it comes.
+    """Collectives of a model's stages on a machine; all blocks are counted as one block.
 
-    What a microbatch communicates is the same on all grids that differ in `pipe` and `data` alone and lie in nodes
-    alike, and priced once for them.
+    A microbatch's communication is the same on all grids that differ in `pipe` and `data` alone and lie in nodes alike,
+    and priced once for them.
     """
 
     def __init__(self, request: PlanRequest, comm: BlockComm = ALL_REDUCE):
@@ -103,7 +103,7 @@ class Traffic:
         return self._inside[key].get((part, role), ())
 
     def updates(self, grid: GridShape) -> tuple[tuple[Part, Line], ...]:
-        """What is reduced once a step, by the part it belongs to."""
+        """Return the reductions once a step, by part of the model."""
         key = (copies(grid, self._machine.node.devices, grid.stage_devices), grid.data, grid.inside)
         if key not in self._updates:
             mesh = replace(grid, pipe=1)
@@ -158,7 +158,7 @@ class Traffic:
 
 
 def _of_stream(one: Predicted) -> bool:
-    """Whether it gathers, scatters or exchanges the residual stream or tokens, and not weights."""
+    """Return True for a gather, scatter or exchange of the residual stream or tokens, not of weights."""
     return one.kind != "all-reduce" and one.axes in (("expert",), ("y",), ("x",))
 
 

@@ -12,7 +12,7 @@ from axonn_jax.planner.memory import Precision
 
 GIB = 2**30
 MEASURED_KINDS = ("all-reduce", "all-gather", "reduce-scatter")
-"""What `CollectiveTime.kind` may be."""
+"""Values of `CollectiveTime.kind`."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RingRate:
     size: int
     """Devices of a group; counts from here to the next entry's."""
     gib_per_s: float
-    """What a device sends, in 2^30 bytes a second."""
+    """Rate at which a device sends, in 2^30 bytes a second."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class CollectiveTime:
     """A measured time of one kind of collective, all groups of an axis at once."""
 
     kind: str
-    """What it does: all-reduce, all-gather or reduce-scatter."""
+    """Kind of the collective: all-reduce, all-gather or reduce-scatter."""
     inner: int
     """Product of the axes inside (faster) of this one; counts from here to the next entry's."""
     size: int
     """Devices of a group; counts from here to the next entry's."""
     bytes: float
-    """Of the whole buffer: gathered, or to be reduced."""
+    """Bytes of the whole buffer: gathered, or to be reduced."""
     seconds: float
-    """What it took."""
+    """Measured seconds."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class Messages:
     """Measured messages between pipeline stages inside a node."""
 
     channel: str
-    """What carried them, as in `pipeline.channel`."""
+    """Channel of the messages, as in `pipeline.channel`."""
     bytes_per_s: float
-    """Of long ones."""
+    """Bytes a second of long messages."""
     latency_s: float
-    """Of short ones."""
+    """Seconds of short messages."""
 
 
 @dataclass(frozen=True)
 class MatmulShare:
-    """How much of the rate of large matmuls those of one size reach."""
+    """Share of the rate of large matmuls that matmuls of one size reach."""
 
     size: int
     """Cube root of the product of its three dims."""
@@ -76,11 +76,11 @@ class Device:
     """One accelerator, as jax counts them (a GCD, a GPU; a CPU socket)."""
 
     kind: str
-    """Its name."""
+    """Name of the device."""
     memory_bytes: float
-    """What it has."""
+    """Bytes of the device's memory."""
     memory_bytes_per_s: float
-    """Of streaming kernels."""
+    """Bytes a second of streaming kernels."""
     peak_fp32: float
     """FLOP/s advertised for matmuls of float32."""
     peak_bf16: float = 0.0
@@ -88,38 +88,38 @@ class Device:
     peak_fp16: float = 0.0
     """The same for float16; 0: it has none."""
     reserved_bytes: float = 0.0
-    """Taken by driver, runtime and communicators."""
+    """Bytes taken by driver, runtime and communicators."""
     attention: float = 0.0
-    """Rate of attention, in the form that half precision takes, as a share of matmuls'; 0: from what its blocks do."""
+    """Rate of attention, in half precision's kernel, as a share of matmuls'; 0: derived from its blocks."""
     launch_s: float = 0.0
     """Least time of a kernel."""
     program_s: float = 0.0
     """Least time of a program with a stage's arrays: every task of a pipeline is one."""
     light_bytes_per_s: float = 0.0
-    """Of norms, activation functions and additions, by the bytes they must move; 0: memory's rate."""
+    """Bytes a second that norms, activation functions and additions must move; 0: memory's rate."""
     update_bytes_per_s: float = 0.0
-    """Of the optimizer's update; 0: memory's rate."""
+    """Bytes a second of the optimizer's update; 0: memory's rate."""
     contention: float = 0.0
     """Share of its speed that compute loses while a collective runs beside it (cores and memory bandwidth taken)."""
     platform: str = ""
-    """What jax runs on: cpu, cuda, rocm or tpu; empty: not known, no fused attention is counted on."""
+    """Platform of jax: cpu, cuda, rocm or tpu; empty: unknown, without fused attention."""
     capability: float = 0.0
     """Compute capability of a GPU with CUDA, such as 9.0."""
 
     @property
     def free_bytes(self) -> float:
-        """What driver, runtime and communicators leave of its memory."""
+        """Bytes of memory that driver, runtime and communicators leave."""
         return self.memory_bytes - self.reserved_bytes
 
     @property
     def program_bytes(self) -> float:
-        """What a run gets of that: on a GPU, which is whatever does not say that it is none, jax's pool."""
+        """Bytes of memory that a run gets: on a GPU, the default, jax's pool."""
         return self.free_bytes * (1.0 if self.platform in ("cpu", "tpu") else FRACTION)
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """How much of the peak matmuls reach."""
+    """Share of the peak that matmuls reach."""
 
     large: float
     """Share of the peak that large matmuls reach when measured alone."""
@@ -135,29 +135,29 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Node:
-    """What devices share inside a node."""
+    """Links and shared cores of a node's devices."""
 
     devices: int
-    """How many they are."""
+    """Number of devices in a node."""
     bytes_per_s: float
-    """What a device sends to others of its node."""
+    """Bytes a second that a device sends to others of its node."""
     latency_s: float
-    """Of one hop."""
+    """Seconds of one hop."""
     at_once: float = 0.0
-    """Devices that compute at full speed together, where they share what computes; 0: all."""
+    """Number of devices that compute at full speed together where they share cores; 0: all."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """What joins the nodes; a machine of one node has any numbers here."""
+    """Links between nodes; any numbers for a machine of one node."""
 
     bytes_per_s: float
-    """What a node sends to other nodes, all its adapters together."""
+    """Bytes a second that a node sends to other nodes, with all its adapters."""
     latency_s: float
-    """Of one hop of a collective."""
+    """Seconds of one hop of a collective."""
     straggling: float = 0.0
-    """How much longer a job's devices take with every doubling of its nodes, as a share of one node's time: all wait
-    for the slowest of them."""
+    """Slowdown of a job's devices with every doubling of its nodes, as a share of one node's time: all wait for the
+    slowest."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Host:
     """The memory beside the devices."""
 
     memory_bytes: float
-    """Of a node."""
+    """Bytes of a node's host memory."""
     bytes_per_s: float
     """Between a device and the host, each way."""
 
@@ -175,11 +175,11 @@ class Machine:
     """Everything that times and memory are predicted with."""
 
     name: str
-    """What `--machine` calls it."""
+    """Name of the machine for `--machine`."""
     title: str
     """For people."""
     sources: tuple[str, ...]
-    """Where the numbers come from."""
+    """Sources of the numbers."""
     device: Device
     matmul: Matmul
     node: Node
@@ -208,13 +208,12 @@ class Machine:
         return "bf16" if self.device.peak_bf16 > 0 else "fp16" if self.device.peak_fp16 > 0 else "fp32"
 
     def slower(self, devices: int) -> float:
-        """How many times longer a device computes when so many do that share what computes."""
+        """Factor by which a device computes slower when so many devices share cores."""
         least = self.node.at_once
         return max(1.0, min(devices, self.node.devices) / least) if least else 1.0
 
     def shared(self, devices: int) -> "Machine":
-        """The machine as one of so many devices sees it that share what computes and the way to memory, and wait
-        for the slowest of them."""
+        """Return the machine as seen by one of `devices` devices that share cores and memory."""
         slower, device = self.slower(devices), self.device
         slower *= 1.0 + self.network.straggling * log2(max(1, ceil(devices / self.node.devices)))
         if slower == 1.0:
@@ -239,7 +238,7 @@ class Machine:
     def measured(self, inner: int, size: int, across: bool = False) -> float | None:
         """Bytes/s a device sends in a measured collective of `size` devices, `inner` axes' product inside of it.
 
-        For groups `across` nodes only what was measured across nodes counts.
+        For groups `across` nodes only measurements across nodes count.
         """
         rows = [row for row in self.bandwidth if not across or row.inner * row.size > self.node.devices]
         found = at_place(rows, inner, size)
@@ -247,7 +246,7 @@ class Machine:
 
 
 def at_place(rows: Sequence[Row], inner: int, size: int) -> list[Row]:
-    """Those of the largest measured product of inner axes, and then size, that are not larger."""
+    """Return the rows of the largest measured product of inner axes, and then size, that are not larger than given."""
     rows = [row for row in rows if row.inner <= inner]
     level = max((row.inner for row in rows), default=0)
     rows = [row for row in rows if row.inner == level and row.size <= size]
@@ -255,7 +254,7 @@ def at_place(rows: Sequence[Row], inner: int, size: int) -> list[Row]:
 
 
 def check_measured(matmuls: Sequence[MatmulShare], collectives: Sequence[CollectiveTime]) -> None:
-    """Raises ``UserError`` for what no single number's range can say."""
+    """Raise ``UserError`` for measurements that contradict each other."""
     for at, row in enumerate(matmuls):
         if row.share > 1:
             raise UserError(f"matmuls[{at}].share", row.share, "a share above 0 and of at most 1")
@@ -276,7 +275,7 @@ def between(curve: Curve, at: float) -> float:
 
 
 def slope(curve: Curve) -> float:
-    """How y grows with x where x is large: as between the last two points; in proportion to x if there is one."""
+    """Growth of y with x for large x: between the last two points, or in proportion to x if there is one."""
     if len(curve) == 1:
         return curve[0][1] / curve[0][0]
     (x, y), (further, higher) = curve[-2:]

@@ -32,7 +32,7 @@ def machine_names() -> tuple[str, ...]:
 
 
 def load_machine(name: str) -> Machine:
-    """Returns a machine that comes with the package, or that of a TOML file whose path is given.
+    """Return a machine that comes with the package, or that of a TOML file whose path is given.
 
     Raises:
         UserError: there is no such machine or file, or a field of the file is missing, unknown or out of range.
@@ -52,7 +52,7 @@ def load_machine(name: str) -> Machine:
 
 
 def loads_machine(text: str, name: str, source: str = "text") -> Machine:
-    """Reads a machine from TOML text; raises ``UserError`` that names the table and key that are wrong."""
+    """Read a machine from TOML text; raise ``UserError`` that names the table and key that are wrong."""
     try:
         raw = parse_toml(text)
     except ValueError as error:
@@ -115,7 +115,7 @@ def _table(name: str, raw: object, cls: type[Any]) -> Any:
 
 
 def _value(name: str, value: object, kind: Any, positive: bool = True) -> Any:
-    """Checks one value: texts are not empty, required numbers above 0, optional ones at least 0, none out of reach."""
+    """Check one value: texts are not empty, required numbers above 0, optional ones at least 0, none out of reach."""
     if kind is str:
         if not isinstance(value, str) or not value.strip():
             raise UserError(name, value, "a text")
@@ -129,7 +129,7 @@ def _value(name: str, value: object, kind: Any, positive: bool = True) -> Any:
 
 
 def _check(machine: Machine) -> None:
-    """What no single field can say."""
+    """Raise ``UserError`` for fields that contradict each other."""
     for name in ("large", "sustained"):
         share = getattr(machine.matmul, name)
         if not 0 < share <= 1:

@@ -1,4 +1,4 @@
-"""Collectives on links: what a device sends on a ring, where groups lie in nodes, and how long they take."""
+"""Collectives on links: bytes that a device sends on a ring, places of groups in nodes, and times."""
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -22,7 +22,7 @@ class Communication(Protocol):
 
     @property
     def kind(self) -> CollectiveKind:
-        """What it does."""
+        """Kind of the collective."""
 
     @property
     def over(self) -> str:
@@ -30,7 +30,7 @@ class Communication(Protocol):
 
     @property
     def bytes(self) -> Fraction:
-        """What a device sends for it in a step."""
+        """Bytes that a device sends for the collective in a step."""
 
 
 def ring_bytes(kind: CollectiveKind, whole: int, group: int) -> Fraction:
@@ -54,19 +54,19 @@ def totals(found: Iterable[Communication]) -> Totals:
 
 
 class GroupSpread(NamedTuple):
-    """Where the groups of a collective lie: all of them run at once, and the slowest decides."""
+    """Spread of a collective's groups over nodes; all groups run at once, and the slowest decides."""
 
     rings: int
-    """At most so many of those that leave a node pass through one; 0: none leaves a node."""
+    """Largest number of rings between nodes that pass through one node; 0: no ring leaves a node."""
     spreads: frozenset[tuple[int, int]]
-    """Nodes that a group touches, and its members in the fullest of them; every pair that there is."""
+    """Pairs of (nodes that a group touches, members in the fullest of them), of all groups."""
 
 
 @cache
 def placed(node: int, inner: int, size: int, devices: int) -> GroupSpread:
-    """Where groups of `size` devices lie, `inner` numbers apart, on so many devices in nodes of `node`.
+    """Return the spread of groups of `size` devices, `inner` numbers apart, on so many devices in nodes of `node`.
 
-    Nodes are consecutive numbers, and so are blocks of `inner` groups side by side. What matters of a block is the
+    Nodes are consecutive numbers, and so are blocks of `inner` groups side by side. A block's spread depends on the
     place in its node at which it begins; these places repeat.
     """
     span = inner * size
@@ -98,7 +98,7 @@ def _rings(node: int, inner: int, size: int, devices: int, at: int) -> int:
 
 
 def copies(grid: GridShape, node: int, devices: int) -> int:
-    """How many blocks of so many devices of a grid have places of their own in nodes; further ones lie as these do."""
+    """Number of blocks of `devices` devices of a grid with distinct places in nodes; further blocks repeat these."""
     return 1 if node % devices == 0 else min(grid.devices // devices, node // gcd(node, devices))
 
 
@@ -138,14 +138,14 @@ class GroupLinks:
         return placed(self.machine.node.devices, inner, size, self.devices)
 
     def near(self, axes: Sequence[str]) -> bool:
-        """Whether all groups over these axes stay inside a node."""
+        """Return True if all groups over these axes stay inside a node."""
         return not any(self._placed(*run).rings for run in self._runs(axes))
 
     def rate(self, axes: Sequence[str]) -> float:
         """Bytes/s a device sends in a ring collective over these axes, all its sibling groups at once.
 
         Measured where the machine file has it. Else a group inside a node has the links of a device; rings that leave a
-        node share what it sends: beta_inter / min(G_node, inner) where groups and nodes are nested.
+        node share its rate: beta_inter / min(G_node, inner) where groups and nodes are nested.
         """
         return min((self._rate(*run) for run in self._runs(axes)), default=self.machine.node.bytes_per_s)
 
@@ -161,7 +161,7 @@ class GroupLinks:
     def curve(self, kind: CollectiveKind, axes: Sequence[str]) -> Curve:
         """Measured seconds of a collective over these axes by the bytes of its buffer.
 
-        Empty where there are none, and across nodes: what was measured is taken to be one node.
+        Empty without measurements, and across nodes: measurements count for one node.
         """
         runs = self._runs(axes)
         return self.machine.curve(kind, *runs[0]) if len(runs) == 1 and self.near(axes) else ()

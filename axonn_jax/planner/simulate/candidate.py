@@ -53,7 +53,7 @@ def simulate_candidate(
     shown: Collection[int] | None = (),
     progress: Callable[[int], None] | None = None,
 ) -> Pipelined:
-    """A candidate's step without what comes once in it; `shown` and `progress` are those of `pipelined`."""
+    """Simulate a candidate's step without work done once a step; `shown` and `progress` are those of `pipelined`."""
     split = model.request.splits(candidate.activations)
     return pipelined(
         times, model.request.policy, in_flight=candidate.in_flight, split=split, shown=shown, progress=progress
@@ -71,10 +71,10 @@ class Prices:
         self._tasks: dict[tuple[object, ...], dict[tuple[Kind, int], float]] = {}
 
     def price(self, candidate: Candidate) -> Estimate:
-        """Returns the closed form, with the pipeline in it replaced by its simulation.
+        """Return the closed form, with the pipeline in it replaced by its simulation.
 
         The real cut balances FLOPs, not times, and the closed form rounds blocks up: the busiest rank has less, or
-        more, and with it what it computes and communicates.
+        more, to compute and communicate.
         """
         closed = self.model.estimate(candidate)
         if candidate.grid.pipe == 1:
@@ -110,12 +110,12 @@ class Prices:
         return StageTimes(candidate.pipeline, self._tasks[key], self.model.message(candidate))
 
     def _key(self, candidate: Candidate) -> tuple[object, ...]:
-        """What decides how long tasks take."""
+        """Key of everything that task times depend on."""
         grid, sequences = candidate.grid, candidate.sequences(self.model.request.batch)
         return grid.pipe, grid.z, grid.y, grid.x, candidate.virtual_stages, sequences, candidate.activations
 
     def pipelined(self, candidate: Candidate) -> Pipelined:
-        """The simulation of a candidate's step without what comes once in it."""
+        """Simulate a candidate's step without work done once a step."""
         times = self.stage_times(candidate)
         key = (*self._key(candidate), candidate.microbatches, candidate.in_flight, times.message)
         if key not in self._pipelines:

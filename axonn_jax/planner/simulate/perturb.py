@@ -19,7 +19,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Perturbation:
-    """What makes a run differ from the model."""
+    """Disturbances by which a run differs from the model."""
 
     jitter: float = 0.0
     """Sigma of lognormal task and message times with the model's as their mean."""
@@ -32,7 +32,7 @@ class Perturbation:
     seed: int = 0
 
     def check(self, ranks: int) -> None:
-        """Raises ``UserError`` for a rank that does not exist, or an amount that means nothing."""
+        """Raise ``UserError`` for a rank that does not exist, or an amount that means nothing."""
         if not 0.0 <= self.jitter < 5.0:
             raise UserError("--jitter", self.jitter, "a number from 0 to 5, the sigma of lognormal times")
         for flag, given, low in (("--slow", self.slow, 1.0), ("--fail", self.failed, 0.0)):
@@ -66,9 +66,9 @@ class Outcome:
     """A disturbed step."""
 
     simulation: Simulation
-    """What happened; after a failure, the spans that ended."""
+    """Simulation; after a failure with the spans that ended."""
     finished: bool
-    """Whether the step ended."""
+    """True if the step ended."""
     stalled_at: float
     """When the last task ended."""
 

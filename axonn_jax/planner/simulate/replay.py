@@ -1,4 +1,4 @@
-"""A measured step played again: its task times under the dispatchers that ran it, in virtual time."""
+"""Replay of a measured step in virtual time, with the measured task times under the dispatchers that ran it."""
 
 import re
 from collections.abc import Iterable
@@ -31,17 +31,17 @@ class Replay:
 
 
 def parse_task(name: str) -> Task:
-    """Reads a task's name, such as `F3.12`; raises ``ValueError`` for other text."""
+    """Read a task's name, such as `F3.12`; raise ``ValueError`` for other text."""
     if (found := re.fullmatch(r"([A-Z])([0-9]{1,9})\.([0-9]{1,9})", name)) is None:
         raise ValueError(f"a task called {name!r}")
     return Task(Kind(found[1]), int(found[2]), int(found[3]))
 
 
 def replay(measured: Iterable[TaskRun], policy: PipelinePolicy, in_flight: int = 0) -> Replay:
-    """Simulates a step with its own task times, and the gaps and message times that it shows.
+    """Simulate a step with its own task times, and the gaps and message times that it shows.
 
-    The policy may be another one than ran; a backward in one takes what its measured parts took, and a part of one that
-    was measured in one takes what such parts took in its stage (median).
+    The policy may be another one than ran; a whole backward takes the time of its measured parts, and a part of a
+    backward measured as a whole takes the median of such parts in its stage.
 
     Raises:
         UserError: the policy cannot run so: it needs the parts of backwards that were measured in one.

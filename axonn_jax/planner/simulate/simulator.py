@@ -19,38 +19,38 @@ class TaskRun(NamedTuple):
     """A task of a rank, simulated or measured; times in one unit, on one clock."""
 
     task: Task
-    """What ran."""
+    """Task that ran."""
     rank: int
-    """Where it ran."""
+    """Rank on which the task ran."""
     start: float
-    """When it began."""
+    """Time of the start."""
     end: float
-    """When it was done."""
+    """Time of the end."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came out of a simulated step; times in the unit of the task times."""
+    """Result of a simulated step; times in the unit of the task times."""
 
     pipe_shape: PipelineShape
-    """What was simulated."""
+    """Simulated pipeline."""
     spans: list[TaskRun] = field(repr=False)
-    """The tasks of the ranks that were asked for, in the order of their ends."""
+    """Tasks of the ranks asked for, in the order of their ends."""
     makespan: float
-    """From the first start to the last end."""
+    """Time from the first start to the last end."""
     busy: list[float]
-    """By rank, the time in which it computed."""
+    """Time in which each rank computed."""
     peak_live: list[int]
-    """By rank, the most activations alive at once, in (stage, microbatch) pairs."""
+    """Largest number of activations alive at once, in (stage, microbatch) pairs, by rank."""
     ends: list[float] = field(default_factory=list)
-    """By rank, when its last task ended."""
+    """End of each rank's last task."""
     waited: list[float] = field(default_factory=list)
-    """By rank, when it last had nothing to do before its last forward; 0 where it was always at work."""
+    """Last time at which each rank was idle before its last forward; 0 for a rank that was always busy."""
     tasks: int = 0
-    """How many have ended."""
+    """Number of tasks that have ended."""
 
     def timeline(self) -> list[Span]:
-        """Returns the tasks that have ended as spans of step 0, as measured ones are drawn and written."""
+        """Return the tasks that have ended as spans of step 0, as measured ones are drawn and written."""
         runs = (run for run in self.spans if run.end < inf)
         return [Span(run.rank, str(run.task), KIND_OF[(run.task.kind,)], run.start, run.end, 0) for run in runs]
 
@@ -76,11 +76,11 @@ def simulate(
     shown: Collection[int] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulation:
-    """Runs one step under a policy in virtual time; `task_time` and `message_time` are asked once for each.
+    """Run one step under a policy in virtual time; `task_time` and `message_time` are asked once for each.
 
-    A rank runs one task at a time, and chooses it when the one before has ended; a message is on its way for its time
-    and takes none of its sender's. What happens at one instant is told to all ranks before any of them chooses.
-    `shown` are the ranks whose spans are kept, all if left out; `progress` is told now and then how many have ended.
+    A rank runs one task at a time, and chooses it when the one before has ended; a message takes its time on the way
+    and none of its sender's. All events of one instant reach the ranks before any of them chooses. `shown` are the
+    ranks whose spans are kept (default: all); `progress` is called at times with the number of ended tasks.
 
     Raises:
         UserError: the policy cannot run with this shape of the pipeline.
@@ -98,7 +98,7 @@ def drive(
     shown: Collection[int] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulation:
-    """Runs one step of the given dispatchers or followers, one a rank, as `simulate` does."""
+    """Run one step of the given dispatchers or followers, one a rank, as `simulate` does."""
     pipe_shape = ranks[0].shape
     pipe, spans, keeps = (
         pipe_shape.pipe,

@@ -1,4 +1,4 @@
-"""A pipelined step of any length: its beginning and end simulated, its steady stretch told from what was simulated."""
+"""Pipelined step of any length: beginning and end are simulated, the steady stretch is extrapolated."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -57,13 +57,13 @@ class Pipelined:
     """A step without its update; times in seconds."""
 
     simulation: Simulation
-    """Of all microbatches but those left out."""
+    """Simulation of all microbatches but the `left_out` ones."""
     left_out: int
     """Microbatches of the steady stretch that were not simulated."""
     makespan: float
-    """Of the whole step."""
+    """Time of the whole step."""
     busy: list[float]
-    """By rank, how long it works in the whole step."""
+    """Time for which each rank works in the whole step."""
 
 
 def pipelined(
@@ -75,12 +75,12 @@ def pipelined(
     shown: Collection[int] | None = (),
     progress: Callable[[int], None] | None = None,
 ) -> Pipelined:
-    """Simulates a step, a long one without most of its steady stretch, where every microbatch takes the same time.
+    """Simulate a step, a long one without most of its steady stretch, where every microbatch takes the same time.
 
     The period is that of the busiest rank's forwards once the pipeline is full. It is no less than that rank's work,
-    nor than the way of a microbatch over those in flight. What ranks settle on may show late, where some wait for
-    messages, or catch up with what they put off: the simulation is doubled until the step has grown by that period for
-    every microbatch more. `tests/planner/test_steady.py` has its errors against whole simulations.
+    nor than the way of a microbatch over those in flight. Ranks may settle late, where some wait for messages or catch
+    up with postponed tasks: the simulation is doubled until the step has grown by that period for every microbatch
+    more. `tests/planner/test_steady.py` has its errors against whole simulations.
 
     Raises:
         UserError: the policy cannot run with this shape of the pipeline.
