@@ -17,7 +17,7 @@ class SegmentCost:
     """Cost of one segment of a model (embedding, a block, the head) for a microbatch."""
 
     name: str
-    """Name of the piece in messages."""
+    """Name of the segment in messages."""
     forward: float
     """Time or FLOPs of the forward pass; any unit, the same for all segments."""
     backward: float
