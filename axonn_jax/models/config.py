@@ -167,7 +167,7 @@ class ModelShape:
         """Raise ``UserError`` unless every parameter and activation of the model divides over the grid.
 
         A weight's input dim splits over its input axis and once more over `z`, its output dim over the output
-        axis, with `x` and `y` swapping roles in alternate layers (DESIGN section 4).
+        axis, with `x` and `y` swapping roles in alternate layers.
         """
         x, y, z = grid.x, grid.y, grid.z
         divides("model.hidden", self.hidden, x * z, "x*z")
