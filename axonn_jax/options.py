@@ -12,7 +12,7 @@ Schedule = Literal["cosine", "linear", "constant"]
 
 Positions = Literal["learned", "rope"]
 Norm = Literal["layernorm", "rmsnorm", "rmsnorm_1p"]
-Mlp = Literal["gelu", "swiglu", "geglu"]
+Mlp = Literal["gelu", "relu2", "swiglu", "geglu"]
 Bias = Literal["all", "qkv", "none"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Router = Literal["softmax", "sigmoid"]
@@ -83,3 +83,8 @@ Density = Annotated[float, Range("a number above 0 and at most 1", 0, 1, open_lo
 Share = Annotated[float, Range("a number from 0 to 1", 0, 1)]
 Decay = Annotated[float, Range("a number of at least 0 and below 1", 0, 1, open_high=True)]
 ProbabilityOrNone = Annotated[float | None, Range("a probability of at least 0 and below 1", 0, 1, open_high=True)]
+
+
+def mlp_inputs(kind: Mlp) -> int:
+    """Return the number of matmuls from the residual stream into a feed-forward layer: two with a gate, else one."""
+    return 2 if kind in ("swiglu", "geglu") else 1

@@ -17,6 +17,7 @@ from jax import lax
 
 from axonn_jax import compat
 from axonn_jax.options import Mlp
+from axonn_jax.tensor.activations import activated
 from axonn_jax.tensor.collectives import mark_varying
 
 _FEWEST, _MOST = 32, 128
@@ -78,13 +79,6 @@ def _sorted(choices: jax.Array, experts: int, tile: int) -> _Groups:
     keys = lax.sort(number * count + lax.iota(jnp.int32, count))
     starts = jnp.searchsorted(keys, jnp.arange(experts + 1, dtype=jnp.int32) * count).astype(jnp.int32)
     return _Groups(jnp.pad(keys % count, (0, tile)), starts)
-
-
-def activated(activation: Mlp, gate: jax.Array | None, up: jax.Array) -> jax.Array:
-    """Input of an expert's last matmul."""
-    if gate is None:
-        return jax.nn.gelu(up, approximate=True)
-    return (jax.nn.silu(gate) if activation == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
 
 
 class _Tile(NamedTuple):

@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.experts.balance import balance_loss
 from axonn_jax.experts.capacity import by_capacity
 from axonn_jax.experts.dispatch import EXPERT_AXIS, drops_duplicates, gather_tokens, scatter_tokens
-from axonn_jax.experts.grouped import activated, grouped_mlp
+from axonn_jax.experts.grouped import grouped_mlp
 from axonn_jax.experts.packing import Packing
 from axonn_jax.experts.router import Gate, Routing
 from axonn_jax.experts.shape import ExpertShape, MoeConfig
-from axonn_jax.options import Mlp
+from axonn_jax.options import Mlp, mlp_inputs
+from axonn_jax.tensor.activations import activated
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size, gather_weight
 from axonn_jax.tensor.params import SplitModule, normal_param
 
@@ -45,7 +46,7 @@ class LocalExperts(nnx.Module):
         wide, narrow = (moe.experts, hidden, moe.ffn), (moe.experts, moe.ffn, hidden)
         spec = P(EXPERT_AXIS, "z", _INNER)
         self.activation: Mlp = activation
-        self.gate = None if activation == "gelu" else ExpertKernel(wide, spec, z_dim=1, std=std, key=keys[0])
+        self.gate = None if mlp_inputs(activation) == 1 else ExpertKernel(wide, spec, z_dim=1, std=std, key=keys[0])
         self.up = ExpertKernel(wide, spec, z_dim=1, std=std, key=keys[1])
         self.down = ExpertKernel(narrow, P(EXPERT_AXIS, (*_INNER, "z"), None), z_dim=1, std=out_std, key=keys[2])
 

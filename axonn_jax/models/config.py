@@ -11,7 +11,7 @@ from axonn_jax.grid import GridShape, divides, divisors
 from axonn_jax.models.declared.transformer import describe_alone
 from axonn_jax.models.rope import Rope
 from axonn_jax.ops.costs import forward_flops, parameters
-from axonn_jax.options import Bias, Mlp, Norm, Positions, RopeScaling, Router
+from axonn_jax.options import Bias, Mlp, Norm, Positions, RopeScaling, Router, mlp_inputs
 
 MOST = MappingProxyType(
     {
@@ -64,7 +64,7 @@ class ModelShape:
     norm: Norm = "layernorm"
     """Normalisation in front of each half of a block; rmsnorm_1p multiplies by 1 + its weight, as Gemma's."""
     mlp: Mlp = "gelu"
-    """Feed-forward: two matmuls around GELU (tanh form), or three, gated by SiLU (swiglu) or by that GELU (geglu)."""
+    """Feed-forward: two matmuls around GELU (tanh form) or squared ReLU, or three, gated by SiLU (swiglu) or GELU."""
     bias: Bias = "all"
     """Linear layers with biases: all, those to queries, keys and values, or none; True is all, False none."""
     tied: bool = True
@@ -211,7 +211,7 @@ class ModelShape:
     @property
     def mlp_inputs(self) -> int:
         """Matmuls from the residual stream into the feed-forward layer: one, or two where it is gated."""
-        return 1 if self.mlp == "gelu" else 2
+        return mlp_inputs(self.mlp)
 
     @property
     def qkv_width(self) -> int:

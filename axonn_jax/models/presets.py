@@ -82,8 +82,8 @@ class ModelConfig:
     """Normalisation in front of each half of a block; rmsnorm_1p multiplies by 1 + its weight (Gemma). Left out:
     layernorm, or the preset's."""
     mlp: Mlp | None = None
-    """Feed-forward: two matmuls around GELU, or three, gated by SiLU (swiglu) or GELU (geglu). Left out: gelu, or the
-    preset's."""
+    """Feed-forward: two matmuls around GELU or squared ReLU (relu2), or three, gated by SiLU (swiglu) or GELU (geglu).
+    Default: gelu, or the preset's."""
     bias: Bias | None = None
     """Linear layers with biases: all, qkv (those to queries, keys and values), none. Default: all, or the preset's."""
     tied: bool | None = None

@@ -24,6 +24,7 @@ from axonn_jax.models.packed import Residual, Stream, balance_of, ids_of, stream
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
+from axonn_jax.tensor.activations import activated
 from axonn_jax.tensor.attention import Angles, Attend, Attention, Documents, Held, Rotation, angles
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight
 from axonn_jax.tensor.dropout import DropoutKey, dropout
@@ -35,11 +36,9 @@ from axonn_jax.tensor.norm import LayerNorm, RMSNorm
 
 FLOAT32 = jnp.dtype("float32")
 
-# All keep their inputs for the backward pass and nothing in between: what they compute again is cheaper than the
-# memory it would pass through.
-_gelu = jax.checkpoint(lambda h: jax.nn.gelu(h, approximate=True))
-_swiglu = jax.checkpoint(lambda gate, h: jax.nn.silu(gate) * h)
-_geglu = jax.checkpoint(lambda gate, h: jax.nn.gelu(gate, approximate=True) * h)
+# Inputs are kept for the backward pass and nothing in between: computing it again is cheaper than the memory it would
+# pass through.
+_activated = jax.checkpoint(activated, static_argnums=(0,))
 
 
 def _norm(shape: ModelShape) -> LayerNorm | RMSNorm:
@@ -54,13 +53,13 @@ def _rotation(shape: ModelShape) -> Rotation | None:
 
 
 class Mlp(nnx.Module):
-    """Two matmuls around GELU, or the three of SwiGLU and GEGLU."""
+    """Feed-forward layer: two matmuls around an activation function, or three with a gate."""
 
     def __init__(self, shape: ModelShape, comm: BlockComm, *, out_std: float, key: jax.Array):
         keys = jax.random.split(key, 3)
         linear = partial(Linear, bias=shape.bias == "all", comm=comm.of(comm.mlp))
         up = partial(linear, shape.hidden, shape.ffn, in_axis="x", std=shape.init_std)
-        self.gated = _geglu if shape.mlp == "geglu" else _swiglu
+        self.kind = shape.mlp
         self.gate = up(key=keys[0]) if shape.mlp_inputs == 2 else None
         self.up = up(key=keys[1])
         self.down = linear(shape.ffn, shape.hidden, in_axis="y", std=out_std, key=keys[2])
@@ -69,9 +68,9 @@ class Mlp(nnx.Module):
         """[batch, seq, hidden/Gx] -> same; collectives are those of its `Linear` layers."""
         if self.gate is None:
             (h,) = column_parallel((self.up,), x)
-            return self.down(_gelu(h))
+            return self.down(_activated(self.kind, None, h))
         h, gate = column_parallel((self.up, self.gate), x)
-        return self.down(self.gated(gate, h))
+        return self.down(_activated(self.kind, gate, h))
 
 
 class Block(nnx.Module):

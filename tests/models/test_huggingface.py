@@ -28,7 +28,8 @@ from axonn_jax.tensor.params import split_module
 from axonn_jax.train.engines.program import StageProgram
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe", "qwen3_moe_sparse")
+DENSE = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3", "gemma", "arcee")
+FAMILIES = (*DENSE, "mixtral", "qwen3_moe", "qwen3_moe_sparse")
 ROUTED = FAMILIES[-3:]
 UNBALANCED = MoeConfig(balance_weight=0.0)  # as transformers, whose loss is the tokens' alone
 VARIANTS = {"llama_linear": "llama3", "llama_yarn": "llama3"}  # to the model that they are but for one option
@@ -339,6 +340,7 @@ def test_shapes_of_the_fixtures():
         "qwen2": replace(small, bias="qkv", tied=True),
         "qwen3": replace(wide, qk_norm=True),
         "gemma": replace(wide, norm="rmsnorm_1p", mlp="geglu", embedding_scale=True, tied=True),
+        "arcee": replace(small, mlp="relu2"),
         "mixtral": replace(small, hidden=28, heads=6, head_dim=8, ffn=24, expert_ffn=24, window=6, experts=4),
         "qwen3_moe": replace(wide, qk_norm=True, experts=4, expert_ffn=24),
         "qwen3_moe_sparse": replace(

@@ -23,7 +23,13 @@ LLAMA3 = replace(
 GEMMA = replace(
     grids.LLAMA, heads=8, kv_heads=8, head_dim=16, norm="rmsnorm_1p", mlp="geglu", embedding_scale=True, tied=True
 )
-FAMILIES = {"qwen2": QWEN2, "qwen3": QWEN3, "llama3": LLAMA3, "gemma": GEMMA}
+FAMILIES = {
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "llama3": LLAMA3,
+    "gemma": GEMMA,
+    "arcee": replace(grids.LLAMA, mlp="relu2"),
+}
 GRIDS = [GridShape(y=2), GridShape(x=2), GridShape(z=2), GridShape(z=2, y=2, x=2)]
 
 
@@ -43,7 +49,7 @@ def test_parameters_by_formula_are_those_of_the_model(family):
 
 
 @pytest.mark.parametrize("axes", GRIDS, ids=grids.name)
-@pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen2", "arcee"])
 def test_gradients_are_those_of_one_device(family, axes):
     shape = replace(FAMILIES[family], layers=1)
     got, want = grids.gradients(shape, axes), _one_device(family)

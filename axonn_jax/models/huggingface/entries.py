@@ -199,7 +199,7 @@ def _llama_block(shape: ModelShape, index: int, layout: Layout) -> Iterator[Entr
     moe = shape.moe if shape.moe is not None and shape.moe.is_routed(index) else None
     for our, their, size in (
         ("attention.out", "self_attn.o_proj", (queries, hidden)),
-        ("mlp.gate", "mlp.gate_proj", (hidden, ffn)),
+        *([("mlp.gate", "mlp.gate_proj", (hidden, ffn))] if shape.mlp_inputs == 2 else []),
         ("mlp.up", "mlp.up_proj", (hidden, ffn)),
         ("mlp.down", "mlp.down_proj", (ffn, hidden)),
     ):

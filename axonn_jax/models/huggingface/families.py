@@ -37,6 +37,8 @@ class Family:
     """Fields of config.json with the one value that is computed."""
     experts: bool = False
     """True if blocks have experts."""
+    biased: bool = False
+    """True if `attention_bias` and `mlp_bias` say whether its linear layers have biases."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of other missing fields."""
 
@@ -45,7 +47,14 @@ _NO_BIAS = {"attention_bias": False}
 _ROUTED = {"shared_experts": 0, "router": "softmax", "router_scale": 1.0}
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family("GPT2LMHeadModel", _GPT2),
-    "llama": Family("LlamaForCausalLM", _LLAMA),
+    "llama": Family("LlamaForCausalLM", _LLAMA, biased=True),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        _LLAMA | {"mlp": "relu2"},
+        activations=("relu2",),
+        biased=True,
+        defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    ),
     "mistral": Family("MistralForCausalLM", _LLAMA, kv_heads=8, window="always", fixed=_NO_BIAS),
     "qwen2": Family("Qwen2ForCausalLM", _LLAMA | {"bias": "qkv"}, kv_heads=32, window="chosen"),
     "qwen3": Family(
@@ -139,7 +148,7 @@ def _llama_shape(config: Config, family: Family) -> ModelShape:
     if family.experts:
         own |= expert_fields(config, layers, own_width=family is FAMILIES["qwen3_moe"])
     traits = dict(family.traits)
-    if family is FAMILIES["llama"]:
+    if family.biased:
         traits["bias"] = _llama_bias(config)
     return ModelShape(
         layers=layers,
@@ -195,7 +204,7 @@ def family_of(shape: ModelShape) -> str:
     """The model type that a model of these sizes is exported as; raises ``UserError`` where there is none."""
     for name, family in FAMILIES.items():
         traits: dict[str, object] = {"embedding_scale": False, **family.traits}
-        if name == "llama" and shape.bias == "all":
+        if family.biased and shape.bias == "all":
             traits["bias"] = "all"
         if bool(shape.experts) != family.experts:
             continue
@@ -269,7 +278,7 @@ def _llama_config(shape: ModelShape, family: Family) -> dict[str, Any]:
         "hidden_act": family.activations[0],
         **family.fixed,
     }
-    if family is FAMILIES["llama"]:
+    if family.biased:
         config |= {"attention_bias": shape.bias == "all", "mlp_bias": shape.bias == "all"}
     window = shape.window
     if family.window != "none":
