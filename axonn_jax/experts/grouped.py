@@ -17,8 +17,8 @@ from jax import lax
 
 from axonn_jax import compat
 from axonn_jax.options import Mlp
-from axonn_jax.tensor.activations import activated
 from axonn_jax.tensor.collectives import mark_varying
+from axonn_jax.tensor.elementwise import activated
 
 _FEWEST, _MOST = 32, 128
 """Tokens of a tile: with fewer the sums of the kernels' gradients take longer than the products, with more a tile that

@@ -18,8 +18,8 @@ from axonn_jax.experts.packing import Packing
 from axonn_jax.experts.router import Gate, Routing
 from axonn_jax.experts.shape import ExpertShape, MoeConfig
 from axonn_jax.options import Mlp, mlp_inputs
-from axonn_jax.tensor.activations import activated
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size, gather_weight
+from axonn_jax.tensor.elementwise import activated
 from axonn_jax.tensor.params import SplitModule, normal_param
 
 _INNER = ("y", "x")

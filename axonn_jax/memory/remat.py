@@ -15,7 +15,7 @@ from axonn_jax.models.protocol import Model, RunLayer
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import Activations
 from axonn_jax.tensor.collectives import BLOCK_REDUCTIONS
-from axonn_jax.tensor.dropout import DropoutKey
+from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.linear import regather_residual
 from axonn_jax.tensor.weight_gather import gather_weights
 

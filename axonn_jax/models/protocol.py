@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.segments import Segment
-from axonn_jax.tensor.dropout import DropoutKey
+from axonn_jax.tensor.elementwise import DropoutKey
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.segments import Segment
 from axonn_jax.models.stacked import layer_form
-from axonn_jax.tensor.dropout import DropoutKey
+from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.params import SplitModule, renewed, split_module
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]

@@ -24,10 +24,9 @@ from axonn_jax.models.packed import Residual, Stream, balance_of, ids_of, stream
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
-from axonn_jax.tensor.activations import activated
 from axonn_jax.tensor.attention import Angles, Attend, Attention, Documents, Held, Rotation, angles
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight
-from axonn_jax.tensor.dropout import DropoutKey, dropout
+from axonn_jax.tensor.elementwise import DropoutKey, activated, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
 from axonn_jax.tensor.kernel_choice import Tiles
 from axonn_jax.tensor.linear import Linear, column_parallel

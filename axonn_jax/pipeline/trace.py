@@ -19,7 +19,7 @@ from axonn_jax.pipeline.partition_jaxpr import cut, keep_all
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.weight import PrunedWeight, tapping, trained
 from axonn_jax.tensor.collectives import mark_varying
-from axonn_jax.tensor.dropout import DropoutKey
+from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.params import SplitModule
 from axonn_jax.tensor.specs import live_axes, shard_mapped, spec_axes
 from axonn_jax.tensor.weight_gather import cast_for_reduction

@@ -14,7 +14,7 @@ from trainers import make_trainer
 import axonn_jax as ax
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.tensor.dropout import DropoutKey
+from axonn_jax.tensor.elementwise import DropoutKey
 
 VOCAB, WIDTH, STEPS = 24, 8, 4
 BATCHES = np.random.default_rng(0).integers(0, VOCAB, (STEPS, 8, 7))

@@ -24,7 +24,7 @@ from axonn_jax.options import ReshardAfter
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.weight import tapping, trained, unpruned
 from axonn_jax.tensor.collectives import all_reduce, mark_varying
-from axonn_jax.tensor.dropout import DropoutKey
+from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.overlap.reorder import after, in_order
 from axonn_jax.tensor.params import Params, Specs, SplitModule, global_norm, square_sum
 from axonn_jax.tensor.specs import shard_mapped

@@ -30,7 +30,7 @@ from axonn_jax.models.packed import inputs_of, values_of
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.models.transformer import Block, Transformer
 from axonn_jax.options import AttentionKernel, Precision
-from axonn_jax.tensor.dropout import DropoutKey
+from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.embedding import Embedding
 from axonn_jax.tensor.kernel_choice import Tiles
 from axonn_jax.tensor.linear import Linear, swapped

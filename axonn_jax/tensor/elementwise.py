@@ -1,4 +1,4 @@
-"""Dropout whose mask depends neither on the grid nor on how a batch is cut."""
+"""Elementwise operations: activation functions, and dropout with a mask that neither the grid nor cuts of a batch change."""
 
 from dataclasses import dataclass, field, replace
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from axonn_jax.grid import BATCH_AXES
+from axonn_jax.options import Mlp
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size
 
 
@@ -65,3 +66,16 @@ def dropout(x: jax.Array, rate: float, key: DropoutKey, *, sequence_split: bool 
     masks = jax.vmap(drawn)(key.of_rows(sequences))
     keep = lax.dynamic_slice(masks, (0, first_token, axis_index("x") * features), x.shape)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
+
+
+def activated(kind: Mlp, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+    """Return the input of a feed-forward layer's last matmul.
+
+    Args:
+        kind: Kind of the feed-forward layer.
+        gate: Result of the gate's matmul; None for a kind without a gate (`options.mlp_inputs`).
+        up: Result of the other matmul from the stream, of the same shape.
+    """
+    if gate is None:
+        return jnp.square(jax.nn.relu(up)) if kind == "relu2" else jax.nn.gelu(up, approximate=True)
+    return (jax.nn.silu(gate) if kind == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
