@@ -1,4 +1,4 @@
-"""Elementwise operations: activation functions, and dropout with a mask that neither the grid nor cuts of a batch change."""
+"""Elementwise operations: activation functions, and dropout whose mask depends neither on grid nor on cuts of a batch."""
 
 from dataclasses import dataclass, field, replace
 
