@@ -113,10 +113,12 @@ class Run:
                 for line in self.pruning.lines():
                     self.say(line)
                     self.remembered = step + 1
+                loss, ended = metrics["loss"], waiting is None
                 if waiting is not None:  # one step behind: the devices are never waited for with nothing to do
                     mark = self._report(step - 1, waiting, mark)
                 waiting = metrics
-                if isinstance(metrics["loss"], np.generic):  # a pipeline's step ends on the host: nothing to wait for
+                # A pipeline's step ends on the host, and an offloaded one before it returns: nothing to wait for.
+                if isinstance(loss, np.generic) or (ended and loss.is_ready()):
                     mark = self._report(step, waiting, mark)
                     waiting = None
                 if self.skipped_in_row >= MOST_SKIPPED:

@@ -7,6 +7,7 @@ from launched import AXONN, CONFIG, command, finished
 
 from axonn_jax.data.loader import Loader, TokenSamples
 from axonn_jax.train.loop import held_out
+from axonn_jax.train.metrics import read_metrics
 
 LOGGED_BEFORE_SAVING = """
 import sys
@@ -40,10 +41,17 @@ def test_held_out_samples_are_read_once(prepared, most):
 
 
 def test_a_step_is_written_down_before_it_is_saved(tmp_path, prepared):
-    """A run killed right after a save goes on after that step, and would never write it down."""
+    """A run killed right after a save goes on after that step, and would never write it down.
+
+    An offloaded step has ended when it returns: none, saved and last ones included, is said to have taken no time.
+    """
     config = tmp_path / "c.toml"
     config.write_text(CONFIG.format(data=prepared, layers=2) + "\n[checkpoint]\nevery = 2\n")
-    words = command(config, tmp_path / "run", train_steps=5)
+    words = command(config, tmp_path / "run", train_steps=5, memory_offload="optimizer")
     done = finished([sys.executable, "-c", LOGGED_BEFORE_SAVING, *words[len(AXONN) + 1 :]])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == ["2 2", "4 4", "5 5"]
+    seconds = [record["step_s"] for record in read_metrics(tmp_path / "run") if "step_s" in record]
+    assert len(seconds) == 5
+    least, second, *_ = sorted(seconds)
+    assert least > second / 10
