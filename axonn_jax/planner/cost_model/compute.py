@@ -7,7 +7,7 @@ from typing import NamedTuple
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.declared.transformer import describe
 from axonn_jax.ops.costs import operations
-from axonn_jax.ops.language import FLOAT32, Add, Attend, Layer, Multiply, OwnBackward, Read
+from axonn_jax.ops.language import FLOAT32, Attend, Collective, Multiply
 from axonn_jax.ops.layers import Where
 from axonn_jax.options import AttentionKernel
 from axonn_jax.planner.machines.machine import Machine
@@ -73,27 +73,25 @@ class Compute:
 
     def _block(self, expert: int, x: int, y: int, sequences: int) -> Seconds:
         """Return the times of the mean block for a microbatch of so many sequences a device."""
-        at = Where(expert, 1, y, x, sequences * self.seq, self.item, self.comm.sequence_split)
+        at = Where(expert, 1, y, x, self.seq, self.item, self.comm.sequence_split)
         mean = Seconds(0.0, 0.0, 0.0, 0.0)
         for layer in describe(self.shape, at, self.comm, self.request.moe)[1:-1]:
-            forward, inputs, weights = self._matmuls(layer)
-            heads = sum(op.heads for op in operations(layer) if isinstance(op, Attend))
-            moved = sum(op.moved for op in operations(layer) if isinstance(op, Read | Add | OwnBackward))
-            (attend, attend_back), light = self.attention(sequences * heads), self.light(at.tokens * moved)
+            forward = inputs = weights = heads = moved = 0.0
+            for op in operations(layer):
+                if isinstance(op, Multiply):
+                    rows = sequences * op.tokens
+                    once = op.number * self.matmul(rows, op.inner, op.columns)
+                    forward += once
+                    inputs += op.number * self.matmul(rows, op.columns, op.inner) + (once if op.run_again else 0.0)
+                    weights += op.number * self.matmul(op.inner, rows, op.columns)
+                elif isinstance(op, Attend):
+                    heads += op.heads
+                elif not isinstance(op, Collective):
+                    moved += op.moved
+            (attend, attend_back), light = self.attention(sequences * heads), self.light(sequences * self.seq * moved)
             times = (forward + attend + light, inputs + attend_back + 2 * light, weights, attend + light)
             mean = Seconds(*(a + layer.count / self.shape.layers * b for a, b in zip(mean, times, strict=True)))
         return mean
-
-    def _matmuls(self, layer: Layer) -> tuple[float, float, float]:
-        """Return the seconds of a layer's matmuls with weights: forward, gradients of inputs, gradients of weights."""
-        forward = inputs = weights = 0.0
-        for op in operations(layer):
-            if isinstance(op, Multiply):
-                once = op.number * self.matmul(op.tokens, op.inner, op.columns)
-                forward += once
-                inputs += op.number * self.matmul(op.tokens, op.columns, op.inner) + (once if op.run_again else 0.0)
-                weights += op.number * self.matmul(op.inner, op.tokens, op.columns)
-        return forward, inputs, weights
 
     def attention(self, heads: float) -> tuple[float, float]:
         """Scores, softmax and their product with values, forward and backward, of so many heads of all sequences.
