@@ -21,82 +21,39 @@ def test_the_base_configuration_is_good(write_config, capsys):
 TABLES = "model, data, grid, train, pipeline, memory, tensor, moe, prune, checkpoint, log"
 
 LONG = "9" * 5000
-# What one key or flag can get wrong: name, value as typed, value as shown, what the line says besides.
+# Keys with values that are wrong beside others: name, value as typed, value as shown, what the line says besides.
+# The range and the type of each key alone: train/test_keys.py.
 KEYS = [
     ("train.stepz", "5", "5", "not a known key; did you mean 'steps'?"),
-    ("grid.pipes", "2", "2", "did you mean 'pipe'?"),
     ("log.qqqq", "1", "1", "the keys of [log] are dir, every, tensorboard"),
     ("trian.steps", "5", None, "did you mean 'train'?"),
     ("zzz.steps", "5", None, f"the tables are {TABLES}"),
-    ("train.steps", "0", "0", "an integer from 1 to 2147483647"),
-    ("train.steps", "-3", "-3", "an integer from 1"),
-    ("train.steps", "1.5", "1.5", "an integer"),
     ("train.steps", "1e3", "1000.0", "an integer"),
-    ("train.steps", "true", "True", "an integer"),
-    ("train.steps", "9999999999", "9999999999", "2147483647"),
-    ("train.steps", '"ten"', "'ten'", "an integer"),
-    ("train.global_batch", "0", "0", "an integer from 1"),
-    ("train.microbatches", "-1", "-1", "an integer from 1"),
     ("train.microbatches", "3", None, "train.global_batch = 8: a multiple of data*z*microbatches = 3; nearest: 6 or 9"),
-    ("train.lr", "nan", "nan", "a finite number above 0"),
-    ("train.lr", "inf", "inf", "a finite number above 0"),
-    ("train.lr", "0", "0.0", "a finite number above 0"),
     ("train.lr", "-1e-3", "-0.001", "a finite number above 0"),
-    ("train.lr", '"fast"', "'fast'", "a number"),
-    ("train.lr", "false", "False", "a number"),
     ("train.warmup", "11", "11", "at most train.steps, which is 10"),
-    ("train.warmup", "-1", "-1", "an integer from 0"),
-    ("train.beta1", "1", "1.0", "at least 0 and below 1"),
-    ("train.beta2", "-0.1", "-0.1", "at least 0 and below 1"),
-    ("train.eps", "0", "0.0", "above 0"),
-    ("train.clip", "-1", "-1.0", "at least 0"),
-    ("train.clip", "inf", "inf", "a finite number"),
-    ("train.weight_decay", "nan", "nan", "at least 0"),
-    ("train.min_lr_ratio", "1.1", "1.1", "from 0 to 1"),
-    ("train.eval_every", "-1", "-1", "an integer from 0"),
-    ("train.eval_batches", "0", "0", "an integer from 1"),
-    ("train.seed", "-1", "-1", "an integer from 0 to 4294967295"),
     ("train.optimizer", '"adamx"', "'adamx'", "one of adamw, adam, sgd, lion; did you mean 'adam"),
-    ("tensor.matmul_layouts", '"on"', "'on'", "one of auto, off, measure"),
-    ("tensor.residual_comm", '"x"', "'x'", "one of all_reduce, gather, auto"),
     ("train.schedule", '"Cosine"', "'Cosine'", "one of cosine, linear, constant; did you mean 'cosine'?"),
-    ("data.seed", "4294967296", "4294967296", "4294967295"),
     ("data.path", '"nowhere"', "'nowhere'", "axonn-jax prepare"),
     ("data.path", '""', "''", "axonn-jax prepare"),
-    ("data.verify", '"yes"', "'yes'", "true or false"),
-    ("data.verify", "1", "1", "true or false"),
     ("grid.x", "0", "0", "an integer of at least 1"),
-    ("grid.x", "2.0", "2.0", "an integer"),
     ("grid.x", "3", None, "model.hidden = 32: a multiple of x*z = 3; nearest: 30 or 33"),
     ("grid.y", "8", None, "model.kv_heads = 4: a multiple of y = 8; nearest: 8; or grid.y one of 1, 2, 4"),
     ("grid.data", "3", None, "train.global_batch = 8: a multiple of data*z*microbatches = 3; nearest: 6 or 9"),
     ("grid.pipe", "0", "0", "an integer of at least 1"),
     ("grid.pipe", "7", "7", "at most 6: each of the 1 * pipe virtual stages needs one of the model's 6 segments"),
-    ("grid.w", "2", "2", "not a known key"),
     ("grid.expert", "2", "2", "1 for a model without experts; grid.data splits the batch too"),
     ("moe.capacity", "2.0", "2.0", "left out in a model without model.experts"),
     ("model.experts_per_token", "3", "3", "left out in a model without model.experts"),
     ("model.router", '"sigmoid"', "'sigmoid'", "left out in a model without model.experts"),
-    ("model.router", '"sofmax"', "'sofmax'", "one of"),
     ("model.experts", "-1", "-1", "an integer of at least 0"),
     ("model.experts", "1", None, "model.experts_per_token = 2: an integer from 1 to model.experts = 1"),
-    ("moe.balance_weight", "-0.1", "-0.1", "a finite number of at least 0"),
-    ("prune.density", "0", "0.0", "a number above 0 and at most 1"),
-    ("prune.density", "1.01", "1.01", "a number above 0 and at most 1"),
     ("prune.at_step", "3", None, "prune.density = 1.0: below 1 where other settings of [prune] are given"),
     ("prune.at_step", "100000", "100000", "below train.steps, which is"),
     ("prune.method", '"file"', None, "prune.mask_file = '': the path of an .npz file"),
-    ("prune.method", '"lottery"', "'lottery'", "one of magnitude, random, early_bird, file"),
     ("prune.method", '"early_bird"', "'early_bird'", "pruning from the first step on where grid.pipe is above 1"),
-    ("prune.scope", '"all"', "'all'", "one of layer, global"),
     ("prune.scope", '"global"', "'global'", "layer where grid.pipe is above 1"),
-    ("prune.seed", "-1", "-1", "an integer from 0"),
-    ("prune.every", "0", "0", "an integer from 1"),
-    ("prune.threshold", "1.5", "1.5", "a number from 0 to 1"),
     ("prune.mask_file", '"none.npz"', "'none.npz'", "not given, or prune.method = file"),
-    ("prune.densitty", "0.5", "0.5", "did you mean 'density'?"),
-    ("moe.balance_rate", "nan", "nan", "a finite number of at least 0"),
-    ("moe.dispatch", '"ragged"', "'ragged'", "one of"),
     ("model.heads", "5", "5", "a divisor of hidden (32); the nearest is 4"),
     ("model.kv_heads", "3", "3", "a divisor of heads (4); the nearest is 2"),
     ("model.layers", "0", "0", "an integer of at least 1"),
@@ -104,29 +61,10 @@ KEYS = [
     ("model.seq_len", "1000000", "1000000", "at most"),
     ("model.dropout", "1", "1.0", "a probability"),
     ("model.init_std", "inf", "inf", "a finite number above 0"),
-    ("model.norm", '"batchnorm"', "'batchnorm'", "one of layernorm, rmsnorm"),
     ("model.preset", '"gpt3"', "'gpt3'", "did you mean 'gpt2'?"),
     ("model.preset", '"gpt2"', None, "model.vocab"),
-    ("memory.precision", '"fp8"', "'fp8'", "one of fp32, bf16, fp16, auto"),
-    ("memory.accumulate", '"bf16"', "'bf16'", "one of fp32, compute"),
-    ("memory.activations", '"some"', "'some'", "one of none, full, dots, save_collectives, offload"),
-    ("memory.activations", '"full:0-9"', "'full:0-9'", "one of none, full, dots, save_collectives, offload"),
-    ("memory.reshard_after", '"always"', "'always'", "one of forward, backward, step"),
     ("memory.reshard_after", '"backward"', "'backward'", "forward where grid.pipe is above 1"),
-    ("memory.offload", '"gradients"', "'gradients'", "one of none, optimizer"),
-    ("memory.zero", "2", "2", "one of 0, 1"),
-    ("memory.bucket", "0", "0", "an integer from 1"),
-    ("memory.sequence_parallel", "1", "1", "true or false"),
-    ("tensor.sub_batches", "-1", "-1", "an integer from 0"),
     ("tensor.sub_batches", "3", "3", "0 or a divisor of a device's 8 sequences of a microbatch"),
-    ("tensor.order", '"best"', "'best'", "one of auto, package, xla"),
-    (
-        "pipeline.policy",
-        '"1f1"',
-        "'1f1'",
-        "one of message, gpipe, 1f1b, interleaved, zero-bubble; did you mean '1f1b'?",
-    ),
-    ("pipeline.virtual_stages", "0", "0", "an integer from 1"),
     ("pipeline.virtual_stages", "2", "2", 'pipeline.policy "1f1b" has 1; "interleaved" is the 1F1B order for more'),
     ("pipeline.virtual_stages", "4", None, "grid.pipe = 2: at most 1: each of the 4 * pipe virtual stages"),
     ("pipeline.virtual_stages", "2147483647", "2147483647", "at most 3: "),
@@ -141,21 +79,11 @@ KEYS = [
     ("pipeline.split", '"a,b"', "'a,b'", "numbers of segments with commas"),
     ("pipeline.split", '"-1,7"', "'-1,7'", "numbers of segments with commas"),
     ("pipeline.split", f'"{LONG}"', f"'{LONG[:299]}...", "numbers of segments with commas"),
-    ("pipeline.in_flight", "-1", "-1", "an integer from 0"),
-    ("pipeline.stall_timeout", "0", "0.0", "a finite number above 0"),
-    ("pipeline.stall_timeout", "inf", "inf", "a finite number above 0"),
-    ("pipeline.split_backward", '"no"', "'no'", "true or false"),
     ("pipeline.channel", '"mpi"', "'mpi'", "one of auto, local, mpi4jax, mpi4py; did you mean 'mpi4py'?"),
-    ("pipeline.channels", '"auto"', "'auto'", "did you mean 'channel'?"),
-    ("checkpoint.every", "-1", "-1", "an integer from 0"),
-    ("checkpoint.keep", "0", "0", "an integer from 1"),
-    ("checkpoint.keep_every", "-1", "-1", "an integer from 0"),
     ("checkpoint.keep_every", "5", "5", "a multiple of checkpoint.every, which is 2"),
     ("checkpoint.resume", '""', "''", "auto, never, or the path of a checkpoint"),
     ("checkpoint.resume", '"newest"', "'newest'", "auto, never, or the directory of a checkpoint"),
     ("checkpoint.weights", '"nowhere"', "'nowhere'", "the directory of a checkpoint (step_N) or of a run"),
-    ("checkpoint.evry", "1", "1", "did you mean 'every'?"),
-    ("log.every", "0", "0", "an integer from 1"),
     ("log.dir", '""', "''", "a directory that can be written"),
     ("log.dir", '"run.toml"', "'run.toml'", "a directory that can be written; is not a directory"),
     ("log.dir", '"run.toml/deeper"', "'run.toml/deeper'", "run.toml is not a directory"),
@@ -177,8 +105,17 @@ WITH = {
 }
 
 
-@pytest.mark.parametrize("way", ["file", "flag", "flag="])
-@pytest.mark.parametrize(("name", "typed", "shown", "says"), KEYS, ids=[f"{k[0]}={k[1]:.40}" for k in KEYS])
+TYPED = {"train.stepz": "5", "train.lr": "-1e-3", "data.path": '""', "grid.x": "3", "pipeline.split": '"6,0"'}
+"""Those of `KEYS` that are tried as flags too, which are read as the file's values."""
+
+
+def ways():
+    for name, typed, shown, says in KEYS:
+        for way in ("file", "flag", "flag=") if TYPED.get(name) == typed else ("file",):
+            yield pytest.param(way, name, typed, shown, says, id=f"{name}={typed:.40}-{way}")
+
+
+@pytest.mark.parametrize(("way", "name", "typed", "shown", "says"), list(ways()))
 def test_bad_keys(write_config, refused, way, name, typed, shown, says):
     table, _, key = name.partition(".")
     changes = {table: list(lines) for table, lines in WITH.get((name, typed), {}).items()}

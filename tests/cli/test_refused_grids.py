@@ -9,22 +9,24 @@ from axonn_jax.cli.main import main
 PLAN = ["plan", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "262144"]
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate"])
+WRONG = [
+    (["--microbatch", "3"], "--microbatch = 3: one of 1, 2, 4, 8, 16, 32, 64, 128, which 16 devices, the model"),
+    (["--grid.y", "6"], "--grid.y = 6: one of 1, 2, 4, 8, 16, which 16 devices"),
+    (["--grid.data", "32"], "--grid.data = 32: one of 1, 2, 4, 8, 16, which"),
+    (["--grid.pipe", "8", "--grid.data", "4"], "--grid.pipe = 8: one of 1, 2, 4, which"),
+    (["--grid.data", "2", "--microbatch", "128"], "--grid.data = 2: 1, which"),
+    (["--grid.pipe", "1", "--virtual-stages", "2"], "--virtual-stages = 2: 1 without a pipeline"),
+    (["--grid.z", "16", "--virtual-stages", "2"], "--virtual-stages = 2: 1 without a pipeline"),
+    (["--virtual-stages", "30"], "--virtual-stages = 30: such as "),
+    (["--policy", "1f1b", "--virtual-stages", "2"], "--virtual-stages = 2: 1 with --policy 1f1b"),
+    (["--reshard-after", "backward", "--virtual-stages", "2"], "--reshard-after = 'backward': auto or forward"),
+    (["--grid.x", "2", "--grid.y", "16", "--grid.z", "16"], "--grid.z, --grid.y, --grid.x = '16, 16, 2': values"),
+]
+
+
 @pytest.mark.parametrize(
-    ("flags", "part"),
-    [
-        (["--microbatch", "3"], "--microbatch = 3: one of 1, 2, 4, 8, 16, 32, 64, 128, which 16 devices, the model"),
-        (["--grid.y", "6"], "--grid.y = 6: one of 1, 2, 4, 8, 16, which 16 devices"),
-        (["--grid.data", "32"], "--grid.data = 32: one of 1, 2, 4, 8, 16, which"),
-        (["--grid.pipe", "8", "--grid.data", "4"], "--grid.pipe = 8: one of 1, 2, 4, which"),
-        (["--grid.data", "2", "--microbatch", "128"], "--grid.data = 2: 1, which"),
-        (["--grid.pipe", "1", "--virtual-stages", "2"], "--virtual-stages = 2: 1 without a pipeline"),
-        (["--grid.z", "16", "--virtual-stages", "2"], "--virtual-stages = 2: 1 without a pipeline"),
-        (["--virtual-stages", "30"], "--virtual-stages = 30: such as "),
-        (["--policy", "1f1b", "--virtual-stages", "2"], "--virtual-stages = 2: 1 with --policy 1f1b"),
-        (["--reshard-after", "backward", "--virtual-stages", "2"], "--reshard-after = 'backward': auto or forward"),
-        (["--grid.x", "2", "--grid.y", "16", "--grid.z", "16"], "--grid.z, --grid.y, --grid.x = '16, 16, 2': values"),
-    ],
+    ("command", "flags", "part"),
+    [*(("plan", *one) for one in WRONG), *(("simulate", *one) for one in WRONG[:2])],
 )
 def test_the_wrong_flag_is_named(refused, command, flags, part):
     refused([command, *PLAN[1:], *flags], part)

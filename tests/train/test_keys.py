@@ -1,0 +1,87 @@
+"""The rule of every configuration key alone: its range and its type."""
+
+from dataclasses import replace
+from types import NoneType
+from typing import get_args
+
+import pytest
+
+from axonn_jax.errors import UserError
+from axonn_jax.models.presets import ModelConfig
+from axonn_jax.train import config_file
+from axonn_jax.train.config import Config, DataConfig
+from axonn_jax.train.validate import check
+
+CONFIG = Config(model=ModelConfig(layers=2, hidden=32, heads=4, seq_len=16, vocab=264), data=DataConfig("nowhere"))
+
+
+def check_with(table, key, value):
+    check(replace(CONFIG, **{table: replace(getattr(CONFIG, table), **{key: value})}))
+
+
+NAN, INF = float("nan"), float("inf")
+RANGES = {
+    "an integer from 1 to 2147483647": (
+        "train.steps train.global_batch train.microbatches train.eval_batches pipeline.virtual_stages memory.bucket "
+        "checkpoint.keep log.every prune.every",
+        [0, -1, 2**31],
+    ),
+    "an integer from 0 to 2147483647": (
+        "train.warmup train.eval_every train.sample_every pipeline.in_flight tensor.sub_batches checkpoint.every "
+        "checkpoint.keep_every prune.at_step",
+        [-1, 2**31],
+    ),
+    "an integer from 0 to 4294967295": ("train.seed data.seed prune.seed", [-1, 2**32]),
+    "a finite number above 0": ("train.lr train.eps pipeline.stall_timeout moe.capacity", [0.0, -0.001, NAN, INF]),
+    "a finite number of at least 0": (
+        "train.weight_decay train.clip moe.balance_weight moe.balance_rate",
+        [-0.1, NAN, INF],
+    ),
+    "a number from 0 to 1": ("train.min_lr_ratio prune.threshold", [-0.1, 1.1, NAN]),
+    "a number of at least 0 and below 1": ("train.beta1 train.beta2", [-0.1, 1.0, NAN]),
+    "a number above 0 and at most 1": ("prune.density", [0.0, 1.01, NAN]),
+}
+"""Of every number outside [grid] and [model]: what is accepted, the keys, and values that are not."""
+
+
+@pytest.mark.parametrize("accepted", RANGES)
+def test_every_number_has_a_range(accepted):
+    keys, values = RANGES[accepted]
+    for key in keys.split():
+        for value in values:
+            with pytest.raises(UserError, match=rf"^{key} = {value}: {accepted}$"):
+                check_with(*key.split("."), value)
+
+
+def number_fields():
+    """Every numeric key; found from the types, so that none is forgotten."""
+    for table, keys in config_file.tables().items():
+        for key, annotation in keys.items():
+            for kind in {annotation, *getattr(annotation, "__args__", ())} & {int, float}:
+                yield table, key, kind
+
+
+def test_no_number_is_without_a_range():
+    ranges = " ".join(keys for keys, _ in RANGES.values()).split()
+    assert sorted(ranges) == sorted(f"{t}.{key}" for t, key, _ in number_fields() if t not in ("grid", "model"))
+    bad = {int: [-1], float: [NAN, INF, -1.0]}
+    for table, key, kind in number_fields():
+        for value in bad[kind] if table in ("grid", "model") else ():
+            with pytest.raises(UserError, match=rf"^{table}\.{key} = {value}: "):
+                check_with(table, key, value)
+
+
+WRONG = {int: [1.5, 1000.0, True, "ten"], float: [False, "fast"], bool: ["yes", 1], str: [5, True]}
+NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+
+
+@pytest.mark.parametrize("table", config_file.tables())
+def test_every_key_takes_values_of_its_type_alone(table):
+    for key, annotation in config_file.tables()[table].items():
+        kind = next((k for k in get_args(annotation) if NoneType in get_args(annotation)), annotation)
+        choices = get_args(kind)
+        accepted = f"one of {', '.join(map(str, choices))}" if choices else NOUNS[kind]
+        values = WRONG[type(choices[0])] + [2, "qqqq"] if choices else WRONG[kind]
+        for value in values:
+            with pytest.raises(UserError, match=f"^{table}.{key} = {value!r}: {accepted}$"):
+                config_file.loads("", [(f"{table}.{key}", value)])
