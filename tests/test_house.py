@@ -27,8 +27,8 @@ ALLOWED = {
     "names that must not come back": 0,
     "vague names": 125,
     "docstrings without a noun first": 0,
-    "docstrings that open with a riddle, in percent": 2,  # models/ and planner/ are left; then 2
-    "'what' per 1,000 words of docstrings": 1,  # then 1
+    "docstrings that open with a riddle, in percent": 2,
+    "'what' per 1,000 words of docstrings": 1,
     "hooks replaced": 0,
     "two classes in one": 0,
     "words of docs": 17_250,  # a new capability brings a page of at most 600, its results and its words in the glossary
