@@ -20,7 +20,7 @@ from axonn_jax.ops.language import (
     reduce_gradient,
     scatter,
 )
-from axonn_jax.ops.layers import Where
+from axonn_jax.ops.layers import Place
 
 ROUTER, TOKENS = "blocks.mlp.router", "blocks.mlp.tokens"
 """Names of the scores' collectives and of the dispatch's."""
@@ -28,7 +28,7 @@ _INNER = ("y", "x")
 
 
 def declare(
-    at: Where, moe: ExpertShape, hidden: int, gates: int, seq_len: int, training: MoeConfig, *, entering: float,
+    at: Place, moe: ExpertShape, hidden: int, gates: int, seq_len: int, training: MoeConfig, *, entering: float,
     duplicates: bool = False,
 ) -> Part:  # fmt: skip
     """Declare `experts.layer.MixtureOfExperts`, shared experts aside.
@@ -72,7 +72,7 @@ def _kernels(moe: ExpertShape, hidden: int, gates: int) -> dict[str, Param]:
     return made
 
 
-def _matmuls(at: Where, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig) -> tuple[Op, ...]:
+def _matmuls(at: Place, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig) -> tuple[Op, ...]:
     """Return the matmuls of a device's experts, of which each is chosen by as many tokens as the others.
 
     The backward pass of `gather` computes an expert's widths again (`experts.grouped`).
@@ -83,7 +83,7 @@ def _matmuls(at: Where, moe: ExpertShape, hidden: int, gates: int, training: Moe
     return (*[into] * gates, Multiply(rows, ffn, hidden, number))
 
 
-def _moved(at: Where, moe: ExpertShape, hidden: int, gates: int) -> float:
+def _moved(at: Place, moe: ExpertShape, hidden: int, gates: int) -> float:
     """Return the bytes that experts move for each token in the forward pass, matmuls aside.
 
     Choices are read and added to float32 results one by one, and the results written.
@@ -94,7 +94,7 @@ def _moved(at: Where, moe: ExpertShape, hidden: int, gates: int) -> float:
 
 
 def _dispatch(
-    at: Where, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig, duplicates: bool
+    at: Place, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig, duplicates: bool
 ) -> Iterable[Op]:
     """Yield the operations that bring tokens to their experts and back (`experts.dispatch`, `experts.capacity`).
 
@@ -117,7 +117,7 @@ def _dispatch(
         yield Collective(TOKENS, "all-gather", None, ("y",), at.tokens * stream)
 
 
-def _by_capacity(at: Where, slots: int, weights: int, apart: bool, matmuls: tuple[Op, ...]) -> Iterable[Op]:
+def _by_capacity(at: Place, slots: int, weights: int, apart: bool, matmuls: tuple[Op, ...]) -> Iterable[Op]:
     """Yield the exchange of slots of so many bytes, there and back over `expert`."""
     whole = slots * (at.y if apart else 1)
     yield from (Read(), exchange(TOKENS, ("expert",), slots))
@@ -127,7 +127,7 @@ def _by_capacity(at: Where, slots: int, weights: int, apart: bool, matmuls: tupl
     yield from (exchange(TOKENS, ("expert",), slots), reduce_gradient(TOKENS, ("x",), weights), Read())
 
 
-def _by_gather(at: Where, sent: int, stream: int, chosen: int, apart: bool, matmuls: tuple[Op, ...]) -> Iterable[Op]:
+def _by_gather(at: Place, sent: int, stream: int, chosen: int, apart: bool, matmuls: tuple[Op, ...]) -> Iterable[Op]:
     """Yield the gathers of tokens, choices and weights of the choices, and the reduce-scatters of results."""
     group = sent * at.expert
     everyone = group * (at.y if apart else 1)
@@ -146,7 +146,7 @@ def _by_gather(at: Where, sent: int, stream: int, chosen: int, apart: bool, matm
 
 
 def _kept(
-    at: Where, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig, entering: float
+    at: Place, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig, entering: float
 ) -> dict[str, float]:
     """Return the bytes kept for each token by activation policy: scores, tokens that were moved, slots, the input."""
     scores = 3 * moe.experts * FLOAT32 / (at.y if at.sequence_split else 1)

@@ -32,7 +32,7 @@ Comm = Literal["all_reduce", "gather", "sequence"]
 """
 
 
-class Where(NamedTuple):
+class Place(NamedTuple):
     """The place of a layer: its mesh, and a device's part of a microbatch."""
 
     expert: int
@@ -62,7 +62,7 @@ def norm_vectors(kind: Norm) -> tuple[str, ...]:
     return ("scale", "shift") if kind == "layernorm" else ("scale",)
 
 
-def norm(at: Where, name: str, hidden: int, kind: Norm) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
+def norm(at: Place, name: str, hidden: int, kind: Norm) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
     """Declare a norm of the residual stream (`tensor.norm`).
 
     LayerNorm sends three float32 numbers a token forward and two back, RMSNorm one each way; the gradient of an
@@ -77,7 +77,7 @@ def norm(at: Where, name: str, hidden: int, kind: Norm) -> tuple[tuple[Param, ..
     return params, (moments, stored)
 
 
-def attend(at: Where, heads: float, kv_heads: float, head_dim: int, seq_len: int, kernel: AttentionKernel) -> Attend:
+def attend(at: Place, heads: float, kv_heads: float, head_dim: int, seq_len: int, kernel: AttentionKernel) -> Attend:
     """Declare the attention kernel of so many heads on a device (`tensor.attention`).
 
     Kernels keep a float32 statistic of each row of scores; `blocked` also keys and values for every query head and its
@@ -91,13 +91,13 @@ def attend(at: Where, heads: float, kv_heads: float, head_dim: int, seq_len: int
     return Attend(heads, kv_heads, head_dim, seq_len, kept)
 
 
-def addition(at: Where, hidden: int) -> Add:
+def addition(at: Place, hidden: int) -> Add:
     """Declare the addition of a branch to the residual stream: both are read, their sum is written."""
     return Add(3 * hidden / at.x / (at.y if at.sequence_split else 1) * at.item)
 
 
 def linear(
-    at: Where, name: str, k: int, n: int, in_axis: TensorAxis, comm: Comm, *, bias: bool,
+    at: Place, name: str, k: int, n: int, in_axis: TensorAxis, comm: Comm, *, bias: bool,
     columns: int | None = None, shares_input: bool = False, is_head: bool = False, tied: bool = False,
 ) -> tuple[tuple[Param, ...], tuple[Op, ...]]:  # fmt: skip
     """Declare `tensor.linear.Linear`: a [k/Gin, n/Gout] matmul over `in_axis`.
@@ -149,7 +149,7 @@ def linear(
     return params(((in_axis, "z"), (out_axis,)), (out_axis,)), ops
 
 
-def embedding(at: Where, rows: int, hidden: int, positions: int) -> Layer:
+def embedding(at: Place, rows: int, hidden: int, positions: int) -> Layer:
     """Declare `tensor.embedding.Embedding` of so many rows, and `PositionEmbedding` of so many positions (0: none)."""
     stream = at.tokens * hidden * at.item // at.x
     params = [Param("embedding.table", (rows, hidden), (("y", "z"), ("x",)))]
@@ -162,7 +162,7 @@ def embedding(at: Where, rows: int, hidden: int, positions: int) -> Layer:
     return Layer(tuple(params), (Chain(tuple(ops)),), in_block=False)
 
 
-def loss(at: Where) -> tuple[Op, ...]:
+def loss(at: Place) -> tuple[Op, ...]:
     """Declare `tensor.loss`: a token's largest logit, then the sum of exponentials beside the target's logit."""
     token = at.tokens * FLOAT32
     return reduce("loss", ("y",), token), reduce("loss", ("y",), 2 * token)

@@ -15,7 +15,7 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.transformer import halves
 from axonn_jax.ops.costs import kept_bytes
 from axonn_jax.ops.language import FLOAT32, joined
-from axonn_jax.ops.layers import Where
+from axonn_jax.ops.layers import Place
 from axonn_jax.options import Activations, AttentionKernel
 
 
@@ -79,7 +79,7 @@ def block_activations(
         expert: Devices along `expert`.
         training: Dispatch of experts.
     """
-    at = Where(expert, 1, y, x, shape.seq_len, item, comm.sequence_split)
+    at = Place(expert, 1, y, x, shape.seq_len, item, comm.sequence_split)
     block = joined(halves(shape, layer, at, comm, training, attention=attention))
     split = comm.sequence_split and y > 1
     stream = shape.hidden / x

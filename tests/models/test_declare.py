@@ -15,7 +15,7 @@ from axonn_jax.models.declared.transformer import describe
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.models.vocabulary import fit_vocabulary
 from axonn_jax.ops.costs import StepPolicy, collectives, kept_bytes
-from axonn_jax.ops.layers import Where
+from axonn_jax.ops.layers import Place
 from axonn_jax.tensor.params import split_module
 
 MIXTRAL = replace(grids.LLAMA, experts=16, experts_per_token=2, expert_ffn=64)
@@ -49,7 +49,7 @@ def test_declared_parameters_are_those_of_the_modules(name):
             lambda comm=comm, grid=grid: fit_vocabulary(Transformer(shape, rngs=nnx.Rngs(0), comm=comm), grid)
         )
         parts = split_module(model)
-        first, *blocks, last = describe(shape, Where(1, z, y, 2, shape.seq_len, 4, comm.sequence_split), comm)
+        first, *blocks, last = describe(shape, Place(1, z, y, 2, shape.seq_len, 4, comm.sequence_split), comm)
         declared = {param.name: form(param.shape, param.split) for layer in (first, last) for param in layer.params}
         routed = [shape.moe is not None and shape.moe.is_routed(index) for index in range(shape.layers)]
         kinds = dict(zip((routed[index] for index, _ in shape.layer_kinds()), blocks, strict=True))
@@ -66,7 +66,7 @@ def test_shared_experts_that_gather_keep_the_gathered_stream():
     shape, sizes = SHAPES["deepseek"], {"expert": 1, "z": 1, "y": 1, "x": 2}
     kept = []
     for comm in (BlockComm(), BlockComm(mlp=True)):
-        at = Where(1, 1, 1, 2, shape.seq_len, 4)
+        at = Place(1, 1, 1, 2, shape.seq_len, 4)
         block = describe(shape, at, comm)[1]
         kept.append(kept_bytes(block, "save_collectives", at.tokens, 4, sizes, entry=0.0))
     widths = shape.mlp_inputs * shape.expert_ffn
@@ -74,7 +74,7 @@ def test_shared_experts_that_gather_keep_the_gathered_stream():
 
 
 def test_a_block_that_runs_again_communicates_up_to_the_last_result_that_a_gradient_reads():
-    at = Where(1, 2, 2, 2, grids.GPT.seq_len, 4)
+    at = Place(1, 2, 2, 2, grids.GPT.seq_len, 4)
     rows = list(collectives(describe(grids.GPT, at, training=MoeConfig()), StepPolicy(recompute=True)))
     again = [(name, kind) for name, phase, kind, *_ in rows if phase == "recompute"]
     assert ("blocks.attention.out", "all-reduce") in again

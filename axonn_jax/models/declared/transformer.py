@@ -7,7 +7,7 @@ from axonn_jax.experts.declare import declare as declare_experts
 from axonn_jax.experts.shape import ExpertShape, MoeConfig
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.ops.language import FLOAT32, Chain, Layer, Op, Param, Part, Read, joined, reduce_gradient
-from axonn_jax.ops.layers import Where, addition, attend, embedding, linear, loss, norm
+from axonn_jax.ops.layers import Place, addition, attend, embedding, linear, loss, norm
 from axonn_jax.options import AttentionKernel
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1024)  # a search asks for the same grid with other batches and replicas
 def describe(
-    shape: "ModelShape", at: Where, comm: BlockComm = ALL_REDUCE, training: MoeConfig = MoeConfig(), *,  # noqa: B008
+    shape: "ModelShape", at: Place, comm: BlockComm = ALL_REDUCE, training: MoeConfig = MoeConfig(), *,  # noqa: B008
     duplicates: bool = False,
 ) -> tuple[Layer, ...]:  # fmt: skip
     """Return every layer of the model, each kind once, in the order of the forward pass.
@@ -42,13 +42,13 @@ def describe_alone(shape: "ModelShape") -> tuple[Layer, ...]:
     return describe(shape, alone(shape))
 
 
-def alone(shape: "ModelShape") -> Where:
+def alone(shape: "ModelShape") -> Place:
     """Return the place of a layer that has one sequence on one device."""
-    return Where(1, 1, 1, 1, shape.seq_len, FLOAT32)
+    return Place(1, 1, 1, 1, shape.seq_len, FLOAT32)
 
 
 def halves(
-    shape: "ModelShape", layer: int, at: Where, comm: BlockComm = ALL_REDUCE,
+    shape: "ModelShape", layer: int, at: Place, comm: BlockComm = ALL_REDUCE,
     training: MoeConfig = MoeConfig(), *, duplicates: bool = False, attention: AttentionKernel = "cudnn",  # noqa: B008
 ) -> tuple[Part, Part]:  # fmt: skip
     """Return both halves of a block, each with its norm and the addition to the stream; arguments as of `describe`."""
@@ -61,7 +61,7 @@ def halves(
     return _attention(shape, at, comm, attention), ((*norm_params, *params), second)
 
 
-def _attention(shape: "ModelShape", at: Where, comm: BlockComm, kernel: AttentionKernel) -> Part:
+def _attention(shape: "ModelShape", at: Place, comm: BlockComm, kernel: AttentionKernel) -> Part:
     """Declare the first half of a block: norm, attention, the addition to the stream."""
     name, how = "blocks.attention", comm.of(comm.attention)
     over = at.yx if comm.attention else at.y
@@ -82,7 +82,7 @@ def _attention(shape: "ModelShape", at: Where, comm: BlockComm, kernel: Attentio
     return (*norm_params, *qkv_params, *scales, *out_params), (Chain(ops),)
 
 
-def _mlp(shape: "ModelShape", at: Where, comm: BlockComm, name: str, ffn: int, *, bias: bool) -> Part:
+def _mlp(shape: "ModelShape", at: Place, comm: BlockComm, name: str, ffn: int, *, bias: bool) -> Part:
     """Declare a feed-forward layer that all tokens pass; no gradient reads its result."""
     how = comm.of(comm.mlp)
     up_params, up = linear(at, f"{name}.up", shape.hidden, ffn, "x", how, bias=bias)
@@ -98,7 +98,7 @@ def _mlp(shape: "ModelShape", at: Where, comm: BlockComm, name: str, ffn: int, *
 
 
 def _experts(
-    shape: "ModelShape", moe: ExpertShape, at: Where, comm: BlockComm, training: MoeConfig, duplicates: bool
+    shape: "ModelShape", moe: ExpertShape, at: Place, comm: BlockComm, training: MoeConfig, duplicates: bool
 ) -> Part:
     """Declare a layer of experts, the shared ones as one feed-forward layer."""
     whole = shape.hidden if comm.mlp else shape.hidden / at.x / (at.y if at.sequence_split else 1)
@@ -112,7 +112,7 @@ def _experts(
     return (*params, *more), (*chains, *shared)
 
 
-def _last(shape: "ModelShape", at: Where, comm: BlockComm, rows: int) -> Layer:
+def _last(shape: "ModelShape", at: Place, comm: BlockComm, rows: int) -> Layer:
     """Declare the final norm, the projection onto the vocabulary and the cross-entropy."""
     norm_params, norm_ops = norm(at, "norm", shape.hidden, shape.norm)
     params, head = linear(

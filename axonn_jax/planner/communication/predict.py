@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from axonn_jax.models.declared.transformer import describe
 from axonn_jax.ops.costs import StepPolicy, collectives, update_collectives
 from axonn_jax.ops.language import FLOAT32, Layer
-from axonn_jax.ops.layers import Where
+from axonn_jax.ops.layers import Place
 from axonn_jax.planner.communication.step import DATA, EXPERT, Predicted, StepSpec, X, Y, Z
 
 
@@ -50,5 +50,5 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
 
 def _layers(work: StepSpec) -> tuple[Layer, ...]:
     grid, split = work.grid, work.comm.sequence_split
-    at = Where(grid.expert, grid.z, grid.y, grid.x, work.rows, work.itemsize, split)
+    at = Place(grid.expert, grid.z, grid.y, grid.x, work.rows, work.itemsize, split)
     return describe(work.shape, at, work.comm, work.moe, duplicates=work.duplicates)

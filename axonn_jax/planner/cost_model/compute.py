@@ -8,7 +8,7 @@ from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.declared.transformer import describe
 from axonn_jax.ops.costs import operations
 from axonn_jax.ops.language import FLOAT32, Attend, Collective, Multiply
-from axonn_jax.ops.layers import Where
+from axonn_jax.ops.layers import Place
 from axonn_jax.options import AttentionKernel
 from axonn_jax.planner.machines.machine import Machine
 from axonn_jax.planner.memory import itemsize
@@ -73,7 +73,7 @@ class Compute:
 
     def _block(self, expert: int, x: int, y: int, sequences: int) -> Seconds:
         """Return the times of the mean block for a microbatch of so many sequences a device."""
-        at = Where(expert, 1, y, x, self.seq, self.item, self.comm.sequence_split)
+        at = Place(expert, 1, y, x, self.seq, self.item, self.comm.sequence_split)
         mean = Seconds(0.0, 0.0, 0.0, 0.0)
         for layer in describe(self.shape, at, self.comm, self.request.moe)[1:-1]:
             forward = inputs = weights = heads = moved = 0.0
