@@ -57,11 +57,6 @@ class Place(NamedTuple):
         return self.y * self.x
 
 
-def norm_vectors(kind: Norm) -> tuple[str, ...]:
-    """Return the names of a norm's parameters."""
-    return ("scale", "shift") if kind == "layernorm" else ("scale",)
-
-
 def norm(at: Place, name: str, hidden: int, kind: Norm) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
     """Declare a norm of the residual stream (`tensor.norm`).
 
@@ -73,7 +68,8 @@ def norm(at: Place, name: str, hidden: int, kind: Norm) -> tuple[tuple[Param, ..
     token = at.stream_tokens * FLOAT32
     moments = Collective(name, "all-reduce", "all-reduce", ("x",), forward * token, backward * token, small=True)
     stored = Read((1 if kind == "layernorm" else 2) * stream, moved=2 * stream * at.item)
-    params = tuple(Param(f"{name}.{vector}", (hidden,), (("x",),)) for vector in norm_vectors(kind))
+    vectors = ("scale", "shift") if kind == "layernorm" else ("scale",)
+    params = tuple(Param(f"{name}.{vector}", (hidden,), (("x",),)) for vector in vectors)
     return params, (moments, stored)
 
 

@@ -1,4 +1,4 @@
-"""Elementwise operations: activation functions, and dropout whose mask depends neither on grid nor on cuts of a batch."""
+"""Elementwise operations: activation functions, and dropout whose mask depends on neither grid nor microbatches."""
 
 from dataclasses import dataclass, field, replace
 
