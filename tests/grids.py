@@ -3,13 +3,11 @@
 import functools
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import plain
-import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -56,23 +54,6 @@ def all_grids(*products: int) -> list[GridShape]:
     sizes = [1, 2, 4, 8]
     grids = [GridShape(1, *axes) for axes in product(sizes, repeat=4)]
     return [grid for grid in grids if grid.devices in products]
-
-
-FEW = {
-    "gpt": [(1, 2, 2, 2), (2, 2, 1, 2), (4, 1, 2, 1), (1, 1, 1, 8)],
-    "llama": [(2, 1, 2, 2), (2, 2, 2, 1), (1, 4, 1, 2), (1, 1, 4, 2)],
-}
-"""Of each model the `(data, z, y, x)` of every run: any two axes together, and each one fourfold or more."""
-
-
-def some_grids(*products: int) -> list[Any]:
-    """Pairs of a model and every grid of `products` devices, those that are not among the `FEW` slow ones."""
-    return [
-        pytest.param(model, grid, id=f"{model}-{name(grid)}", marks=[] if few else [pytest.mark.slow])
-        for model in MODELS
-        for grid in all_grids(*products)
-        for few in [(grid.data, grid.z, grid.y, grid.x) in FEW[model]]
-    ]
 
 
 def name(grid: GridShape) -> str:
@@ -144,6 +125,12 @@ def reference(model: str):
     batch = tokens(shape.vocab, 2, 8, shape.seq_len)
     loss, grads, norm = plain.reference(host_params(shape), shape, batch.reshape(-1, shape.seq_len + 1))
     return grads, loss, norm
+
+
+@functools.cache
+def one_device(shape: ModelShape):
+    """`gradients` of one device."""
+    return gradients(shape, GridShape())
 
 
 def check_gradients(got, want, gradients=GRADIENT_TOLERANCE, scalars=SCALAR_TOLERANCE):

@@ -1,4 +1,4 @@
-"""Models with experts under every way to keep, split, cut and recompute: the plain model's gradients, one curve."""
+"""Models with experts that alternate or are scanned, on grids and pipelines: gradients, loads and one curve."""
 
 from dataclasses import replace
 
@@ -12,47 +12,18 @@ from trainers import make_trainer
 import axonn_jax as ax
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
-from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.stacked import stack_layers
 from axonn_jax.tensor.params import split_module
 
-SPLIT = {"comm": BlockComm(sequence_split=True)}
 GRID = GridShape(1, 1, 2, 2, expert=2)
 CURVE_TOLERANCE = 2e-6
 STEPS = 20
 
 
-@pytest.mark.parametrize("model", ["sparse", pytest.param("deepseek", marks=pytest.mark.slow)])
-def test_other_routers_and_alternating_layers(model):
-    grids.check_gradients(grids.gradients(grids.EXPERTS[model], GRID, bucket=3000), grids.reference(model))
-
-
-@pytest.mark.parametrize(
-    ("axes", "options"),
-    [
-        (GridShape(1, 1, 1, 2, 2, expert=2), {"layout": SPLIT, "activations": "full"}),
-        (GRID, {"reshard_after": "step", "sub_batches": 2}),
-        *(
-            pytest.param(axes, options, marks=pytest.mark.slow)  # test_cases has each beside every other setting
-            for axes, options in (
-                (GRID, {"layout": SPLIT}),
-                (GRID, {"activations": "full", "scanned": True}),
-                (GRID, {"activations": "dots"}),
-                (GridShape(1, 1, 1, 2, 2, expert=2), {"activations": "save_collectives"}),
-                (GRID, {"ordered": True, "sub_batches": 2}),
-                (GridShape(1, 2, 1, 2, expert=2), {"zero": True, "scanned": True}),
-            )
-        ),
-    ],
-)
-def test_gradients_do_not_depend_on_how_they_are_computed(axes, options):
-    grids.check_gradients(grids.gradients(grids.MIXTRAL, axes, bucket=3000, **options), grids.reference("mixtral"))
-
-
 def test_kinds_of_layers_that_alternate_are_one_loop():
     shape = replace(grids.SPARSE, layers=4)
     scanned = grids.gradients(shape, GRID, scanned=True, activations="full", bucket=3000)
-    grids.check_gradients(scanned, grids.gradients(shape, GridShape()))
+    grids.check_gradients(scanned, grids.one_device(shape))
     model = grids.model_on(shape, grids.lay(GridShape()))
     stack = stack_layers(model, split_module(model))
     assert {name.split(".")[2] for name in stack.own} == {"0", "1"}

@@ -1,6 +1,5 @@
 """Options that published families add to a block: counted, priced and computed alike on every grid."""
 
-import functools
 from dataclasses import replace
 
 import grids
@@ -10,6 +9,7 @@ from flax import nnx
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.rope import Rope
 from axonn_jax.models.transformer import Transformer
@@ -52,32 +52,22 @@ def test_parameters_by_formula_are_those_of_the_model(family):
 @pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen2", "arcee"])
 def test_gradients_are_those_of_one_device(family, axes):
     shape = replace(FAMILIES[family], layers=1)
-    got, want = grids.gradients(shape, axes), _one_device(family)
-    grids.check_gradients(got, want)
-
-
-@functools.cache
-def _one_device(family, layers=1):
-    return grids.gradients(replace(FAMILIES[family], layers=layers), GridShape())
+    grids.check_gradients(grids.gradients(shape, axes), grids.one_device(shape))
 
 
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ({"comm": "gather"}, {}),
-        ({"comm": "sequence"}, {"activations": "full"}),
+        ({"comm": BlockComm(attention=True, mlp=True)}, {}),
+        ({"comm": BlockComm(sequence_split=True)}, {"activations": "full"}),
         ({}, {"activations": "save_collectives", "scanned": True}),
     ],
     ids=["gather", "sequence", "scanned"],
 )
 def test_norms_of_heads_in_every_layout(layout, options):
-    from axonn_jax.models.block_comm import BlockComm
-
-    kinds = {"gather": BlockComm(attention=True, mlp=True), "sequence": BlockComm(sequence_split=True)}
-    layout = {"comm": kinds[layout["comm"]]} if layout else {}
     shape = replace(QWEN3, layers=2 if options.get("scanned") else 1)
     got = grids.gradients(shape, GridShape(data=2, y=2, x=2), layout=layout, **options)
-    grids.check_gradients(got, _one_device("qwen3", shape.layers))
+    grids.check_gradients(got, grids.one_device(shape))
 
 
 # Of transformers' ROPE_INIT_FUNCTIONS for head_dim 16 and theta 10,000, whose tables are float32.

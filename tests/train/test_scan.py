@@ -30,37 +30,6 @@ ALL = grids.GridShape(1, 1, 2, 2, 2)
 SMALL = replace(grids.GPT, layers=3, seq_len=8)
 
 
-@functools.cache
-def unrolled(shape):
-    return grids.gradients(shape, grids.GridShape())
-
-
-def cases():
-    """Those of `test_cases` are left out, but dropout; the rest are slow."""
-    few = [
-        (
-            "gpt",
-            0.25,
-            grids.GridShape(1, 2, 2, 1, 2),
-            {"activations": "save_collectives", "sub_batches": 2, "ordered": True},
-        ),
-    ]
-    for model, dropout, axes, options in few:
-        name = "-".join([model, grids.name(axes), *map(str, options.values())])
-        yield pytest.param(model, dropout, axes, options, id=name)
-    for model in grids.MODELS:
-        for axes in grids.all_grids(1, 2, 8):
-            for activations in ("none", "full", "dots", "save_collectives"):
-                name = f"{model}-{grids.name(axes)}-{activations}-slow"
-                yield pytest.param(model, 0.0, axes, {"activations": activations}, id=name, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("model", "dropout", "axes", "options"), list(cases()))
-def test_scanned_layers_give_the_gradients_of_unrolled_ones(model, dropout, axes, options):
-    shape = replace(grids.MODELS[model], dropout=dropout)
-    grids.check_gradients(grids.gradients(shape, axes, scanned=True, **options), unrolled(shape))
-
-
 def decayed(params):
     """A mask by dims and one by name, both alike for all layers."""
     return {name: p.ndim >= 2 and "mlp" not in name for name, p in params.items()}

@@ -1,4 +1,4 @@
-"""With blocks that gather the residual stream, every grid still computes the plain model's loss, gradients and norm."""
+"""Blocks that gather the residual stream over `x` or split its sequence over `y`: curves, memory, refusals."""
 
 import functools
 from dataclasses import replace
@@ -9,56 +9,25 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from trainers import make_trainer
 
 from axonn_jax.checkpoint.restore import load_weights, named_checkpoint
 from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.errors import UserError
-from axonn_jax.grid import GridShape
+from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
-from axonn_jax.models.presets import preset
 from axonn_jax.models.declared.residual_comm import choose_residual_comm
+from axonn_jax.models.presets import preset
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.planner.communication.predict import predict
 from axonn_jax.planner.communication.step import StepSpec
+from axonn_jax.train.config import MemoryConfig, TensorConfig
+from axonn_jax.train.engines.step import compile_abstract
 
 CURVE_TOLERANCE = 2e-6  # as for the curves of grids (test_trainer)
-BOTH = BlockComm(attention=True, mlp=True)
+BOTH, SPLIT = BlockComm(attention=True, mlp=True), BlockComm(sequence_split=True)
 SMALL = replace(grids.LLAMA, layers=1)
-
-
-def cases():
-    """One, of fourfold x; every grid with x of 2, 4 and 8, every policy, halves, sub-batches and orders are slow."""
-    few = [
-        ("llama", GridShape(1, 2, 1, 1, 4), BOTH, {"activations": "full", "scanned": True}),
-    ]
-    for model, axes, inner, options in few:
-        yield pytest.param(model, axes, inner, options, id="-".join([model, grids.name(axes), *options]))
-    policies = ("none", "full", "dots", "save_collectives")
-    for model, axes, policy in product(grids.MODELS, grids.all_grids(2, 4, 8), policies):
-        if axes.x > 1:
-            name = f"{model}-{grids.name(axes)}-{policy}-slow"
-            options = {"activations": policy, "scanned": policy in ("full", "dots")}
-            yield pytest.param(model, axes, BOTH, options, id=name, marks=pytest.mark.slow)
-    rest = (
-        (BlockComm(attention=True), {}),
-        (BlockComm(mlp=True), {"activations": "full"}),
-        (BOTH, {"sub_batches": 2, "ordered": True}),
-        (BOTH, {"sub_batches": 2, "ordered": True, "activations": "save_collectives"}),
-        (BOTH, {"zero": True}),
-        (BOTH, {"reshard_after": "step", "activations": "full"}),
-    )
-    for model, axes, (inner, options) in product(
-        grids.MODELS, (GridShape(1, 1, 2, 2, 2), GridShape(1, 2, 2, 1, 2)), rest
-    ):
-        name = "-".join([model, grids.name(axes), str(inner), *options, "slow"])
-        yield pytest.param(model, axes, inner, options, id=name, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("model", "axes", "inner", "options"), list(cases()))
-def test_loss_gradients_and_norm_equal_the_plain_model(model, axes, inner, options):
-    got = grids.gradients(grids.MODELS[model], axes, layout={"comm": inner}, **options)
-    grids.check_gradients(got, grids.reference(model))
 
 
 def curve(axes, inner, steps=6, **options):
@@ -77,20 +46,34 @@ def one_device():
 
 
 @pytest.mark.parametrize(
-    ("axes", "options"),
+    ("comm", "axes", "options"),
     [
-        pytest.param(GridShape(2, 1, 1, 1, 2), {}, marks=pytest.mark.slow),
-        pytest.param(GridShape(2, 1, 1, 2, 2), {"activations": "save_collectives"}, marks=pytest.mark.slow),
-        pytest.param(GridShape(2, 2, 1, 1, 2), {"activations": "full", "zero": 1}, marks=pytest.mark.slow),
-        pytest.param(GridShape(1, 2, 1, 2, 2), {"zero": 1}, marks=pytest.mark.slow),
-        pytest.param(GridShape(1, 1, 2, 1, 4), {"offload": "optimizer"}, marks=pytest.mark.slow),
+        (SPLIT, GridShape(2, 1, 1, 2, 2), {}),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                (BOTH, GridShape(2, 1, 1, 1, 2), {}),
+                (BOTH, GridShape(2, 1, 1, 2, 2), {"activations": "save_collectives"}),
+                (BOTH, GridShape(2, 2, 1, 1, 2), {"activations": "full", "zero": 1}),
+                (BOTH, GridShape(1, 2, 1, 2, 2), {"zero": 1}),
+                (BOTH, GridShape(1, 1, 2, 1, 4), {"offload": "optimizer"}),
+                (SPLIT, GridShape(1, 2, 1, 4), {"zero": 1}),
+                (SPLIT, GridShape(2, 1, 2, 2), {"activations": "full"}),
+                (SPLIT, GridShape(2, 1, 1, 4), {"activations": "save_collectives"}),
+                (SPLIT, GridShape(2, 2, 1, 2), {"activations": "dots", "zero": 1}),
+            )
+        ),
     ],
     ids=str,
 )
-def test_training_follows_the_curve_of_one_device(axes, options):
-    losses, trainer = curve(axes, BOTH, **options)
+def test_training_follows_the_curve_of_one_device(comm, axes, options):
+    """With a pipeline a split stream travels as it lies: split."""
+    losses, trainer = curve(axes, comm, **options)
     trainer.close()
     np.testing.assert_allclose(losses, one_device(), rtol=CURVE_TOLERANCE)
+    if comm == SPLIT and axes.pipe > 1:
+        first, *_ = trainer.engine._plan(8, SMALL.seq_len + 1)
+        assert first[-1].stretch.y.sharding.spec == P(BATCH_AXES, "y", "x")
 
 
 @pytest.mark.slow
@@ -141,3 +124,35 @@ def test_what_does_not_divide_is_refused_and_auto_leaves_it():
     ):
         choose_residual_comm("gather", grids.GPT, grid, "none", sequence_split=True)
     assert choose_residual_comm("auto", grids.GPT, grid, "none", sequence_split=True) == BlockComm(sequence_split=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", ["none", "full"])
+def test_a_program_needs_less_memory(activations):
+    """Of a model whose activations are most of its temporaries."""
+    shape = replace(grids.GPT, layers=4, hidden=64, ffn=128, seq_len=512)
+
+    def temporaries(**options):
+        grid = grids.lay(GridShape(y=4))
+        return compile_abstract(
+            shape, grid, optax.sgd(0.1), sequences=4, memory=MemoryConfig(activations=activations),
+            tensor=TensorConfig(scan_layers="yes"), **options,
+        ).memory_analysis().temp_size_in_bytes  # fmt: skip
+
+    assert temporaries(comm=SPLIT) < 0.8 * temporaries()
+
+
+def test_sequences_that_do_not_split_are_refused_before_anything_compiles():
+    def split(shape):
+        return nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0), comm=SPLIT))
+
+    odd = replace(grids.GPT, seq_len=18)
+    with pytest.raises(UserError, match=r"model.seq_len = 18: a multiple of y .* = 4; nearest: 16 or 20; or grid.y"):
+        make_trainer(split(odd), optax.sgd(0.1), grids.lay(GridShape(y=4)))
+    with pytest.raises(UserError, match=r"model.seq_len = 18"):
+        make_trainer(split(odd), optax.sgd(0.1), grids.lay(GridShape(2, y=4)), microbatches=2)
+    trainer = make_trainer(
+        lambda: Transformer(grids.GPT, rngs=nnx.Rngs(0), comm=SPLIT), optax.sgd(0.1), grids.lay(GridShape(y=4))
+    )
+    with pytest.raises(UserError, match=r"sequence length = 7: with sequence parallelism a multiple of y = 4"):
+        trainer.step(np.zeros((2, 8), np.int32))
