@@ -7,6 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
+import tokenizers
 
 from axonn_jax.models.huggingface import shape_from_config
 from axonn_jax.models.huggingface.entries import entries_of
@@ -106,3 +107,17 @@ def generating(family: str) -> dict:
     """A family's config with room for longer texts."""
     longer = {name: 128 for name in LENGTHS if name in CONFIGS[family]}
     return CONFIGS[family] | longer
+
+
+def bpe(vocab_size, special_tokens=()):
+    """A BPE of another kind than `prepare` trains: with a normalizer."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.normalizer = tokenizers.normalizers.NFC()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(special_tokens), initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["the token of the mesh and the shard of the token"] * 50, trainer)
+    return made

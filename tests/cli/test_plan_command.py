@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from plans import PLAN, SIMULATE, output
 
-from axonn_jax.cli.main import main
 from axonn_jax.cli.plan_flags import sequences
 from axonn_jax.distributed.gpu_limits import FRACTION
 from axonn_jax.errors import UserError
@@ -17,16 +17,6 @@ from axonn_jax.planner.communication.step import Phase, StepSpec
 from axonn_jax.planner.machines.machine_file import load_machine, machine_names
 from axonn_jax.planner.machines.network import totals
 from axonn_jax.train.validate import check
-
-PLAN = ["plan", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "262144"]
-SIMULATE = ["simulate", *PLAN[1:-1], "524288"]
-
-
-def output(capsys, argv, status=0):
-    assert main(argv) == status
-    out, err = capsys.readouterr()
-    assert err == ""
-    return out
 
 
 def test_plan_as_json(capsys):

@@ -3,11 +3,9 @@
 import json
 
 import pytest
+from plans import PLAN
 
 from axonn_jax.cli.main import main
-
-PLAN = ["plan", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "262144"]
-
 
 WRONG = [
     (["--microbatch", "3"], "--microbatch = 3: one of 1, 2, 4, 8, 16, 32, 64, 128, which 16 devices, the model"),

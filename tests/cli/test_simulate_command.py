@@ -3,19 +3,10 @@
 import json
 
 import pytest
+from plans import SIMULATE, output
 
-from axonn_jax.cli.main import main
 from axonn_jax.cli.simulate import Simulate
 from axonn_jax.cli_args import parse
-
-SIMULATE = ["simulate", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "524288"]
-
-
-def output(capsys, argv, status=0):
-    assert main(argv) == status
-    out, err = capsys.readouterr()
-    assert err == ""
-    return out
 
 
 def test_simulate_as_json(capsys):

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pretrained
 import pytest
 import tokenizers
 
@@ -24,13 +25,7 @@ SMALL = {"special_tokens_map.json": b"{}", "chat_template.jinja": b"{{ messages 
 def write_tokenizer(folder, kind):
     folder.mkdir()
     special, end, pad = KINDS[kind]
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.normalizer = tokenizers.normalizers.NFC()
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator(["the token of the mesh and the shard of the token"] * 50, trainer)
+    made = pretrained.bpe(280)
     made.add_special_tokens(special)
     if kind == "llama":
         begin = [("<s>", made.token_to_id("<s>"))]

@@ -1,28 +1,22 @@
 """Routers and the balance of loads as transformers computes them, from what it gave."""
 
 import json
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from huggingface_fixtures import ROUTED, stored
 
 from axonn_jax.experts.balance import balance_loss
 from axonn_jax.experts.router import route
 from axonn_jax.experts.shape import ExpertShape
 from axonn_jax.models.huggingface import shape_from_config
 
-FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 # A softmax or sigmoid, a sum of a few terms, a division: a few roundings each. The balance sums 24 tokens.
 TOLERANCE = 8 * float(np.finfo(np.float32).eps)
 
 
-def stored(name):
-    with np.load(FIXTURES / f"huggingface_{name}.npz", allow_pickle=False) as arrays:
-        return dict(arrays)
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe_sparse"])
+@pytest.mark.parametrize("family", ROUTED)
 def test_balance_of_one_sequence(family):
     """Theirs pools layers and tokens and is not divided by the choices of a token: for one of each it is k times ours.
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axonn_jax.data.prepare import prepare
 from axonn_jax.errors import UserError
 from axonn_jax.grid import MOST_DEVICES, GridShape
 from axonn_jax.models.config import ModelShape
@@ -29,28 +28,18 @@ def load(path, overrides=()):
     return config_file.read(path, config_file.split_argv(overrides)[1])
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("config")
-    (root / "text").mkdir()
-    for number in range(3):
-        (root / "text" / f"{number}.txt").write_text("the same words and the same words again\n" * 20)
-    prepare(root / "text", root / "data", vocab=264, include=["*.txt"])
-    return root / "data"
-
-
 @pytest.fixture
-def config(data):
-    return Config(model=TINY, data=DataConfig(str(data)))
+def config(prepared):
+    return Config(model=TINY, data=DataConfig(str(prepared)))
 
 
 # Model
 
 
 def test_explicit_fields_fill_in_the_rest():
-    shape = TINY.shape(default_vocab=264)
-    assert shape == ModelShape(layers=2, hidden=32, heads=4, kv_heads=4, ffn=128, vocab=264, seq_len=16)
-    assert replace(TINY, vocab=300).shape(default_vocab=264).vocab == 300
+    shape = TINY.shape(default_vocab=300)
+    assert shape == ModelShape(layers=2, hidden=32, heads=4, kv_heads=4, ffn=128, vocab=300, seq_len=16)
+    assert replace(TINY, vocab=310).shape(default_vocab=300).vocab == 310
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -82,11 +71,11 @@ def test_missing_fields_are_named():
 # Check
 
 
-def test_check_fills_in_the_model_and_creates_nothing(config, data, tmp_path, monkeypatch):
+def test_check_fills_in_the_model_and_creates_nothing(config, prepared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checked = check(config)
-    assert checked.model == ModelConfig(**asdict(TINY.shape(default_vocab=264)))
-    assert checked.model.shape() == TINY.shape(default_vocab=264)
+    assert checked.model == ModelConfig(**asdict(TINY.shape(default_vocab=300)))
+    assert checked.model.shape() == TINY.shape(default_vocab=300)
     assert checked == replace(config, model=checked.model, log=checked.log)
     assert checked.log.dir == "runs/run"
     assert check(checked) == checked
@@ -249,8 +238,8 @@ def test_only_the_data_is_required():
     assert required == ["data.path"]
 
 
-def test_the_example_is_good(data):
-    flags = ["--data.path", str(data), "--model.seq_len", "16"]
+def test_the_example_is_good(prepared):
+    flags = ["--data.path", str(prepared), "--model.seq_len", "16"]
     checked = check(load(ROOT / "examples" / "gpt-tiny.toml", flags))
     assert checked.log.dir == "runs/gpt-tiny"
     for grid in (GridShape(x=2), GridShape(y=2, x=2), GridShape(data=2, z=2, y=2), GridShape(z=4), GridShape(y=4)):

@@ -17,18 +17,9 @@ CONFIG = pretrained.CONFIGS["llama"]
 SHORT = ["--train.global_batch", "4", "--train.microbatches", "2", "--train.eval_batches", "1", "--model.seq_len", "16"]
 
 
-def foreign_tokenizer(path):
-    """A BPE of another kind than `prepare` trains: a normalizer, two special tokens, an end that is not number 0."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.normalizer = tokenizers.normalizers.NFC()
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=290, special_tokens=["<pad>", "<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(["the token of the mesh and the shard of the token"] * 50, trainer)
-    path.write_text(made.to_str())
+def tokenizer_text():
+    """A foreign tokenizer, of which the end is not number 0."""
+    return pretrained.bpe(290, ["<pad>", "<|endoftext|>"]).to_str()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +27,7 @@ def trained(tmp_path_factory):
     """A pretrained model, data prepared with its tokenizer, and a run of two steps on a pipeline that began from it."""
     root = tmp_path_factory.mktemp("pretrained")
     source = pretrained.write_model(root / "hf", CONFIG, pretrained.weights(CONFIG, pretrained.BF16), files=2)
-    foreign_tokenizer(source / "tokenizer.json")
+    (source / "tokenizer.json").write_text(tokenizer_text())
     (root / "text").mkdir()
     for number in range(4):
         (root / "text" / f"{number}.txt").write_text("the token of the mesh and the shard\n" * (20 + number))
@@ -140,9 +131,7 @@ def test_tokenizers_of_no_use_are_one_line(trained, tmp_path, capsys):
     (tmp_path / "sp").mkdir()
     (tmp_path / "sp" / "tokenizer.model").touch()
     (tmp_path / "bad.json").write_text('{"model": {"type": "nothing"}, "added_tokens": []}')
-    foreign_tokenizer(tmp_path / "no_end.json")
-    raw = (tmp_path / "no_end.json").read_text()
-    (tmp_path / "no_end.json").write_text(raw.replace("<|endoftext|>", "<nothing>"))
+    (tmp_path / "no_end.json").write_text(tokenizer_text().replace("<|endoftext|>", "<nothing>"))
     for argv, says in (
         ([*prepare, "nowhere"], "--tokenizer = 'nowhere'"),
         ([*prepare, str(trained / "hf"), "--vocab", "300"], "--vocab = 300: not given with --tokenizer"),
