@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from axonn_jax.cli import main as command_line
+from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.huggingface import families
 from axonn_jax.ops import costs
 from axonn_jax.ops.layers import Place
@@ -43,6 +44,10 @@ def test_the_family_reads_a_config_as_llama_does(page):
 def test_the_layer_counts_its_parameters_and_collectives(page):
     layer = page.low_rank(Place(1, 2, 2, 2, 16, 4), hidden=64, rank=8)
     assert costs.parameters(layer) == 2 * 64 * 8
+    with jax.set_mesh(build_grid(GridShape(x=2), jax.devices()[:2]).mesh):
+        module = page.LowRank(64, 8, jax.random.key(0))
+    sizes = {f"low.{name}.kernel": getattr(module, name).kernel[...].shape for name in ("down", "up")}
+    assert {param.name: param.shape for param in layer.params} == sizes
     assert {axes for _, _, _, axes, _, _ in costs.collectives([layer], costs.StepPolicy())} >= {("z",), ("y",), ("x",)}
 
 
