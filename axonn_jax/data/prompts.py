@@ -13,7 +13,7 @@ MOST_BYTES = 256 << 20
 
 
 def objects_of(raw: bytes, path: Path, field: str, *, chat: bool = False) -> dict[int, dict[str, Any]]:
-    """The objects of a file by line; in a `chat` they may have messages.
+    """Return the objects of a file by line; in a `chat` they may have messages.
 
     Raises ``UserError``, which calls the file `field`, for the first line that is of no use.
     """
@@ -32,7 +32,7 @@ def objects_of(raw: bytes, path: Path, field: str, *, chat: bool = False) -> dic
 
 
 def ids_within(tokenizer: Any, text: str, seq_len: int, *, special: bool = True) -> tuple[int, ...]:
-    """The tokens of a prompt (`prompt_ids`); raises ``UserError`` where they leave no room for one more."""
+    """Return a prompt's tokens (`prompt_ids`); raise ``UserError`` where they leave no room for one more."""
     ids = tuple(prompt_ids(tokenizer, text, special=special))
     if len(ids) >= seq_len:
         accepted = f"a prompt of at most {seq_len - 1} tokens (model.seq_len = {seq_len}); this one has {len(ids)}"
@@ -41,7 +41,7 @@ def ids_within(tokenizer: Any, text: str, seq_len: int, *, special: bool = True)
 
 
 def file_line(path: Path, number: int) -> str:
-    """The name of a file's line in messages."""
+    """Return the name of a file's line in messages."""
     return f"{path}, line {number}"
 
 
@@ -53,7 +53,7 @@ class FixedPrompt(NamedTuple):
 
 
 def fixed_prompts(path: Path, tokenizer: Any, seq_len: int, field: str) -> list[FixedPrompt]:
-    """The prompts of a file: `.jsonl`, or of any other name a text a line; raises ``UserError`` for `field`."""
+    """Return the prompts of a file: `.jsonl`, or of any other name a text a line; raise ``UserError`` for `field`."""
     try:
         raw = read_bytes(path, MOST_BYTES)
     except (OSError, ValueError) as error:
@@ -75,5 +75,5 @@ def fixed_prompts(path: Path, tokenizer: Any, seq_len: int, field: str) -> list[
 
 
 def _filled(raw: bytes) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, with their numbers."""
+    """Return the lines that are not empty, with their numbers."""
     return ((number, line) for number, line in enumerate(raw.splitlines(), 1) if line.strip())

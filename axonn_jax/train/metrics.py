@@ -159,7 +159,7 @@ class Samples:
                 self._log.write({**prompt.line, "step": step, "text": text})
 
     def close(self) -> None:
-        """Closes the file, and says where lines could not be written."""
+        """Close the file, and say where lines could not be written."""
         if self._log is not None:
             close_log(self._log, self._say)
 
@@ -193,7 +193,7 @@ class Samples:
 
 
 def close_log(log: MetricsLog, say: Callable[[str], None]) -> None:
-    """Closes a log, and says where lines could not be written in time."""
+    """Close a log, and say where lines could not be written in time."""
     log.close()
     if log.trouble:
         say(f"warning: lines of {log.path} could not be written in time: {log.trouble}")

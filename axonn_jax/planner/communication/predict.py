@@ -24,8 +24,8 @@ def predict(work: StepSpec) -> tuple[Predicted, ...]:
 def predict_microbatch(work: StepSpec) -> Iterator[Predicted]:
     """Yield the collectives before the update of a step that divides over its grid, groups of one device included."""
     policy = StepPolicy(
-        work.microbatches, work.again, work.activations == "save_collectives", work.scanned, work.reshard_after,
-        work.accumulate,
+        work.microbatches, work.activations != "none", work.activations == "save_collectives", work.scanned,
+        work.reshard_after, work.accumulate,
     )  # fmt: skip
     for row in collectives(_layers(work), policy):
         yield work.row(*row)

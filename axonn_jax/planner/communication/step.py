@@ -56,21 +56,6 @@ class StepSpec:
         """Tokens of a microbatch on a device."""
         return self.sequences // (self.microbatches * self.grid.batch_shards) * self.shape.seq_len
 
-    @property
-    def vocab(self) -> int:
-        """Rows of the table, padded to divide over `y` and `z`."""
-        return self.shape.padded_vocab(self.grid.y * self.grid.z)
-
-    @property
-    def once(self) -> bool:
-        """True if gradients are reduce-scattered over `z`, and so weights gathered, once a step."""
-        return self.reshard_after == "step" and self.microbatches > 1
-
-    @property
-    def again(self) -> bool:
-        """True if blocks are computed again in the backward pass."""
-        return self.activations != "none"
-
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Devices along each axis."""

@@ -34,7 +34,7 @@ def _tasks(model: CostModel, candidate: Candidate) -> dict[tuple[Kind, int], flo
         return times
     tasks, sequences = model.tasks(candidate), candidate.sequences(model.request.batch)
     segments, ranges = model.stages(pipe, virtual)
-    block_flops = sum(segment.flops for segment in segments if segment.layer) / model.request.shape.layers
+    block_flops = model.footprint.ranks.block_flops
 
     def part(segment: Segment) -> tuple[float, Times]:
         named: dict[str, Part] = {"embedding": "first", "head": "last"}
