@@ -105,7 +105,7 @@ def attention_form(config: Config, shape: ModelShape, grid: Grid) -> AttentionFo
     """Return the kernel of attention of the run's devices; raise ``UserError`` where the config's kernel cannot run."""
     device = compat.attention_device(grid.mesh.devices.flat[0], alone=grid.mesh.devices.size == 1)
     dtype = precisions(config.memory.precision, config.memory.accumulate).compute.name
-    return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len, shape.window)
+    return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len, shape.attention_rule(0))
 
 
 @contextlib.contextmanager
