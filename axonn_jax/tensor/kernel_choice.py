@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
+from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.errors import UserError
 from axonn_jax.hardware import AttentionDevice
 from axonn_jax.options import AttentionKernel
@@ -42,7 +43,7 @@ def tiles(platform: str, seq: int) -> Tiles:
 
     An accelerator takes at most 16 blocks, since each is compiled for itself and should fill the device.
     """
-    if platform == "cpu":
+    if computes_on_cores(platform):
         return Tiles(128, 128 * 1024)
     return Tiles(max(128, ceil(seq / 16)), 2**26)
 

@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jax.tree_util import DictKey, tree_leaves_with_path, tree_map_with_path
 
+from axonn_jax.backend.traits import merges_recomputation
 from axonn_jax.errors import UserError
 from axonn_jax.memory.host_arrays import LayerSlice, joined
 from axonn_jax.memory.optimizer_traits import check_separable, owner, same_update, traced_update
@@ -44,7 +45,7 @@ def choose_stack(
     plain = unstacked(split)
     checked = check_model(model)
     layers: Any = getattr(model, checked.layer_list) if checked.layer_period else ()
-    recomputed = activations != "none" and jax.default_backend() == "cpu"
+    recomputed = activations != "none" and merges_recomputation(jax.default_backend())
     pays = not ordered and (recomputed or len(layers) >= LAYERS)
     if wanted == "no" or (wanted == "auto" and not pays):
         return plain
