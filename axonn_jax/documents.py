@@ -16,18 +16,11 @@ import socket
 import stat
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Never, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Never
 
-T = TypeVar("T")
-
-_NOUNS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
-_LARGEST = 2**63 - 1
 _TOML_LINE = 10_000
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # Lustre mounted without flock, say
@@ -133,78 +126,6 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-
-
-def typed(kind: type[T], value: Any, name: str = "") -> T:
-    """Return JSON as an instance of a type: dataclasses by their fields, tuples, mappings of texts, plain values.
-
-    Nothing is guessed: only a whole number is taken for a float. Fields that a dataclass does not have are left out, so
-    that later versions may write more. `name` is the value's name in errors.
-
-    Raises:
-        ValueError: a field is missing or not of its type; the text names it.
-    """
-    made: T = _typed(kind, value, name)
-    return made
-
-
-def _typed(kind: Any, value: Any, name: str) -> Any:
-    if kind is Any or (kind is type(value) and kind is not int):
-        return value
-    if is_dataclass(kind):
-        return _built(kind, value, name)
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        if value is None and NoneType in inner:
-            return None
-        return _typed(next(option for option in inner if option is not NoneType), value, name)
-    if origin is Literal:
-        if value not in inner:
-            raise _wrong(name, value, f"one of {', '.join(map(str, inner))}")
-        return value
-    if origin is tuple:
-        if type(value) is not list:
-            raise _wrong(name, value, "a list")
-        return tuple(_typed(inner[0], entry, f"{name}[{at}]") for at, entry in enumerate(value))
-    if origin is not None:  # Mapping
-        if type(value) is not dict:
-            raise _wrong(name, value, "an object")
-        return {key: _typed(inner[1], entry, f"{name}[{key!r}]") for key, entry in value.items()}
-    if kind is float and type(value) is int and abs(value) <= _LARGEST:
-        return float(value)
-    if type(value) is not kind or (kind is int and abs(value) > _LARGEST):
-        raise _wrong(name, value, _NOUNS[kind])
-    return value
-
-
-def _built(kind: Any, value: Any, name: str) -> Any:
-    if type(value) is not dict:
-        raise _wrong(name, value, "an object")
-    prefix = f"{name}." if name else ""
-    given = {}
-    for key, (hint, required) in _fields(kind).items():
-        if key in value:
-            given[key] = _typed(hint, value[key], prefix + key)
-        elif required:
-            raise ValueError(f"{_brief(prefix + key)} is missing")
-    return kind(**given)
-
-
-@cache
-def _fields(kind: Any) -> Mapping[str, tuple[Any, bool]]:
-    hints = get_type_hints(kind)
-    return {f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)}
-
-
-def _wrong(name: str, value: Any, accepted: str) -> ValueError:
-    shown = _NOUNS.get(type(value), "a list" if type(value) is list else "an object")
-    if type(value) in (int, float, str):
-        shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}..."
-    return ValueError(f"{_brief(name) or 'all of it'} = {shown}, not {accepted}")
-
-
-def _brief(name: str) -> str:
-    return name if len(name) <= 80 else f"{name[:80]}..."  # a stranger chose the keys in it
 
 
 def _finite(text: str) -> float:

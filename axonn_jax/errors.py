@@ -1,6 +1,7 @@
 """The one exception for a user's mistake."""
 
 import operator
+import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -25,6 +26,8 @@ _CLOSE = 0.65
 
 def _shown(value: object) -> str:
     try:
+        if isinstance(value, list | dict):
+            return reprlib.repr(value)
         return repr(value) if isinstance(value, str) else " ".join(str(value).split())
     except (ValueError, RecursionError):  # integers of thousands of digits, tables in tables
         return "(too large to show)"

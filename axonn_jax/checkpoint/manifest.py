@@ -15,7 +15,8 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from axonn_jax.documents import flush, open_regular, parse_json, read_bytes, typed
+from axonn_jax.documents import flush, open_regular, parse_json, read_bytes
+from axonn_jax.options import typed
 
 MANIFEST = "manifest.json"
 FORMAT = 1

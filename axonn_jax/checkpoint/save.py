@@ -27,8 +27,9 @@ from axonn_jax.checkpoint.manifest import (
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.checkpoint.orbax import OrbaxWriter, marker, reason, wait_for_markers
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.documents import flush, in_sight, replace_whole, typed
+from axonn_jax.documents import flush, in_sight, replace_whole
 from axonn_jax.grid import Grid
+from axonn_jax.options import typed
 
 _UNFINISHED, _REMOVED = "unfinished_", "removed_"
 _PACKAGES = ("axonn_jax", "jax", "jaxlib", "orbax-checkpoint")

@@ -12,8 +12,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from axonn_jax.documents import read_json, typed
+from axonn_jax.documents import read_json
 from axonn_jax.errors import UserError
+from axonn_jax.options import typed
 
 FORMAT = "axonn_jax tokens"
 VERSION = 1

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.documents import TOML_BYTES, parse_toml, typed
+from axonn_jax.documents import TOML_BYTES, parse_toml
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import (
@@ -20,6 +20,7 @@ from axonn_jax.options import (
     ProbabilityOrNone,
     RopeScaling,
     Router,
+    typed,
 )
 
 

@@ -17,11 +17,12 @@ from jax.sharding import AxisType, Mesh
 
 from axonn_jax.backend.repairs import device_kind
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.documents import read_json, replace_whole, typed
+from axonn_jax.documents import read_json, replace_whole
 from axonn_jax.grid import Grid, GridShape
 from axonn_jax.memory.precision import precisions
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
+from axonn_jax.options import typed
 from axonn_jax.tensor.matmul import AS_WRITTEN, FORMS, PLAIN, Form, MatmulLayouts, Product, multiply, products
 from axonn_jax.train.config import Config
 from axonn_jax.train.engines.program import sub_batches_of

@@ -15,7 +15,7 @@ from flax import nnx
 
 from axonn_jax.data.tokenize import ends_of
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.documents import parse_json, read_bytes, save_picture, typed
+from axonn_jax.documents import parse_json, read_bytes, save_picture
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.inference.generator import Generator
@@ -25,6 +25,7 @@ from axonn_jax.inference.texts import write
 from axonn_jax.inference.weights import grid_of_run
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
+from axonn_jax.options import typed
 from axonn_jax.train.config import Config
 from axonn_jax.train.validate import samples_of
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.cli_args import Arg, Positive
@@ -27,8 +27,9 @@ from axonn_jax.planner.machines.machine import (
     Messages,
     Network,
     Node,
+    Platform,
 )
-from axonn_jax.planner.machines.machine_file import PLATFORMS, dumps_machine, loads_machine
+from axonn_jax.planner.machines.machine_file import dumps_machine, loads_machine
 from axonn_jax.tensor.kernel_choice import choose_form
 from axonn_jax.terminal import libraries_on_stderr
 from axonn_jax.version import __version__
@@ -191,7 +192,7 @@ def platform_of(device: Any) -> dict[str, Any]:
     from axonn_jax import compat
 
     attention = compat.attention_device(device, alone=False)
-    if attention.platform not in PLATFORMS:
+    if attention.platform not in get_args(Platform):
         return {}
     return {"platform": attention.platform, "capability": float(".".join(map(str, attention.capability)))}
 
