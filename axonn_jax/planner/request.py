@@ -1,6 +1,7 @@
 """Requests to the planner, the candidates it may choose, and predictions for one."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GRID_AXES, GridShape
@@ -11,7 +12,7 @@ from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.options import Activations, AttentionKernel, PipelinePolicy, ReshardAfter, ResidualComm
 from axonn_jax.planner.machines.machine import Device, Machine
 from axonn_jax.planner.memory import Precision
-from axonn_jax.schedule.policies import may_split
+from axonn_jax.schedule.policies import Policy, may_split, policy_of
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionForm, AttentionRule, choose_form
 
@@ -79,7 +80,7 @@ class PlanRequest:
     switches: OverlapFlags = field(default_factory=OverlapFlags)
     policy: PipelinePolicy = "message"
     split: bool = True
-    """True if gradients of weights may be tasks of their own (policy message; see `splits`)."""
+    """True if gradients of weights may be tasks of their own (policy message; see `schedule`)."""
     sequence_split: bool = False
     """True if the sequence of the residual stream is split over `y`."""
     residual_comm: ResidualComm = "all_reduce"
@@ -105,9 +106,9 @@ class PlanRequest:
         split = self.sequence_split
         return choose_residual_comm(self.residual_comm, self.shape, grid, activations, sequence_split=split)
 
-    def splits(self, activations: Activations) -> bool:
-        """Return True if a pipeline's gradients of weights are tasks of their own."""
-        return self.policy == "zero-bubble" or (self.policy == "message" and may_split(self.split, activations))
+    def schedule(self, candidate: "Candidate") -> Policy:
+        """Return the policy of a candidate's pipeline."""
+        return policy_of(self.policy, candidate.in_flight, may_split(self.split, candidate.activations))
 
     @property
     def flops(self) -> int:
@@ -159,7 +160,7 @@ class Candidate:
         """True if recomputation gathers weights again."""
         return self.reshard_after == "forward" and self.activations != "none"
 
-    @property
+    @cached_property
     def pipeline(self) -> PipelineShape:
         """Sizes of the pipeline: ranks, microbatches and virtual stages."""
         return PipelineShape(self.grid.pipe, self.microbatches, self.virtual_stages)

@@ -245,7 +245,7 @@ class _Waiting(NamedTuple):
 
 def _kind(request: PlanRequest, one: Priced) -> tuple[int, bool]:
     """Key of candidates whose closed forms have similar errors."""
-    return one.base.virtual_stages, request.splits(one.base.activations)
+    return one.base.virtual_stages, request.schedule(one.base).splits
 
 
 def _deepened(prices: Prices, base: Candidate, placements: Sequence[StatePlacement], limit: float) -> Estimate | None:

@@ -12,6 +12,7 @@ from axonn_jax.options import Activations, ReshardAfter
 from axonn_jax.planner.cost_model.model import CostModel
 from axonn_jax.planner.machines.network import GroupLinks
 from axonn_jax.planner.request import Candidate, PlanRequest, StatePlacement
+from axonn_jax.schedule.policies import ByArrival, policy_of
 
 Item = TypeVar("Item")
 
@@ -124,7 +125,7 @@ def microbatch_sizes(request: PlanRequest, grid: GridShape, space: SearchSpace) 
 def depths(request: PlanRequest, base: Candidate) -> Iterator[Candidate]:
     """A candidate with as many microbatches in flight as may be worth it, fewest first: 1F1B's of one stage a rank."""
     pipe = base.grid.pipe
-    if pipe == 1 or request.policy != "message":
+    if pipe == 1 or not isinstance(policy_of(request.policy), ByArrival):
         yield base
         return
     for in_flight in (pipe, 0, 2 * pipe, 3 * pipe)[base.virtual_stages > 1 :]:
@@ -201,7 +202,7 @@ def _candidates(
     """Choices of a legal grid, offload and ZeRO aside."""
     each = request.batch // grid.batch_shards
     for virtual in virtual_stages if grid.pipe > 1 else (1,):
-        if virtual > 1 and (request.policy == "1f1b" or grid.pipe * virtual > segments(request)):
+        if virtual > 1 and (policy_of(request.policy).one_stage or grid.pipe * virtual > segments(request)):
             continue
         for sequences in microbatch_sizes(request, grid, space):
             for activations in space.activations:

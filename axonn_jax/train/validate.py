@@ -20,7 +20,7 @@ from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.options import Range
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition
-from axonn_jax.schedule.policies import check_policy
+from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.train.config import (
     CheckpointConfig,
@@ -177,7 +177,7 @@ def check_pipeline(
         UserError: the policy cannot run so, or the model does not split so.
     """
     shape = PipelineShape(pipe, microbatches, pipeline.virtual_stages)
-    check_policy(pipeline.policy, shape)
+    policy_of(pipeline.policy).check(shape)
     if pipeline.split:
         words = pipeline.split.split(",")
         if not all(word.strip().isdecimal() and len(word) < 10 for word in words):

@@ -31,9 +31,8 @@ def job(latency, microbatches, pipe):
 
 
 def simulated_whole(model, choice):
-    times, split = Prices(model).stage_times(choice), model.request.splits(choice.activations)
-    of = {"task_time": times.task, "message_time": times.carried, "in_flight": choice.in_flight, "split": split}
-    return simulate(times.pipe_shape, "message", **of).makespan
+    times, policy = Prices(model).stage_times(choice), model.request.schedule(choice)
+    return simulate(times.pipe_shape, policy, task_time=times.task, message_time=times.carried).makespan
 
 
 def only(pipe, **fixed):

@@ -195,8 +195,13 @@ def test_with_recomputation_only_zero_bubble_lets_weight_gradients_wait(policy, 
 )
 def test_after_the_first_step_more_microbatches_are_in_flight_where_there_is_memory_for_them(monkeypatch, free, later):
     asked, dispatcher = [], pipeline.PolicyDispatcher
+
+    def ask(shape, pp_rank, policy):
+        asked.append(policy.in_flight)
+        return dispatcher(shape, pp_rank, policy)
+
     monkeypatch.setattr(build, "unused", lambda mesh, processes: free)
-    monkeypatch.setattr(pipeline, "PolicyDispatcher", lambda *given: asked.append(given[3]) or dispatcher(*given))
+    monkeypatch.setattr(pipeline, "PolicyDispatcher", ask)
     made = trainer("llama", {"pipe": 2})
     for batch in batches(LLAMA.vocab, LLAMA.seq_len + 1)[:2]:
         made.step(batch)

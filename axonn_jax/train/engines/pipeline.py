@@ -27,7 +27,7 @@ from axonn_jax.pipeline.stage_state import StageState, StateOptions
 from axonn_jax.pipeline.trace import StepShape
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher, forward_only
-from axonn_jax.schedule.policies import backwards, default_in_flight, joins, may_split
+from axonn_jax.schedule.policies import ByArrival, default_in_flight, may_split, policy_of
 from axonn_jax.tensor.params import Params, shapes_alone, shapes_of, split_module
 from axonn_jax.timeline.picture import draw
 from axonn_jax.timeline.spans import collect
@@ -73,7 +73,8 @@ class PipelineEngine:
         if checked.balance_rate is not None:
             optimizer = balancing(optimizer, checked.balance_rate, split.loads)
         checked.check_grid(grid.shape)
-        self._split = may_split(pipeline.split_backward, memory.activations)
+        may = may_split(pipeline.split_backward, memory.activations)
+        self.policy = policy_of(pipeline.policy, pipeline.in_flight, may)
         self._segments = list(checked.segments)
         self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._segments)
         self.grid, self.batches, self.pipeline = grid, BatchShards(grid, microbatches), pipeline
@@ -87,7 +88,7 @@ class PipelineEngine:
         self._pipes = build.PipelineCache()
         self._half_done: Literal["", "tasks", "update"] = ""  # in a step, the part that an exception leaves half done
         self._channel = choose(pipeline.channel, grid.size)
-        self._links = build.connect(grid, self.pipe_shape, pipeline.policy, pipeline.stall_timeout)
+        self._links = build.connect(grid, self.pipe_shape, self.policy, pipeline.stall_timeout)
         self._links.heartbeat.start()
         self.stages: Mapping[int, StageState] = {}
         # Which stage holds which parameters does not depend on the batch, so any small one will do.
@@ -248,8 +249,7 @@ class PipelineEngine:
                 self._links,
                 {pp_rank: stage.state_specs for pp_rank, stage in self.stages.items()},
                 channel=self._channel,
-                backwards=backwards(self.pipeline.policy, self.pipe_shape, self._split),
-                joins=joins(self.pipeline.policy, self.pipe_shape),
+                policy=self.policy,
                 bucket=self._bucket,
             )
         finally:
@@ -288,10 +288,11 @@ class PipelineEngine:
     def _dispatcher(self, pp_rank: int, pipe: build.CompiledPipeline) -> OrderedDispatcher:
         if (leader := self._links.leader) is not None and not leader.leads:
             return OrderedDispatcher(self.pipe_shape, pp_rank)
-        in_flight = self.pipeline.in_flight
-        if in_flight == 0 and self.pipe_shape.virtual_stages == 1:  # the first step tells how much memory is left
-            in_flight = min(default_in_flight(self.pipe_shape), self.pipe_shape.pipe + pipe.room.get(pp_rank, 0))
-        return PolicyDispatcher(self.pipe_shape, pp_rank, self.pipeline.policy, in_flight, self._split)
+        policy, shape = self.policy, self.pipe_shape
+        if isinstance(policy, ByArrival) and not policy.in_flight and shape.virtual_stages == 1:
+            # The first step tells how much memory is left.
+            policy = replace(policy, in_flight=min(default_in_flight(shape), shape.pipe + pipe.room.get(pp_rank, 0)))
+        return PolicyDispatcher(shape, pp_rank, policy)
 
 
 @jax.jit
