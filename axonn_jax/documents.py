@@ -74,13 +74,20 @@ def replace_whole(path: Path, raw: bytes) -> None:
         raise
 
 
-def save_picture(figure: Any, path: Path, **options: Any) -> None:
+def new_figure(width: float, height: float) -> Any:
+    """Return matplotlib's figure of a size in inches; of its 200 pixels an inch a page shows half."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=200)
+
+
+def save_picture(figure: Any, path: Path) -> None:
     """Write matplotlib's figure as `replace_whole` does, in the format that the path's suffix names.
 
     Raises ``ValueError`` for an unknown suffix.
     """
     raw = io.BytesIO()
-    figure.savefig(raw, format=path.suffix.removeprefix(".") or "(none)", **options)
+    figure.savefig(raw, format=path.suffix.removeprefix(".") or "(none)")
     replace_whole(path, raw.getvalue())
 
 

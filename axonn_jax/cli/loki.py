@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from axonn_jax.cli_args import Arg, Positive
-from axonn_jax.documents import save_picture
+from axonn_jax.documents import new_figure, save_picture
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.terminal import Ticker, libraries_on_stderr, say, table
@@ -142,12 +142,9 @@ def _span(ranks: list[int]) -> str:
 
 def draw(calibrated: "dict[str, Components]", head_dim: int, path: Path) -> None:
     """Draw ranks at 90 % of the variance by layer, of every head and their mean; raise ``UserError`` for a bad path."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(6, 3.5), layout="constrained", dpi=200)
-    FigureCanvasAgg(figure)
+    figure = new_figure(6, 3.5)
     axes = figure.subplots()
     for (kind, words), color in zip((("post", "after"), ("pre", "before")), ("C0", "C1"), strict=True):
         ranks = calibrated[kind].ranks()

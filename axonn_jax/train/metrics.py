@@ -15,7 +15,7 @@ from flax import nnx
 
 from axonn_jax.data.tokenize import ends_of
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.documents import parse_json, read_bytes, save_picture
+from axonn_jax.documents import new_figure, parse_json, read_bytes, save_picture
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.inference.generator import Generator
@@ -245,14 +245,10 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
 
 def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
     """Draw loss.png from metrics.jsonl: training loss, its running mean, held-out loss, unigram entropy."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     records = read_metrics(directory)
     train = [(r["step"], r["loss"]) for r in records if _drawable(r.get("loss"))]
     held_out = [(r["step"], r["eval_loss"]) for r in records if _drawable(r.get("eval_loss"))]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     if train:
         steps, losses = zip(*train, strict=True)
@@ -280,7 +276,7 @@ def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
     axes.grid(alpha=0.25)
     axes.legend(loc="upper right" if unigram_entropy is None else "best")
     path = directory / "loss.png"
-    save_picture(figure, path, dpi=120)
+    save_picture(figure, path)
     return path
 
 
