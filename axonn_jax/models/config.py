@@ -79,40 +79,40 @@ class ModelShape:
     init_std: float = 0.02
     """Standard deviation of initial weights; output layers of a block take it over sqrt(2 layers)."""
     head_dim: int = DerivedSize(0)
-    """Features of one head; left out: hidden / heads."""
+    """Features of one head; default: hidden / heads."""
     qk_norm: bool = False
     """Apply an RMSNorm to each head's queries and keys before they are rotated, as in Qwen3."""
     embedding_scale: bool = False
     """Multiply embeddings by sqrt(hidden), as in Gemma."""
     window: int = 0
-    """Tokens that a token sees, itself and those right before it; 0: all before it."""
+    """Tokens seen by a token: the last ones, itself included; 0: all."""
     rope_scaling: RopeScaling = "none"
     """Scaling of rotary frequencies for sequences longer than those of the first training (`models.rope.Rope`)."""
     rope_factor: float = 1.0
-    """By how much, at most."""
+    """Largest factor of the scaling."""
     rope_low_freq_factor: float = 1.0
     """llama3: turns in `rope_original_seq_len` below which a frequency is divided by the whole factor."""
     rope_high_freq_factor: float = 4.0
-    """llama3: turns above which it stays."""
+    """llama3: turns above which a frequency stays."""
     rope_original_seq_len: int = 0
     """llama3, yarn: tokens of the sequences trained on first."""
     rope_beta_fast: float = 32.0
     """yarn: turns in `rope_original_seq_len` above which a frequency stays."""
     rope_beta_slow: float = 1.0
-    """yarn: turns below which it is divided by the whole factor."""
+    """yarn: turns below which a frequency is divided by the whole factor."""
     rope_attention_factor: float = 0.0
     """Factor on rotated queries and keys (yarn); 0: 0.1 ln(factor) + 1."""
 
     experts: int = 0
-    """Feed-forward layers of which each token takes a few, in the place of one; 0: one for all tokens."""
+    """Feed-forward layers in the place of one, of which each token takes a few; 0: one for all tokens."""
     experts_per_token: int = 2
     """Number of experts that each token chooses."""
     expert_ffn: int = DerivedSize(0)
-    """Width of each; left out: `ffn`."""
+    """Width of an expert; default: `ffn`."""
     moe_every: int = 1
-    """One block of so many has experts, the others one feed-forward layer."""
+    """Interval of blocks with experts; the others have one feed-forward layer."""
     moe_first: int = 0
-    """The first that has, counted from 0; blocks before it have one feed-forward layer."""
+    """First block with experts, counted from 0."""
     shared_experts: int = 0
     """Experts that every token takes."""
     router: Router = "softmax"
