@@ -30,13 +30,13 @@ COMMANDS = (
     Command("prepare", "turn text or code into tokenised shards"),
     Command("generate", "continue prompts with a trained model"),
     Command("loki", "calibrate generation that ranks keys by a few features"),
-    Command("convert", "turn a Hugging Face model into one to train from, and a run into a Hugging Face model"),
-    Command("prune", "keep the largest entries of a run's kernels, and train those alone from then on"),
-    Command("timeline", "draw what the stages of a pipelined run did, and their idle time"),
-    Command("plan", "find the best grids for a model on a machine, before a node-hour is spent"),
+    Command("convert", "convert a Hugging Face model to a directory to train from, or a run to a Hugging Face model"),
+    Command("prune", "prune a run's kernels to their largest entries"),
+    Command("timeline", "draw the tasks and the idle time of a pipelined run's stages"),
+    Command("plan", "find the best grids for a model on a machine, without using the machine"),
     Command("simulate", "run one step in virtual time, with jitter, slow ranks and failures"),
     Command("calibrate", "measure this machine: a file for plan and simulate"),
-    Command("doctor", "show what is installed, what would fail, and how to fix it"),
+    Command("doctor", "check the installation, and show how to fix faults"),
 )
 
 # Not imported for --version, only looked up: importing jax takes a second and may start a device.
@@ -171,7 +171,7 @@ def report(error: BaseException) -> int:
     name = type(error).__name__ if type(error).__name__ != "error" else f"{type(error).__module__}.error"  # zlib's, say
     shown = f"{name}: {text}" if text else name
     if _GONE.search(text):
-        shown = f"another process of the run has gone, and the launcher's lines or its own say why: {shown}"
+        shown = f"another process of the run has ended; its own or the launcher's lines have the reason: {shown}"
     if os.environ.get(TRACEBACK, "") not in ("", "0"):
         say("".join(traceback.format_exception(error)).rstrip())
         _say(f"error: {shown}")

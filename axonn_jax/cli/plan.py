@@ -154,7 +154,7 @@ def _explained(request: PlanRequest, estimate: Estimate) -> list[str]:
     rows.append(("all", "", "", "", "", _megabytes(sum(one.bytes for one in sent))))
     stages = f", on all {grid.pipe} stages together" if grid.pipe > 1 else ""
     zero = ["ZeRO-1 makes a reduce-scatter and an all-gather of an update's all-reduce over replicas."]
-    title = f"Collectives of the first, MB that a device sends a step{stages}:"
+    title = f"Collectives of the first, in MB sent by a device in a step{stages}:"
     return ["", title, *table(heads, rows, left=(0, 1, 2, 3)), *(zero if estimate.candidate.zero else [])]
 
 
@@ -231,7 +231,7 @@ def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -
         lines.append(f"  more than the {XLAS_OWN} GiB that XLA lets a process pin: the run raises {LIMIT}")
     lines += _explained(request, best) if args.explain else []
     if len(result.pareto) > 1:
-        lines += ["", "Slower but smaller (time and memory of what nothing beats in both):"]
+        lines += ["", "Slower but smaller (no other configuration beats these in both time and memory):"]
         lines += [
             f"  {estimate.step_s:9.3f} s  {estimate.memory.total / 1e9:6.1f} GB  {_named(request, estimate)}"
             for estimate in result.pareto[:6]

@@ -30,7 +30,7 @@ class Timeline:
     step: Annotated[int | None, Arg(default="the last whole one")] = None
     """The step to show, one of the last few of the run."""
     replay: Annotated[PipelinePolicy | None, Arg(default="none")] = None
-    """Policy for a replay of the step in virtual time with its task times; the run's policy or another one."""
+    """Policy for a simulation of the step with the measured task times; the run's policy or another one."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -39,7 +39,7 @@ def run(args: Timeline) -> int:
     """Draw the picture and print the figures.
 
     Raises:
-        UserError: the directory is none or has no timeline, or the step is not in it.
+        UserError: the directory is missing or has no timeline, or the step is not recorded.
     """
     if not args.run_dir.is_dir():
         raise UserError("RUN_DIR", str(args.run_dir), "a directory left by a pipelined `axonn-jax train`")
@@ -70,7 +70,7 @@ def run(args: Timeline) -> int:
     print(_table(figures))
     if played is not None:
         print(
-            f"\ntasks {played.measured_s * 1e3:,.3f} ms; played again under {played.policy}: "
+            f"\ntasks {played.measured_s * 1e3:,.3f} ms; simulated under {played.policy}: "
             f"{played.simulated_s * 1e3:,.3f} ms ({played.simulated_s / played.measured_s - 1:+.1%})"
         )
     print(f"\n{picture}\n{args.run_dir / TIMELINE} opens in https://ui.perfetto.dev")
@@ -78,7 +78,7 @@ def run(args: Timeline) -> int:
 
 
 def _listed(steps: Sequence[int]) -> str:
-    """The last few, which is all that a run records."""
+    """Return the last few steps, all that a run records."""
     return ", ".join(["..."] * (len(steps) > _SHOWN) + [str(step) for step in steps[-_SHOWN:]])
 
 
@@ -94,14 +94,14 @@ class Replayed:
 
 
 def _replayed(recorded: Sequence[Span], step: int, policy: PipelinePolicy) -> Replayed:
-    """Play a step's tasks again; the optimizer is not among them."""
+    """Simulate a step's tasks, without the optimizer."""
     tasks = [span for span in recorded if span.step == step and span.is_task and span.kind != "optimizer"]
     try:
         done = replay([TaskRun(parse_task(span.name), span.rank, span.start, span.end) for span in tasks], policy)
     except (KeyError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError("--step", step, f"a whole step to play again; this one has {error}") from None
+        raise UserError("--step", step, f"a whole step to replay; this one has {error}") from None
     return Replayed(policy, done.measured_s, done.simulation.makespan, done.gap_s, done.message_s)
 
 

@@ -171,7 +171,7 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """The global number of the next batch's first sample; a new loader given it goes on from here."""
+        """The global number of the next batch's first sample; a new loader with this position continues from here."""
         return self._start + self._taken * self._global_batch
 
     def samples(self, batch: int) -> list[int]:

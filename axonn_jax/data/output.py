@@ -67,13 +67,13 @@ def is_partial(out: Path, folder: Path, name: str) -> bool:
 
 def _check(source: Path, out: Path, force: bool, kind: OutputKind) -> None:
     if source.is_relative_to(out):
-        raise UserError(kind.out, str(out), f"a directory other than {kind.source}, and not one around it")
+        raise UserError(kind.out, str(out), f"a directory other than {kind.source} and its parents")
     if not os.path.lexists(out):
         return
     if not out.is_dir():
         raise UserError(kind.out, str(out), "a directory, or a path where there is nothing yet")
     if out.is_mount():  # no rename replaces it
-        raise UserError(kind.out, str(out), "a directory in it: this one is where a file system is mounted")
+        raise UserError(kind.out, str(out), "a directory below: this one is a mount point")
     names = sorted(os.listdir(out))
     if not names:
         return
@@ -82,7 +82,7 @@ def _check(source: Path, out: Path, force: bool, kind: OutputKind) -> None:
         raise UserError(
             kind.out,
             str(out),
-            f"a new or empty directory; this one holds {(foreign or names)[0]!r}, so it is left as it is",
+            f"a new or empty directory; this one holds {(foreign or names)[0]!r} and stays unchanged",
         )
     if not force:
         raise UserError(kind.out, str(out), f"a new or empty directory; --force replaces this {kind.done} one")
@@ -101,8 +101,8 @@ def _place(source: Path, partial: Path, out: Path, force: bool, kind: OutputKind
             old.rename(out)
         kept = out.parent / partial.stem.removeprefix(".")
         partial.rename(kept)
-        why = error.accepted if isinstance(error, UserError) else f"a place that stays as it is; {error.strerror}"
-        raise UserError(kind.out, str(out), f"{why}; what was {kind.done} is whole in {str(kept)!r}") from None
+        why = error.accepted if isinstance(error, UserError) else f"an unchanged directory; {error.strerror}"
+        raise UserError(kind.out, str(out), f"{why}; the {kind.done} directory is in {str(kept)!r}") from None
     if old.exists():
         _retire(old, out, kind)
 

@@ -142,8 +142,6 @@ def _arrow(path: Path) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        accepted = (
-            "a file that is read without pyarrow; pip install 'axonn_jax[data]' reads it, --exclude leaves it out"
-        )
+        accepted = "a file readable without pyarrow; pip install 'axonn_jax[data]', or --exclude the file"
         raise UserError("SOURCE", str(path), accepted) from None
     return pyarrow

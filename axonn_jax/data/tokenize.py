@@ -115,7 +115,7 @@ def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
     tokenizer = load(file, field)
     raw = read_bytes(file, MAX_TOKENIZER, inside=root_of(file.parent))
     if (end := end_of(file.parent, tokenizer, field)) is None:
-        accepted = f"a tokenizer beside whose file {SETTINGS} says which is the eos_token"
+        accepted = f"a tokenizer with an eos_token named in a {SETTINGS} beside the file"
         raise UserError(field, str(path), accepted)
     tokenizer.encode_special_tokens = True  # as in `_byte_level`
     files = small_files(file.parent, field, OF_TOKENIZER) if file.name == TOKENIZER else {}

@@ -1,7 +1,7 @@
 """The key/value cache of a layer: arrays [slots, kv_heads, capacity, features], written in place.
 
-A token at position p lies at p modulo the capacity: a model whose tokens see a window of others keeps a ring of it.
-Slots lie over `data`, heads over `y`, and over `x` too where the model's attention has them there.
+A token at position p lies at p modulo the capacity: a model with a window keeps a ring of the window's tokens. Slots
+lie over `data`, heads over `y`, and over `x` too where the model's attention has them there.
 """
 
 import jax
@@ -22,14 +22,15 @@ _LEAST_CHUNK = 16
 
 
 def chunks(tokens: int, ring: int) -> list[int]:
-    """Lengths of the programs that take a prompt of so many tokens: powers of two from 16 to 512."""
+    """Return the lengths of the programs for a prompt of so many tokens: powers of two from 16 to 512."""
     most = min(CHUNK, ring)
     full, rest = divmod(tokens, most)
     return [most] * full + ([_power(rest, _LEAST_CHUNK)] if rest else [])
 
 
 def bucket(tokens: int) -> int:
-    """The smallest capacity for so many tokens that every chunk divides: a power of two, or a multiple of 512."""
+    """Return the smallest capacity for so many tokens divisible by every chunk: a power of two, or a multiple of
+    512."""
     return -(-tokens // CHUNK) * CHUNK if tokens > CHUNK else _power(tokens, _LEAST)
 
 

@@ -188,9 +188,9 @@ class Generator:
         if reads and self.attention.calibrated and any(extra is None for extra in self.extras):
             raise UserError("extras", None, f"components of every layer for {self.attention.name} (axonn_jax.loki)")
         if reads and (not self.params or any(value.is_deleted() for value in self.params.values())):
-            raise UserError("model", "deleted", "a model whose arrays no trainer has taken: update(trainer.model)")
+            raise UserError("model", "deleted", "a model of arrays not donated by a trainer: update(trainer.model)")
         if not self._used.acquire(blocking=False):
-            raise UserError("generator", "in use", "one whose stream has come to its end, or is closed")
+            raise UserError("generator", "in use", "a generator without an unfinished stream")
         try:
             yield
         finally:

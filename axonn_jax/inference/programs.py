@@ -23,7 +23,7 @@ from axonn_jax.tensor.params import SplitModule
 from axonn_jax.tensor.specs import shard_mapped
 
 NO_TOKEN = -2
-"""Token id of a decode for a slot that had ended before; -1 is a token from logits that are not finite."""
+"""Token id of a decode for an ended slot; -1 is a token from logits that are not finite."""
 
 ROWS: Any = P(BATCH_AXES)
 Array = Any
@@ -42,7 +42,7 @@ class Slots(NamedTuple):
     keys: Array
     """[slots, 2] of `Sampling.key`."""
     seen: Any = None
-    """[slots, vocab/Gy]: the tokens of its text; None where nothing asks."""
+    """[slots, vocab/Gy]: the tokens of the slot's text; None without a reader."""
 
 
 class Chunk(NamedTuple):

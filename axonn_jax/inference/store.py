@@ -17,7 +17,7 @@ from axonn_jax.models.config import ModelShape
 
 
 def ring_of(shape: ModelShape, length: int) -> int:
-    """The most tokens of a slot that are kept, of texts of at most `length`."""
+    """Return the most tokens kept in a slot, of texts of at most `length`."""
     windows = [shape.attention_rule(layer).window for layer in range(shape.layers)]
     return bucket(min(max(window or length for window in windows), length))
 
@@ -29,7 +29,7 @@ def token_bytes(shape: ModelShape, programs: Programs) -> int:
 
 
 def check_memory(shape: ModelShape, programs: Programs, slots: int, length: int, grid: Grid) -> None:
-    """Raise ``UserError`` where so many slots of their full length do not fit into the memory that is free."""
+    """Raise ``UserError`` if so many slots of full length do not fit into free memory."""
     replicas, ring = grid.shape.batch_shards, ring_of(shape, length)
     each = token_bytes(shape, programs) * ring * replicas // grid.mesh.devices.size
     free = unused(grid.mesh, grid.size)
@@ -45,7 +45,7 @@ class CacheStore:
         self._shape, self._programs, self._slots = shape, programs, slots
         self.ring = ring_of(shape, length)
         self.capacity = 0
-        """Tokens of a slot that there is room for."""
+        """Capacity of a slot in tokens."""
         self._caches: list[LayerCache] | None = None
         self._sharding = NamedSharding(programs.mesh, programs.cache_spec)
         self._grow = jax.jit(grown, static_argnums=1, out_shardings=self._sharding)
@@ -58,7 +58,7 @@ class CacheStore:
         return jax.device_get(results)  # type: ignore[no-any-return]
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens a slot; the caches at least double when they grow."""
+        """Make room for `tokens` tokens a slot; growing caches at least double."""
         capacity = min(bucket(tokens), self.ring)
         if self._caches is None:  # at first, or behind a call that failed
             for slot in self._slots:

@@ -61,7 +61,7 @@ def floating(dtype: Any) -> jnp.dtype:
 
 
 def stops_of(model: Transformer | str | Path, vocab: int) -> tuple[int, ...]:
-    """Return the tokens that end a text, as all files of a model's directory name them; none for a live model."""
+    """Return the end tokens of a text, by all files of a model's directory; none for a live model."""
     if isinstance(model, Transformer):
         return ()
     folder = Path(model)
@@ -109,7 +109,7 @@ def _repeated(value: jax.Array, shape: ModelShape, times: int) -> jax.Array:
 
 
 def at_first_copies(values: NDArray[Any], shape: ModelShape, kv_heads: int) -> NDArray[Any]:
-    """Numbers of that projection's columns, laid out as `on_grid` repeats them; 0 for all copies but the first.
+    """Numbers of the projection's columns, laid out as repeated by `on_grid`; 0 for all copies but the first.
 
     `shape` has the repeated heads; the values [..., columns] are of so many `kv_heads`.
     """
@@ -122,7 +122,7 @@ def at_first_copies(values: NDArray[Any], shape: ModelShape, kv_heads: int) -> N
 
 
 class _Plan:
-    """Plan of a model on a grid, with its parts and its parameters as they are read, without repeated heads."""
+    """Plan of a model on a grid, with parts and with parameters as read, without repeated heads."""
 
     def __init__(self, shape: ModelShape, grid: Grid, dtype: Any):
         self._given, self._grid, self.shape = shape, grid, on_grid(shape, grid.shape)
@@ -156,7 +156,7 @@ class _Plan:
 
 
 def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
-    """Return a live model's weights, cast and laid out; they may lie on any meshes; no collectives."""
+    """Return a live model's weights, from any meshes, cast and laid out; no collectives."""
     plan = _Plan(model.shape, grid, dtype)
     with jax.set_mesh(Mesh(np.empty((), object), ())):  # each array has its own
         given = split_module(fit_vocabulary(model, grid.shape)).params

@@ -181,7 +181,7 @@ class Run:
         self._close_log()
         name = signal.Signals(number).name
         if error:
-            self.say(f"error: ended by {name} after step {step} without a checkpoint of it: {error}")
+            self.say(f"error: ended by {name} after step {step}; its state was not saved: {error}")
             return 1
         self.say(f"ended by {name} after step {step}; checkpoint {self._checkpoint(step)}")
         return 128 + number
@@ -191,8 +191,8 @@ class Run:
         self.checkpoints.settle()
         self._close_log()
         finite, last = self.checkpoints.finite(), self.checkpoints.saver.last
-        state = "the weights still are: look at the data and train.lr" if finite else "the weights are not, either"
-        before = f"the last checkpoint is that of step {last[0]}" if last else "there is no checkpoint"
+        state = "the weights are finite: check the data and train.lr" if finite else "the weights are not finite either"
+        before = f"the last checkpoint is of step {last[0]}" if last else "there is no checkpoint"
         self.say(
             f"error: ended after step {step}: loss or gradients of the last {MOST_SKIPPED} steps were not finite; "
             f"{state}; {before}"

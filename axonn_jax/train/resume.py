@@ -207,7 +207,7 @@ class Checkpoints:
                 unread, below = f"{checkpoint.path} cannot be read: {fault}", checkpoint.manifest.step
             if self._config.prune.later:  # the engine may be pruned now, as the checkpoint before need not be
                 break
-            self._say(f"warning: checkpoint {unread}; the one before is used")
+            self._say(f"warning: checkpoint {unread}; using the checkpoint before")
         if unread:  # the arrays of a new run were freed for those of the checkpoint
             raise UserError("checkpoint.resume", where, f"a valid checkpoint, or never to start anew; {unread}")
         return None
@@ -227,10 +227,10 @@ class Checkpoints:
             copied = _take(self._engine, checkpoint, self._sync, "checkpoint.weights", weights_only=True)
         except CorruptCheckpoint as fault:
             raise UserError("checkpoint.weights", str(path), f"a valid checkpoint; {fault}") from None
-        new = "; each expert is a copy of the dense model's layer, routers are new" if copied else ""
+        new = "; each expert is a copy of the dense layer, routers are new" if copied else ""
         if copied and (moe := self._config.model.shape().moe) is not None:
             setting = other_function(moe, self._config.moe)
-            new += f"; with {setting} they compute another function than the layer" if setting else ""
+            new += f"; with {setting} the experts compute another function than the dense layer" if setting else ""
         self._say(
             f"parameters of step {checkpoint.manifest.step} from {checkpoint.path}; optimizer and data start anew{new}"
         )

@@ -77,7 +77,7 @@ class StopSignals:
             if number == signal.SIGTERM and self._peer_failed():
                 return
             self._number, self._at = number, now
-            self._say(f"{signal.Signals(number).name}: saving after this step, then ending; once more: ending at once")
+            self._say(f"{signal.Signals(number).name}: saving after this step, then ending; a second one ends at once")
         elif number != signal.SIGHUP and now - self._at > _SAME_S:  # a shell repeats the kernel's SIGHUP
             self._say(f"{signal.Signals(number).name} once more: ended without saving")
             os._exit(128 + number)

@@ -117,7 +117,7 @@ class Trainer:
         params, parts = self.engine.params, self.engine.parts
         if len(params) < len(parts.params):
             here = f"{len(params)} of {len(parts.params)} parameters here"
-            accepted = "a pipeline of one process; in others engine.params has what is here, trainer.save writes all"
+            accepted = "a pipeline of one process; else engine.params (parameters here) or trainer.save"
             raise UserError("trainer.model", here, accepted)
 
         def copied(name: str, value: Any) -> jax.Array:

@@ -149,7 +149,7 @@ def test_every_corruption_is_named_and_the_one_before_used(number, two, tmp_path
     found = newest(folder, LocalSync(), said.append)
     assert found.manifest.step == 2
     (line,) = said
-    assert line.startswith(f"warning: checkpoint {last} is damaged and passed over: ")
+    assert line.startswith(f"warning: checkpoint {last} is damaged and skipped: ")
     assert name in line
     assert "\n" not in line
     with pytest.raises(UserError, match="a valid checkpoint; "):

@@ -19,7 +19,7 @@ from axonn_jax.inference.slots import Request
 from axonn_jax.loki.attention import LokiAttention
 
 GREEDY = Sampling(temperature=0)
-BUSY = "generator = 'in use': one whose stream has come to its end"
+BUSY = "generator = 'in use': a generator without an unfinished stream"
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def test_checkpoints_that_cannot_be_read_give_way_to_the_one_before_or_end_the_r
     train("unread", *often, "--train.steps", "2")
     unreadable.add(2)
     again = train("unread", *often, "--train.steps", "3")
-    assert "step_00000002 cannot be read: a disk's fault; the one before is used" in again
+    assert "step_00000002 cannot be read: a disk's fault; using the checkpoint before" in again
     assert "resumed at step 1" in again
     unreadable.update((1, 2, 3))
     line = train("unread", "--train.steps", "4", status=2).splitlines()[-1]

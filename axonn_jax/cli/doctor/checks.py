@@ -128,7 +128,7 @@ def devices(seen: Probe, timeout: float) -> Row:
         setup = setup_command()
         fix = f"AXONN_EXTRAS={cuda} {setup}" if setup else pip_command(f"axonn_jax[{cuda}]")
         why = f"{summary}, though nvidia-smi shows {len(names)} x {names[0]}"
-        return Row("devices", "warning", why, "nothing, but it runs on the CPU", fix, True)
+        return Row("devices", "warning", why, "nothing, but runs use the CPU", fix, True)
     return Row("devices", "ok", summary, fails, "", True)
 
 
@@ -153,7 +153,7 @@ def gpu_shares(timeout: float) -> Row:
     return Row(
         "gpus",
         "ok",
-        "; ".join([*lines[:_RANKS_SHOWN], *([unused] if unused else [])]) or "none that jax would look for",
+        "; ".join([*lines[:_RANKS_SHOWN], *([unused] if unused else [])]) or "no GPUs that jax would use",
         fails,
     )
 
@@ -209,7 +209,7 @@ def host() -> Iterator[Row]:
     yield Row("python", "ok" if good else "missing", shown, "everything", fix, True)
     linux = sys.platform == "linux"
     where = "" if linux else "use Linux (on Windows: wsl --install)"
-    yield Row("platform", "ok" if linux else "warning", platform.platform(), "not tested anywhere but on Linux", where)
+    yield Row("platform", "ok" if linux else "warning", platform.platform(), "tested on Linux only", where)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Row("cores", "ok", f"{usable} usable of {os.cpu_count()}", "speed on the CPU")
     yield _amount("memory", host_memory() / GIB, 4, "GiB", "training on the CPU, building mpi4jax", "free -h")

@@ -114,11 +114,11 @@ def _mpirun(launcher: str | None, typed: bool, version_text: str, library: str, 
     version = next((line.strip() for line in version_text.splitlines() if line.strip()), "no answer to --version")
     if library and not same_mpi(version_text, library):
         mixed = f"{launcher} is {version}, but mpi4py uses {library}"
-        return Row("mpirun", "warning", mixed, "every rank would believe it is alone", fix)
+        return Row("mpirun", "warning", mixed, "every rank would start as a run of one process", fix)
     if not typed:
         mismatch = f"{launcher} ({version}), but typing mpirun starts {shutil.which('mpirun') or 'nothing'}"
         activate = f"source {Path(sys.prefix) / 'bin/activate'}"
-        return Row("mpirun", "warning", mismatch, "mpirun as the manual writes it", activate)
+        return Row("mpirun", "warning", mismatch, "commands with a plain mpirun, as in the documentation", activate)
     return Row("mpirun", "ok", f"{launcher} ({version})", _RUNS)
 
 
@@ -168,7 +168,7 @@ def ping(start: list[str], timeout: float, fix: str) -> Iterator[Row]:
     seen = probe([*start, *python(_PING)], timeout)
     answer = seen.answers.get("ping")
     if answer is None or not seen.ok:
-        yield Row("mpi ping", "warning", f"2 ranks do not talk: {seen.trouble(timeout)}", fails, fix)
+        yield Row("mpi ping", "warning", f"2 ranks exchange no messages: {seen.trouble(timeout)}", fails, fix)
         return
     if answer["size"] != 2:
         yield Row("mpi ping", "warning", f"mpirun -n 2 made worlds of {answer['size']} rank", fails, fix)
@@ -182,5 +182,5 @@ def listens(listening: Mapping[str, Sequence[str]]) -> Row:
     """Return the finding on the addresses on which processes of a run on this host accept connections from anyone."""
     shown = "; ".join(f"{name} on {', '.join(addresses) or 'none'}" for name, addresses in listening.items())
     open_to = exposed({address for addresses in listening.values() for address in addresses})
-    fails = "keeping strangers of the network out of runs: see What listens in docs/launch.md"
+    fails = "protection of runs from the network: see What listens in docs/launch.md"
     return Row("listens", "warning" if open_to else "ok", shown or "not known", fails, _ALONE if open_to else "")

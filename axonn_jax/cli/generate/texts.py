@@ -78,7 +78,7 @@ def _read(path: Path, chat: bool) -> dict[int, dict[str, Any]]:
         raise UserError("--prompts", str(path), f"a file with a JSON object a line; {error}") from None
     prompts = objects_of(raw, path, "--prompts", chat=chat)
     if not prompts:
-        accepted = "at least one line; of several processes the first alone has a standard input" if stream else ""
+        accepted = "at least one line; with several processes only the first has a standard input" if stream else ""
         raise UserError("--prompts", str(path), accepted or "at least one line")
     return prompts
 
