@@ -64,6 +64,7 @@ def test_the_optimizer_lowers_a_loss(page):
 
 def test_the_kernel_equals_the_packages(page):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+    k, v = k[:, :, :2], v[:, :, :2]
     np.testing.assert_allclose(page.attention(q, k, v), causal_attention(q, k, v, "xla"), atol=1e-5)
 
 
