@@ -67,7 +67,7 @@ class MemoryModel:
         if not candidate.once:
             return 0.0, 0.0
         params, z = self.ranks.params(candidate.grid, load), candidate.grid.z
-        return (params * z * self._item if z > 1 else 0.0), params * (z - 1) * self.request.accumulate
+        return (params * z * self._item if z > 1 else 0.0), params * (z - 1) * self.request.gradient_item
 
     def _backward(self, candidate: Candidate, load: Load) -> tuple[float, float, float]:
         """Bytes of activations, of gathered weights, and on the host, when a microbatch's passes need the most.

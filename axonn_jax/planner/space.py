@@ -46,18 +46,18 @@ class SearchSpace:
     virtual_stages: Sequence[int] = (1, 2, 4)
     reshard_after: Sequence[ReshardAfter] = ("forward",)
 
-    def reshards(self, base: Candidate) -> list[ReshardAfter]:
-        """Return the lifetimes of gathered weights to try; of several lifetimes, those without effect are left out.
+    def reshards(self, base: Candidate) -> list[Candidate]:
+        """Return `base` with each lifetime of gathered weights to try; of several, those without effect are left out.
 
         A pipeline keeps none from one of its programs to the next.
         """
-        if len(self.reshard_after) == 1 and base.grid.pipe == 1:
-            return list(self.reshard_after)
         useful: set[ReshardAfter] = {"forward"}
-        if base.grid.pipe == 1 and base.grid.z > 1:
+        if len(self.reshard_after) == 1 and base.grid.pipe == 1:
+            useful = set(self.reshard_after)
+        elif base.grid.pipe == 1 and base.grid.z > 1:
             useful |= {"backward"} if base.activations != "none" else set()
             useful |= {"step"} if base.microbatches > 1 else set()
-        return [one for one in self.reshard_after if one in useful]
+        return [replace(base, reshard_after=one) for one in self.reshard_after if one in useful]
 
 
 def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: Counter[str]) -> Iterator[GridShape]:
@@ -206,9 +206,7 @@ def _candidates(
             continue
         for sequences in microbatch_sizes(request, grid, space):
             for activations in space.activations:
-                base = Candidate(grid, each // sequences, activations, virtual)
-                for kept in space.reshards(base):
-                    yield base if kept == base.reshard_after else replace(base, reshard_after=kept)
+                yield from space.reshards(Candidate(grid, each // sequences, activations, virtual))
 
 
 def front(found: Iterable[Priced]) -> list[Priced]:

@@ -8,7 +8,6 @@ from axonn_jax.grid import REPLICA_AXES, GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.segments import Segment, transformer_segments
-from axonn_jax.options import ReshardAfter
 from axonn_jax.planner.cost_model.compute import Compute
 from axonn_jax.planner.cost_model.part_times import PartTimes, Times
 from axonn_jax.planner.cost_model.traffic import Part, Traffic
@@ -169,11 +168,8 @@ class CostModel:
         tasks, sequences = self.tasks(candidate), candidate.sequences(self.request.batch)
         # One program loops over the microbatches and shares what it gathers; a pipeline's stage has one for each task.
         gathers = candidate.grid.pipe > 1 or candidate.microbatches == 1
-        # Without recomputation it keeps them, too; a stage gathers again, as its programs keep none for one another.
-        kept = (candidate.activations == "none" and candidate.grid.pipe == 1) or candidate.reshard_after != "forward"
-        reshard_after: ReshardAfter = "step" if candidate.once else "backward" if kept else "forward"
         block, first, last = (
-            tasks.times(part, sequences, candidate.activations, gathers, reshard_after)
+            tasks.times(part, sequences, candidate.activations, gathers, candidate.lifetime)
             for part in ("block", "first", "last")
         )
         found: list[Parts] = []
@@ -258,7 +254,7 @@ class CostModel:
     def _update(self, grid: GridShape, load: Load, placement: StatePlacement) -> float:
         (offload, zero), (dense, experts) = placement, self.footprint.ranks.trained(grid, load)
         own = dense / grid.replicas + experts / grid.data if zero else dense + experts
-        return self.compute.update(dense + experts, own, self.request.accumulate, offload)
+        return self.compute.update(dense + experts, own, self.request.gradient_item, offload)
 
 
 @cache
