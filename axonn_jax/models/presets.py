@@ -105,6 +105,16 @@ class ModelConfig:
     """Multiply embeddings by sqrt(hidden) (Gemma). Default: false."""
     window: int | None = None
     """Tokens seen by a token: the last ones, itself included. Default or 0: all."""
+    window_period: int | None = None
+    """Number of layers of which the last has no window (Gemma 2: 2). Default or 0: all have it."""
+    attention_cap: NotNegativeOrNone = None
+    """Soft cap of attention's scores, which become cap tanh(score / cap) (Gemma 2). Default or 0: none."""
+    logits_cap: NotNegativeOrNone = None
+    """Soft cap of logits (Gemma 2). Default or 0: none."""
+    score_dim: int | None = None
+    """Number by whose root attention's scores are divided. Default: `head_dim`, or the preset's."""
+    post_norms: bool | None = None
+    """Normalise the result of each half of a block too (Gemma 2). Default: false."""
     rope_scaling: RopeScaling | None = None
     """Scaling of rotary frequencies for sequences longer than those of the first training. Default: none."""
     rope_factor: PositiveOrNone = None

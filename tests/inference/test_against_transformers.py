@@ -1,4 +1,4 @@
-"""Greedy texts of four families, token for token those of transformers' `generate`, on every grid."""
+"""Greedy texts of five families, token for token those of transformers' `generate`, on every grid."""
 
 import json
 from pathlib import Path
