@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Annotated, Any
 
-from axonn_jax.cli.plan_flags import SEQUENCES, Count, PlanFlags, chosen, command, question
+from axonn_jax.cli.plan.flags import SEQUENCES, Count, PlanFlags, chosen, command, question
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
 from axonn_jax.planner.request import Estimate, PlanRequest

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from plans import PLAN, SIMULATE, output
 
-from axonn_jax.cli.plan_flags import sequences
+from axonn_jax.cli.plan.flags import sequences
 from axonn_jax.distributed.gpu_limits import FRACTION
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES, GridShape

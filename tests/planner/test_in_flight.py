@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from axonn_jax.cli.plan_flags import command, in_flight
+from axonn_jax.cli.plan.flags import command, in_flight
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
 from axonn_jax.planner.cost_model.model import CostModel

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, get_args
 
-from axonn_jax.cli.plan_flags import Count, PlanFlags, chosen, command, question
+from axonn_jax.cli.plan.flags import Count, PlanFlags, chosen, command, question
 from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLAS_OWN
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES

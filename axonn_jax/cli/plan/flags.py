@@ -7,7 +7,7 @@ from math import floor, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from axonn_jax.cli.refusals import check_legal
+from axonn_jax.cli.plan.refusals import check_legal
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import GRID_AXES, MOST_DEVICES
