@@ -53,7 +53,7 @@ class CacheStore:
     def call(self, program: Any, params: Any, extras: Any, *given: Any) -> Sequence[Any]:
         """Run a program on the caches, one at a time; return its other results on the host."""
         caches, self._caches = self._caches, None  # used up, whatever happens
-        jax.block_until_ready(caches)  # a long prompt's chunks read nothing (`distributed.in_flight`)
+        jax.block_until_ready(caches)  # a long prompt's chunks read nothing (`distributed.bounded`)
         self._caches, *results = program(params, extras, caches, *given)
         return jax.device_get(results)  # type: ignore[no-any-return]
 

@@ -54,7 +54,7 @@ class MessageDriven:
 
     def __init__(self, shape: PipelineShape, rank: int, policy: ByArrival):
         self._rank, self._split, self._microbatches = rank, policy.splits, shape.microbatches
-        self._pipe, self._chunks, self._last = shape.pipe, shape.virtual_stages, shape.last
+        self._pipe, self._chunks, self._last = shape.pipe, len(shape.stages_of(rank)), shape.last
         self._bound, self._limit = policy.live(shape, rank), policy.limit(shape, rank)
         # Ready tasks as (group, stage, microbatch), backwards with minus the stage, the next one first.
         self._forwards: list[_Ready] = []

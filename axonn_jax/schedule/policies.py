@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -96,6 +96,15 @@ class ByArrival:
     def joins(self, shape: PipelineShape) -> bool:
         """Return True if the last stage runs every forward and its backward (or input gradient) as one program."""
         return shape.virtual_stages == 1
+
+    def within(self, shape: PipelineShape, room: int) -> "ByArrival":
+        """Return the policy with a default that has memory for `room` microbatches more than 1F1B's.
+
+        With several virtual stages the default needs no more memory than the interleaved order.
+        """
+        if self.in_flight or shape.virtual_stages > 1:
+            return self
+        return replace(self, in_flight=min(default_in_flight(shape), shape.pipe + room))
 
     def live(self, shape: PipelineShape, rank: int) -> int:
         """Return the greatest number of activations, as (stage, microbatch) pairs, that a rank keeps alive.

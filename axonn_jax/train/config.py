@@ -226,3 +226,8 @@ class Config:
     """Checkpoints of a run; see docs/checkpoints.md."""
     log: LogConfig = field(default_factory=LogConfig)
     """Files of a run."""
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a microbatch on a device."""
+        return self.train.global_batch // self.train.microbatches // self.grid.batch_shards

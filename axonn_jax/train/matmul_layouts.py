@@ -187,9 +187,8 @@ def choose_layouts(
 
 def local_tokens(config: Config, shape: ModelShape) -> int:
     """Tokens of one matmul on one device: a microbatch's, or a sub-batch's part of them."""
-    rows = config.train.global_batch // config.train.microbatches // config.grid.batch_shards
-    parts = sub_batches_of(config.tensor.sub_batches, config.grid, rows) if config.grid.pipe == 1 else 1
-    return rows // parts * shape.seq_len
+    parts = sub_batches_of(config.tensor.sub_batches, config.grid, config.rows) if config.grid.pipe == 1 else 1
+    return config.rows // parts * shape.seq_len
 
 
 def _found(wanted: list[Product], device: Any, file: Path, *, measures: bool) -> tuple[dict[str, Form], list[str]]:

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from axonn_jax.distributed.in_flight import in_flight
+from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.remat import check_activations
@@ -125,9 +125,9 @@ class Trainer:
 
         return parts.merge({name: copied(name, value) for name, value in params.items()})
 
-    def rows(self, global_batch: int) -> list[int]:
+    def rows(self, sequences: int) -> list[int]:
         """Sequences of a global batch that this process must load (all of them in a run of one process)."""
-        return self.engine.batches.local(global_batch)
+        return self.engine.batches.local(sequences)
 
     @_on_own_mesh
     def step(self, batch: Any) -> StepMetrics:
@@ -167,7 +167,7 @@ class Trainer:
             UserError: No batch has a target that counts.
         """
         self._pruning.check_masks()
-        share, sequences, results, bounded = self.engine.batches.share, 0, [], in_flight()
+        share, sequences, results, bounded = self.engine.batches.share, 0, [], InFlight()
         for batch in map(token_ids_of, batches):
             sequences = max(sequences, -(-len(batch) // share) * share)  # a smaller batch runs in the same program
             results.append(bounded(self.engine.mean_loss(pad_batch(batch, sequences))))

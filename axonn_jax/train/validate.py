@@ -101,10 +101,9 @@ def residual_comm_of(config: Config, shape: ModelShape) -> BlockComm:
 
 def check_sub_batches(config: Config) -> None:
     """Raise ``UserError`` where a device's sequences of a microbatch do not divide into the parts asked for."""
-    parts, train = config.tensor.sub_batches, config.train
-    sequences = train.global_batch // train.microbatches // config.grid.batch_shards
-    if parts and sequences % parts and config.grid.pipe == 1:
-        accepted = f"0 or a divisor of a device's {sequences} sequences of a microbatch"
+    parts = config.tensor.sub_batches
+    if parts and config.rows % parts and config.grid.pipe == 1:
+        accepted = f"0 or a divisor of a device's {config.rows} sequences of a microbatch"
         raise UserError("tensor.sub_batches", parts, accepted)
 
 

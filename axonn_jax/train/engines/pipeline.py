@@ -27,7 +27,7 @@ from axonn_jax.pipeline.stage_state import StageState, StateOptions
 from axonn_jax.pipeline.trace import StepShape
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher, forward_only
-from axonn_jax.schedule.policies import ByArrival, default_in_flight, may_split, policy_of
+from axonn_jax.schedule.policies import ByArrival, may_split, policy_of
 from axonn_jax.tensor.params import Params, shapes_alone, shapes_of, split_module
 from axonn_jax.timeline.picture import draw
 from axonn_jax.timeline.spans import collect
@@ -233,7 +233,7 @@ class PipelineEngine:
 
     def _prepare(self, batch: np.ndarray) -> tuple[build.CompiledPipeline, list[np.ndarray]]:
         """The pipeline for batches of this shape, and the batch as [microbatches, sequences, seq + 1]."""
-        rows, width = self.batches.global_batch(batch) // self.batches.microbatches, batch.shape[1]
+        rows, width = self.batches.whole(batch) // self.batches.microbatches, batch.shape[1]
         if self._half_done:
             self._recover()
         pipe = self._pipes.get((rows, width), lambda: self._make_pipe(rows, width))
@@ -288,11 +288,10 @@ class PipelineEngine:
     def _dispatcher(self, pp_rank: int, pipe: build.CompiledPipeline) -> OrderedDispatcher:
         if (leader := self._links.leader) is not None and not leader.leads:
             return OrderedDispatcher(self.pipe_shape, pp_rank)
-        policy, shape = self.policy, self.pipe_shape
-        if isinstance(policy, ByArrival) and not policy.in_flight and shape.virtual_stages == 1:
-            # The first step tells how much memory is left.
-            policy = replace(policy, in_flight=min(default_in_flight(shape), shape.pipe + pipe.room.get(pp_rank, 0)))
-        return PolicyDispatcher(shape, pp_rank, policy)
+        policy = self.policy
+        if isinstance(policy, ByArrival):  # the first step tells how much memory is left
+            policy = policy.within(self.pipe_shape, pipe.room.get(pp_rank, 0))
+        return PolicyDispatcher(self.pipe_shape, pp_rank, policy)
 
 
 @jax.jit

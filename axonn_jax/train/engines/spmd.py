@@ -14,7 +14,7 @@ from flax import nnx
 
 from axonn_jax.backend.cpu_allocator import TemporariesInPlace
 from axonn_jax.checkpoint.naming import MASKS, State, flatten, unflatten, unflatten_scale
-from axonn_jax.distributed.in_flight import in_flight
+from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.grid import Grid
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.memory.report import all_finite, counted, report
@@ -91,7 +91,7 @@ class SpmdEngine:
         self._temporaries: dict[tuple[int, ...], TemporariesInPlace] = {}
         self._last: StepMetrics | None = None
         self._loss = jax.jit(self.program.loss)
-        self._in_flight = in_flight()
+        self._in_flight = InFlight()
 
     def _kept(self, masks: Params) -> KeptEntries:
         return keep(masks, self._specs, self.grid.mesh, multiple=self.grid.shape.replicas)

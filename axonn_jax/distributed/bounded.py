@@ -15,7 +15,7 @@ STEPS = 2
 class InFlight:
     """Bound on programs in flight: each call takes a program's results and waits until at most `most` are in flight."""
 
-    def __init__(self, most: int):
+    def __init__(self, most: int = STEPS):
         if most < 1:
             raise UserError("in_flight", most, "at least 1 program")
         self._most, self._results = most, deque[Any]()
