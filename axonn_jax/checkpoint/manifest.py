@@ -116,9 +116,9 @@ def read(path: Path) -> CheckpointManifest:
         manifest = typed(CheckpointManifest, content)
         _check(manifest)
     except ValueError as error:
-        raise CorruptCheckpoint(f"{MANIFEST} is not one that a save writes: {error}") from None
+        raise CorruptCheckpoint(f"{MANIFEST} was not written by a save: {error}") from None
     if path.name.startswith("step_") and path.name != name_of(manifest.step):
-        raise CorruptCheckpoint(f"{MANIFEST} is that of step {manifest.step}")
+        raise CorruptCheckpoint(f"{MANIFEST} is of step {manifest.step}")
     return manifest
 
 

@@ -115,7 +115,7 @@ class Saver:
         refusals = self._sync.gather(self._prepare(job.folder, needed) if self._first else "")
         if not refusals[0]:
             unseen = "" if in_sight(job.folder) else f"process {self._sync.rank} does not see {job.folder}"
-            refusals = [f"{text}, which all must share" for text in self._sync.gather(unseen) if text]
+            refusals = [f"{text}, a directory that all must share" for text in self._sync.gather(unseen) if text]
         if refusals and refusals[0]:
             return self.refuse(step, refusals[0])
         self._job = job

@@ -166,7 +166,7 @@ def load(path: Path, run: Path, shape: ModelShape) -> tuple[Components, Mapping[
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise UserError("--attention", "loki", f"a calibration: {path} is damaged ({error}); {command}") from None
     if not same:
-        raise UserError("--attention", "loki", f"a calibration of this model: {path} is another's; {command}")
+        raise UserError("--attention", "loki", f"a calibration of this model: {path} is of another model; {command}")
     return components, facts
 
 

@@ -260,7 +260,7 @@ class Checkpoints:
             raise UserError("checkpoint.resume", str(path), f"a checkpoint of `axonn-jax train`; {_OTHERWISE}")
         for key, kind in _FACTS.items():
             if type(then[key]) is not kind or (kind is int and not 0 <= then[key] < 2**63):
-                raise CorruptCheckpoint(f"{MANIFEST} is not one that a save writes: run[{key!r}] is no {kind.__name__}")
+                raise CorruptCheckpoint(f"{MANIFEST} was not written by a save: run[{key!r}] is no {kind.__name__}")
         for key in ("data.seed", "train.seed", "model.seq_len"):
             if now[key] != then[key]:
                 raise UserError(key, now[key], f"{then[key]}, as in {path}, {_OTHERWISE}")
