@@ -5,7 +5,6 @@ from shared_layers import CASES, LAYERS, check, gradients, of_one_stage
 
 from axonn_jax.errors import UserError
 
-
 # "interleaved" has one rank's stages too, "both ways" has neighbours.
 SLOW = ("one rank's stages", "one rank's stages, three times", "neighbours", "first and last", "1f1b", "gpipe")
 
