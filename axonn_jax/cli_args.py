@@ -1,4 +1,4 @@
-"""Command lines as dataclasses: values, one-line errors and help, all from the fields and the texts below them."""
+"""Command lines as dataclasses: values, one-line errors and help, all from fields and the texts below."""
 
 import ast
 import inspect
@@ -31,14 +31,14 @@ class Arg:
     """Annotation of a field, beyond the type: ``Annotated[int | None, Arg(default="searched")]``."""
 
     default: str = ""
-    """Text that help shows as the default, if the field's own default says nothing."""
+    """Text of the default in help, if the field's own default says nothing."""
     positional: str = ""
     """Name of an argument without a flag, such as SOURCE."""
     short: str = ""
     """Flag, if not `--` and the field's name."""
     least: int | None = None
     most: int | None = None
-    """Smallest and largest number that are accepted; None for no limit."""
+    """Smallest and largest accepted number; None for no limit."""
     repeat: bool = False
     """True for a flag of one value that may be given several times."""
     rest: bool = False

@@ -179,7 +179,7 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
 
 
 def trained_shape(shape: "ModelShape") -> "ModelShape":
-    """The shape with sequences as they are usually trained on, where positions are rotary and so none is cut off."""
+    """Return the shape with sequences of usual length, where positions are rotary and so none is cut off."""
     return shape if shape.positions == "learned" else replace(shape, seq_len=min(shape.seq_len, _USUAL_TOKENS))
 
 

@@ -1,4 +1,4 @@
-"""Training under mpirun, srun or alone, as a job of its own, started again from its last complete checkpoint."""
+"""Training as a job under mpirun, srun or alone, restarted from the last complete checkpoint."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""``axonn-jax loki``: finds in which directions a model's keys vary, to rank keys by a few of them."""
+"""``axonn-jax loki``: finds the directions in which a model's keys vary, to rank keys by a few."""
 
 import json
 import os
@@ -31,13 +31,13 @@ class Loki:
     run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
     """A directory left by `axonn-jax train` or `convert`, or a Hugging Face model's."""
     data: Path
-    """Tokens from `axonn-jax prepare`, of the model's tokenizer; its validation split is read."""
+    """Directory from `axonn-jax prepare`, with the model's tokenizer; the validation split is read."""
     tokens: Positive = 200_000
     """Number of tokens to read at most."""
     seq_len: Annotated[int | None, Arg(default="model.seq_len", least=2)] = None
     """Tokens of a sequence."""
     keys: Literal["post", "pre"] = "post"
-    """Keys of the components: after rotation (post) or before (pre). They rank rotated keys in any case."""
+    """Keys of the components: after rotation (post) or before (pre). Ranked are rotated keys in any case."""
     plot: bool = False
     """Draw RUN_DIR/loki.png: ranks by layer."""
     grid: GridShape = field(default_factory=GridShape)
@@ -125,7 +125,7 @@ def run(args: Loki) -> int:
 
 
 def check_tokenizer(args: Loki, vocab: int, most: int) -> None:
-    """Raise ``UserError`` for data of a tokenizer that is not RUN_DIR's."""
+    """Raise ``UserError`` for data of another tokenizer than RUN_DIR's."""
     from axonn_jax.data.tokenize import load
 
     if vocab > most:

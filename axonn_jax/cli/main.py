@@ -45,7 +45,7 @@ _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi
 TRACEBACK = "AXONN_JAX_TRACEBACK"
 _MOST = 600  # characters of a foreign exception's text; XLA's run to pages
 _GONE = re.compile(r"Gloo .*(by peer|Broken pipe)|remote process exited")
-"""jax's words, by gloo and by NCCL, in the processes of a run that are left when one has ended."""
+"""jax's words, by gloo and by NCCL, in a run's remaining processes when one has ended."""
 _GRACE_S = 1.0
 _LAUNCHERS = (  # rank, size, rank on the host
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -135,7 +135,7 @@ def _versions() -> str:
 
 
 def rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return this process's rank among all and on its host, as a launcher of several processes set them; else 0, 0.
+    """Return this process's rank among all and on the host, as set by a launcher of several processes; else 0, 0.
 
     A rank counts only where the same launcher's size is above 1: shells inside batch jobs inherit stale ranks.
     """
@@ -154,7 +154,7 @@ def _is_number(text: str) -> bool:
 def report(error: BaseException) -> int:
     """Print the line for an exception that ends the command and return the exit status.
 
-    A user's mistake is the same on every process of a run, so only the first one prints it.
+    A user's mistake is the same on every process of a run, so only the first one prints.
     """
     rank, local = rank_of(os.environ)
     if isinstance(error, UserError):

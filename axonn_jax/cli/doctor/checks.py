@@ -133,7 +133,7 @@ def devices(seen: Probe, timeout: float) -> Row:
 
 
 def gpu_shares(timeout: float) -> Row:
-    """Return the finding on the GPUs that each process of this launch would take."""
+    """Return the finding on each process's GPUs in this launch."""
     fails = "runs of several processes on GPUs"
     fix = "axonn-jax doctor under the same mpirun or srun, with as many processes a host as it has GPUs"
     seen = probe(python(_GPUS), timeout, launched=True)
@@ -159,7 +159,7 @@ def gpu_shares(timeout: float) -> Row:
 
 
 def preallocated(environ: Mapping[str, str]) -> Row:
-    """Return the finding on the share of a GPU's memory that runs take."""
+    """Return the finding on a run's share of a GPU's memory."""
     name, fails = "device memory", "configurations that plan says fit"
     by_user = [key for key in VARIABLES if environ.get(key)]
     if not by_user:
@@ -171,7 +171,7 @@ def preallocated(environ: Mapping[str, str]) -> Row:
 
 
 def pinned(environ: Mapping[str, str]) -> Row:
-    """Return the finding on the host memory that a process may pin for its GPUs."""
+    """Return the finding on the host memory to pin for a process's GPUs."""
     fails = "[memory] offload = optimizer, where a process keeps more on the host"
     have = f"the host has {host_memory() / GIB:.0f} GiB"
     if LIMIT not in environ:
@@ -187,7 +187,7 @@ def pinned(environ: Mapping[str, str]) -> Row:
 
 
 def extras() -> Iterator[Row]:
-    """Packages that only some commands want."""
+    """Packages for some commands only."""
     supported = ranges("axonn_jax")
     for name, (extra, fails) in _EXTRAS.items():
         version, range_ = installed(name), supported.get(name, ("", True))[0]
@@ -222,7 +222,7 @@ def _amount(check: str, have: float, least: float, unit: str, fails: str, look: 
 
 
 def places() -> Iterator[Row]:
-    """The network names and the disk space that runs count on."""
+    """Return findings on network names and disk space."""
     name = socket.gethostname()
     code = f"import socket; print(socket.gethostbyname({name!r}))"
     seen = probe(python(code), 10)  # a name server that does not answer can hold a process for a long time
@@ -263,7 +263,7 @@ def loopback() -> str:
 
 
 def slurm(environ: Mapping[str, str]) -> Row:
-    """Return the finding on the Slurm variables: an srun task's, contradictions among them, or with MPI's."""
+    """Return the finding on the Slurm variables: an srun task's, contradictions in themselves, or with MPI's."""
     fails = "a process started without srun or mpirun would take a wrong rank or number of processes"
     seen = {name: environ[name] for name in (*SLURM_STEP, "SLURM_NTASKS") if name in environ}
     if not seen:

