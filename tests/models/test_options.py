@@ -4,12 +4,9 @@ from dataclasses import replace
 
 import grids
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from trainers import make_trainer
 
-import axonn_jax as ax
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import BlockComm
@@ -99,19 +96,6 @@ def test_caps_and_windows_by_layer_in_every_layout(axes, layout, options):
     shape = replace(GEMMA2, layers=4 if options.get("scanned") else 2)
     got = grids.gradients(shape, axes, layout=layout, **options)
     grids.check_gradients(got, grids.one_device(shape))
-
-
-def test_stages_whose_layers_see_other_tokens_share_no_program():
-    """Six stages of a layer each: those between the first and the last have no window and have it, by turns."""
-    shape, axes = replace(GEMMA2, layers=6), GridShape(pipe=2)
-    model = grids.model_on(shape, grids.lay(GridShape()))
-    pipeline = ax.PipelineConfig(policy="interleaved", virtual_stages=3)
-    trainer = make_trainer(model, optax.sgd(1e-3), grids.lay(axes), microbatches=2, pipeline=pipeline)
-    metrics = trainer.step(grids.tokens(shape.vocab, 2, 8, shape.seq_len).reshape(16, -1))
-    trainer.close()
-    _, loss, norm = grids.one_device(shape)
-    assert metrics["loss"] == pytest.approx(loss, rel=grids.SCALAR_TOLERANCE)
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=grids.GRADIENT_TOLERANCE)
 
 
 # Of transformers' ROPE_INIT_FUNCTIONS for head_dim 16 and theta 10,000, whose tables are float32.
