@@ -1,6 +1,6 @@
 """Files: JSON and TOML of strangers, read in bounded time and memory and checked; whole writes; locks.
 
-A checkpoint, prepared data, a timeline or a machine file may come from anywhere, and a checksum beside its file proves
+A checkpoint, prepared data, a timeline or a machine file may come from anywhere, and a checksum beside a file proves
 nothing about the author of both.
 """
 
@@ -33,8 +33,8 @@ TOML_BYTES = 1_000_000
 def open_regular(path: Path, inside: Path | None = None) -> BufferedReader:
     """Open a regular file to read; never waits for a pipe or a device.
 
-    Raises ``OSError`` where it cannot be read, ``ValueError`` where it is no regular file, or where links lead to one
-    that is not below the directory `inside`.
+    Raises ``OSError`` for an unreadable file, ``ValueError`` for another kind of file, or for links out of the
+    directory `inside`.
     """
     if inside is not None:
         try:
@@ -75,14 +75,14 @@ def replace_whole(path: Path, raw: bytes) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return matplotlib's figure of a size in inches; of its 200 pixels an inch a page shows half."""
+    """Return matplotlib's figure of a size in inches, with 200 pixels an inch, of which a page shows half."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", dpi=200)
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write matplotlib's figure as `replace_whole` does, in the format that the path's suffix names.
+    """Write matplotlib's figure as `replace_whole` does, in the format of the path's suffix.
 
     Raises ``ValueError`` for an unknown suffix.
     """
@@ -107,7 +107,7 @@ def check_pointer(raw: bytes) -> None:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse JSON bytes; ``ValueError`` for bytes that are not JSON, not finite or nested too deeply."""
+    """Parse JSON bytes; ``ValueError`` for other bytes, infinite numbers or deep nesting."""
     check_pointer(raw)
     collects = gc.isenabled()
     gc.disable()  # it would look at all that has been read again and again: six times the time for millions of lists
@@ -126,7 +126,7 @@ def read_json(path: Path, most: int, inside: Path | None = None) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; ``ValueError`` for text that is not TOML, is nested too deeply or has lines of excessive length."""
+    """Parse TOML; ``ValueError`` for other text, deep nesting or lines of excessive length."""
     if max(map(len, text.split("\n"))) > _TOML_LINE:  # the time for a key grows with the square of its parts
         raise ValueError(f"a line of over {_TOML_LINE:,} characters")
     try:
@@ -151,12 +151,12 @@ class Held(Exception):
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file, which it makes and at the end removes; False where the file system has no locks.
+    """Hold the lock of a file, made here and removed at the end; False where the file system has no locks.
 
-    A file that a killed process left is nobody's lock. Over NFS the lock counts on all hosts.
+    A file left by a killed process is nobody's lock. Over NFS the lock holds on all hosts.
 
     Raises:
-        Held: another process holds it.
+        Held: another process holds the lock.
         OSError: the file cannot be made or written.
     """
     while True:
@@ -177,7 +177,7 @@ def held(path: Path) -> Iterator[bool]:
 
 
 def in_sight(path: Path) -> bool:
-    """Return True if a path that another process has made is seen here, at once or within ten seconds (NFS)."""
+    """Return True if another process's path is visible here, at once or within ten seconds (NFS)."""
     end = time.monotonic() + _SIGHT_S
     while not path.exists():
         if time.monotonic() > end:
@@ -188,7 +188,7 @@ def in_sight(path: Path) -> bool:
 
 @contextlib.contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """Make a folder and its missing parents; at the end remove those that it made and that are still empty."""
+    """Make a folder and missing parents; at the end remove the new ones that are still empty."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ def _take(file: int) -> bool:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """True if the open file is still the one at the path, which its last holder may just have removed."""
+    """True if the open file is still the one at the path: the last holder may just have removed the path."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

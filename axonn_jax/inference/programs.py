@@ -27,7 +27,7 @@ NO_TOKEN = -2
 
 ROWS: Any = P(BATCH_AXES)
 Array = Any
-"""Array of jax, or of numpy on its way there."""
+"""Array of jax, or of numpy before the transfer."""
 
 
 class Slots(NamedTuple):
@@ -38,7 +38,7 @@ class Slots(NamedTuple):
     counts: Array
     """Tokens in the cache."""
     left: Array
-    """Tokens still to come; 0: the slot is free, or its text has ended."""
+    """Tokens still to come; 0: the slot is free, or the text has ended."""
     keys: Array
     """[slots, 2] of `Sampling.key`."""
     seen: Any = None
@@ -98,7 +98,7 @@ class Programs:
         return self._program(("follow", steps), partial(self._follow, steps), given, (P(),))
 
     def prefill(self, *, first: bool) -> Callable[..., Any]:
-        """(..., chunk) -> (caches,); a `first` chunk has nothing before it."""
+        """(..., chunk) -> (caches,); a `first` chunk has no tokens before."""
         return self._program(("prefill", first), partial(self._prefill, first), (ROWS,), ())
 
     def score(self, *, first: bool) -> Callable[..., Any]:

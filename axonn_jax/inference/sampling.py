@@ -152,7 +152,7 @@ def _likeliest(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _allowed(logits: jax.Array, ids: jax.Array, form: SamplingForm, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return logits and ids of the tokens that may be drawn; other tokens have minus infinity, or are left out."""
+    """Return logits and ids of the candidates; other tokens have minus infinity, or are absent."""
     if form.top_k:
         largest, at = lax.top_k(logits, min(form.top_k, logits.shape[1]))
         values, owners = _everywhere(largest), _everywhere(jnp.take_along_axis(ids, at, -1))

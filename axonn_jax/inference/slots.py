@@ -106,7 +106,7 @@ def make_slots(slots: int, devices: int) -> list[Slot]:
 
 
 def put(tree: Any, spec: P, mesh: Mesh) -> Any:
-    """Arrays that every process has in full, laid out on the mesh; no collectives."""
+    """Return arrays, known in full to every process, laid out on the mesh; no collectives."""
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), tree)
 
@@ -142,7 +142,7 @@ def parts_of(slots: Sequence[Slot | None], ring: int, mesh: Mesh) -> Iterator[tu
 
 
 def copy_of(source: Slot, target: Slot, devices: int, mesh: Mesh) -> Copy:
-    """The copy of one slot's cache to another of its device; the other devices copy a slot to itself."""
+    """Return the copy of one slot's cache to another on the same device; the other devices copy a slot to itself."""
     copy = Copy(*(np.zeros(devices, np.int32) for _ in Copy._fields))
     copy.source[source.device], copy.target[source.device] = source.place, target.place
     return put(copy, ROWS, mesh)

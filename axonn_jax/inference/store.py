@@ -23,7 +23,7 @@ def ring_of(shape: ModelShape, length: int) -> int:
 
 
 def token_bytes(shape: ModelShape, programs: Programs) -> int:
-    """Bytes of a token of one slot, of all devices but those along `data`."""
+    """Return the bytes of a token of one slot, on all devices but `data`'s."""
     each = [(count, kind or programs.dtype) for count, kind in programs.attention.features(shape.head_dim)]
     return shape.layers * shape.kv_heads * sum(count * jnp.dtype(kind).itemsize for count, kind in each)
 
@@ -51,7 +51,7 @@ class CacheStore:
         self._grow = jax.jit(grown, static_argnums=1, out_shardings=self._sharding)
 
     def call(self, program: Any, params: Any, extras: Any, *given: Any) -> Sequence[Any]:
-        """Run a program on the caches, one at a time; return its other results on the host."""
+        """Run a program on the caches, one at a time; return the other results on the host."""
         caches, self._caches = self._caches, None  # used up, whatever happens
         jax.block_until_ready(caches)  # a long prompt's chunks read nothing (`distributed.bounded`)
         self._caches, *results = program(params, extras, caches, *given)

@@ -70,13 +70,13 @@ def stops_of(model: Transformer | str | Path, vocab: int) -> tuple[int, ...]:
 
 
 def comm_for(shape: ModelShape, grid: GridShape) -> BlockComm:
-    """Heads over `y` and `x`, where they divide: with few tokens attention would be done twice along `x`."""
+    """Split heads over `y` and `x` if divisible: with few tokens attention would else be done twice along `x`."""
     wide = BlockComm(attention=True)
     return wide if grid.x > 1 and wide.fits(shape, grid) else BlockComm()
 
 
 def on_grid(shape: ModelShape, grid: GridShape) -> ModelShape:
-    """Return the sizes with which a model generates on a grid: `y` KV heads where `y` is a multiple of their number.
+    """Return the sizes with which a model generates on a grid: `y` KV heads if `y` is a multiple of the KV heads.
 
     Each head is then repeated, for a part of its queries. Raises ``UserError`` for sizes that do not divide.
     """
@@ -145,7 +145,7 @@ class _Plan:
         return self.shape != self._given and ".attention.qkv." in name
 
     def loaded(self, params: Params) -> Loaded:
-        """Return the loaded model of parameters as they were read, which this call changes."""
+        """Return the loaded model of parameters as read, which this call changes."""
         times = self.shape.kv_heads // self._given.kv_heads
         for name in filter(self._repeats, params):
             sharding = NamedSharding(self._grid.mesh, self.parts.specs[name])
@@ -165,7 +165,7 @@ def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
 
 
 def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any) -> Loaded:
-    """A live model or one in a directory, with kernels as products of few tokens want them."""
+    """A live model or one in a directory, with kernels in the best form for products of few tokens."""
     if isinstance(model, Transformer):
         loaded = of_model(model, grid, dtype)
     elif isinstance(model, str | Path):
