@@ -64,7 +64,9 @@ def test_values_and_gradients(kernel, shape, window):
         np.testing.assert_allclose(got, exact, atol=34 * EPS * largest)
 
 
-@pytest.mark.parametrize("shape", SHAPES[2:], ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHAPES[3], *(pytest.param(shape, marks=pytest.mark.slow) for shape in (SHAPES[2], SHAPES[4]))], ids=str
+)
 def test_capped_scores(shape):
     """Of a cap below the largest scores, in windows."""
     *qkv, direction = inputs(*shape)
