@@ -12,6 +12,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.options import PipelinePolicy
 from axonn_jax.planner.simulate.replay import parse_task, replay
 from axonn_jax.planner.simulate.simulator import TaskRun
+from axonn_jax.terminal import table
 from axonn_jax.timeline.spans import KINDS, Span, last_whole_step, ranks_of, usage, window
 from axonn_jax.timeline.trace import TIMELINE, read_trace
 
@@ -122,15 +123,14 @@ def _figures(spans: Sequence[Span], ranks: int) -> dict[str, Any]:
 
 
 def _table(figures: dict[str, Any]) -> str:
-    """A row a stage and one for all; a kind that nothing was of has no column."""
+    """Return a row a stage and one for all; an unused kind has no column."""
     kinds = [kind for kind in KINDS if figures["shares"][kind] > 0]
     heads = ["stage", "idle", *(kind.replace("_", " ") for kind in kinds)]
-    rows = [heads]
+    rows = []
     for name, one in [*((str(stage["stage"]), stage) for stage in figures["stages"]), ("all", figures)]:
         row = [name, f"{one['idle']:.1%}"]
         for kind in kinds:
             exposed = f" ({one['exposed_communication']:.1%} exposed)" if kind == "communication" else ""
             row.append(f"{one['shares'][kind]:.1%}{exposed}")
         rows.append(row)
-    widths = [max(len(row[at]) for row in rows) for at in range(len(heads))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(table(heads, rows))
