@@ -17,7 +17,7 @@ class StepPolicy:
     """The way in which a training step runs its layers."""
 
     microbatches: int = 1
-    """Parts of the batch that run one after the other."""
+    """Parts of the batch, run one after the other."""
     recompute: bool = False
     """True if the backward pass runs blocks again."""
     keeps_collectives: bool = False
@@ -29,9 +29,9 @@ class StepPolicy:
     once: bool = False
     """True if weights are gathered, and gradients scattered, once a step."""
     gradient_item: int = FLOAT32
-    """Bytes of an element of a gradient that is reduced over `z`."""
+    """Bytes of an element of a gradient reduced over `z`."""
     trained: float = 1.0
-    """Share of the entries of prunable parameters that is trained."""
+    """Trained share of the entries of prunable parameters."""
 
 
 def collectives(layers: Iterable[Layer], policy: StepPolicy) -> Iterator[Row]:
@@ -102,10 +102,10 @@ def forward_flops(layer: Layer, tokens: int) -> float:
 
 
 def kept_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping[str, int], entry: float) -> float:
-    """Return the bytes that a layer keeps for each token from its forward to its backward pass.
+    """Return the bytes kept by a layer for each token from forward to backward pass.
 
-    An activation policy is a rule about operations: `none` keeps what gradients read, `full` the layer's input, `dots`
-    the results of matmuls too, `save_collectives` those of collectives.
+    An activation policy is a rule about operations: `none` keeps inputs of gradients, `full` the layer's input, `dots`
+    also results of matmuls, `save_collectives` also results of collectives.
 
     Args:
         layer: The layer.

@@ -31,7 +31,7 @@ from axonn_jax.options import (
 from axonn_jax.pruned.config import PruneConfig
 
 LOCK = "run.lock"
-"""The file in `log.dir` that the run which trains there holds."""
+"""Lock file in `log.dir`, held by the run that trains there."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class TrainConfig:
     eps: Positive = 1e-8
     """Summand of the root of the second moment (adamw, adam)."""
     clip: NotNegative = 1.0
-    """Largest global norm of gradients, which are scaled down to it; 0: no clipping."""
+    """Largest global norm of gradients; larger ones are scaled down; 0: no clipping."""
     eval_every: CountOrZero = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
     eval_batches: Count = 8
-    """Global batches that an evaluation reads at most; each held-out sample counts once."""
+    """Most global batches of an evaluation; each held-out sample counts once."""
     sample_every: CountOrZero = 0
     """Steps between samples, greedy continuations of the prompts of `sample_prompts`; 0: no samples.
     Needs grid.pipe = 1."""
@@ -108,7 +108,7 @@ class PipelineConfig:
     split: str = ""
     """Segments of each stage, such as "9,8" (embedding, two a block, head). Empty: balanced by FLOPs."""
     stall_timeout: Positive = 120.0
-    """Seconds without progress after which a run ends with a report of the processes that wait."""
+    """Seconds without progress after which a run ends with a report of the waiting processes."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def tables() -> Mapping[str, Mapping[str, Any]]:
 
 
 def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]]:
-    """Return the arguments that belong to no flag, and every flag's dotted name with its value, in order.
+    """Return the arguments without a flag, and every flag's dotted name with the value, in order.
 
     A text is kept unchanged; another value is a number or a boolean where it reads as one. A boolean is true where no
     value follows; any other flag then has the value `NOT_GIVEN`.
@@ -171,7 +171,7 @@ def _listed(names: Iterable[object]) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Return the config as TOML text that reads back as the same config."""
+    """Return the config as TOML text, which reads back as the same config."""
     lines: list[str] = []
     for table in fields(config):
         value = getattr(config, table.name)

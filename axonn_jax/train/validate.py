@@ -93,7 +93,7 @@ def _check_ranges(config: Config) -> None:
 
 
 def residual_comm_of(config: Config, shape: ModelShape) -> BlockComm:
-    """Return how blocks communicate; raises ``UserError`` where they cannot as `tensor.residual_comm` says."""
+    """Return the communication of blocks by `tensor.residual_comm`; raises ``UserError`` if impossible."""
     wanted, memory = config.tensor.residual_comm, config.memory
     split = memory.sequence_parallel
     return choose_residual_comm(wanted, shape, config.grid, memory.activations, sequence_split=split)
@@ -132,8 +132,8 @@ def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> Non
     """Raise ``UserError`` where options cannot go together, or not with a pipeline.
 
     A pipeline's programs are cut out of one traced function equation by equation, and a loop over layers is a single
-    one; its forward and backward passes are programs of their own, and each gathers its weights. The buckets of
-    offloaded optimizer state are of the layers' own parameters.
+    equation; forward and backward passes are separate programs, which both gather weights. Buckets of offloaded
+    optimizer state consist of single layers' parameters.
     """
     if pipe > 1 and tensor.scan_layers == "yes":
         raise UserError("tensor.scan_layers", tensor.scan_layers, "auto or no where grid.pipe is above 1")
@@ -145,9 +145,9 @@ def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> Non
 
 
 def check_prune(prune: PruneConfig, pipe: int, *, goes_on: bool = False) -> None:
-    """Raise ``UserError`` for settings of pruning that contradict each other, or a pipeline.
+    """Raise ``UserError`` for contradictory settings of pruning, also with a pipeline.
 
-    A file of masks may be missing where a run `goes_on` from a checkpoint, which may have them.
+    A file of masks may be missing if a run `goes_on` from a checkpoint, perhaps with masks.
     """
     prune.check()
     if prune.later and pipe > 1:
@@ -161,7 +161,7 @@ def check_prune(prune: PruneConfig, pipe: int, *, goes_on: bool = False) -> None
 
 
 def _goes_on(checkpoint: CheckpointConfig, log: LogConfig) -> bool:
-    """Return True if the run resumes a checkpoint, if that is sound, and so needs no initial weights."""
+    """Return True if the run resumes a checkpoint, presumably sound, and so needs no initial weights."""
     if checkpoint.resume == "auto":
         return bool(all_steps(Path(log.dir) / "checkpoints"))
     return checkpoint.resume != "never"
@@ -214,7 +214,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig, *, goes_on: bool) -> None:
 
 
 def _check_log(log: LogConfig) -> LogConfig:
-    """Check the run directory without creating it, so that a run that cannot start leaves none."""
+    """Check the run directory without creating one, so a run that cannot start leaves nothing."""
     if not log.dir:
         raise UserError("log.dir", log.dir, "the path of a directory that can be written")
     path = log.dir.replace("{name}", "run")  # only a config that did not come from a file still has it
