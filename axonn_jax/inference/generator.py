@@ -169,8 +169,7 @@ class Generator:
             self._store.release()
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
-        """Return log-probabilities, in nats, of each text's tokens but the first, given the tokens before: [tokens - 1]
-        each.
+        """Return log-probabilities, in nats, of each text's tokens but the first, which has none: [tokens - 1] each.
 
         Full attention takes texts in chunks, one a device along `data`; any other token by token, one a slot.
         """
