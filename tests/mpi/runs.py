@@ -19,8 +19,8 @@ WIDE = {"model_hidden": 64, "model_seq_len": 64, "train_steps": 10, "train_globa
 
 # Name: the config, of so many layers or of an example, and its options in one process.
 MODELS = {
-    "gpt": (3, {}),
-    "llama": (4, UNTIED),
+    "gpt": (2, {}),
+    "llama": (3, UNTIED),
     "dropout": (2, {"model_dropout": 0.1}),
     "wide": (2, {**WIDE, "train_microbatches": 1}),
     "short": (2, {"train_steps": 10}),

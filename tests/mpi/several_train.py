@@ -4,6 +4,7 @@ Starting jax and its packages takes longer than a small run. What a run says fol
 badly ends all.
 """
 
+import gc
 import json
 import os
 import sys
@@ -28,6 +29,8 @@ def starting(shape, explicit=None, settings=""):
 
 
 training.start = starting
+gc.freeze()
+gc.set_threshold(50_000, 20, 20)  # as conftest has it
 for name, words in json.loads(Path(sys.argv[1]).read_text()):
     if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
         print(f"=== {name}", file=sys.stderr, flush=True)

@@ -127,6 +127,7 @@ def test_generate_reads_the_checkpoint_of_a_pipeline(name, run_of, one_process, 
     assert texts[0]
 
 
+@pytest.mark.slow
 def test_the_tolerance_would_notice_another_learning_rate(prepared, one_process, tmp_path):
     run = tmp_path / "run"
     assert main(["train", *words("gpt", tmp_path, prepared, run, train_lr=3.001e-3)]) == 0
