@@ -62,7 +62,7 @@ def dropping(rngs, **options):
     return nnx.Dropout(0.5, rngs=rngs, **options)
 
 
-NOISY = model(Noisy, *[mlp] * 4)  # in a pipeline layers that are alike share programs
+NOISY = model(Noisy, *[mlp] * 2)  # in a pipeline layers that are alike share programs
 
 
 def curve(make, axes=None, steps=STEPS, load=None, save=None, **options):
