@@ -112,7 +112,7 @@ def test_loss_curve_equals_the_one_stage_curve(case):
 def test_a_stage_holds_its_own_parameters_only_and_a_tied_table_is_the_same_at_both_ends():
     made = trainer("gpt", {"pipe": 2})
     curve(made, GPT, steps=3)
-    first, last = (made.engine.stages[place].weights for place in (0, 1))
+    first, last = (made.engine.stores[place].weights for place in (0, 1))
     assert set(first) & set(last) == {"embedding.table"}
     assert "blocks.3.mlp.up.kernel" in last
     assert "positions.table" in first
