@@ -11,8 +11,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "house"
 # What there is still to do, never more than this; a number that has fallen is written down here. `scripts/house`
 # prints the figures and the names behind them.
 ALLOWED = {
-    "lines": 37_800,
-    "files": 256,
+    "lines": 37_870,
+    "files": 260,
     "files in the root": 10,
     "folders over 12 files": 0,
     "files over 300 lines": 0,
@@ -30,6 +30,7 @@ ALLOWED = {
     "docstrings that open with a riddle, in percent": 2,
     "'what' per 1,000 words of docstrings": 1,
     "hooks replaced": 0,
+    "backends named": 0,
     "two classes in one": 0,
     "words of docs": 17_250,  # a new capability brings a page of at most 600, its results and its words in the glossary
     "options in over 8 files": 6,
@@ -93,15 +94,17 @@ def test_names_words_and_hooks_are_seen(tree):
             "b": '"""Things: noun first."""\nfrom typing import Literal\nclass A: ...\nX = Literal["p", "q"]\n',
             "c": "Y = Literal['p', 'q']\nclass Bell:\n    def ring(self): self.volume = 1\n",
             "train/config": "class Config:\n    t: Table\nclass Table:\n    key: int = 0\n",
-            "d": "def f(key): return 't.key'\n",
+            "d": "def f(key, p): return 't.key' if p != 'cpu' or p in ('cpu', 'tpu') else 'cpu'\n",
+            "backend/e": "def f(p): return p == 'cpu'\n",
         }
     )
     assert found.twice() == ["A: a, b"]
     assert found.literals_twice() == ["'p', 'q': b, c"]
     assert found.hooks() == ["a: sys.excepthook"]
+    assert found.backends_named() == ["d: p != 'cpu'", "d: p in ('cpu', 'tpu')"]
     assert found.gone() == ["c: Bell"]
     assert found.vague() == {"told": 1}
-    assert found.openings() == ["a: What", "c: what", "d: what", "train/config: what"]
+    assert found.openings() == ["a: What", "backend/e: what", "c: what", "d: what", "train/config: what"]
     assert (found.riddles(), found.riddle_share(), found.whats()) == ({"a": 1}, 50.0, 166.7)
     assert found.members("Bell") == ["ring", "volume"]
     assert found.mentions() == {"t.key": ["d", "train/config"]}

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.channels.shards import empty_bytes, from_bytes, host_bytes, shard_bytes
 
 _USERS_WORD = "MPI4JAX_USE_CUDA_MPI"  # mpi4jax's variable, which says the same for it
@@ -75,7 +76,7 @@ class DeviceBuffers:
 
     def enter(self) -> None:
         """Make the device's CUDA context the thread's, without which MPI would take its memory for the host's."""
-        if self._device.platform != "cpu":
+        if not computes_on_cores(self._device.platform):
             enter_context(self._device.local_hardware_id)
 
     def prepare(self, shard: jax.Array) -> None:  # noqa: D102
@@ -121,7 +122,7 @@ def takes_device_memory(devices: Sequence[jax.Device], library: str, environ: Ma
     MPI is asked in processes of one GPU only: of several, not every MPI can tell whose memory it is given. `library`
     is a file whose symbols include MPI's.
     """
-    if not devices or devices[0].platform == "cpu":
+    if not devices or computes_on_cores(devices[0].platform):
         return False
     answer = environ.get(_USERS_WORD, "").lower()
     return answer in ("1", "true", "on") if answer else len(devices) == 1 and cuda_aware(library)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.channels.base import Channel, Deliver, Failed, Ports
 from axonn_jax.channels.send_tracker import SendTracker
 from axonn_jax.channels.shards import local_devices, local_shards, rebuild, shard_bytes
@@ -191,7 +192,7 @@ class _DirectionThreads:
 def _check_pool(ports: Ports) -> None:
     """Raise ``UserError`` if jax's CPU pool has one thread, so that a blocked send would stop all receives."""
     devices = {device for form in ports.arriving.values() for device in local_devices(form.sharding)}
-    if any(device.platform != "cpu" for device in devices):
+    if not all(computes_on_cores(device.platform) for device in devices):
         return
     threads = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
     cores = (

@@ -20,10 +20,10 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from axonn_jax import compat
+from axonn_jax.backend.cpu_allocator import GrowthLimit
 from axonn_jax.checkpoint.manifest import StoredArray, describe_files
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.checkpoint.snapshot import on_the_hosts_cores, snapshot
-from axonn_jax.distributed.cpu_allocator import GrowthLimit
 from axonn_jax.documents import replace_whole
 from axonn_jax.memory.forms import FormArray
 from axonn_jax.memory.host_arrays import HOST, LayerSlice, joined

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.checkpoint.naming import State
 
 _ALIGNED = 64
@@ -42,7 +43,7 @@ def snapshot(state: State) -> int:
 
 def on_the_hosts_cores(value: Any) -> bool:
     """True if the devices of an array compute with the host's cores, in the host's memory."""
-    return all(device.platform == "cpu" for device in value.sharding.device_set)
+    return all(computes_on_cores(device.platform) for device in value.sharding.device_set)
 
 
 def _distinct(value: Any) -> dict[Any, Any]:

@@ -56,12 +56,13 @@ def run(args: Loki) -> int:
     from axonn_jax.data.loader import TokenSamples
     from axonn_jax.inference.weights import check_grid, of_run
     from axonn_jax.models.huggingface.pretrained import shape_of
+    from axonn_jax.tensor.kernel_choice import EVERY_TOKEN
 
     check_grid(args.grid)
     shape = shape_of(args.run_dir, "RUN_DIR")
     shape.check_grid(args.grid)
-    if shape.window:
-        raise UserError("RUN_DIR", str(args.run_dir), "a model without an attention window")
+    if (rule := shape.attention_rule(0)) != EVERY_TOKEN:
+        raise UserError("RUN_DIR", str(args.run_dir), f"a model without {rule}")
     length = args.seq_len or shape.seq_len
     if length > shape.seq_len:
         raise UserError("--seq-len", length, f"at most model.seq_len = {shape.seq_len}")

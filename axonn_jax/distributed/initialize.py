@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from axonn_jax import terminal
+from axonn_jax.backend.traits import computes_on_cores, gives_up_on_late_peers
 from axonn_jax.distributed import gpus
 from axonn_jax.distributed.launch import MET, Explicit, World, detect, slurm_notice
 from axonn_jax.distributed.mpi_world import ask_mpi, check_same, world_comm
@@ -71,7 +72,7 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
     import jax
 
     from axonn_jax import compat
-    from axonn_jax.distributed.cpu_allocator import keep_freed_memory
+    from axonn_jax.backend.cpu_allocator import keep_freed_memory
     from axonn_jax.distributed.gpu_limits import raise_fraction, raise_pinned_limit
 
     if not compat.accelerator_expected():
@@ -104,7 +105,7 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
         say(world, gpus.take(world.rank, shape.devices // world.size, partial(compat.gather, of="gpus")))
     grid = build_grid(shape, _devices(shape, world))._replace(rank=world.rank, size=world.size)
     grid.entered()
-    if world.size > 1 and jax.default_backend() == "cpu":
+    if world.size > 1 and gives_up_on_late_peers(jax.default_backend()):
         warm_up(grid.mesh)
     return world, grid
 
@@ -161,7 +162,7 @@ def _start_stage(shape: GridShape, world: World) -> Grid:
             f"{devices[0].platform} device(s) in {per_stage} processes; this is {shape.stage_devices}",
         )  # fmt: skip
     mesh = build_mesh(shape, devices)
-    if per_stage > 1 and jax.default_backend() == "cpu":
+    if per_stage > 1 and gives_up_on_late_peers(jax.default_backend()):
         warm_up(mesh)
     return Grid(shape, mesh, {pp_rank: mesh}, world.rank, world.size)
 
@@ -210,7 +211,7 @@ def _devices(shape: GridShape, world: World) -> "Sequence[object]":
     import jax
 
     devices = jax.devices()
-    virtual = world.size == 1 and jax.default_backend() == "cpu"
+    virtual = world.size == 1 and computes_on_cores(jax.default_backend())
     if virtual and len(devices) > shape.devices:
         return devices[: shape.devices]
     if len(devices) != shape.devices:

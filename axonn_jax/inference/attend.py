@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from axonn_jax.inference.cache import LayerCache, append, positions
+from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionRule
+from axonn_jax.tensor.kernels.blocked import scaled
 
 Attended = tuple[jax.Array, LayerCache]
 
@@ -20,6 +22,8 @@ class Seen(NamedTuple):
     """[slots]: place of the token that asks."""
     tokens: jax.Array
     """[slots]: number of valid places; 0: the slot waits, and its results are not read."""
+    rule: AttentionRule = EVERY_TOKEN
+    """Rule of the layer's attention; `valid` has its window."""
 
 
 class CachedAttention(Protocol):
@@ -68,15 +72,12 @@ class FullAttention:
     def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
         """Softmax over all valid places, in float32."""
         k, v = arrays = append(arrays, new, seen.newest)
-        return weighted(scores(q, k), seen.valid[:, None, None], v).astype(q.dtype), arrays
+        return weighted(scores(q, k, seen.rule), seen.valid[:, None, None], v).astype(q.dtype), arrays
 
 
-def scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """[slots, kv_heads, group, d] and [slots, kv_heads, capacity, d] -> [slots, kv_heads, group, capacity] float32.
-
-    They are divided by the root of `q`'s features.
-    """
-    return products(q, k) * q.shape[-1] ** -0.5
+def scores(q: jax.Array, k: jax.Array, rule: AttentionRule = EVERY_TOKEN) -> jax.Array:
+    """[slots, kv_heads, group, d] and [slots, kv_heads, capacity, d] -> [slots, kv_heads, group, capacity] float32."""
+    return scaled(products(q, k), q.shape[-1], rule)
 
 
 def products(q: jax.Array, k: jax.Array) -> jax.Array:
@@ -94,11 +95,11 @@ def weighted(scored: jax.Array, visible: jax.Array, v: jax.Array) -> jax.Array:
     return out / jnp.sum(weights, -1, keepdims=True)
 
 
-def attend_chunk(q: jax.Array, new: LayerCache, old: LayerCache, start: jax.Array, window: int) -> jax.Array:
+def attend_chunk(q: jax.Array, new: LayerCache, old: LayerCache, start: jax.Array, rule: AttentionRule) -> jax.Array:
     """Attend with a chunk of a prompt to the tokens before it and itself: [1, chunk, heads, head_dim], float32 inside.
 
     `new` are its keys and values [1, kv_heads, chunk, head_dim], `old` those in the cache [1, kv_heads, capacity,
-    head_dim], of which `start` tokens have been written; a token sees `window` tokens, or with 0 all. One KV head's
+    head_dim], of which `start` tokens have been written; a token sees those of the `rule`. One KV head's
     queries at a time: scores are [group, chunk, capacity + chunk].
     """
     chunk, (kv_heads, head_dim) = q.shape[1], (new[0].shape[1], q.shape[3])
@@ -106,13 +107,13 @@ def attend_chunk(q: jax.Array, new: LayerCache, old: LayerCache, start: jax.Arra
     query = start + jnp.arange(chunk)
     key = jnp.concatenate([positions(start, old[0].shape[2]), query])
     visible = (key >= 0) & (key <= query[:, None])
-    if window:
-        visible &= key > query[:, None] - window
+    if rule.window:
+        visible &= key > query[:, None] - rule.window
 
     def one(of_head: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, k, v = (a[None, None] for a in of_head)
         rows = q.reshape(1, 1, -1, head_dim)
-        scored = scores(rows, k).reshape(1, 1, -1, chunk, k.shape[2])
+        scored = scores(rows, k, rule).reshape(1, 1, -1, chunk, k.shape[2])
         flat = jnp.where(visible, scored, -jnp.inf).reshape(1, 1, -1, k.shape[2])
         return weighted(flat, jnp.bool_(True), v)[0, 0].reshape(-1, chunk, head_dim)
 

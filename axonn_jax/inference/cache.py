@@ -4,12 +4,12 @@ A token at position p lies at p modulo the capacity: a model whose tokens see a 
 Slots lie over `data`, heads over `y`, and over `x` too where the model's attention has them there.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+
+from axonn_jax.backend.repairs import write_apart
 
 LayerCache = tuple[jax.Array, ...]
 
@@ -67,13 +67,8 @@ def append(arrays: LayerCache, new: LayerCache, places: jax.Array) -> LayerCache
             array = lax.dynamic_update_slice(array, token[slot : slot + 1].astype(array.dtype), at)
         return array
 
-    def apart(array: jax.Array, token: jax.Array) -> jax.Array:
-        return lax.cond(places[0] >= 0, one, lambda array, _: array, array, token)
-
-    # XLA's CPU compiler writes the token of a single slot or head once more for the product that reads it, in a copy of
-    # the cache, where nothing keeps the two apart.
-    single = 1 in arrays[0].shape[:2]
-    write = partial(lax.platform_dependent, cpu=apart, default=one) if single else one
+    single = 1 in arrays[0].shape[:2]  # whose write XLA fuses with the product that reads the cache
+    write = write_apart(one, places[0] >= 0) if single else one
     return tuple(write(array, token) for array, token in zip(arrays, new, strict=True))
 
 

@@ -1,7 +1,7 @@
 """The compiled programs of generation: a chunk of a prompt into the cache, and so many tokens of every slot at once."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,12 +10,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.inference.attend import CachedAttention, Seen, attend_chunk
 from axonn_jax.inference.cache import LayerCache, insert, positions, tokens_to_write
 from axonn_jax.inference.sampling import SamplingForm, choose, log_probabilities, mark_seen
 from axonn_jax.tensor.attention import causal_attention
 from axonn_jax.tensor.collectives import live
+from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionRule
 from axonn_jax.tensor.loss import masked
 from axonn_jax.tensor.params import SplitModule
 from axonn_jax.tensor.specs import shard_mapped
@@ -76,7 +78,9 @@ class Programs:
         self.parts, self.mesh, self.attention, self.dtype = parts, mesh, attention, jnp.dtype(dtype)
         self.stops, self._limit = stops, limit
         model: Any = parts.merge(parts.params)
-        heads = model.blocks[0].attention.qkv.comm
+        heads, rule = model.blocks[0].attention.qkv.comm, model.blocks[0].attention.rule
+        if attention.calibrated and rule._replace(window=0) != EVERY_TOKEN:
+            raise UserError("attention", attention.name, f"full for a model with {rule}")
         self.cache_spec = P(BATCH_AXES, ("y", "x") if heads == "gather" else "y")
         self.extra_spec = P(*self.cache_spec[1:])
         self._made: dict[Any, Callable[..., Any]] = {}
@@ -167,13 +171,19 @@ class Programs:
     def _token(self, model: Any, extras: Any, caches: Any, slots: Slots) -> tuple[jax.Array, Any]:
         """The newest token of every slot through all layers: logits [slots, vocab/Gy]."""
         here = positions(slots.counts + 1, caches[0][0].shape[2])
-        valid = here >= 0
-        if model.shape.window:
-            valid &= here > slots.counts[:, None] - model.shape.window
-        tokens = jnp.where(slots.left > 0, jnp.sum(valid, -1, dtype=jnp.int32), 0)
-        seen = Seen(valid, slots.counts % here.shape[1], tokens)
 
-        def attend(arrays: LayerCache, extra: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        @cache
+        def seen_by(rule: AttentionRule) -> Seen:
+            valid = here >= 0
+            if rule.window:
+                valid &= here > slots.counts[:, None] - rule.window
+            tokens = jnp.where(slots.left > 0, jnp.sum(valid, -1, dtype=jnp.int32), 0)
+            return Seen(valid, slots.counts % here.shape[1], tokens, rule)
+
+        def attend(
+            arrays: LayerCache, extra: Any, q: jax.Array, k: jax.Array, v: jax.Array, rule: AttentionRule
+        ) -> Any:
+            seen = seen_by(rule)
             k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
             grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
             new = tokens_to_write(arrays, self.attention.stored(k, v, extra), seen.newest, slots.left > 0)
@@ -197,13 +207,15 @@ class Programs:
         """A chunk of a prompt through all layers, [1, chunk, hidden/Gx], its keys and values written down."""
         slot, start, valid = chunk.slot[0], chunk.start[0], chunk.valid[0]
 
-        def attend(arrays: LayerCache, extra: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        def attend(
+            arrays: LayerCache, extra: Any, q: jax.Array, k: jax.Array, v: jax.Array, rule: AttentionRule
+        ) -> Any:
             own = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
             if first:
-                out = causal_attention(q, k, v, window=model.shape.window)
+                out = causal_attention(q, k, v, rule=rule)
             else:
                 old = tuple(lax.dynamic_slice_in_dim(a, slot, 1, 0) for a in arrays)
-                out = attend_chunk(q, own, self.attention.held(old, extra), start, model.shape.window)
+                out = attend_chunk(q, own, self.attention.held(old, extra), start, rule)
             return out, insert(arrays, self.attention.stored(*own, extra), slot, start, valid)
 
         places = start + jnp.arange(chunk.tokens.shape[1])

@@ -18,7 +18,8 @@ from axonn_jax.models.config import ModelShape
 
 def ring_of(shape: ModelShape, length: int) -> int:
     """The most tokens of a slot that are kept, of texts of at most `length`."""
-    return bucket(min(shape.window or length, length))
+    windows = [shape.attention_rule(layer).window for layer in range(shape.layers)]
+    return bucket(min(max(window or length for window in windows), length))
 
 
 def token_bytes(shape: ModelShape, programs: Programs) -> int:

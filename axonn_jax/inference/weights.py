@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
+from axonn_jax.backend.traits import copies_kernels
 from axonn_jax.checkpoint.naming import PARAMS
 from axonn_jax.checkpoint.restore import check_model, load_weights, named_checkpoint
 from axonn_jax.data.tokenize import ends_of, load
@@ -171,7 +172,7 @@ def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any) -> Loade
         loaded = of_run(Path(model), grid, dtype)
     else:
         raise UserError("model", type(model).__name__, "a Transformer, or the path of a directory")
-    if jax.default_backend() != "cpu":
+    if not copies_kernels(jax.default_backend()):
         return loaded
     return Loaded(loaded.shape, *with_kernels_transposed(loaded.parts, loaded.params, grid.mesh))
 

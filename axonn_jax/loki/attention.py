@@ -6,7 +6,6 @@ same: no score changes (the paper's lemma 4.1). Approximate scores are those of 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import with_layout_constraint
 
+from axonn_jax.backend.repairs import on_cores
 from axonn_jax.inference.attend import Attended, Seen, products
 from axonn_jax.inference.cache import ROW_MAJOR, LayerCache, append
 from axonn_jax.inference.select import compacted, largest
@@ -68,7 +68,7 @@ class LokiAttention:
         blocks = jnp.where(counts[..., None], blocks, -jnp.inf)
         read: Callable[..., Attended] = _by_head if self.by_head else _at_once
         if self.by_head is None:
-            read = partial(lax.platform_dependent, cpu=_by_head, default=_at_once)
+            read = on_cores(_by_head, _at_once)
         out, kept = read(turned[..., self.first :], blocks, places, new[1:], arrays[1:], seen.newest)
         return out.astype(q.dtype), (first, *kept)
 

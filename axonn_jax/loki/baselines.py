@@ -36,7 +36,7 @@ class ExactTopK(FullAttention):
     def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
         """The softmax over the keys of the largest scores."""
         arrays = append(arrays, new, seen.newest)
-        scored = scores(q, arrays[0])
+        scored = scores(q, arrays[0], seen.rule)
         chosen = _first(scored, seen, _number(seen, self.keys))
         return weighted(scored, chosen, arrays[1]).astype(q.dtype), arrays
 
@@ -51,7 +51,7 @@ class RandomKeys(FullAttention):
     def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
         """The softmax over keys drawn at random and the newest."""
         arrays = append(arrays, new, seen.newest)
-        scored = scores(q, arrays[0])
+        scored = scores(q, arrays[0], seen.rule)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), seen.tokens)
         drawn = jax.vmap(lambda key: jax.random.uniform(key, scored.shape[-1:]))(keys)[:, None, None]
         chosen = _first(jnp.broadcast_to(drawn, scored.shape), seen, _number(seen, self.keys))
@@ -68,7 +68,7 @@ class NewestKeys(FullAttention):
     def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
         """The softmax over the newest keys."""
         arrays = append(arrays, new, seen.newest)
-        scored = scores(q, arrays[0])
+        scored = scores(q, arrays[0], seen.rule)
         age = -_age(seen, scored.shape[-1])[:, None, None].astype(jnp.float32)
         chosen = _first(jnp.broadcast_to(age, scored.shape), seen, _number(seen, self.keys))
         return weighted(scored, chosen, arrays[1]).astype(q.dtype), arrays
@@ -104,7 +104,7 @@ class HeavyHitters(FullAttention):
     def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
         """Return the softmax over the kept keys; its weights are added to the sums."""
         k, v, before = append(arrays, new, seen.newest)
-        scored, sums = scores(q, k), jnp.swapaxes(before, 2, 3)
+        scored, sums = scores(q, k, seen.rule), jnp.swapaxes(before, 2, 3)
         number = _number(seen, self.keys)
         newest = (_age(seen, scored.shape[-1])[:, None, None] < jnp.maximum(number // 2, 1)[..., None]) & seen.valid[
             :, None, None

@@ -27,6 +27,7 @@ from axonn_jax.models.config import ModelShape
 from axonn_jax.options import CachedKeys
 from axonn_jax.tensor.attention import causal_attention
 from axonn_jax.tensor.collectives import all_reduce
+from axonn_jax.tensor.kernel_choice import AttentionRule
 from axonn_jax.tensor.params import Params, SplitModule
 from axonn_jax.tensor.specs import shard_mapped
 
@@ -66,8 +67,8 @@ def moments(parts: SplitModule, mesh: Mesh, dtype: Any) -> Callable[..., Any]:
         x, by = model.embed_at(tokens, places, dtype)
         keys: dict[str, list[Any]] = {"post": [], "pre": []}
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return causal_attention(q, k, v, window=model.shape.window), k
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, rule: AttentionRule) -> tuple[jax.Array, jax.Array]:
+            return causal_attention(q, k, v, rule=rule), k
 
         for block in model.blocks:
             before = block.attention.project(block.attention_norm(x), None)[1]

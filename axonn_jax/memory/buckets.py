@@ -7,13 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
+from axonn_jax.backend.repairs import after
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.tensor.collectives import all_reduce, assume_replicated, live, mark_varying
-from axonn_jax.tensor.overlap.reorder import after
 from axonn_jax.tensor.specs import spec_axes
 
 
@@ -114,11 +113,6 @@ def in_backward_order(grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return next((int(word) for word in name.split(".") if word.isdecimal()), -1)
 
     return {name: grads[name] for name in sorted(grads, key=layer, reverse=True)}
-
-
-def in_place(mesh: Mesh) -> bool:
-    """True if XLA reduces a whole array in place there; its CPU backend does not, and would need a second one."""
-    return str(mesh.devices.flat[0].platform) != "cpu"
 
 
 def _reduce_by_parts(g: jax.Array, axes: tuple[str, ...], capacity: int) -> jax.Array:

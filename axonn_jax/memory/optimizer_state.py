@@ -12,7 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_map_with_path
 
+<<<<<<< HEAD
 from axonn_jax.memory.forms import Forms, Weights
+=======
+from axonn_jax.backend.traits import branches_freely
+>>>>>>> main
 from axonn_jax.memory.optimizer_traits import owner, updated
 from axonn_jax.memory.precision import FULL, Precisions
 from axonn_jax.memory.report import Shapes, StateBytes, local_elements, state_bytes
@@ -85,7 +89,7 @@ class DeviceOptimizer:
             updates, optimizer = updated(self.optimizer, grads, optimizer, masters, value)
             return optax.apply_updates(masters, updates), optimizer
 
-        on_cores = self.mesh.devices.flat[0].platform == "cpu"
+        on_cores = branches_freely(self.mesh.devices.flat[0].platform)
         masters, optimizer = _update_if(finite, update, before, grads, on_cores=on_cores)
         return self._from_masters(masters, optimizer, {name: state.weights[name] for name in self._formed})
 

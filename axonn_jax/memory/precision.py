@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.backend.traits import half_precision_pays
 from axonn_jax.options import Accumulate, Precision
 
 _COMPUTE = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -62,7 +63,7 @@ def precisions(precision: Precision, accumulate: Accumulate = "fp32", *, separat
     float32 weights are cast where they are used.
     """
     if precision == "auto":
-        precision = "fp32" if jax.default_backend() == "cpu" else "bf16"
+        precision = "bf16" if half_precision_pays(jax.default_backend()) else "fp32"
     compute = jnp.dtype(_COMPUTE[precision])
     full = jnp.dtype(jnp.float32)
     return Precisions(compute, compute if separate_masters else full, compute if accumulate == "compute" else full)

@@ -10,12 +10,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
+from axonn_jax.backend.traits import reduces_in_place
 from axonn_jax.grid import BATCH_AXES, REPLICA_AXES
 from axonn_jax.memory.buckets import (
     Leaf,
     in_backward_order,
     in_buckets,
-    in_place,
     reduce_in_buckets,
     reduced_axes,
 )
@@ -76,7 +76,7 @@ def reduce_gradients(
         {name: parts.get(name, g) for name, g in sums.items()},
         axes_of,
         capacity,
-        by_parts=not in_place(mesh),
+        by_parts=not reduces_in_place(mesh.devices.flat[0].platform),
         in_turn=in_turn,
     )
 

@@ -12,6 +12,7 @@ from axonn_jax.models.declared.transformer import describe_alone
 from axonn_jax.models.rope import Rope
 from axonn_jax.ops.costs import forward_flops, parameters
 from axonn_jax.options import Bias, Mlp, Norm, Positions, RopeScaling, Router, mlp_inputs
+from axonn_jax.tensor.kernel_choice import AttentionRule
 
 MOST = MappingProxyType(
     {
@@ -207,6 +208,15 @@ class ModelShape:
     def routed_layers(self) -> int:
         """Number of layers with experts."""
         return 0 if self.moe is None else self.moe.routed_layers(self.layers)
+
+    def attention_rule(self, layer: int) -> AttentionRule:
+        """Return the rule of a layer's attention; the first layer's has all that any other one's has."""
+        return AttentionRule(self.window)
+
+    @property
+    def layer_period(self) -> int:
+        """Layers after which their kinds repeat."""
+        return 1 if self.moe is None else self.moe.every
 
     @property
     def mlp_inputs(self) -> int:

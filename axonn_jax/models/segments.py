@@ -39,6 +39,7 @@ def transformer_segments(shape: ModelShape) -> tuple[Segment, ...]:
     for block in range(shape.layers):
         layer, routed = f"blocks.{block}", shape.moe is not None and shape.moe.is_routed(block)
         attention, second = (joined([part]) for part in halves(shape, block, alone(shape)))
-        segments.append(segment(f"{layer}.attention", attention, layer, "attention"))
+        rule = shape.attention_rule(block)
+        segments.append(segment(f"{layer}.attention", attention, layer, f"attention with {rule}"))
         segments.append(segment(f"{layer}.mlp", second, layer, "experts" if routed else "mlp"))
     return (*segments, segment("head", last))

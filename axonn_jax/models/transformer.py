@@ -20,24 +20,21 @@ from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.mlp import Mlp
 from axonn_jax.models.packed import Residual, Stream, balance_of, ids_of, stream_of, values_of
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
 from axonn_jax.tensor.attention import Angles, Attend, Attention, Documents, Held, Rotation, angles
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight
-from axonn_jax.tensor.elementwise import DropoutKey, activated, dropout
+from axonn_jax.tensor.elementwise import DropoutKey, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
 from axonn_jax.tensor.kernel_choice import Tiles
-from axonn_jax.tensor.linear import Linear, column_parallel
+from axonn_jax.tensor.linear import Linear
 from axonn_jax.tensor.loss import VOCAB_AXIS, Projection, masked, total_loss
 from axonn_jax.tensor.norm import LayerNorm, RMSNorm
 
 FLOAT32 = jnp.dtype("float32")
-
-# Inputs are kept for the backward pass and nothing in between: computing it again is cheaper than the memory it would
-# pass through.
-_activated = jax.checkpoint(activated, static_argnums=(0,))
 
 
 def _norm(shape: ModelShape) -> LayerNorm | RMSNorm:
@@ -49,27 +46,6 @@ def _norm(shape: ModelShape) -> LayerNorm | RMSNorm:
 def _rotation(shape: ModelShape) -> Rotation | None:
     rope = shape.rope
     return None if rope is None else Rotation(tuple(rope.frequencies(shape.head_dim).tolist()), rope.amplitude)
-
-
-class Mlp(nnx.Module):
-    """Feed-forward layer: two matmuls around an activation function, or three with a gate."""
-
-    def __init__(self, shape: ModelShape, comm: BlockComm, *, out_std: float, key: jax.Array):
-        keys = jax.random.split(key, 3)
-        linear = partial(Linear, bias=shape.bias == "all", comm=comm.of(comm.mlp))
-        up = partial(linear, shape.hidden, shape.ffn, in_axis="x", std=shape.init_std)
-        self.kind = shape.mlp
-        self.gate = up(key=keys[0]) if shape.mlp_inputs == 2 else None
-        self.up = up(key=keys[1])
-        self.down = linear(shape.ffn, shape.hidden, in_axis="y", std=out_std, key=keys[2])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, hidden/Gx] -> same; collectives are those of its `Linear` layers."""
-        if self.gate is None:
-            (h,) = column_parallel((self.up,), x)
-            return self.down(_activated(self.kind, None, h))
-        h, gate = column_parallel((self.up, self.gate), x)
-        return self.down(_activated(self.kind, gate, h))
 
 
 class Block(nnx.Module):
@@ -99,7 +75,7 @@ class Block(nnx.Module):
             out_std=out_std,
             rotation=_rotation(shape),
             norm_eps=shape.norm_eps if shape.qk_norm else None,
-            window=shape.window,
+            rule=shape.attention_rule(index),
             kernel=attention,
             key=key_attention,
             comm=comm.of(comm.attention),
@@ -127,7 +103,7 @@ class Block(nnx.Module):
 
     def attend_by(self, attend: Attend[Held], x: jax.Array, by: Angles | None) -> tuple[jax.Array, Held]:
         """Attend by a function of queries, keys and values; return the output and the state of the function."""
-        attended, held = attend(*self.attention.project(self.attention_norm(x), by))
+        attended, held = attend(*self.attention.project(self.attention_norm(x), by), self.attention.rule)
         return x + self.attention.merge(attended), held
 
     def feed_forward(self, x: Stream, key: DropoutKey | None = None) -> Stream:
@@ -171,7 +147,7 @@ class Transformer(nnx.Module):
         moe: MoeConfig = MoeConfig(),  # noqa: B008
     ):
         self.shape, self.comm, self.packed = shape, comm, packed
-        self.layer_period = 1 if shape.moe is None else shape.moe.every
+        self.layer_period = shape.layer_period
         self.balanced = shape.moe is not None and moe.balance_weight > 0.0
         self.balance_rate = None if shape.moe is None else moe.balance_rate
         self.reads_words = packed or shape.moe is not None

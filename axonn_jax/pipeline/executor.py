@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 
+from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.channels.base import Channel
 from axonn_jax.distributed.gossip import RankStatus
 from axonn_jax.pipeline.leader import LeaderBroadcast
@@ -78,7 +79,7 @@ class Executor:
     ):
         self._ranks, self._pipe_shape, self._channel = ranks, pipe_shape, channel
         self._status, self._recorder, self._leader = status, recorder, leader
-        self._on_host = jax.default_backend() == "cpu"
+        self._on_host = computes_on_cores(jax.default_backend())
         self._depth = 1 if self._on_host else 2
         self._events: queue.SimpleQueue[_Arrived | _Ran | _Ordered | _Broke] = queue.SimpleQueue()
         self._early: deque[_Arrived] = deque()  # of the next step, come before this one ended

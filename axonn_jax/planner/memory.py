@@ -8,6 +8,7 @@ from functools import cache
 from math import ceil
 from typing import Literal
 
+from axonn_jax.backend.traits import keeps_score_gradients
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import AttentionKernel
 from axonn_jax.tensor.kernel_choice import loss_chunk, tiles
@@ -120,7 +121,7 @@ def scores_bytes(kernel: AttentionKernel, platform: str, heads: int, seq: int) -
     if kernel != "blocked":
         return 0.0
     sizes = tiles(platform, seq)
-    return (8 if platform == "cpu" else 4) * float(sizes.chunk(heads, seq) * sizes.computed(seq))
+    return (8 if keeps_score_gradients(platform) else 4) * float(sizes.chunk(heads, seq) * sizes.computed(seq))
 
 
 def head_activations(shape: ModelShape, x: int, columns: int, item: int, tokens: int) -> float:

@@ -13,7 +13,7 @@ from axonn_jax.planner.machines.machine import Device, Machine
 from axonn_jax.planner.memory import Precision
 from axonn_jax.schedule.policies import may_split
 from axonn_jax.schedule.tasks import PipelineShape
-from axonn_jax.tensor.kernel_choice import AttentionForm, choose_form
+from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionForm, AttentionRule, choose_form
 
 SHORT = 0.17
 """Greatest shortfall of predicted memory found, as a share of a program's memory (docs/results.md)."""
@@ -52,11 +52,13 @@ def described(device: Device) -> AttentionDevice:
     return AttentionDevice("cuda", (int(major), int(minor)), _CUDNN)
 
 
-def form_taken(device: Device, precision: Precision, head_dim: int, seq: int) -> AttentionForm:
+def form_taken(
+    device: Device, precision: Precision, head_dim: int, seq: int, rule: AttentionRule = EVERY_TOKEN
+) -> AttentionForm:
     """The form that a program takes there which may choose."""
     if not device.platform:
         return AttentionForm("blocked", "the machine file does not say device.platform")
-    return choose_form("auto", described(device), _DTYPES[precision], head_dim, seq)
+    return choose_form("auto", described(device), _DTYPES[precision], head_dim, seq, rule)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class PlanRequest:
         """Kernel of attention that the step uses."""
         if self.attention != "auto":
             return AttentionForm(self.attention)
-        return form_taken(self.machine.device, self.precision, self.shape.head_dim, self.shape.seq_len)
+        shape, device = self.shape, self.machine.device
+        return form_taken(device, self.precision, shape.head_dim, shape.seq_len, shape.attention_rule(0))
 
     def comm(self, grid: GridShape, activations: Activations) -> BlockComm:
         """Return the communication of blocks on a grid; raise ``UserError`` where it is impossible."""

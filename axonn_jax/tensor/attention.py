@@ -1,20 +1,19 @@
-"""Causal self-attention with heads sharded over `y`, and the forms in which it is computed."""
+"""Causal self-attention with heads sharded over `y`, and the choice between its kernels."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
 from axonn_jax import compat
 from axonn_jax.ops.layers import Comm
 from axonn_jax.options import AttentionKernel, Bias
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size
-from axonn_jax.tensor.kernel_choice import Tiles, choose_form, tiles
+from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionRule, Tiles, choose_form, tiles
+from axonn_jax.tensor.kernels.blocked import blocked_attention
 from axonn_jax.tensor.linear import Linear, column_parallel
 from axonn_jax.tensor.norm import HeadNorm
 
@@ -38,8 +37,9 @@ class Documents(NamedTuple):
 
 
 Held = TypeVar("Held")
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Held]]
-"""Attention function: queries, keys and values -> attended values, and state that the function keeps, as a cache."""
+Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionRule], tuple[jax.Array, Held]]
+"""Attention function: queries, keys and values, the layer's rule -> attended values, and state that the function keeps,
+as a cache."""
 
 
 class Angles(NamedTuple):
@@ -69,7 +69,7 @@ def rotary(x: jax.Array, by: Angles) -> jax.Array:
 
 
 def _blocked(
-    q: jax.Array, k: jax.Array, v: jax.Array, sizes: Tiles, window: int, numbers: jax.Array | None
+    q: jax.Array, k: jax.Array, v: jax.Array, sizes: Tiles, rule: AttentionRule, numbers: jax.Array | None
 ) -> jax.Array:
     """`blocked_attention` on [batch, seq, heads, head_dim], each KV head repeated for its queries."""
     batch, seq, heads, head_dim = q.shape
@@ -80,7 +80,7 @@ def _blocked(
         return a.transpose(0, 2, 1, 3).reshape(batch * heads, seq, head_dim)
 
     rows = None if numbers is None else jnp.repeat(numbers, heads, axis=0)
-    out = blocked_attention(heads_first(q, 1), heads_first(k, group), heads_first(v, group), sizes, window, rows)
+    out = blocked_attention(heads_first(q, 1), heads_first(k, group), heads_first(v, group), sizes, rule, rows)
     return out.reshape(batch, heads, seq, head_dim).transpose(0, 2, 1, 3)
 
 
@@ -89,26 +89,26 @@ def causal_attention(
     k: jax.Array,
     v: jax.Array,
     kernel: AttentionKernel | Tiles = "auto",
-    window: int = 0,
+    rule: AttentionRule = EVERY_TOKEN,
     numbers: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention of each token over itself and the tokens before it, on local heads; no collectives.
 
     Shapes: `q` [batch, seq, heads, head_dim], `k` and `v` [batch, seq, kv_heads, head_dim] -> like `q`. A token sees
-    `window` tokens, itself included, or with 0 all, and of these only such with its own number in `numbers`
-    [batch, seq] (`Documents`). The form is that of `kernel_choice.choose_form` on the default
-    backend's device; `Tiles` are the blocked one in such sizes.
+    the tokens that the `rule` has, and of these only such with its own number in `numbers` [batch, seq] (`Documents`).
+    The form is that of `kernel_choice.choose_form` on the default backend's device; `Tiles` are the blocked one in such
+    sizes.
     """
     if isinstance(kernel, Tiles):
-        return _blocked(q, k, v, kernel, window, numbers)
+        return _blocked(q, k, v, kernel, rule, numbers)
     device = compat.attention_device(jax.local_devices()[0], alone=not compat.varying_axes(q))
-    form = choose_form(kernel, device, q.dtype.name, q.shape[-1], q.shape[1], window, packed=numbers is not None)
+    form = choose_form(kernel, device, q.dtype.name, q.shape[-1], q.shape[1], rule, packed=numbers is not None)
     if form.kernel == "blocked":
-        return _blocked(q, k, v, tiles(device.platform, q.shape[1]), window, numbers)
+        return _blocked(q, k, v, tiles(device.platform, q.shape[1]), rule, numbers)
     if form.kernel == "splash":
         return _splash(q, k, v)
     implementation: Any = form.kernel
-    before = (window - 1, 0) if window else None
+    before = (rule.window - 1, 0) if rule.window else None
     same = None if numbers is None else (numbers[:, :, None] == numbers[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
         q, k, v, mask=same, is_causal=True, local_window_size=before, implementation=implementation
@@ -119,120 +119,6 @@ def _splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     import tokamax
 
     return tokamax.dot_product_attention(q, k, v, is_causal=True, implementation="mosaic_tpu")  # type: ignore[no-any-return]
-
-
-# Blocked attention. The plain form writes and reads whole [heads, seq, seq] arrays about ten times a layer; two ranks
-# on one socket then share the memory bus more than they share work, and for long sequences an accelerator has no
-# room. Here a chunk of heads and a block of queries are taken at a time, keys that none of the block's queries sees are
-# left out, and the backward computes the scores again. Source: FlashAttention (Dao et al. 2022), algorithms 1 and 4,
-# without their tiling over keys.
-Arrays = tuple[jax.Array, ...]
-Saved = tuple[jax.Array | None, Arrays]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def blocked_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, window: int = 0, numbers: jax.Array | None = None
-) -> jax.Array:
-    """Causal softmax attention of [heads, seq, head_dim] arrays (batch and heads as one dim); no collectives.
-
-    `window` and `numbers` [heads, seq] are as for `causal_attention`.
-    """
-    return _in_chunks(partial(_forward, window), tiles, numbers, q, k, v)[0]
-
-
-def _forward_rule(
-    q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, window: int, numbers: jax.Array | None
-) -> tuple[jax.Array, Saved]:
-    out, log_sum = _in_chunks(partial(_forward, window), tiles, numbers, q, k, v)
-    return out, (numbers, (q, k, v, out, log_sum))
-
-
-def _backward_rule(tiles: Tiles, window: int, saved: Saved, d_out: jax.Array) -> tuple[jax.Array | None, ...]:
-    numbers, arrays = saved
-    return (*_in_chunks(partial(_backward, window), tiles, numbers, *arrays, d_out), None)
-
-
-blocked_attention.defvjp(_forward_rule, _backward_rule)
-
-
-def _in_chunks(f: Callable[..., Arrays], tiles: Tiles, numbers: jax.Array | None, *arrays: jax.Array) -> Arrays:
-    """Run `f` on chunks of the leading dim, one after the other, as many heads at a time as the tiles allow."""
-    heads, seq = arrays[0].shape[:2]
-    chunk = tiles.chunk(heads, seq)
-    if chunk == heads:
-        return f(tiles, numbers, *arrays)
-    split = jax.tree.map(lambda a: a.reshape(heads // chunk, chunk, *a.shape[1:]), (numbers, *arrays))
-    joined = lax.map(lambda parts: f(tiles, *parts), split)
-    return tuple(a.reshape(heads, *a.shape[2:]) for a in joined)
-
-
-def _dot(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
-    """Batched over heads, contracting one dim of each, summed in float32."""
-    return lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-
-
-def _seen(block: slice, window: int) -> slice:
-    """The keys that a block of queries sees some of."""
-    return slice(max(0, block.start - window + 1) if window else 0, block.stop)
-
-
-def _scores(q: jax.Array, k: jax.Array, block: slice, window: int, numbers: jax.Array | None) -> jax.Array:
-    """Return masked scores of a block of queries against the keys that some of them see, float32."""
-    seen = _seen(block, window)
-    scores = _dot(q[:, block], k[:, seen], 2, 2) * q.shape[-1] ** -0.5
-    query = block.start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    key = lax.broadcasted_iota(jnp.int32, scores.shape, 2)
-    visible = query >= key
-    if window:
-        visible = (query >= key + seen.start) & (query < key + seen.start + window)
-    if numbers is not None:
-        visible &= numbers[:, block, None] == numbers[:, None, seen]
-    return jnp.where(visible, scores, -jnp.inf)
-
-
-def _forward(window: int, tiles: Tiles, numbers: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
-    out, log_sum = [], []
-    for block in tiles.blocks(q.shape[1]):
-        scores = _scores(q, k, block, window, numbers)
-        top = jnp.max(scores, -1, keepdims=True)
-        weights = jnp.exp(scores - top)
-        total = jnp.sum(weights, -1, keepdims=True)
-        out.append(_dot(weights.astype(v.dtype), v[:, _seen(block, window)], 2, 1) / total)
-        log_sum.append(top + jnp.log(total))
-    return jnp.concatenate(out, 1).astype(q.dtype), jnp.concatenate(log_sum, 1)
-
-
-def _backward(
-    window: int,
-    tiles: Tiles,
-    numbers: jax.Array | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    log_sum: jax.Array,
-    d_out: jax.Array,
-) -> Arrays:
-    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1, keepdims=True)
-    d_q: list[jax.Array] = []
-    d_k = d_v = None
-    for block in reversed(list(tiles.blocks(q.shape[1]))):  # the last one's end is that of the keys: it starts the sums
-        seen = _seen(block, window)
-        weights = jnp.exp(_scores(q, k, block, window, numbers) - log_sum[:, block])
-        d_here = d_out[:, block]
-        d_scores = weights * (_dot(d_here, v[:, seen], 2, 2) - delta[:, block]) * q.shape[-1] ** -0.5
-        d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
-        d_q.insert(0, _dot(d_scores, k[:, seen], 2, 1))
-        keys, values = _dot(d_scores, q[:, block], 1, 1), _dot(weights, d_here, 1, 1)
-        if d_k is None or d_v is None:
-            unseen = ((0, 0), (seen.start, 0), (0, 0))
-            d_k, d_v = (jnp.pad(a, unseen) if seen.start else a for a in (keys, values))
-            continue
-        d_k, d_v = d_k.at[:, seen].add(keys), d_v.at[:, seen].add(values)
-    assert d_k is not None
-    assert d_v is not None
-    return jnp.concatenate(d_q, 1).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 
 class Attention(nnx.Module):
@@ -255,13 +141,13 @@ class Attention(nnx.Module):
         out_std: float,
         rotation: Rotation | None,
         norm_eps: float | None,
-        window: int,
+        rule: AttentionRule,
         kernel: AttentionKernel | Tiles,
         key: jax.Array,
         comm: Comm = "all_reduce",
     ):
         self.head_dim, self.group = head_dim, heads // kv_heads
-        self.rotation, self.kernel, self.window = rotation, kernel, window
+        self.rotation, self.kernel, self.rule = rotation, kernel, rule
         key_in, key_out = jax.random.split(key)
         wide = (heads + 2 * kv_heads) * head_dim
         self.qkv = Linear(hidden, wide, in_axis="x", bias=bias != "none", std=std, key=key_in, comm=comm)
@@ -279,7 +165,7 @@ class Attention(nnx.Module):
         sequence = x.shape[1] * (axis_size(SEQUENCE_AXIS) if self.qkv.comm == "sequence" else 1)
         positions, numbers = (None, None) if documents is None else (documents.positions, documents.numbers)
         by = None if self.rotation is None else angles(self.rotation, sequence, positions)
-        return self.merge(causal_attention(*self.project(x, by), self.kernel, self.window, numbers))
+        return self.merge(causal_attention(*self.project(x, by), self.kernel, self.rule, numbers))
 
     def project(self, x: jax.Array, by: Angles | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim], local heads."""

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
+from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.errors import UserError
 from axonn_jax.hardware import AttentionDevice
 from axonn_jax.options import AttentionKernel
@@ -41,9 +43,23 @@ def tiles(platform: str, seq: int) -> Tiles:
 
     An accelerator takes at most 16 blocks, since each is compiled for itself and should fill the device.
     """
-    if platform == "cpu":
+    if computes_on_cores(platform):
         return Tiles(128, 128 * 1024)
     return Tiles(max(128, ceil(seq / 16)), 2**26)
+
+
+class AttentionRule(NamedTuple):
+    """Rule of a layer's attention, for which not every kernel is made."""
+
+    window: int = 0
+    """Tokens that a token sees, itself and those right before it; 0: all before it."""
+
+    def __str__(self) -> str:
+        return f"windows of {self.window} tokens" if self.window else "sight of every token"
+
+
+EVERY_TOKEN = AttentionRule()
+"""Attention to all earlier tokens."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,7 @@ def choose_form(
     dtype: str,
     head_dim: int,
     seq: int,
-    window: int = 0,
+    rule: AttentionRule = EVERY_TOKEN,
     *,
     packed: bool = False,
 ) -> AttentionForm:
@@ -73,7 +89,7 @@ def choose_form(
 
     Raises ``UserError`` where the one wanted cannot be had.
     """
-    against = {"cudnn": against_cudnn(device, dtype, head_dim), "splash": against_splash(device, dtype, seq, window)}
+    against = {"cudnn": against_cudnn(device, dtype, head_dim), "splash": against_splash(device, dtype, seq, rule)}
     if packed:  # neither is known to take masks that depend on the batch
         against = {kernel: fault or "it is not used for packed documents" for kernel, fault in against.items()}
     if wanted == "auto":
@@ -114,7 +130,7 @@ def _version(device: AttentionDevice) -> str:
     return ".".join(map(str, device.capability))
 
 
-def against_splash(device: AttentionDevice, dtype: str, seq: int, window: int = 0) -> str:
+def against_splash(device: AttentionDevice, dtype: str, seq: int, rule: AttentionRule = EVERY_TOKEN) -> str:
     """Reason against tokamax's splash attention, by the checks of tokamax 0.0.12; empty without one."""
     if device.platform != "tpu":
         return "it needs a TPU"
@@ -122,7 +138,7 @@ def against_splash(device: AttentionDevice, dtype: str, seq: int, window: int = 
         return "it needs tokamax, which is not installed"
     if not device.alone:
         return "tokamax's kernels run where a stage has one device"
-    if window:
+    if rule.window:
         return "it has no windows here"
     if dtype not in ("bfloat16", "float32"):
         return f"it needs bf16 or fp32, this is {dtype}"

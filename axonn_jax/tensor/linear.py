@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
+from axonn_jax.backend.repairs import over_rows
 from axonn_jax.ops.layers import Comm, TensorAxis
 from axonn_jax.tensor.collectives import (
     SEQUENCE_AXIS,
@@ -56,9 +57,7 @@ def matmul_4d(
     """
     w = gather_weight(kernel, x.dtype)
     x = mark_varying(x, (swapped(in_axis),))
-    tokens = x.reshape(-1, x.shape[-1])  # 2-D: batched operands cost the CPU backend a tenth of a step
-    y = matmul(tokens, w, layouts, turned=turned)
-    y = y.reshape(*x.shape[:-1], y.shape[1])
+    y = over_rows(lambda rows: matmul(rows, w, layouts, turned=turned), x)
     if comm == "gather":
         return y if in_axis == "x" else all_reduce(scatter_features(y), in_axis)
     return scatter_sequence(y) if comm == "sequence" and in_axis == "y" else all_reduce(y, in_axis)

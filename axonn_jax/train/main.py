@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from axonn_jax import compat
+from axonn_jax.backend.traits import fused_attention_expected
 from axonn_jax.channels.choose import choose
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
 from axonn_jax.distributed.host_sync import HostSync, host_sync
@@ -59,7 +60,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     layouts, lines = choose_layouts(config, shape, grid, sync)
     lines += [str(comm)] if config.tensor.residual_comm != "all_reduce" else []
     form, kernel = attention_form(config, shape, grid), config.model.attention
-    lines += [str(form)] if kernel != "auto" or jax.default_backend() != "cpu" else []
+    lines += [str(form)] if kernel != "auto" or fused_attention_expected(jax.default_backend()) else []
 
     why = why_not_exported(shape, biases_move=config.moe.balance_rate > 0) if shape.experts else ""
     lines += [f"note: `axonn-jax convert` cannot make a Hugging Face model of this run: {why}"] if why else []
@@ -105,7 +106,7 @@ def attention_form(config: Config, shape: ModelShape, grid: Grid) -> AttentionFo
     """Return the kernel of attention of the run's devices; raise ``UserError`` where the config's kernel cannot run."""
     device = compat.attention_device(grid.mesh.devices.flat[0], alone=grid.mesh.devices.size == 1)
     dtype = precisions(config.memory.precision, config.memory.accumulate).compute.name
-    return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len, shape.window)
+    return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len, shape.attention_rule(0))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from axonn_jax.backend.repairs import device_kind
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.documents import read_json, replace_whole, typed
 from axonn_jax.grid import Grid, GridShape
@@ -123,19 +124,8 @@ def cache_file() -> Path:
 
 
 def setting(device: Any) -> str:
-    """Setting in which a measurement holds: jax's version, the kind of device, on a CPU also its name and cores."""
-    kind = device.device_kind
-    if device.platform == "cpu":
-        kind = f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
-    return f"jax {jax.__version__}, {kind}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "cpu"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
+    """Setting in which a measurement holds: jax's version, the kind of device, on a CPU also its number of cores."""
+    return f"jax {jax.__version__}, {device_kind(device)}"
 
 
 def load(file: Path, device: Any) -> tuple[dict[str, Form], str]:

@@ -118,10 +118,10 @@ def test_directories(run_dir, place, refused, command, more):
     config = place / "run" / "config.toml"
     config.write_text(config.read_text().replace("vocab = 300", "vocab = 300\nwindow = 8"))
     if command == "loki":
-        refused([command, "run", *more], "RUN_DIR = 'run': a model without an attention window")
+        refused([command, "run", *more], "RUN_DIR = 'run': a model without windows of 8 tokens")
     else:
         for name in ("loki", "h2o"):
-            refused([command, "run", *more, "--attention", name], f"--attention = '{name}': full for a model whose")
+            refused([command, "run", *more, "--attention", name], f"--attention = '{name}': full for a model with")
 
 
 @pytest.fixture

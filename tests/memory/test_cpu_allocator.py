@@ -6,17 +6,17 @@ import sys
 
 import pytest
 
-from axonn_jax.distributed.cpu_allocator import can_give_back, in_use
+from axonn_jax.backend.cpu_allocator import can_give_back, in_use
 
 KEEP = """
-from axonn_jax.distributed import cpu_allocator
+from axonn_jax.backend import cpu_allocator
 cpu_allocator.keep_freed_memory()
 """
 
 BEFORE = """
 import ctypes, threading, time
 from types import SimpleNamespace as Some
-from axonn_jax.distributed import cpu_allocator
+from axonn_jax.backend import cpu_allocator
 MB = 1 << 20
 import jax, jax.numpy as jnp, numpy as np
 cpu_allocator.WORTH_IT = 64 * MB
@@ -121,7 +121,7 @@ assert max(seen) - seen[0] < size // 4, [value / MB for value in seen]
 
 GROWS = """
 import ctypes, time
-from axonn_jax.distributed import cpu_allocator
+from axonn_jax.backend import cpu_allocator
 MB = 1 << 20
 cpu_allocator.keep_freed_memory()
 libc = ctypes.CDLL(None)

@@ -57,7 +57,7 @@ def test_plans_take_the_form_that_the_model_computes(monkeypatch, machine):
         ran.append(options["implementation"])
         return q
 
-    def blocked(q, k, v, sizes, window, numbers):
+    def blocked(q, k, v, sizes, rule, numbers):
         ran.append("blocked")
         assert sizes == tiles(load_machine(machine).device.platform, q.shape[1])
         return q

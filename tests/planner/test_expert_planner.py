@@ -10,7 +10,7 @@ import pytest
 import ted
 from jax.sharding import NamedSharding
 
-from axonn_jax import compat
+from axonn_jax.backend.compiler_options import keep_recomputation
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.block_comm import BlockComm
@@ -51,7 +51,7 @@ def test_memory_of_a_step_is_within_five_per_cent(grid, activations, rows, split
         SHAPE, build_grid(grid, jax.devices()[: grid.devices]), optax.adamw(1e-3),
         sequences=sequences, memory=MemoryConfig(activations=activations),
         tensor=TensorConfig(scan_layers="yes"), comm=BlockComm(sequence_split=split), moe=moe,
-        compiler_options=compat.keep_recomputation(),
+        compiler_options=keep_recomputation(),
     )  # fmt: skip
     found = program.memory_analysis()
     job = PlanRequest(SHAPE, load_machine("laptop"), sequences, "fp32", sequence_split=split, moe=moe)

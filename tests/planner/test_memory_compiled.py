@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from axonn_jax import compat
+from axonn_jax.backend.compiler_options import keep_recomputation
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.memory.precision import precisions
 from axonn_jax.memory.report import state_bytes
@@ -88,7 +88,7 @@ def test_memory_of_kept_weights_is_enough_and_not_a_fifth_too_much(gather):
         SHAPE, build_grid(grid, jax.devices()[: grid.devices]), optax.adamw(1e-3),
         sequences=16, microbatches=2, memory=MemoryConfig(activations="full", reshard_after=gather),
         tensor=TensorConfig(scan_layers="yes"),
-        compiler_options=compat.keep_recomputation(),
+        compiler_options=keep_recomputation(),
     )  # fmt: skip
     found = program.memory_analysis()
     job = PlanRequest(SHAPE, load_machine("laptop"), 16, "fp32")

@@ -13,7 +13,7 @@ from axonn_jax import compat
 from axonn_jax.errors import UserError
 from axonn_jax.hardware import AttentionDevice
 from axonn_jax.tensor.attention import Rotation, angles, blocked_attention, causal_attention, rotary
-from axonn_jax.tensor.kernel_choice import Tiles, against_cudnn, choose_form, tiles
+from axonn_jax.tensor.kernel_choice import AttentionRule, Tiles, against_cudnn, choose_form, tiles
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -51,7 +51,7 @@ WINDOWS += [((2, 16, 4, 2, 8), 99)]
 def test_values_and_gradients(kernel, shape, window):
     *qkv, direction = inputs(*shape)
     narrow = [jnp.asarray(a, jnp.float32) for a in qkv]
-    out, pull = jax.vjp(lambda q, k, v: causal_attention(q, k, v, kernel, window), *narrow)
+    out, pull = jax.vjp(lambda q, k, v: causal_attention(q, k, v, kernel, AttentionRule(window)), *narrow)
     np.testing.assert_allclose(out, plain(*qkv, window), atol=16 * EPS * np.abs(plain(*qkv, window)).max())
     with jax.enable_x64(True):
         wide = [jnp.asarray(a, jnp.float64) for a in qkv]

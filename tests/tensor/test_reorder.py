@@ -10,7 +10,8 @@ from jax.extend.core import Var
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.tensor.overlap.reorder import after, in_order, reorder
+from axonn_jax.backend.repairs import after
+from axonn_jax.tensor.overlap.reorder import in_order, reorder
 from axonn_jax.tensor.specs import shard_mapped
 
 STEPS = 4

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import types
 from dataclasses import replace
 
@@ -79,7 +80,7 @@ def test_a_measurement_holds_for_a_version_a_kind_of_device_and_a_number_of_core
     assert jax.__version__ in cpu
     assert jax.__version__ in matmul_layouts.setting(DEVICE)
     assert "a device" in matmul_layouts.setting(DEVICE)
-    monkeypatch.setattr(matmul_layouts.os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
     assert "5 cores" in matmul_layouts.setting(jax.devices()[0])
     assert "cores" not in matmul_layouts.setting(DEVICE)
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.cli_args import Arg, Positive
 from axonn_jax.distributed.gpu_limits import fraction, host_memory
 from axonn_jax.documents import replace_whole
@@ -122,7 +123,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
 
     everywhere = list(mesh.devices.flat)
     device = everywhere[0]
-    cpu, rounds = device.platform == "cpu", args.rounds
+    cpu, rounds = computes_on_cores(device.platform), args.rounds
     together = Mesh(np.asarray(everywhere), ("all",))
     alone = Mesh(np.asarray(jax.local_devices()[:1]), ("all",))
     dtypes = {"fp32": jnp.float32} if cpu else {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}

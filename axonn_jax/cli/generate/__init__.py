@@ -73,6 +73,7 @@ def run(args: Generate) -> int:
     from axonn_jax.inference.sampling import Sampling
     from axonn_jax.inference.weights import check_grid, on_grid
     from axonn_jax.models.huggingface.pretrained import shape_of
+    from axonn_jax.tensor.kernel_choice import EVERY_TOKEN
 
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
     sampling = Sampling(**{name: getattr(args, name) for name in names})
@@ -88,8 +89,8 @@ def run(args: Generate) -> int:
     check_grid(args.grid)
     shape = shape_of(args.run_dir, "RUN_DIR")
     made = on_grid(shape, args.grid)
-    if shape.window and args.attention != "full":
-        raise UserError("--attention", args.attention, f"full for a model whose tokens see a window of {shape.window}")
+    if (rule := shape.attention_rule(0)) != EVERY_TOKEN and args.attention != "full":
+        raise UserError("--attention", args.attention, f"full for a model with {rule}")
     if (args.slots or 0) % (replicas := args.grid.batch_shards):
         raise UserError("--slots", args.slots, f"a multiple of {args.grid.batch_rule} = {replicas}")
     tokenizer = load(args.run_dir / "tokenizer.json", "RUN_DIR")

@@ -116,9 +116,8 @@ def differences(given: ModelShape, stored: ModelShape) -> list[str]:
         unused = set(OF_EXPERTS) if not given.experts else {"moe_every", "moe_first"}
         unused |= {"ffn"} if all(_routed(given)) else set()
         same |= {name for name in names if name.startswith(tuple(unused))}
-    windows = [shape.window if shape.window < given.seq_len else 0 for shape in (given, stored)]
-    if windows[0] == windows[1]:
-        same.add("window")
+    if _windows(given, given.seq_len) == _windows(stored, given.seq_len):
+        same |= {name for name in names if name.startswith("window")}
     return [
         f"model.{name} = {getattr(given, name)} ({getattr(stored, name)} there)"
         for name in names
@@ -133,6 +132,12 @@ def _turns(shape: ModelShape) -> object:
         return rope and (rope.frequencies(shape.head_dim).tolist(), rope.amplitude)
     except ArithmeticError:  # numbers that no model has
         return rope
+
+
+def _windows(shape: ModelShape, length: int) -> list[int]:
+    """Tokens that a token of a sequence sees, by layer; 0: all before it."""
+    windows = (shape.attention_rule(layer).window for layer in range(shape.layers))
+    return [window if window < length else 0 for window in windows]
 
 
 def _routed(shape: ModelShape) -> list[bool]:

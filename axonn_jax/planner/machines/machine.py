@@ -6,6 +6,7 @@ from itertools import pairwise
 from math import ceil, log, log2
 from typing import TypeVar, get_args
 
+from axonn_jax.backend.traits import pools_memory
 from axonn_jax.distributed.gpu_limits import FRACTION
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.planner.memory import Precision
@@ -114,7 +115,7 @@ class Device:
     @property
     def program_bytes(self) -> float:
         """Bytes of memory that a run gets: on a GPU, the default, jax's pool."""
-        return self.free_bytes * (1.0 if self.platform in ("cpu", "tpu") else FRACTION)
+        return self.free_bytes * (FRACTION if pools_memory(self.platform) else 1.0)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
-from jax.interpreters import mlir
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from axonn_jax.backend.repairs import after
 from axonn_jax.compat import ClosedJaxpr
 from axonn_jax.grid import MESH_AXES
 from axonn_jax.tensor.collectives import axis_size
@@ -21,34 +21,6 @@ from axonn_jax.tensor.overlap.list_scheduler import ListScheduler, OpOrder
 from axonn_jax.tensor.overlap.op_cost import OpTimes, aval_of, is_collective
 
 _INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
-
-
-# `x` as it is, computed after `earlier`. A primitive of its own because the result varies over the mesh axes that `x`
-# varies over, independent of `earlier`.
-_tie = Primitive("tie")
-_tie.def_abstract_eval(lambda x, earlier: x)
-
-
-def _barrier(x: jax.Array, earlier: jax.Array) -> jax.Array:
-    """Return `x` behind a barrier, without computation or copy: XLA's GPU backend drops barriers after scheduling.
-
-    `jax.experimental.control_deps` does not compile there (no GPU pipeline of jax 0.10.2 to 0.12 rewrites them).
-    """
-    return jax.lax.optimization_barrier((x, earlier))[0]
-
-
-def _added_zero(x: jax.Array, earlier: jax.Array) -> jax.Array:
-    """Return `x` plus zero times `earlier`, as the CPU backend drops barriers before scheduling; `fmin` drops NaN."""
-    return x + jnp.fmin(jnp.abs(earlier.ravel()[0]), 0).astype(x.dtype)
-
-
-mlir.register_lowering(_tie, mlir.lower_fun(_barrier, multiple_results=False))
-mlir.register_lowering(_tie, mlir.lower_fun(_added_zero, multiple_results=False), platform="cpu")
-
-
-def after(x: jax.Array, earlier: jax.Array) -> jax.Array:
-    """Return `x`, to be computed after `earlier`; not differentiable."""
-    return _tie.bind(x, earlier)  # type: ignore[no-any-return]
 
 
 def in_order(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,5 +189,5 @@ def _is_number(v: Var) -> bool:
 
 def _ties() -> Callable[[Any, Any], JaxprEqn]:
     """Make ties of two variables; an equation belongs to the mesh that it was traced on."""
-    (eqn,) = jax.make_jaxpr(_tie.bind)(jnp.zeros(()), jnp.zeros(())).jaxpr.eqns
+    (eqn,) = jax.make_jaxpr(after)(jnp.zeros(()), jnp.zeros(())).jaxpr.eqns
     return lambda x, earlier: eqn.replace(invars=[x, earlier], outvars=[_like(x)])

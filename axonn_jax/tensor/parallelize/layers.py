@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.backend.repairs import over_rows
 from axonn_jax.grid import BATCH_AXES, REPLICA_AXES
 from axonn_jax.tensor.collectives import all_reduce, gather_weight, mark_varying
 from axonn_jax.tensor.embedding import lookup, tied_logits
@@ -123,9 +124,7 @@ class ShardedLinear(nnx.Linear):
         """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
 
         def flat(layer: Any, x: jax.Array) -> jax.Array:
-            # 2-D: batched operands cost the CPU backend a tenth of a step
-            y = nnx.Linear.__call__(layer, x.reshape(-1, x.shape[-1]))
-            return y.reshape(*x.shape[:-1], y.shape[-1])
+            return over_rows(lambda rows: nnx.Linear.__call__(layer, rows), x)
 
         return contract(self, self.axonn_plan, inputs, flat)
 

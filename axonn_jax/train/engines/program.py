@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
+from axonn_jax.backend.repairs import after
+from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.errors import UserError
 from axonn_jax.experts.layer import without_drops
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape
@@ -24,7 +26,7 @@ from axonn_jax.models.stacked import Stacked
 from axonn_jax.options import ReshardAfter
 from axonn_jax.tensor.collectives import all_reduce, mark_varying
 from axonn_jax.tensor.elementwise import DropoutKey
-from axonn_jax.tensor.overlap.reorder import after, in_order
+from axonn_jax.tensor.overlap.reorder import in_order
 from axonn_jax.tensor.params import Params, Specs, SplitModule, global_norm, square_sum
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.tensor.weight_gather import (
@@ -53,7 +55,7 @@ def sub_batches_of(wanted: int, grid: GridShape, rows: int) -> int:
         if rows % wanted:
             raise UserError("tensor.sub_batches", wanted, f"0 or a divisor of a device's {rows} rows")
         return wanted
-    helps = jax.default_backend() != "cpu" and max(grid.x, grid.y) > 1
+    helps = overlaps_collectives(jax.default_backend()) and max(grid.x, grid.y) > 1
     return 2 if helps and rows % 2 == 0 else 1
 
 

@@ -6,6 +6,7 @@ import jax
 import optax
 from flax import nnx
 
+from axonn_jax.backend.traits import merges_recomputation
 from axonn_jax.errors import UserError
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.stacked import Stack, stack_layers, unstacked
@@ -35,7 +36,7 @@ def choose_stack(
     plain = unstacked(split)
     checked = check_model(model)
     layers: Any = getattr(model, checked.layer_list) if checked.layer_period else ()
-    recomputed = activations != "none" and jax.default_backend() == "cpu"
+    recomputed = activations != "none" and merges_recomputation(jax.default_backend())
     pays = not ordered and (recomputed or len(layers) >= LAYERS)
     if wanted == "no" or (wanted == "auto" and not pays):
         return plain

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from axonn_jax.backend.cpu_allocator import TemporariesInPlace
 from axonn_jax.checkpoint.naming import State
-from axonn_jax.distributed.cpu_allocator import TemporariesInPlace
 from axonn_jax.distributed.in_flight import in_flight
 from axonn_jax.grid import Grid
 from axonn_jax.memory.forms import Forms
@@ -104,7 +104,7 @@ class SpmdEngine:
         """Dispatch an optimizer step and return once that of the step before the last has ended.
 
         It waits for this one only where optimizer state is in host memory (`memory.offload`), or the CPU backend has
-        large temporaries to free first (`distributed.cpu_allocator`). Collectives: `StageProgram.gradients`.
+        large temporaries to free first (`backend.cpu_allocator`). Collectives: `StageProgram.gradients`.
         """
         if self._in_step:
             self._check_whole()

@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax import compat
+from axonn_jax.backend.compiler_options import known_options, overlap_options
+from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.experts.load import balancing, excesses, largest_load
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import Grid
@@ -153,7 +154,7 @@ class TrainStep:
 
     def compiler_options(self) -> dict[str, Any] | None:
         """XLA's options that keep the program's order of computation, as far as this XLA has them."""
-        return compat.known_options(self._wanted_options) or None
+        return known_options(self._wanted_options) or None
 
     def missing_options(self) -> list[str]:
         """Options for the order of computation that XLA does not have."""
@@ -162,7 +163,7 @@ class TrainStep:
     @property
     def _wanted_options(self) -> dict[str, Any]:
         platform = self.program.grid.mesh.devices.flat[0].platform
-        return compat.overlap_options(platform) if self.program.ordered else {}
+        return overlap_options(platform) if self.program.ordered else {}
 
     def compiled(
         self, tokens: tuple[int, int, int], key: Any = None, compiler_options: dict[str, str] | None = None
@@ -246,7 +247,7 @@ def build_step(
     # Replicas add up beside layers that are unrolled, and to unroll many for that alone does not pay.
     few = not checked.layer_period or len(getattr(model, checked.layer_list)) < LAYERS
     communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.replicas > 1 and few)
-    auto = communicates and jax.default_backend() != "cpu"
+    auto = communicates and overlaps_collectives(jax.default_backend())
     ordered = tensor.order == "package" or (tensor.order == "auto" and auto)
     zero, offloads, dtypes = masters(memory, grid, apart=forms is not None)
     scan: ScanLayers = "no" if offloads else tensor.scan_layers

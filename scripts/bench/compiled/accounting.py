@@ -64,13 +64,13 @@ def account(
 
     Nothing is allocated and nothing runs; with virtual CPU devices any grid compiles on one machine. The step is
     in float32: XLA's CPU compiler turns bfloat16 collectives into float32 ones. Recomputation is kept as written
-    (`compat.keep_recomputation`). Raises ``UserError`` where grid,
+    (`keep_recomputation`). Raises ``UserError`` where grid,
     model, batch and devices do not fit, or the work is not a float32 one.
     """
     import jax
     import optax
 
-    from axonn_jax import compat
+    from axonn_jax.backend.compiler_options import keep_recomputation
     from axonn_jax.train.config import MemoryConfig, TensorConfig
     from axonn_jax.train.engines.step import compile_abstract
 
@@ -94,6 +94,6 @@ def account(
         tensor=TensorConfig(scan_layers="yes" if work.scanned else "no"),
         comm=work.comm,
         moe=work.moe,
-        compiler_options=compat.keep_recomputation(),
+        compiler_options=keep_recomputation(),
     )
     return Accounting(predicted, collectives(text_of(program), mesh_sizes(work.grid)))

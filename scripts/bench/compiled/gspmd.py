@@ -212,11 +212,11 @@ def _steps(parts: "tuple[SplitModule, SplitModule]", work: StepSpec, way: Way) -
 
 
 def _compile(step: "TrainStep", work: StepSpec) -> "jax.stages.Compiled":
-    from axonn_jax import compat
+    from axonn_jax.backend.compiler_options import keep_recomputation
 
     rows = (work.microbatches, work.sequences // work.microbatches, work.shape.seq_len + 1)
     again = work.activations != "none"  # the CPU backend would undo recomputation, of either program
-    return step.compiled(rows, compiler_options=compat.keep_recomputation() if again else None)
+    return step.compiled(rows, compiler_options=keep_recomputation() if again else None)
 
 
 def _count(program: "jax.stages.Compiled", work: StepSpec) -> Counted:

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from axonn_jax.backend.traits import computes_on_cores
+
 _SETTINGS = {-8: 1, -4: 0, -1: -1, -2: 64 << 20}.items()
 """Settings of mallopt (malloc.h): M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD."""
 _MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
@@ -89,7 +91,7 @@ class TemporariesInPlace:
     """
 
     def __init__(self, program: jax.stages.Compiled, mesh: jax.sharding.Mesh):
-        on_cores = all(device.platform == "cpu" for device in mesh.devices.flat)
+        on_cores = all(computes_on_cores(device.platform) for device in mesh.devices.flat)
         analysis: Any = program.memory_analysis()
         self._size = int(analysis.temp_size_in_bytes) if on_cores else 0
         self._count = len(mesh.local_devices)

@@ -1,0 +1,80 @@
+"""Repairs of what XLA's CPU backend does to a program (jaxlib 0.10.2 to 0.12); other backends keep their own form."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from axonn_jax.backend.traits import computes_on_cores
+
+# `x` as it is, computed after `earlier`. A primitive of its own because the result varies over the mesh axes that `x`
+# varies over, independent of `earlier`.
+_tie = Primitive("tie")
+_tie.def_abstract_eval(lambda x, earlier: x)
+
+
+def _barrier(x: jax.Array, earlier: jax.Array) -> jax.Array:
+    """Return `x` behind a barrier, without computation or copy: XLA's GPU backend drops barriers after scheduling.
+
+    `jax.experimental.control_deps` does not compile there (no GPU pipeline of jax 0.10.2 to 0.12 rewrites them).
+    """
+    return lax.optimization_barrier((x, earlier))[0]
+
+
+def _added_zero(x: jax.Array, earlier: jax.Array) -> jax.Array:
+    """Return `x` plus zero times `earlier`, as the CPU backend drops barriers before scheduling; `fmin` drops NaN."""
+    return x + jnp.fmin(jnp.abs(earlier.ravel()[0]), 0).astype(x.dtype)
+
+
+mlir.register_lowering(_tie, mlir.lower_fun(_barrier, multiple_results=False))
+mlir.register_lowering(_tie, mlir.lower_fun(_added_zero, multiple_results=False), platform="cpu")
+
+
+def after(x: jax.Array, earlier: jax.Array) -> jax.Array:
+    """Return `x`, to be computed after `earlier`; not differentiable."""
+    return _tie.bind(x, earlier)  # type: ignore[no-any-return]
+
+
+def over_rows(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Apply a function of [rows, features] to [..., features]; batched operands cost CPUs a tenth of a step."""
+    y = f(x.reshape(-1, x.shape[-1]))
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def write_apart(write: Callable[..., jax.Array], always: jax.Array) -> Callable[..., jax.Array]:
+    """Return `write(array, values)` as an operation that XLA fuses with no reader of its result; `always` is true.
+
+    The CPU compiler would write the values once more for the product that reads them, in a copy of the array.
+    """
+
+    def apart(array: jax.Array, values: jax.Array) -> jax.Array:
+        return lax.cond(always, write, lambda array, _: array, array, values)
+
+    return partial(lax.platform_dependent, cpu=apart, default=write)
+
+
+def on_cores(cores: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs `cores` in programs for CPUs, and `others` in all other programs."""
+    return partial(lax.platform_dependent, cpu=cores, default=others)
+
+
+def device_kind(device: Any) -> str:
+    """Name of a device's model, of a CPU with its number of cores: jax calls every CPU "cpu"."""
+    if not computes_on_cores(device.platform):
+        return str(device.device_kind)
+    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "cpu"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
