@@ -12,11 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_map_with_path
 
-<<<<<<< HEAD
-from axonn_jax.memory.forms import Forms, Weights
-=======
 from axonn_jax.backend.traits import branches_freely
->>>>>>> main
+from axonn_jax.memory.forms import Forms, Weights
 from axonn_jax.memory.optimizer_traits import owner, updated
 from axonn_jax.memory.precision import FULL, Precisions
 from axonn_jax.memory.report import Shapes, StateBytes, local_elements, state_bytes
