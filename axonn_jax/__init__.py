@@ -11,7 +11,7 @@ from axonn_jax.version import __version__
 if TYPE_CHECKING:
     from axonn_jax import models
     from axonn_jax.data.loader import Loader
-    from axonn_jax.distributed.in_flight import in_flight
+    from axonn_jax.distributed.bounded import in_flight
     from axonn_jax.distributed.initialize import init
     from axonn_jax.errors import UserError
     from axonn_jax.experts.shape import MoeConfig
@@ -59,7 +59,7 @@ _HOME = {
     "TensorConfig": "axonn_jax.train.config",
     "Trainer": "axonn_jax.train.trainer",
     "UserError": "axonn_jax.errors",
-    "in_flight": "axonn_jax.distributed.in_flight",
+    "in_flight": "axonn_jax.distributed.bounded",
     "init": "axonn_jax.distributed.initialize",
     "offload": "axonn_jax.memory.offload_transform",
     "parallelize": "axonn_jax.tensor.parallelize.api",

@@ -1,4 +1,4 @@
-"""Command lines as dataclasses: values, one-line errors and help, all from the fields and the texts below them."""
+"""Command lines as dataclasses: values, one-line errors and help, all from fields and the texts below."""
 
 import ast
 import inspect
@@ -31,18 +31,18 @@ class Arg:
     """Annotation of a field, beyond the type: ``Annotated[int | None, Arg(default="searched")]``."""
 
     default: str = ""
-    """Text that help shows as the default, if the field's own default says nothing."""
+    """Text of the default in help, if the field's own default says nothing."""
     positional: str = ""
     """Name of an argument without a flag, such as SOURCE."""
     short: str = ""
     """Flag, if not `--` and the field's name."""
     least: int | None = None
     most: int | None = None
-    """Smallest and largest number that are accepted; None for no limit."""
+    """Smallest and largest accepted number; None for no limit."""
     repeat: bool = False
-    """True for a flag of one value that may be given several times."""
+    """True for a repeatable flag of one value."""
     rest: bool = False
-    """True if the argument takes the first word that is no flag, and all words behind it."""
+    """True if the argument takes the first word other than a flag, and all words behind."""
 
 
 Positive = Annotated[int, Arg(least=1)]
@@ -54,7 +54,7 @@ class Option:
     """One argument of a command line."""
 
     path: tuple[str, ...]
-    """Names of the fields that lead to the argument."""
+    """Names of the fields down to the argument."""
     kind: Any
     """Type of one value."""
     many: bool
@@ -79,14 +79,14 @@ class Option:
 
     @property
     def accepted(self) -> str:
-        """Values that an error message names as accepted."""
+        """Accepted values in an error message."""
         if get_origin(self.kind) is Literal:
             return f"one of {', '.join(map(str, get_args(self.kind)))}"
         least = "" if self.arg.least is None else f" of at least {self.arg.least}"
         return _NOUNS[self.kind][1] + least + ("" if self.arg.most is None else f" and at most {self.arg.most:,}")
 
     def value(self, text: str) -> Any:
-        """Parse one value; raise ``UserError`` for a text that is none."""
+        """Parse one value; raise ``UserError`` for another text."""
         if get_origin(self.kind) is Literal:
             choices = {str(choice): choice for choice in get_args(self.kind)}
             if text in choices:
@@ -195,7 +195,7 @@ def _built(cls: type[T], values: Mapping[tuple[str, ...], Any]) -> T:
 def _options(
     cls: type, texts: bool, path: tuple[str, ...] = (), group: str = "", default: Any = MISSING
 ) -> Iterator[Option]:
-    """Arguments of a dataclass, those of nested dataclasses last; with their `texts` for help alone."""
+    """Yield the arguments of a dataclass, nested dataclasses last; with `texts` for help alone."""
     hints, docs = get_type_hints(cls, include_extras=True), field_docs(cls) if texts else {}
     inner = []
     for field in fields(cls):
@@ -262,7 +262,7 @@ def help_text(cls: type, prog: str, description: str = "", *, keys: bool = False
 
 
 def _entry(option: Option, width: int, indent: int, keys: bool) -> list[str]:
-    """Lines of one argument in help: the flag, and the text beside or below it."""
+    """Return the lines of one argument in help: the flag, and the text beside or below."""
     name = option.flag
     if keys:
         name = f"--{'.'.join(option.path)} {option.metavar}"

@@ -55,27 +55,6 @@ def attention_device(device: Any, *, alone: bool) -> AttentionDevice:
     return AttentionDevice("cuda", (major, minor), cudnn)
 
 
-def cuda_plugin_installed() -> bool:
-    """Return True if jax's CUDA plugin is installed, which compiles for GPUs also on hosts without any."""
-    if importlib.util.find_spec("jax_plugins") is None:  # a submodule of a missing package raises
-        return False
-    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
-
-
-def described_gpus(nodes: int, each: int, target: str) -> list[Any]:
-    """Devices of `nodes` machines with `each` GPUs as XLA's target description has them, to compile for, not to run on.
-
-    Needs jax's CUDA plugin and `ptxas`, but neither a GPU nor its driver. Raises ``LookupError`` without the plugin.
-    """
-    from jax.experimental import topologies
-
-    if not cuda_plugin_installed():
-        raise LookupError("jax's CUDA plugin is not installed")
-    shape = f"1x{nodes}x{each}"  # slices, hosts, devices of a host
-    described = topologies.get_topology_desc("gpus", "cuda", target_config=target, topology=shape)
-    return list(described.devices)
-
-
 def context_mesh() -> jax.sharding.Mesh | None:
     """Return a grid's mesh that `jax.set_mesh` set; None inside a trace, without one, or if a script set its own."""
     try:

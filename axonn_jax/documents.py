@@ -1,6 +1,6 @@
 """Files: JSON and TOML of strangers, read in bounded time and memory and checked; whole writes; locks.
 
-A checkpoint, prepared data, a timeline or a machine file may come from anywhere, and a checksum beside its file proves
+A checkpoint, prepared data, a timeline or a machine file may come from anywhere, and a checksum beside a file proves
 nothing about the author of both.
 """
 
@@ -16,18 +16,11 @@ import socket
 import stat
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Never, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Never
 
-T = TypeVar("T")
-
-_NOUNS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
-_LARGEST = 2**63 - 1
 _TOML_LINE = 10_000
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # Lustre mounted without flock, say
@@ -40,8 +33,8 @@ TOML_BYTES = 1_000_000
 def open_regular(path: Path, inside: Path | None = None) -> BufferedReader:
     """Open a regular file to read; never waits for a pipe or a device.
 
-    Raises ``OSError`` where it cannot be read, ``ValueError`` where it is no regular file, or where links lead to one
-    that is not below the directory `inside`.
+    Raises ``OSError`` for an unreadable file, ``ValueError`` for another kind of file, or for links out of the
+    directory `inside`.
     """
     if inside is not None:
         try:
@@ -81,13 +74,20 @@ def replace_whole(path: Path, raw: bytes) -> None:
         raise
 
 
-def save_picture(figure: Any, path: Path, **options: Any) -> None:
-    """Write matplotlib's figure as `replace_whole` does, in the format that the path's suffix names.
+def new_figure(width: float, height: float) -> Any:
+    """Return matplotlib's figure of a size in inches, with 200 pixels an inch, of which a page shows half."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=200)
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write matplotlib's figure as `replace_whole` does, in the format of the path's suffix.
 
     Raises ``ValueError`` for an unknown suffix.
     """
     raw = io.BytesIO()
-    figure.savefig(raw, format=path.suffix.removeprefix(".") or "(none)", **options)
+    figure.savefig(raw, format=path.suffix.removeprefix(".") or "(none)")
     replace_whole(path, raw.getvalue())
 
 
@@ -107,7 +107,7 @@ def check_pointer(raw: bytes) -> None:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse JSON bytes; ``ValueError`` for bytes that are not JSON, not finite or nested too deeply."""
+    """Parse JSON bytes; ``ValueError`` for other bytes, infinite numbers or deep nesting."""
     check_pointer(raw)
     collects = gc.isenabled()
     gc.disable()  # it would look at all that has been read again and again: six times the time for millions of lists
@@ -126,85 +126,13 @@ def read_json(path: Path, most: int, inside: Path | None = None) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; ``ValueError`` for text that is not TOML, is nested too deeply or has lines of excessive length."""
+    """Parse TOML; ``ValueError`` for other text, deep nesting or lines of excessive length."""
     if max(map(len, text.split("\n"))) > _TOML_LINE:  # the time for a key grows with the square of its parts
         raise ValueError(f"a line of over {_TOML_LINE:,} characters")
     try:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-
-
-def typed(kind: type[T], value: Any, name: str = "") -> T:
-    """Return JSON as an instance of a type: dataclasses by their fields, tuples, mappings of texts, plain values.
-
-    Nothing is guessed: only a whole number is taken for a float. Fields that a dataclass does not have are left out, so
-    that later versions may write more. `name` is the value's name in errors.
-
-    Raises:
-        ValueError: a field is missing or not of its type; the text names it.
-    """
-    made: T = _typed(kind, value, name)
-    return made
-
-
-def _typed(kind: Any, value: Any, name: str) -> Any:
-    if kind is Any or (kind is type(value) and kind is not int):
-        return value
-    if is_dataclass(kind):
-        return _built(kind, value, name)
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        if value is None and NoneType in inner:
-            return None
-        return _typed(next(option for option in inner if option is not NoneType), value, name)
-    if origin is Literal:
-        if value not in inner:
-            raise _wrong(name, value, f"one of {', '.join(map(str, inner))}")
-        return value
-    if origin is tuple:
-        if type(value) is not list:
-            raise _wrong(name, value, "a list")
-        return tuple(_typed(inner[0], entry, f"{name}[{at}]") for at, entry in enumerate(value))
-    if origin is not None:  # Mapping
-        if type(value) is not dict:
-            raise _wrong(name, value, "an object")
-        return {key: _typed(inner[1], entry, f"{name}[{key!r}]") for key, entry in value.items()}
-    if kind is float and type(value) is int and abs(value) <= _LARGEST:
-        return float(value)
-    if type(value) is not kind or (kind is int and abs(value) > _LARGEST):
-        raise _wrong(name, value, _NOUNS[kind])
-    return value
-
-
-def _built(kind: Any, value: Any, name: str) -> Any:
-    if type(value) is not dict:
-        raise _wrong(name, value, "an object")
-    prefix = f"{name}." if name else ""
-    given = {}
-    for key, (hint, required) in _fields(kind).items():
-        if key in value:
-            given[key] = _typed(hint, value[key], prefix + key)
-        elif required:
-            raise ValueError(f"{_brief(prefix + key)} is missing")
-    return kind(**given)
-
-
-@cache
-def _fields(kind: Any) -> Mapping[str, tuple[Any, bool]]:
-    hints = get_type_hints(kind)
-    return {f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)}
-
-
-def _wrong(name: str, value: Any, accepted: str) -> ValueError:
-    shown = _NOUNS.get(type(value), "a list" if type(value) is list else "an object")
-    if type(value) in (int, float, str):
-        shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}..."
-    return ValueError(f"{_brief(name) or 'all of it'} = {shown}, not {accepted}")
-
-
-def _brief(name: str) -> str:
-    return name if len(name) <= 80 else f"{name[:80]}..."  # a stranger chose the keys in it
 
 
 def _finite(text: str) -> float:
@@ -223,12 +151,12 @@ class Held(Exception):
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file, which it makes and at the end removes; False where the file system has no locks.
+    """Hold the lock of a file, made here and removed at the end; False where the file system has no locks.
 
-    A file that a killed process left is nobody's lock. Over NFS the lock counts on all hosts.
+    A file left by a killed process is nobody's lock. Over NFS the lock holds on all hosts.
 
     Raises:
-        Held: another process holds it.
+        Held: another process holds the lock.
         OSError: the file cannot be made or written.
     """
     while True:
@@ -249,7 +177,7 @@ def held(path: Path) -> Iterator[bool]:
 
 
 def in_sight(path: Path) -> bool:
-    """Return True if a path that another process has made is seen here, at once or within ten seconds (NFS)."""
+    """Return True if another process's path is visible here, at once or within ten seconds (NFS)."""
     end = time.monotonic() + _SIGHT_S
     while not path.exists():
         if time.monotonic() > end:
@@ -260,7 +188,7 @@ def in_sight(path: Path) -> bool:
 
 @contextlib.contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """Make a folder and its missing parents; at the end remove those that it made and that are still empty."""
+    """Make a folder and missing parents; at the end remove the new ones that are still empty."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -287,7 +215,7 @@ def _take(file: int) -> bool:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """True if the open file is still the one at the path, which its last holder may just have removed."""
+    """True if the open file is still the one at the path: the last holder may just have removed the path."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

@@ -1,6 +1,7 @@
 """The one exception for a user's mistake."""
 
 import operator
+import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -18,13 +19,15 @@ class UserError(ValueError):
 
 
 _MOST = 300
-"""Characters of a field or value that are shown; a file may hold texts of any length."""
+"""Shown characters of a field or value; a file may hold texts of any length."""
 _CLOSE = 0.65
-"""The least share of letters that a word and a suggestion have in common: mpi and mpi4py, not gpt_oss and gpt2."""
+"""Least share of common letters of a word and a suggestion: mpi and mpi4py, not gpt_oss and gpt2."""
 
 
 def _shown(value: object) -> str:
     try:
+        if isinstance(value, list | dict):
+            return reprlib.repr(value)
         return repr(value) if isinstance(value, str) else " ".join(str(value).split())
     except (ValueError, RecursionError):  # integers of thousands of digits, tables in tables
         return "(too large to show)"
@@ -58,4 +61,4 @@ class _NotGiven:
 
 
 NOT_GIVEN = _NotGiven()
-"""Value that an error message shows for a required field that was not given."""
+"""Value in the error message for a missing required field."""

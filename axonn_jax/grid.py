@@ -29,7 +29,7 @@ REPLICA_AXES = ("data", "expert")
 
 
 MOST_DEVICES = 2**20
-"""Largest size of an axis and number of planned devices, several times that of any machine."""
+"""Largest size of an axis and number of planned devices, several times any machine's."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ class GridShape:
 
 
 def divides(field: str, size: int, parts: int, rule: str, *, axis: str = "", legal_axis: bool = False) -> None:
-    """Raise ``UserError`` unless a size divides, with the nearest that does and, if `legal_axis`, sizes of `axis`."""
+    """Raise ``UserError`` unless a size divides, with the nearest divisible one and, if `legal_axis`, sizes of
+    `axis`."""
     if size > 0 and size % parts == 0:
         return
     low = size // parts * parts
@@ -120,7 +121,7 @@ class Grid(NamedTuple):
     shape: GridShape
     mesh: "jax.sharding.Mesh"
     meshes: "Mapping[int, jax.sharding.Mesh]"
-    """The meshes this process takes part in, by place along the pipe: all of them in a run of one process."""
+    """This process's meshes, by place along the pipe: all in a run of one process."""
     rank: int = 0
     """This process's place among all of the run."""
     size: int = 1

@@ -26,13 +26,13 @@ _BF16_FLOPS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Half-precision matmul peak in FLOP/s of the device jax names so; None where it is not known."""
+    """Return the half-precision matmul peak in FLOP/s of the device of jax's name; None if unknown."""
     matches = [name for name in _BF16_FLOPS if name.lower() in device_kind.lower()]
     return _BF16_FLOPS[max(matches, key=len)] if matches else None
 
 
 Link = Literal["node", "network"]
-"""Links that a collective's time depends on."""
+"""Links that determine a collective's time."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Accelerator:
     node_devices: int
     """Number of devices joined by a node's fast links; consecutive devices of the mesh are a node."""
     node_bytes_per_s: float
-    """Bytes per second that a device sends to others of its node."""
+    """Bytes per second from a device to others of the node."""
     network_bytes_per_s: float
-    """Bytes per second that a node sends to other nodes."""
+    """Bytes per second from a node to other nodes."""
     latency_s: float
     """Seconds of latency of a collective."""
 

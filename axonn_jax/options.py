@@ -1,10 +1,16 @@
-"""Values that settings may take, each list once: for configuration, commands, layers, memory, channels and planner."""
+"""Values that settings may take, each list once, and the check of values from TOML and JSON by their types."""
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from axonn_jax.errors import UserError
+from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+
+T = TypeVar("T")
 
 Optimizer = Literal["adamw", "adam", "sgd", "lion"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -59,12 +65,14 @@ class Range:
     high: float = math.inf
     open_low: bool = False
     open_high: bool = False
+    zero: bool = False
+    """True if zero is in the range, whatever `low` is."""
 
     def check(self, name: str, value: float) -> None:
         """Raise ``UserError`` for a number outside the range."""
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
-        if not (above and below):  # written so that NaN fails
+        if not ((above and below) or (self.zero and value == 0)):  # written so that NaN fails
             raise UserError(name, value, self.accepted)
 
 
@@ -88,3 +96,97 @@ ProbabilityOrNone = Annotated[float | None, Range("a probability of at least 0 a
 def mlp_inputs(kind: Mlp) -> int:
     """Return the number of matmuls from the residual stream into a feed-forward layer: two with a gate, else one."""
     return 2 if kind in ("swiglu", "geglu") else 1
+
+
+_NOUNS: Mapping[Any, str] = {
+    int: "an integer", float: "a number", str: "a text", bool: "true or false", NoneType: "null"
+}  # fmt: skip
+_LARGEST = 2**63 - 1
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+
+
+def typed(kind: type[T], value: Any, name: str = "", *, closed: bool = False) -> T:
+    """Return a value of TOML or JSON as an instance of a type.
+
+    Types are dataclasses by their fields, tuples, mappings of texts, choices (`Literal`), plain types, all of them with
+    a `Range` or without. Nothing is guessed: only an integer is taken for a float. `name` is the value's name in
+    errors. Dataclasses are `closed` to keys that they do not have; by default later versions may write more.
+
+    Raises:
+        UserError: a field is missing, unknown, out of range or not of its type.
+    """
+    made: T = _typed(kind, value, name, closed)
+    return made
+
+
+def _typed(kind: Any, value: Any, name: str, closed: bool) -> Any:
+    note, origin = None, get_origin(kind)
+    if origin is Annotated:
+        kind, note = get_args(kind)
+        origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in get_args(kind):
+            return None
+        kind = not_none(kind)
+        origin = get_origin(kind)
+    if is_dataclass(kind):
+        return _built(kind, value, name, closed)
+    inner = get_args(kind)
+    if origin is Literal:
+        if value not in inner or type(value) is not type(inner[0]):
+            hint = nearest(value, map(str, inner)) if isinstance(value, str) else ""
+            raise UserError(name, value, f"one of {', '.join(str(choice) for choice in inner if choice != '')}{hint}")
+        return value
+    if origin is tuple:
+        if type(value) is not list:
+            raise UserError(name, value, "a list")
+        return tuple(_typed(inner[0], entry, f"{name}[{at}]", closed) for at, entry in enumerate(value))
+    if origin is not None:  # Mapping
+        if type(value) is not dict:
+            raise UserError(name, value, "a table")
+        return {key: _typed(inner[1], entry, f"{name}[{key!r}]", closed) for key, entry in value.items()}
+    whole = kind is float and type(value) is int
+    if kind is Any or ((type(value) is kind or whole) and not _strange(value)):
+        if note is not None:
+            note.check(name, value)
+        return float(value) if whole else value
+    strange = {str: " without NUL", int: " of at most 64 bits"}[kind] if type(value) is kind else ""
+    raise UserError(name, value, note.accepted if note else _NOUNS[kind] + strange)
+
+
+def _strange(value: Any) -> bool:
+    """True for an integer of no machine, and a text that can neither be a path nor be written as UTF-8."""
+    if type(value) is str:
+        return _UNWRITABLE.search(value) is not None
+    return type(value) is int and not -_LARGEST - 1 <= value <= _LARGEST
+
+
+def not_none(kind: Any) -> Any:
+    """Return the type of an optional value; any other type unchanged."""
+    if get_origin(kind) in (Union, UnionType):
+        return next(option for option in get_args(kind) if option is not NoneType)
+    return kind
+
+
+def _built(kind: Any, value: Any, name: str, closed: bool) -> Any:
+    known = _fields(kind)
+    if type(value) is not dict:
+        raise UserError(name or "content", value, f"a table with the keys {', '.join(known)}")
+    prefix = f"{name}." if name else ""
+    for key in value if closed else ():
+        if key not in known:
+            accepted = f"not a known key{nearest(key, known)}; those are {', '.join(known)}"
+            raise UserError(prefix + key, value[key], accepted)
+    given = {}
+    for key, (hint, required) in known.items():
+        if key in value:
+            given[key] = _typed(hint, value[key], prefix + key, closed)
+        elif required:
+            raise UserError(prefix + key, NOT_GIVEN, "required")
+    return kind(**given)
+
+
+@cache
+def _fields(kind: Any) -> Mapping[str, tuple[Any, bool]]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)}

@@ -18,12 +18,12 @@ _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # a pipe without a reader, a term
 
 
 def printable(text: str) -> str:
-    """The text with characters that a terminal would obey (escapes, overrides of direction) spelled out."""
+    """Return the text with control characters (escapes, overrides of direction) spelled out."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def say(text: str) -> None:
-    """Print lines on standard error in one write; where nobody reads them any more, work goes on without."""
+    """Print lines on standard error in one write; without a reader work goes on."""
     with unheard():
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
         sys.stderr.write(printable(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
@@ -41,7 +41,8 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
-    """The lines of a table, each column as wide as its widest cell; the columns `left` begin at the same place."""
+    """Return the lines of a table, each column as wide as the widest cell; the columns `left` begin at the same
+    place."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) if at in left else cell.rjust(width) for at, (cell, width) in enumerate(cells))
@@ -58,7 +59,7 @@ def duration(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """A time in its own unit, such as ``7 min`` or ``3 d``."""
+    """Return a time in a fitting unit, such as ``7 min`` or ``3 d``."""
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
             return f"{max(seconds, 0) / size:.0f} {unit}"
@@ -66,7 +67,7 @@ def age(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """An amount of bytes in its own unit, such as ``1.3 GB``."""
+    """Return an amount of bytes in a fitting unit, such as ``1.3 GB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -76,7 +77,7 @@ def size(count: float) -> str:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Ignore failures to write to standard error; after its reader is gone, further text goes nowhere."""
+    """Ignore failures to write to standard error; without a reader further text goes nowhere."""
     try:
         yield
     except OSError as error:
@@ -89,7 +90,7 @@ def unheard() -> Iterator[None]:
 
 
 def unfailing() -> TextIO:
-    """Return standard error for a library's console: a terminal if it is one; failed writes raise nothing."""
+    """Return standard error for a library's console: a terminal only on one; failed writes raise nothing."""
     return cast(TextIO, _Unfailing(sys.stderr))
 
 
@@ -118,9 +119,9 @@ class _Unfailing(io.TextIOBase):
 
 
 def open_missing() -> None:
-    """Open those of a command's standard streams that it was started without (``2>&-``), on the null device.
+    """Open missing standard streams of a command (``2>&-``) on the null device.
 
-    Else the next file to be opened, a checkpoint say, would take the number and the lines of such a stream.
+    Else the next opened file, a checkpoint say, would take the number and the lines of such a stream.
     """
     for number in range(3):
         try:
@@ -134,7 +135,7 @@ def open_missing() -> None:
 
 
 def reader_is_gone(stream: TextIO) -> bool:
-    """True if a stream is a pipe that nobody reads any more (``| head``); if so, further text goes nowhere."""
+    """True if a stream is a pipe without a reader (``| head``); if so, further text goes nowhere."""
     try:
         number = stream.fileno()
     except (OSError, ValueError):  # not a file, or closed
@@ -148,7 +149,7 @@ def reader_is_gone(stream: TextIO) -> bool:
 
 
 def last_flush() -> None:
-    """Flush standard error at the end of a command, so that the interpreter's own flush cannot change its status."""
+    """Flush standard error at the end of a command: the interpreter's own flush could change the status."""
     try:
         sys.stderr.flush()
     except (OSError, ValueError):
@@ -180,7 +181,7 @@ def _lead_nowhere(number: int) -> None:
 
 
 def redraws(stream: Any) -> bool:
-    """Return True if lines on a stream can be drawn again: a terminal, and not one that calls itself dumb."""
+    """Return True if lines on a stream can be drawn again: on a terminal, unless a dumb one."""
     return bool(stream.isatty()) and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 

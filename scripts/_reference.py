@@ -115,10 +115,15 @@ class Reference:
         for layer in range(shape.layers):
             start = f"blocks.{layer}."
             own = {name.removeprefix(start): value for name, value in params.items() if name.startswith(start)}
-            x = x + attention(own, shape, norm(own, "attention_norm", shape, x), rows)
+            window = (
+                0 if shape.window_period and layer % shape.window_period == shape.window_period - 1 else shape.window
+            )
+            x = x + after(
+                own, "attention", shape, attention(own, shape, norm(own, "attention_norm", shape, x), rows, window)
+            )
             h = norm(own, "mlp_norm", shape, x)
             if "mlp.router.kernel" not in own:
-                x = x + feed_forward(own, "mlp", shape.mlp, h)
+                x = x + after(own, "mlp", shape, feed_forward(own, "mlp", shape.mlp, h))
                 continue
             routing = Routing(own, shape, h, rows, near)
             weights = routing.weights if capacity is None else routing.weights * self._kept(routing.chosen, capacity)
@@ -129,7 +134,7 @@ class Reference:
             loads[str(layer)] = routing.chosen.sum(axis=(0, 1, 2))
         x = norm(params, "norm", shape, x)
         logits = x @ (params["embedding.table"].T if shape.tied else params["head.kernel"])
-        logits = logits[..., : shape.vocab]
+        logits = bounded(logits[..., : shape.vocab], shape.logits_cap)
         of_target = jnp.take_along_axis(logits, rows.targets[..., None], axis=-1)[..., 0]
         loss = jnp.sum((jax.nn.logsumexp(logits, axis=-1) - of_target) * rows.weights)
         return loss, balance, loads, undecided
@@ -209,6 +214,15 @@ def norm(p: Mapping[str, Array], name: str, shape: Any, x: Array, kind: str = ""
     return x / jnp.sqrt((x**2).mean(axis=-1, keepdims=True) + shape.norm_eps) * scale + p.get(f"{name}.shift", 0.0)
 
 
+def after(p: Mapping[str, Array], half: str, shape: Any, x: Array) -> Array:
+    """What half a block adds to the stream."""
+    return norm(p, f"{half}_post_norm", shape, x) if shape.post_norms else x
+
+
+def bounded(x: Array, cap: float) -> Array:
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
 def linear(p: Mapping[str, Array], name: str, x: Array) -> Array:
     return x @ p[f"{name}.kernel"] + p.get(f"{name}.bias", 0.0)
 
@@ -221,7 +235,7 @@ def rotated(x: Array, place: np.ndarray, theta: float) -> Array:
     return jnp.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def attention(p: Mapping[str, Array], shape: Any, x: Array, rows: Rows) -> Array:
+def attention(p: Mapping[str, Array], shape: Any, x: Array, rows: Rows, window: int) -> Array:
     """A token sees itself and those before it, of its document and in its window."""
     count, seq, _ = x.shape
     groups, width = shape.kv_heads, shape.head_dim
@@ -232,9 +246,10 @@ def attention(p: Mapping[str, Array], shape: Any, x: Array, rows: Rows) -> Array
     if shape.positions == "rope":
         q, k = (rotated(value, rows.place, shape.rope_theta) for value in (q, k))
     q = q.reshape(count, seq, groups, -1, width)
-    scores = jnp.einsum("bqgnd,bkgd->bgnqk", q, k) / math.sqrt(width)
+    scores = jnp.einsum("bqgnd,bkgd->bgnqk", q, k) / math.sqrt(shape.score_dim)
+    scores = bounded(scores, shape.attention_cap)
     back = np.arange(seq)[:, None] - np.arange(seq)
-    seen = (back >= 0) & (back < (shape.window or seq)) & (rows.document[:, :, None] == rows.document[:, None])
+    seen = (back >= 0) & (back < (window or seq)) & (rows.document[:, :, None] == rows.document[:, None])
     weights = softmax(jnp.where(seen[:, None, None], scores, -1e30))
     mixed = jnp.einsum("bgnqk,bkgd->bqgnd", weights, v)
     return linear(p, "attention.out", mixed.reshape(count, seq, -1))

@@ -112,6 +112,8 @@ def _drawn(draw: random.Random, number: int, kind: Kind) -> Setting:
     shape, moe = _shape(draw, grid, split=split, gathers=gathers), MoeConfig()
     if kind.routed:
         shape, moe = _with_experts(draw, shape, grid, kind)
+    elif draw.random() < 0.4:
+        shape = _with_caps(draw, shape)
     several, sub_batches = shape.layers > 1 and not piped, 0 if piped else draw.randint(1, 2)
     microbatches = grid.pipe * draw.randint(1, 2) if piped else draw.randint(1, 3)
     memory = MemoryConfig(
@@ -122,7 +124,7 @@ def _drawn(draw: random.Random, number: int, kind: Kind) -> Setting:
         bucket=pick([300, 3000, 16_000_000]),
     )  # fmt: skip
     order = "auto" if piped else pick(["xla", "package"])
-    repeats = shape.layers % shape.moe_every == 0
+    repeats = shape.layers % shape.layer_period == 0
     policy = pick(["message", "gpipe", "1f1b", "interleaved", "zero-bubble"])
     prune = PruneConfig(
         round(draw.uniform(0.1, 0.9), 2), pick(["magnitude", "random"]), pick(["layer", "layer", "global"])
@@ -170,6 +172,16 @@ def _with_experts(draw: random.Random, shape: ModelShape, grid: GridShape, kind:
     if not kind.drops:
         return shape, MoeConfig(weight, RATE)
     return shape, MoeConfig(weight, RATE, "capacity", capacity if kind.precision == "fp32" else float(count))
+
+
+def _with_caps(draw: random.Random, shape: ModelShape) -> ModelShape:
+    """The shape with options of Gemma 2: caps near the numbers that they bound, windows by layer, further norms."""
+    pick = draw.choice
+    return replace(
+        shape, window=draw.randint(1, 5), window_period=pick([0, 2, 3]), attention_cap=pick([0.0, 0.3, 1.0]),
+        logits_cap=pick([0.0, 0.3, 1.0]), post_norms=draw.random() < 0.7,
+        score_dim=draw.randint(1, 9) if shape.positions == "rope" else shape.score_dim,
+    )  # fmt: skip
 
 
 def batch_of(setting: Setting) -> Any:

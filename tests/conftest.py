@@ -1,5 +1,6 @@
 """Strictness for the whole suite: 8 virtual CPU devices, strict dtype promotion, warnings as errors."""
 
+import gc
 import os
 import signal
 
@@ -12,6 +13,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # now: a command that a test calls would start another number of them
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "allow")
+jax.config.update("jax_traceback_in_locations_limit", 1)  # of each operation traced: more is only for debugging
+# Tracing makes millions of objects that nothing else holds: looking for circles among them took a tenth of the time.
+gc.freeze()
+gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture

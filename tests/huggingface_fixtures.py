@@ -8,7 +8,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUTED = ("mixtral", "qwen3_moe", "qwen3_moe_sparse")
-FAMILIES = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3", "gemma", "arcee", *ROUTED)
+FAMILIES = ("gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "arcee", *ROUTED)
 VARIANTS = {"llama_linear": "llama3", "llama_yarn": "llama3"}  # to the model that they are but for one option
 
 

@@ -48,6 +48,12 @@ CONFIGS = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
     "gemma": {"model_type": "gemma", **_SIZES, "hidden_act": "gelu_pytorch_tanh", "head_dim": 16, "rope_theta": 1e4},
+    "gemma2": {
+        "model_type": "gemma2", **_SIZES, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 16, "rope_theta": 1e4, "sliding_window": 16, "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 4.0, "final_logit_softcapping": 10.0, "pad_token_id": None,
+        "tie_word_embeddings": False,
+    },
     "mixtral": {"model_type": "mixtral", **_SIZES, "num_local_experts": 4, "rope_theta": 1e6, "sliding_window": None},
     "qwen3_moe": {
         "model_type": "qwen3_moe", **_SIZES, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3,

@@ -38,12 +38,3 @@ def _knows(name: str, value: Any) -> bool:
             raise
         return False
     return True
-
-
-def keep_recomputation() -> dict[str, str]:
-    """Compiler options under which the CPU backend recomputes the values of `jax.checkpoint`, as the GPU backend does.
-
-    By itself it drops the barriers in front of recomputations early, and then merges some of them with the forward
-    pass. An unknown pass name would be ignored, so the accounting's tests find out when it changes.
-    """
-    return {"xla_disable_hlo_passes": "cse_barrier_expander"}

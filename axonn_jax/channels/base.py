@@ -1,4 +1,4 @@
-"""Interface of a channel: asynchronous sends, and a callback for each message that arrives."""
+"""Interface of a channel: asynchronous sends, and a callback for each arriving message."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +17,16 @@ Failed = Callable[[BaseException], None]
 
 
 class ChannelClosed(RuntimeError):
-    """A message was given to a channel that is closed, has failed or has not been started."""
+    """A message was given to a closed, failed or unstarted channel."""
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Forms of the activations and gradients that arrive at this process."""
+    """Forms of the activations and gradients arriving at this process."""
 
     arriving: Mapping[int, jax.ShapeDtypeStruct]
-    """Global shape, dtype and `NamedSharding` of a stage's incoming activations, by destination stage; gradients of its
-    outgoing activations have the same form. `local` needs every stage, other channels those of this process."""
+    """Global shape, dtype and `NamedSharding` of a stage's incoming activations, by destination stage; gradients of
+    outgoing activations have the same form. `local` needs every stage, other channels this process's."""
     stages: int
     """Virtual stages of the whole pipeline."""
 
@@ -42,8 +42,8 @@ class Channel(ABC):
     """Asynchronous transport of one array a message between neighbouring stages.
 
     Messages between two stages in one direction arrive in any order, but messages of one name (from successive steps)
-    keep their order. The sender must not donate or delete a value before its message has left `unsent`; a program that
-    would donate it meanwhile makes a copy.
+    keep their order. The sender must not donate or delete a value before the message has left `unsent`; a program that
+    donates the value meanwhile makes a copy.
     """
 
     name: ClassVar[str]
@@ -61,20 +61,19 @@ class Channel(ABC):
     def send(self, message: Message, value: jax.Array) -> None:
         """Send `value`, laid out on the sending stage's mesh, without waiting for anything.
 
-        `value` may still be in computation; it then leaves when it is ready. Raises ``ChannelClosed`` where the channel
-        does not run, ``UserError`` where MPI has no tag for the microbatch.
+        `value` may still be in computation, and leaves when ready. Raises ``ChannelClosed`` where the channel does not
+        run, ``UserError`` where MPI has no tag for the microbatch.
         """
 
     @abstractmethod
     def busy(self, active: bool) -> None:
-        """Tell, each time a program has been started or none is left, whether this process computes on its cores.
-
-        Then looking for messages costs it (nearly) no time: the channel looks now, and seldom until the next call.
+        """Tell, each time a program has been started or none is left, whether this process computes on the cores.
+        Looking for messages then costs (nearly) no time: the channel looks now, and seldom until the next call.
         """
 
     @abstractmethod
     def unsent(self) -> list[Message]:
-        """Return the messages that have not left yet, for error lines."""
+        """Return the unsent messages, for error lines."""
 
     @abstractmethod
     def flush(self, timeout: float) -> None:
@@ -87,8 +86,8 @@ class Channel(ABC):
     def close(self, timeout: float = 5.0) -> bool:
         """Stop the channel within about `timeout` seconds, after sending as much as possible; may be called twice.
 
-        Returns False where a thread or a transfer is left hanging on a peer: an interpreter that ends by itself could
-        then wait for ever in MPI or in jax, so the process should leave with `os._exit`.
+        Returns False where a thread or a transfer is left hanging on a peer: an orderly exit could then wait for ever
+        in MPI or jax, so the process should leave with `os._exit`.
         """
 
     @abstractmethod

@@ -24,7 +24,7 @@ class HostBuffers:
         """Prepare the calling thread, which makes all MPI calls."""
 
     def prepare(self, shard: jax.Array) -> None:
-        """Start the copy to the host of a shard that will be sent; the shard may still be in computation."""
+        """Start the copy to the host of a shard to be sent; the shard may still be in computation."""
         shard.copy_to_host_async()  # nothing to do on CPU devices
 
     def outgoing(self, shard: jax.Array) -> np.ndarray:
@@ -75,7 +75,7 @@ class DeviceBuffers:
                 self._fill(form, device)
 
     def enter(self) -> None:
-        """Make the device's CUDA context the thread's, without which MPI would take its memory for the host's."""
+        """Make the device's CUDA context the thread's; without this MPI takes device memory for the host's."""
         if not computes_on_cores(self._device.platform):
             enter_context(self._device.local_hardware_id)
 
@@ -119,8 +119,8 @@ def choose_buffers(
 def takes_device_memory(devices: Sequence[jax.Device], library: str, environ: Mapping[str, str] = os.environ) -> bool:
     """True if MPI accepts these devices' memory: as `MPI4JAX_USE_CUDA_MPI` says, else as MPI reports.
 
-    MPI is asked in processes of one GPU only: of several, not every MPI can tell whose memory it is given. `library`
-    is a file whose symbols include MPI's.
+    MPI is asked in processes of one GPU only: of several, not every MPI can tell the owner of memory. `library` is a
+    file whose symbols include MPI's.
     """
     if not devices or computes_on_cores(devices[0].platform):
         return False
@@ -129,7 +129,7 @@ def takes_device_memory(devices: Sequence[jax.Device], library: str, environ: Ma
 
 
 def cuda_aware(library: str) -> bool:
-    """Return True if MPI reports that it sends from and receives into CUDA device memory."""
+    """Return True if MPI reports sends from and receives into CUDA device memory."""
     query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)  # an extension, which not every MPI has
     return query is not None and bool(query())
 

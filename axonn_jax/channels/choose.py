@@ -65,7 +65,7 @@ def _need(module: str, name: str) -> ModuleType:
     except ImportError as error:
         package = module.partition(".")[0]
         alone = " or channel mpi4py" if package == "mpi4jax" else ""
-        accepted = f"a channel whose package imports; {package} does not ({error}): {_GET_IT}{alone}"
+        accepted = f"a channel with a package that imports; {package} does not ({error}): {_GET_IT}{alone}"
         raise UserError(_FIELD, name, accepted) from None
 
 

@@ -11,7 +11,7 @@ from axonn_jax.schedule.tasks import Message
 class LocalChannel(Channel):
     """Channel that puts every message on the destination's devices at once.
 
-    A delivered array may still be in computation or on its way; programs that use it wait on the device.
+    A delivered array may still be in computation or under way; programs wait for the array on the device.
     """
 
     name: ClassVar[str] = "local"
@@ -49,7 +49,7 @@ class LocalChannel(Channel):
 
 
 def move(value: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
-    """Lay `value` out as `form`, another stage's mesh of the same shape, without waiting for it.
+    """Lay `value` out as `form`, another stage's mesh of the same shape, without waiting.
 
     Communication: one transfer of a shard from each device to its counterpart, none between devices of equal shards.
     Raises ``ValueError`` where shape or dtype differ.

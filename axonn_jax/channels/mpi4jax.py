@@ -32,17 +32,16 @@ class Mpi4jaxChannel(Channel):
     """Channel with a sender and a receiver thread for each direction, which dispatch mpi4jax's blocking operations.
 
     jax orders the mpi4jax calls of one thread only, so the four run side by side. A tag is part of a compiled program;
-    therefore the data of a shard travels under the number of its device, the same program for every message, and a
-    header of 16 bytes before it names stage and microbatch. Header and data have a communicator each, and the data's is
-    mpi4jax's alone, except that a receiver looks there (`Iprobe`) before it dispatches a receive, which would otherwise
-    spin on a core. Between processes of one host who sends a header notifies the receiver.
+    so the tag of a shard's data is the device's number, the same program serves every message, and a header of 16 bytes
+    in front names stage and microbatch. Header and data have a communicator each. The data's communicator is mpi4jax's
+    alone, but a receiver looks there (`Iprobe`) before dispatching a receive, which would otherwise spin on a core.
+    Between processes of one host who sends a header notifies the receiver.
 
     On CPU devices a blocked operation occupies a thread of jax's pool, which has one a core. So a process runs one send
-    at a time, and receives only messages that are there; else sends both ways could take all threads of all processes,
-    and nobody could receive. Raises ``UserError`` where the pool has one thread.
+    at a time, and receives only arrived messages; else sends both ways could take all threads of all processes, and
+    nobody could receive. Raises ``UserError`` where the pool has one thread.
 
-    Collective over `comm`, whose ranks are the pipe's: it is duplicated four times and otherwise used
-    only here.
+    Collective over `comm`, whose ranks are the pipe's; `comm` is duplicated four times and otherwise unused.
     """
 
     name: ClassVar[str] = "mpi4jax"
@@ -190,7 +189,7 @@ class _DirectionThreads:
 
 
 def _check_pool(ports: Ports) -> None:
-    """Raise ``UserError`` if jax's CPU pool has one thread, so that a blocked send would stop all receives."""
+    """Raise ``UserError`` if jax's CPU pool has one thread: a blocked send would stop all receives."""
     devices = {device for form in ports.arriving.values() for device in local_devices(form.sharding)}
     if not all(computes_on_cores(device.platform) for device in devices):
         return
@@ -211,7 +210,7 @@ def _check_pool(ports: Ports) -> None:
 
 
 def _carrier(dtype: np.dtype) -> np.dtype:
-    """Return the dtype that carries `dtype` through MPI: unsigned integers for the short floats, which MPI has not."""
+    """Return the carrier of `dtype` through MPI: unsigned integers for short floats, which MPI lacks."""
     return np.dtype(dtype if dtype.itemsize > 2 else f"uint{8 * dtype.itemsize}")
 
 

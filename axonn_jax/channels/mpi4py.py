@@ -25,7 +25,7 @@ _DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
 @dataclass(eq=False)
 class _Sending:
-    """A message on its way out, and the buffers MPI reads."""
+    """A message under way, and the buffers MPI reads."""
 
     number: int
     message: Message
@@ -49,8 +49,8 @@ class _Arriving:
 class Mpi4pyChannel(Channel):
     """Channel with one progress thread that makes all MPI calls; each shard is one message to its peer process.
 
-    Between processes of one host who sends notifies the receiver, so that no process polls for messages that are not
-    there. Collective over `comm`, whose ranks are the pipe's: it is duplicated once a direction and not used otherwise.
+    Between processes of one host the sender notifies the receiver, so no process polls in vain. Collective over `comm`,
+    whose ranks are the pipe's; `comm` is duplicated once a direction and otherwise unused.
     """
 
     name: ClassVar[str] = "mpi4py"
@@ -214,7 +214,7 @@ class Mpi4pyChannel(Channel):
             yield matched, status
 
     def _open(self, message: Message, form: jax.ShapeDtypeStruct, index: int) -> _Arriving:
-        """Return the oldest message of this name that lacks this shard: successive steps use the same names."""
+        """Return the oldest message of this name without this shard: successive steps use the same names."""
         for arriving in self._arriving:
             if arriving.message == message and index not in arriving.buffers:
                 return arriving

@@ -8,7 +8,7 @@ from axonn_jax.schedule.tasks import Message
 
 
 class SendTracker:
-    """Unsent messages of a channel and the exception that broke it; safe to use from several threads."""
+    """Unsent messages of a channel and its first error; safe to use from several threads."""
 
     def __init__(self, name: str):
         self._name = name
@@ -50,13 +50,13 @@ class SendTracker:
         return number
 
     def remove(self, number: int) -> None:
-        """Record that a message has left."""
+        """Record a message as sent."""
         with self._changed:
             del self._unsent[number]
             self._changed.notify_all()
 
     def unsent(self) -> list[Message]:
-        """Return the messages that have not left, oldest first."""
+        """Return the unsent messages, oldest first."""
         with self._changed:
             return list(self._unsent.values())
 

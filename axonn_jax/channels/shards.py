@@ -1,4 +1,4 @@
-"""Local shards of an array, the array rebuilt from them, and the MPI tags that tell shards apart."""
+"""Local shards of an array, the array rebuilt from shards, and MPI tags of shards."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _ALIGNMENT = 64  # bytes: jax takes a host buffer aligned so as a CPU device arr
 
 
 def local_devices(sharding: jax.sharding.Sharding) -> list[jax.Device]:
-    """Return this process's devices of a sharding in mesh order, which matches them with the peer's."""
+    """Return this process's devices of a sharding in mesh order, which matches the peer's."""
     here = sharding.addressable_devices
     if isinstance(sharding, jax.sharding.NamedSharding):
         return [device for device in sharding.mesh.devices.flat if device in here]
@@ -31,7 +31,7 @@ def rebuild(form: jax.ShapeDtypeStruct, shards: Sequence[jax.Array]) -> jax.Arra
 
 
 def host_bytes(shard: jax.Array) -> np.ndarray:
-    """Return a shard's bytes on the host: a view of it on CPU devices, else a copy."""
+    """Return a shard's bytes on the host: a view on CPU devices, else a copy."""
     return np.ascontiguousarray(np.asarray(shard)).reshape(-1).view(np.uint8)
 
 

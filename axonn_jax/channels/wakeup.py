@@ -1,7 +1,7 @@
 """Sleep of a channel's thread until there is something to look for, also from another process of the same host.
 
-MPI has no sleeping wait: whoever wants to know of a message looks for it. A look takes a waking thread some 50 us of a
-core that computes, and looks every few milliseconds add up to 2 % of it. Who has sent something therefore notifies.
+MPI has no sleeping wait: a receiver has to look for messages. A look takes a waking thread some 50 us of a computing
+core, and looks every few milliseconds add up to 2 %. So a sender notifies the receiver.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ _GRAIN_S = 1e-3
 
 
 class Wakeup:
-    """Sleep of one thread, which any thread of this process or a process that knows `address` may end.
+    """Sleep of one thread; any thread of this process, or any process with `address`, may end the sleep.
 
     `connect` lets the peers of a communicator notify each other. Until then, and where some peer cannot (another host,
-    a sandbox without sockets), the sleeps are short, as nobody says that a message has come.
+    a sandbox without sockets), sleeps are short, as nobody announces messages.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.address: bytes | None = None
         """Socket address at which other processes of this host notify; None without Linux or sockets."""
         self.peers: Mapping[int, bytes] = {}
-        """Addresses of the ranks that this one can notify, and that can notify this one."""
+        """Addresses of ranks that can notify this one and be notified."""
         self.notified = False
-        """True if every rank that sends to this process's stages notifies it."""
+        """True if every sender to this process's stages notifies this process."""
         self._clock, self._since = clock, clock()
         self._called = False  # by a peer, whose message is not found yet
         self._computing = False
@@ -64,7 +64,7 @@ class Wakeup:
         weakref.finalize(self, close, end).atexit = False
 
     def connect(self, comm: "MPI.Comm", ports: Ports) -> None:
-        """Find out which ranks of `comm` can notify each other; collective over it."""
+        """Find out which ranks of `comm` can notify each other; collective over `comm`."""
         addresses: list[bytes | None] = comm.allgather(self.address)
         heard = {rank: address for rank, address in enumerate(addresses) if address is not None and self.send(address)}
         mutual: list[set[int]] = comm.allgather(set(heard))
@@ -79,7 +79,7 @@ class Wakeup:
             os.write(self._hand, b"o")
 
     def notify(self, rank: int) -> None:
-        """Notify a rank, if it has an address on this host, of a message."""
+        """Notify a rank with an address on this host of a message."""
         if rank in self.peers:
             self.send(self.peers[rank])
 
@@ -110,7 +110,7 @@ class Wakeup:
         """Sleep until the next look is due.
 
         `transferring`: a transfer is under way, and the peer waits for this end. `sending`: a send is under way, which
-        needs looks only after its receiver has notified.
+        needs looks only after the receiver's notice.
         """
         if self.notified:
             sending = sending and self._called
@@ -122,10 +122,10 @@ class Wakeup:
     def seconds(self, *, transferring: bool) -> float:
         """Return the next sleep in seconds: a share of the wait so far, which bounds cost and delay.
 
-        Idle: a hundredth of the wait, from 50 us to 1 ms. Beside a computation a wake-up takes from it (30 us), and
+        Idle: a hundredth of the wait, from 50 us to 1 ms. Beside a computation a wake-up costs 30 us of compute, and
         arrivals are not urgent, as the channel looks whenever a program has been started: a sixteenth, from 4 ms to 16
-        ms; but a tenth, from 50 us to 1 ms, while a transfer is under way. Where peers notify 20 ms, in case a notice
-        preceded its message, and that tenth for transfers.
+        ms; but a tenth, from 50 us to 1 ms, while a transfer is under way. Where peers notify: 20 ms, in case a notice
+        preceded the message, and the tenth for transfers.
         """
         waited = self._clock() - self._since
         if self.notified and not transferring:

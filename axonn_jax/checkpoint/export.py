@@ -21,8 +21,8 @@ from axonn_jax.models.huggingface.tensor_map import Bounds, EntryMap, ExpertMap
 class StoredParameters:
     """The parameters of a valid checkpoint under Hugging Face's names; no optimizer state is read.
 
-    Raises ``UserError`` for a shape that no family has, where the checkpoint is not of this shape, and for a parameter
-    that the family lacks and that is not 0.
+    Raises ``UserError`` for a shape of no family, a checkpoint of another shape, and a parameter other than 0 without a
+    place in the family.
     """
 
     def __init__(self, checkpoint: Checkpoint, shape: ModelShape, field: str):
@@ -51,7 +51,7 @@ class StoredParameters:
         """Nowhere: no file has a tensor as Hugging Face lays it out."""
 
     def pieces(self, name: str) -> Iterator[NDArray[Any]]:
-        """A tensor in pieces along its first dim; quick where tensors are asked for in order."""
+        """Return a tensor in pieces along the first dim; quick where tensors are asked for in order."""
         entry, number = self._homes[name]
         return entry.chunks(number, partial(self._part, entry), self._dtype(entry).itemsize)
 

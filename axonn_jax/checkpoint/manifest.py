@@ -1,7 +1,7 @@
-"""Manifest of a complete checkpoint: files with checksums, arrays, and tests that the files are unchanged.
+"""Manifest of a complete checkpoint: files with checksums, arrays, and tests of the files.
 
-A manifest's own checksum finds accidental damage. A forger computes the checksum anew, so a manifest is believed about
-files inside its own checkpoint only.
+A manifest's own checksum finds accidental damage, not forgery, so a manifest may name files inside its own checkpoint
+only.
 """
 
 import hashlib
@@ -15,7 +15,8 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from axonn_jax.documents import flush, open_regular, parse_json, read_bytes, typed
+from axonn_jax.documents import flush, open_regular, parse_json, read_bytes
+from axonn_jax.options import typed
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -24,7 +25,7 @@ _MOST_AROUND = 1 << 16
 _LONGEST, _DEEPEST = 512, 16  # of a file's name below a checkpoint
 _SHOWN = 3  # faults
 _KEPT_OPEN = ".nfs"
-"""Prefix of a removed file that somebody still has open on NFS."""
+"""Prefix of a removed file still open on NFS."""
 _CONTENT = b'\n "content": '
 _PART = re.compile(r"part_[0-9]{3,}(/lot_[0-9]{3,})?")
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -55,7 +56,7 @@ class File:
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """Arrays and files that one process has written of a part."""
+    """Arrays and files of a part by one process."""
 
     arrays: Mapping[str, StoredArray]
     files: Mapping[str, File]
@@ -67,7 +68,7 @@ class CheckpointManifest:
 
     step: int
     grid: str
-    """Grid that saved the checkpoint, for people: any other loads it."""
+    """Grid of the save, for people: any other grid loads the checkpoint."""
     processes: int
     saved: str
     """Time at which the checkpoint was complete, in UTC."""
@@ -115,16 +116,16 @@ def read(path: Path) -> CheckpointManifest:
         manifest = typed(CheckpointManifest, content)
         _check(manifest)
     except ValueError as error:
-        raise CorruptCheckpoint(f"{MANIFEST} is not one that a save writes: {error}") from None
+        raise CorruptCheckpoint(f"{MANIFEST} was not written by a save: {error}") from None
     if path.name.startswith("step_") and path.name != name_of(manifest.step):
-        raise CorruptCheckpoint(f"{MANIFEST} is that of step {manifest.step}")
+        raise CorruptCheckpoint(f"{MANIFEST} is of step {manifest.step}")
     return manifest
 
 
 def _as_written(raw: bytes, both: Any) -> bool:
-    """True if a manifest has the spelling of `CheckpointManifest.text` and matches its checksum.
+    """True if a manifest has the spelling of `CheckpointManifest.text` and the right checksum.
 
-    The content is compared as it stands in the file: to render it anew would take minutes where somebody made it large.
+    The content is compared as spelled in the file: rendering a forged, huge one anew would take minutes.
     """
     start = raw.find(_CONTENT) + len(_CONTENT)
     if not isinstance(both, dict) or start < len(_CONTENT):
@@ -138,7 +139,7 @@ def _as_written(raw: bytes, both: Any) -> bool:
 
 
 def _check(manifest: CheckpointManifest) -> None:
-    """Raise ``ValueError`` for values that no save writes, above all names that lead out of the checkpoint's parts."""
+    """Raise ``ValueError`` for values never written by a save, above all names outside of the checkpoint's parts."""
     if not (0 <= manifest.step < 10**15 and manifest.processes > 0):
         raise ValueError(f"step = {manifest.step}, processes = {manifest.processes}")
     saved = datetime.fromisoformat(manifest.saved)
@@ -198,8 +199,8 @@ def file_faults(
 ) -> list[str]:
     """Read the files of a checkpoint and return a line for each fault, none if all is well.
 
-    `share` = (rank, size) reads only this process's share of them. The first process also looks for files beside them,
-    which nobody would check. `fast` looks at names and sizes alone.
+    `share` = (rank, size) reads only this process's share. The first process also looks for unlisted files, which
+    nobody would check. `fast` looks at names and sizes alone.
     """
     rank, size = share
     root = path.resolve()
@@ -231,7 +232,7 @@ def shorten(wrong: list[str]) -> str:
 
 
 def describe_files(root: Path, paths: Iterable[Path]) -> dict[str, File]:
-    """Sizes and checksums of files, named from `root`, once they are on the disk."""
+    """Return sizes and checksums of files on the disk, named from `root`."""
     described = {}
     for path in sorted(paths):
         flush(path)
@@ -246,7 +247,7 @@ def checksum(file: BufferedReader) -> str:
 
 
 def _unlisted(root: Path, manifest: CheckpointManifest) -> Iterator[str]:
-    """Names of files in the parts of a checkpoint, and of links to directories, that the manifest does not have."""
+    """Return names, missing in the manifest, of files in a checkpoint's parts and of links to directories."""
     for part in sorted({PurePosixPath(name).parts[0] for name in manifest.files}):
         for place, folders, files in os.walk(root / part):
             links = [folder for folder in folders if Path(place, folder).is_symlink()]

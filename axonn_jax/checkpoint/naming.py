@@ -1,4 +1,4 @@
-"""A trainer's state as one flat mapping of dotted names that do not mention the grid, and back."""
+"""A trainer's state as one flat mapping of dotted names without the grid, and back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ say which entries of pruned parameters are trained; a run that trains all ignore
 def flatten(params: Mapping[str, Any], optimizer: Any, scale: Any = None) -> State:
     """Name every array of parameters and optimizer state, such as `optimizer.0.mu.blocks.3.attention.qkv.kernel`.
 
-    An optax state's own structure gives the path, so the names are those of the optimizer, whatever the grid.
+    An optax state's own structure gives the path, so the names do not depend on the grid.
     """
     named = {PARAMS + name: value for name, value in params.items()}
     if scale is not None:
@@ -27,7 +27,7 @@ def flatten(params: Mapping[str, Any], optimizer: Any, scale: Any = None) -> Sta
 
 
 def unflatten(state: Mapping[str, Any], params: Mapping[str, Any], optimizer: Any) -> tuple[dict[str, Any], Any]:
-    """Return parameters and optimizer state of the same structure as those given, with the mapping's values."""
+    """Return parameters and optimizer state in the given structure, with the mapping's values."""
     values = {name: state[PARAMS + name] for name in params}
     return values, jax.tree_util.tree_map_with_path(lambda path, _: state[_name(path)], optimizer)
 
@@ -39,7 +39,7 @@ def unflatten_scale(state: Mapping[str, Any], scale: Any) -> Any:
 
 
 def shapes(state: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The same names with shape, dtype and sharding alone, so that the arrays themselves can be let go."""
+    """Return the same names with shape, dtype and sharding alone, so that the arrays can be freed."""
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in state.items()}
 
 

@@ -33,11 +33,11 @@ WORTH_IT = 32_000_000
 _TIMEOUT_S = 1800
 _POLL_S = 0.02
 _GROWTH = 0.05
-"""Share of the copies by which the process may grow while they are written."""
+"""Share of the copies by which the process may grow during the write."""
 _WIDEST = 4
 """Bytes of an element in its widest stored form."""
 _OF_A_PROCESS = "ocdbt.process_"
-"""Prefix of the folders that Orbax lets one process write; the process's number follows."""
+"""Prefix of the folders of one process's files; the process's number follows."""
 _NOBODY_WAITED = ("was never retrieved", "was destroyed but it is pending")
 """Log messages of Python's event loops about failures beside the one that was raised."""
 _LOTS = 24
@@ -49,11 +49,11 @@ _LEAST = 32_000_000
 class OrbaxWriter:
     """Writer of parts, one at a time; every process of a jax world makes the same calls.
 
-    `start` returns once the arrays are copied to the host, so they may be donated to the next step; `finish` waits for
-    the files, on any thread. State that lives in host memory is not copied there, nor is all of a pruned one dense at
-    once: `start` writes it in lots, one after another, each in a folder of its own, and returns when Orbax has written
-    all. Where one process fails, the others of its world learn of it instead of waiting. While it writes, freed memory
-    is not kept beyond a little. `sizes` are true shapes, by name, of padded arrays.
+    `start` returns once the arrays are copied to the host and may be donated to the next step; `finish` waits for the
+    files, on any thread. State in host memory is not copied, and a pruned state is never dense as a whole: `start`
+    writes both in lots, one after another, each in its own folder, and returns when Orbax has written all. If one
+    process fails, the others of the world learn of the failure instead of waiting. During a write the process keeps
+    little freed memory. `sizes` are true shapes, by name, of padded arrays.
     """
 
     def __init__(self, name: str, sizes: Mapping[str, tuple[int, ...]]):
@@ -77,7 +77,8 @@ class OrbaxWriter:
     def start(self, folder: Path, state: State, progress: Callable[[str], None] = lambda what: None) -> None:
         """Copy the arrays to the host and begin to write them below `folder`; raise any failure to copy.
 
-        `state` is used up, so that arrays that nobody else needs are freed one by one. `progress` is told of every lot.
+        `state` is used up, so that arrays without another user are freed one by one. `progress` is called for every
+        lot.
         """
         if self._barrier is not None:
             self._barrier.begin(next(self._numbers))
@@ -149,7 +150,7 @@ def _lots(state: State, least: int) -> list[list[str]]:
 
 
 class _Arrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
-    """Orbax's writer of arrays, of which all are written in one transaction: they fail together."""
+    """Orbax's writer of arrays: one transaction, in which all arrays fail together."""
 
     async def serialize(
         self, values: Sequence[jax.Array], infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -190,9 +191,9 @@ def wait_for_markers(folder: Path, names: list[str], cancelled: Any) -> bool:
 
 
 def read_shard(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
-    """Read some arrays of a part into the shapes, types and layouts asked for; every process of the world calls it.
+    """Read some arrays of a part into the shapes, types and layouts asked for; collective over the world.
 
-    Arrays that are padded with zeros, here or in the part, are cut or padded: true shapes are in the manifest.
+    Arrays padded with zeros, here or in the part, are cut or padded: true shapes are in the manifest.
     """
     arguments = {
         name: ocp.ArrayRestoreArgs(sharding=want.sharding, global_shape=want.shape, dtype=want.dtype, strict=False)
@@ -209,9 +210,9 @@ def read_shard(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
 
 
 def stored_array(part: Path, name: str, keep: int) -> Any:
-    """Return a stored array as tensorstore has it, to read any slice of; `keep` bytes of it stay in memory.
+    """Return a stored array as tensorstore's, for reads of any slice; at most `keep` bytes stay in memory.
 
-    Raises ``ValueError`` where it cannot be opened.
+    Raises ``ValueError`` for an unreadable array.
     """
     kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{part.absolute()}/"}, "path": f"{name}/"}
     context = {"cache_pool": {"total_bytes_limit": keep}}
@@ -238,10 +239,10 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the logs of Orbax and Python's event loops about errors that are reported anyway.
+    """Silence the logs of Orbax and Python's event loops about errors reported anyway.
 
-    Where one file cannot be written, others usually cannot either: Orbax raises the first failure, and Python tells of
-    the rest when they are collected as garbage, which is done here.
+    Where one file cannot be written, others usually cannot either: Orbax raises the first failure, and Python logs the
+    rest at garbage collection, which is done here.
     """
     logs = [logging.getLogger("absl"), logging.getLogger("asyncio")]
 

@@ -40,8 +40,8 @@ def newest(
 ) -> Checkpoint | None:
     """The newest valid checkpoint below `directory`, of steps under `below` if given; None without any.
 
-    Every corrupt one is passed over with a warning. All processes read a share of the files each and find
-    the same; of a directory that they do not all see, the first process's view counts.
+    Corrupt checkpoints are skipped with a warning. Each process reads a share of the files, and all find the same; if
+    not all see the directory, the first process's view counts.
     """
     own = [str(step_of(path)) for path in all_steps(directory)]
     steps = [int(text) for text in sync.gather(",".join(own[:64]))[0].split(",") if text]
@@ -53,12 +53,12 @@ def newest(
         try:
             return Checkpoint(path, validated(path, sync))
         except CorruptCheckpoint as fault:
-            warn(f"warning: checkpoint {path} is damaged and passed over: {fault}")
+            warn(f"warning: checkpoint {path} is damaged and skipped: {fault}")
     return None
 
 
 def named_checkpoint(path: Path, sync: HostSync, warn: Callable[[str], None], field: str) -> Checkpoint:
-    """The checkpoint that a user names: a step_N, or the newest valid one of a run directory or its checkpoints/.
+    """Return the checkpoint at a user's path: a step_N, or the newest valid one of a run directory or its checkpoints/.
 
     Raises ``UserError`` for `field` where there is none, or where the step_N itself is corrupt.
     """
@@ -77,7 +77,7 @@ def named_checkpoint(path: Path, sync: HostSync, warn: Callable[[str], None], fi
 def validated(path: Path, sync: HostSync) -> CheckpointManifest:
     """The manifest of a checkpoint whose files all processes together have checked.
 
-    Raises ``CorruptCheckpoint`` on all of them.
+    Raises ``CorruptCheckpoint`` on every process.
     """
     manifest, fault_here = None, ""
     try:
@@ -94,7 +94,7 @@ def validated(path: Path, sync: HostSync) -> CheckpointManifest:
 def load(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> State:
     """Read arrays into the shapes, types and layouts asked for, whatever grid wrote them.
 
-    Every process of a jax world calls it with the same names. Raises ``CorruptCheckpoint`` where reading fails.
+    Collective over the jax world, with the same names. Raises ``CorruptCheckpoint`` where reading fails.
     """
     loaded: State = {}
     for part in sorted({checkpoint.manifest.arrays[name].part for name in wanted}):
@@ -107,9 +107,9 @@ def load(checkpoint: Checkpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> 
 
 
 def stored_shape(checkpoint: Checkpoint, field: str) -> ModelShape | None:
-    """Return the sizes of the saved model; None where an earlier version saved it from Python, without sizes.
+    """Return the sizes of the saved model; None for a save from Python by an earlier version, without sizes.
 
-    Raises ``UserError`` for `field` on sizes that no save writes.
+    Raises ``UserError`` for `field` on impossible sizes.
     """
     try:
         return shape_in(checkpoint.manifest.run)
@@ -118,7 +118,7 @@ def stored_shape(checkpoint: Checkpoint, field: str) -> ModelShape | None:
 
 
 def check_model(checkpoint: Checkpoint, given: ModelShape | None, field: str, *, upcycles: bool = False) -> None:
-    """Raise ``UserError`` that lists the fields by which a model computes another function than the saved one.
+    """Raise ``UserError`` listing the fields by which a model computes another function than the saved one.
 
     With `upcycles`, experts are copies of a dense model's layers, and their fields may differ.
     """
@@ -132,9 +132,9 @@ def check_model(checkpoint: Checkpoint, given: ModelShape | None, field: str, *,
 
 
 def check_shapes(checkpoint: Checkpoint, names: Mapping[str, tuple[int, ...]], field: str, *, only: str = "") -> None:
-    """Raise ``UserError`` that lists missing, unexpected and misshapen arrays of a checkpoint.
+    """Raise ``UserError`` listing missing, unexpected and misshapen arrays of a checkpoint.
 
-    `names` are the shapes of the whole model's state; `only` is the prefix of the names that are looked at.
+    `names` are the shapes of the whole model's state; `only` is a prefix of names: others are ignored.
     """
     arrays = {name: array for name, array in checkpoint.manifest.arrays.items() if name.startswith(only)}
     missing = sorted(set(names) - set(arrays))
@@ -156,7 +156,7 @@ def load_weights(
 ) -> dict[str, jax.Array]:
     """Read the parameters alone, by their names in the model; `sizes` are shapes without padding, by name of state.
 
-    Raises ``UserError`` naming the arrays that are missing, unexpected or misshapen, or the unreadable file.
+    Raises ``UserError`` naming missing, unexpected or misshapen arrays, or the unreadable file.
     """
     sizes = sizes or {PARAMS + name: want.shape for name, want in abstract.items()}
     check_shapes(checkpoint, sizes, "checkpoint", only=PARAMS)

@@ -27,8 +27,9 @@ from axonn_jax.checkpoint.manifest import (
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.checkpoint.orbax import OrbaxWriter, marker, reason, wait_for_markers
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.documents import flush, in_sight, replace_whole, typed
+from axonn_jax.documents import flush, in_sight, replace_whole
 from axonn_jax.grid import Grid
+from axonn_jax.options import typed
 
 _UNFINISHED, _REMOVED = "unfinished_", "removed_"
 _PACKAGES = ("axonn_jax", "jax", "jaxlib", "orbax-checkpoint")
@@ -51,10 +52,10 @@ class _Job:
 class Saver:
     """Writer of `directory/step_N`; all processes of a run make the same calls, at the same steps.
 
-    A `step_N` appears by one rename, after every stage has left its part and the manifest names every file with its
+    A `step_N` appears by one rename, after every stage's part is written and the manifest names every file with a
     checksum: a `step_N` is always complete. A failed save prints one warning, leaves the earlier checkpoints unchanged,
-    and training goes on. The `keep` newest checkpoints stay, and those of steps that `keep_every` divides. `sizes` are
-    the true shapes of padded arrays.
+    and training goes on. The `keep` newest checkpoints stay, and steps divisible by `keep_every`. `sizes` are the true
+    shapes of padded arrays.
     """
 
     def __init__(
@@ -80,9 +81,9 @@ class Saver:
         self._job: _Job | None = None
         self._refused = ""
         self.last: tuple[int, float] | None = None
-        """Step of the last complete save, and when it was complete on the monotonic clock (first process only)."""
+        """Step of the last complete save, and its time on the monotonic clock (first process only)."""
         self.took_s = 0.0
-        """Seconds from the start of the last complete save to its end (first process only)."""
+        """Duration of the last complete save in seconds (first process only)."""
 
     @property
     def busy(self) -> bool:
@@ -90,23 +91,23 @@ class Saver:
         return self._job is not None and self._job.thread is not None and self._job.thread.is_alive()
 
     def clean(self) -> None:
-        """Remove unfinished saves of earlier runs; the first process alone does it."""
+        """Remove unfinished saves of earlier runs, in the first process alone."""
         if self._first and self.directory.is_dir():
             for path in self.directory.iterdir():
                 if path.name.startswith((_UNFINISHED, _REMOVED)):
                     shutil.rmtree(path, ignore_errors=True)
 
     def resumed(self, step: int) -> None:
-        """Tell of the complete checkpoint that the run goes on from."""
+        """Record the complete checkpoint from which the run resumes."""
         self.last = (step, time.monotonic())
 
     def save(
         self, step: int, state: State, run: Mapping[str, Any], progress: Callable[[str], None] = lambda what: None
     ) -> None:
-        """Begin a save; return once the state is on the host. Waits first for the save before, if it still runs.
+        """Begin a save; return once the state is on the host. Waits first for an unfinished save.
 
-        The mapping `state` is used up; its arrays may be donated once this has returned. State on the host is not
-        copied but written before this returns; `progress` is called for each lot of it.
+        The mapping `state` is used up, and the arrays may be donated afterwards. State on the host is not copied but
+        written before the return; `progress` is called for each lot.
         """
         self.settle()
         job = _Job(step, self.directory / (_UNFINISHED + name_of(step)), time.monotonic())
@@ -114,7 +115,7 @@ class Saver:
         refusals = self._sync.gather(self._prepare(job.folder, needed) if self._first else "")
         if not refusals[0]:
             unseen = "" if in_sight(job.folder) else f"process {self._sync.rank} does not see {job.folder}"
-            refusals = [f"{text}, which all must share" for text in self._sync.gather(unseen) if text]
+            refusals = [f"{text}, a directory that all must share" for text in self._sync.gather(unseen) if text]
         if refusals and refusals[0]:
             return self.refuse(step, refusals[0])
         self._job = job
@@ -127,13 +128,13 @@ class Saver:
         return None
 
     def refuse(self, step: int, why: str) -> None:
-        """Record a save as failed that will not be made; wait first for the save before."""
+        """Record a save as failed without starting; wait first for the save before."""
         self.settle()
         self._refused = why
         self._failed(step, why)
 
     def settle(self) -> str:
-        """Wait for the last save; return the reason of its failure (once) or an empty text, on all processes."""
+        """Wait for the last save; return the reason of a failure (once) or an empty text, on all processes."""
         job, self._job = self._job, None
         if job is None:
             refused, self._refused = self._refused, ""
@@ -157,7 +158,7 @@ class Saver:
         self._writer.close()
 
     def _prepare(self, folder: Path, needed: int) -> str:
-        """Make room for the save; return why it cannot be done."""
+        """Make room for the save; return the obstacle, if any."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
@@ -222,7 +223,7 @@ class Saver:
         flush(self.directory)
 
     def _retire(self, step: int) -> None:
-        """Remove checkpoints that need not be kept; one that cannot be removed stays."""
+        """Remove surplus checkpoints, where possible."""
         for path in all_steps(self.directory)[self._keep :]:
             number = step_of(path)
             if number is None or number >= step or (self._keep_every and number % self._keep_every == 0):

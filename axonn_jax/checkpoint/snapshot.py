@@ -10,14 +10,14 @@ from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.checkpoint.naming import State
 
 _ALIGNED = 64
-"""Bytes to which memory must be aligned for XLA to take it over without a copy."""
+"""Alignment in bytes at which XLA takes memory over without a copy."""
 
 
 def snapshot(state: State) -> int:
     """Replace arrays on the CPU backend by copies, one after another; saving copies other arrays anyway.
 
-    Returns the bytes of the copies. An array in use that is being written cannot be donated: the next step would copy
-    it, into memory that the process then keeps. The kernel gets the memory back when the last copy is freed.
+    Returns the bytes of the copies. An array under write cannot be donated: the next step would make a copy, in memory
+    that the process then keeps. The kernel gets the memory back when the last copy is freed.
     """
     copied = {name: _distinct(value) for name, value in state.items() if on_the_hosts_cores(value)}
     size = sum(_room(data.nbytes) for parts in copied.values() for data in parts.values())
@@ -47,7 +47,7 @@ def on_the_hosts_cores(value: Any) -> bool:
 
 
 def _distinct(value: Any) -> dict[Any, Any]:
-    """Return the parts of an array that are here, each once even if several devices have it."""
+    """Return the local parts of an array, each once even if several devices have copies."""
     return {_key(shard.index): shard.data for shard in value.addressable_shards}
 
 

@@ -24,7 +24,7 @@ _CONFIG = "config.toml"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.toml")
 _CHECKED_TOKENS = 64
 _USUAL_TOKENS = 2048
-"""Longest sequences in a new config.toml: those that a model can read, 40,960 or more, fit few memories."""
+"""Longest sequences in a new config.toml: few memories fit a model's limit, 40,960 or more."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,20 @@ class Convert:
     """Convert a Hugging Face model into a directory to train from, or a trained run into a Hugging Face model.
 
     The kind of SOURCE decides the direction. DEST appears complete or not at all. Both sides have config.json,
-    safetensors and the tokenizer's files, byte for byte; one to train from also a config.toml with the whole [model],
-    and its seq_len at most 2,048 where positions are rotary.
+    safetensors and the tokenizer's files, byte for byte; a directory to train from also a config.toml with the whole
+    [model] and, where positions are rotary, seq_len at most 2,048.
     """
 
     source: Annotated[Path, Arg(positional="SOURCE")]
-    """A Hugging Face directory (config.json and safetensors), or a directory that convert made from one; or a run
-    directory, or one of its step_N."""
+    """A Hugging Face directory (config.json and safetensors), a converted one, a run directory, or one of its
+    step_N."""
     dest: Annotated[Path, Arg(positional="DEST")]
     """The directory to write; new, or empty."""
     dtype: Dtype = "keep"
     """Dtype of the written weights; keep: as in SOURCE, which is fp32 in a run."""
     check: bool = False
-    """Also compute logits of 64 random tokens, with the model that this package makes of one side and with transformers
-    (in torch) on the other, and print the largest difference; both have to be installed."""
+    """Also compare logits of 64 random tokens: of this package's model of one side, and of transformers (in torch) on
+    the other; print the largest difference. Both must be installed."""
     shard_size: float = 5.0
     """The most GB in one file."""
     force: bool = False
@@ -81,7 +81,7 @@ def run(args: Convert) -> int:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Model to convert: weights under Hugging Face's names, and the small files that go with them."""
+    """Model to convert: weights under Hugging Face's names, and small files."""
 
     shape: "ModelShape"
     weights: Any
@@ -122,7 +122,7 @@ def _opened_run(source: Path) -> Conversion:
 
 
 def _own_small_files(folder: Path, shape: "ModelShape") -> dict[str, bytes]:
-    """Config and tokenizer of a model that did not begin as a pretrained one."""
+    """Config and tokenizer of a model trained from random weights."""
     from axonn_jax.data.tokenize import begin_of, end_of, load, naming_end
     from axonn_jax.models.huggingface.families import config_from_shape
     from axonn_jax.models.huggingface.pretrained import CONFIG, OF_TOKENIZER, SETTINGS, TOKENIZER, small_files
@@ -179,7 +179,7 @@ def _write(side: Conversion, args: Convert, ticker: Ticker) -> dict[str, Any]:
 
 
 def trained_shape(shape: "ModelShape") -> "ModelShape":
-    """The shape with sequences as they are usually trained on, where positions are rotary and so none is cut off."""
+    """Return the shape with sequences of usual length, where positions are rotary and so none is cut off."""
     return shape if shape.positions == "learned" else replace(shape, seq_len=min(shape.seq_len, _USUAL_TOKENS))
 
 

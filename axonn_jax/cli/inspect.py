@@ -1,4 +1,4 @@
-"""`axonn-jax inspect RUN_DIR`: the checkpoints of a run: steps, grids, sizes, and whether they are sound."""
+"""`axonn-jax inspect RUN_DIR`: the checkpoints of a run: steps, grids, sizes, faults."""
 
 import json
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from axonn_jax.terminal import age, printable, size, table
 
 @dataclass(frozen=True)
 class Inspect:
-    """List the checkpoints of a run directory, newest first, and check every file of them."""
+    """List the checkpoints of a run directory, newest first, and check every file."""
 
     run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
-    """A directory left by `axonn-jax train`, its checkpoints/, or one step_N."""
+    """A directory left by `axonn-jax train`, checkpoints/ in it, or one step_N."""
     fast: bool = False
-    """Look at names and sizes only, without reading every file for its checksum."""
+    """Check names and sizes only, without reading files for checksums."""
     json: bool = False
     """Print one JSON object."""
 

@@ -1,4 +1,4 @@
-"""Training under mpirun, srun or alone, as a job of its own, started again from its last complete checkpoint."""
+"""Training as a job under mpirun, srun or alone, restarted from the last complete checkpoint."""
 
 import contextlib
 import os
@@ -28,10 +28,10 @@ from axonn_jax.train.signals import handled
 
 LOG = "restarts.log"
 _FINAL = {0, 2, 128 + signal.SIGUSR1, 128 + signal.SIGTERM}
-"""Exit statuses after which nothing is started again: success, bad input, and a signal that made the job save."""
+"""Exit statuses without a restart: success, bad input, and a signal followed by a save."""
 _PMIX_WORKS = "started"
 _SHELL = "4294967290"
-"""SLURM_STEP_ID of the shell that salloc opens on a node; a batch script's shell has none."""
+"""SLURM_STEP_ID of salloc's shell on a node; a batch script's shell has none."""
 _LONGEST_WAIT_S = 60.0
 _VERSION_S = 20.0
 _MET = MET.encode()
@@ -42,11 +42,10 @@ _LAST_LINES_S = 5.0
 class Launch:
     """Train in several processes, and start again from the last complete checkpoint when the job fails.
 
-    The processes are started by mpirun, in a Slurm allocation by srun, whose tasks Slurm tells before it ends them.
-    TRAIN is the command line of `axonn-jax train`: CONFIG.toml and flags. The reason of each restart is printed on
-    standard error and kept in the run directory's restarts.log. SIGTERM, Ctrl-C or a closed terminal: all processes
-    save and end, and nothing is started again. (A bare mpirun kills its processes half a second after Ctrl-C, which no
-    save is quick enough for.)
+    Mpirun starts the processes, in a Slurm allocation srun, whose tasks Slurm warns before the end. TRAIN is the
+    command line of `axonn-jax train`: CONFIG.toml and flags. The reason of each restart is printed on standard error
+    and kept in the run directory's restarts.log. SIGTERM, Ctrl-C or a closed terminal: all processes save and end, and
+    nothing is started again. (A bare mpirun kills its processes half a second after Ctrl-C, too soon for a save.)
     """
 
     train: Annotated[tuple[str, ...], Arg(positional="TRAIN", rest=True)]
@@ -54,19 +53,19 @@ class Launch:
     processes: Annotated[int, Arg(short="-n", least=1)] = 1
     """Processes of the job; 1: without a launcher."""
     restarts: NotNegative = 3
-    """Number of times that a failed job is started again, after 1, 2, 4, ... 60 s; a new checkpoint resets the count.
+    """Number of restarts of a failed job, after 1, 2, 4, ... 60 s; a new checkpoint resets the count.
     """
     mpirun: Annotated[str | None, Arg(default="srun in a Slurm allocation, else mpirun")] = None
     """The launcher and its options, without -n."""
     requeue: bool = False
-    """Put a Slurm job in the queue again once SIGUSR1 (sbatch --signal=USR1@120) has made it save."""
+    """Return a Slurm job to the queue after the save at SIGUSR1 (sbatch --signal=USR1@120)."""
 
 
 def run(args: Launch) -> int:
     """Run the job and return its exit status.
 
     Raises:
-        UserError: a value cannot be used, there is no mpirun, or no configuration that can be read.
+        UserError: a value cannot be used, there is no mpirun, or the configuration is unreadable.
     """
     words = args.train[1:] if args.train[:1] == ("train",) else args.train
     files, flags = split_argv(list(words))
@@ -126,7 +125,7 @@ def _is_open_mpi(mpirun: str) -> bool:
 
 
 def _output(words: Sequence[str]) -> str:
-    """Return the output of a command that describes itself; empty if it fails."""
+    """Return the output of a command that describes itself; empty on failure."""
     try:
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_VERSION_S)
     except (OSError, subprocess.TimeoutExpired):
@@ -137,7 +136,7 @@ def _output(words: Sequence[str]) -> str:
 class Restarts:
     """Runner of `axonn-jax train` with a command line, `before` in front of it, at most 1 + `restarts` times.
 
-    After a job that came further than its last complete checkpoint before, the count and the waits begin anew.
+    After a job with a new complete checkpoint, the count and the waits begin anew.
     """
 
     def __init__(self, words: Sequence[str], directory: Path, restarts: int, before: Sequence[str] = ()):
@@ -146,7 +145,7 @@ class Restarts:
         self._job: subprocess.Popen[bytes] | None = None
         self._told, self._number = threading.Event(), 0
         self._reached = False
-        """True once a job's processes have met: a failure of the launcher before that would happen again."""
+        """True once a job's processes have met: an earlier failure of the launcher would happen again."""
 
     def run(self) -> int:
         """Run the job until it succeeds, is told to end, or has failed too often; return the exit status."""
@@ -233,7 +232,7 @@ class Restarts:
                 return
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Tell the job to save and end. mpirun would kill at SIGTERM; SIGUSR1 it hands to every process."""
+        """Tell the job to save and end. At SIGTERM mpirun would kill; it hands SIGUSR1 to every process."""
         job = self._job
         again = self._told.is_set()
         if again and number == signal.SIGHUP:  # nobody's second thoughts: shells repeat the kernel's

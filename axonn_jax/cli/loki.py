@@ -1,4 +1,4 @@
-"""``axonn-jax loki``: finds in which directions a model's keys vary, to rank keys by a few of them."""
+"""``axonn-jax loki``: finds the directions in which a model's keys vary, to rank keys by a few."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from axonn_jax.cli_args import Arg, Positive
-from axonn_jax.documents import save_picture
+from axonn_jax.documents import new_figure, save_picture
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.terminal import Ticker, libraries_on_stderr, say, table
@@ -31,13 +31,13 @@ class Loki:
     run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
     """A directory left by `axonn-jax train` or `convert`, or a Hugging Face model's."""
     data: Path
-    """Tokens from `axonn-jax prepare`, of the model's tokenizer; its validation split is read."""
+    """Directory from `axonn-jax prepare`, with the model's tokenizer; the validation split is read."""
     tokens: Positive = 200_000
     """Number of tokens to read at most."""
     seq_len: Annotated[int | None, Arg(default="model.seq_len", least=2)] = None
     """Tokens of a sequence."""
     keys: Literal["post", "pre"] = "post"
-    """Keys of the components: after rotation (post) or before (pre). They rank rotated keys in any case."""
+    """Keys of the components: after rotation (post) or before (pre). Ranked are rotated keys in any case."""
     plot: bool = False
     """Draw RUN_DIR/loki.png: ranks by layer."""
     grid: GridShape = field(default_factory=GridShape)
@@ -125,7 +125,7 @@ def run(args: Loki) -> int:
 
 
 def check_tokenizer(args: Loki, vocab: int, most: int) -> None:
-    """Raise ``UserError`` for data of a tokenizer that is not RUN_DIR's."""
+    """Raise ``UserError`` for data of another tokenizer than RUN_DIR's."""
     from axonn_jax.data.tokenize import load
 
     if vocab > most:
@@ -142,12 +142,9 @@ def _span(ranks: list[int]) -> str:
 
 def draw(calibrated: "dict[str, Components]", head_dim: int, path: Path) -> None:
     """Draw ranks at 90 % of the variance by layer, of every head and their mean; raise ``UserError`` for a bad path."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(6, 3.5), layout="constrained", dpi=200)
-    FigureCanvasAgg(figure)
+    figure = new_figure(6, 3.5)
     axes = figure.subplots()
     for (kind, words), color in zip((("post", "after"), ("pre", "before")), ("C0", "C1"), strict=True):
         ranks = calibrated[kind].ranks()

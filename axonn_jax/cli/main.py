@@ -30,13 +30,13 @@ COMMANDS = (
     Command("prepare", "turn text or code into tokenised shards"),
     Command("generate", "continue prompts with a trained model"),
     Command("loki", "calibrate generation that ranks keys by a few features"),
-    Command("convert", "turn a Hugging Face model into one to train from, and a run into a Hugging Face model"),
-    Command("prune", "keep the largest entries of a run's kernels, and train those alone from then on"),
-    Command("timeline", "draw what the stages of a pipelined run did, and their idle time"),
-    Command("plan", "find the best grids for a model on a machine, before a node-hour is spent"),
+    Command("convert", "convert a Hugging Face model to a directory to train from, or a run to a Hugging Face model"),
+    Command("prune", "prune a run's kernels to their largest entries"),
+    Command("timeline", "draw the tasks and the idle time of a pipelined run's stages"),
+    Command("plan", "find the best grids for a model on a machine, without using the machine"),
     Command("simulate", "run one step in virtual time, with jitter, slow ranks and failures"),
     Command("calibrate", "measure this machine: a file for plan and simulate"),
-    Command("doctor", "show what is installed, what would fail, and how to fix it"),
+    Command("doctor", "check the installation, and show how to fix faults"),
 )
 
 # Not imported for --version, only looked up: importing jax takes a second and may start a device.
@@ -45,7 +45,7 @@ _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi
 TRACEBACK = "AXONN_JAX_TRACEBACK"
 _MOST = 600  # characters of a foreign exception's text; XLA's run to pages
 _GONE = re.compile(r"Gloo .*(by peer|Broken pipe)|remote process exited")
-"""jax's words, by gloo and by NCCL, in the processes of a run that are left when one has ended."""
+"""jax's words, by gloo and by NCCL, in a run's remaining processes when one has ended."""
 _GRACE_S = 1.0
 _LAUNCHERS = (  # rank, size, rank on the host
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -135,7 +135,7 @@ def _versions() -> str:
 
 
 def rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return this process's rank among all and on its host, as a launcher of several processes set them; else 0, 0.
+    """Return this process's rank among all and on the host, as set by a launcher of several processes; else 0, 0.
 
     A rank counts only where the same launcher's size is above 1: shells inside batch jobs inherit stale ranks.
     """
@@ -154,7 +154,7 @@ def _is_number(text: str) -> bool:
 def report(error: BaseException) -> int:
     """Print the line for an exception that ends the command and return the exit status.
 
-    A user's mistake is the same on every process of a run, so only the first one prints it.
+    A user's mistake is the same on every process of a run, so only the first one prints.
     """
     rank, local = rank_of(os.environ)
     if isinstance(error, UserError):
@@ -171,7 +171,7 @@ def report(error: BaseException) -> int:
     name = type(error).__name__ if type(error).__name__ != "error" else f"{type(error).__module__}.error"  # zlib's, say
     shown = f"{name}: {text}" if text else name
     if _GONE.search(text):
-        shown = f"another process of the run has gone, and the launcher's lines or its own say why: {shown}"
+        shown = f"another process of the run has ended; its own or the launcher's lines have the reason: {shown}"
     if os.environ.get(TRACEBACK, "") not in ("", "0"):
         say("".join(traceback.format_exception(error)).rstrip())
         _say(f"error: {shown}")

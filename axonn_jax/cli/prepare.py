@@ -21,45 +21,44 @@ if TYPE_CHECKING:
 class Prepare:
     """Turn text or code into tokenised shards to train on.
 
-    Trains a byte-level BPE on the documents (or takes a tokenizer that exists), encodes them, and holds some of them
-    out for evaluation. A document is a file, or a record of JSON Lines (.jsonl, .ndjson) or Parquet; any of them may be
+    Trains a byte-level BPE on the documents (or takes an existing tokenizer), encodes all documents, and holds some out
+    for evaluation. A document is a file, or a record of JSON Lines (.jsonl, .ndjson) or Parquet; files may be
     compressed (.gz, .zst). `[data] path` of a training configuration names OUT_DIR, which appears complete or not at
     all.
     """
 
     source: Annotated[Path, Arg(positional="SOURCE")]
-    """A folder, whose files are read with all below it; or one file; or, in quotes, a pattern such as
-    'data/*.jsonl.zst'. Files and records that are no UTF-8 text are left out and counted, and so are symbolic links
-    but those of the Hugging Face cache."""
+    """A folder, read with all folders below; one file; or, in quotes, a pattern such as 'data/*.jsonl.zst'. Files and
+    records other than UTF-8 text are skipped and counted, as are symbolic links outside of the Hugging Face cache."""
 
     out: Annotated[Path, Arg(positional="OUT_DIR")]
-    """The directory to write; new, or empty. One prepare at a time writes it. Files that others put there meanwhile are
-    never removed: the shards are then kept beside it, and the error names the place."""
+    """The directory to write; new or empty. One prepare at a time writes there. Files put there by others meanwhile are
+    never removed: the shards then stay beside the directory, and the error names the place."""
 
     vocab: Annotated[int | None, Arg(default="that of --tokenizer")] = None
     """Entries of the vocabulary to train, from 257. Above 65535 tokens take 4 bytes instead of 2."""
 
     tokenizer: Annotated[Path | None, Arg(default="trained")] = None
-    """Take this tokenizer.json, or that of this directory (a pretrained model's, another prepared one), instead."""
+    """An existing tokenizer.json, or a directory with one (of a pretrained model, or prepared), to use."""
 
     bos: bool = False
-    """Begin each document with the token that --tokenizer's post-processor puts before a text, as Llama's does."""
+    """Begin each document with the begin token of --tokenizer's post-processor, as Llama's has."""
 
     field: str = "text"
-    """The field of a record, or column of a table, that holds the text of a document."""
+    """The field of a record, or column of a table, with the text of a document."""
 
     include: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
-    """Read only files that match this pattern; repeat it for more. A pattern with a slash is compared with the
-    path below SOURCE, one without with the file's name, with or without .gz or .zst. Without any: common kinds of
-    text and source code, JSON Lines and Parquet."""
+    """Read only files of this pattern; repeatable. A pattern with a slash is compared with the path below SOURCE,
+    another with the file's name, with or without .gz or .zst. Default: common kinds of text and source code, JSON Lines
+    and Parquet."""
 
     exclude: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
-    """Leave out files and folders that match this pattern; repeat it for more. These come on top of .git,
-    __pycache__, site-packages, node_modules, virtual environments and tool caches below SOURCE."""
+    """Skip files and folders of this pattern; repeatable. Always skipped: .git, __pycache__, site-packages,
+    node_modules, virtual environments and tool caches below SOURCE."""
 
     holdout: float = 0.05
-    """The share of the documents to hold out for evaluation, at least one; a hash of text and seed chooses. Of a
-    document that has a large share of all text the last part is held out."""
+    """The share of the documents to hold out for evaluation, chosen by a hash of text and seed; at least one document.
+    Of a document with a large share of all text the last part is held out."""
 
     seed: int = 0
     """Seed of the choice of held-out documents."""
@@ -110,7 +109,7 @@ def run(args: Prepare) -> int:
 
 
 def _notes(args: Prepare, manifest: "Manifest", source: "Source") -> Iterator[str]:
-    """Yield a line for each thing that the user may not expect."""
+    """Yield a line for each surprise to the user."""
     from axonn_jax.data.source import endings
     from axonn_jax.data.tokenize import begin_of, load
 
@@ -125,7 +124,7 @@ def _notes(args: Prepare, manifest: "Manifest", source: "Source") -> Iterator[st
         tokenizer = load(manifest.path / "tokenizer.json")
         if begin := begin_of(tokenizer):
             token = tokenizer.id_to_token(begin[0])
-            yield f"documents begin without {token}, which this tokenizer puts before a text: --bos puts it there"
+            yield f"documents begin without {token}, the tokenizer's begin token: --bos adds it"
 
 
 def _summary(manifest: "Manifest", seconds: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``axonn-jax simulate``: one step of a pipeline in virtual time, by the dispatchers that run real ones."""
+"""``axonn-jax simulate``: one step of a pipeline in virtual time, by the dispatchers of real steps."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Annotated, Any
 
-from axonn_jax.cli.plan_flags import SEQUENCES, Count, PlanFlags, chosen, command, question
+from axonn_jax.cli.plan.flags import SEQUENCES, Count, PlanFlags, chosen, command, question
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
 from axonn_jax.planner.request import Estimate, PlanRequest
@@ -32,7 +32,7 @@ class Simulate(PlanFlags):
     jitter: float = 0.0
     """Sigma of lognormal task and message times."""
     slow: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
-    """A slow rank, such as 3:1.5 for rank 3 taking 1.5 times as long; repeat it for more."""
+    """Slow rank, such as 3:1.5 for rank 3 taking 1.5 times as long; repeat for more ranks."""
     fail: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
     """Rank that dies, such as 3:0.5 for rank 3 after 0.5 s of the step; repeat for more ranks."""
     replicas: Count = 4
@@ -143,7 +143,7 @@ def _figures(
 
 
 def text(figures: dict[str, Any], done: SimulatedStep, others: list[Baseline]) -> str:
-    """Return the text that `axonn-jax simulate` prints."""
+    """Return the printed text of `axonn-jax simulate`."""
     lines = [*_candidate_text(figures), "", *(_finished(figures, done) if figures["finished"] else [_stalled(done)])]
     lines += [_memory(figures)]
     lines += [f"{baseline.name:24} {_beside(figures, baseline)}" for baseline in others]
@@ -175,7 +175,7 @@ def _finished(figures: dict[str, Any], done: SimulatedStep) -> list[str]:
     behind = "the pipeline" if figures["grid"]["pipe"] > 1 else "the last microbatch"
     lines = [
         f"step      {figures['step_s']:,.4f} s ({figures['mfu']:.1%} of peak), "
-        f"of it {figures['update_s']:,.4f} s behind {behind}",
+        f"with {figures['update_s']:,.4f} s after {behind}",
     ]
     if figures["grid"]["pipe"] > 1:
         lines += [
@@ -184,8 +184,8 @@ def _finished(figures: dict[str, Any], done: SimulatedStep) -> list[str]:
         ]
     if done.left_out:
         lines.append(
-            f"          of its steady stretch {_count(done.left_out, 'microbatch', 'microbatches')} "
-            "were not simulated: each takes as long as those beside it"
+            f"          of its steady phase {_count(done.left_out, 'microbatch', 'microbatches')} "
+            "were extrapolated, not simulated"
         )
     spread = done.replicas_s
     if len(spread) > 1:
@@ -200,9 +200,9 @@ def _stalled(done: SimulatedStep) -> str:
     pipe_shape = simulation.pipe_shape
     each = 3 if any(span.task.kind.value == "W" for span in simulation.spans) else 2
     return (
-        f"The step does not end: after {done.slowest.stalled_at:,.4f} s nothing moves any more, "
+        f"The step does not end: after {done.slowest.stalled_at:,.4f} s all ranks stall, with "
         f"{simulation.tasks:,} of {each * pipe_shape.stages * pipe_shape.microbatches:,} tasks done. "
-        "All of it is lost; a run resumes from its checkpoint."
+        "The step is lost; a run resumes from its checkpoint."
     )
 
 
@@ -210,7 +210,7 @@ def _memory(figures: dict[str, Any]) -> str:
     limit = f"{figures['memory_limit_bytes'] / 1e9:.1f} GB"
     fits = f"fits {limit}"
     if not figures["fits"]:
-        fits = f"does NOT fit {limit}, nor does anything else: this is the fastest without a limit"
+        fits = f"does NOT fit {limit}, and no other configuration does: this is the fastest without a limit"
     peak = max(rank["peak_live"] for rank in figures["ranks"])
     return f"memory    {figures['memory_bytes'] / 1e9:.1f} GB a device ({fits}); activations alive at most {peak}"
 

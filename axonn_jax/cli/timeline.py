@@ -12,6 +12,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.options import PipelinePolicy
 from axonn_jax.planner.simulate.replay import parse_task, replay
 from axonn_jax.planner.simulate.simulator import TaskRun
+from axonn_jax.terminal import table
 from axonn_jax.timeline.spans import KINDS, Span, last_whole_step, ranks_of, usage, window
 from axonn_jax.timeline.trace import TIMELINE, read_trace
 
@@ -30,7 +31,7 @@ class Timeline:
     step: Annotated[int | None, Arg(default="the last whole one")] = None
     """The step to show, one of the last few of the run."""
     replay: Annotated[PipelinePolicy | None, Arg(default="none")] = None
-    """Policy for a replay of the step in virtual time with its task times; the run's policy or another one."""
+    """Policy for a simulation of the step with the measured task times; the run's policy or another one."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -39,7 +40,7 @@ def run(args: Timeline) -> int:
     """Draw the picture and print the figures.
 
     Raises:
-        UserError: the directory is none or has no timeline, or the step is not in it.
+        UserError: the directory is missing or has no timeline, or the step is not recorded.
     """
     if not args.run_dir.is_dir():
         raise UserError("RUN_DIR", str(args.run_dir), "a directory left by a pipelined `axonn-jax train`")
@@ -70,7 +71,7 @@ def run(args: Timeline) -> int:
     print(_table(figures))
     if played is not None:
         print(
-            f"\ntasks {played.measured_s * 1e3:,.3f} ms; played again under {played.policy}: "
+            f"\ntasks {played.measured_s * 1e3:,.3f} ms; simulated under {played.policy}: "
             f"{played.simulated_s * 1e3:,.3f} ms ({played.simulated_s / played.measured_s - 1:+.1%})"
         )
     print(f"\n{picture}\n{args.run_dir / TIMELINE} opens in https://ui.perfetto.dev")
@@ -78,7 +79,7 @@ def run(args: Timeline) -> int:
 
 
 def _listed(steps: Sequence[int]) -> str:
-    """The last few, which is all that a run records."""
+    """Return the last few steps, all that a run records."""
     return ", ".join(["..."] * (len(steps) > _SHOWN) + [str(step) for step in steps[-_SHOWN:]])
 
 
@@ -94,14 +95,14 @@ class Replayed:
 
 
 def _replayed(recorded: Sequence[Span], step: int, policy: PipelinePolicy) -> Replayed:
-    """Play a step's tasks again; the optimizer is not among them."""
+    """Simulate a step's tasks, without the optimizer."""
     tasks = [span for span in recorded if span.step == step and span.is_task and span.kind != "optimizer"]
     try:
         done = replay([TaskRun(parse_task(span.name), span.rank, span.start, span.end) for span in tasks], policy)
     except (KeyError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError("--step", step, f"a whole step to play again; this one has {error}") from None
+        raise UserError("--step", step, f"a whole step to replay; this one has {error}") from None
     return Replayed(policy, done.measured_s, done.simulation.makespan, done.gap_s, done.message_s)
 
 
@@ -122,15 +123,14 @@ def _figures(spans: Sequence[Span], ranks: int) -> dict[str, Any]:
 
 
 def _table(figures: dict[str, Any]) -> str:
-    """A row a stage and one for all; a kind that nothing was of has no column."""
+    """Return a row a stage and one for all; an unused kind has no column."""
     kinds = [kind for kind in KINDS if figures["shares"][kind] > 0]
     heads = ["stage", "idle", *(kind.replace("_", " ") for kind in kinds)]
-    rows = [heads]
+    rows = []
     for name, one in [*((str(stage["stage"]), stage) for stage in figures["stages"]), ("all", figures)]:
         row = [name, f"{one['idle']:.1%}"]
         for kind in kinds:
             exposed = f" ({one['exposed_communication']:.1%} exposed)" if kind == "communication" else ""
             row.append(f"{one['shares'][kind]:.1%}{exposed}")
         rows.append(row)
-    widths = [max(len(row[at]) for row in rows) for at in range(len(heads))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(table(heads, rows))

@@ -79,9 +79,9 @@ class _Piece:
 def _long(tokenizer: Any, parts: Iterator[str]) -> Iterator[tuple[int, NDArray[np.uint32]]]:
     """Yield ``(bytes of text, token ids)`` of one long document.
 
-    A piece encoded by itself differs from that piece of a document at both ends: some tokenizers put a space before a
-    text, and words and line ends are cut. So each piece is encoded with text of its neighbours, and two pieces are
-    joined where their tokens agree on both sides of the seam. Where they do not, the two are encoded as one.
+    Encoded alone, a piece differs at both ends: some tokenizers put a space before a text, and words and line ends are
+    cut. So each piece is encoded with text of its neighbours, and two pieces are joined where the tokens agree on both
+    sides of the seam. Pieces without agreement are encoded as one.
     """
     held, before, pieces = None, "", _pieces(parts)
     following = next(pieces, None)
@@ -107,7 +107,7 @@ def _long(tokenizer: Any, parts: Iterator[str]) -> Iterator[tuple[int, NDArray[n
 
 
 def _pieces(parts: Iterator[str]) -> Iterator[str]:
-    """Yield the parts, with those shorter than an overlap joined to others."""
+    """Yield the parts; parts shorter than an overlap are joined to others."""
     held = ""
     for part in parts:
         if min(len(held), len(part)) >= _OVERLAP:
@@ -127,10 +127,10 @@ def _encoded(tokenizer: Any, begins: list[str], texts: list[str], ends: list[str
 
 
 def _join(left: _Piece, right: _Piece) -> int | None:
-    """Return the token of ``left`` at which ``right`` takes over, from its then ``first``; None where they disagree.
+    """Return the token of ``left`` at which ``right`` takes over, from token ``first`` on; None without agreement.
 
-    The seam has tokens of ``left`` from half an overlap before it, and tokens of ``right`` to half an overlap behind:
-    each is compared away from its own cut end.
+    Compared are tokens of ``left`` from half an overlap before the seam, and of ``right`` to half an overlap behind:
+    both away from the cut ends.
     """
     ids = np.asarray(left.seam.ids, np.uint32)
     low, cut, high = (

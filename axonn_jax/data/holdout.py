@@ -1,4 +1,4 @@
-"""Choice of the documents that are held out for evaluation."""
+"""Choice of the documents held out for evaluation."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ class Holdout:
     """Choice of the documents to hold out, by a hash of seed and text.
 
     A document's split depends on no other document's, on no file and on no order, and copies of a text are in one
-    split. Both splits get at least one document: the one whose hash is nearest. Of a document that has
-    at least half of all text, or four times the share, the last part is held out in place of the whole.
+    split. Both splits get at least one document: the one whose hash is nearest. Of a document with at least half of all
+    text, or four times the share, the last part is held out in place of the whole.
     """
 
     def __init__(self, share: float, seed: int):
@@ -54,7 +54,7 @@ class Holdout:
 
 
 def _divide(document: Document, share: float) -> tuple[Document, Document]:
-    """Divide a document in two: behind the first line end from where its last share begins, or just there.
+    """Divide a document in two: at the start of its last share, or behind the next line end.
 
     Neither half is empty. Both have the digest of the document.
     """

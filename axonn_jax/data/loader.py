@@ -21,8 +21,8 @@ class TokenSamples:
     Neighbouring samples share one token: the last target of one is the first input of the next.
 
     Raises:
-        UserError: the directory is not a whole prepared one, or has no such split, or too short a one; a sample
-            that is read has a token that is not in the vocabulary.
+        UserError: the directory is not a whole prepared one, the split is missing or too short, or a sample has a
+            token outside of the vocabulary.
     """
 
     def __init__(self, path: str | Path, split: str, seq_len: int, *, verify: bool = False):
@@ -171,7 +171,7 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """The global number of the next batch's first sample; a new loader given it goes on from here."""
+        """The global number of the next batch's first sample; a new loader with this position continues from here."""
         return self._start + self._taken * self._global_batch
 
     def samples(self, batch: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Manifest and shards of a prepared directory, and checks that both are whole."""
+"""Manifest and shards of a prepared directory, and checks of both."""
 
 import hashlib
 import os
@@ -12,8 +12,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from axonn_jax.documents import read_json, typed
+from axonn_jax.documents import read_json
 from axonn_jax.errors import UserError
+from axonn_jax.options import typed
 
 FORMAT = "axonn_jax tokens"
 VERSION = 1
@@ -36,13 +37,13 @@ class Shard:
     name: str
     tokens: int
     documents: int
-    """Number of documents that end in this shard."""
+    """Number of documents ending in this shard."""
     sha256: str
 
 
 @dataclass(frozen=True)
 class Split:
-    """Counts of a split's text, and its shards, which in order are its token stream."""
+    """Counts of a split's text, and the shards, which in order are the token stream."""
 
     bytes: int
     tokens: int
@@ -66,7 +67,7 @@ class Manifest:
     """``-sum p_t ln p_t``, nats a token, with ``p_t`` the share of token ``t`` in the held-out split, end-of-text
     included: the loss there of the best predictor that ignores all context."""
     skipped: Mapping[str, int]
-    """Numbers of files and records that were left out, by kind."""
+    """Numbers of files and records left out, by kind."""
     options: Mapping[str, Any]
     """The options given: include, exclude, field, bos, holdout, seed."""
     tools: Mapping[str, str]
@@ -83,7 +84,7 @@ class Manifest:
         return np.dtype(self.dtype).newbyteorder("<")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that ``manifest.json`` holds."""
+        """Return the object in ``manifest.json``."""
         return {
             "format": FORMAT,
             "version": self.version,
@@ -101,7 +102,7 @@ class Manifest:
 
     @classmethod
     def load(cls, path: str | Path) -> "Manifest":
-        """Read the manifest of a prepared directory and check that every shard is there in its full size.
+        """Read the manifest of a prepared directory and check every shard's size.
 
         Nothing outside of the directory is read, whatever the manifest says.
 
@@ -138,7 +139,7 @@ class Manifest:
         return manifest
 
     def _check_fields(self) -> None:
-        """Raise ``ValueError`` for values that no prepare writes."""
+        """Raise ``ValueError`` for values never written by `prepare`."""
         if not 1 <= self.vocab <= MAX_VOCAB:
             raise ValueError(f"vocab = {self.vocab}, not 1 to {MAX_VOCAB}")
         if self.dtype not in _DTYPES:
@@ -167,16 +168,16 @@ class Manifest:
             raise _bad(self.path, f"{what} is missing ({error.strerror}); {AGAIN}") from None
         # A manifest from elsewhere must not make us read other files, nor wait for a pipe.
         if not stat.S_ISREG(status.st_mode):
-            raise _bad(self.path, f"{what} is not a regular file, such as a copy of it would be; {AGAIN}")
+            raise _bad(self.path, f"{what} is not a regular file; a copy would be; {AGAIN}")
         return status.st_size
 
     def verify(self, splits: Iterable[str] = SPLITS, *, share: tuple[int, int] = (0, 1)) -> None:
         """Read the tokenizer and every shard of the given splits and compare their SHA-256 with the manifest's.
 
-        `share` = (rank, size) reads only this process's share of them.
+        `share` = (rank, size) reads only this process's share of the files.
 
         Raises:
-            UserError: one of them is corrupt or not readable, or has a token that is not in the vocabulary.
+            UserError: a file is corrupt or not readable, or has a token outside of the vocabulary.
         """
         rank, size = share
         if rank == size - 1:  # which may have a shard less
@@ -186,7 +187,7 @@ class Manifest:
             self.check_ids(np.memmap(self.path / shard.name, dtype=self.storage, mode="r"), shard)
 
     def check_tokenizer(self) -> None:
-        """Read the tokenizer, a few MB; raise ``UserError`` where it is corrupt or not readable."""
+        """Read the tokenizer, a few MB; raise ``UserError`` for a corrupt or unreadable one."""
         self._check(TOKENIZER, TOKENIZER, self.tokenizer_sha256)
         if self.tokenizer_sha256 is None:
             try:
@@ -209,7 +210,7 @@ class Manifest:
         """Raise ``UserError`` where ids read from a shard are not all in the vocabulary."""
         if len(ids) and (largest := int(ids.max())) >= self.vocab:
             raise _bad(
-                self.path, f"shard {shard.name} has token {largest}, beyond its vocabulary of {self.vocab}; {AGAIN}"
+                self.path, f"shard {shard.name} has token {largest}, beyond the vocabulary of {self.vocab}; {AGAIN}"
             )
 
     def _check(self, what: str, name: str, expected: str | None) -> None:
@@ -242,7 +243,7 @@ class ShardWriter:
             self._file.close()
 
     def add(self, ids: NDArray[np.uint32]) -> None:
-        """Append tokens, in further files as they fill up."""
+        """Append tokens, in further files when one is full."""
         self.counts += np.bincount(ids, minlength=len(self.counts))
         while len(ids):
             if self._file is None:

@@ -1,4 +1,4 @@
-"""The directory that a command makes: one writer at a time, whole or not at all, nothing of anybody else's removed."""
+"""Output directory of a command: one writer at a time, whole or not at all, nothing of anybody else's removed."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from axonn_jax.errors import UserError
 
 @dataclass(frozen=True)
 class OutputKind:
-    """Kind of output directory: the command that makes it, its files, and its names in errors."""
+    """Kind of output directory: command, files, and names in errors."""
 
     command: str
     done: str
@@ -24,16 +24,16 @@ class OutputKind:
     out: str
     """Names of the command's arguments."""
     ours: re.Pattern[str]
-    """Names of the files and folders that the command writes."""
+    """Names of the command's files and folders."""
     last: str = ""
     """The file without which a directory is none of the command's; without any, the command never replaces one."""
 
 
 @contextlib.contextmanager
 def appearing(source: Path, out: Path, kind: OutputKind, *, force: bool = False) -> Iterator[Path]:
-    """Give a directory to write in, which becomes ``out`` at the end by a rename, or is removed on any failure.
+    """Give a directory to write in, renamed to ``out`` at the end, or removed on any failure.
 
-    Where ``out`` has been taken meanwhile, the new files are kept beside it, and the error names the place.
+    If ``out`` has been taken meanwhile, the new files stay beside ``out``, and the error names the place.
 
     Raises:
         UserError: ``out`` holds something else or cannot be written, another process writes it, or the disk is full.
@@ -53,7 +53,7 @@ def appearing(source: Path, out: Path, kind: OutputKind, *, force: bool = False)
                 _remove(partial, kind)
                 raise
     except Held as holder:
-        raise UserError(kind.out, str(out), f"a directory that no other {kind.command} writes; {holder} does") from None
+        raise UserError(kind.out, str(out), f"a directory without a writer; {holder} writes there") from None
     except OSError as error:
         if error.strerror is None:  # not the system's
             raise
@@ -61,19 +61,19 @@ def appearing(source: Path, out: Path, kind: OutputKind, *, force: bool = False)
 
 
 def is_partial(out: Path, folder: Path, name: str) -> bool:
-    """True if an entry of a folder belongs to a process that makes ``out``, now or before it was killed."""
+    """True if an entry of a folder belongs to a process making ``out``, alive or killed."""
     return folder == out.parent and name.startswith(f".{out.name}.")
 
 
 def _check(source: Path, out: Path, force: bool, kind: OutputKind) -> None:
     if source.is_relative_to(out):
-        raise UserError(kind.out, str(out), f"a directory other than {kind.source}, and not one around it")
+        raise UserError(kind.out, str(out), f"a directory other than {kind.source} and its parents")
     if not os.path.lexists(out):
         return
     if not out.is_dir():
         raise UserError(kind.out, str(out), "a directory, or a path where there is nothing yet")
     if out.is_mount():  # no rename replaces it
-        raise UserError(kind.out, str(out), "a directory in it: this one is where a file system is mounted")
+        raise UserError(kind.out, str(out), "a directory below: this one is a mount point")
     names = sorted(os.listdir(out))
     if not names:
         return
@@ -82,14 +82,14 @@ def _check(source: Path, out: Path, force: bool, kind: OutputKind) -> None:
         raise UserError(
             kind.out,
             str(out),
-            f"a new or empty directory; this one holds {(foreign or names)[0]!r}, so it is left as it is",
+            f"a new or empty directory; this one holds {(foreign or names)[0]!r} and stays unchanged",
         )
     if not force:
         raise UserError(kind.out, str(out), f"a new or empty directory; --force replaces this {kind.done} one")
 
 
 def _place(source: Path, partial: Path, out: Path, force: bool, kind: OutputKind) -> None:
-    """Rename the finished directory to ``out``, where minutes may have passed since it was checked."""
+    """Rename the finished directory to ``out``, perhaps minutes after the check."""
     old = partial.with_suffix(".old")
     try:
         _check(source, out, force, kind)
@@ -101,14 +101,14 @@ def _place(source: Path, partial: Path, out: Path, force: bool, kind: OutputKind
             old.rename(out)
         kept = out.parent / partial.stem.removeprefix(".")
         partial.rename(kept)
-        why = error.accepted if isinstance(error, UserError) else f"a place that stays as it is; {error.strerror}"
-        raise UserError(kind.out, str(out), f"{why}; what was {kind.done} is whole in {str(kept)!r}") from None
+        why = error.accepted if isinstance(error, UserError) else f"an unchanged directory; {error.strerror}"
+        raise UserError(kind.out, str(out), f"{why}; the {kind.done} directory is in {str(kept)!r}") from None
     if old.exists():
         _retire(old, out, kind)
 
 
 def _sweep(out: Path, kind: OutputKind) -> None:
-    """Clear up after killed processes: the caller holds the lock, so none of them is alive."""
+    """Clear up after killed processes: the caller holds the lock, so all of these are dead."""
     left_over = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.(partial|old)")
     for name in sorted(os.listdir(out.parent)):
         folder = out.parent / name
@@ -125,7 +125,7 @@ def _sweep(out: Path, kind: OutputKind) -> None:
 
 
 def _retire(old: Path, out: Path, kind: OutputKind) -> None:
-    """Remove the directory that ``out`` was; files that somebody put there meanwhile move to ``out``."""
+    """Remove the former ``out``; files put there by somebody meanwhile move to ``out``."""
     for name in os.listdir(old):
         if not (kind.ours.fullmatch(name) or os.path.lexists(out / name)):
             (old / name).rename(out / name)
@@ -133,7 +133,7 @@ def _retire(old: Path, out: Path, kind: OutputKind) -> None:
 
 
 def _remove(folder: Path, kind: OutputKind) -> None:
-    """Remove a directory of ours, whole or not, but nothing else that may be in it."""
+    """Remove a directory of ours, whole or not, but no foreign files in it."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             path = folder / name

@@ -56,12 +56,12 @@ def prepare(
 ) -> tuple[Manifest, Source]:
     """Write the prepared directory ``out`` from the documents of ``source``, at once whole or not at all.
 
-    A tokenizer of ``vocab`` entries is trained, or one that exists is taken (`tokenize.load_given`). `source.scan`
-    describes the files that are read.
+    A tokenizer of ``vocab`` entries is trained, or an existing one taken (`tokenize.load_given`). `source.scan`
+    describes the files read.
 
     Raises:
-        UserError: an argument is out of range, nothing usable matches, the text gives no vocabulary of that size,
-            ``out`` holds something else or cannot be written, or another prepare writes it.
+        UserError: an argument is out of range, nothing usable matches, the text gives no vocabulary of this size,
+            ``out`` holds something else or cannot be written, or another prepare writes there.
     """
     given = None
     if tokenizer is not None:
@@ -148,7 +148,7 @@ def unigram_entropy(counts: NDArray[np.integer[Any]]) -> float:
 
 
 def _steady(stream: Iterator[T], source: Source) -> Iterator[T]:
-    """Make a ``UserError`` of a failure to read a file that could be read before."""
+    """Make a ``UserError`` of a failure to read a file readable before."""
     try:
         yield from stream
     except UserError:
@@ -158,7 +158,7 @@ def _steady(stream: Iterator[T], source: Source) -> Iterator[T]:
 
 
 def _changed(source: Source, why: str) -> UserError:
-    return UserError("SOURCE", str(source.root), f"files that stay as they are meanwhile; one has changed: {why}")
+    return UserError("SOURCE", str(source.root), f"files that do not change meanwhile; one did: {why}")
 
 
 def _training(source: Source, held: Holdout, report: Report) -> Iterator[str]:

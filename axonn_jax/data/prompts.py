@@ -15,7 +15,7 @@ MOST_BYTES = 256 << 20
 def objects_of(raw: bytes, path: Path, field: str, *, chat: bool = False) -> dict[int, dict[str, Any]]:
     """Return the objects of a file by line; in a `chat` they may have messages.
 
-    Raises ``UserError``, which calls the file `field`, for the first line that is of no use.
+    Raises ``UserError`` on `field`, the file's name in errors, for the first unusable line.
     """
     prompts = {}
     for number, line in _filled(raw):
@@ -32,7 +32,7 @@ def objects_of(raw: bytes, path: Path, field: str, *, chat: bool = False) -> dic
 
 
 def ids_within(tokenizer: Any, text: str, seq_len: int, *, special: bool = True) -> tuple[int, ...]:
-    """Return a prompt's tokens (`prompt_ids`); raise ``UserError`` where they leave no room for one more."""
+    """Return a prompt's tokens (`prompt_ids`); raise ``UserError`` without room for one more."""
     ids = tuple(prompt_ids(tokenizer, text, special=special))
     if len(ids) >= seq_len:
         accepted = f"a prompt of at most {seq_len - 1} tokens (model.seq_len = {seq_len}); this one has {len(ids)}"
@@ -75,5 +75,5 @@ def fixed_prompts(path: Path, tokenizer: Any, seq_len: int, field: str) -> list[
 
 
 def _filled(raw: bytes) -> Iterator[tuple[int, bytes]]:
-    """Return the lines that are not empty, with their numbers."""
+    """Return nonempty lines with numbers."""
     return ((number, line) for number, line in enumerate(raw.splitlines(), 1) if line.strip())

@@ -20,11 +20,11 @@ _ROWS = 1024  # of a table, read at once
 
 
 class BinaryFile(Exception):
-    """A file that holds a NUL byte, so it is not text."""
+    """A file with a NUL byte, so not text."""
 
 
 UNREADABLE = (BinaryFile, OSError, EOFError, zlib.error, ValueError)
-"""Exceptions from reading a file that is no text, damaged, or out of reach."""
+"""Exceptions from reading a damaged file, one out of reach, or one other than text."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Document:
 
     @classmethod
     def of(cls, text: str) -> "Document":
-        """Return the document of a text that is in memory."""
+        """Return the document of a text in memory."""
         digest = hashlib.sha256(text.encode()).digest()
         return cls(digest, len(text), lambda: parts_of(io.StringIO(text, newline="")))
 
@@ -55,7 +55,7 @@ def holds_records(path: Path) -> bool:
 
 
 def text_parts(path: Path) -> Iterator[str]:
-    """Yield the text of a file in parts, exactly: line ends and a byte-order mark stay as they are.
+    """Yield the text of a file in parts, exactly: line ends and a byte-order mark stay.
 
     Raises one of ``UNREADABLE``: ``UnicodeDecodeError`` where the file is not UTF-8.
     """
@@ -80,7 +80,7 @@ def parts_of(file: TextIO) -> Iterator[str]:
 def records(path: Path, field: str) -> Iterator[tuple[str, str]]:
     """Yield the text of each record and "", or "" and why the record has none.
 
-    A file that is damaged or out of reach ends with a record that is "unreadable".
+    A damaged file, or one out of reach, ends with an "unreadable" record.
     """
     table = plain(path).suffix == _TABLE
     try:
@@ -108,7 +108,7 @@ def _text(row: Any, field: str) -> tuple[str, str]:
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    """Yield the values of JSON Lines, None for a line that is not JSON; blank lines are skipped."""
+    """Yield the values of JSON Lines, None for a line of other text; blank lines are skipped."""
     with _open(path) as file:
         for line in file:
             if line.strip():
@@ -142,8 +142,6 @@ def _arrow(path: Path) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        accepted = (
-            "a file that is read without pyarrow; pip install 'axonn_jax[data]' reads it, --exclude leaves it out"
-        )
+        accepted = "a file readable without pyarrow; pip install 'axonn_jax[data]', or --exclude the file"
         raise UserError("SOURCE", str(path), accepted) from None
     return pyarrow

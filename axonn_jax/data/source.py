@@ -36,12 +36,12 @@ class Contents:
     size: int = 0
     """Bytes of the documents' text in UTF-8."""
     text: Document | None = None
-    """The document of a file that is one; None for records."""
+    """The document of a file of text; None for records."""
 
 
 @dataclass
 class Source:
-    """Usable files of a source, and the numbers of files and records that are left out."""
+    """Usable files of a source, and the numbers of files and records left out."""
 
     root: Path
     text_field: str
@@ -49,11 +49,11 @@ class Source:
     files: dict[str, Contents] = field(default_factory=dict)
     """Files to read, by path below ``root``, in reading order."""
     skipped: Counter[str] = field(default_factory=Counter)
-    """Files and records that match and cannot be used, by kind."""
+    """Matching files and records of no use, by kind."""
     examples: dict[str, str] = field(default_factory=dict)
     """One skipped file or record of each kind."""
     not_included: Counter[str] = field(default_factory=Counter)
-    """Files that match no pattern, by the ending of their names."""
+    """Files without a matching pattern, by ending of the name."""
 
     @property
     def size(self) -> int:
@@ -69,7 +69,7 @@ class Source:
                 yield from (Document.of(text) for text, _ in records(self.root / name, self.text_field) if text)
 
     def skip(self, kind: str, name: str) -> None:
-        """Count a file or record that cannot be used."""
+        """Count an unusable file or record."""
         self.skipped[kind] += 1
         self.examples.setdefault(kind, name)
 
@@ -84,7 +84,7 @@ def scan(
     see: Callable[[Document], None],
     report: Callable[[str, int, int], None],
 ) -> Source:
-    """Find the files of a source and read each once, to see that it is text and to count its documents.
+    """Find the files of a source; read each once, to check the text and count documents.
 
     Files of a folder match a pattern of ``include`` (of ``INCLUDE`` where there is none), compressed or not, and no
     pattern of ``exclude`` and ``EXCLUDE``. A pattern without a slash is compared with a file's name (to exclude: with
@@ -101,7 +101,7 @@ def scan(
         report: Called with "reading", the bytes of text so far and 0.
 
     Raises:
-        UserError: no text is there, or reading a file needs a package that is not installed.
+        UserError: no text is there, or reading a file needs a missing package.
     """
     if path.is_dir():
         source = Source(path.resolve(), text_field)
@@ -169,7 +169,7 @@ def _walk(source: Source, exclude: Sequence[str], out: Path) -> Iterator[str]:
 
 
 def _without_links(source: Source, names: Iterator[str]) -> Iterator[str]:
-    """Yield the names that are no symbolic link, or one of the Hugging Face cache to a file not read yet."""
+    """Yield the names of files that are no links, and of the Hugging Face cache's links to files not read yet."""
     targets = set[Path]()
     for name in names:
         path = source.root / name
@@ -188,7 +188,7 @@ def _is_cached(folder: Path, target: Path) -> bool:
 
 
 def _included(source: Source, names: Iterator[str], include: Sequence[str]) -> Iterator[str]:
-    """Yield the names that match, and count the others."""
+    """Yield matching names, and count the others."""
     for name in names:
         if _matches(name, include) or _matches(plain(Path(name)).as_posix(), include):
             yield name
@@ -202,7 +202,7 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
 
 
 def _read(source: Source, name: str, see: Callable[[Document], None]) -> Contents:
-    """Count the documents of a file; none where it cannot be used."""
+    """Count the documents of a file; none in an unusable file."""
     path = source.root / name
     if not path.is_file():  # a pipe would block, a device never end
         source.skip("unreadable", name)

@@ -1,4 +1,4 @@
-"""Tokenizers: training of byte-level BPE, use of existing ones, and the tokens that end and begin a text."""
+"""Tokenizers: training of byte-level BPE, use of existing ones, and end and begin tokens of a text."""
 
 import contextlib
 import json
@@ -30,10 +30,10 @@ _EXPECTED = "the tokenizer.json of a directory from `axonn-jax prepare`, or a mo
 def train(texts: Iterable[str], vocab: int) -> Any:
     """Train a byte-level BPE of exactly ``vocab`` entries, of which entry 0 is the end-of-text token.
 
-    Only merges that occur at least twice are learned: one seen once says nothing about other text.
+    Only merges occurring at least twice are learned: one seen once says nothing about other text.
 
     Raises:
-        UserError: ``vocab`` is out of range, or the text has too few repeated strings for that many entries.
+        UserError: ``vocab`` is out of range, or the text has too few repeated strings for so many entries.
     """
     check_vocab(vocab)
     tokenizer = _byte_level(models.BPE())
@@ -85,7 +85,7 @@ def _is_ours(tokenizer: Any) -> bool:
 
 
 def _sound(raw: Any) -> Any:
-    """The tokenizer that a file's content describes; raises ``ValueError``."""
+    """Return the tokenizer of a file's content; raises ``ValueError``."""
     try:
         tokenizer = Tokenizer.from_str(json.dumps(raw))
         tokenizer.no_truncation()
@@ -103,10 +103,10 @@ def _sound(raw: Any) -> Any:
 
 
 def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
-    """Return an existing tokenizer, its files by name and the id that ends a document.
+    """Return an existing tokenizer, its files by name and a document's end id.
 
-    ``path`` is the file, or a directory with ``tokenizer.json``, such as one that `prepare` wrote or a pretrained
-    model's. Raises ``UserError`` as ``load`` does, and where no file names the token that ends a document.
+    ``path`` is the file, or a directory with ``tokenizer.json``, of `prepare` or of a pretrained model. Raises
+    ``UserError`` as ``load`` does, and if no file names a document's end token.
     """
     file = path / TOKENIZER if path.is_dir() else path
     if not file.exists() and (file.parent / "tokenizer.model").exists():
@@ -115,7 +115,7 @@ def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
     tokenizer = load(file, field)
     raw = read_bytes(file, MAX_TOKENIZER, inside=root_of(file.parent))
     if (end := end_of(file.parent, tokenizer, field)) is None:
-        accepted = f"a tokenizer beside whose file {SETTINGS} says which is the eos_token"
+        accepted = f"a tokenizer with an eos_token named in a {SETTINGS} beside the file"
         raise UserError(field, str(path), accepted)
     tokenizer.encode_special_tokens = True  # as in `_byte_level`
     files = small_files(file.parent, field, OF_TOKENIZER) if file.name == TOKENIZER else {}
@@ -123,14 +123,14 @@ def load_given(path: Path, field: str) -> tuple[Any, dict[str, bytes], int]:
 
 
 def end_of(folder: Path, tokenizer: Any, field: str) -> int | None:
-    """Return the id that ends a document, as the directory's files name it, or else EOT's."""
+    """Return a document's end id, by the directory's files, or else EOT's."""
     return next(_ends(folder, tokenizer, field), None)
 
 
 def ends_of(folder: Path, tokenizer: Any, field: str) -> tuple[int, ...]:
-    """Return the ids that end a text in generation: all that a directory's files name, `end_of`'s first.
+    """Return the end ids of a text in generation: all in a directory's files, `end_of`'s first.
 
-    Where the tokenizer is None, only ids that the files give as numbers count.
+    Without a tokenizer only ids given as numbers count.
     """
     return tuple(dict.fromkeys(_ends(folder, tokenizer, field)))
 
@@ -153,7 +153,7 @@ def _ends(folder: Path, tokenizer: Any, field: str) -> Iterator[int]:
 
 
 def begin_of(tokenizer: Any) -> list[int]:
-    """The ids that a tokenizer's post-processor puts before a text, often one or none."""
+    """Return the ids put before a text by a tokenizer's post-processor, often one or none."""
     ids, text = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
     added = len(ids) - len(text)
     return next((ids[:at] for at in range(added + 1) if ids[at : at + len(text)] == text), [])
@@ -175,9 +175,9 @@ def naming_end(files: Mapping[str, bytes], tokenizer: Any, end: int) -> dict[str
 
 
 def files_of(prepared: Path) -> dict[str, bytes]:
-    """Return the tokenizer's files of a prepared directory, with the end token in them if possible.
+    """Return the tokenizer's files of a prepared directory, with the end token if possible.
 
-    Raises ``UserError`` for a file that cannot be read.
+    Raises ``UserError`` for an unreadable file.
     """
     files = dict(small_files(prepared, "data.path", OF_TOKENIZER))
     with contextlib.suppress(UserError):  # training needs none
@@ -188,8 +188,8 @@ def files_of(prepared: Path) -> dict[str, bytes]:
 def prompt_ids(tokenizer: Any, prompt: str, *, special: bool = True) -> list[int]:
     """Return a prompt's tokens, with the post-processor's if `special`.
 
-    An empty prompt to a tokenizer that `prepare` trained is the end of the document before. Raises ``UserError`` for a
-    prompt without tokens, or that is no text.
+    With a tokenizer trained by `prepare`, an empty prompt is the end of the document before. Raises ``UserError`` for a
+    prompt without tokens, or other than text.
     """
     try:
         prompt.encode()

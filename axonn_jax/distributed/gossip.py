@@ -1,7 +1,7 @@
 """News of the processes of a pipeline: a report of fixed size to a few neighbours at every beat.
 
-Neighbours are those that a process exchanges activations with, and those in a tree over all ranks. News for all travel
-along the tree: the time of the last progress anywhere, and silent ranks. No clock and no MPI in here.
+Neighbours exchange activations with the process, or are next to it in a tree over all ranks. News for all travels along
+the tree: the time of the last progress anywhere, and silent ranks. No clock and no MPI in here.
 """
 
 import struct
@@ -16,13 +16,13 @@ Phase = Literal["compiling", "between steps", "in a step", "saving"]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 PATIENT: frozenset[Phase] = frozenset({"compiling", "saving"})
-"""Phases that may take longer than the stall timeout, though not for ever (`heartbeat.PATIENCE`)."""
+"""Phases allowed to take longer than the stall timeout, though not for ever (`heartbeat.PATIENCE`)."""
 
 SILENT_S = 4.0
 """A living neighbour is heard of every half second; this long without a word is suspicious."""
 _CHILDREN = 8
 _NAMED = 2
-"""Silent ranks that a report and an error line have room for."""
+"""Most silent ranks in a report and in an error line."""
 _NOBODY = -1
 _FIXED = struct.Struct("<qqqB24s120s")
 _ACCUSED = struct.Struct("<qqd")
@@ -39,7 +39,7 @@ class RankStatus:
     finished: str = "nothing yet"
     """Last task that ran to its end."""
     running: str = ""
-    """Task on the device, or another thing that is waited for."""
+    """Task on the device, or another awaited thing."""
     waiting: tuple[Message, ...] = ()
     """Messages without which nothing can be started."""
     since: float = field(default_factory=time.monotonic)
@@ -53,7 +53,7 @@ class RankStatus:
         self.since = time.monotonic()
 
     def describe(self) -> str:
-        """Return a phrase for people: the rank's work, or the messages and stages that it waits for."""
+        """Return a phrase for people: the rank's work, or the awaited messages and stages."""
         if self.phase != "in a step":
             return f"is {self.phase}"
         if self.running:
@@ -75,23 +75,23 @@ class Report(NamedTuple):
     phase: Phase = "compiling"
     step: int = 0
     finished: str = "nothing yet"
-    does: str = "has not been heard of"
+    does: str = "has sent no heartbeat"
 
 
 class _Accused(NamedTuple):
     times: int
-    """Number of reports in which its neighbours said so."""
+    """Number of the neighbours' accusing reports."""
     since: float
     """Time at which the silent rank was last heard of."""
     confirmed: float
-    """Time of the neighbours' last report of silence that is known here."""
+    """Time of the neighbours' last known report of silence."""
 
 
 class Gossip:
     """Gossip of one process; times are seconds on the process's own clock.
 
-    Clocks differ between hosts and reports lie about until they are read. So news carries no time but a count, which
-    grows only while the news is true: a higher count was confirmed at most a beat per hop ago.
+    Clocks differ between hosts, and reports wait to be read. So news carries no time but a count, which grows only
+    while the news is true: a higher count was confirmed at most a beat per hop ago.
     """
 
     def __init__(self, rank: int, size: int, per_stage: int, now: float, beat: float):
@@ -99,7 +99,7 @@ class Gossip:
         self.neighbours = _neighbours(rank, size, per_stage)
         """The ranks to send every report to."""
         self.moved = now
-        """Time of the last progress anywhere that is known here."""
+        """Time of the last known progress anywhere."""
         self._moves = 0
         self._heard = dict.fromkeys(self.neighbours, (Report(), now))
         self._accused: dict[int, _Accused] = {}
@@ -135,11 +135,11 @@ class Gossip:
                 self._accused[rank] = _Accused(times, now - silent, now)
 
     def report(self, rank: int) -> tuple[Report, float] | None:
-        """Return a neighbour's last report and its time; None for ranks that do not report to this one."""
+        """Return the last report of a neighbour and its time; None for other ranks."""
         return self._heard.get(rank)
 
     def silent(self, now: float) -> dict[int, float]:
-        """Seconds since ranks were heard of that should have been: one's own neighbours first, then the nearest."""
+        """Seconds since overdue ranks were last heard of: one's own neighbours first, then the nearest."""
         silent = {rank: now - at for rank, (_, at) in self._heard.items() if now - at > SILENT_S}
         for rank, news in sorted(self._news(now), key=lambda item: abs(item[0] - self._rank)):
             silent.setdefault(rank, now - news.since)
@@ -158,7 +158,7 @@ class Gossip:
         ]
 
     def _news(self, now: float) -> list[tuple[int, _Accused]]:
-        """Return the accusations that hold, newest first; each rank judges its own neighbours itself."""
+        """Return valid accusations, newest first; each rank judges its own neighbours."""
         own = {rank for rank, _ in self._deaf(now)}
         holds = [
             (rank, news)

@@ -1,4 +1,4 @@
-"""Memory limits on GPUs: jax's share of a GPU's memory, and the host memory that a process may pin."""
+"""Memory limits on GPUs: jax's share of a GPU's memory, and a process's pinned host memory."""
 
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -7,21 +7,21 @@ from typing import Any
 from axonn_jax.errors import UserError
 
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""XLA's variable, in GiB, read when the backend starts; the memory is taken as it is needed."""
+"""XLA's variable, in GiB, read when the backend starts; memory is taken on demand."""
 GIB = 1 << 30
 XLAS_OWN = 64
 """GiB without the variable."""
 
 FRACTION = 0.92
-"""Share of a GPU's memory that runs take and `plan` counts on; CUDA's context and NCCL's buffers have the rest."""
+"""Share of a GPU's memory for runs, as `plan` assumes; CUDA's context and NCCL's buffers have the rest."""
 JAXS_OWN = 0.75
-"""Share of a GPU's memory that jax takes by default."""
+"""Default share of a GPU's memory for jax."""
 FRACTION_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
 """jax's variable for the share, read when the backend starts."""
 _OLD_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 VARIABLES = (FRACTION_VARIABLE, _OLD_VARIABLE, "XLA_PYTHON_CLIENT_PREALLOCATE", _ALLOCATOR)
-"""Variables that tell jax how to take a GPU's memory; it refuses the first two together."""
+"""Variables of jax for a GPU's memory; jax refuses the first two together."""
 
 
 def host_memory() -> int:
@@ -49,7 +49,7 @@ def pinned_limit(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def check_pinned(each: int, devices: Sequence[Any], environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ``UserError`` where this process may not pin `each` bytes for each of its GPUs."""
+    """Raise ``UserError`` where this process may not pin `each` bytes for each GPU."""
     needed = each * len(devices)
     if devices[0].platform != "gpu" or needed <= pinned_limit(environ):
         return
@@ -63,14 +63,14 @@ def check_pinned(each: int, devices: Sequence[Any], environ: Mapping[str, str] =
 def raise_fraction(environ: MutableMapping[str, str] = os.environ) -> None:
     """Let jax take `FRACTION` of each of this process's GPUs; call before jax starts.
 
-    It is left alone where the user has set any of jax's variables for device memory.
+    A variable for device memory set by the user stays.
     """
     if not any(environ.get(name) for name in VARIABLES):
         environ[FRACTION_VARIABLE] = str(FRACTION)
 
 
 def fraction(environ: Mapping[str, str] = os.environ) -> float:
-    """Return the greatest share of a GPU's memory that jax takes; ``UserError`` for a value that is no number."""
+    """Return jax's greatest share of a GPU's memory; ``UserError`` for a value other than a number."""
     if environ.get(_ALLOCATOR, "").lower() == "platform":  # which has no pool
         return 1.0
     name = FRACTION_VARIABLE if environ.get(FRACTION_VARIABLE) else _OLD_VARIABLE

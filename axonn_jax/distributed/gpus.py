@@ -11,26 +11,26 @@ from typing import NamedTuple
 from axonn_jax.errors import UserError
 
 View = tuple[str, ...] | None
-"""Identifiers of the GPUs that a process sees, by their indexes there; None where jax chooses by itself."""
+"""Identifiers of a process's visible GPUs, by index; None where jax chooses."""
 
 _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
 _DEV = Path("/dev")
 
 
 class Gpu(NamedTuple):
-    """A GPU that a process is allowed to use."""
+    """A GPU allowed to a process."""
 
     name: str
-    """UUID of the GPU, or another name that tells it from all others."""
+    """UUID of the GPU, or another unique name."""
     parts: tuple[str, ...] = ()
-    """UUIDs of the GPU's MIG devices; with any, a process can use only one of them."""
+    """UUIDs of the GPU's MIG devices; with any, a process can use only one."""
 
 
 def shares(views: Sequence[View], wanted: int | None = None) -> list[tuple[int, ...]]:
-    """Indexes of the GPUs that each rank takes of those it sees: `wanted` of them, or an equal share.
+    """Return the indexes of each rank's GPUs among the visible ones: `wanted` GPUs, or an equal share.
 
-    Ranks that see the same GPUs share them by rank; a rank that alone sees its GPUs (bound by the launcher) takes them.
-    Empty where jax uses no GPUs. Raises ``UserError`` for too few or contradictory GPUs.
+    Ranks with the same visible GPUs share by rank; a rank with its own GPUs (bound by the launcher) takes all. Empty
+    where jax uses no GPUs. Raises ``UserError`` for too few or contradictory GPUs.
     """
     groups: dict[frozenset[str], list[int]] = {}
     for rank, view in enumerate(views):
@@ -46,7 +46,7 @@ def shares(views: Sequence[View], wanted: int | None = None) -> list[tuple[int, 
             if gpu in owner:
                 raise UserError(
                     f"GPUs seen by {_named(ranks)}", ",".join(sorted(gpus)),
-                    f"the same ones as {_named(owner[gpu])}, or none of theirs; {gpu} is one of both",
+                    f"the same GPUs as {_named(owner[gpu])}, or none in common; {gpu} is in both",
                 )  # fmt: skip
             owner[gpu] = ranks
         each = len(gpus) // len(ranks) if wanted is None else wanted
@@ -64,7 +64,7 @@ def shares(views: Sequence[View], wanted: int | None = None) -> list[tuple[int, 
 
 
 def idle(views: Sequence[View], taken: Sequence[Sequence[int]]) -> str:
-    """Return one line where GPUs that ranks see are taken by none, else empty."""
+    """Return one line if visible GPUs stay unused, else empty."""
     seen = {gpu for view in views for gpu in view or ()}
     used = sum(map(len, taken))
     if not 0 < used < len(seen):
@@ -73,9 +73,9 @@ def idle(views: Sequence[View], taken: Sequence[Sequence[int]]) -> str:
 
 
 def visible(environ: Mapping[str, str], present: Sequence[Gpu], *, rocm: bool = False) -> tuple[str, ...]:
-    """Return the identifiers of the GPUs that CUDA, or ROCm, would count in a process, in that order.
+    """Return the identifiers of a process's GPUs in the order of CUDA or ROCm.
 
-    A list ends at its first entry that names no GPU; with MIG devices CUDA sees only the first.
+    A list ends before the first entry without a GPU; with MIG devices CUDA sees only the first.
     """
     if rocm:
         allowed = _listed(environ.get("ROCR_VISIBLE_DEVICES"), present)
@@ -100,7 +100,7 @@ def _listed(value: str | None, present: Sequence[Gpu]) -> list[Gpu]:
 
 
 def _meant(token: str, present: Sequence[Gpu]) -> Gpu | None:
-    """Return the GPU that an entry of a list means: an index, or the beginning of a UUID."""
+    """Return the GPU of a list's entry: an index, or the beginning of a UUID."""
     if token.isdecimal() and len(token) < 20:
         return present[int(token)] if int(token) < len(present) else None
     if not token.startswith(("GPU-", "MIG-")):
@@ -116,13 +116,13 @@ def _meant(token: str, present: Sequence[Gpu]) -> Gpu | None:
 
 
 def look(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the identifiers of the GPUs that jax would find in this process; starts neither jax nor CUDA."""
+    """Return the identifiers of jax's GPUs in this process, without starting jax or CUDA."""
     nvidia = [] if "rocm" in environ.get("JAX_PLATFORMS", "") else nvidia_gpus()
     return visible(environ, nvidia) if nvidia else visible(environ, amd_gpus(), rocm=True)
 
 
 def nvidia_gpus() -> list[Gpu]:
-    """NVIDIA GPUs that this process may use, as the driver lists them, or by opening the devices."""
+    """Return this process's NVIDIA GPUs, by the driver's list or by opening the devices."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
         return parse(listing)
@@ -135,7 +135,7 @@ def nvidia_gpus() -> list[Gpu]:
 
 
 def parse(listing: str) -> list[Gpu]:
-    """Return the GPUs, with their MIG devices, that `nvidia-smi -L` lists."""
+    """Return the GPUs of `nvidia-smi -L`, with their MIG devices."""
     gpus: list[Gpu] = []
     for line in listing.splitlines():
         uuid = re.search(r"\(UUID: ([^)]+)\)", line)
@@ -147,7 +147,7 @@ def parse(listing: str) -> list[Gpu]:
 
 
 def amd_gpus() -> list[Gpu]:
-    """Return the AMD GPUs that this process may use, in the order of ROCm's topology."""
+    """Return this process's AMD GPUs in the order of ROCm's topology."""
     gpus = []
     for node in sorted(_KFD.glob("[0-9]*"), key=lambda path: int(path.name)):
         with contextlib.suppress(OSError, ValueError):  # the kernel refuses to describe forbidden GPUs
@@ -167,9 +167,9 @@ def _host() -> str:
 
 
 def take(rank: int, wanted: int | None, gather: Callable[[View], Sequence[View]]) -> str:
-    """Tell jax which GPUs this process takes; return a warning where some stay idle. Every rank calls it.
+    """Give jax this process's GPUs; return a warning if some stay idle. Collective over all ranks.
 
-    `gather` gives every rank's view in order. Raises ``UserError``, the same on all ranks, where GPUs do not do.
+    `gather` gives every rank's view in order. Raises ``UserError``, the same on all ranks, for unusable GPUs.
     """
     import jax
 

@@ -1,7 +1,7 @@
-"""Heartbeat of a pipelined run: a thread that ends a process which waits in vain, and names the missing one.
+"""Heartbeat of a pipelined run: a thread that ends a process waiting in vain, and names the missing one.
 
-Every process tells a few neighbours its state and news, twice a second (`distributed.gossip`). The thread also learns
-of SIGTERM, with which launchers end the rest of a run; a handler of the script's own keeps it.
+Every process tells a few neighbours its state and news, twice a second (`distributed.gossip`). The thread also handles
+SIGTERM, with which launchers end the rest of a run, unless the script has its own handler.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 PATIENCE_S, PATIENCE = 1200.0, 10
-"""Seconds, or times `stall_timeout` if that is more, that compiling or saving may take without a sign.
+"""Longest silence while compiling or saving: the larger of these seconds and so many times `stall_timeout`.
 
 One stage's programs or one checkpoint take minutes where stages are large and disks slow; after twenty it is a hang.
 """
 _BEAT_S = 0.5
 _ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
-"""Signals with which a run is told to end, or warned of it: a script's handlers of these may save."""
+"""Signals that end a run or warn of the end: a script's handlers of these may save."""
 _TERMINATED = 128 + signal.SIGTERM
 _GRACE_S = 0.6
 _PEER_FAILED = 255
-"""Byte in the wake-up pipe, beside the numbers of signals, for a `peer_failed` that has answered yes."""
+"""Byte in the wake-up pipe, beside the numbers of signals, for a `peer_failed` answered with yes."""
 
 
 class Heartbeat:
     """Heartbeat of a process, which ends the run when nothing has moved for `stall_timeout` seconds.
 
-    With several processes it is collective over `world`, which nothing else uses, and hears of the others.
+    With several processes collective over `world`, which nothing else uses; reports come from the others.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Heartbeat:
         self._record = bytearray(SIZE)
         self._wake_read = self._wake_write = -1
         self._before: int | None = None
-        """The wake-up descriptor of signals that was there before; None where none was taken."""
+        """Previous wake-up descriptor of signals; None where none was taken."""
         self._signalled = 0.0
-        """Time of a signal that a handler of the script may still be busy with."""
+        """Time of a signal still handled by the script, perhaps."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="axonn-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; over MPI, from the main thread, it also takes note of signals."""
+        """Start the thread; over MPI, from the main thread, also note signals."""
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._take_signals()
@@ -113,7 +113,8 @@ class Heartbeat:
                 _say(f"warning: the pipeline's heartbeat: {type(error).__name__}: {error}")
 
     def _check(self) -> None:
-        """End a process that has waited too long: in a step since the last progress anywhere, else since its own."""
+        """End a process that has waited too long: in a step since the last progress anywhere, else since its own
+        progress."""
         now = time.monotonic()
         if self._patient():
             quiet = now - max(self._status.since, self._signalled)
@@ -127,7 +128,7 @@ class Heartbeat:
             _end(f"error: pipeline stalled: {self._story(now - self._status.since)} ({setting} = {allowed:g})", 1)
 
     def _patient(self) -> bool:
-        """Return True if this process is at something that may take long: a handler of signals, too, may save."""
+        """Return True if this process does something slow: a handler of signals, too, may save."""
         return self._status.phase in PATIENT or self._signalled > self._status.since
 
     def _take_signals(self) -> None:
@@ -138,7 +139,7 @@ class Heartbeat:
                 signal.signal(signal.SIGTERM, self._terminate)
 
     def _leave_signals(self) -> None:
-        """Restore the signal handling, except for handlers that were set meanwhile."""
+        """Restore the signal handling, except for handlers set meanwhile."""
         if self._before is not None and threading.current_thread() is threading.main_thread():
             descriptor = signal.set_wakeup_fd(self._before)
             if descriptor != self._wake_write:
@@ -181,7 +182,7 @@ class Heartbeat:
                 self._sending[neighbour] = self._comm.Isend(record, neighbour)
 
     def _terminated(self) -> None:
-        """Tell the survivors' side of a death. On this host it is known who is dead; elsewhere, who is silent."""
+        """Print the survivors' account of a death: on this host the dead process, elsewhere the silent one."""
         dead = self._gone()
         waited = time.monotonic() - self._status.since
         cause = "; ".join(f"{self._name(rank)} is gone{self._last('; it', rank)}" for rank in dead)
@@ -192,7 +193,7 @@ class Heartbeat:
         _end("", _TERMINATED)
 
     def _gone(self) -> list[int]:
-        """Return the processes of this host that have ended."""
+        """Return the ended processes of this host."""
         return [rank for rank in self._same_host if _has_ended(self._hosts[rank][1])]
 
     def _silent(self) -> str:
@@ -243,7 +244,7 @@ def _say(line: str) -> None:
 
 
 def _end(line: str, status: int) -> None:
-    """Leave at once: an orderly exit would wait in MPI or jax for the very process that is missing."""
+    """Leave at once: an orderly exit would wait in MPI or jax for the missing process."""
     if line:
         _say(line)
     os._exit(status)

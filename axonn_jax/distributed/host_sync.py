@@ -37,7 +37,7 @@ class HostSync(ABC):
         return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in self._all_gather(own)]
 
     def gathered(self, numbers: Mapping[int, tuple[float, ...]]) -> list[list[float]]:
-        """Return the numbers of all pipe ranks, in one order, so that sums over them are the same everywhere.
+        """Return the numbers of all pipe ranks in one order, so that sums are the same everywhere.
 
         `numbers` has an entry for each pipe rank of this process, as many on every process. Bytes: 8 a number.
         """
@@ -93,8 +93,8 @@ class MpiSync(HostSync):
     def swap(self, values: Mapping[int, "jax.Array"], first: int, last: int) -> dict[int, "jax.Array"]:
         """Give the pipe ranks `first` and `last` each other's array of one shape and layout, on their own meshes.
 
-        `values` has an entry for each of the two that this process holds; of the communicator, whose ranks are those
-        of the pipe, only these two call MPI. Bytes: those of the local shards, each way.
+        `values` has an entry for each of the two pipe ranks in this process; of the communicator's ranks only these two
+        call MPI. Bytes: the local shards, each way.
         """
         import jax
 
@@ -154,7 +154,7 @@ class JaxSync(HostSync):
 
 
 def host_sync(grid: Grid) -> HostSync:
-    """Return the connection of a run's processes: MPI where it has them all, else jax; collective over them."""
+    """Return the connection of a run's processes: MPI if all are MPI ranks, else jax; collective over all processes."""
     if grid.size == 1:
         return LocalSync()
     if "mpi4py.MPI" in sys.modules:

@@ -41,9 +41,9 @@ def init(
 ) -> Grid:
     """Find this run's processes, start jax for them and return the grid, as the current mesh.
 
-    In one process on the CPU backend it makes as many virtual devices as the grid needs. Under `mpirun`, `srun` or with
-    explicit `coordinator` (host:port), `num_processes` and `process_id` (or jax's variables of these names) it joins
-    the processes with `jax.distributed`, unless the script has done so. Process 0 prints the choice and the reason.
+    In one process on the CPU backend, as many virtual devices are made as the grid needs. Under `mpirun`, `srun` or
+    with explicit `coordinator` (host:port), `num_processes` and `process_id` (or jax's variables of these names),
+    `jax.distributed` joins the processes, unless the script has done so. Process 0 prints the choice and the reason.
     Raises ``UserError`` where the grid does not fit the devices or two sources contradict each other.
     """
     given = (coordinator, num_processes, process_id)
@@ -67,7 +67,7 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
     """Start the run's processes like `init`, without printing; without a pipeline `jax.set_mesh` sets the grid's mesh.
 
     `settings` (the run's configuration as text) must be the same on every process of an MPI run, as the grid must:
-    ``UserError`` names the first line that differs, before anything waits for a process that does something else.
+    ``UserError`` names the first differing line, before anything waits for a process with another program.
     """
     import jax
 
@@ -113,8 +113,8 @@ def start(shape: GridShape, explicit: Explicit | None = None, settings: str = ""
 def _start_stage(shape: GridShape, world: World) -> Grid:
     """Start jax for this process's stage: alone, or joined with the stage's other processes.
 
-    Ranks are dealt out stage by stage, so that a stage's processes are neighbours. Raises ``UserError`` where the
-    processes do not divide into stages or MPI does not connect them all.
+    Ranks are dealt out stage by stage, so a stage's processes are neighbours. Raises ``UserError`` where the processes
+    do not divide into stages or MPI does not connect all.
     """
     import jax
 
@@ -168,7 +168,7 @@ def _start_stage(shape: GridShape, world: World) -> Grid:
 
 
 def gpu_views() -> "list[gpus.View]":
-    """Return the GPUs that every process of this launch sees, by rank; for `axonn-jax doctor`."""
+    """Return the GPUs visible to every process of this launch, by rank; for `axonn-jax doctor`."""
     from axonn_jax import compat
 
     world = detect(os.environ, ask_mpi)
@@ -227,7 +227,7 @@ def _devices(shape: GridShape, world: World) -> "Sequence[object]":
 
 
 def _joined() -> World:
-    """The processes that `jax.distributed` has joined."""
+    """The processes joined by `jax.distributed`."""
     import jax
 
     from axonn_jax import compat
@@ -270,17 +270,17 @@ def join(world: World) -> None:
 
 
 def warm_up(mesh: "jax.sharding.Mesh") -> None:
-    """Let every group of processes that a step uses meet now (`meet`)."""
+    """Let every group of processes in a step meet now (`meet`)."""
     for axes in (*((axis,) for axis in mesh.axis_names), BATCH_AXES, ("z", "y", "x")):
         meet(mesh, axes)
 
 
 def meet(mesh: "jax.sharding.Mesh", axes: Sequence[str]) -> None:
-    """Let the groups over these axes meet, with a message of a size that sets gloo's buffers right.
+    """Let the groups over these axes meet, with a message of the right size for gloo's buffers.
 
-    gloo makes a group's sockets at its first collective and gives up when a member is 30 s late; and where that
-    first one is a small reduce-scatter, every later large all-reduce of the group is 150 times slower.
-    Collective: one reduce-scatter of 256 KiB a device, none where every axis has size one.
+    gloo makes a group's sockets at the first collective and gives up when a member is 30 s late; after a small
+    reduce-scatter as the first one, every large all-reduce of the group is 150 times slower. Collective: one
+    reduce-scatter of 256 KiB a device, none where every axis has size one.
     """
     import jax
     import jax.numpy as jnp

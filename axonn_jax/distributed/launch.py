@@ -16,13 +16,13 @@ SLURM_STEP = (
     "SLURM_PROCID",
     "SLURM_LOCALID",
 )
-"""Variables that srun sets for a task; a batch shell or an ssh session has only some of them."""
+"""Variables of an srun task; a batch shell or an ssh session has only some."""
 _MPI = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
 """MPI launchers' variables: number of processes, and a process's rank."""
 _JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Variables by which `jax.distributed` itself finds its processes."""
 MET = "; grid "
-"""Text in the line by which rank 0 says that the processes have met; `axonn-jax launch` waits for it."""
+"""Text in rank 0's line once the processes have met; `axonn-jax launch` waits for this text."""
 _LARGEST = 2**31 - 1
 _ENOUGH_CORES = 4
 """Cores that suffice for a process with accelerators, whose threads wait most of the time."""
@@ -30,7 +30,7 @@ _ENOUGH_CORES = 4
 
 @dataclass(frozen=True)
 class World:
-    """Processes of a run, as one of them sees them."""
+    """Processes of a run, as seen by one process."""
 
     rank: int
     """This process's number among all, from 0."""
@@ -45,7 +45,7 @@ class World:
     why: str
     """The reason, for people."""
     notice: str = ""
-    """Line for people about a launcher's setting that costs speed; empty without one."""
+    """Line for people about a slow setting of the launcher; empty without one."""
 
     def __str__(self) -> str:
         processes = "1 process" if self.size == 1 else f"{self.size} processes on {self.hosts} host(s)"
@@ -112,7 +112,7 @@ def number(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
 
 
 def _check_rank(environ: Mapping[str, str], name: str, of: str) -> int:
-    """Return the rank that a launcher set; ``UserError`` for a rank outside of the number of processes."""
+    """Return the launcher's rank; ``UserError`` for a rank outside of the number of processes."""
     rank, size = number(environ, name) or 0, number(environ, of, 1) or 1
     if rank >= size:
         raise UserError(name, rank, f"0 to {of} - 1 = {size - 1}")
@@ -159,7 +159,7 @@ def _from_mpi(environ: Mapping[str, str], announced: str, world: World) -> World
         )
     why = f"{announced}={size} and mpi4py ({world.why}) agree"
     if "SLURM_PROCID" in environ and environ.get("SLURM_PROCID") != str(world.rank):
-        why += "; Slurm variables describe the shell mpirun was started from and are left aside"
+        why += "; Slurm variables describe mpirun's shell and are ignored"
     return replace(world, why=why)
 
 
@@ -179,9 +179,9 @@ def binding_notice(bound: Sequence[AbstractSet[int]], offered: AbstractSet[int],
 
 
 def slurm_notice(environ: Mapping[str, str], own: int, *, on_cpus: bool) -> str:
-    """Return one line where an srun task has fewer cores, its `own`, than sbatch was asked for: srun takes no -c over.
+    """Return one line if an srun task's `own` cores are fewer than sbatch's: srun does not inherit -c.
 
-    Slurm sets SRUN_CPUS_PER_TASK for that; with it, or with srun -c, a task has the cores asked for.
+    With SRUN_CPUS_PER_TASK or srun -c, a task gets the requested cores.
     """
     asked = number(environ, "SLURM_CPUS_PER_TASK") or 0
     if asked <= own or not environ.get("SLURM_STEP_ID") or not (on_cpus or own < _ENOUGH_CORES):

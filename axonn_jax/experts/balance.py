@@ -1,4 +1,4 @@
-"""Balance of experts: the loss that evens out how many tokens each one gets, and the loads themselves."""
+"""Balance of experts: the loss that evens out tokens per expert, and the loads."""
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ from axonn_jax.tensor.collectives import SEQUENCE_AXIS, all_reduce, axis_size
 def balance_loss(
     routing: Routing, moe: ExpertShape, sequences: int, packing: Packing | None = None, *, sequence_split: bool
 ) -> jax.Array:
-    """Sum over the targets of local sequences of their sequence's imbalance: a float32 scalar, 1 a target if even.
+    """Sum over the targets of local sequences of the sequence's imbalance: a float32 scalar, 1 a target if even.
 
-    A sequence's imbalance is `sum over experts of f P`: f the share of its choices that an expert got times the number
-    of experts, P the mean of its tokens' shares of scores (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20; over all tokens
-    of a batch it is Switch's, arXiv 2101.03961, eq. 4). It depends on no other sequence, so neither on the grid nor on
-    microbatches. Of padding there is none. Collective: where the sequence is split, an all-reduce over
-    `y` of 8 bytes a sequence and expert.
+    A sequence's imbalance is `sum over experts of f P`: f an expert's share of the sequence's choices times the number
+    of experts, P the mean of the tokens' shares of scores (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20; over all tokens
+    of a batch this is Switch's, arXiv 2101.03961, eq. 4). The sum depends on no other sequence, so neither on the grid
+    nor on microbatches. Padding counts nothing. Collective: where the sequence is split, an all-reduce over `y` of 8
+    bytes a sequence and expert.
     """
     counts = counted(routing.choices.reshape(sequences, -1), moe.experts)
     tokens = jnp.float32(routing.choices.shape[0] // sequences * (axis_size(SEQUENCE_AXIS) if sequence_split else 1))

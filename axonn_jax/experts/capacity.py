@@ -1,7 +1,7 @@
 """Dispatch with a capacity, as in the paper: all-to-alls of equally many tokens per expert; excess tokens are dropped.
 
-The dropped tokens depend on the grid, and so does the loss. It sends less than `dispatch` where `expert` is larger than
-the choices of a token; DeepSpeed-TED (Singh et al., ICS 23) and its figures use it.
+The dropped tokens depend on the grid, and so does the loss. This way sends less than `dispatch` if `expert` is above
+the choices of a token; DeepSpeed-TED (Singh et al., ICS 23) works so.
 """
 
 from typing import NamedTuple, Protocol
@@ -27,7 +27,7 @@ from axonn_jax.tensor.collectives import (
 
 
 class OnSlots(Protocol):
-    """Function that computes local experts on their slots: [experts/G, slots, hidden] -> partial sums of that shape."""
+    """Function of local experts on their slots: [experts/G, slots, hidden] -> partial sums of the same shape."""
 
     def __call__(self, slots: jax.Array) -> jax.Array:
         """Return the partial sums of the slots."""
@@ -51,7 +51,7 @@ def by_capacity(
     sequence_split: bool,
     drop_duplicates: bool = True,
 ) -> jax.Array:
-    """Tokens [tokens, hidden/Gx] -> the sums of their experts' outputs, zero for choices without a slot.
+    """Tokens [tokens, hidden/Gx] -> sums of the experts' outputs, zero for choices without a slot.
 
     Slots fill in the order of the tokens, first choices before second ones. Collectives, with s slots an expert:
     all-to-alls over `expert` of `experts * s` rows of hidden/Gx there and back, bytes a device `(G-1)/G` of that; the

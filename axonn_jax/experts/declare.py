@@ -84,7 +84,7 @@ def _matmuls(at: Place, moe: ExpertShape, hidden: int, gates: int, training: Moe
 
 
 def _moved(at: Place, moe: ExpertShape, hidden: int, gates: int) -> float:
-    """Return the bytes that experts move for each token in the forward pass, matmuls aside.
+    """Return the bytes moved by experts for each token in the forward pass, matmuls aside.
 
     Choices are read and added to float32 results one by one, and the results written.
     """
@@ -96,9 +96,9 @@ def _moved(at: Place, moe: ExpertShape, hidden: int, gates: int) -> float:
 def _dispatch(
     at: Place, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig, duplicates: bool
 ) -> Iterable[Op]:
-    """Yield the operations that bring tokens to their experts and back (`experts.dispatch`, `experts.capacity`).
+    """Yield the operations of tokens' way to the experts and back (`experts.dispatch`, `experts.capacity`).
 
-    Devices along `y` that hold the same tokens each send a part of them, unless `duplicates`.
+    Devices along `y` with the same tokens each send a part, unless `duplicates`.
     """
     drops = at.expert > 1 and at.y > 1 and not at.sequence_split and not duplicates
     apart = at.sequence_split or drops
@@ -148,7 +148,7 @@ def _by_gather(at: Place, sent: int, stream: int, chosen: int, apart: bool, matm
 def _kept(
     at: Place, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig, entering: float
 ) -> dict[str, float]:
-    """Return the bytes kept for each token by activation policy: scores, tokens that were moved, slots, the input."""
+    """Return the bytes kept for each token by activation policy: scores, moved tokens, slots, the input."""
     scores = 3 * moe.experts * FLOAT32 / (at.y if at.sequence_split else 1)
     if training.drops:
         slots = moe.per_token * training.slack

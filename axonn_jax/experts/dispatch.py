@@ -1,8 +1,8 @@
-"""Dispatch of tokens to the devices that hold their experts, and the way back, on local shards.
+"""Dispatch of tokens to the devices of their experts, and the way back, on local shards.
 
-Tokens are split over `expert`, their features over `x`, a split sequence over `y`. Every device computes its own
-experts, with its part of their inner features (over `y` and `x`), for all tokens of its `expert`, `y` and `x` that
-chose them: tokens are gathered, and results reduce-scattered. No token is dropped.
+Tokens are split over `expert`, features over `x`, a split sequence over `y`. Every device computes its own experts,
+each with a part of the inner features (over `y` and `x`), for all choosing tokens of its `expert`, `y` and `x`: tokens
+are gathered, and results reduce-scattered. No token is dropped.
 """
 
 import jax
@@ -26,7 +26,7 @@ EXPERT_AXIS = "expert"
 
 
 def drops_duplicates(sequence_split: bool) -> bool:
-    """Return True if the devices along `y`, which have the same tokens, each send a part of them.
+    """Return True if the devices along `y`, which have the same tokens, each send a part.
 
     Duplicate token dropping (TED, Singh et al., ICS 23, section 5.1). Where nothing is sent there are no duplicates.
     """
@@ -81,7 +81,7 @@ def _scatter(sums: jax.Array, axis: str) -> jax.Array:
 # The stream is the same along `y`. Autodiff would make all-reduces of both ways back; each is the other's.
 @jax.custom_vjp
 def drop(x: jax.Array) -> jax.Array:
-    """This device's part of tokens that all devices along `y` have; back, an all-gather over `y`."""
+    """Return this device's part of tokens common to devices along `y`; back, an all-gather over `y`."""
     return own_tokens(x)
 
 
@@ -92,7 +92,7 @@ def undrop(x: jax.Array) -> jax.Array:
 
 
 def own_tokens(x: jax.Array) -> jax.Array:
-    """This device's part of tokens that all devices along `y` have; no collectives, not differentiable."""
+    """Return this device's part of tokens common to devices along `y`; no collectives, not differentiable."""
     size = x.shape[0] // axis_size(SEQUENCE_AXIS)
     return lax.dynamic_slice_in_dim(x, axis_index(SEQUENCE_AXIS) * size, size, 0)
 

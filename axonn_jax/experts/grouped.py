@@ -1,9 +1,9 @@
-"""Grouped matmuls: the feed-forward layers of a device's experts, each on the tokens that chose it.
+"""Grouped matmuls: the feed-forward layers of a device's experts, each on the tokens choosing this expert.
 
-Tokens are put in the order of their experts; a loop goes over experts, and one within it over tiles of an expert's
-tokens, as many as there are. So every token is computed, however unevenly they choose, no buffer is there for the worst
-case, and nothing of the inner width is kept: the backward pass computes it again, tile by tile. `jax.lax.ragged_dot`
-has no such form on CPUs, and on GPUs without Triton: there it multiplies every token with every expert.
+Tokens are put in the order of their experts; a loop goes over experts, and an inner one over tiles of an expert's
+tokens. So every token is computed, however uneven the choices, without a buffer for the worst case; nothing of the
+inner width is kept, as the backward pass computes it again, tile by tile. `jax.lax.ragged_dot` has no such form on
+CPUs, and on GPUs without Triton multiplies every token with every expert.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from axonn_jax.tensor.collectives import mark_varying
 from axonn_jax.tensor.elementwise import activated
 
 _FEWEST, _MOST = 32, 128
-"""Tokens of a tile: with fewer the sums of the kernels' gradients take longer than the products, with more a tile that
-is not full is in vain."""
+"""Tokens of a tile: with fewer the sums of the kernels' gradients take longer than the products, with more the last
+tile's padding costs too much."""
 
 
 class _Kernels(NamedTuple):
@@ -52,8 +52,8 @@ def grouped_mlp(
     """Sum over a token's choices of `weight * down(activation(gate x) * up x)`; without `gate` of `activation(up x)`.
 
     Shapes: `x` [tokens, hidden], `choices` and `weights` [tokens, k], a token's choices all different, `gate` and `up`
-    [experts, hidden, ffn], `down` [experts, ffn, hidden] -> like `x`. Choices that are none of the experts count
-    nothing. Sums over tiles and choices are float32; no collectives.
+    [experts, hidden, ffn], `down` [experts, ffn, hidden] -> like `x`. Choices of other experts count nothing. Sums over
+    tiles and choices are float32; no collectives.
     """
     tile = _tile(choices.shape[0], choices.shape[1], up.shape[0])
     groups = _sorted(choices, up.shape[0], tile)
@@ -90,7 +90,7 @@ class _Tile(NamedTuple):
     """Their rows; where the last tile is not full, the row behind all tokens, which is zero and added to in vain:
     another expert's token there would take part, and 0 times infinity is NaN."""
     here: jax.Array
-    """True for rows of the tile that hold a token of the expert, [tile]."""
+    """Return True for rows of the tile with a token of the expert, [tile]."""
 
 
 def _over_tiles(

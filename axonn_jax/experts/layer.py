@@ -23,7 +23,7 @@ from axonn_jax.tensor.elementwise import activated
 from axonn_jax.tensor.params import SplitModule, normal_param
 
 _INNER = ("y", "x")
-"""Axes that split the experts' inner features, so that nothing is communicated between an expert's matmuls."""
+"""Axes of the experts' inner features: nothing is communicated between an expert's matmuls."""
 
 
 class ExpertKernel(nnx.Module):
@@ -39,7 +39,7 @@ class ExpertKernel(nnx.Module):
 
 
 class LocalExperts(nnx.Module):
-    """The experts that a device holds; parameters `gate`, `up` and `down`, without biases."""
+    """Experts of a device; parameters `gate`, `up` and `down`, without biases."""
 
     def __init__(self, hidden: int, moe: ExpertShape, activation: Mlp, *, std: float, out_std: float, key: jax.Array):
         keys = jax.random.split(key, 3)
@@ -51,7 +51,8 @@ class LocalExperts(nnx.Module):
         self.down = ExpertKernel(narrow, P(EXPERT_AXIS, (*_INNER, "z"), None), z_dim=1, std=out_std, key=keys[2])
 
     def __call__(self, x: jax.Array, choices: jax.Array, weights: jax.Array) -> jax.Array:
-        """Return the local experts' partial sums for tokens [tokens, hidden], each of the tokens that chose it."""
+        """Return the local experts' partial sums for tokens [tokens, hidden]; each expert computes its choosing
+        tokens."""
         up = self.up.gathered(x.dtype)
         gate = None if self.gate is None else self.gate.gathered(x.dtype)
         local = choices - axis_index(EXPERT_AXIS) * up.shape[0]
@@ -66,7 +67,7 @@ class LocalExperts(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """Router, experts and the experts that all tokens take, on the residual stream.
+    """Router, experts and shared experts, on the residual stream.
 
     Sources: DeepSpeed-TED (Singh et al., ICS 23); experts shared by all tokens: DeepSeekMoE (arXiv 2401.06066).
     """
@@ -93,7 +94,7 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x: jax.Array, packing: Packing | None = None) -> tuple[jax.Array, jax.Array]:
         """[batch, seq, hidden/Gx] -> the residual to add, and `balance_loss`; padding passes no expert.
 
-        Collectives: those of the router, of the dispatch and of the weights' gathers; none between an expert's matmuls.
+        Collectives of router, dispatch and gathers of weights; none between an expert's matmuls.
         """
         batch, _, features = x.shape
         tokens = x.reshape(-1, features)

@@ -1,8 +1,8 @@
-"""Loads of experts: tokens per expert, counted as the gradient of the router's bias, which they may move.
+"""Loads of experts: tokens per expert, counted as the gradient of the router's bias, which loads may move.
 
-No loss depends on the bias. So its gradient can carry the counts: they add up over microbatches and devices as
-gradients do, in any engine, without a result or a collective of their own. They are float32 in every precision, and
-exact up to 16 million choices of an expert a device and microbatch.
+No loss depends on the bias. So the bias's gradient can carry counts: sums over microbatches and devices as for
+gradients, in any engine, without a separate result or collective. Counts are float32 in every precision, and exact up
+to 16 million choices of an expert a device and microbatch.
 """
 
 from collections.abc import Collection, Mapping

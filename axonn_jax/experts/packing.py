@@ -1,4 +1,4 @@
-"""Packing of rows for experts: the tokens that are text, and the number of targets in each row."""
+"""Packing of rows for experts: tokens of text, and the number of targets in each row."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class Packing(NamedTuple):
     text: jax.Array
     """True for tokens of documents of which any token is trained on, [rows, seq]; all else is padding."""
     targets: jax.Array
-    """Targets of each row that count, [rows] float32."""
+    """Return the number of counted targets of each row, [rows] float32."""
 
     def here(self, *, sequence_split: bool) -> jax.Array:
         """`text` of the tokens of this device, [rows, seq/Gy] where the sequence is split; no collectives."""

@@ -44,7 +44,7 @@ class Gate(nnx.Module):
         """Bias added to scores for the choice alone (DeepSeek-V3); not trained, its gradient is `experts.load`'s."""
 
     def __call__(self, x: jax.Array, text: jax.Array | None = None) -> Routing:
-        """[tokens, hidden/Gx] -> the tokens' routing; those that are not `text` [tokens] (None: all are) choose none.
+        """[tokens, hidden/Gx] -> the tokens' routing; tokens outside of `text` [tokens] (None: all inside) choose none.
 
         Collective: an all-reduce over `x` of 4 bytes a token and expert.
         """
@@ -60,9 +60,9 @@ def route(scores: jax.Array, bias: jax.Array, moe: ExpertShape) -> Routing:
     """Scores [tokens, experts] float32, bias [experts] -> choices and their weights; no collectives.
 
     A weight is the softmax over all experts, or the sigmoid, of the score. The k largest of weight + bias are chosen,
-    of experts in the groups kept, which have the largest sums of their best two. With `moe.norm` weights are divided
-    by their sum, then multiplied by `moe.scale`. Quotients are those of logarithms, as weights may underflow to zero.
-    Sources: Mixtral (arXiv 2401.04088) section 2.1, DeepSeek-V3 (arXiv 2412.19437) section 2.1.2.
+    of experts in the groups kept, which have the largest sums of their best two. With `moe.norm` weights are divided by
+    their sum, then multiplied by `moe.scale`. Quotients are of logarithms, as weights may underflow to zero. Sources:
+    Mixtral (arXiv 2401.04088) section 2.1, DeepSeek-V3 (arXiv 2412.19437) section 2.1.2.
     """
     logs = scores if moe.router == "softmax" else jax.nn.log_sigmoid(scores)
     shares = jax.nn.softmax(logs, axis=-1)
@@ -77,7 +77,7 @@ def route(scores: jax.Array, bias: jax.Array, moe: ExpertShape) -> Routing:
 
 
 def _in_kept_groups(ranked: jax.Array, moe: ExpertShape) -> jax.Array:
-    """Ranking scores of the experts, minus infinity for those in groups that are not kept."""
+    """Return ranking scores of the experts, minus infinity in dropped groups."""
     if moe.groups == 1:
         return ranked
     groups = ranked.reshape(-1, moe.groups, moe.experts // moe.groups)

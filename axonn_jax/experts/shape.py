@@ -13,8 +13,8 @@ class MoeConfig:
     """Training of experts; used where model.experts is set."""
 
     balance_weight: NotNegative = 0.001
-    """Weight of the loss that evens out the tokens of each expert, per sequence and layer: in the gradients, not in the
-    reported loss. transformers' router_aux_loss_coef times experts_per_token over the layers with experts. 0: none."""
+    """Weight of the balance loss, per sequence and layer: in the gradients, not in the reported loss. transformers'
+    router_aux_loss_coef times experts_per_token over the layers with experts. 0: none."""
     balance_rate: NotNegative = 0.0
     """Step of the router's biases after each update, towards experts with fewer tokens than the mean: balance without a
     loss (DeepSeek-V3 used 0.001). 0: fixed biases."""
@@ -43,7 +43,7 @@ class ExpertShape:
     experts: int
     """Number of experts."""
     per_token: int
-    """Number of experts that each token chooses."""
+    """Number of experts chosen by each token."""
     ffn: int
     """Width of each expert."""
     every: int = 1
@@ -51,7 +51,7 @@ class ExpertShape:
     first: int = 0
     """First layer with experts, counted from 0."""
     shared: int = 0
-    """Number of experts that every token uses, computed as one feed-forward layer of their total width."""
+    """Number of experts used by every token, computed as one feed-forward layer of the total width."""
     router: Router = "softmax"
     """Function of a router's scores: their softmax, or each score's sigmoid."""
     norm: bool = True
@@ -61,10 +61,10 @@ class ExpertShape:
     groups: int = 1
     """Number of groups of experts, some of which a token chooses first."""
     groups_kept: int = 1
-    """Number of groups that a token chooses."""
+    """Number of groups chosen by a token."""
 
     def is_routed(self, layer: int) -> bool:
-        """Return True if a layer has experts, in the place of a feed-forward layer of its own."""
+        """Return True if a layer has experts in the place of a feed-forward layer."""
         return layer >= self.first and (layer - self.first) % self.every == 0
 
     def routed_layers(self, layers: int) -> int:
@@ -72,7 +72,7 @@ class ExpertShape:
         return len(range(self.first, layers, self.every))
 
     def check(self) -> None:
-        """Raise ``UserError`` for numbers that contradict each other."""
+        """Raise ``UserError`` for contradictory numbers."""
         if not 1 <= self.per_token <= self.experts:
             accepted = f"an integer from 1 to model.experts = {self.experts}"
             raise UserError("model.experts_per_token", self.per_token, accepted)

@@ -25,13 +25,14 @@ def dense_sources(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tu
 
 
 def biases_left_over(sources: Mapping[str, str], stored: Iterable[str]) -> list[str]:
-    """Biases of the dense layers that `sources` name, for which experts have no place."""
+    """Return the biases of the dense layers in `sources`: experts have none."""
     layers = {dense.rpartition(".mlp.")[0] for dense in sources.values()}
     return sorted(name for name in stored if name.endswith(".bias") and name.rpartition(".mlp.")[0] in layers)
 
 
 def other_function(shape: ExpertShape, moe: MoeConfig) -> str:
-    """The setting that makes a mixture of equal experts another function than the dense layer, or an empty text."""
+    """Return the setting by which a mixture of equal experts is another function than the dense layer, or an empty
+    text."""
     if not shape.norm and (shape.router == "sigmoid" or shape.per_token < shape.experts):
         return "model.router_norm = false"
     if shape.scale != 1.0:
@@ -45,7 +46,7 @@ def is_of_router(name: str) -> bool:
 
 
 def upcycled(read: Callable[[Any], Arrays], sources: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Arrays]:
-    """Return a function that reads arrays by `read`, experts as copies of the dense kernels that `sources` name.
+    """Return a function that reads arrays by `read`, experts as copies of the dense kernels in `sources`.
 
     Each device reads only its own part of the dense kernel; no collectives.
     """

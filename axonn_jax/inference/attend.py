@@ -1,4 +1,4 @@
-"""Attention over a slot's cache: to all its keys, and the protocol of ways to attend to fewer."""
+"""Attention over a slot's cache: to all keys, and the protocol of ways to attend to fewer."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -14,31 +14,30 @@ Attended = tuple[jax.Array, LayerCache]
 
 
 class Seen(NamedTuple):
-    """Places of the cache that a decode step may attend to."""
+    """Places of the cache visible to a decode step."""
 
     valid: jax.Array
     """[slots, capacity] bool."""
     newest: jax.Array
-    """[slots]: place of the token that asks."""
+    """[slots]: place of the query's token."""
     tokens: jax.Array
-    """[slots]: number of valid places; 0: the slot waits, and its results are not read."""
+    """[slots]: number of valid places; 0: the slot waits, and results are not read."""
     rule: AttentionRule = EVERY_TOKEN
     """Rule of the layer's attention; `valid` has its window."""
 
 
 class CachedAttention(Protocol):
-    """Choice of the keys that a token attends to, and their form in a layer's cache. `extra` is a layer's own data, if
-    any."""
+    """Choice of the keys for a token, and the keys' form in a layer's cache. `extra` is a layer's own data, if any."""
 
     name: str
     dense_prompt: bool
-    """True if a prompt goes through in chunks, with full attention, and its keys stay; False: token by token."""
+    """True if a prompt goes through in chunks, with full attention, and all keys stay; False: token by token."""
 
     calibrated: bool
     """True if each layer must have an `extra`."""
 
     def features(self, head_dim: int) -> tuple[tuple[int, Any], ...]:
-        """Features and dtype (None: that of the model) of each array of a layer's cache."""
+        """Features and dtype (None: the model's) of each array of a layer's cache."""
 
     def stored(self, k: jax.Array, v: jax.Array, extra: Any) -> LayerCache:
         """Return the arrays to cache for keys and values [batch, kv_heads, seq, head_dim]."""
@@ -96,10 +95,10 @@ def weighted(scored: jax.Array, visible: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def attend_chunk(q: jax.Array, new: LayerCache, old: LayerCache, start: jax.Array, rule: AttentionRule) -> jax.Array:
-    """Attend with a chunk of a prompt to the tokens before it and itself: [1, chunk, heads, head_dim], float32 inside.
+    """Attend with a chunk of a prompt to earlier tokens and itself: [1, chunk, heads, head_dim], float32 inside.
 
-    `new` are its keys and values [1, kv_heads, chunk, head_dim], `old` those in the cache [1, kv_heads, capacity,
-    head_dim], of which `start` tokens have been written; a token sees those of the `rule`. One KV head's
+    `new` are the chunk's keys and values [1, kv_heads, chunk, head_dim], `old` the cache's [1, kv_heads, capacity,
+    head_dim], of which `start` tokens have been written; the `rule` says which tokens a token sees. One KV head's
     queries at a time: scores are [group, chunk, capacity + chunk].
     """
     chunk, (kv_heads, head_dim) = q.shape[1], (new[0].shape[1], q.shape[3])

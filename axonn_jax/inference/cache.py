@@ -1,7 +1,7 @@
 """The key/value cache of a layer: arrays [slots, kv_heads, capacity, features], written in place.
 
-A token at position p lies at p modulo the capacity: a model whose tokens see a window of others keeps a ring of it.
-Slots lie over `data`, heads over `y`, and over `x` too where the model's attention has them there.
+A token at position p lies at p modulo the capacity: a model with a window keeps a ring of the window's tokens. Slots
+lie over `data`, heads over `y`, and over `x` too if the model's attention splits heads there.
 """
 
 import jax
@@ -14,27 +14,28 @@ from axonn_jax.backend.repairs import write_apart
 LayerCache = tuple[jax.Array, ...]
 
 CHUNK = 512
-"""Tokens of a prompt that go through the model at a time."""
+"""Tokens of a prompt in one chunk through the model."""
 ROW_MAJOR = Layout(major_to_minor=(0, 1, 2, 3))
-"""The layout of tokens written to a cache; else XLA's GPU compiler turns the whole cache to that of a product."""
+"""Layout of tokens written to a cache; else XLA's GPU compiler turns the whole cache to a product's layout."""
 _LEAST = 64
 _LEAST_CHUNK = 16
 
 
 def chunks(tokens: int, ring: int) -> list[int]:
-    """Lengths of the programs that take a prompt of so many tokens: powers of two from 16 to 512."""
+    """Return the lengths of the programs for a prompt of so many tokens: powers of two from 16 to 512."""
     most = min(CHUNK, ring)
     full, rest = divmod(tokens, most)
     return [most] * full + ([_power(rest, _LEAST_CHUNK)] if rest else [])
 
 
 def bucket(tokens: int) -> int:
-    """The smallest capacity for so many tokens that every chunk divides: a power of two, or a multiple of 512."""
+    """Return the smallest capacity for so many tokens divisible by every chunk: a power of two, or a multiple of
+    512."""
     return -(-tokens // CHUNK) * CHUNK if tokens > CHUNK else _power(tokens, _LEAST)
 
 
 def _power(number: int, least: int) -> int:
-    """The smallest power of two that is at least both; `least` is one."""
+    """Return the smallest power of two not below both; `least` is a power of two."""
     return max(least, 1 << (number - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""Generation in slots: prompts wait, take the slots that are free, and leave them when their texts end."""
+"""Generation in slots: a prompt waits for a free slot, and leaves the slot at the text's end."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -40,11 +40,11 @@ from axonn_jax.tensor.params import placed
 
 SAMPLING = Sampling()
 STEPS = 16
-"""Tokens of every slot that one call of a program gives."""
+"""Tokens of every slot from one call of a program."""
 _TOLD = 64
-"""Tokens of every slot that one call of a program takes where texts are given."""
+"""Tokens of every slot for one call of a program on given texts."""
 _FIRST = 256
-"""Tokens that a cache has room for at first, where more may come."""
+"""First capacity of a cache in tokens, where more may come."""
 Scores = NDArray[np.float32]
 
 
@@ -52,12 +52,12 @@ class Generator:
     """A model that generates and scores texts on a grid of `data`, `y` and `x`.
 
     `model` is a `Transformer` or a directory: a run's or a Hugging Face model's. `slots` texts are made at a time, a
-    multiple of `data`, each of at most `length` tokens, prompt included. Weights and cache are in `dtype`: by itself
-    bfloat16 on accelerators, else float32. Tokens in `stops` end a text, by themselves those that the directory names;
-    none of `limit` or above is drawn. A cache has 2 * layers * kv_heads * head_dim * itemsize bytes a token and slot,
-    split over `y`, and over `x` where heads divide; it grows with the longest text. Every process of the grid makes
-    one, and calls it alike; a stream, a list of texts or of scores is made at a time. Raises ``UserError`` for `pipe`
-    or `z` above 1, sizes that do not divide, and slots that do not fit into memory.
+    multiple of `data`, each of at most `length` tokens, prompt included. Weights and cache are in `dtype`: by default
+    bfloat16 on accelerators, else float32. Tokens in `stops` end a text (default: the directory's end tokens); none of
+    `limit` or above is drawn. A cache has 2 * layers * kv_heads * head_dim * itemsize bytes a token and slot, split
+    over `y`, and over `x` where heads divide, and grows with the longest text. Every process of the grid makes the same
+    generator and the same calls; one stream, list of texts or list of scores runs at a time. Raises ``UserError`` for
+    `pipe` or `z` above 1, sizes that do not divide, and slots beyond memory.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Generator:
     ) -> list[list[list[int]]]:
         """Continue every prompt `samples` times: the new token ids, by prompt and sample, a stop included.
 
-        A text depends on its prompt, the sampling and the sample's number alone, not on slots, grid or other prompts.
-        A prompt that comes again gets further samples. Raises ``UserError`` for a prompt that is empty or too long, or
-        weights that give no finite scores.
+        A text depends on its prompt, the sampling and the sample's number alone, not on slots, grid or other prompts. A
+        repeated prompt gets further samples. Raises ``UserError`` for an empty or too long prompt, or weights without
+        finite scores.
         """
         samples, vocab = integer("samples", samples, 1), self.shape.vocab
         requests = numbered(((ids_of("prompt", prompt, vocab), tokens) for prompt in prompts), samples)
@@ -117,9 +117,9 @@ class Generator:
         logs: bool = False,
         until: Callable[[int, Continuation], bool] = lambda _, piece: False,
     ) -> Iterator[Continuation]:
-        """Yield texts piece by piece, as they come; a text ends when `until` (request, piece) returns True.
+        """Yield texts piece by piece, on arrival; a text ends when `until` (request, piece) returns True.
 
-        The slots are the stream's from its first piece to its last, or until it is closed or nothing refers to it.
+        The stream has the slots from the first piece to the last, or until closed or unreferenced.
         """
         sampling.check()
         requests = [checked(request, self.shape.vocab, self.length) for request in requests]
@@ -153,7 +153,7 @@ class Generator:
     def update(self, model: Transformer | str | Path) -> None:
         """Take other weights for a model of the same sizes, such as a trainer's after a step; compiles nothing again.
 
-        Raises ``UserError`` where the sizes differ. An attention's `extras` stay as they are.
+        Raises ``UserError`` where the sizes differ. An attention's `extras` stay.
         """
         with self._use(reads=False), jax.set_mesh(self.grid.mesh):
             loaded = load_model(model, self.grid, self._dtype)
@@ -169,7 +169,8 @@ class Generator:
             self._store.release()
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
-        """Log-probabilities, in nats, of each text's tokens but the first, given those before it: [tokens - 1] each.
+        """Return log-probabilities, in nats, of each text's tokens but the first, given the tokens before: [tokens - 1]
+        each.
 
         Full attention takes texts in chunks, one a device along `data`; any other token by token, one a slot.
         """
@@ -184,13 +185,13 @@ class Generator:
 
     @contextmanager
     def _use(self, *, reads: bool = True) -> Iterator[None]:
-        """Take the slots; raise ``UserError`` where another stream has them, or data that it `reads` is missing."""
+        """Take the slots; raise ``UserError`` if another stream has the slots, or `reads` finds data missing."""
         if reads and self.attention.calibrated and any(extra is None for extra in self.extras):
             raise UserError("extras", None, f"components of every layer for {self.attention.name} (axonn_jax.loki)")
         if reads and (not self.params or any(value.is_deleted() for value in self.params.values())):
-            raise UserError("model", "deleted", "a model whose arrays no trainer has taken: update(trainer.model)")
+            raise UserError("model", "deleted", "a model of arrays not donated by a trainer: update(trainer.model)")
         if not self._used.acquire(blocking=False):
-            raise UserError("generator", "in use", "one whose stream has come to its end, or is closed")
+            raise UserError("generator", "in use", "a generator without an unfinished stream")
         try:
             yield
         finally:
@@ -209,9 +210,9 @@ class Generator:
         return Continuation(slot.request, ids, logs, not slot.left)
 
     def _fill(self, waiting: "deque[tuple[int, Request]]", sampling: Sampling) -> None:
-        """Give free slots to requests that wait, and put their prompts but for the last token into the cache.
+        """Give free slots to waiting requests, and put prompts but for the last token into the cache.
 
-        A prompt that the cache of a slot on the same device holds is copied from there.
+        A prompt in the cache of a slot on the same device is copied.
         """
         fresh, twins = list[Slot](), list[tuple[Slot, Slot]]()
         for slot in self._slots:

@@ -23,11 +23,11 @@ from axonn_jax.tensor.params import SplitModule
 from axonn_jax.tensor.specs import shard_mapped
 
 NO_TOKEN = -2
-"""Token id of a decode for a slot that had ended before; -1 is a token from logits that are not finite."""
+"""Token id of a decode for an ended slot; -1 is a token from logits that are not finite."""
 
 ROWS: Any = P(BATCH_AXES)
 Array = Any
-"""Array of jax, or of numpy on its way there."""
+"""Array of jax, or of numpy before the transfer."""
 
 
 class Slots(NamedTuple):
@@ -38,11 +38,11 @@ class Slots(NamedTuple):
     counts: Array
     """Tokens in the cache."""
     left: Array
-    """Tokens still to come; 0: the slot is free, or its text has ended."""
+    """Tokens still to come; 0: the slot is free, or the text has ended."""
     keys: Array
     """[slots, 2] of `Sampling.key`."""
     seen: Any = None
-    """[slots, vocab/Gy]: the tokens of its text; None where nothing asks."""
+    """[slots, vocab/Gy]: the tokens of the slot's text; None without a reader."""
 
 
 class Chunk(NamedTuple):
@@ -98,7 +98,7 @@ class Programs:
         return self._program(("follow", steps), partial(self._follow, steps), given, (P(),))
 
     def prefill(self, *, first: bool) -> Callable[..., Any]:
-        """(..., chunk) -> (caches,); a `first` chunk has nothing before it."""
+        """(..., chunk) -> (caches,); a `first` chunk has no tokens before."""
         return self._program(("prefill", first), partial(self._prefill, first), (ROWS,), ())
 
     def score(self, *, first: bool) -> Callable[..., Any]:

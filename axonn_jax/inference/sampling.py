@@ -22,7 +22,7 @@ _LEAST, _MOST = 0.0001, 10_000  # largest divisor of scores; beyond, they may no
 
 
 class SamplingForm(NamedTuple):
-    """Part of a `Sampling` that decides on the program; the rest are numbers that the program reads."""
+    """Part of a `Sampling` that decides on the program; the rest are numbers for the program to read."""
 
     greedy: bool
     top_k: int
@@ -42,7 +42,7 @@ class Sampling:
     top_k: int = 50
     """Number of likeliest tokens to draw from; 0: all."""
     top_p: float = 1.0
-    """Probability that the fewest likeliest tokens, which are drawn from, add up to; 1: all."""
+    """Total probability of the likeliest tokens to draw from; 1: all tokens."""
     min_p: float = 0.0
     """Least probability of a drawn token, as a share of the likeliest one's."""
     seed: int = 0
@@ -75,12 +75,12 @@ class Sampling:
 
     @property
     def numbers(self) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-        """Numbers that a program reads: penalty, temperature, top_p and the logarithm of min_p."""
+        """Numbers for a program: penalty, temperature, top_p and the logarithm of min_p."""
         least = math.log(self.min_p) if self.min_p > 0 else -math.inf
         return np.array([self.repetition_penalty, self.temperature, self.top_p, least], np.float32)
 
     def key(self, sample: int, prompt: Sequence[int] = ()) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
-        """Two words that seed the noise of a text, drawn from the seed, the prompt's tokens and the sample's number."""
+        """Two words to seed the noise of a text, drawn from the seed, the prompt's tokens and the sample's number."""
         key = jax.random.key(self.seed, impl=_IMPL)
         for number in (zlib.crc32(np.asarray(prompt, "<u4").tobytes()), sample):
             key = jax.random.fold_in(key, number)
@@ -97,10 +97,10 @@ def choose(
 ) -> jax.Array:
     """Ids of the next tokens [rows] for logits [rows, vocab/Gy]; -1 where the logits are not finite.
 
-    `keys` [rows, 2] begin the noise, `positions` [rows] are those of the new tokens, `seen` [rows, vocab/Gy] says which
-    tokens the text holds. Noise is Gumbel's, by key, position and global token id (Gumbel-max). Collectives over `y`:
-    an all-reduce of a number a row, and a gather of the candidates: a value and an id a row and device, or with `top_k`
-    so many; `top_p` without it 32 all-reduces of a number a row.
+    `keys` [rows, 2] seed the noise, `positions` [rows] are the new tokens', `seen` [rows, vocab/Gy] marks tokens of the
+    text. Noise is Gumbel's, by key, position and global token id (Gumbel-max). Collectives over `y`: an all-reduce of a
+    number a row, and a gather of the candidates: a value and an id a row and device, or with `top_k` so many; `top_p`
+    without it 32 all-reduces of a number a row.
     """
     logits = logits.astype(jnp.float32)
     wrong = all_reduce(jnp.sum(jnp.isnan(logits) | (logits == jnp.inf), -1, dtype=jnp.int32), VOCAB_AXIS) > 0
@@ -128,7 +128,7 @@ def log_probabilities(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def mark_seen(seen: jax.Array, ids: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return the tokens that texts hold, [rows, vocab/Gy], with further ones [rows, n] where they are `valid`."""
+    """Return the marks of the texts' tokens, [rows, vocab/Gy], with further `valid` ones [rows, n]."""
     local = ids - shard_offset(VOCAB_AXIS, seen.shape[1])
     local = jnp.where(valid & (local >= 0) & (local < seen.shape[1]), local, seen.shape[1])
     return seen.at[jnp.arange(seen.shape[0])[:, None], local].set(True, mode="drop")
@@ -152,7 +152,7 @@ def _likeliest(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _allowed(logits: jax.Array, ids: jax.Array, form: SamplingForm, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return logits and ids of the tokens that may be drawn; other tokens have minus infinity, or are left out."""
+    """Return logits and ids of the candidates; other tokens have minus infinity, or are absent."""
     if form.top_k:
         largest, at = lax.top_k(logits, min(form.top_k, logits.shape[1]))
         values, owners = _everywhere(largest), _everywhere(jnp.take_along_axis(ids, at, -1))

@@ -1,4 +1,4 @@
-"""Requests and slots on the host, and the arrays of them for programs."""
+"""Requests and slots on the host, and their arrays for programs."""
 
 import operator
 from collections import Counter
@@ -26,22 +26,22 @@ class Request(NamedTuple):
     prompt: tuple[int, ...]
     tokens: int
     sample: int = 0
-    """Number of the sample among those of its prompt, by which texts of one prompt and seed differ."""
+    """Number of the sample of its prompt, by which texts of one prompt and seed differ."""
 
 
 class Continuation(NamedTuple):
     """Some tokens more of a request."""
 
     request: int
-    """Index of the request among all of them."""
+    """Index of the request."""
     ids: list[int]
     log_probabilities: list[float]
-    """Under the model's own scores, whatever they are drawn by; zeros where nothing asks."""
+    """Log-probabilities under the model's own scores, before sampling options; zeros without a reader."""
     ended: bool
 
 
 def numbered(prompts: Iterable[tuple[Sequence[int], int]], samples: int) -> list[Request]:
-    """Return requests of `samples` samples of every prompt; a prompt that comes again goes on numbering."""
+    """Return requests of `samples` samples of every prompt; a repeated prompt continues its numbering."""
     times, requests = Counter[tuple[int, ...]](), []
     for ids, tokens in prompts:
         first = times[prompt := tuple(ids)]
@@ -75,7 +75,7 @@ class Slot:
 
 
 def ids_of(field: str, value: Any, vocab: int) -> tuple[int, ...]:
-    """Token ids of a list or an array as Python's; raises ``UserError``, which calls them `field`, for others."""
+    """Return token ids of a list or an array as Python's; raises ``UserError`` on `field` for others."""
     try:
         ids = tuple(operator.index(token) for token in np.asarray(value).tolist())
     except (TypeError, ValueError):
@@ -87,7 +87,8 @@ def ids_of(field: str, value: Any, vocab: int) -> tuple[int, ...]:
 
 
 def checked(request: Request, vocab: int, length: int) -> Request:
-    """A request of Python's integers; raises ``UserError`` where it is none, or prompt and tokens are over `length`."""
+    """Return a request of Python's integers; raises ``UserError`` for another one, or for prompt and tokens over
+    `length`."""
     if not isinstance(request, Request):
         raise UserError("request", request, "a Request(prompt, tokens) each")
     prompt, tokens = ids_of("prompt", request.prompt, vocab), integer("tokens", request.tokens, 1)
@@ -105,13 +106,13 @@ def make_slots(slots: int, devices: int) -> list[Slot]:
 
 
 def put(tree: Any, spec: P, mesh: Mesh) -> Any:
-    """Arrays that every process has in full, laid out on the mesh; no collectives."""
+    """Return arrays, known in full to every process, laid out on the mesh; no collectives."""
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), tree)
 
 
 def state(slots: Sequence[Slot], mesh: Mesh, vocab: int = 0) -> Slots:
-    """Return the arrays that a decode step reads; with a padded `vocab`, also the tokens that the texts hold."""
+    """Return the arrays of a decode step; with a padded `vocab`, also marks of the texts' tokens."""
     last, counts, left = (
         np.array([getattr(slot, name) for slot in slots], np.int32) for name in ("last", "count", "left")
     )
@@ -141,7 +142,7 @@ def parts_of(slots: Sequence[Slot | None], ring: int, mesh: Mesh) -> Iterator[tu
 
 
 def copy_of(source: Slot, target: Slot, devices: int, mesh: Mesh) -> Copy:
-    """The copy of one slot's cache to another of its device; the other devices copy a slot to itself."""
+    """Return the copy of one slot's cache to another on the same device; the other devices copy a slot to itself."""
     copy = Copy(*(np.zeros(devices, np.int32) for _ in Copy._fields))
     copy.source[source.device], copy.target[source.device] = source.place, target.place
     return put(copy, ROWS, mesh)

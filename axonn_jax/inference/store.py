@@ -17,19 +17,19 @@ from axonn_jax.models.config import ModelShape
 
 
 def ring_of(shape: ModelShape, length: int) -> int:
-    """The most tokens of a slot that are kept, of texts of at most `length`."""
+    """Return the most tokens kept in a slot, of texts of at most `length`."""
     windows = [shape.attention_rule(layer).window for layer in range(shape.layers)]
     return bucket(min(max(window or length for window in windows), length))
 
 
 def token_bytes(shape: ModelShape, programs: Programs) -> int:
-    """Bytes of a token of one slot, of all devices but those along `data`."""
+    """Return the bytes of a token of one slot, on all devices but `data`'s."""
     each = [(count, kind or programs.dtype) for count, kind in programs.attention.features(shape.head_dim)]
     return shape.layers * shape.kv_heads * sum(count * jnp.dtype(kind).itemsize for count, kind in each)
 
 
 def check_memory(shape: ModelShape, programs: Programs, slots: int, length: int, grid: Grid) -> None:
-    """Raise ``UserError`` where so many slots of their full length do not fit into the memory that is free."""
+    """Raise ``UserError`` if so many slots of full length do not fit into free memory."""
     replicas, ring = grid.shape.batch_shards, ring_of(shape, length)
     each = token_bytes(shape, programs) * ring * replicas // grid.mesh.devices.size
     free = unused(grid.mesh, grid.size)
@@ -45,20 +45,20 @@ class CacheStore:
         self._shape, self._programs, self._slots = shape, programs, slots
         self.ring = ring_of(shape, length)
         self.capacity = 0
-        """Tokens of a slot that there is room for."""
+        """Capacity of a slot in tokens."""
         self._caches: list[LayerCache] | None = None
         self._sharding = NamedSharding(programs.mesh, programs.cache_spec)
         self._grow = jax.jit(grown, static_argnums=1, out_shardings=self._sharding)
 
     def call(self, program: Any, params: Any, extras: Any, *given: Any) -> Sequence[Any]:
-        """Run a program on the caches, one at a time; return its other results on the host."""
+        """Run a program on the caches, one at a time; return the other results on the host."""
         caches, self._caches = self._caches, None  # used up, whatever happens
-        jax.block_until_ready(caches)  # a long prompt's chunks read nothing (`distributed.in_flight`)
+        jax.block_until_ready(caches)  # a long prompt's chunks read nothing (`distributed.bounded`)
         self._caches, *results = program(params, extras, caches, *given)
         return jax.device_get(results)  # type: ignore[no-any-return]
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens a slot; the caches at least double when they grow."""
+        """Make room for `tokens` tokens a slot; growing caches at least double."""
         capacity = min(bucket(tokens), self.ring)
         if self._caches is None:  # at first, or behind a call that failed
             for slot in self._slots:

@@ -9,7 +9,7 @@ from axonn_jax.inference.slots import Continuation, Request
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BEFORE = 16
-"""Tokens of the prompt that are decoded with a text."""
+"""Tokens of the prompt decoded with a text."""
 _LONGEST = 4
 """Bytes of a character, and tokens, where a tokenizer has one a byte."""
 
@@ -25,7 +25,7 @@ class TextPart(NamedTuple):
 
 
 class _Text:
-    """Text so far, as tokens, and the length of the part that has been handed on."""
+    """Text so far, as tokens, and the length of the part handed on."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], ends: Collection[int], stop: Sequence[str]):
         self._tokenizer, self._ends, self._stop = tokenizer, ends, stop
@@ -81,10 +81,11 @@ def write(
     stop: Sequence[str] = (),
     logs: bool = False,
 ) -> Iterator[TextPart]:
-    """Yield texts as they come; each ends at its tokens, at one of the generator's `stops` or before a `stop` string.
+    """Yield texts on arrival; each ends at its number of tokens, at one of the generator's `stops` or before a `stop`
+    string.
 
-    A possible beginning of a stop string, or of a character whose bytes are not all there, is held back. The token with
-    which a stop string is complete is a part's last. A stop string may be the text of a special token.
+    A possible beginning of a stop string, or of a character with missing bytes, is held back. The token that completes
+    a stop string is a part's last. A stop string may be the text of a special token.
     """
     texts = [_Text(tokenizer, request.prompt, generator.programs.stops, stop) for request in requests]
     longest = max(map(len, stop), default=1) - 1

@@ -61,7 +61,7 @@ def floating(dtype: Any) -> jnp.dtype:
 
 
 def stops_of(model: Transformer | str | Path, vocab: int) -> tuple[int, ...]:
-    """Return the tokens that end a text, as all files of a model's directory name them; none for a live model."""
+    """Return the end tokens of a text, by all files of a model's directory; none for a live model."""
     if isinstance(model, Transformer):
         return ()
     folder = Path(model)
@@ -70,13 +70,13 @@ def stops_of(model: Transformer | str | Path, vocab: int) -> tuple[int, ...]:
 
 
 def comm_for(shape: ModelShape, grid: GridShape) -> BlockComm:
-    """Heads over `y` and `x`, where they divide: with few tokens attention would be done twice along `x`."""
+    """Split heads over `y` and `x` if divisible: with few tokens attention would else be done twice along `x`."""
     wide = BlockComm(attention=True)
     return wide if grid.x > 1 and wide.fits(shape, grid) else BlockComm()
 
 
 def on_grid(shape: ModelShape, grid: GridShape) -> ModelShape:
-    """Return the sizes with which a model generates on a grid: `y` KV heads where `y` is a multiple of their number.
+    """Return the sizes with which a model generates on a grid: `y` KV heads if `y` is a multiple of the KV heads.
 
     Each head is then repeated, for a part of its queries. Raises ``UserError`` for sizes that do not divide.
     """
@@ -109,7 +109,7 @@ def _repeated(value: jax.Array, shape: ModelShape, times: int) -> jax.Array:
 
 
 def at_first_copies(values: NDArray[Any], shape: ModelShape, kv_heads: int) -> NDArray[Any]:
-    """Numbers of that projection's columns, laid out as `on_grid` repeats them; 0 for all copies but the first.
+    """Numbers of the projection's columns, laid out as repeated by `on_grid`; 0 for all copies but the first.
 
     `shape` has the repeated heads; the values [..., columns] are of so many `kv_heads`.
     """
@@ -122,7 +122,7 @@ def at_first_copies(values: NDArray[Any], shape: ModelShape, kv_heads: int) -> N
 
 
 class _Plan:
-    """Plan of a model on a grid, with its parts and its parameters as they are read, without repeated heads."""
+    """Plan of a model on a grid, with parts and with parameters as read, without repeated heads."""
 
     def __init__(self, shape: ModelShape, grid: Grid, dtype: Any):
         self._given, self._grid, self.shape = shape, grid, on_grid(shape, grid.shape)
@@ -145,7 +145,7 @@ class _Plan:
         return self.shape != self._given and ".attention.qkv." in name
 
     def loaded(self, params: Params) -> Loaded:
-        """Return the loaded model of parameters as they were read, which this call changes."""
+        """Return the loaded model of parameters as read, which this call changes."""
         times = self.shape.kv_heads // self._given.kv_heads
         for name in filter(self._repeats, params):
             sharding = NamedSharding(self._grid.mesh, self.parts.specs[name])
@@ -156,7 +156,7 @@ class _Plan:
 
 
 def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
-    """Return a live model's weights, cast and laid out; they may lie on any meshes; no collectives."""
+    """Return a live model's weights, from any meshes, cast and laid out; no collectives."""
     plan = _Plan(model.shape, grid, dtype)
     with jax.set_mesh(Mesh(np.empty((), object), ())):  # each array has its own
         given = split_module(fit_vocabulary(model, grid.shape)).params
@@ -165,7 +165,7 @@ def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
 
 
 def load_model(model: Transformer | str | Path, grid: Grid, dtype: Any) -> Loaded:
-    """A live model or one in a directory, with kernels as products of few tokens want them."""
+    """A live model or one in a directory, with kernels in the best form for products of few tokens."""
     if isinstance(model, Transformer):
         loaded = of_model(model, grid, dtype)
     elif isinstance(model, str | Path):

@@ -1,7 +1,7 @@
 """Loki (Singhania et al., NeurIPS 2024): a decode step ranks keys by a few features and attends to the first ones.
 
-Keys are turned by an orthonormal matrix a head, their principal components by decreasing variance, and queries by the
-same: no score changes (the paper's lemma 4.1). Approximate scores are those of the first features alone.
+An orthonormal matrix a head, the keys' principal components by decreasing variance, rotates keys and queries: no score
+changes (the paper's lemma 4.1). Approximate scores use the first features alone.
 """
 
 from collections.abc import Callable
@@ -27,17 +27,18 @@ class LokiAttention:
     """Attention to the keys that rank first by `first` features; a layer's `extra` are components [kv_heads, D, D].
 
     `keys` is the share of a slot's tokens, at least one; with `block` above 1 whole blocks of so many tokens are ranked
-    by their best score, and read in one piece. The cache holds the first features apart from the rest, so that ranking
-    reads `first` contiguous features of every key, and an exact score needs only the rest of those chosen: of a cache
-    of S tokens it reads S D (first/D + G keys (2 - first/D)) elements a KV head, where full attention reads 2 S D: the
-    G queries of a group choose for themselves. Nothing is dropped from the cache. Every step is local to a head.
+    by the best score, and read in one piece. The cache holds the first features apart from the rest, so ranking reads
+    `first` contiguous features of every key, and exact scores only the rest of chosen keys: for a cache of S tokens S D
+    (first/D + G keys (2 - first/D)) elements a KV head, where full attention reads 2 S D. Each of the G queries of a
+    group has its own choice. Nothing is dropped from the cache. Every step is local to a head.
     """
 
     first: int
     keys: float
     block: int = 1
     by_head: bool | None = None
-    """True if heads are read one after the other, False all at once; None: the former on CPUs, where it is faster."""
+    """True if heads are read one after the other, False all at once; None: one after the other on CPUs, where
+    faster."""
     name: str = "loki"
     dense_prompt: bool = True
     calibrated: bool = True
@@ -81,12 +82,12 @@ class LokiAttention:
         return largest(blocks, jnp.broadcast_to(self.number(seen.tokens)[:, None, None], blocks.shape[:-1]))
 
     def number(self, tokens: jax.Array) -> jax.Array:
-        """Number of blocks that are chosen of so many tokens."""
+        """Number of blocks chosen of so many tokens."""
         keys = jnp.maximum(jnp.floor(tokens.astype(jnp.float32) * self.keys).astype(jnp.int32), 1)
         return -(-keys // self.block)
 
     def most(self, capacity: int) -> int:
-        """The most blocks that are chosen of a cache."""
+        """Most blocks chosen of a cache."""
         keys = int(np.float32(capacity) * np.float32(self.keys))  # as `number` has it
         return min(-(-max(keys, 1) // self.block), capacity // self.block)
 
@@ -94,10 +95,10 @@ class LokiAttention:
 def _by_head(
     rest: jax.Array, ranked: jax.Array, places: jax.Array, new: LayerCache, arrays: LayerCache, newest: jax.Array
 ) -> Attended:
-    """One KV head of one slot after the other, for CPUs: arrays are used while they are in a core's cache.
+    """One KV head of one slot after the other, for CPUs: arrays are used while in a core's cache.
 
-    The loop writes the new token too: XLA would copy arrays that a loop only reads and later code needs. It would also
-    copy arrays flattened to a single head.
+    The loop writes the new token too: XLA would copy arrays only read in a loop and needed later. XLA would also copy
+    arrays flattened to a single head.
     """
     slots, kv_heads, group, _, block = ranked.shape
 

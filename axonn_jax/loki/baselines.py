@@ -17,7 +17,7 @@ def _number(seen: Seen, keys: float) -> jax.Array:
 
 
 def _first(ranked: jax.Array, seen: Seen, number: jax.Array, *, newest: bool = True) -> jax.Array:
-    """Return the valid places that rank first, with the newest among them."""
+    """Return the first valid places by rank, the newest included."""
     ranked = jnp.where(seen.valid[:, None, None], ranked, -jnp.inf)
     if newest:
         own = (jnp.arange(ranked.shape[-1]) == seen.newest[:, None])[:, None, None]
@@ -28,7 +28,7 @@ def _first(ranked: jax.Array, seen: Seen, number: jax.Array, *, newest: bool = T
 
 @dataclass(frozen=True)
 class ExactTopK(FullAttention):
-    """Ranking by exact scores: the best that choosing so many keys can do."""
+    """Ranking by exact scores: the best choice of so many keys."""
 
     keys: float
     name: str = "exact-topk"
@@ -83,8 +83,8 @@ def _age(seen: Seen, capacity: int) -> jax.Array:
 class HeavyHitters(FullAttention):
     """H2O (Zhang et al., NeurIPS 2023): the newest half of the keys, and the keys with most attention so far.
 
-    A key that is not kept once is gone. Its sums of attention are a third array of the cache, minus infinity where a
-    key is gone; prompts therefore go through token by token, and a slot that waits (of 0 tokens) keeps its keys.
+    A dropped key never returns. Sums of attention are a third array of the cache, minus infinity for dropped keys; so
+    prompts go through token by token, and a waiting slot (of 0 tokens) keeps its keys.
     """
 
     keys: float
@@ -102,7 +102,7 @@ class HeavyHitters(FullAttention):
         return k, v, jnp.zeros((*k.shape[:3], self.group), jnp.float32)
 
     def step(self, q: jax.Array, new: LayerCache, arrays: LayerCache, seen: Seen, extra: Any) -> Attended:
-        """Return the softmax over the kept keys; its weights are added to the sums."""
+        """Return the softmax over the kept keys; add the weights to the sums."""
         k, v, before = append(arrays, new, seen.newest)
         scored, sums = scores(q, k, seen.rule), jnp.swapaxes(before, 2, 3)
         number = _number(seen, self.keys)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from axonn_jax.documents import parse_json, replace_whole, typed
+from axonn_jax.documents import parse_json, replace_whole
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.inference.attend import CachedAttention, FullAttention
@@ -24,7 +24,7 @@ from axonn_jax.loki.attention import LokiAttention
 from axonn_jax.loki.baselines import ExactTopK, HeavyHitters, NewestKeys, RandomKeys
 from axonn_jax.loki.options import LokiOptions
 from axonn_jax.models.config import ModelShape
-from axonn_jax.options import CachedKeys
+from axonn_jax.options import CachedKeys, typed
 from axonn_jax.tensor.attention import causal_attention
 from axonn_jax.tensor.collectives import all_reduce
 from axonn_jax.tensor.kernel_choice import AttentionRule
@@ -166,7 +166,7 @@ def load(path: Path, run: Path, shape: ModelShape) -> tuple[Components, Mapping[
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise UserError("--attention", "loki", f"a calibration: {path} is damaged ({error}); {command}") from None
     if not same:
-        raise UserError("--attention", "loki", f"a calibration of this model: {path} is another's; {command}")
+        raise UserError("--attention", "loki", f"a calibration of this model: {path} is of another model; {command}")
     return components, facts
 
 

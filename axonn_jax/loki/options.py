@@ -9,12 +9,12 @@ from axonn_jax.options import CachedKeys
 
 @dataclass(frozen=True)
 class LokiOptions:
-    """Ranking of keys, and the number that a new token attends to."""
+    """Ranking of keys, and the number attended to by a new token."""
 
     features: float = 0.25
-    """Share of a head's features that keys are ranked by."""
+    """Share of a head's features for the ranking of keys."""
     keys: float = 0.25
-    """Share of a text's tokens that a new one attends to; baselines read it too."""
+    """Share of a text's tokens attended to by a new token; also for baselines."""
     block: int = 1
     """Rank blocks of so many tokens by their best one: reads longer pieces of memory."""
 
@@ -31,8 +31,7 @@ class LokiOptions:
                 raise UserError(f"--loki.{name}", getattr(self, name), f"nothing with --attention {attention}")
 
     def share_read(self, shape: ModelShape) -> float:
-        """Numbers that a step reads of a KV head's cache, over those of full attention; each query head reads its own
-        keys."""
+        """Return a step's reads of a KV head's cache over full attention's; each query head reads its own keys."""
         first, group = self.first(shape) / shape.head_dim, shape.heads // shape.kv_heads
         return (first + group * self.keys * (2 - first)) / 2
 

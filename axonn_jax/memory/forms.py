@@ -78,8 +78,9 @@ class Chosen(Protocol):
 class Chooser(Protocol):
     """Choice of the forms of the parameters on one mesh; `pruned.prune.Pruner` is the package's."""
 
-    names: tuple[str, ...]
-    """Parameters of the mesh that may get another form."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Parameters of the mesh that may get another form."""
 
     def masks(self, weights: Params) -> Params:
         """Return masks of booleans, of the entries of dense float32 weights that are to be trained."""

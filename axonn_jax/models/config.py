@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from functools import cached_property
+from math import inf, lcm
 from types import MappingProxyType
 from typing import Literal, get_args, get_origin
 
@@ -25,6 +26,8 @@ MOST = MappingProxyType(
         "seq_len": 2**27,
         "head_dim": 2**16,
         "window": 2**27,
+        "window_period": 10_000,
+        "score_dim": 2**16,
         "rope_original_seq_len": 2**27,
         "experts": 2**16,
         "expert_ffn": 2**22,
@@ -32,7 +35,7 @@ MOST = MappingProxyType(
     }
 )
 """Largest sizes: ten times or more those of any published model, and checked in seconds."""
-_MAY_BE_ZERO = ("window", "rope_original_seq_len", "experts", "shared_experts")
+_MAY_BE_ZERO = ("window", "window_period", "rope_original_seq_len", "experts", "shared_experts")
 
 
 class DerivedSize(int):
@@ -79,40 +82,50 @@ class ModelShape:
     init_std: float = 0.02
     """Standard deviation of initial weights; output layers of a block take it over sqrt(2 layers)."""
     head_dim: int = DerivedSize(0)
-    """Features of one head; left out: hidden / heads."""
+    """Features of one head; default: hidden / heads."""
     qk_norm: bool = False
     """Apply an RMSNorm to each head's queries and keys before they are rotated, as in Qwen3."""
     embedding_scale: bool = False
     """Multiply embeddings by sqrt(hidden), as in Gemma."""
     window: int = 0
-    """Tokens that a token sees, itself and those right before it; 0: all before it."""
+    """Tokens seen by a token: the last ones, itself included; 0: all."""
+    window_period: int = 0
+    """Number of layers of which the last has no window; 0: all have it."""
+    attention_cap: float = 0.0
+    """Soft cap of attention's scores, which become cap tanh(score / cap); 0: none."""
+    logits_cap: float = 0.0
+    """Soft cap of logits; 0: none."""
+    score_dim: int = DerivedSize(0)
+    """Number by whose root attention's scores are divided, where positions are rotary; default: `head_dim`."""
+    post_norms: bool = False
+    """Normalise the result of each half of a block too, as in Gemma 2."""
     rope_scaling: RopeScaling = "none"
     """Scaling of rotary frequencies for sequences longer than those of the first training (`models.rope.Rope`)."""
     rope_factor: float = 1.0
-    """By how much, at most."""
+    """Largest factor of the scaling."""
     rope_low_freq_factor: float = 1.0
     """llama3: turns in `rope_original_seq_len` below which a frequency is divided by the whole factor."""
     rope_high_freq_factor: float = 4.0
-    """llama3: turns above which it stays."""
+    """llama3: turns above which a frequency stays."""
     rope_original_seq_len: int = 0
     """llama3, yarn: tokens of the sequences trained on first."""
     rope_beta_fast: float = 32.0
     """yarn: turns in `rope_original_seq_len` above which a frequency stays."""
     rope_beta_slow: float = 1.0
-    """yarn: turns below which it is divided by the whole factor."""
+    """yarn: turns below which a frequency is divided by the whole factor."""
     rope_attention_factor: float = 0.0
     """Factor on rotated queries and keys (yarn); 0: 0.1 ln(factor) + 1."""
 
     experts: int = 0
-    """Feed-forward layers of which each token takes a few, in the place of one; 0: one for all tokens."""
+    """Feed-forward layers in the place of one, of which each token takes a few; 0: one for all tokens."""
     experts_per_token: int = 2
     """Number of experts that each token chooses."""
     expert_ffn: int = DerivedSize(0)
-    """Width of each; left out: `ffn`."""
+    """Width of an expert; default: `ffn`."""
     moe_every: int = 1
-    """One block of so many has experts, the others one feed-forward layer."""
+    """Interval of blocks with experts; the others have one feed-forward layer."""
     moe_first: int = 0
-    """The first that has, counted from 0; blocks before it have one feed-forward layer."""
+    """First block with experts, counted from 0."""
     shared_experts: int = 0
     """Experts that every token takes."""
     router: Router = "softmax"
@@ -131,6 +144,8 @@ class ModelShape:
             object.__setattr__(self, "bias", "all" if self.bias else "none")
         if derived := isinstance(self.head_dim, DerivedSize):
             object.__setattr__(self, "head_dim", DerivedSize(self.hidden // max(self.heads, 1)))
+        if isinstance(self.score_dim, DerivedSize):
+            object.__setattr__(self, "score_dim", DerivedSize(self.head_dim))
         if isinstance(self.expert_ffn, DerivedSize):
             object.__setattr__(self, "expert_ffn", DerivedSize(self.ffn))
         for f in fields(self):
@@ -138,12 +153,21 @@ class ModelShape:
             if get_origin(f.type) is Literal and value not in get_args(f.type):
                 raise UserError(f"model.{f.name}", value, "one of " + ", ".join(get_args(f.type)))
             least = 0 if f.name in _MAY_BE_ZERO else 1
-            if f.name in MOST and not least <= value <= MOST[f.name] and not (derived and f.name == "head_dim"):
+            if f.name in MOST and not least <= value <= MOST[f.name] and not isinstance(value, DerivedSize):
                 accepted = f"an integer of at least {least} and at most {MOST[f.name]:,}"
                 raise UserError(f"model.{f.name}", value, accepted)
         for name in ("norm_eps", "rope_theta", "init_std"):
             if not getattr(self, name) > 0:
                 raise UserError(f"model.{name}", getattr(self, name), "a number above 0")
+        for name in ("attention_cap", "logits_cap"):
+            if not 0 <= getattr(self, name) < inf:
+                raise UserError(f"model.{name}", getattr(self, name), "a number above 0, or 0 for none")
+        if self.window_period and (self.window_period == 1 or not self.window):
+            raise UserError("model.window_period", self.window_period, "at least 2, with model.window above 0")
+        if self.positions != "rope" and self.score_dim != self.head_dim:
+            raise UserError("model.score_dim", self.score_dim, f"left out where positions are {self.positions}")
+        if self.post_norms and self.experts:
+            raise UserError("model.post_norms", True, "false in a model with model.experts")
         if derived and self.hidden % self.heads:
             raise UserError("model.heads", self.heads, _divisors("a divisor of hidden", self.hidden, self.heads))
         if self.heads % self.kv_heads:
@@ -165,11 +189,7 @@ class ModelShape:
                 raise UserError("model.moe_first", self.moe_first, f"an integer below model.layers = {self.layers}")
 
     def check_grid(self, grid: GridShape, *, sequence_split: bool = False) -> None:
-        """Raise ``UserError`` unless every parameter and activation of the model divides over the grid.
-
-        A weight's input dim splits over its input axis and once more over `z`, its output dim over the output
-        axis, with `x` and `y` swapping roles in alternate layers.
-        """
+        """Raise ``UserError`` unless every parameter and activation of the model divides over the grid."""
         x, y, z = grid.x, grid.y, grid.z
         divides("model.hidden", self.hidden, x * z, "x*z")
         divides("model.kv_heads", self.kv_heads, y, "y", axis="grid.y", legal_axis=True)
@@ -211,12 +231,13 @@ class ModelShape:
 
     def attention_rule(self, layer: int) -> AttentionRule:
         """Return the rule of a layer's attention; the first layer's has all that any other one's has."""
-        return AttentionRule(self.window)
+        has_window = not self.window_period or (layer + 1) % self.window_period
+        return AttentionRule(self.window if has_window else 0, self.attention_cap)
 
     @property
     def layer_period(self) -> int:
         """Layers after which their kinds repeat."""
-        return 1 if self.moe is None else self.moe.every
+        return lcm(1 if self.moe is None else self.moe.every, self.window_period or 1)
 
     @property
     def mlp_inputs(self) -> int:

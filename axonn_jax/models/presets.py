@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.documents import TOML_BYTES, parse_toml, typed
+from axonn_jax.documents import TOML_BYTES, parse_toml
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
 from axonn_jax.models.config import ModelShape
 from axonn_jax.options import (
@@ -20,6 +20,7 @@ from axonn_jax.options import (
     ProbabilityOrNone,
     RopeScaling,
     Router,
+    typed,
 )
 
 
@@ -69,17 +70,17 @@ class ModelConfig:
     heads: int | None = None
     """Number of query heads; divides `hidden` unless `head_dim` is given. Required without a preset."""
     kv_heads: int | None = None
-    """Number of key/value heads; divides `heads`. Left out: as many as `heads`, or the preset's."""
+    """Number of key/value heads; divides `heads`. Default: as many as `heads`, or the preset's."""
     ffn: int | None = None
-    """Width of the feed-forward layer. Left out: 4 `hidden`, or the preset's."""
+    """Width of the feed-forward layer. Default: 4 `hidden`, or the preset's."""
     vocab: int | None = None
-    """Size of the vocabulary, at least the prepared data's. Left out: the preset's, else the data's."""
+    """Size of the vocabulary, at least the prepared data's. Default: the preset's, else the data's."""
     seq_len: int | None = None
     """Tokens a sequence. Required without a preset."""
     positions: Positions | None = None
     """Positions of tokens: a learned table, or rotary embeddings. Default: learned, or the preset's."""
     norm: Norm | None = None
-    """Normalisation in front of each half of a block; rmsnorm_1p multiplies by 1 + its weight (Gemma). Left out:
+    """Normalisation in front of each half of a block; rmsnorm_1p multiplies by 1 + its weight (Gemma). Default:
     layernorm, or the preset's."""
     mlp: Mlp | None = None
     """Feed-forward: two matmuls around GELU or squared ReLU (relu2), or three, gated by SiLU (swiglu) or GELU (geglu).
@@ -89,50 +90,59 @@ class ModelConfig:
     tied: bool | None = None
     """Use the embedding table as the output projection. Default: true, or the preset's."""
     dropout: ProbabilityOrNone = None
-    """Dropout on the embedding and on both branches of a block. Left out: 0."""
+    """Dropout on the embedding and on both branches of a block. Default: 0."""
     norm_eps: PositiveOrNone = None
-    """Added to the variance under the square root of a norm. Left out: 1e-5."""
+    """Added to the variance under the square root of a norm. Default: 1e-5."""
     rope_theta: PositiveOrNone = None
-    """Base of the rotary frequencies. Left out: 10000, or the preset's."""
+    """Base of the rotary frequencies. Default: 10000, or the preset's."""
     init_std: PositiveOrNone = None
-    """Standard deviation of initial weights. Left out: 0.02."""
+    """Standard deviation of initial weights. Default: 0.02."""
     head_dim: int | None = None
-    """Features of one head. Left out: hidden / heads, or the preset's."""
+    """Features of one head. Default: hidden / heads, or the preset's."""
     qk_norm: bool | None = None
     """Apply an RMSNorm to each head's queries and keys before they are rotated (Qwen3). Default: false."""
     embedding_scale: bool | None = None
     """Multiply embeddings by sqrt(hidden) (Gemma). Default: false."""
     window: int | None = None
-    """Tokens that a token sees, itself and those right before it. Left out or 0: all before it."""
+    """Tokens seen by a token: the last ones, itself included. Default or 0: all."""
+    window_period: int | None = None
+    """Number of layers of which the last has no window (Gemma 2: 2). Default or 0: all have it."""
+    attention_cap: NotNegativeOrNone = None
+    """Soft cap of attention's scores, which become cap tanh(score / cap) (Gemma 2). Default or 0: none."""
+    logits_cap: NotNegativeOrNone = None
+    """Soft cap of logits (Gemma 2). Default or 0: none."""
+    score_dim: int | None = None
+    """Number by whose root attention's scores are divided. Default: `head_dim`, or the preset's."""
+    post_norms: bool | None = None
+    """Normalise the result of each half of a block too (Gemma 2). Default: false."""
     rope_scaling: RopeScaling | None = None
     """Scaling of rotary frequencies for sequences longer than those of the first training. Default: none."""
     rope_factor: PositiveOrNone = None
-    """By how much. Left out: 1."""
+    """Factor of the scaling. Default: 1."""
     rope_low_freq_factor: PositiveOrNone = None
-    """llama3: turns in `rope_original_seq_len` tokens below which a frequency is divided by the whole factor. Left
-    out: 1."""
+    """llama3: turns in `rope_original_seq_len` below which a frequency is divided by the whole factor. Default: 1."""
     rope_high_freq_factor: PositiveOrNone = None
-    """llama3: turns above which it stays. Left out: 4."""
+    """llama3: turns above which a frequency stays. Default: 4."""
     rope_original_seq_len: int | None = None
     """llama3, yarn: tokens of the sequences trained on first."""
     rope_beta_fast: PositiveOrNone = None
-    """yarn: turns above which a frequency stays. Left out: 32."""
+    """yarn: turns above which a frequency stays. Default: 32."""
     rope_beta_slow: PositiveOrNone = None
-    """yarn: turns below which it is divided by the whole factor. Left out: 1."""
+    """yarn: turns below which a frequency is divided by the whole factor. Default: 1."""
     rope_attention_factor: NotNegativeOrNone = None
     """Factor on rotated queries and keys (yarn). Default, or 0: 0.1 ln(rope_factor) + 1."""
     experts: int | None = None
-    """Feed-forward layers of which each token takes a few, in the place of one. Left out: one, or the preset's."""
+    """Feed-forward layers in the place of one, of which each token takes a few. Default: one, or the preset's."""
     experts_per_token: int | None = None
     """Number of experts that each token chooses. Default: 2, or the preset's."""
     expert_ffn: int | None = None
-    """Width of each. Left out: `ffn`, or the preset's."""
+    """Width of an expert. Default: `ffn`, or the preset's."""
     moe_every: int | None = None
-    """One block of so many has experts, the others one feed-forward layer. Left out: 1."""
+    """Interval of blocks with experts; the others have one feed-forward layer. Default: 1."""
     moe_first: int | None = None
     """First layer with experts, counted from 0. Default: 0."""
     shared_experts: int | None = None
-    """Experts that every token takes. Left out: 0."""
+    """Experts that every token takes. Default: 0."""
     router: Router | None = None
     """Function of the router's scores: their softmax over all experts, or each score's sigmoid (DeepSeek-V3). Default:
     softmax."""
@@ -141,7 +151,7 @@ class ModelConfig:
     router_scale: PositiveOrNone = None
     """Factor on the weights of a token's choices. Default: 1."""
     router_groups: int | None = None
-    """sigmoid: groups of experts, of which a token first chooses some by the sum of their best two. Left out: 1."""
+    """sigmoid: groups of experts, of which a token first chooses some by the sum of their best two. Default: 1."""
     router_groups_kept: int | None = None
     """Number of groups that a token chooses. Default: 1."""
     attention: AttentionKernel = "auto"

@@ -20,21 +20,25 @@ from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
-from axonn_jax.models.mlp import Mlp
 from axonn_jax.models.packed import Residual, Stream, balance_of, ids_of, stream_of, values_of
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.models.stacked import run_layers
 from axonn_jax.options import AttentionKernel
 from axonn_jax.tensor.attention import Angles, Attend, Attention, Documents, Held, Rotation, angles
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_size, gather_sequence, gather_weight
-from axonn_jax.tensor.elementwise import DropoutKey, dropout
+from axonn_jax.tensor.elementwise import DropoutKey, activated, dropout
 from axonn_jax.tensor.embedding import Embedding, PositionEmbedding
 from axonn_jax.tensor.kernel_choice import Tiles
-from axonn_jax.tensor.linear import Linear
+from axonn_jax.tensor.kernels.cap import capped
+from axonn_jax.tensor.linear import Linear, column_parallel
 from axonn_jax.tensor.loss import VOCAB_AXIS, Projection, masked, total_loss
 from axonn_jax.tensor.norm import LayerNorm, RMSNorm
 
 FLOAT32 = jnp.dtype("float32")
+
+# Inputs are kept for the backward pass and nothing in between: computing it again is cheaper than the memory it would
+# pass through.
+_activated = jax.checkpoint(activated, static_argnums=(0,))
 
 
 def _norm(shape: ModelShape) -> LayerNorm | RMSNorm:
@@ -45,22 +49,43 @@ def _norm(shape: ModelShape) -> LayerNorm | RMSNorm:
 
 def _rotation(shape: ModelShape) -> Rotation | None:
     rope = shape.rope
-    return None if rope is None else Rotation(tuple(rope.frequencies(shape.head_dim).tolist()), rope.amplitude)
+    if rope is None:
+        return None
+    amplitude = rope.amplitude * (shape.head_dim / shape.score_dim) ** 0.25  # of queries and of keys
+    return Rotation(tuple(rope.frequencies(shape.head_dim).tolist()), amplitude)
+
+
+class Mlp(nnx.Module):
+    """Feed-forward layer: two matmuls around an activation function, or three with a gate."""
+
+    def __init__(self, shape: ModelShape, comm: BlockComm, *, out_std: float, key: jax.Array):
+        keys = jax.random.split(key, 3)
+        linear = partial(Linear, bias=shape.bias == "all", comm=comm.of(comm.mlp))
+        up = partial(linear, shape.hidden, shape.ffn, in_axis="x", std=shape.init_std)
+        self.kind = shape.mlp
+        self.gate = up(key=keys[0]) if shape.mlp_inputs == 2 else None
+        self.up = up(key=keys[1])
+        self.down = linear(shape.ffn, shape.hidden, in_axis="y", std=out_std, key=keys[2])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, hidden/Gx] -> same; collectives are those of its `Linear` layers."""
+        if self.gate is None:
+            (h,) = column_parallel((self.up,), x)
+            return self.down(_activated(self.kind, None, h))
+        h, gate = column_parallel((self.up, self.gate), x)
+        return self.down(_activated(self.kind, gate, h))
 
 
 class Block(nnx.Module):
-    """Pre-norm transformer block: attention, then feed-forward, each added to the residual stream."""
+    """Pre-norm transformer block: attention, then feed-forward, each added to the residual stream.
+
+    With `shape.post_norms` their results are normalised before they are added.
+    """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        comm: BlockComm,
-        index: int,
-        *,
-        attention: AttentionKernel | Tiles,
-        training: MoeConfig,
-        key: jax.Array,
-    ):
+        self, shape: ModelShape, comm: BlockComm, index: int, *,
+        attention: AttentionKernel | Tiles, training: MoeConfig, key: jax.Array,
+    ):  # fmt: skip
         key_attention, key_mlp = jax.random.split(key)
         out_std = shape.init_std / (2 * shape.layers) ** 0.5
         self.dropout, self.sequence_split = shape.dropout, comm.sequence_split
@@ -81,6 +106,8 @@ class Block(nnx.Module):
             comm=comm.of(comm.attention),
         )
         self.mlp_norm = _norm(shape)
+        self.attention_post_norm = _norm(shape) if shape.post_norms else None
+        self.mlp_post_norm = _norm(shape) if shape.post_norms else None
         moe, self.balance_weight = shape.moe, training.balance_weight
         self.mlp: Mlp | MixtureOfExperts
         if moe is None or not moe.is_routed(index):
@@ -99,12 +126,12 @@ class Block(nnx.Module):
         """Run the first half of the block."""
         if isinstance(x, Residual):
             return x._replace(values=values_of(self.attend(x.values, key, x.documents)))
-        return x + self._drop(self.attention(self.attention_norm(x), documents), key, 0)
+        return x + self._branch(self.attention(self.attention_norm(x), documents), key, 0)
 
     def attend_by(self, attend: Attend[Held], x: jax.Array, by: Angles | None) -> tuple[jax.Array, Held]:
         """Attend by a function of queries, keys and values; return the output and the state of the function."""
         attended, held = attend(*self.attention.project(self.attention_norm(x), by), self.attention.rule)
-        return x + self.attention.merge(attended), held
+        return x + self._branch(self.attention.merge(attended), None, 0), held
 
     def feed_forward(self, x: Stream, key: DropoutKey | None = None) -> Stream:
         """Run the second half of the block."""
@@ -113,13 +140,16 @@ class Block(nnx.Module):
             branch, balance = self.mlp(self.mlp_norm(values)), None
         else:
             branch, balance = self.mlp(self.mlp_norm(values), x.packing if isinstance(x, Residual) else None)
-        values = values + self._drop(branch, key, 1)
+        values = values + self._branch(branch, key, 1)
         if not isinstance(x, Residual):
             return values
         more = 0.0 if x.balance is None or balance is None else self.balance_weight * balance
         return x._replace(values=values, balance=None if x.balance is None else x.balance + more)
 
-    def _drop(self, branch: jax.Array, key: DropoutKey | None, half: int) -> jax.Array:
+    def _branch(self, branch: jax.Array, key: DropoutKey | None, half: int) -> jax.Array:
+        """Return the result of a half of the block in the form that is added."""
+        norm = self.mlp_post_norm if half else self.attention_post_norm
+        branch = branch if norm is None else norm(branch)
         if key is None or self.dropout == 0.0:
             return branch
         return dropout(branch, self.dropout, key.fold_in(half), sequence_split=self.sequence_split)
@@ -137,15 +167,9 @@ class Transformer(nnx.Module):
     layer_list = "blocks"
 
     def __init__(
-        self,
-        shape: ModelShape,
-        *,
-        rngs: nnx.Rngs,
-        attention: AttentionKernel | Tiles = "auto",
-        comm: BlockComm = ALL_REDUCE,
-        packed: bool = False,
-        moe: MoeConfig = MoeConfig(),  # noqa: B008
-    ):
+        self, shape: ModelShape, *, rngs: nnx.Rngs, attention: AttentionKernel | Tiles = "auto",
+        comm: BlockComm = ALL_REDUCE, packed: bool = False, moe: MoeConfig = MoeConfig(),  # noqa: B008
+    ):  # fmt: skip
         self.shape, self.comm, self.packed = shape, comm, packed
         self.layer_period = shape.layer_period
         self.balanced = shape.moe is not None and moe.balance_weight > 0.0
@@ -228,7 +252,7 @@ class Transformer(nnx.Module):
         """Residual stream -> logits of the local shard of the vocabulary; minus infinity beyond it."""
         h = self.norm(values_of(x))
         logits = self.embedding.attend(h) if self.head is None else self.head(h)
-        return masked(logits, self._used(logits.shape[-1]))
+        return masked(capped(logits, self.shape.logits_cap), self._used(logits.shape[-1]))
 
     def total_loss(self, x: Stream, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
         """Residual stream, targets [batch, seq] -> sum of their cross-entropy in nats, a float32 scalar.
@@ -239,7 +263,8 @@ class Transformer(nnx.Module):
         tied = self.head is None
         layer, weight = (self.embedding, self.embedding.table) if self.head is None else (self.head, self.head.kernel)
         gathered = gather_weight(weight.get_value(), x.dtype)
-        projection = Projection(gathered, tied, layer.layouts, self._used(gathered.shape[0 if tied else 1]))
+        used = self._used(gathered.shape[0 if tied else 1])
+        projection = Projection(gathered, tied, layer.layouts, used, self.shape.logits_cap)
         h = self.norm(values_of(x))
         total = total_loss(gather_sequence(h) if self.comm.sequence_split else h, projection, targets, weights)
         balance = balance_of(x)

@@ -17,22 +17,21 @@ class StepPolicy:
     """The way in which a training step runs its layers."""
 
     microbatches: int = 1
-    """Parts of the batch that run one after the other."""
+    """Parts of the batch, run one after the other."""
     recompute: bool = False
     """True if the backward pass runs blocks again."""
     keeps_collectives: bool = False
     """True if recomputation keeps the results of collectives (`save_collectives`)."""
     scanned: bool = False
     """True if blocks are the body of a loop (`tensor.scan_layers`)."""
-    reshard_after: str = "forward"
-    """`memory.reshard_after`: forward, backward or step."""
-    accumulate: int = FLOAT32
-    """Bytes of an element of a gradient that is reduced over `z`."""
-
-    @property
-    def once(self) -> bool:
-        """True if weights are gathered, and gradients scattered, once a step."""
-        return self.reshard_after == "step" and self.microbatches > 1
+    keeps_weights: bool = False
+    """True if gathered weights stay for the backward pass."""
+    once: bool = False
+    """True if weights are gathered, and gradients scattered, once a step."""
+    gradient_item: int = FLOAT32
+    """Bytes of an element of a gradient reduced over `z`."""
+    trained: float = 1.0
+    """Trained share of the entries of prunable parameters."""
 
 
 def collectives(layers: Iterable[Layer], policy: StepPolicy) -> Iterator[Row]:
@@ -51,30 +50,30 @@ def _runs(op: Collective, layer: Layer, policy: StepPolicy, *, repeated: bool) -
     if op.forward:
         # XLA hoists a weight's gather out of the loop over microbatches, but not out of the scan over layers.
         yield op.name, "forward", op.forward, op.axes, op.buffer, layer.count if weight and not looped else each
-        kept = policy.reshard_after != "forward" if weight else policy.keeps_collectives
+        kept = policy.keeps_weights if weight else policy.keeps_collectives
         if op.always_repeated or (repeated and not kept):
             yield op.name, "recompute", op.forward, op.axes, op.buffer, each
     if op.backward:
         buffer = op.buffer if op.backward_buffer is None else op.backward_buffer
-        buffer = buffer // op.weight_itemsize * policy.accumulate if weight else buffer
+        buffer = buffer // op.weight_itemsize * policy.gradient_item if weight else buffer
         yield op.name, "backward", op.backward, op.axes, buffer, layer.count if weight and policy.once else each
 
 
 def update_collectives(
-    layers: Iterable[Layer], sizes: Mapping[str, int], token_axes: Axes, density: float = 1.0
+    layers: Iterable[Layer], policy: StepPolicy, sizes: Mapping[str, int], token_axes: Axes
 ) -> Iterator[Row]:
     """Yield the all-reduces of gradients, in float32, over the axes that split tokens and not the parameter.
 
     Args:
         layers: The model's layers.
+        policy: The way in which the step runs.
         sizes: Devices along each mesh axis.
         token_axes: Mesh axes that split the batch's tokens, slowest first.
-        density: Share of the entries of prunable parameters that is trained.
     """
     for layer in layers:
         for param in layer.params:
             split, elements = param.axes, param.elements
-            elements = round(elements * density) if param.prunable else elements
+            elements = round(elements * policy.trained) if param.prunable else elements
             axes = tuple(axis for axis in token_axes if axis not in split)
             buffer = elements * FLOAT32 // prod([sizes[axis] for axis in split])
             yield param.name, "update", "all-reduce", axes, buffer, layer.count
@@ -103,10 +102,10 @@ def forward_flops(layer: Layer, tokens: int) -> float:
 
 
 def kept_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping[str, int], entry: float) -> float:
-    """Return the bytes that a layer keeps for each token from its forward to its backward pass.
+    """Return the bytes kept by a layer for each token from forward to backward pass.
 
-    An activation policy is a rule about operations: `none` keeps what gradients read, `full` the layer's input, `dots`
-    the results of matmuls too, `save_collectives` those of collectives.
+    An activation policy is a rule about operations: `none` keeps inputs of gradients, `full` the layer's input, `dots`
+    also results of matmuls, `save_collectives` also results of collectives.
 
     Args:
         layer: The layer.

@@ -1,6 +1,6 @@
 """The language of a layer's declaration: parameters, and operations in program order; no jax.
 
-A layer is a list of chains, and a chain a list of operations. Sizes are those of one microbatch on one device.
+A layer is a list of chains, and a chain a list of operations. Sizes are for one microbatch on one device.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ class Param(NamedTuple):
     split: tuple[Axes, ...] = ()
     """Mesh axes that split each dimension, as in a PartitionSpec."""
     prunable: bool = False
-    """True if pruned training keeps a share of its entries."""
+    """True if pruned training keeps a share of the entries."""
 
     @property
     def elements(self) -> int:
@@ -70,11 +70,11 @@ class Multiply(NamedTuple):
     number: float = 1.0
     """Number of such matmuls on a device, one after the other."""
     shares_input: bool = False
-    """True if the matmul before it reads the same input."""
+    """True if the matmul before reads the same input."""
     stored_inner: float | None = None
     """Features of the input that stay in memory where the rest is gathered again; None: `inner`."""
     run_again: bool = False
-    """True if the backward pass runs it again under every activation policy."""
+    """True if the backward pass runs the matmul again under every activation policy."""
 
 
 class Read(NamedTuple):
@@ -98,7 +98,7 @@ class Attend(NamedTuple):
     seq_len: int
     """Tokens of a sequence."""
     kept: float
-    """Bytes that the kernel keeps for each token beside queries, keys and values: statistics, or scores."""
+    """Bytes kept by the kernel for each token beside queries, keys and values: statistics, or scores."""
 
     @property
     def elements(self) -> float:
@@ -119,10 +119,10 @@ class Add(NamedTuple):
 
 
 class OwnBackward(NamedTuple):
-    """A backward pass that a chain has of its own (`jax.custom_vjp`), which states what the whole chain keeps."""
+    """A chain's own backward pass (`jax.custom_vjp`), with the bytes kept by the whole chain."""
 
     by_policy: Mapping[str, float]
-    """Bytes kept for each token, by activation policy; 0 for a policy that is absent."""
+    """Bytes kept for each token, by activation policy; 0 for an absent policy."""
     moved: float = 0.0
     """Bytes that the forward pass reads and writes in memory for each token."""
 
@@ -138,7 +138,7 @@ class Chain(NamedTuple):
     """True if a gradient later in the layer reads the last operation's result."""
 
     def repeated(self) -> tuple[Op, ...]:
-        """Return the operations that recomputation repeats: up to the last one whose result a gradient reads."""
+        """Return the operations repeated by recomputation: up to the last one whose result a gradient reads."""
         if self.result_read:
             return self.ops
         reads = (at + 1 for at, op in enumerate(self.ops) if not isinstance(op, Collective | Add))
@@ -162,7 +162,7 @@ Part = tuple[tuple[Param, ...], tuple[Chain, ...]]
 
 
 def joined(parts: Iterable[Part], count: int = 1) -> Layer:
-    """Return the layer that is made of several parts, `count` times in the model."""
+    """Return the layer of several parts, `count` times in the model."""
     params: list[Param] = []
     chains: list[Chain] = []
     for part in parts:

@@ -25,7 +25,7 @@ TensorAxis = Literal["x", "y"]
 Comm = Literal["all_reduce", "gather", "sequence"]
 """Communication of a projection that reads from or adds to the residual stream.
 
-* all_reduce: it reads the local features and all-reduces over `x`; its output is all-reduced over `y`.
+* all_reduce: the matmul reads local features, with an all-reduce over `x`; the output is all-reduced over `y`.
 * gather: its inner features are split over `y` and `x`. The stream's features are gathered over `x` before the matmul;
   its output is reduce-scattered over `x` and all-reduced over `y`.
 * sequence: the stream's sequence is split over `y`, gathered before the matmul and reduce-scattered behind.

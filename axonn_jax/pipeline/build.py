@@ -26,7 +26,7 @@ from axonn_jax.pipeline.stage import SegmentPrograms, Stage
 from axonn_jax.pipeline.trace import Group, StepShape, Stretch, like, survey
 from axonn_jax.pipeline.worker import StageWorker
 from axonn_jax.schedule.partition import group_ranges
-from axonn_jax.schedule.policies import Backwards
+from axonn_jax.schedule.policies import ByArrival, Policy
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.tensor.params import Specs, SplitModule
 from axonn_jax.timeline.spans import Recorder
@@ -146,7 +146,7 @@ class Peers:
         self.heartbeat.close()
 
 
-def connect(grid: Grid, pipe_shape: PipelineShape, policy: PipelinePolicy, stall_timeout: float) -> Peers:
+def connect(grid: Grid, pipe_shape: PipelineShape, policy: Policy, stall_timeout: float) -> Peers:
     """Connect the processes of a pipeline; collective over all processes of the run. Nothing is sent yet."""
     status = RankStatus()
     if grid.size == 1:
@@ -157,7 +157,7 @@ def connect(grid: Grid, pipe_shape: PipelineShape, policy: PipelinePolicy, stall
     pp_rank, within = divmod(grid.rank, grid.stage_processes)
     pipe = world.Split(within, pp_rank)
     leader = None
-    if grid.stage_processes > 1 and policy == "message":
+    if grid.stage_processes > 1 and isinstance(policy, ByArrival):
         leader = LeaderBroadcast(world.Split(pp_rank, within))
     heartbeat = Heartbeat(status, pipe_shape, stall_timeout, world.Dup(), grid)
     return Peers(MpiSync(pipe), heartbeat, status, pipe, leader)
@@ -175,8 +175,7 @@ class CompiledPipeline:
         grad_specs: Mapping[int, Specs],
         *,
         channel: str,
-        backwards: Backwards,
-        joins: bool,
+        policy: Policy,
         bucket: int,
     ):
         borrowed = {
@@ -185,6 +184,7 @@ class CompiledPipeline:
             )
             for pp_rank in grid.meshes
         }
+        backwards, joins = policy.backwards(pipe_shape), policy.joins(pipe_shape)
         self.ranks: dict[int, StageWorker] = {}
         self.reductions: dict[int, Reduction] = {}
         for pp_rank in grid.meshes:

@@ -22,7 +22,7 @@ class SegmentPrograms:
     """The compiled programs of a stretch of layers; compiling is the slow part of making them.
 
     `backwards` gives the backward pass as one program, "B", as two, "I" for the gradient of the input and "W" for those
-    of the weights, or both ways. Where the last stretch `joins` forwards and backwards (`schedule.policies.joins`),
+    of the weights, or both ways. Where the last stretch `joins` forwards and backwards (`Policy.joins`),
     "FB" and "FI" take the place of "F", "B" and "I": values that the two share are then never written out.
     """
 

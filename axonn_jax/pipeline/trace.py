@@ -44,9 +44,9 @@ def slots_of(given: Mapping[str, Any]) -> list[Slot]:
     """Return the slots of inputs that are arrays, or weights in another form, in order."""
 
     def own(name: str, value: Any) -> list[Slot]:
-        structure = jax.tree.structure(value)
-        plain = jax.tree_util.treedef_is_leaf(structure)
-        return [Slot(name)] if plain else [Slot(name, leaf) for leaf in range(structure.num_leaves)]
+        if jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
+            return [Slot(name)]
+        return [Slot(name, leaf) for leaf in range(len(jax.tree.leaves(value)))]
 
     return [slot for name, value in given.items() for slot in own(name, value)]
 

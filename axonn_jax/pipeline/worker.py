@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
+from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.host_arrays import replicated
 from axonn_jax.models.packed import counted_targets
 from axonn_jax.models.protocol import Model
@@ -63,7 +64,7 @@ class StageWorker:
 
     def begin(
         self,
-        params: Params,
+        params: Weights,
         rows: Sequence[np.ndarray],
         key: jax.Array | None,
         *,

@@ -49,21 +49,21 @@ def device_state(
     params: float,
     precision: Precision,
     *,
-    accumulate: int = _FP32,
+    gradient_item: int = _FP32,
     apart: bool = False,
     offload: bool = False,
     replicas: int = 1,
 ) -> ParamBytes:
     """State of `params` parameters on the device.
 
-    `accumulate` is the bytes of a gradient, `replicas` the devices that share master weights and moments between them
+    `gradient_item` is a gradient's bytes, `replicas` the devices that share master weights and moments between them
     (ZeRO-1; 1: none do). Master weights lie `apart` from half-precision weights, as they do where they are shared or,
     with `offload`, on the host; else the weights themselves are float32.
     """
     master, moments = _optimizer(params / replicas, precision, apart or offload or replicas > 1)
     return ParamBytes(
         weights=params * (itemsize(precision) if master else _FP32),
-        gradients=params * accumulate,
+        gradients=params * gradient_item,
         master=0.0 if offload else master,
         moments=0.0 if offload else moments,
     )
@@ -74,7 +74,7 @@ def pruned_state(
     density: float,
     precision: Precision,
     *,
-    accumulate: int = _FP32,
+    gradient_item: int = _FP32,
     offload: bool = False,
     replicas: int = 1,
 ) -> ParamBytes:
@@ -86,7 +86,7 @@ def pruned_state(
     kept = params * density
     return ParamBytes(
         weights=params * itemsize(precision),
-        gradients=kept * accumulate,
+        gradients=kept * gradient_item,
         master=0.0 if offload else kept / replicas * _FP32,
         moments=0.0 if offload else kept / replicas * 2 * _FP32,
         positions=kept * _FP32,
@@ -144,9 +144,9 @@ def gathered_weights(params: float, item: int) -> float:
     return 2 * params * item
 
 
-def bucket_buffers(params: float, bucket: float, accumulate: int = _FP32) -> float:
+def bucket_buffers(params: float, bucket: float, gradient_item: int = _FP32) -> float:
     """A bucket of gradients beside its reduced copy."""
-    return 2 * accumulate * min(params, bucket)
+    return 2 * gradient_item * min(params, bucket)
 
 
 def balanced_blocks(layers: int, head: float, pipe: int) -> tuple[float, float]:

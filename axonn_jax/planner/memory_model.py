@@ -11,7 +11,6 @@ from axonn_jax.planner.block_memory import BlockBytes, block_activations, mean_b
 from axonn_jax.planner.rank_state import Load, Ranks
 from axonn_jax.planner.request import Candidate, MemoryUse, PlanRequest, StatePlacement
 from axonn_jax.schedule.partition import group_count, group_size
-from axonn_jax.schedule.policies import live_bound, waiting_bound
 from axonn_jax.tensor.kernel_choice import loss_chunk
 
 _FP32 = 4
@@ -26,7 +25,6 @@ class MemoryModel:
         self._kernel = request.attention_form.kernel
         self._block_of = cache(self._block_bytes)
         self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
-        self._bounds: dict[tuple[int, int, int, int, int, bool], float] = {}
 
     def totals(self, base: Candidate, placements: Sequence[StatePlacement]) -> list[tuple[float, float]]:
         """Bytes of the fullest device and its share of the host's, for `base` with the optimizer's state elsewhere."""
@@ -69,7 +67,7 @@ class MemoryModel:
         if not candidate.once:
             return 0.0, 0.0
         params, z = self.ranks.params(candidate.grid, load), candidate.grid.z
-        return (params * z * self._item if z > 1 else 0.0), params * (z - 1) * self.request.accumulate
+        return (params * z * self._item if z > 1 else 0.0), params * (z - 1) * self.request.gradient_item
 
     def _backward(self, candidate: Candidate, load: Load) -> tuple[float, float, float]:
         """Bytes of activations, of gathered weights, and on the host, when a microbatch's passes need the most.
@@ -135,13 +133,9 @@ class MemoryModel:
 
     def _activations(self, candidate: Candidate, load: Load) -> tuple[float, float, float, float]:
         """Return `_kept`, computed once for all grids that divide `data` times `z` differently."""
-        grid, each = (
-            candidate.grid,
-            (candidate.microbatches, candidate.virtual_stages, candidate.activations, candidate.in_flight),
-        )
+        grid, each = candidate.grid, (candidate.pipeline, candidate.activations, self.request.schedule(candidate))
         comm = self.request.comm(grid, candidate.activations)  # which `z` decides too
         key = (
-            grid.pipe,
             grid.batch_shards,
             grid.expert,
             grid.y,
@@ -229,14 +223,8 @@ class MemoryModel:
         """Microbatches whose activations a rank keeps at once."""
         if candidate.grid.pipe == 1:
             return 1.0
-        split = self.request.splits(candidate.activations)
-        key = (candidate.grid.pipe, candidate.microbatches, candidate.virtual_stages, rank, candidate.in_flight, split)
-        if key not in self._bounds:
-            bound = live_bound(self.request.policy, candidate.pipeline, rank, candidate.in_flight, split)
-            self._bounds[key] = bound / candidate.virtual_stages
-        return self._bounds[key]
+        return self.request.schedule(candidate).live(candidate.pipeline, rank) / candidate.virtual_stages
 
     def _late(self, candidate: Candidate, rank: int) -> int:
         """Pairs of stage and microbatch that may wait on a rank for their weight gradient alone."""
-        split = self.request.splits(candidate.activations)
-        return waiting_bound(self.request.policy, candidate.pipeline, rank, candidate.in_flight, split)
+        return self.request.schedule(candidate).waiting(candidate.pipeline, rank)

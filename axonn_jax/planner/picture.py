@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from axonn_jax.documents import save_picture
+from axonn_jax.documents import new_figure, save_picture
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES
 from axonn_jax.planner.request import Estimate, PlanRequest
@@ -20,12 +20,9 @@ def draw_plan(
         UserError: the file cannot be written.
     """
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     with rc_context({"font.size": 8.0, "lines.markersize": 4.0}):
-        figure = Figure(figsize=(8, 7.2), layout="constrained", dpi=200)  # 100 pixels an inch where a page shows it
-        FigureCanvasAgg(figure)
+        figure = new_figure(8, 7.2)
         figure.suptitle(title)
         _draw_panels(figure.subplots(2, 2), request, plan, scaling)
         try:

@@ -122,14 +122,14 @@ class Ranks:
         """Yield the state on the device of unpruned parameters, of pruned kernels, and of experts' kernels."""
         request, pruned = self.request, self._pruned(grid, load)
         (dense, experts), replicas = self.replicated(grid, load), grid.replicas if zero else 1
-        settings: dict[str, Any] = {"accumulate": request.accumulate, "offload": offload}
+        settings: dict[str, Any] = {"gradient_item": request.gradient_item, "offload": offload}
         rest = dense - pruned
         yield formulas.device_state(rest, request.precision, apart=True, replicas=replicas, **settings)
         for params, over in ((pruned, replicas), (experts, grid.data if zero else 1)):
             yield formulas.pruned_state(params, request.density, request.precision, replicas=over, **settings)
 
     def _placed(self, grid: GridShape, load: Load, offload: bool, zero: int) -> RankState:
-        request, accumulate, density = self.request, self.request.accumulate, self.request.density
+        request, gradient_item, density = self.request, self.request.gradient_item, self.request.density
         dense, experts = self.trained(grid, load)
         parts = [(dense, grid.replicas if zero else 1), (experts, grid.data if zero else 1)]
         apart = offload or (bool(zero) and grid.replicas > 1) or density < 1.0
@@ -138,7 +138,12 @@ class Ranks:
         else:
             device = [
                 formulas.device_state(
-                    params, request.precision, accumulate=accumulate, apart=apart, offload=offload, replicas=replicas
+                    params,
+                    request.precision,
+                    gradient_item=gradient_item,
+                    apart=apart,
+                    offload=offload,
+                    replicas=replicas,
                 )
                 for params, replicas in parts
             ]
@@ -149,9 +154,9 @@ class Ranks:
         own = sum(params / replicas for params, replicas in parts)
         later = formulas.streamed_state(min(request.bucket, own), request.precision) if offload else 0.0
         reduced = dense + (experts if grid.data > 1 else 0.0)
-        reduction = formulas.bucket_buffers(reduced, request.bucket, accumulate) if grid.replicas > 1 else 0.0
+        reduction = formulas.bucket_buffers(reduced, request.bucket, gradient_item) if grid.replicas > 1 else 0.0
         if grid.pipe > 1 and zero and grid.replicas > 1:  # a program of its own takes the sums and gives a part
-            reduction += own * accumulate
+            reduction += own * gradient_item
         later = max(later, reduction)
         return RankState(
             sum(state.weights for state in device),

@@ -6,14 +6,13 @@ from dataclasses import replace
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.planner.communication.predict import predict
-from axonn_jax.planner.communication.step import Predicted, StepSpec
+from axonn_jax.planner.communication.step import Predicted
 from axonn_jax.planner.machines.machine import Machine
 from axonn_jax.planner.machines.network import GroupLinks
-from axonn_jax.planner.memory import itemsize
 from axonn_jax.planner.request import Candidate, Estimate, PlanRequest
 from axonn_jax.planner.search import TIE, SearchResult, search
 from axonn_jax.planner.space import SearchSpace, grid_axes
-from axonn_jax.schedule.policies import default_in_flight
+from axonn_jax.schedule.policies import ByArrival
 
 
 def explain(request: PlanRequest, plan: SearchResult, one: Estimate) -> list[str]:
@@ -28,16 +27,17 @@ def explain(request: PlanRequest, plan: SearchResult, one: Estimate) -> list[str
             f"{candidate.microbatches} microbatches keep the bubble of {grid.pipe} stages at {one.bubble:.1%}"
             + (f" with {candidate.virtual_stages} virtual stages each." if candidate.virtual_stages > 1 else ".")
         )
-    if candidate.in_flight:
-        usual = default_in_flight(candidate.pipeline)
-        sentences.append(
-            f"{candidate.in_flight} microbatches in flight, with memory for all their activations, shorten waits."
-            if candidate.in_flight >= usual
-            else f"There is memory for {candidate.in_flight} microbatches in flight, fewer than by default."
-        )
+        policy, usual = request.schedule(candidate), ByArrival().depth(candidate.pipeline)
+        depth = policy.depth(candidate.pipeline)
+        if isinstance(policy, ByArrival) and depth != usual:
+            sentences.append(
+                f"{depth} microbatches in flight, with memory for all their activations, shorten waits."
+                if depth > usual
+                else f"There is memory for {depth} microbatches in flight, fewer than by default."
+            )
     if candidate.activations != "none":
         sentences.append(_recomputed(candidate.activations))
-    if candidate.reshard_after != "forward":
+    if candidate.keeps_weights:
         sentences.append(
             f"Weights gathered over z stay for a {'step' if candidate.once else 'microbatch'} "
             f"({memory.gathered / 1e9:.1f} GB) and are not gathered again."
@@ -63,13 +63,9 @@ def step_collectives(request: PlanRequest, candidate: Candidate) -> tuple[Predic
     """
     grid, count = replace(candidate.grid, pipe=1), candidate.microbatches
     stages = candidate.grid.pipe > 1
-    work = StepSpec(
-        request.shape, grid, request.batch // (count if stages else 1), 1 if stages else count,
-        itemsize(request.precision), candidate.activations, reshard_after=candidate.reshard_after,
-        comm=request.comm(candidate.grid, candidate.activations), accumulate=request.accumulate,
-        density=request.density, moe=request.moe, duplicates=request.duplicates,
-    )  # fmt: skip
-    sent = predict(work)
+    whole = replace(candidate, grid=grid, microbatches=1 if stages else count)
+    comm = request.comm(candidate.grid, candidate.activations)
+    sent = predict(request.step(whole, request.batch // (count if stages else 1), comm))
     return tuple(one._replace(times=one.times * count) if stages and one.phase != "update" else one for one in sent)
 
 
@@ -99,7 +95,7 @@ def _recomputed(activations: str) -> str:
     return {
         "full": "Blocks are computed again in the backward pass to save memory.",
         "dots": "Results of matmuls are kept and the rest is computed again.",
-        "save_collectives": "What was all-reduced is kept and the rest computed again, without communicating twice.",
+        "save_collectives": "All but all-reduces is computed again, so that nothing is communicated twice.",
         "offload": "Inputs of blocks wait on the host for the backward pass.",
     }[activations]
 

@@ -1,6 +1,7 @@
 """Requests to the planner, the candidates it may choose, and predictions for one."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GRID_AXES, GridShape
@@ -9,9 +10,10 @@ from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.residual_comm import choose_residual_comm
 from axonn_jax.options import Activations, AttentionKernel, PipelinePolicy, ReshardAfter, ResidualComm
+from axonn_jax.planner.communication.step import StepSpec
 from axonn_jax.planner.machines.machine import Device, Machine
-from axonn_jax.planner.memory import Precision
-from axonn_jax.schedule.policies import may_split
+from axonn_jax.planner.memory import Precision, itemsize
+from axonn_jax.schedule.policies import Policy, may_split, policy_of
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionForm, AttentionRule, choose_form
 
@@ -70,8 +72,8 @@ class PlanRequest:
     batch: int
     """Sequences a step over all devices."""
     precision: Precision
-    accumulate: int = 4
-    """Bytes of an accumulated gradient."""
+    gradient_item: int = 4
+    """Bytes of an element of an accumulated gradient."""
     density: float = 1.0
     """Share of the entries of the blocks' kernels that is trained (prune.density)."""
     bucket: int = 16_000_000
@@ -79,7 +81,7 @@ class PlanRequest:
     switches: OverlapFlags = field(default_factory=OverlapFlags)
     policy: PipelinePolicy = "message"
     split: bool = True
-    """True if gradients of weights may be tasks of their own (policy message; see `splits`)."""
+    """True if gradients of weights may be tasks of their own (policy message; see `schedule`)."""
     sequence_split: bool = False
     """True if the sequence of the residual stream is split over `y`."""
     residual_comm: ResidualComm = "all_reduce"
@@ -105,9 +107,17 @@ class PlanRequest:
         split = self.sequence_split
         return choose_residual_comm(self.residual_comm, self.shape, grid, activations, sequence_split=split)
 
-    def splits(self, activations: Activations) -> bool:
-        """Return True if a pipeline's gradients of weights are tasks of their own."""
-        return self.policy == "zero-bubble" or (self.policy == "message" and may_split(self.split, activations))
+    def step(self, candidate: "Candidate", sequences: int, comm: BlockComm) -> StepSpec:
+        """Return the step of a candidate without a pipeline, of so many sequences over all devices."""
+        return StepSpec(
+            self.shape, candidate.grid, sequences, candidate.microbatches, itemsize(self.precision),
+            candidate.activations, reshard_after=candidate.reshard_after, comm=comm,
+            gradient_item=self.gradient_item, density=self.density, moe=self.moe, duplicates=self.duplicates,
+        )  # fmt: skip
+
+    def schedule(self, candidate: "Candidate") -> Policy:
+        """Return the policy of a candidate's pipeline."""
+        return policy_of(self.policy, candidate.in_flight, may_split(self.split, candidate.activations))
 
     @property
     def flops(self) -> int:
@@ -150,19 +160,38 @@ class Candidate:
         return self.offload, self.zero
 
     @property
+    def lifetime(self) -> ReshardAfter:
+        """Lifetime of weights that a device gathers: without recomputation a program keeps them, if it has all layers.
+
+        A pipeline's stage gathers again, as its programs keep none for one another.
+        """
+        kept = (self.activations == "none" and self.grid.pipe == 1) or self.keeps_weights
+        return "step" if self.once else "backward" if kept else "forward"
+
+    @property
     def loops(self) -> bool:
         """True if one program runs several microbatches."""
         return self.grid.pipe == 1 and self.microbatches > 1
 
     @property
-    def again(self) -> bool:
-        """True if recomputation gathers weights again."""
-        return self.reshard_after == "forward" and self.activations != "none"
+    def keeps_weights(self) -> bool:
+        """True if gathered weights stay for the backward pass."""
+        return self.reshard_after != "forward"
 
     @property
+    def again(self) -> bool:
+        """True if recomputation gathers weights again."""
+        return not self.keeps_weights and self.activations != "none"
+
+    @cached_property
     def pipeline(self) -> PipelineShape:
         """Sizes of the pipeline: ranks, microbatches and virtual stages."""
         return PipelineShape(self.grid.pipe, self.microbatches, self.virtual_stages)
+
+    @property
+    def shallow(self) -> bool:
+        """True if no more microbatches are in flight than under 1F1B."""
+        return 0 < self.in_flight <= self.grid.pipe
 
     def sequences(self, batch: int) -> int:
         """Sequences of a microbatch on a device."""

@@ -131,7 +131,7 @@ def _leanest(model: CostModel, grid: GridShape, space: SearchSpace) -> tuple[Mem
     for size in {*sizes[:1], *sizes[-1:]}:
         for activations in sorted(space.activations, key=order.index)[:2]:
             base = Candidate(grid, each // size, activations, virtual)
-            base = next(depths(model.request, replace(base, reshard_after=space.reshards(base)[0])))
+            base = next(depths(model.request, space.reshards(base)[0]))
             for placement, (device, host) in zip(placements, model.footprint.totals(base, placements), strict=True):
                 found.append((not host_fits(model.request, host, grid), device, len(found), base, placement))
     *_, base, (offload, zero) = min(found)
@@ -245,7 +245,7 @@ class _Waiting(NamedTuple):
 
 def _kind(request: PlanRequest, one: Priced) -> tuple[int, bool]:
     """Key of candidates whose closed forms have similar errors."""
-    return one.base.virtual_stages, request.splits(one.base.activations)
+    return one.base.virtual_stages, request.schedule(one.base).splits
 
 
 def _deepened(prices: Prices, base: Candidate, placements: Sequence[StatePlacement], limit: float) -> Estimate | None:
@@ -261,7 +261,7 @@ def _deepened(prices: Prices, base: Candidate, placements: Sequence[StatePlaceme
         roomy = [one for one in chosen if has_room(prices.model, one, limit)]
         if roomy:
             fitting.append(min(roomy, key=lambda one: prices.model.once_s(one.grid, one.placement)))
-    if len(fitting) > 1 and 0 < fitting[0].in_flight <= base.grid.pipe:
+    if len(fitting) > 1 and fitting[0].shallow:
         del fitting[0]
     found: Estimate | None = None
     for deeper in fitting:

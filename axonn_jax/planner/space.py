@@ -12,6 +12,7 @@ from axonn_jax.options import Activations, ReshardAfter
 from axonn_jax.planner.cost_model.model import CostModel
 from axonn_jax.planner.machines.network import GroupLinks
 from axonn_jax.planner.request import Candidate, PlanRequest, StatePlacement
+from axonn_jax.schedule.policies import ByArrival, policy_of
 
 Item = TypeVar("Item")
 
@@ -45,18 +46,18 @@ class SearchSpace:
     virtual_stages: Sequence[int] = (1, 2, 4)
     reshard_after: Sequence[ReshardAfter] = ("forward",)
 
-    def reshards(self, base: Candidate) -> list[ReshardAfter]:
-        """Return the lifetimes of gathered weights to try; of several lifetimes, those without effect are left out.
+    def reshards(self, base: Candidate) -> list[Candidate]:
+        """Return `base` with each lifetime of gathered weights to try; of several, those without effect are left out.
 
         A pipeline keeps none from one of its programs to the next.
         """
-        if len(self.reshard_after) == 1 and base.grid.pipe == 1:
-            return list(self.reshard_after)
         useful: set[ReshardAfter] = {"forward"}
-        if base.grid.pipe == 1 and base.grid.z > 1:
+        if len(self.reshard_after) == 1 and base.grid.pipe == 1:
+            useful = set(self.reshard_after)
+        elif base.grid.pipe == 1 and base.grid.z > 1:
             useful |= {"backward"} if base.activations != "none" else set()
             useful |= {"step"} if base.microbatches > 1 else set()
-        return [one for one in self.reshard_after if one in useful]
+        return [replace(base, reshard_after=one) for one in self.reshard_after if one in useful]
 
 
 def legal_grids(request: PlanRequest, devices: int, space: SearchSpace, rules: Counter[str]) -> Iterator[GridShape]:
@@ -124,7 +125,7 @@ def microbatch_sizes(request: PlanRequest, grid: GridShape, space: SearchSpace) 
 def depths(request: PlanRequest, base: Candidate) -> Iterator[Candidate]:
     """A candidate with as many microbatches in flight as may be worth it, fewest first: 1F1B's of one stage a rank."""
     pipe = base.grid.pipe
-    if pipe == 1 or request.policy != "message":
+    if pipe == 1 or not isinstance(policy_of(request.policy), ByArrival):
         yield base
         return
     for in_flight in (pipe, 0, 2 * pipe, 3 * pipe)[base.virtual_stages > 1 :]:
@@ -201,13 +202,11 @@ def _candidates(
     """Choices of a legal grid, offload and ZeRO aside."""
     each = request.batch // grid.batch_shards
     for virtual in virtual_stages if grid.pipe > 1 else (1,):
-        if virtual > 1 and (request.policy == "1f1b" or grid.pipe * virtual > segments(request)):
+        if virtual > 1 and (policy_of(request.policy).one_stage or grid.pipe * virtual > segments(request)):
             continue
         for sequences in microbatch_sizes(request, grid, space):
             for activations in space.activations:
-                base = Candidate(grid, each // sequences, activations, virtual)
-                for kept in space.reshards(base):
-                    yield base if kept == base.reshard_after else replace(base, reshard_after=kept)
+                yield from space.reshards(Candidate(grid, each // sequences, activations, virtual))
 
 
 def front(found: Iterable[Priced]) -> list[Priced]:

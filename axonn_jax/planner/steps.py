@@ -75,10 +75,10 @@ def step(
         UserError: the disturbance is of a rank that does not exist, or means nothing.
     """
     model = prices.model
-    grid, policy, split = candidate.grid, model.request.policy, model.request.splits(candidate.activations)
+    grid, policy = candidate.grid, model.request.schedule(candidate)
     by.check(grid.pipe)
     times, behind = prices.stage_times(candidate), model.outside_s(candidate)
-    tasks = (3 if split else 2) * times.pipe_shape.stages * times.pipe_shape.microbatches
+    tasks = (3 if policy.splits else 2) * times.pipe_shape.stages * times.pipe_shape.microbatches
     if not by.jitter and not by.failed:
         done = None if by.slow or drawn else prices.pipelined(candidate)
         if done is None:
@@ -92,7 +92,7 @@ def step(
     outcomes = []
     for replica in range(count):
         news = progress(f"simulating {name}" + (f", replica {replica + 1} of {count}" if count > 1 else ""), tasks)
-        outcomes.append(simulate_perturbed(times, policy, split, by, replica, candidate.in_flight, news))
+        outcomes.append(simulate_perturbed(times, policy, by, replica, news))
     slowest = max(outcomes, key=lambda one: (not one.finished, one.simulation.makespan))
     spent = [one.simulation.makespan for one in outcomes]
     return SimulatedStep(slowest, slowest.simulation.makespan, slowest.simulation.busy, spent, behind)
@@ -112,12 +112,11 @@ def baselines(
     for policy in _STATIC if candidate.grid.pipe > 1 else ():
         name = "1f1b (Megatron-LM)" if policy == "interleaved" and candidate.virtual_stages == 1 else policy
         others = prices if policy == request.policy else Prices(CostModel(replace(request, policy=policy)))
-        static = candidate if others is prices else replace(candidate, in_flight=0)
-        need = others.model.footprint.memory(static).total
+        need = others.model.footprint.memory(candidate).total
         if need > limit:
             yield Baseline(name, None, need, f"does not fit: needs {need / 1e9:,.0f} GB a device")
         else:
-            yield _ended(name, step(others, static, by, replicas, progress, name), need)
+            yield _ended(name, step(others, candidate, by, replicas, progress, name), need)
     flat_name = "1-D tensor parallelism"
     try:
         flat = tensor_1d(request, candidate.grid.devices, limit, space)

@@ -87,14 +87,14 @@ class PrunedLayout:
         shape = NamedSharding(self.mesh, self.specs[name]).shard_shape(self.shapes[name])
         return self._run(_on_zeros, name, shape=shape)(values, index)  # type: ignore[no-any-return]
 
-    def first(self, extra: Params, dtype: jnp.dtype) -> dict[str, PrunedWeight]:
+    def first(self, extra: Params, dtype: jnp.dtype) -> dict[str, Any]:
         """Weights whose kept entries are at the positions `extra`, and zero; to be traced."""
         return {
             name: PrunedWeight(self._laid_out(name, jnp.zeros(shape, dtype)), self._laid_out(name, extra[name]))
             for name, shape in self.shapes.items()
         }
 
-    def written(self, weights: Mapping[str, Any], values: Params) -> dict[str, PrunedWeight]:
+    def written(self, weights: Mapping[str, Any], values: Params) -> dict[str, Any]:
         """Weights with global values in the place of their kept entries; to be traced; no collectives."""
 
         def local(weights: dict[str, PrunedWeight], values: Params) -> Params:

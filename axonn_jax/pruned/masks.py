@@ -4,7 +4,7 @@ By magnitude, or at random: entries with the largest random numbers are kept. Th
 counts, so that nothing is sorted or gathered: XLA's sort is slow on CPUs, and a sort of a sharded array gathers it.
 
 Arrays go through a program by `rounds`, and each round is waited for: one program for all kernels of 48 layers compiles
-for a minute, and one for each in flight at once hangs XLA's CPU devices (`distributed.in_flight`). Counts are 64-bit
+for a minute, and one for each in flight at once hangs XLA's CPU devices (`distributed.bounded`). Counts are 64-bit
 integers: a kernel may have more entries than 32 bits count.
 """
 

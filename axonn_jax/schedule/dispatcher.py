@@ -4,9 +4,8 @@ from collections import deque
 from collections.abc import Collection
 from itertools import islice
 
-from axonn_jax.options import PipelinePolicy
 from axonn_jax.schedule.message_driven import MessageDriven
-from axonn_jax.schedule.policies import check_policy, fixed_order
+from axonn_jax.schedule.policies import ByArrival, Policy
 from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task, needs, predecessor
 
 _FEW = 8
@@ -87,7 +86,7 @@ class OrderedDispatcher:
     @property
     def done(self) -> bool:
         """True if every task of this rank has finished."""
-        return self._releases == self.shape.microbatches * self.shape.virtual_stages
+        return self._releases == self.shape.pairs
 
     @property
     def started(self) -> int:
@@ -131,20 +130,16 @@ class PolicyDispatcher(OrderedDispatcher):
     """Dispatcher that chooses the tasks of one rank by a policy; the same calls in the same order give the same
     choices.
 
-    `in_flight` limits the microbatches between their first forward and their last backward under the message-driven
-    policy (`in_flight_limit`) and with them the activations (`live_bound`), 0 for the defaults; `split` says whether
-    that policy computes input and weight gradients as separate tasks. Fixed policies ignore both.
-
     Raises:
-        UserError: the policy is unknown or cannot run with this shape, or `in_flight` is below 0.
+        UserError: the policy cannot run with this shape.
     """
 
-    def __init__(self, shape: PipelineShape, rank: int, policy: PipelinePolicy, in_flight: int = 0, split: bool = True):
+    def __init__(self, shape: PipelineShape, rank: int, policy: Policy):
         super().__init__(shape, rank)
-        check_policy(policy, shape)
-        self._rule = MessageDriven(shape, rank, in_flight, split) if policy == "message" else None
-        if policy != "message":
-            self._order.extend(fixed_order(policy, shape, rank))
+        policy.check(shape)
+        self._rule = MessageDriven(shape, rank, policy) if isinstance(policy, ByArrival) else None
+        if not isinstance(policy, ByArrival):
+            self._order.extend(policy.order(shape, rank))
 
     def append(self, task: Task) -> None:
         """Raise ``ValueError``: this dispatcher takes no order from outside."""

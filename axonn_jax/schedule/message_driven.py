@@ -4,8 +4,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 
-from axonn_jax.errors import UserError
-from axonn_jax.schedule.policies import in_flight_limit, live_bound
+from axonn_jax.schedule.policies import ByArrival
 from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task
 
 _FORWARD, _WHOLE, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
@@ -29,12 +28,12 @@ class MessageDriven:
     3. Microbatches go by groups of `pipe`. In a group, forwards go chunk by chunk from the shallowest, backwards from
        the deepest. Without jitter this is the interleaved order.
 
-    Three limits hold forwards back. A rank holds at most `live_bound` activations. A microbatch enters a rank only
-    while fewer than `in_flight_limit` are between their first forward and the start of their last backward there.
+    Three limits hold forwards back. A rank holds at most `ByArrival.live` activations. A microbatch enters a rank only
+    while fewer than `ByArrival.limit` are between their first forward and the start of their last backward there.
     AxoNN has that limit on stage 0 only; but a rank that ran ahead of 1F1B's depth would often be in the middle of a
     forward when a backward comes, up to 10 % longer where messages take constant time. With V > 1, a forward of any
     but the oldest microbatch (the first with forwards left to run here) leaves room for all V activations of that one:
-    those in flight of younger ones never exceed `live_bound - V`.
+    those in flight of younger ones never exceed `live - V`.
 
     Known weakness: with V = 1, `in_flight = P` and messages that all take the same noticeable time, ZB-H1 is up to 6 %
     shorter, since its order keeps weight gradients back where a backward is about to come, and a rank that goes by
@@ -50,16 +49,13 @@ class MessageDriven:
     forwards and backwards on every rank. Either m has not entered: then nothing is in flight, and it may. Or its next
     task has its message there or on the way. If that is a forward, m is the oldest microbatch of that rank; if the
     memory is full, either a weight gradient waits, which runs and frees some, or all that is alive is in flight: at
-    most V - 1 activations of m and live_bound - V of younger ones, which is less than live_bound. So it starts.
+    most V - 1 activations of m and live - V of younger ones, which is less than live. So it starts.
     """
 
-    def __init__(self, shape: PipelineShape, rank: int, in_flight: int, split: bool):
-        if in_flight < 0:
-            raise UserError("pipeline.in_flight", in_flight, "at least 1, or 0 for the default")
-        self._rank, self._split, self._microbatches = rank, split, shape.microbatches
-        self._pipe, self._chunks, self._last = shape.pipe, shape.virtual_stages, shape.last
-        self._bound = live_bound("message", shape, rank, in_flight, split)
-        self._limit = in_flight_limit(shape, rank, in_flight)
+    def __init__(self, shape: PipelineShape, rank: int, policy: ByArrival):
+        self._rank, self._split, self._microbatches = rank, policy.splits, shape.microbatches
+        self._pipe, self._chunks, self._last = shape.pipe, len(shape.stages_of(rank)), shape.last
+        self._bound, self._limit = policy.live(shape, rank), policy.limit(shape, rank)
         # Ready tasks as (group, stage, microbatch), backwards with minus the stage, the next one first.
         self._forwards: list[_Ready] = []
         self._backwards: list[_Ready] = []

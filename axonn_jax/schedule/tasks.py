@@ -89,6 +89,16 @@ class PipelineShape:
         return self.pipe * self.virtual_stages
 
     @property
+    def pairs(self) -> int:
+        """Pairs of stage and microbatch of a rank."""
+        return self.microbatches * self.virtual_stages
+
+    @property
+    def group(self) -> int:
+        """Microbatches that pass the stages of a rank together; with one stage groups make no difference."""
+        return self.pipe if self.virtual_stages > 1 else 1
+
+    @property
     def first(self) -> int:
         """The virtual stage that reads tokens."""
         return 0

@@ -28,7 +28,9 @@ class Placement(Protocol):
     """Place of masters and optimizer state: on the devices (`DeviceOptimizer`) or in host memory
     (`OffloadedOptimizer`)."""
 
-    mesh: Mesh
+    @property
+    def mesh(self) -> Mesh:
+        """Mesh of the parameters."""
 
     @property
     def state_specs(self) -> Specs:

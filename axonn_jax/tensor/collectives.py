@@ -60,7 +60,7 @@ def mark_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GatheredWeight:
-    """Weight gathered already, in place of its shard, for layers that several streams share."""
+    """Weight gathered already, in place of its shard, for layers that several sub-batches share."""
 
     value: jax.Array
 

@@ -11,6 +11,7 @@ from axonn_jax.hardware import AttentionDevice
 from axonn_jax.options import AttentionKernel
 
 FIELD = "model.attention"
+_NO_CAP = "it has no cap on scores here"
 _AMPERE, _HOPPER, _BLACKWELL_ULTRA = (8, 0), (9, 0), (10, 3)
 
 
@@ -53,9 +54,12 @@ class AttentionRule(NamedTuple):
 
     window: int = 0
     """Tokens that a token sees, itself and those right before it; 0: all before it."""
+    cap: float = 0.0
+    """Soft cap of scores (`kernels.cap`); 0: none."""
 
     def __str__(self) -> str:
-        return f"windows of {self.window} tokens" if self.window else "sight of every token"
+        window = [f"windows of {self.window} tokens"] if self.window else []
+        return " and ".join(window + ([f"scores capped at {self.cap:g}"] if self.cap else [])) or "sight of every token"
 
 
 EVERY_TOKEN = AttentionRule()
@@ -90,16 +94,23 @@ def choose_form(
     Raises ``UserError`` where the one wanted cannot be had.
     """
     against = {"cudnn": against_cudnn(device, dtype, head_dim), "splash": against_splash(device, dtype, seq, rule)}
+    accepted = "auto or blocked" if rule.cap else "auto, blocked or xla"
+    if rule.cap:
+        against = {kernel: fault or _NO_CAP for kernel, fault in (against | {"xla": ""}).items()}
     if packed:  # neither is known to take masks that depend on the batch
         against = {kernel: fault or "it is not used for packed documents" for kernel, fault in against.items()}
     if wanted == "auto":
         best = next((kernel for kernel, fault in against.items() if not fault), None)
         if best is not None:
             return AttentionForm("cudnn" if best == "cudnn" else "splash")
-        faults = [f"not {kernel}: {fault}" for kernel, fault in against.items() if (kernel == "splash") == _tpu(device)]
+        faults = [
+            f"not {kernel}: {fault}"
+            for kernel, fault in against.items()
+            if kernel == ("splash" if _tpu(device) else "cudnn")
+        ]
         return AttentionForm("blocked", "; ".join(faults))
     if fault := against.get(wanted):
-        raise UserError(FIELD, wanted, f"auto, blocked or xla: {fault}")
+        raise UserError(FIELD, wanted, f"{accepted}: {fault}")
     return AttentionForm(wanted)
 
 

@@ -15,6 +15,7 @@ from jax import lax
 from axonn_jax import compat
 from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce, all_reduce_max, mark_varying, shard_offset
 from axonn_jax.tensor.kernel_choice import loss_chunk
+from axonn_jax.tensor.kernels.cap import capped
 from axonn_jax.tensor.matmul import PLAIN, MatmulLayouts, matmul
 
 VOCAB_AXIS = "y"
@@ -29,6 +30,8 @@ class Projection(NamedTuple):
     layouts: MatmulLayouts = PLAIN
     used: int | None = None
     """Entries of the vocabulary, where the weight has more; further entries have a logit of minus infinity."""
+    cap: float = 0.0
+    """Soft cap of logits (`kernels.cap`); 0: none."""
 
     @property
     def columns(self) -> int:
@@ -107,8 +110,13 @@ def _summed(losses: jax.Array, weights: jax.Array | None) -> jax.Array:
 
 def _logits(rows: jax.Array, projection: Projection) -> jax.Array:
     """Logits [tokens, vocab/Gy] of [tokens, hidden/Gx]; collective: an all-reduce over `x`."""
+    return masked(capped(_products(rows, projection), projection.cap), projection.used)
+
+
+def _products(rows: jax.Array, projection: Projection) -> jax.Array:
+    """Logits before their cap, also of entries beyond the vocabulary."""
     partial_sums = matmul(rows, projection.weight, projection.layouts, turned=projection.turned)
-    return masked(all_reduce(partial_sums, FEATURE_AXIS), projection.used)
+    return all_reduce(partial_sums, FEATURE_AXIS)
 
 
 class _How(NamedTuple):
@@ -118,6 +126,7 @@ class _How(NamedTuple):
     turned: bool
     layouts: MatmulLayouts
     used: int | None
+    cap: float
 
 
 Tokens = tuple[jax.Array, jax.Array, jax.Array | None]
@@ -147,8 +156,9 @@ def _forward(
 
     def add(carry: tuple[jax.Array, jax.Array], part: Tokens) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array]]:
         (total, d_weight), (rows, targets, weights) = carry, part
-        loss, d_logits = _with_gradient(_logits(rows, projection), targets, weights)
-        d_logits = d_logits.astype(rows.dtype)
+        logits, uncapped = jax.vjp(lambda products: capped(products, how.cap), _products(rows, projection))
+        loss, d_logits = _with_gradient(masked(logits, how.used), targets, weights)
+        (d_logits,) = uncapped(d_logits.astype(logits.dtype))
         d_rows = matmul(d_logits, weight, turned=not how.turned)
         left, right = (d_logits, rows) if how.turned else (rows, d_logits)
         d_part = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)

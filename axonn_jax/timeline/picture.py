@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from axonn_jax.documents import save_picture
+from axonn_jax.documents import new_figure, save_picture
 from axonn_jax.timeline.spans import KINDS, Kind, Span, last_whole_step, ranks_of, usage, window
 
 PICTURE = "timeline.png"
@@ -86,9 +86,6 @@ def draw(
     Raises:
         ValueError: there is no task in that step.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     step = last_whole_step(spans) if step is None else step
     ranks = ranks_of(spans)
     spans = [span for span in spans if span.step == step]
@@ -101,8 +98,7 @@ def draw(
     rows = min(max(1.1 / ranks, 0.34 if ranks <= 4 else 0.26), 2.6 / ranks)  # inches a rank
     strip = [max(0.35, min(0.14 * ranks, 0.9))] if len(lines) > 1 else []
     heights = [*strip, *[rows * ranks] * len(lines)]
-    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.5 * len(heights) + 0.75), layout="constrained", dpi=_DPI)
-    FigureCanvasAgg(figure)
+    figure = new_figure(_WIDTH, sum(heights) + 0.5 * len(heights) + 0.75)
     panels = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     whole = end - start
     length = f"{whole:,.3f} s" if whole >= 10 else f"{whole * 1e3:,.{1 if whole >= 0.01 else 3}f} ms"

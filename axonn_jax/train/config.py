@@ -28,10 +28,10 @@ from axonn_jax.options import (
     Share,
     Zero,
 )
-from axonn_jax.pruned.config import PruneConfig
+from axonn_jax.pruned.config import PruneConfig as PruneConfig
 
 LOCK = "run.lock"
-"""The file in `log.dir` that the run which trains there holds."""
+"""Lock file in `log.dir`, held by the run that trains there."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class DataConfig:
     """Source of the tokens."""
 
     path: str
-    """Directory written by `axonn-jax prepare`; a relative path starts at the current directory."""
+    """Directory written by `axonn-jax prepare`, relative to the current directory."""
     seed: Seed = 0
     """Seed of the order in which training sequences are drawn."""
     verify: bool = True
-    """Compare the checksums of shards and tokenizer at the start, which reads all of the data once, in shares."""
+    """Compare the checksums of shards and tokenizer at the start; the processes together read all data once."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,16 @@ class TrainConfig:
     eps: Positive = 1e-8
     """Summand of the root of the second moment (adamw, adam)."""
     clip: NotNegative = 1.0
-    """Global norm to which gradients are scaled down; 0: no clipping."""
+    """Largest global norm of gradients; larger ones are scaled down; 0: no clipping."""
     eval_every: CountOrZero = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
     eval_batches: Count = 8
-    """Global batches that an evaluation reads at most; each held-out sample counts once."""
+    """Most global batches of an evaluation; each held-out sample counts once."""
     sample_every: CountOrZero = 0
-    """Steps between samples, the likeliest texts behind the prompts of `sample_prompts`; 0: none.
+    """Steps between samples, greedy continuations of the prompts of `sample_prompts`; 0: no samples.
     Needs grid.pipe = 1."""
     sample_prompts: str = ""
-    """A file of prompts: .jsonl, a JSON object with the key "prompt" a line; of any other name, a prompt a line."""
+    """File of prompts: in .jsonl, each line a JSON object with the key "prompt"; else, each line a prompt."""
     seed: Seed = 0
     """Seed of the initial weights and of dropout."""
 
@@ -98,17 +98,17 @@ class PipelineConfig:
     channel: ChannelName = "auto"
     """Transport of activations between stages: local (one process), mpi4py, mpi4jax; auto: local or mpi4py."""
     virtual_stages: Count = 1
-    """Stages on each rank of the pipe; more of them shorten idle times and send more messages."""
+    """Stages on each rank of the pipe; more stages shorten idle times and send more messages."""
     in_flight: CountOrZero = 0
-    """Microbatches between their first forward and their last backward (policy message). 0: 1.5 times 1F1B's with one
-    stage a rank, once a step has shown that memory has room; 2 * grid.pipe with more stages."""
+    """Microbatches between first forward and last backward at a time (policy message). 0: with one stage a rank 1.5
+    times 1F1B's, once a step has shown that memory has room; with more stages 2 * grid.pipe."""
     split_backward: bool = True
-    """Allow gradients of weights as tasks of their own, which fill idle time (policy message). Only where
-    memory.activations is none: waiting tasks would keep recomputed activations."""
+    """Allow separate tasks for gradients of weights, which fill idle time (policy message). Used where
+    memory.activations is none, since waiting tasks would keep recomputed activations."""
     split: str = ""
     """Segments of each stage, such as "9,8" (embedding, two a block, head). Empty: balanced by FLOPs."""
     stall_timeout: Positive = 120.0
-    """Seconds without progress after which a run ends with a report of the processes that wait."""
+    """Seconds without progress after which a run ends with a report of the waiting processes."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ class MemoryConfig:
     """Precision of computation and messages; master weights and moments stay fp32, and under fp16 the loss is scaled.
     auto: bf16 on accelerators, fp32 on CPU."""
     accumulate: Accumulate = "fp32"
-    """Dtype of gradients while they add up over microbatches and in collectives over grid.z and grid.data: fp32, or
-    compute, the compute precision, which under bf16 and fp16 saves 2 bytes a parameter and half of the communication,
-    and rounds every sum."""
+    """Dtype of gradients in sums over microbatches and in collectives over grid.z and grid.data. fp32; compute: the
+    compute precision, which under bf16 and fp16 saves 2 bytes a parameter and half of the communication, and rounds
+    every sum."""
     offload: Offload = "none"
-    """State in host memory, streamed through the device: none, or optimizer, its state with the fp32 weights, which
-    leaves 4 bytes a parameter on the device (6 where gradients add up in fp32). The optimizer must treat every
-    parameter by itself, as all of train.optimizer do."""
+    """State in host memory, streamed through the device. none; optimizer: optimizer state and fp32 weights, so that the
+    device holds 4 bytes a parameter (6 where gradients add up in fp32). The optimizer must treat every parameter by
+    itself, as all of train.optimizer do."""
     zero: Zero = 0
     """1: fp32 weights and optimizer state are split over grid.data (ZeRO-1). 0: every replica has them."""
     activations: Activations = "none"
@@ -133,13 +133,13 @@ class MemoryConfig:
     save_collectives, all but results of all-reduces; offload, as full, with the block's input in host memory meanwhile.
     """
     reshard_after: ReshardAfter = "forward"
-    """Time at which weights gathered over grid.z are freed. forward: as early as activations allow, so that
-    recomputation gathers again; backward: they stay from a microbatch's forward to its backward; step: gathered once
-    for all microbatches, whose gradients add up whole and are reduce-scattered once. Each sends less and needs more
-    memory. Needs grid.pipe = 1."""
+    """Time at which weights gathered over grid.z are freed. forward: as early as activations allow; recomputation
+    gathers again. backward: after a microbatch's backward. step: after all microbatches; whole gradients add up and are
+    reduce-scattered once. From forward to step a run sends less and needs more memory. Other than forward needs
+    grid.pipe = 1."""
     sequence_parallel: bool = False
-    """Split the residual stream over grid.y too, along the sequence: norms, dropout and the kept stream then
-    take 1/y of the memory. The backward pass gathers the stream again for the matmuls."""
+    """Split the sequence of the residual stream over grid.y: norms, dropout and the kept stream take 1/y of the memory.
+    The backward pass gathers the stream again for matmuls."""
     bucket: Count = 16_000_000
     """Elements per device in a collective: gradients and weights over grid.data; with offload also host transfers."""
 
@@ -149,20 +149,21 @@ class TensorConfig:
     """Computation and communication of layers that are split over grid.x, grid.y and grid.z."""
 
     sub_batches: CountOrZero = 0
-    """Equal parts of a device's sequences of a microbatch that run side by side, one's matmuls beside another's
-    all-reduces. 0: auto, 2 on accelerators where grid.x or grid.y is above 1 and the sequences are even, else 1. Used
-    where grid.pipe is 1."""
+    """Equal parts of a microbatch's sequences on a device; matmuls of one part run beside all-reduces of another. 0:
+    auto, 2 on accelerators where grid.x or grid.y is above 1 and the sequences are even, else 1. Used where grid.pipe
+    is 1."""
     order: Order = "auto"
     """Order of a step's computation: package (found in virtual time), xla, or auto: package on accelerators where
     grid.z, grid.y or grid.x is above 1, or grid.data with fewer than 32 layers. Used where grid.pipe is 1."""
     residual_comm: ResidualComm = "all_reduce"
     """Communication of blocks over grid.x. all_reduce: heads and MLP features are split over grid.y, and the wide
-    features are all-reduced; gather: they are split over grid.y and grid.x, and the narrow residual is gathered and
-    scattered; auto: the one that sends less and divides, for attention and MLP apart (gather where y is small)."""
+    features are all-reduced. gather: heads and MLP features are split over grid.y and grid.x, and the narrow residual
+    is gathered and scattered. auto: for attention and MLP separately, the form that divides and sends less (gather
+    where y is small)."""
     scan_layers: ScanLayers = "auto"
-    """Layers as one compiled body in a loop, so that compile time does not grow with their number, or unrolled. auto:
-    scanned from 32 layers on, or on CPU with memory.activations other than none, unless the package orders the
-    computation (tensor.order) or state is offloaded. Needs grid.pipe = 1."""
+    """Compile one layer as the body of a loop over all layers, so that compile time does not grow with depth; no:
+    unrolled layers. auto: yes from 32 layers on, or on CPU with memory.activations other than none, unless the package
+    orders the computation (tensor.order) or state is offloaded. Needs grid.pipe = 1."""
     matmul_layouts: MatmulChoice = "off"
     """Transposition of matmul operands where measured faster, which changes the rounding of sums. off; auto: stored
     measurements of this kind of device; measure: also unknown shapes, at the start, up to 20 s."""
@@ -170,7 +171,7 @@ class TensorConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints, from which a run goes on; see docs/checkpoints.md."""
+    """Checkpoints of a run; see docs/checkpoints.md."""
 
     every: CountOrZero = 0
     """Steps between checkpoints, written while training goes on; 0: only at the end and on a signal to stop."""
@@ -179,7 +180,7 @@ class CheckpointConfig:
     keep_every: CountOrZero = 0
     """Multiple of steps whose checkpoints are kept for good; 0: none."""
     resume: str = "auto"
-    """Checkpoint to go on from: auto (the newest valid one of log.dir, if any), never (contents of log.dir are set
+    """Checkpoint to resume from: auto (the newest valid one of log.dir, if any), never (contents of log.dir are moved
     aside), or the path of a step_N or of a run directory."""
     weights: str = ""
     """Initial parameters of a run that resumes nothing: the path of a checkpoint (a step_N, or a run directory) or of a
@@ -222,6 +223,11 @@ class Config:
     prune: PruneConfig = field(default_factory=PruneConfig)
     """Pruning of the blocks' kernels: entries outside the mask are zero and stay zero (SAMO)."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Checkpoints, from which a run goes on; see docs/checkpoints.md."""
+    """Checkpoints of a run; see docs/checkpoints.md."""
     log: LogConfig = field(default_factory=LogConfig)
     """Files of a run."""
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a microbatch on a device."""
+        return self.train.global_batch // self.train.microbatches // self.grid.batch_shards

@@ -5,15 +5,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, get_args, get_type_hints
 
 from axonn_jax.documents import TOML_BYTES, parse_toml, read_bytes
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.options import not_none, typed
 from axonn_jax.train.config import Config
 
 _WORDS = {"true": True, "True": True, "false": False, "False": False}
-_NOUNS: Mapping[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 
 @cache
@@ -25,7 +25,7 @@ def tables() -> Mapping[str, Mapping[str, Any]]:
 
 
 def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]]:
-    """Return the arguments that belong to no flag, and every flag's dotted name with its value, in order.
+    """Return the arguments without a flag, and every flag's dotted name with the value, in order.
 
     A text is kept unchanged; another value is a number or a boolean where it reads as one. A boolean is true where no
     value follows; any other flag then has the value `NOT_GIVEN`.
@@ -33,7 +33,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
     Raises:
         UserError: an argument starts with a single dash.
     """
-    kinds = {f"{table}.{key}": _not_none(kind) for table, keys in tables().items() for key, kind in keys.items()}
+    kinds = {f"{table}.{key}": not_none(kind) for table, keys in tables().items() for key, kind in keys.items()}
     texts = [name for name, kind in kinds.items() if kind is str or isinstance((get_args(kind) or (0,))[0], str)]
     switches = [name for name, kind in kinds.items() if kind is bool]
     rest: list[str] = []
@@ -114,7 +114,7 @@ def loads(
     checked: dict[str, dict[str, Any]] = {table: {} for table in tables()}
     for dotted, value in (*_entries(raw), *flags):
         table, key = _known(dotted, value)
-        checked[table][key] = _typed(dotted, value, tables()[table][key])
+        checked[table][key] = typed(tables()[table][key], value, dotted)
     if name is not None and "{name}" in (folder := checked["log"].get("dir", "runs/{name}")):
         checked["log"]["dir"] = folder.replace("{name}", name)
     return Config(**{table: _build(table, values) for table, values in checked.items()})
@@ -157,36 +157,6 @@ def _known(dotted: str, value: object) -> tuple[str, str]:
     return table, key
 
 
-def _typed(dotted: str, value: object, annotation: Any) -> Any:
-    """Return the value as the annotated type; only an integer for a number is converted, nothing is guessed."""
-    wanted = _not_none(annotation)
-    if get_origin(wanted) is Literal:
-        choices = get_args(wanted)
-        if value not in choices or type(value) is not type(choices[0]):
-            hint = nearest(value, map(str, choices)) if isinstance(value, str) else ""
-            raise UserError(dotted, value, f"one of {_listed(choices)}{hint}")
-        return value
-    if type(value) is wanted and not (isinstance(value, str) and not _plain(value)):
-        return value
-    if wanted is float and type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:
-            pass
-    raise UserError(dotted, value, _NOUNS[wanted] + (" without NUL" if type(value) is wanted else ""))
-
-
-def _not_none(annotation: Any) -> Any:
-    if get_origin(annotation) in (Union, UnionType):
-        return next(option for option in get_args(annotation) if option is not NoneType)
-    return annotation
-
-
-def _plain(text: str) -> bool:
-    """True if the text can be a path and be written into config.toml (bytes that are not UTF-8 cannot)."""
-    return "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
-
-
 def _build(table: str, values: Mapping[str, Any]) -> Any:
     cls = get_type_hints(Config)[table]
     for f in fields(cls):
@@ -201,7 +171,7 @@ def _listed(names: Iterable[object]) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Return the config as TOML text that reads back as the same config."""
+    """Return the config as TOML text, which reads back as the same config."""
     lines: list[str] = []
     for table in fields(config):
         value = getattr(config, table.name)

@@ -35,7 +35,8 @@ from axonn_jax.train.signals import StopSignals
 from axonn_jax.train.trainer import Trainer, pruning_of
 
 MOST_SKIPPED = 20
-"""Steps in a row that are not finite after which a run ends; fp16's scale falls from largest to least in 14."""
+"""Consecutive steps with infinite or NaN values after which a run ends; fp16's scale falls from largest to least in
+14."""
 
 
 class Run:
@@ -57,7 +58,7 @@ class Run:
         self.pruning = pruning_of(trainer)
         self.pruning.loaded()
         self.remembered = 1
-        """The step behind which it is said where the bytes are."""
+        """Step after which the memory report is written."""
         self.first_position = self.train_data.position
         self.skipped_in_row = 0
         self.log: MetricsLog | None = None
@@ -176,23 +177,23 @@ class Run:
         return self.checkpoints.directory / name_of(step)
 
     def _stopped(self, stop: StopSignals, step: int) -> int:
-        """End a run on a signal: return 128 plus its number once its checkpoint is complete, else 1."""
+        """End a run on a signal: return 128 plus the signal's number once the checkpoint is complete, else 1."""
         error, number = self.checkpoints.settle(), stop.number()
         self._close_log()
         name = signal.Signals(number).name
         if error:
-            self.say(f"error: ended by {name} after step {step} without a checkpoint of it: {error}")
+            self.say(f"error: ended by {name} after step {step}; its state was not saved: {error}")
             return 1
         self.say(f"ended by {name} after step {step}; checkpoint {self._checkpoint(step)}")
         return 128 + number
 
     def _given_up(self, step: int) -> int:
-        """End a run whose steps change nothing any more, without a checkpoint of it."""
+        """End a run whose steps change nothing any more, without a checkpoint."""
         self.checkpoints.settle()
         self._close_log()
         finite, last = self.checkpoints.finite(), self.checkpoints.saver.last
-        state = "the weights still are: look at the data and train.lr" if finite else "the weights are not, either"
-        before = f"the last checkpoint is that of step {last[0]}" if last else "there is no checkpoint"
+        state = "the weights are finite: check the data and train.lr" if finite else "the weights are not finite either"
+        before = f"the last checkpoint is of step {last[0]}" if last else "there is no checkpoint"
         self.say(
             f"error: ended after step {step}: loss or gradients of the last {MOST_SKIPPED} steps were not finite; "
             f"{state}; {before}"
@@ -204,7 +205,7 @@ class Run:
         return self.train_data.manifest.unigram_entropy
 
     def _report(self, step: int, metrics: StepMetrics, mark: float) -> float:
-        """Wait for a step, the run's one sync a step, and record it; return the time at which it was done."""
+        """Wait for a step, the run's one sync a step, and record metrics; return the time of completion."""
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         now = time.monotonic()
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -235,12 +236,12 @@ class Run:
         return now
 
     def _tokens_at(self, step: int) -> int:
-        """Tokens trained on after a step, those of other batch sizes before a resumption included."""
+        """Return tokens trained on after a step, with other batch sizes before a resumption included."""
         samples = self.first_position + (step - self.start) * self.config.train.global_batch
         return samples * self.shape.seq_len
 
     def _usage(self, step_s: float) -> dict[str, float]:
-        """Percent of peak and device memory, where they can be known."""
+        """Return percent of peak and device memory, where known."""
         devices = self.engine.grid.mesh.devices
         used: dict[str, float] = {}
         peak = peak_flops(devices.flat[0].device_kind)
@@ -254,7 +255,7 @@ class Run:
         return used
 
     def _remember(self) -> None:
-        """Say where the bytes are, once a step has run, and write it down."""
+        """Print and write the memory report, once a step has run."""
         reports = self.engine.memory()
         if self.first:
             try:
@@ -286,7 +287,7 @@ class Run:
 def held_out(loader: Loader, most: int, global_batch: int) -> list[np.ndarray]:
     """The evaluation's batches, the first of the held-out split and at most so many.
 
-    Each sample is there once; behind the last of the split a batch is filled up. They are read once, and `loader`
+    Each sample is there once; behind the last of the split a batch is filled up. Samples are read once, and `loader`
     closed.
     """
     batches = [next(loader) for _ in range(min(most, -(-loader.num_samples // global_batch)))]

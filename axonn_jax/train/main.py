@@ -145,7 +145,7 @@ def only_run_in(directory: str, sync: HostSync, say: Callable[[str], None]) -> I
                 if not stack.enter_context(held(Path(directory) / LOCK)):
                     say(f"warning: the file system of {directory} has no locks: nothing keeps a second run out of it")
             except Held as holder:
-                fault = f"a directory that no other run trains in; {holder} does in this one"
+                fault = f"a directory without another run; {holder} trains in this one"
             except OSError as error:
                 fault = f"a directory that can be written in: {error.strerror or error}"
         if (fault := sync.gather(fault)[0]) != "":
@@ -153,7 +153,7 @@ def only_run_in(directory: str, sync: HostSync, say: Callable[[str], None]) -> I
         lock = Path(directory) / LOCK
         locks = sync.gather(lock.read_text() if in_sight(lock) else "")
         if away := [rank for rank, content in enumerate(locks) if content != locks[0]]:
-            accepted = f"a directory that all processes share; rank {away[0]} does not see what rank 0 wrote there"
+            accepted = f"a directory shared by all processes; rank {away[0]} does not see rank 0's files"
             raise UserError("log.dir", directory, accepted)
         yield
 
@@ -172,7 +172,7 @@ def verify_data(path: str, sync: HostSync) -> None:
     everyone = [text.rpartition(" ") for text in sync.gather(f"{which} {content}")]
     for rank, (_, _, content_there) in enumerate(everyone):
         if content_there != everyone[0][2]:
-            raise UserError("data.path", path, f"the same data on every process; rank {rank}'s is not rank 0's")
+            raise UserError("data.path", path, f"the same data on every process; ranks 0 and {rank} differ")
     sharing = [rank for rank, (file, _, _) in enumerate(everyone) if file == which]
     fault = ""
     try:

@@ -17,11 +17,12 @@ from jax.sharding import AxisType, Mesh
 
 from axonn_jax.backend.repairs import device_kind
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.documents import read_json, replace_whole, typed
+from axonn_jax.documents import read_json, replace_whole
 from axonn_jax.grid import Grid, GridShape
 from axonn_jax.memory.precision import precisions
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
+from axonn_jax.options import typed
 from axonn_jax.tensor.matmul import AS_WRITTEN, FORMS, PLAIN, Form, MatmulLayouts, Product, multiply, products
 from axonn_jax.train.config import Config
 from axonn_jax.train.engines.program import sub_batches_of
@@ -185,10 +186,9 @@ def choose_layouts(
 
 
 def local_tokens(config: Config, shape: ModelShape) -> int:
-    """Tokens of one matmul on one device: a microbatch's, or a stream's part of them."""
-    rows = config.train.global_batch // config.train.microbatches // config.grid.batch_shards
-    parts = sub_batches_of(config.tensor.sub_batches, config.grid, rows) if config.grid.pipe == 1 else 1
-    return rows // parts * shape.seq_len
+    """Tokens of one matmul on one device: a microbatch's, or a sub-batch's part of them."""
+    parts = sub_batches_of(config.tensor.sub_batches, config.grid, config.rows) if config.grid.pipe == 1 else 1
+    return config.rows // parts * shape.seq_len
 
 
 def _found(wanted: list[Product], device: Any, file: Path, *, measures: bool) -> tuple[dict[str, Form], list[str]]:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from axonn_jax.data.tokenize import ends_of
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.documents import parse_json, read_bytes, save_picture, typed
+from axonn_jax.documents import new_figure, parse_json, read_bytes, save_picture
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.inference.generator import Generator
@@ -25,6 +25,7 @@ from axonn_jax.inference.texts import write
 from axonn_jax.inference.weights import grid_of_run
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
+from axonn_jax.options import typed
 from axonn_jax.train.config import Config
 from axonn_jax.train.validate import samples_of
 
@@ -41,9 +42,9 @@ _LARGEST = 1e100  # losses beyond it are not drawn: axes overflow
 class MetricsLog:
     """Log of one JSON object a line in a file of the run directory, each line whole on disk at once.
 
-    A run that goes on after step `resumed` keeps the lines up to it; otherwise an earlier run's file in the same
-    directory is kept under a numbered name. So is a file of which lines cannot be read, and `warn` is told.
-    A disk that cannot take lines does not end the run: `trouble` says why.
+    A run resumed after step `resumed` keeps the lines up to this step; otherwise an earlier run's file in the same
+    directory is kept under a numbered name, as is a file with unreadable lines, with a call of `warn`. A disk that
+    cannot take lines does not end the run: `trouble` has the reason.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class MetricsLog:
             self.path.rename(_free_name(self.path))
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         self.trouble = ""
-        """Reason for which lines could not be written so far; they are kept for the next write."""
+        """Reason for lines not written so far, which are kept for the next write."""
 
     def _go_on_after(self, step: int, warn: Callable[[str], None]) -> None:
         try:
@@ -81,7 +82,7 @@ class MetricsLog:
         rewritten.replace(self.path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write one record; a number that is not finite becomes null, which JSON can hold."""
+        """Write one record; infinite numbers and NaN become null, as JSON has neither."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with self._told():
             self._file.write(json.dumps(clean) + "\n")
@@ -108,7 +109,7 @@ class MetricsLog:
 class Samples:
     """The likeliest texts behind fixed prompts by the weights of a step: a line each, and one of samples.jsonl.
 
-    Every process of a run makes one and calls it alike. Raises ``UserError`` where they do not see the same prompts.
+    Collective over the run's processes. Raises ``UserError`` if prompts differ between processes.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class _Record:
-    """Fields that every record has."""
+    """Fields of every record."""
 
     step: int
 
@@ -227,7 +228,7 @@ class _Record:
 def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
     """Return the readable records of a log, and a description of the other lines, empty if there are none.
 
-    With a last line cut off in the middle nothing is wrong: a process that is killed may leave one.
+    A last line cut off in the middle is no fault: a killed process may leave one.
     """
     records, unread, first = [], 0, ""
     for number, line in enumerate(io.BytesIO(read_bytes(path, _MOST)), 1):
@@ -244,14 +245,10 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
 
 def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
     """Draw loss.png from metrics.jsonl: training loss, its running mean, held-out loss, unigram entropy."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     records = read_metrics(directory)
     train = [(r["step"], r["loss"]) for r in records if _drawable(r.get("loss"))]
     held_out = [(r["step"], r["eval_loss"]) for r in records if _drawable(r.get("eval_loss"))]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     if train:
         steps, losses = zip(*train, strict=True)
@@ -279,7 +276,7 @@ def plot_loss(directory: Path, unigram_entropy: float | None) -> Path:
     axes.grid(alpha=0.25)
     axes.legend(loc="upper right" if unigram_entropy is None else "best")
     path = directory / "loss.png"
-    save_picture(figure, path, dpi=120)
+    save_picture(figure, path)
     return path
 
 
@@ -288,7 +285,7 @@ def _drawable(value: Any) -> bool:
 
 
 def _running_mean(values: tuple[float, ...]) -> list[float]:
-    """Mean of the values around each, of up to ten on either side and as many on both, so that it lags behind none."""
+    """Return the mean of the values around each, of up to ten on either side and as many on both, without a lag."""
     means, most = [], min(10, len(values) // 10)
     for at in range(len(values)):
         side = min(most, at, len(values) - 1 - at)

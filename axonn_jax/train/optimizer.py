@@ -22,8 +22,7 @@ _OF_RATE = ("lr", "warmup", "steps", "schedule", "min_lr_ratio")
 def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
     """Learning rate by update, an optax schedule: linear warm-up, then cosine, linear or constant to the last step.
 
-    A step that was skipped is no update. Of a number of the host it is computed on the host, and waits for nothing that
-    a device does.
+    A skipped step is no update. For a host's number the rate is computed on the host, without waiting for devices.
     """
     warmup, rest = config.warmup, max(config.steps - config.warmup, 1)
     end = config.lr * config.min_lr_ratio
@@ -70,7 +69,7 @@ def changed_rate(config: TrainConfig, before: Any, updates: int) -> str:
 
 
 def decayed(params: Mapping[str, Any]) -> dict[str, bool]:
-    """Say by name which parameters weight decay applies to: all but biases and those of norms."""
+    """Return True by name for parameters with weight decay: all but biases and norms."""
     return {name: name.rsplit(".", 1)[-1] not in ("bias", "scale", "shift") for name in params}
 
 

@@ -16,8 +16,8 @@ _RECENT = 25  # steps whose median tells it: one in between that saved or evalua
 class Progress:
     """Display of step, loss, speed and time left; `shown=False` (ranks other than 0) is silent.
 
-    Away from a terminal (a log file, mpirun) it prints a plain line at its first and at the last step and at most one
-    every `interval` seconds in between. A terminal or pipe that is closed meanwhile ends nothing.
+    Away from a terminal (a log file, mpirun) prints a plain line at the first and last step and at most one every
+    `interval` seconds in between. A closed terminal or pipe ends nothing.
     """
 
     def __init__(self, steps: int, *, shown: bool = True, interval: float = 5.0):
@@ -67,9 +67,9 @@ class Progress:
         saved: tuple[int, float] | None = None,
         skipped: int = 0,
     ) -> None:
-        """Show a finished step, and the age of the last checkpoint: `saved` is its step and when it was complete.
+        """Show a finished step, and the age of the last checkpoint: `saved` is the checkpoint's step and time.
 
-        `skipped` is the number of steps so far that changed nothing, as they were not finite.
+        `skipped` is the number of steps so far without a change, for infinite or NaN values.
         """
         self._seen += 1
         if self._seen > _WARM_UP:

@@ -36,7 +36,7 @@ _OTHERWISE = "or checkpoint.resume never to start anew, or checkpoint.weights to
 def save_as(engine: Engine, directory: Path, step: int, facts: Mapping[str, Any] = MappingProxyType({})) -> Path:
     """Save all of an engine's state and the run's `facts`, and wait.
 
-    Raises ``OSError`` with the reason where it cannot.
+    Raises ``OSError`` with the reason of a failure.
     """
     sync = host_sync(engine.grid)
     saver = Saver(directory, engine.grid, sync, keep=2**31, sizes=engine.state_shapes())
@@ -50,7 +50,7 @@ def save_as(engine: Engine, directory: Path, step: int, facts: Mapping[str, Any]
 
 
 def _begin_save(saver: Saver, engine: Engine, sync: HostSync, step: int, facts: Mapping[str, Any]) -> None:
-    """Begin to save all of an engine's state, or refuse where that is not finite anywhere in the run."""
+    """Begin to save all of an engine's state, or refuse infinite or NaN values anywhere in the run."""
     with engine.saving() as progress:
         if finite(engine, sync):
             shape = _shape_of(engine)
@@ -71,7 +71,7 @@ def finite(engine: Engine, sync: HostSync) -> bool:
 
 
 def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
-    """Load a checkpoint, or a pretrained directory, that the caller names; return its step."""
+    """Load the caller's checkpoint or pretrained directory; return the step."""
     sync = host_sync(engine.grid)
     if is_pretrained(path):
         if not weights_only:
@@ -96,9 +96,9 @@ def _take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> 
 
 
 def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> int:
-    """Put a valid checkpoint's arrays into an engine; return how many kernels became those of experts.
+    """Put a valid checkpoint's arrays into an engine; return the number of kernels copied to experts.
 
-    Raises ``CorruptCheckpoint`` on all processes where one cannot read it.
+    Raises ``CorruptCheckpoint`` on all processes if one cannot read.
     """
     only = PARAMS if weights_only else ""
     has = checkpoint.manifest.arrays
@@ -169,7 +169,7 @@ class Checkpoints:
         return int(facts.run["position"])
 
     def save(self, step: int, position: int) -> None:
-        """Begin to save the state after a step; wait for the save before, if it still runs."""
+        """Begin to save the state after a step; wait first for an unfinished save."""
         _begin_save(self.saver, self._engine, self._sync, step, self._facts(position))
         self.saved_step = step
 
@@ -179,7 +179,7 @@ class Checkpoints:
             return finite(self._engine, self._sync)
 
     def settle(self) -> str:
-        """Wait for the save under way; return why it failed, on all processes, or an empty text."""
+        """Wait for the save under way; return the reason of a failure, on all processes, or an empty text."""
         with self._engine.saving():
             return self.saver.settle()
 
@@ -188,7 +188,7 @@ class Checkpoints:
         self.saver.close()
 
     def _resumed(self, where: str) -> Checkpoint | None:
-        """Find a checkpoint and load it; fall back to the one before if it cannot be read."""
+        """Find and load a checkpoint; fall back to the one before an unreadable one."""
         if where == "never":
             return None
         if where != "auto":
@@ -207,7 +207,7 @@ class Checkpoints:
                 unread, below = f"{checkpoint.path} cannot be read: {fault}", checkpoint.manifest.step
             if self._config.prune.later:  # the engine may be pruned now, as the checkpoint before need not be
                 break
-            self._say(f"warning: checkpoint {unread}; the one before is used")
+            self._say(f"warning: checkpoint {unread}; using the checkpoint before")
         if unread:  # the arrays of a new run were freed for those of the checkpoint
             raise UserError("checkpoint.resume", where, f"a valid checkpoint, or never to start anew; {unread}")
         return None
@@ -227,10 +227,10 @@ class Checkpoints:
             copied = _take(self._engine, checkpoint, self._sync, "checkpoint.weights", weights_only=True)
         except CorruptCheckpoint as fault:
             raise UserError("checkpoint.weights", str(path), f"a valid checkpoint; {fault}") from None
-        new = "; each expert is a copy of the dense model's layer, routers are new" if copied else ""
+        new = "; each expert is a copy of the dense layer, routers are new" if copied else ""
         if copied and (moe := self._config.model.shape().moe) is not None:
             setting = other_function(moe, self._config.moe)
-            new += f"; with {setting} they compute another function than the layer" if setting else ""
+            new += f"; with {setting} the experts compute another function than the dense layer" if setting else ""
         self._say(
             f"parameters of step {checkpoint.manifest.step} from {checkpoint.path}; optimizer and data start anew{new}"
         )
@@ -239,7 +239,7 @@ class Checkpoints:
             self._keep_small_files(run / PRETRAINED)
 
     def _keep_small_files(self, source: Path) -> None:
-        """Keep config, tokenizer and templates of the model that the run begins from, for `axonn-jax convert`."""
+        """Keep config, tokenizer and templates of the run's initial model, for `axonn-jax convert`."""
         fault, data = "", self._config.data.path
         if self._sync.rank == 0:
             try:
@@ -260,7 +260,7 @@ class Checkpoints:
             raise UserError("checkpoint.resume", str(path), f"a checkpoint of `axonn-jax train`; {_OTHERWISE}")
         for key, kind in _FACTS.items():
             if type(then[key]) is not kind or (kind is int and not 0 <= then[key] < 2**63):
-                raise CorruptCheckpoint(f"{MANIFEST} is not one that a save writes: run[{key!r}] is no {kind.__name__}")
+                raise CorruptCheckpoint(f"{MANIFEST} was not written by a save: run[{key!r}] is no {kind.__name__}")
         for key in ("data.seed", "train.seed", "model.seq_len"):
             if now[key] != then[key]:
                 raise UserError(key, now[key], f"{then[key]}, as in {path}, {_OTHERWISE}")
@@ -291,7 +291,7 @@ class Checkpoints:
             return reason(error)
 
     def _set_aside(self, step: int) -> None:
-        """Rename checkpoints in the directory of later steps than the one that this run resumes."""
+        """Rename checkpoints of steps later than the resumed one."""
         if self._sync.rank == 0:
             for path in all_steps(self.directory):
                 if (step_of(path) or 0) > step:

@@ -1,4 +1,4 @@
-"""Signals that end a run: the first lets it save, a second ends it at once."""
+"""Signals that end a run: the first after a save, a second at once."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from typing import Any
 from axonn_jax.distributed.host_sync import HostSync
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that stop a run: SIGUSR1 is the warning that Slurm and mpirun pass on; SIGHUP, the terminal was closed."""
+"""Signals that stop a run: SIGUSR1, the warning passed on by Slurm and mpirun; SIGHUP, a closed terminal."""
 _SAME_S = 0.5  # launchers repeat a signal that they have also passed on
 
 
@@ -23,10 +23,10 @@ def handled() -> list[signal.Signals]:
 
 
 class StopSignals:
-    """Signals that stop a run, noted from a thread, so that a second one works while the devices are waited for.
+    """Signals that stop a run, noted from a thread, so a second one works during a wait for devices.
 
-    `peer_failed` is asked at SIGTERM, with which launchers end the rest of a run whose other processes have died: where
-    it says so there is nothing to save together, and this class stands back.
+    `peer_failed` is asked at SIGTERM, with which launchers end the rest of a broken run: if True there is nothing to
+    save together, and this class does nothing.
     """
 
     def __init__(self, sync: HostSync, peer_failed: Callable[[], bool]):
@@ -61,7 +61,7 @@ class StopSignals:
         return self._sync.any_before(bool(self._number))
 
     def number(self) -> int:
-        """Return the signal that ended the run, agreed by all processes: some may not have had it."""
+        """Return the signal that ended the run, agreed by all processes, even by those without the signal."""
         return max(int(text) for text in self._sync.gather(str(self._number)))
 
     def _listen(self) -> None:
@@ -77,7 +77,7 @@ class StopSignals:
             if number == signal.SIGTERM and self._peer_failed():
                 return
             self._number, self._at = number, now
-            self._say(f"{signal.Signals(number).name}: saving after this step, then ending; once more: ending at once")
+            self._say(f"{signal.Signals(number).name}: saving after this step, then ending; a second one ends at once")
         elif number != signal.SIGHUP and now - self._at > _SAME_S:  # a shell repeats the kernel's SIGHUP
             self._say(f"{signal.Signals(number).name} once more: ended without saving")
             os._exit(128 + number)

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from axonn_jax.distributed.in_flight import in_flight
+from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.remat import check_activations
@@ -44,10 +44,10 @@ def _on_own_mesh(method: Callable[Concatenate["Trainer", P], T]) -> Callable[Con
 class Trainer:
     """Trainer of a model on a grid: a facade over an engine that runs the steps.
 
-    The loss is the mean over the targets of the global batch that count, whatever the grid. A negative id (-1, or -100
-    as in PyTorch) is no target, and as an input it is id 0. `engine` is a `PipelineEngine` where the grid's `pipe` is
-    above 1, else an `SpmdEngine`: it gives tools and tests (`engines.engine.Engine`) the float32 weights by name
-    (`engine.params`), the optimizer's state and more.
+    The loss is the mean over the counted targets of the global batch, on every grid. A negative id (-1, or -100 as in
+    PyTorch) is no target, and id 0 as an input. `engine` is a `PipelineEngine` where the grid's `pipe` is above 1, else
+    an `SpmdEngine`, with the float32 weights by name (`engine.params`), the optimizer's state and more for tools and
+    tests (`engines.engine.Engine`).
 
     Args:
         model: A module, whose arrays are the trainer's from then on (`trainer.model` is the trained one), or a function
@@ -108,15 +108,14 @@ class Trainer:
     @property
     @_on_own_mesh
     def model(self) -> nnx.Module:
-        """The trained module, of the type given: copies of the weights on the devices, which later steps leave alone.
+        """Return the trained module, of the given type: copies of the weights on the devices, untouched by later steps.
 
-        In a pipeline every layer's are on the devices of its stage. Raises ``UserError`` where some are in other
-        processes.
+        In a pipeline every layer is on its stage's devices. Raises ``UserError`` if some are in other processes.
         """
         params, parts = self.engine.params, self.engine.parts
         if len(params) < len(parts.params):
             here = f"{len(params)} of {len(parts.params)} parameters here"
-            accepted = "a pipeline of one process; in others engine.params has what is here, trainer.save writes all"
+            accepted = "a pipeline of one process; else engine.params (parameters here) or trainer.save"
             raise UserError("trainer.model", here, accepted)
 
         def copied(name: str, value: Any) -> jax.Array:
@@ -124,16 +123,16 @@ class Trainer:
 
         return parts.merge({name: copied(name, value) for name, value in params.items()})
 
-    def rows(self, global_batch: int) -> list[int]:
-        """Sequences of a global batch that this process must load (all of them in a run of one process)."""
-        return self.engine.batches.local(global_batch)
+    def rows(self, sequences: int) -> list[int]:
+        """Return this process's sequences of a global batch (all in a run of one process)."""
+        return self.engine.batches.local(sequences)
 
     @_on_own_mesh
     def step(self, batch: Any) -> StepMetrics:
-        """Run one optimizer step. It also prunes, where `prune` asks for that behind this step.
+        """Run one optimizer step; prune afterwards if due.
 
-        A step whose loss or gradients are not finite leaves weights and optimizer state as they were, on every device.
-        An id beyond a transformer's vocabulary makes the loss NaN, and so does a batch without targets.
+        A step with infinite or NaN loss or gradients leaves weights and optimizer state unchanged, on every device. An
+        id beyond a transformer's vocabulary makes the loss NaN, and so does a batch without targets.
 
         Args:
             batch: This process's [sequences, seq + 1] token ids of a global batch: an array or lists of whole numbers.
@@ -156,17 +155,17 @@ class Trainer:
 
     @_on_own_mesh
     def evaluate(self, batches: Iterable[Any]) -> float:
-        """Return the mean loss over the targets of batches, without dropout; waits for it.
+        """Return the mean loss over the targets of batches, without dropout, after waiting.
 
         Args:
             batches: This process's sequences of each batch, in the form of `step`'s; of any number of sequences where
                 this process has all of them. Sequences without targets fill a batch up.
 
         Raises:
-            UserError: No batch has a target that counts.
+            UserError: No batch has a counted target.
         """
         self._pruning.check_masks()
-        share, sequences, results, bounded = self.engine.batches.share, 0, [], in_flight()
+        share, sequences, results, bounded = self.engine.batches.share, 0, [], InFlight()
         for batch in map(token_ids_of, batches):
             sequences = max(sequences, -(-len(batch) // share) * share)  # a smaller batch runs in the same program
             results.append(bounded(self.engine.mean_loss(pad_batch(batch, sequences))))
@@ -177,7 +176,7 @@ class Trainer:
 
     @_on_own_mesh
     def save(self, directory: str | Path, step: int) -> Path:
-        """Write all state to a checkpoint and wait for it; every process of the run must call it.
+        """Write all state to a checkpoint and wait; collective over the run's processes.
 
         Args:
             directory: The directory in which `step_N` is made.
@@ -194,7 +193,7 @@ class Trainer:
 
     @_on_own_mesh
     def load(self, path: str | Path, *, weights_only: bool = False) -> int:
-        """Replace the state by that of a checkpoint, saved on any grid; every process of the run must call it.
+        """Replace the state by a checkpoint's, saved on any grid; collective over the run's processes.
 
         Args:
             path: A step_N, or a directory of them, of which the newest is loaded.
@@ -211,10 +210,10 @@ class Trainer:
         return step
 
     def close(self) -> None:
-        """End threads and channels of a pipeline; call it before the process ends."""
+        """End threads and channels of a pipeline, before the process ends."""
         self.engine.close()
 
 
 def pruning_of(trainer: Trainer) -> Pruning:
-    """Return the pruning of a trainer's engine, for a loop that reports it."""
+    """Return the pruning of a trainer's engine, for reports."""
     return trainer._pruning

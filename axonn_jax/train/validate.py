@@ -19,7 +19,7 @@ from axonn_jax.models.presets import ModelConfig
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.options import Range
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition
-from axonn_jax.schedule.policies import check_policy
+from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.train.config import (
     CheckpointConfig,
@@ -93,7 +93,7 @@ def _check_ranges(config: Config) -> None:
 
 
 def residual_comm_of(config: Config, shape: ModelShape) -> BlockComm:
-    """Return how blocks communicate; raises ``UserError`` where they cannot as `tensor.residual_comm` says."""
+    """Return the communication of blocks by `tensor.residual_comm`; raises ``UserError`` if impossible."""
     wanted, memory = config.tensor.residual_comm, config.memory
     split = memory.sequence_parallel
     return choose_residual_comm(wanted, shape, config.grid, memory.activations, sequence_split=split)
@@ -101,10 +101,9 @@ def residual_comm_of(config: Config, shape: ModelShape) -> BlockComm:
 
 def check_sub_batches(config: Config) -> None:
     """Raise ``UserError`` where a device's sequences of a microbatch do not divide into the parts asked for."""
-    parts, train = config.tensor.sub_batches, config.train
-    sequences = train.global_batch // train.microbatches // config.grid.batch_shards
-    if parts and sequences % parts and config.grid.pipe == 1:
-        accepted = f"0 or a divisor of a device's {sequences} sequences of a microbatch"
+    parts = config.tensor.sub_batches
+    if parts and config.rows % parts and config.grid.pipe == 1:
+        accepted = f"0 or a divisor of a device's {config.rows} sequences of a microbatch"
         raise UserError("tensor.sub_batches", parts, accepted)
 
 
@@ -133,8 +132,8 @@ def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> Non
     """Raise ``UserError`` where options cannot go together, or not with a pipeline.
 
     A pipeline's programs are cut out of one traced function equation by equation, and a loop over layers is a single
-    one; its forward and backward passes are programs of their own, and each gathers its weights. The buckets of
-    offloaded optimizer state are of the layers' own parameters.
+    equation; forward and backward passes are separate programs, which both gather weights. Buckets of offloaded
+    optimizer state consist of single layers' parameters.
     """
     if pipe > 1 and tensor.scan_layers == "yes":
         raise UserError("tensor.scan_layers", tensor.scan_layers, "auto or no where grid.pipe is above 1")
@@ -146,9 +145,9 @@ def check_settings(pipe: int, memory: MemoryConfig, tensor: TensorConfig) -> Non
 
 
 def check_prune(prune: PruneConfig, pipe: int, *, goes_on: bool = False) -> None:
-    """Raise ``UserError`` for settings of pruning that contradict each other, or a pipeline.
+    """Raise ``UserError`` for contradictory settings of pruning, also with a pipeline.
 
-    A file of masks may be missing where a run `goes_on` from a checkpoint, which may have them.
+    A file of masks may be missing if a run `goes_on` from a checkpoint, perhaps with masks.
     """
     prune.check()
     if prune.later and pipe > 1:
@@ -162,7 +161,7 @@ def check_prune(prune: PruneConfig, pipe: int, *, goes_on: bool = False) -> None
 
 
 def _goes_on(checkpoint: CheckpointConfig, log: LogConfig) -> bool:
-    """Return True if the run resumes a checkpoint, if that is sound, and so needs no initial weights."""
+    """Return True if the run resumes a checkpoint, presumably sound, and so needs no initial weights."""
     if checkpoint.resume == "auto":
         return bool(all_steps(Path(log.dir) / "checkpoints"))
     return checkpoint.resume != "never"
@@ -177,7 +176,7 @@ def check_pipeline(
         UserError: the policy cannot run so, or the model does not split so.
     """
     shape = PipelineShape(pipe, microbatches, pipeline.virtual_stages)
-    check_policy(pipeline.policy, shape)
+    policy_of(pipeline.policy).check(shape)
     if pipeline.split:
         words = pipeline.split.split(",")
         if not all(word.strip().isdecimal() and len(word) < 10 for word in words):
@@ -215,7 +214,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig, *, goes_on: bool) -> None:
 
 
 def _check_log(log: LogConfig) -> LogConfig:
-    """Check the run directory without creating it, so that a run that cannot start leaves none."""
+    """Check the run directory without creating one, so a run that cannot start leaves nothing."""
     if not log.dir:
         raise UserError("log.dir", log.dir, "the path of a directory that can be written")
     path = log.dir.replace("{name}", "run")  # only a config that did not come from a file still has it

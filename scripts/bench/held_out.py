@@ -99,7 +99,7 @@ def job_of(run: Run, machine: Machine, switches: OverlapFlags = BACKWARD) -> Pla
     """The published conditions: everything recomputed, gradients reduced in bf16."""
     # A batch that data * z divides, the closest to 16.8 M tokens where the devices are no power of two.
     batch = 8192 if run.devices & (run.devices - 1) == 0 else 9216
-    return fused(PlanRequest(preset(run.model), machine, batch, "bf16", accumulate=2, switches=switches))
+    return fused(PlanRequest(preset(run.model), machine, batch, "bf16", gradient_item=2, switches=switches))
 
 
 def best(run: Run, machine: Machine) -> tuple[PlanRequest, list[Estimate]]:

@@ -105,7 +105,9 @@ def fsdp(machine: Machine, row: tuple[Any, ...]) -> float:
     """Tokens a second and GPU of an llm-foundry run, whose gradients travel in bf16 (`mixed_precision: PURE`)."""
     name, gpus, sequences, microbatches, again, _ = row
     shape = mpt(*MPT[name])
-    job = fused(PlanRequest(shape, machine, gpus * sequences * microbatches, "bf16", accumulate=2, switches=BACKWARD))
+    job = fused(
+        PlanRequest(shape, machine, gpus * sequences * microbatches, "bf16", gradient_item=2, switches=BACKWARD)
+    )
     one = CostModel(job).estimate(Candidate(GridShape(z=gpus), microbatches, "full" if again else "none"))
     return job.batch * shape.seq_len / one.step_s / gpus
 

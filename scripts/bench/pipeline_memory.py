@@ -13,21 +13,12 @@ from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.memory.precision import precisions
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.options import PipelinePolicy
 from axonn_jax.pipeline.build import plan
 from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import Stage
 from axonn_jax.pipeline.trace import DY, StepShape, X
 from axonn_jax.pipeline.worker import StageWorker
-from axonn_jax.schedule.policies import (
-    backwards,
-    fixed_order,
-    in_flight_limit,
-    joins,
-    live_bound,
-    may_split,
-    waiting_bound,
-)
+from axonn_jax.schedule.policies import FIXED, ByArrival, FixedOrder, Policy, may_split
 from axonn_jax.schedule.tasks import Kind, PipelineShape
 from axonn_jax.tensor.params import split_module
 from axonn_jax.train.config import PipelineConfig
@@ -43,22 +34,18 @@ def measure_pipeline(
     temporaries and results; behind the last task, the reduction's.
     """
     grid, dtypes = build_grid(sizes, jax.devices()[: sizes.devices]), precisions("fp32")
-    config = PipelineConfig(in_flight=sizes.pipe, split_backward=may_split(True, activations))
+    policy = ByArrival(sizes.pipe, may_split(True, activations))
     model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
-    pipe_shape, ranges = check_pipeline(sizes.pipe, microbatches, config, list(model.segments))
+    pipe_shape, ranges = check_pipeline(sizes.pipe, microbatches, PipelineConfig(), list(model.segments))
     size = (rows * sizes.batch_shards, shape.seq_len + 1, microbatches)
     work = StepShape(*size, dtypes.compute, activations, dtypes.grad_dtype)
     stages = plan(split_module(model), grid, pipe_shape, ranges, work, keyed=False)
     found = []
     for place in sorted({0, 1, sizes.pipe - 1}):
-        stage = Stage(
-            stages[place],
-            backwards=backwards(config.policy, pipe_shape, config.split_backward),
-            joins=joins(config.policy, pipe_shape),
-        )
+        stage = Stage(stages[place], backwards=policy.backwards(pipe_shape), joins=policy.joins(pipe_shape))
         sums = sum(_bytes(one) for one in stage.sums.values())
         rank = StageWorker(place, {place: stage})
-        held = most_between_tasks(rank, pipe_shape, config.policy, config.in_flight, config.split_backward)
+        held = most_between_tasks(rank, pipe_shape, policy)
         pair, members = held_pair(stage), stage._members
         # What a program hands over takes the place of what is counted of its microbatch already.
         tasks = 0
@@ -86,24 +73,16 @@ class Pair(NamedTuple):
     """From its input gradient to its weight gradient."""
 
 
-def most_held(
-    policy: PipelinePolicy,
-    shape: PipelineShape,
-    rank: int,
-    pairs: Sequence[Pair],
-    in_flight: int = 0,
-    split: bool = True,
-) -> float:
+def most_held(policy: Policy, shape: PipelineShape, rank: int, pairs: Sequence[Pair]) -> float:
     """Returns the most bytes that a rank's pairs keep when a task starts, `pairs` by chunk from the shallowest.
 
-    In a fixed order that is what it comes to. Under `message` it is the worst that messages' timing can bring about:
-    any `live_bound` activations that can be alive together, all of them waiting for their weight gradient if that is
+    In a fixed order that is what it comes to. By arrival it is the worst that messages' timing can bring about:
+    any `live` activations that can be alive together, all of them waiting for their weight gradient if that is
     more. Of a microbatch those are always its first chunks, since deeper ones start later and are done earlier.
     """
-    if policy != "message":
+    if isinstance(policy, FixedOrder):
         return _most_in_order(policy, shape, rank, pairs)
-    live = live_bound(policy, shape, rank, in_flight, split)
-    late = waiting_bound(policy, shape, rank, in_flight, split) > 0
+    live, late = policy.live(shape, rank), policy.waiting(shape, rank) > 0
     prefixes = [0.0, *accumulate(max(pair) if late else pair.forward for pair in pairs)]
     most = [0.0] * (live + 1)  # by room for activations, of the microbatches so far
     for _ in range(min(shape.microbatches, live)):
@@ -111,31 +90,29 @@ def most_held(
     return most[live]
 
 
-def most_arrived(
-    policy: PipelinePolicy, shape: PipelineShape, rank: int, in_flight: int = 0, split: bool = True
-) -> int:
+def most_arrived(policy: Policy, shape: PipelineShape, rank: int) -> int:
     """Returns how many messages may have come for forwards that have not started, while the rank holds its most.
 
     What has come here is in flight on the rank before, as is all that is in flight here. Rank 0 has messages of one
-    chunk and one group of `pipe` microbatches at a time. Under `message` every microbatch in flight may have one.
+    chunk and one group of `pipe` microbatches at a time. By arrival every microbatch in flight may have one.
     """
-    live, several = live_bound(policy, shape, rank, in_flight, split), shape.virtual_stages > 1
+    live, several = policy.live(shape, rank), shape.virtual_stages > 1
     if rank == 0 and not several:
         return 0
-    started = live - waiting_bound(policy, shape, rank, in_flight, split)
-    if policy == "message":
-        before = min(shape.microbatches, in_flight_limit(shape, max(0, rank - 1), in_flight))
+    started = live - policy.waiting(shape, rank)
+    if isinstance(policy, ByArrival):
+        before = min(shape.microbatches, policy.limit(shape, max(0, rank - 1)))
         return before if several or rank == shape.pipe - 1 else max(0, before - started)
     if rank == 0:
-        return shape.microbatches if policy == "gpipe" else min(shape.microbatches, shape.pipe)
-    joined = rank == shape.pipe - 1 and joins(policy, shape)
-    before = live_bound("gpipe" if policy == "gpipe" else "interleaved", shape, rank - 1)
+        return shape.microbatches if policy is FIXED["gpipe"] else min(shape.microbatches, shape.pipe)
+    joined = rank == shape.pipe - 1 and policy.joins(shape)
+    before = (policy if policy is FIXED["gpipe"] else FIXED["interleaved"]).live(shape, rank - 1)
     return max(0, before - (0 if joined else started))
 
 
-def _most_in_order(policy: PipelinePolicy, shape: PipelineShape, rank: int, pairs: Sequence[Pair]) -> float:
+def _most_in_order(policy: FixedOrder, shape: PipelineShape, rank: int, pairs: Sequence[Pair]) -> float:
     held = most = 0.0
-    for task in fixed_order(policy, shape, rank):
+    for task in policy.order(shape, rank):
         pair = pairs[task.stage // shape.pipe]
         if task.kind is Kind.FORWARD:
             held += pair.forward
@@ -159,21 +136,19 @@ def held_pair(stage: Stage) -> Pair:
     return Pair(0 if stage.joins else _held(stage, "F") + dy, _held(stage, split) if split else 0)
 
 
-def most_between_tasks(
-    rank: StageWorker, pipe_shape: PipelineShape, policy: PipelinePolicy, in_flight: int = 0, split: bool = True
-) -> int:
+def most_between_tasks(rank: StageWorker, pipe_shape: PipelineShape, policy: Policy) -> int:
     """Returns the most bytes on each device when a task starts, beside weights, their sums and optimizer.
 
     Those are what microbatches in flight keep (`most_held`), messages that have come, one that goes, and the step's
-    tokens; `split` and `in_flight` are the dispatcher's.
+    tokens.
     """
     stages = [rank.stages[number] for number in sorted(rank.stages)]
     pairs = [held_pair(stage) for stage in stages]
     arriving = max(0 if stage.x is None else _bytes(stage.x) for stage in stages)
     going = max(max(0 if form is None else _bytes(form) for form in (stage.y, stage.x)) for stage in stages)
     tokens = max(0 if s.tokens is None else s.work.microbatches * _bytes(s.tokens) for s in stages)
-    held = most_held(policy, pipe_shape, rank.pp_rank, pairs, in_flight, split)
-    return int(held) + most_arrived(policy, pipe_shape, rank.pp_rank, in_flight, split) * arriving + going + tokens
+    held = most_held(policy, pipe_shape, rank.pp_rank, pairs)
+    return int(held) + most_arrived(policy, pipe_shape, rank.pp_rank) * arriving + going + tokens
 
 
 def _held(stage: Stage, name: str) -> int:

@@ -89,7 +89,7 @@ def speedups() -> list[tuple[str, float]]:
 def _request(machine: str, batch: int, duplicates: bool = False) -> PlanRequest:
     return PlanRequest(
         preset(f"ted-{BASE}-16e"), load_machine(machine), batch, "fp16",
-        accumulate=2, switches=NO_OVERLAP, moe=CAPACITY, duplicates=duplicates,
+        gradient_item=2, switches=NO_OVERLAP, moe=CAPACITY, duplicates=duplicates,
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def _blocks_state(shape: ModelShape, tensor: int, devices: int) -> float:
     dense = sum(count * param.elements for count, param in params) - experts
     replicas = devices // tensor
     parts = ((dense / tensor, replicas), (experts / tensor / EXPERTS, replicas // EXPERTS))
-    return sum(memory.device_state(params, "fp16", accumulate=2, apart=True, replicas=of).total for params, of in parts)
+    return sum(memory.device_state(params, "fp16", gradient_item=2, apart=True, replicas=of).total for params, of in parts)
 
 
 def larger_models() -> str:

@@ -205,7 +205,7 @@ def test_a_forged_manifest_is_passed_over_for_the_checkpoint_before(case, place,
     assert newest(place, LocalSync(), said.append).manifest.step == 2
     assert time.monotonic() - began < 10
     (line,) = said
-    assert line.startswith(f"warning: checkpoint {last} is damaged and passed over: ")
+    assert line.startswith(f"warning: checkpoint {last} is damaged and skipped: ")
     assert line.isprintable()
     assert len(line) < 1000
     for path in opened:

@@ -149,7 +149,7 @@ def test_every_corruption_is_named_and_the_one_before_used(number, two, tmp_path
     found = newest(folder, LocalSync(), said.append)
     assert found.manifest.step == 2
     (line,) = said
-    assert line.startswith(f"warning: checkpoint {last} is damaged and passed over: ")
+    assert line.startswith(f"warning: checkpoint {last} is damaged and skipped: ")
     assert name in line
     assert "\n" not in line
     with pytest.raises(UserError, match="a valid checkpoint; "):
@@ -158,7 +158,7 @@ def test_every_corruption_is_named_and_the_one_before_used(number, two, tmp_path
 
 def test_a_checkpoint_under_another_ones_name_is_noticed(two, tmp_path):
     shutil.copytree(two / "step_00000002", tmp_path / "step_00000004")
-    assert "manifest.json is that of step 2" in faults(tmp_path / "step_00000004")
+    assert "manifest.json is of step 2" in faults(tmp_path / "step_00000004")
 
 
 def test_without_a_sound_one_there_is_none(two, tmp_path):

@@ -159,7 +159,7 @@ def test_damaged_calibrations(calibration, refused, damage):
 @pytest.mark.parametrize("other", [{"layers": 3}, {"heads": 2}, {"rope_theta": 5.0}], ids=str)
 def test_calibrations_of_another_model(calibration, refused, other):
     calibration(**other)
-    says = "--attention = 'loki': a calibration of this model: run/loki.safetensors is another's"
+    says = "--attention = 'loki': a calibration of this model: run/loki.safetensors is of another model"
     refused(["generate", "run", "--prompt", "x", "--attention", "loki"], says, CALIBRATE)
 
 

@@ -4,15 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from launched import AXONN, MPIRUN, UNDER_MPIRUN
 from launched import environment as of_mpirun
 
 from axonn_jax.cli.main import main
-from axonn_jax.planner.machines.machine import MEASURED_KINDS
+from axonn_jax.planner.machines.machine import Measured
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.terminal import libraries_on_stderr
+
+KINDS = get_args(Measured)
 
 
 def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
@@ -26,7 +29,7 @@ def test_it_measures_and_plan_reads_the_file(tmp_path, capsys):
     assert done.returncode == 0, done.stderr[-2000:]
     figures, machine = json.loads(done.stdout), load_machine(str(out))
     assert figures["devices"] == machine.node.devices == 2
-    assert {(one.kind, one.inner, one.size) for one in machine.collectives} == {(kind, 1, 2) for kind in MEASURED_KINDS}
+    assert {(one.kind, one.inner, one.size) for one in machine.collectives} == {(kind, 1, 2) for kind in KINDS}
     assert [one.channel for one in machine.messages] == ["local"]
     assert "measuring matmuls" in done.stderr
     assert 1e8 < machine.device.peak_fp32 < 1e14
@@ -86,7 +89,7 @@ def test_processes_measure_together(tmp_path, ranks):
     figures, machine = json.loads(done.stdout), load_machine(str(out))
     assert figures["processes"] == machine.node.devices == ranks
     assert [one.channel for one in machine.messages] == ["mpi4py"]
-    for kind in MEASURED_KINDS:
+    for kind in KINDS:
         curve = machine.curve(kind, 1, ranks)
         assert len(curve) == 5
         assert all(seconds > 0 for _, seconds in curve)

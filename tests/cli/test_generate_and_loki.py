@@ -64,7 +64,7 @@ def test_loki_with_all_features_and_keys_is_full_attention(generate, model, prep
     words = ["--attention", "loki", "--loki.features", "1", "--loki.keys", "1"]
     assert texts(generate(*words)) == texts(full)
     assert main(["generate", str(model), "--prompt", "x", "--tokens", "1", *words]) == 0
-    said = "warning: Loki reads 2.00 of what full attention reads, with 3 query heads a KV head, each of which chooses"
+    said = "warning: Loki reads 2.00 of what full attention reads, with 3 query heads a KV head, each with its own"
     assert said in capsys.readouterr().err
 
 

@@ -160,7 +160,7 @@ def test_prompts_from_a_pipe_and_what_else_their_lines_hold(run_dir, piped, monk
 
 def test_an_empty_standard_input(run_dir, piped, refused):
     piped(b"")
-    refused(["generate", "run", "--prompts", "-"], "--prompts = '-': at least one line; of several processes the first")
+    refused(["generate", "run", "--prompts", "-"], "--prompts = '-': at least one line; with several processes only")
 
 
 def test_the_speed_leaves_out_what_came_with_compilation(run_dir, place, monkeypatch, capsys):

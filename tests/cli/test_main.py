@@ -263,7 +263,7 @@ def test_control_characters_do_not_reach_the_terminal(capsys):
 @pytest.mark.parametrize("text", ["Gloo failed: Connection reset by peer", "NCCL: remote process exited"])
 def test_a_process_that_another_has_left_says_so(text, capsys):
     assert report(RuntimeError(f"UNKNOWN: {text}")) == 1
-    assert capsys.readouterr().err.startswith("error: another process of the run has gone")
+    assert capsys.readouterr().err.startswith("error: another process of the run has ended")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,5 +78,5 @@ def test_a_pipeline_of_one_stage_takes_what_the_plan_says_also_where_nothing_fit
     main(["simulate", *flags, "--grid.pipe", "1"])
     out = capsys.readouterr().out
     assert "does NOT fit" in out
-    assert "nor does anything else" in out
+    assert "and no other configuration does" in out
     assert "To run it" not in out

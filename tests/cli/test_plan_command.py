@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from plans import PLAN, SIMULATE, output
 
-from axonn_jax.cli.plan_flags import sequences
+from axonn_jax.cli.plan.flags import sequences
 from axonn_jax.distributed.gpu_limits import FRACTION
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES, GridShape
@@ -157,16 +157,6 @@ def test_the_command_is_one_that_train_accepts(capsys, prepared, chosen):
     assert str(config.memory.zero) == asked.get("--zero", str(config.memory.zero))
 
 
-def test_published_as_json(capsys):
-    argv = ["plan", "--model", "gpt-80b", "--machine", "perlmutter", "--devices", "1024", "--batch-tokens", "16.8M"]
-    found = json.loads(output(capsys, [*argv, "--cost-model", "published", "--json"]))
-    assert found["batch_sequences"] == 8192
-    best = found["configs"][0]
-    assert (best["data"], best["z"], best["y"], best["x"]) == (1, 1024, 1, 1)
-    assert best["step_s"] == pytest.approx(5.31, abs=0.005)
-    assert "5.3104" in output(capsys, [*argv, "--cost-model", "published"])
-
-
 def test_pictures(capsys, tmp_path):
     output(capsys, [*PLAN, "--png", str(tmp_path / "plan.png")])
     argv = [*SIMULATE, "--grid.pipe", "4", "--jitter", "0.2", "--png", str(tmp_path / "line.png")]
@@ -228,7 +218,6 @@ def test_amounts_that_mean_nothing(text):
         (["--polcy", "message"], ["--polcy", "did you mean '--policy'?"]),
         (["--machine", "laptop", "--precision", "bf16"], ["--precision = 'bf16': one that a CPU core has: fp32"]),
         (["--reshard-after", "step", "--grid.pipe", "4"], ["--reshard-after = 'step'", "auto or forward"]),
-        (["--machine", "laptop", "--cost-model", "published"], ["one with measured bandwidths"]),
     ],
 )
 def test_nonsense_is_one_line(refused, change, parts):
@@ -267,30 +256,3 @@ def test_residual_comm_that_cannot_be(refused):
         [*PLAN, "--residual-comm", "gather", "--sequence-parallel"],
         "--residual-comm = 'gather': all_reduce or auto with",
     )
-    refused([*PLAN, "--residual-comm", "auto", "--cost-model", "published"], "--residual-comm = 'auto': not given")
-
-
-@pytest.mark.parametrize(
-    ("flags", "part"),
-    [
-        (["--sequence-parallel"], "--sequence-parallel = True"),
-        (["--grid.pipe", "4"], "--grid.pipe = 4"),
-        (["--microbatch", "2"], "--microbatch = 2"),
-        (["--activations", "full"], "--activations = 'full'"),
-        (["--reshard-after", "forward"], "--reshard-after = 'forward'"),
-        (["--offload", "none"], "--offload = 'none'"),
-        (["--zero", "0"], "--zero = '0'"),
-        (["--virtual-stages", "1"], "--virtual-stages = 1"),
-        (["--policy", "1f1b"], "--policy = '1f1b'"),
-        (["--precision", "bf16"], "--precision = 'bf16'"),
-        (["--overlap", "none"], "--overlap = 'none'"),
-        (["--memory-limit", "30GB"], "--memory-limit = '30GB'"),
-        (["--png", "plan.png"], "--png = plan.png"),
-    ],
-)
-def test_flags_that_the_published_model_does_not_know(refused, flags, part):
-    refused([*PLAN, "--cost-model", "published", *flags], f"{part}: not given with --cost-model published")
-
-
-def test_a_flag_of_the_published_model_alone(refused):
-    refused([*PLAN, "--min-tensor", "4"], "--min-tensor = 4: not given, or with --cost-model published")

@@ -123,5 +123,5 @@ def test_one_is_not_said_as_many(capsys):
     argv = [*SIMULATE[:-1], "32768", "--grid.z", "16", "--microbatch", "1"]
     out = output(capsys, argv)
     assert "1 microbatch of 1 sequence a device, 1 virtual stage," in out
-    assert "behind the last microbatch" in out
-    assert "behind the pipeline" not in out
+    assert "after the last microbatch" in out
+    assert "after the pipeline" not in out

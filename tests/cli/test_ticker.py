@@ -7,6 +7,7 @@ import threading
 
 from axonn_jax.cli.main import main
 from axonn_jax.planner.simulate.simulator import simulate
+from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.terminal import Ticker
 from axonn_jax.train.progress import Progress
@@ -73,7 +74,9 @@ def test_what_is_quick_says_nothing():
 def test_a_simulation_tells_how_far_it_is():
     told = []
     layout = PipelineShape(4, 1100)
-    simulate(layout, "1f1b", task_time=lambda task: 1.0, message_time=lambda message: 0.0, progress=told.append)
+    simulate(
+        layout, policy_of("1f1b"), task_time=lambda task: 1.0, message_time=lambda message: 0.0, progress=told.append
+    )
     assert told == sorted(told)
     assert told
     assert told[-1] <= 2 * 4 * 1100

@@ -96,7 +96,7 @@ def test_a_step_is_played_again(run_dir, capsys):
     assert (found["policy"], found["measured_s"]) == ("1f1b", pytest.approx(5.0))
     assert found["simulated_s"] == pytest.approx(5.0, rel=0.05)
     assert main(["timeline", str(run_dir), "--replay", "1f1b"]) == 0
-    assert "played again under 1f1b" in capsys.readouterr().out
+    assert "simulated under 1f1b" in capsys.readouterr().out
 
 
 def test_what_cannot_be_played_again(run_dir, capsys):

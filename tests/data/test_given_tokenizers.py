@@ -80,7 +80,7 @@ def test_data_has_the_tokens_of_the_setting(tmp_path, capsys):
 
 def test_another_end_alone_needs_its_name(tmp_path):
     folder = write(tmp_path / "given", end="</s>")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json says which is the eos_token"):
+    with pytest.raises(UserError, match=r"an eos_token named in a tokenizer_config\.json"):
         tokenize.load_given(folder, "--tokenizer")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     tokenizer, _, end = tokenize.load_given(folder, "--tokenizer")

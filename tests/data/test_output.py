@@ -111,7 +111,7 @@ def test_what_a_user_puts_there_meanwhile_stays(tmp_path, force, phase):
         (out / "notes.txt").write_text("mine")
 
     with pytest.raises(
-        UserError, match=r"OUT_DIR = .*'notes.txt', so it is left as it is; .* is whole in '(.*)'$"
+        UserError, match=r"OUT_DIR = .*'notes.txt' and stays unchanged; .* directory is in '(.*)'$"
     ) as e:
         small(out, force=force, report=begin(phase, notes))
     assert (out / "notes.txt").read_text() == "mine"
@@ -123,9 +123,12 @@ def test_what_a_user_puts_there_meanwhile_stays(tmp_path, force, phase):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda out: out.write_text("mine"), "there is nothing yet; what"),
-        (lambda out: out.symlink_to("nowhere"), "there is nothing yet; what"),
-        (lambda out: small(out.parent / "other").path.rename(out), "--force replaces this prepared one; what"),
+        (lambda out: out.write_text("mine"), "there is nothing yet; the prepared directory"),
+        (lambda out: out.symlink_to("nowhere"), "there is nothing yet; the prepared directory"),
+        (
+            lambda out: small(out.parent / "other").path.rename(out),
+            "--force replaces this prepared one; the prepared directory",
+        ),
     ],
 )
 def test_whatever_else_is_there_meanwhile_stays_too(tmp_path, make, says):
@@ -147,7 +150,7 @@ def test_what_comes_in_the_very_last_moment_is_moved_along(tmp_path):
     small(tmp_path / "out", seed=1)
     small(tmp_path / ".out.0123abcd.old", seed=2)
     (tmp_path / ".out.0123abcd.old" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"'notes.txt', so it is left as it is$"):
+    with pytest.raises(UserError, match=r"'notes.txt' and stays unchanged$"):
         small(tmp_path / "out", force=True)
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
     assert os.listdir(tmp_path) == ["out"]
@@ -164,9 +167,7 @@ def test_a_prepare_killed_between_the_two_renames_gives_the_earlier_one_back(tmp
 def test_a_second_prepare_says_who_writes_and_a_killed_ones_remains_go(tmp_path, hanging):
     partial = [name for name in os.listdir(tmp_path) if name.endswith(".partial")]
     assert len(partial) == 1
-    with pytest.raises(
-        UserError, match=rf"OUT_DIR = .*no other prepare writes; process {hanging.pid} on \S+ since 2.*"
-    ):
+    with pytest.raises(UserError, match=rf"OUT_DIR = .*without a writer; process {hanging.pid} on \S+ since 2.*"):
         small(tmp_path / "out", force=True)
     assert set(partial) < set(os.listdir(tmp_path))
     hanging.send_signal(signal.SIGKILL)
@@ -201,7 +202,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, size):
 
 def test_the_whole_of_a_mounted_disk_is_refused_at_once(tmp_path):
     with disk_of("1m", tmp_path / "disk") as disk:
-        with pytest.raises(UserError, match=r"OUT_DIR = .*a directory in it: .*mounted"):
+        with pytest.raises(UserError, match=r"OUT_DIR = .*a directory below: .*mount point"):
             small(disk, report=lambda *_: pytest.fail("something was read"))
         assert os.listdir(tmp_path) == ["disk"]
 

@@ -86,10 +86,10 @@ MANIFESTS = {
     "not finite": (replaced('"unigram_entropy": ', '"unigram_entropy": 1e999, "was": '), "1e999 is no finite"),
     "no number": (replaced('"unigram_entropy": ', '"unigram_entropy": NaN, "was": '), "NaN is no JSON"),
     "a number of 5000 digits": (replaced('"vocab": ', f'"vocab": {"9" * 5000}, "was": '), "4300"),
-    "a large number": (top(vocab=10**30), "vocab = 1000000000000000000000000000000, not"),
+    "a large number": (top(vocab=10**30), "vocab = 1000000000000000000000000000000: an integer of at most 64 bits"),
     "a huge vocabulary": (top(vocab=1 << 40), f"vocab = {1 << 40}, not 1 to {1 << 20}"),
     "no vocabulary": (top(vocab=0), "vocab = 0"),
-    "a vocabulary as text": (top(vocab="265"), "vocab = '265', not a whole number"),
+    "a vocabulary as text": (top(vocab="265"), "vocab = '265': an integer"),
     "an end that is no token": (top(eot_id=265), "eot_id = 265"),
     "a version that is a list": (top(version=[[]]), "version unknown"),
     "a list": (lambda d: (d / "manifest.json").write_text("[]"), "was not written by"),
@@ -102,8 +102,8 @@ MANIFESTS = {
     "another's shard": (shard(name="valid-00000.bin"), "'valid-00000.bin', not"),
     "a name that steers": (shard(name=ESCAPES), r"\x1b]0;owned\x07\x1b[2J\u202e"),
     "a dtype that steers": (top(dtype=ESCAPES), r"\x1b]0;owned"),
-    "a tokenizer's checksum": (top(tokenizer_sha256=7), "tokenizer_sha256 = 7, not a text"),
-    "no splits": (top(splits={"train": {}}), "splits['train'].bytes is missing"),
+    "a tokenizer's checksum": (top(tokenizer_sha256=7), "tokenizer_sha256 = 7: a text"),
+    "no splits": (top(splits={"train": {}}), "splits['train'].bytes = (not given): required"),
 }
 
 

@@ -24,7 +24,7 @@ bias = "none"
 tied = false
 qk_norm = true
 """
-COPIES = "each expert is a copy of the dense model's layer, routers are new"
+COPIES = "each expert is a copy of the dense layer, routers are new"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_a_run_says_at_its_start_what_would_surprise_at_its_end(dense, capsys):
     assert main([*words, str(dense / "moe"), *settings]) == 0
     lines = capsys.readouterr().err.splitlines()
     (copied,) = [line for line in lines if COPIES in line]
-    assert copied.endswith("with model.router_norm = false they compute another function than the layer")
+    assert copied.endswith("with model.router_norm = false the experts compute another function than the dense layer")
     (note,) = [line for line in lines if line.startswith("note: ")]
     assert "cannot make a Hugging Face model of this run: moe.balance_rate moves routers' biases" in note
     first = next(at for at, line in enumerate(lines) if line.startswith("step 1/1"))

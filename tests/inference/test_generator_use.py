@@ -4,6 +4,7 @@ import gc
 
 import grids
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,12 +15,15 @@ from trainers import make_trainer
 import axonn_jax as ax
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
+from axonn_jax.inference.attend import attend_chunk
 from axonn_jax.inference.sampling import Sampling
 from axonn_jax.inference.slots import Request
 from axonn_jax.loki.attention import LokiAttention
+from axonn_jax.tensor.attention import causal_attention
+from axonn_jax.tensor.kernel_choice import AttentionRule
 
 GREEDY = Sampling(temperature=0)
-BUSY = "generator = 'in use': one whose stream has come to its end"
+BUSY = "generator = 'in use': a generator without an unfinished stream"
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +216,20 @@ def test_another_model_and_loki_without_components(made):
     for use in (lambda: generator.stream([Request((1,), 5)]), lambda: generator.score([[1, 2]])):
         with pytest.raises(UserError, match="extras = None: components of every layer for loki"):
             use()
+
+
+def test_loki_does_not_rank_capped_scores():
+    capped = model(**LLAMA | {"attention_cap": 5.0})
+    with pytest.raises(UserError, match="attention = 'loki': full for a model with scores capped at 5"):
+        ax.Generator(capped, grids.lay(GridShape()), slots=2, attention=LokiAttention(2, 0.5))
+
+
+@pytest.mark.parametrize("rule", [AttentionRule(), AttentionRule(20, 0.5), AttentionRule(0, 0.5)], ids=str)
+def test_a_later_chunk_of_a_prompt_attends_as_the_whole_prompt(rule):
+    draw, start = np.random.default_rng(0), 32
+    q, k, v = (jnp.asarray(draw.standard_normal((1, 48, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    whole = causal_attention(q, k, v, rule=rule)[:, start:]
+    by_head = [jnp.moveaxis(a, 2, 1) for a in (k, v)]
+    old = tuple(jnp.pad(a[:, :, :start], ((0, 0), (0, 0), (0, 64 - start), (0, 0))) for a in by_head)
+    part = attend_chunk(q[:, start:], tuple(a[:, :, start:] for a in by_head), old, jnp.int32(start), rule)
+    np.testing.assert_allclose(part, whole, atol=16 * grids.EPS * float(jnp.abs(whole).max()))

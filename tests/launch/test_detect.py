@@ -51,7 +51,7 @@ def test_mpi_of_another_kind_is_refused_with_both_sizes():
 def test_mpirun_inside_a_batch_shell_wins_over_its_slurm_variables():
     world = detect({**BATCH_SHELL, **OPEN_MPI}, facts())
     assert (world.source, world.rank) == ("MPI", 1)
-    assert "left aside" in world.why
+    assert "and are ignored" in world.why
 
 
 def test_srun():

@@ -96,7 +96,7 @@ REFUSED = {
     "fewer GPUs than the grid asks for": ([rank()] * 4, 2, "ranks 0, 1, 2, 3 = 4: at least 8, 2 for each of 4"),
     "bound to fewer than the grid asks for": (bound(2), 2, "GPUs seen by rank 0 = 1: at least 2, 2 for each of 1"),
     "MIG devices not dealt out": ([rank("MIG-1111,MIG-2222", MIG)] * 2, 1, "ranks 0, 1 = 1: at least 2"),
-    "views that overlap": ([rank("0,1"), rank("1,2")], 1, "rank 1 = .*the same ones as rank 0, or none of theirs"),
+    "views that overlap": ([rank("0,1"), rank("1,2")], 1, "rank 1 = .*the same GPUs as rank 0, or none in common"),
     "one rank without": ([rank(), rank("")], 1, "GPUs seen by rank 1 = 0: GPUs for all or none; rank 0 has some"),
 }
 

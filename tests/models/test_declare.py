@@ -23,6 +23,7 @@ SHAPES = {
     "gpt": replace(grids.GPT, vocab=509),
     "llama": grids.LLAMA,
     "qwen": replace(grids.LLAMA, qk_norm=True, bias="qkv"),
+    "gemma2": replace(grids.LLAMA, norm="rmsnorm_1p", post_norms=True),
     "mixtral": MIXTRAL,
     "ted": replace(grids.GPT, experts=16, experts_per_token=1, expert_ffn=64, moe_every=2, moe_first=1),
     "deepseek": replace(MIXTRAL, shared_experts=1, router="sigmoid"),

@@ -143,6 +143,29 @@ def test_what_no_family_with_experts_has_is_refused():
     assert (caught.field, caught.value) == ("parameter blocks.1.mlp.router.bias", "not 0")
 
 
+def test_settings_of_attention_in_gemma2():
+    sizes, tags = config("gemma2"), ["sliding_attention", "full_attention"]
+    shape = shape_from_config(sizes)
+    assert shape_from_config(config_from_shape(shape, "float32", 0)) == shape
+    short = {key: value for key, value in sizes.items() if "capping" not in key and key != "query_pre_attn_scalar"}
+    want = replace(shape, attention_cap=50.0, logits_cap=30.0, score_dim=256)
+    assert shape_from_config(short) == want
+    assert shape_from_config(sizes | {"final_logit_softcapping": None, "layer_types": None}).logits_cap == 0.0
+    for field, value in (
+        ("layer_types", tags[::-1]),
+        ("layer_types", tags[:1] * 2),
+        ("sliding_window", None),
+        ("attn_logit_softcapping", -1.0),
+        ("query_pre_attn_scalar", 0),
+    ):
+        assert refusal(shape_from_config, sizes | {field: value}).field == f"config.{field}"
+    for changes in ({"window_period": 3}, {"window_period": 0}, {"post_norms": False}, {"embedding_scale": False}):
+        assert refusal(config_from_shape, replace(shape, **changes), "float32", 0).field == "model"
+    gemma = shape_from_config(config("gemma"))
+    for changes in ({"attention_cap": 1.0}, {"logits_cap": 1.0}, {"score_dim": 18}):
+        assert refusal(config_from_shape, replace(gemma, **changes), "float32", 0).field == "model"
+
+
 def test_shapes_of_the_fixtures():
     assert shape_from_config(config("gpt2")) == ModelShape(2, 32, 4, 4, 48, 56, 16, norm_eps=1e-3)
     llama = ModelShape(
@@ -154,6 +177,8 @@ def test_shapes_of_the_fixtures():
     wide = replace(small, hidden=28, head_dim=12)
     scaled = replace(small, rope_factor=4.0)
     long = replace(scaled, rope_original_seq_len=16)
+    gemma = replace(wide, norm="rmsnorm_1p", mlp="geglu", embedding_scale=True, tied=True)
+    caps = {"attention_cap": 1.0, "logits_cap": 2.0}
     want = {
         "llama3": replace(long, rope_scaling="llama3", rope_low_freq_factor=0.5, rope_high_freq_factor=2.0),
         "llama_linear": replace(scaled, rope_scaling="linear"),
@@ -161,7 +186,8 @@ def test_shapes_of_the_fixtures():
         "mistral": replace(small, hidden=28, heads=6, head_dim=8, window=6),
         "qwen2": replace(small, bias="qkv", tied=True),
         "qwen3": replace(wide, qk_norm=True),
-        "gemma": replace(wide, norm="rmsnorm_1p", mlp="geglu", embedding_scale=True, tied=True),
+        "gemma": gemma,
+        "gemma2": replace(gemma, post_norms=True, window=6, window_period=2, score_dim=18, **caps),
         "arcee": replace(small, mlp="relu2"),
         "mixtral": replace(small, hidden=28, heads=6, head_dim=8, ffn=24, expert_ffn=24, window=6, experts=4),
         "qwen3_moe": replace(wide, qk_norm=True, experts=4, expert_ffn=24),

@@ -23,11 +23,14 @@ LLAMA3 = replace(
 GEMMA = replace(
     grids.LLAMA, heads=8, kv_heads=8, head_dim=16, norm="rmsnorm_1p", mlp="geglu", embedding_scale=True, tied=True
 )
+# Caps are as small as the scores and logits of weights that no training has made large.
+GEMMA2 = replace(GEMMA, window=5, window_period=2, attention_cap=0.02, logits_cap=0.1, score_dim=24, post_norms=True)
 FAMILIES = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "llama3": LLAMA3,
     "gemma": GEMMA,
+    "gemma2": GEMMA2,
     "arcee": replace(grids.LLAMA, mlp="relu2"),
 }
 GRIDS = [GridShape(y=2), GridShape(x=2), GridShape(z=2), GridShape(z=2, y=2, x=2)]
@@ -49,9 +52,9 @@ def test_parameters_by_formula_are_those_of_the_model(family):
 
 
 @pytest.mark.parametrize("axes", GRIDS, ids=grids.name)
-@pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen2", "arcee"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen2", "arcee", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_one_device(family, axes):
-    shape = replace(FAMILIES[family], layers=1)
+    shape = replace(FAMILIES[family], layers=FAMILIES[family].layer_period)
     grids.check_gradients(grids.gradients(shape, axes), grids.one_device(shape))
 
 
@@ -67,6 +70,31 @@ def test_gradients_are_those_of_one_device(family, axes):
 def test_norms_of_heads_in_every_layout(layout, options):
     shape = replace(QWEN3, layers=2 if options.get("scanned") else 1)
     got = grids.gradients(shape, GridShape(data=2, y=2, x=2), layout=layout, **options)
+    grids.check_gradients(got, grids.one_device(shape))
+
+
+@pytest.mark.parametrize(
+    ("axes", "layout", "options"),
+    [
+        pytest.param(
+            GridShape(y=2, x=2),
+            {"comm": BlockComm(attention=True, mlp=True)},
+            {"activations": "save_collectives"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            GridShape(data=2, y=2),
+            {"comm": BlockComm(sequence_split=True)},
+            {"activations": "dots"},
+            marks=pytest.mark.slow,
+        ),
+        (GridShape(z=2, y=2), {}, {"activations": "full", "scanned": True}),
+    ],
+    ids=["gather", "sequence", "scanned"],
+)
+def test_caps_and_windows_by_layer_in_every_layout(axes, layout, options):
+    shape = replace(GEMMA2, layers=4 if options.get("scanned") else 2)
+    got = grids.gradients(shape, axes, layout=layout, **options)
     grids.check_gradients(got, grids.one_device(shape))
 
 
@@ -111,6 +139,13 @@ def test_frequencies_are_those_of_transformers(scaling):
             {"rope_scaling": "yarn", "rope_original_seq_len": 8, "rope_beta_fast": 0.5},
             "model.rope_beta_fast = 0.5: a number above model.rope_beta_slow = 1.0",
         ),
+        ({"window_period": 2}, "model.window_period = 2: at least 2, with model.window above 0"),
+        ({"window_period": 1, "window": 4}, "model.window_period = 1: at least 2"),
+        ({"attention_cap": -1.0}, "model.attention_cap = -1.0: a number above 0, or 0 for none"),
+        ({"logits_cap": float("nan")}, "model.logits_cap = nan: a number above 0, or 0 for none"),
+        ({"score_dim": 0}, "model.score_dim = 0: an integer of at least 1"),
+        ({"score_dim": 5, "positions": "learned"}, "model.score_dim = 5: left out where positions are learned"),
+        ({"post_norms": True, "experts": 4}, "model.post_norms = True: false in a model with model.experts"),
         ({"rope_scaling": "linear", "positions": "learned"}, "model.rope_scaling = 'linear': none where positions are"),
     ],
 )

@@ -48,6 +48,9 @@ PUBLISHED = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
     "mixtral-8x7b": 46_702_792_704 + 32 * 8,  # and the bias of every router, which the published model has not
     "qwen3-30b-a3b": 30_532_122_624 + 48 * 128,
     "qwen3-235b-a22b": 235_093_634_560 + 94 * 128,

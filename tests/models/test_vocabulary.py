@@ -25,8 +25,6 @@ from axonn_jax.tensor import kernel_choice
 from axonn_jax.tensor.params import split_module
 from axonn_jax.train.engines.program import StageProgram
 
-pytestmark = pytest.mark.bits
-
 PRIME = 61
 SHAPES = {name: replace(shape, vocab=PRIME) for name, shape in grids.MODELS.items()}  # a tied table, a head of its own
 

@@ -116,7 +116,7 @@ class Scenarios:
     def traffic(self):
         """Random messages both ways at once, for several steps, with random delays and hints."""
         channel, inbox = self.opened()
-        for step in range(4):
+        for step in range(2):
             chance = random.Random(step)  # one plan for all ranks
             counts = {(d, s): chance.randrange(1, 9) for d in ("forward", "backward") for s in self.forms}
             plan = [Message(d, s, m) for (d, s), count in counts.items() for m in range(count)]
@@ -148,7 +148,7 @@ class Scenarios:
         """Everything of a step is sent, both ways and around the ring of ranks, before anything is looked at."""
         ranks = self.comm.Get_size()
         stages = 2 * ranks
-        self.forms = {stage: self.form_of((1024, 1024), jnp.float32, "z", "x") for stage in range(stages)}  # 4 MB
+        self.forms = {stage: self.form_of((512, 1024), jnp.float32, "z", "x") for stage in range(stages)}  # 2 MB
         channel, inbox = self.opened()
         self.meet()
         incoming = set()

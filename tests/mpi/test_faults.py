@@ -19,7 +19,7 @@ REPEATS = 20
 
 # What a report has to tell: who (and where), what it last did, and what the one who reports waits for.
 DONE = r"(nothing yet|[FIWB]{1,2}\d+\.\d+)"
-DOES = r"(waits for|is at|is between|is compiling|is saving|has not been heard of)"
+DOES = r"(waits for|is at|is between|is compiling|is saving|has sent no heartbeat)"
 
 
 @pytest.fixture

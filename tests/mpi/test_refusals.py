@@ -53,7 +53,7 @@ def test_a_run_directory_that_the_processes_do_not_share_is_refused(plain, tmp_p
     one = command(plain, "out", grid_data=2)
     apart = ["-n", "1", "--wdir", str(hosts[0]), *one, ":", "-n", "1", "--wdir", str(hosts[1]), *one]
     line = refused([MPIRUN, "--oversubscribe", *apart], hosts[0] / "out")
-    assert "log.dir = 'out': a directory that all processes share; rank 1 does not see" in line
+    assert "log.dir = 'out': a directory shared by all processes; rank 1 does not see" in line
     assert not (hosts[1] / "out").exists()
 
 

@@ -116,7 +116,7 @@ def test_a_killed_task_ends_the_step_and_the_next_job_goes_on(rank, slurm, confi
     step = kill(slurm, job, rank, run)
     until(lambda: not slurm.queued(job), lambda: slurm.output(job), 60)
     # Where rank 0 has died, jax may end the process before the error reaches our own line.
-    assert re.search(r"another (process of the run has gone|task died)", slurm.output(job)), slurm.output(job)
+    assert re.search(r"another (process of the run has ended|task died)", slurm.output(job)), slurm.output(job)
     assert saved(run) >= step
     following = slurm.submit(script, *slurm.spread, "--time=20")
     slurm.wait_for(following, rf"resumed at step {saved(run)}\b[\s\S]*{TRAINS}")

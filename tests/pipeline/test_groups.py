@@ -17,18 +17,21 @@ from axonn_jax.schedule.partition import group_count, group_ranges, group_size
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.tensor.params import shapes_of, split_module
 
+GPT = dataclasses.replace(grids.GPT, dropout=0.1)
 
-def planned(blocks, *, virtual_stages=1):
+
+def planned(blocks, *, virtual_stages=1, base=GPT):
     """A pipeline of two ranks of a model whose stages have so many blocks; ends are stages' ends."""
     stages = 2 * virtual_stages
-    shape = dataclasses.replace(grids.GPT, layers=blocks * stages, dropout=0.1)
+    shape = dataclasses.replace(base, layers=blocks * stages)
     model = nnx.eval_shape(lambda: ax.models.Transformer(shape, rngs=nnx.Rngs(0)))
     parts = shapes_of(split_module(model), jnp.dtype("float32"))
     cuts = [0, *(1 + 2 * blocks * stage for stage in range(1, stages)), 2 + 2 * blocks * stages]
     ranges = [range(first, last) for first, last in pairwise(cuts)]
     work = StepShape(2, shape.seq_len + 1, 4, jnp.dtype("float32"), "none", jnp.dtype("float32"))
     grid = grids.lay(GridShape(pipe=2))
-    return plan(parts, grid, PipelineShape(2, 4, virtual_stages), ranges, work, keyed=True), parts, ranges
+    stages = plan(parts, grid, PipelineShape(2, 4, virtual_stages), ranges, work, keyed=shape.dropout > 0)
+    return stages, parts, ranges
 
 
 def compiled(stage):
@@ -49,6 +52,16 @@ def test_virtual_stages_of_a_rank_share_programs():
     inner = [stages[place].pop() for place in (2, 4, 6)]  # of rank 0, without its first
     assert len({id(group.stretch) for group in inner}) == 1
     assert [group.later for group in inner] == [0, 4, 8]
+
+
+@pytest.mark.parametrize("blocks", [6, 10])
+def test_layers_of_one_program_see_the_same_tokens(blocks):
+    """Of windows in every other layer, groups of three layers would run a window in the place of none."""
+    shape = dataclasses.replace(grids.LLAMA, window=4, window_period=2)
+    stages, _, _ = planned(blocks, base=shape)
+    for group in (group for stage in stages for group in stage):
+        for layer in {(number - 1) // 2 for number in group.stretch.segments}:
+            assert shape.attention_rule(layer) == shape.attention_rule(layer + group.later)
 
 
 @pytest.mark.parametrize("blocks", [1, 4, 5, 6, 7, 9, 11, 16])

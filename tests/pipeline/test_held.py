@@ -15,7 +15,7 @@ from trainers import make_trainer
 from axonn_jax.grid import GridShape
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.transformer import Transformer
-from axonn_jax.schedule.policies import live_bound, waiting_bound
+from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.train.config import PipelineConfig
 
@@ -76,7 +76,7 @@ def test_live_arrays_at_task_starts_are_what_the_pipeline_states(pipe, policy, c
         live.run_with_a_slow_place(trainer, parts, rows, slow)
     trainer.close()
     for place, rank in parts.ranks.items():
-        stated = bounds.most_between_tasks(rank, trainer.engine.pipe_shape, policy, in_flight, trainer.engine._split)
+        stated = bounds.most_between_tasks(rank, trainer.engine.pipe_shape, trainer.engine.policy)
         row = (pipe, chunks, policy, activations, layers, place, stated, usual[place], peaks.most[place])
         print("", *row, "", sep=" | ")
         assert peaks.most[place] <= stated, place
@@ -92,23 +92,25 @@ def test_equal_stages_hold_as_many_pairs_as_the_bounds_say(policy, chunks):
     for microbatches in (1, 3, 8, 12):
         layout = PipelineShape(4, microbatches, chunks)
         for rank in range(4):
-            live_pairs, late = live_bound(policy, layout, rank), waiting_bound(policy, layout, rank)
+            rule = policy_of(policy)
+            live_pairs, late = rule.live(layout, rank), rule.waiting(layout, rank)
             assert late == 0 or policy in ("message", "zero-bubble")
-            most = bounds.most_held(policy, layout, rank, [bounds.Pair(1.0, 1.5)] * chunks)
+            most = bounds.most_held(rule, layout, rank, [bounds.Pair(1.0, 1.5)] * chunks)
             assert most <= live_pairs + 0.5 * late
             if chunks == 1 or policy == "message":
                 assert most == live_pairs + 0.5 * late
-            assert bounds.most_held(policy, layout, rank, [bounds.Pair(0.0, 1.0)] * chunks) <= late
+            assert bounds.most_held(rule, layout, rank, [bounds.Pair(0.0, 1.0)] * chunks) <= late
 
 
 def test_chunks_that_keep_more_are_alive_in_fewer_microbatches():
     """Five activations on two chunks are at most three of the first and two of the second."""
     layout = PipelineShape(2, 8, 2)
-    assert live_bound("message", layout, 0) == 5
-    assert bounds.most_held("message", layout, 0, [bounds.Pair(1.0, 1.0), bounds.Pair(10.0, 16.0)]) == 3 * 1 + 2 * 16
-    assert bounds.most_held("message", layout, 0, [bounds.Pair(9.0, 9.0), bounds.Pair(1.0, 1.0)]) == 5 * 9
+    message = policy_of("message")
+    assert message.live(layout, 0) == 5
+    assert bounds.most_held(message, layout, 0, [bounds.Pair(1.0, 1.0), bounds.Pair(10.0, 16.0)]) == 3 * 1 + 2 * 16
+    assert bounds.most_held(message, layout, 0, [bounds.Pair(9.0, 9.0), bounds.Pair(1.0, 1.0)]) == 5 * 9
     assert (
-        bounds.most_held("message", PipelineShape(2, 3, 2), 0, [bounds.Pair(9.0, 9.0), bounds.Pair(1.0, 1.0)])
+        bounds.most_held(message, PipelineShape(2, 3, 2), 0, [bounds.Pair(9.0, 9.0), bounds.Pair(1.0, 1.0)])
         == 3 * 9 + 2 * 1
     )
-    assert bounds.most_held("gpipe", layout, 0, [bounds.Pair(1.0, 0.0), bounds.Pair(10.0, 0.0)]) == 8 * 11
+    assert bounds.most_held(policy_of("gpipe"), layout, 0, [bounds.Pair(1.0, 0.0), bounds.Pair(10.0, 0.0)]) == 8 * 11

@@ -16,9 +16,9 @@ def offload_buffers(bucket: float) -> float:
 def axonn_state(params: float, *, offload: bool = False, bucket: float = 16_000_000) -> float:
     """AxoNN's model state on the device: 20 bytes a parameter, or 4 and the buffers of a bucket (IPDPS 22)."""
     if offload:
-        return device_state(params, "fp16", accumulate=_HALF, offload=True).total + offload_buffers(bucket)
+        return device_state(params, "fp16", gradient_item=_HALF, offload=True).total + offload_buffers(bucket)
     upcast = params * _FP32  # all gradients once more in float32
-    return device_state(params, "fp16", accumulate=_HALF, apart=True).total + upcast
+    return device_state(params, "fp16", gradient_item=_HALF, apart=True).total + upcast
 
 
 @dataclass(frozen=True)

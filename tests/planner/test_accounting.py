@@ -63,7 +63,7 @@ def test_every_4d_grid_of_16_devices_with_the_sequence_split(model, scanned, act
 )
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_grid_with_x_and_inner_features_over_both(model, scanned, activations, microbatches):
+def test_every_grid_with_x_and_gathers_of_the_residual(model, scanned, activations, microbatches):
     grids = [axes for axes in GRIDS if axes[3] > 1]
     check(16, [case(MODELS[model], axes, activations, microbatches, scanned, comm=(1, 1)) for axes in grids])
 

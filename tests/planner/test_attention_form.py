@@ -1,6 +1,7 @@
 """The form of attention in plans: that of the program on such a device, with that form's own memory and time."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import get_args
 
@@ -75,7 +76,8 @@ def test_plans_take_the_form_that_the_model_computes(monkeypatch, machine):
             config = Config(data=DataConfig(""), memory=MemoryConfig(precision=precision))
             said = attention_form(config, shape, grid)
             head = jax.ShapeDtypeStruct((1, shape.seq_len, 1, shape.head_dim), DTYPES[precision])
-            jax.eval_shape(lambda *qkv: attention.causal_attention(*qkv), head, head, head)  # anew: traces are kept
+            run = partial(attention.causal_attention, rule=shape.attention_rule(0))  # anew: traces are kept
+            jax.eval_shape(lambda *qkv, run=run: run(*qkv), head, head, head)
             assert (planned.kernel, planned.why) == (said.kernel, said.why)
             assert planned.kernel == ran.pop()
 

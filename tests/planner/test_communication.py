@@ -26,7 +26,7 @@ def find(predicted, name, phase, kind):
 
 @pytest.mark.parametrize("accumulate", [4, 2])
 def test_the_up_projection_is_the_table_of_the_algorithm(accumulate):
-    predicted = predict(StepSpec(GPT, GRID, sequences=64, microbatches=2, itemsize=2, accumulate=accumulate))
+    predicted = predict(StepSpec(GPT, GRID, sequences=64, microbatches=2, itemsize=2, gradient_item=accumulate))
     # The algorithm's table with k = 4096 over x, n = 16384 over y, m = 32 sequences x 2048 a microbatch, e = 2.
     k, n, m, steps = 4096, 16384, 32 * 2048, 24 * 2
     gathered = find(predicted, "blocks.mlp.up", "forward", "all-gather")

@@ -58,7 +58,7 @@ def test_without_overlap_everything_is_exposed_and_adds_up(policy, layout):
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "save_collectives"])
-def test_inner_features_over_y_and_x_where_that_sends_less(policy):
+def test_gathers_of_the_residual_where_they_send_less(policy):
     """On a grid of one large `x` the wide features are what is sent; `auto` never takes longer than either way."""
     for grid in (GridShape(x=16), GridShape(y=2, x=8), GRID):
         papers, spread, auto = (

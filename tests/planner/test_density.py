@@ -27,7 +27,7 @@ from axonn_jax.train.trainer import Trainer
 @pytest.mark.parametrize("density", [0.1, 0.2, 0.5])
 def test_bytes_a_pruned_parameter(density):
     assert pruned_state(1.0, density, "bf16").total == pytest.approx(2 + 20 * density)
-    assert pruned_state(1.0, density, "bf16", accumulate=2).total == pytest.approx(2 + 18 * density)
+    assert pruned_state(1.0, density, "bf16", gradient_item=2).total == pytest.approx(2 + 18 * density)
     assert pruned_state(1.0, density, "fp32").total == pytest.approx(4 + 20 * density)
     assert pruned_state(1.0, density, "bf16", offload=True).total == pytest.approx(2 + 8 * density)
 

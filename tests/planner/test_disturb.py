@@ -9,6 +9,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.planner.simulate.perturb import Perturbation, factor, simulate_perturbed, uniform
 from axonn_jax.planner.simulate.simulator import simulate
 from axonn_jax.planner.simulate.steady import StageTimes
+from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import Kind, PipelineShape
 
 PARTS = {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0, Kind.BACKWARD: 2.0}
@@ -22,8 +23,8 @@ def even(pipe_shape, message=0.1):
 
 def test_nothing_disturbed_is_the_plain_simulation():
     times = even(PipelineShape(4, 16))
-    plain = simulate(times.pipe_shape, "1f1b", task_time=times.task, message_time=times.carried)
-    found = simulate_perturbed(times, "1f1b", True, Perturbation())
+    plain = simulate(times.pipe_shape, policy_of("1f1b"), task_time=times.task, message_time=times.carried)
+    found = simulate_perturbed(times, policy_of("1f1b"), Perturbation())
     assert found.finished
     assert found.simulation.makespan == plain.makespan
 
@@ -45,16 +46,18 @@ def test_the_slowest_of_many_members_counts():
 
 def test_the_seed_decides_and_replicas_differ():
     times, by = even(PipelineShape(4, 16)), Perturbation(jitter=0.4, seed=3)
-    first = simulate_perturbed(times, "message", True, by).simulation.makespan
-    assert simulate_perturbed(times, "message", True, by).simulation.makespan == first
-    assert simulate_perturbed(times, "message", True, by, replica=1).simulation.makespan != first
-    assert simulate_perturbed(times, "message", True, Perturbation(jitter=0.4, seed=4)).simulation.makespan != first
+    first = simulate_perturbed(times, policy_of("message"), by).simulation.makespan
+    assert simulate_perturbed(times, policy_of("message"), by).simulation.makespan == first
+    assert simulate_perturbed(times, policy_of("message"), by, replica=1).simulation.makespan != first
+    assert (
+        simulate_perturbed(times, policy_of("message"), Perturbation(jitter=0.4, seed=4)).simulation.makespan != first
+    )
 
 
 def test_a_slow_rank_sets_the_pace():
     times = even(PipelineShape(4, 32))
-    healthy = simulate_perturbed(times, "message", True, Perturbation()).simulation
-    slow = simulate_perturbed(times, "message", True, Perturbation(slow={2: 2.0})).simulation
+    healthy = simulate_perturbed(times, policy_of("message"), Perturbation()).simulation
+    slow = simulate_perturbed(times, policy_of("message"), Perturbation(slow={2: 2.0})).simulation
     assert slow.busy[2] == pytest.approx(2 * healthy.busy[2])
     assert slow.makespan > slow.busy[2]
     assert slow.makespan < 1.15 * slow.busy[2]
@@ -62,8 +65,8 @@ def test_a_slow_rank_sets_the_pace():
 
 def test_a_failed_rank_stops_the_step_where_it_fails():
     times = even(PipelineShape(4, 16))
-    healthy = simulate_perturbed(times, "1f1b", True, Perturbation()).simulation
-    failed = simulate_perturbed(times, "1f1b", True, Perturbation(failed={2: 20.0}))
+    healthy = simulate_perturbed(times, policy_of("1f1b"), Perturbation()).simulation
+    failed = simulate_perturbed(times, policy_of("1f1b"), Perturbation(failed={2: 20.0}))
     assert not failed.finished
     assert 20.0 < failed.stalled_at < healthy.makespan
     mine = [span for span in failed.simulation.spans if span.rank == 2]
@@ -76,12 +79,12 @@ def test_a_failed_rank_stops_the_step_where_it_fails():
 
 def test_a_failure_after_the_end_changes_nothing():
     times = even(PipelineShape(2, 4))
-    assert simulate_perturbed(times, "1f1b", True, Perturbation(failed={1: 1e6})).finished
+    assert simulate_perturbed(times, policy_of("1f1b"), Perturbation(failed={1: 1e6})).finished
 
 
 def test_thousands_of_ranks():
     times = even(PipelineShape(2048, 8))
-    found = simulate_perturbed(times, "1f1b", True, Perturbation(jitter=0.1))
+    found = simulate_perturbed(times, policy_of("1f1b"), Perturbation(jitter=0.1))
     assert len(found.simulation.spans) == 2048 * 8 * 2
     assert found.simulation.makespan > 2047 * 3.0
 
@@ -98,11 +101,11 @@ def test_thousands_of_ranks():
 )
 def test_nonsense_is_refused(by, field):
     with pytest.raises(UserError) as error:
-        simulate_perturbed(even(PipelineShape(4, 4)), "1f1b", True, by)
+        simulate_perturbed(even(PipelineShape(4, 4)), policy_of("1f1b"), by)
     assert field in str(error.value)
 
 
 @pytest.mark.slow
 def test_512_stages_and_1024_microbatches():
-    found = simulate_perturbed(even(PipelineShape(512, 1024)), "message", True, Perturbation())
+    found = simulate_perturbed(even(PipelineShape(512, 1024)), policy_of("message"), Perturbation())
     assert found.finished

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 import ted
+from compiled.common import keep_recomputation
 from jax.sharding import NamedSharding
 
-from axonn_jax.backend.compiler_options import keep_recomputation
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.models.block_comm import BlockComm

@@ -10,7 +10,7 @@ from axonn_jax.planner.block_memory import block_activations
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.memory_model import MemoryModel
 from axonn_jax.planner.request import Candidate, PlanRequest
-from axonn_jax.schedule.policies import live_bound
+from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
 
 A100 = load_machine("perlmutter")
@@ -53,7 +53,7 @@ def test_a_weight_gradient_that_waits_keeps_both_operands_of_its_products(policy
     block = block_activations(shape, 1, 1, 2, "none")
     assert block.waiting == 16 * 2 * shape.hidden
     first, second = footprint.ranks.loads(8)[:2]
-    before, live = (live_bound(policy, PipelineShape(8, 64), place) for place in (0, 1))
+    before, live = (policy_of(policy).live(PipelineShape(8, 64), place) for place in (0, 1))
     late = live if waits is None else waits
     one = second.blocks * (10 * 2 * shape.hidden + 4 * shape.heads)
     kept = live * one + late * (second.blocks * block.waiting - one)
@@ -73,10 +73,11 @@ def test_a_pipelines_gradients_take_the_place_of_their_sums_unless_scattered():
 
 
 def test_where_a_pipeline_computes_again_its_backwards_are_whole():
-    assert JOB.splits("none")
-    assert not JOB.splits("full")
-    assert replace(JOB, policy="zero-bubble").splits("full")
-    assert not replace(JOB, split=False).splits("none")
+    none, full = (Candidate(GridShape(pipe=4), 16, activations) for activations in ("none", "full"))
+    assert JOB.schedule(none).splits
+    assert not JOB.schedule(full).splits
+    assert replace(JOB, policy="zero-bubble").schedule(full).splits
+    assert not replace(JOB, split=False).schedule(none).splits
     for in_flight, bounds in ((4, [4, 1]), (0, [6, 3])):
         choices = [Candidate(GridShape(pipe=4), 16, policy, in_flight=in_flight) for policy in ("none", "full")]
         assert [MemoryModel(JOB).live(choice, 3) for choice in choices] == bounds

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from axonn_jax.cli.plan_flags import command, in_flight
+from axonn_jax.cli.plan.flags import command, in_flight
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
 from axonn_jax.planner.cost_model.model import CostModel
@@ -31,9 +31,8 @@ def job(latency, microbatches, pipe):
 
 
 def simulated_whole(model, choice):
-    times, split = Prices(model).stage_times(choice), model.request.splits(choice.activations)
-    of = {"task_time": times.task, "message_time": times.carried, "in_flight": choice.in_flight, "split": split}
-    return simulate(times.pipe_shape, "message", **of).makespan
+    times, policy = Prices(model).stage_times(choice), model.request.schedule(choice)
+    return simulate(times.pipe_shape, policy, task_time=times.task, message_time=times.carried).makespan
 
 
 def only(pipe, **fixed):

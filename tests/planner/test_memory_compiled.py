@@ -5,9 +5,9 @@ from dataclasses import replace
 import jax
 import optax
 import pytest
+from compiled.common import keep_recomputation
 from flax import nnx
 
-from axonn_jax.backend.compiler_options import keep_recomputation
 from axonn_jax.grid import GridShape, build_grid
 from axonn_jax.memory.precision import precisions
 from axonn_jax.memory.report import state_bytes

@@ -18,13 +18,13 @@ def test_axonn_state_is_twenty_bytes_or_four_and_the_buffers():
 
 
 def test_state_by_precision_and_place():
-    apart = memory.device_state(PHI, "bf16", accumulate=2, apart=True)
+    apart = memory.device_state(PHI, "bf16", gradient_item=2, apart=True)
     assert (apart.weights, apart.gradients, apart.master, apart.moments) == (2 * PHI, 2 * PHI, 4 * PHI, 8 * PHI)
-    assert memory.device_state(PHI, "fp16", accumulate=4, apart=True).total == 18 * PHI
+    assert memory.device_state(PHI, "fp16", gradient_item=4, apart=True).total == 18 * PHI
     for precision in ("fp32", "bf16", "fp16"):  # a half-precision run casts its float32 weights where it uses them
         single = memory.device_state(PHI, precision)
         assert (single.weights, single.gradients, single.master, single.moments) == (4 * PHI, 4 * PHI, 0, 8 * PHI)
-    away = memory.device_state(PHI, "bf16", accumulate=4, offload=True)
+    away = memory.device_state(PHI, "bf16", gradient_item=4, offload=True)
     assert (away.weights, away.gradients, away.master, away.moments) == (2 * PHI, 4 * PHI, 0, 0)
     assert memory.host_state(PHI, "bf16", offload=True).total == 12 * PHI
     assert memory.host_state(PHI, "fp32", offload=True).total == 8 * PHI

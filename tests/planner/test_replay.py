@@ -7,6 +7,7 @@ from axonn_jax.planner.simulate.perturb import Perturbation, simulate_perturbed
 from axonn_jax.planner.simulate.replay import parse_task, replay
 from axonn_jax.planner.simulate.simulator import TaskRun
 from axonn_jax.planner.simulate.steady import StageTimes
+from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import Kind, PipelineShape, Task
 
 TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 1.2, Kind.BACKWARD_WEIGHT: 0.9, Kind.BACKWARD: 2.1}
@@ -16,7 +17,7 @@ def step(pipe_shape, policy, split=True, jitter=0.3, message=0.05):
     times = StageTimes(
         pipe_shape, {(k, stage): s for k, s in TIMES.items() for stage in range(pipe_shape.stages)}, message
     )
-    return simulate_perturbed(times, policy, split, Perturbation(jitter=jitter)).simulation
+    return simulate_perturbed(times, policy_of(policy, split=split), Perturbation(jitter=jitter)).simulation
 
 
 def measured(simulation, later=100.0):

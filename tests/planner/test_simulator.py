@@ -7,6 +7,7 @@ import pytest
 
 from axonn_jax.planner.simulate.simulator import drive, simulate
 from axonn_jax.schedule.dispatcher import OrderedDispatcher
+from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import Kind, PipelineShape, Task
 
 TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
@@ -27,7 +28,7 @@ def jitter(seed):
 
 
 def even(layout, policy, **options):
-    return simulate(layout, policy, task_time=lambda t: TIMES[t.kind], message_time=lambda _: 0.0, **options)
+    return simulate(layout, policy_of(policy, **options), task_time=lambda t: TIMES[t.kind], message_time=lambda _: 0.0)
 
 
 @pytest.mark.parametrize(("pipe", "microbatches", "chunks"), [(4, 8, 1), (8, 16, 1), (4, 8, 2), (2, 6, 3)])
@@ -61,7 +62,9 @@ def test_message_driven_equals_the_best_fixed_policy_without_jitter(layout):
 @pytest.mark.parametrize("layout", [PipelineShape(4, 16), PipelineShape(8, 32), PipelineShape(4, 16, 2)], ids=str)
 def test_message_driven_beats_fixed_orders_under_heavy_tailed_jitter(layout):
     def makespan(policy, **options):
-        return statistics.median(simulate(layout, policy, **jitter(seed), **options).makespan for seed in range(7))
+        return statistics.median(
+            simulate(layout, policy_of(policy, **options), **jitter(seed)).makespan for seed in range(7)
+        )
 
     ours = makespan("message")
     assert ours < 0.95 * makespan("zero-bubble")
@@ -75,7 +78,7 @@ def test_message_driven_beats_fixed_orders_under_heavy_tailed_jitter(layout):
 def test_fused_message_driven_is_1f1b_where_messages_take_the_same_time(layout, delay):
     times = {"task_time": lambda t: TIMES[t.kind], "message_time": lambda _: delay}
     ours, theirs = (
-        simulate(layout, policy, split=False, in_flight=layout.pipe, **times) for policy in ("message", "1f1b")
+        simulate(layout, policy_of(policy, layout.pipe, split=False), **times) for policy in ("message", "1f1b")
     )
     assert ours.makespan == pytest.approx(theirs.makespan)
     assert ours.peak_live == theirs.peak_live
@@ -97,7 +100,7 @@ def test_sums():
 
 
 def test_message_time_is_added_between_ranks():
-    result = simulate(PipelineShape(2, 1), "1f1b", task_time=lambda _: 1.0, message_time=lambda _: 10.0)
+    result = simulate(PipelineShape(2, 1), policy_of("1f1b"), task_time=lambda _: 1.0, message_time=lambda _: 10.0)
     assert result.makespan == 24.0
 
 

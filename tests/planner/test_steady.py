@@ -6,6 +6,7 @@ import pytest
 
 from axonn_jax.planner.simulate.simulator import simulate
 from axonn_jax.planner.simulate.steady import StageTimes, pipelined
+from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import Kind, PipelineShape
 
 
@@ -30,20 +31,20 @@ def random_pipeline(seed, least, most):
     policy = rng.choice(("message",) * 6 + ("interleaved", "zero-bubble", "gpipe"))
     depth = rng.choice((0, 0, 2 * pipe, 3 * pipe) if chunks > 1 else (0, 0, pipe, 2 * pipe, 3 * pipe))
     message = rng.choice((0.0, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0, 1.5)) * rng.uniform(0.7, 1.3)
-    return StageTimes(pipe_shape, tasks, message), policy, {"in_flight": depth, "split": rng.random() < 0.6}
+    return StageTimes(pipe_shape, tasks, message), policy_of(policy, depth, rng.random() < 0.6)
 
 
 def check(seeds, least, most):
     shortened = 0
     for seed in seeds:
-        times, policy, how = random_pipeline(seed, least, most)
+        times, policy = random_pipeline(seed, least, most)
         work = {"task_time": times.task, "message_time": times.carried}
-        whole, found = simulate(times.pipe_shape, policy, **work, **how, shown=()), pipelined(times, policy, **how)
+        whole, found = simulate(times.pipe_shape, policy, **work, shown=()), pipelined(times, policy)
         shortened += found.left_out > 0
         assert found.makespan == pytest.approx(whole.makespan, rel=0.005 if found.left_out else 1e-12), seed
         assert found.simulation.pipe_shape.microbatches + found.left_out == times.pipe_shape.microbatches
         # No rank works longer than the step, which has a microbatch's least work for every one of them.
-        most_work = max(times.work(rank, policy, how["split"]) for rank in range(times.pipe_shape.pipe))
+        most_work = max(times.work(rank, policy) for rank in range(times.pipe_shape.pipe))
         assert found.makespan >= max(found.busy) >= most_work * times.pipe_shape.microbatches * (1 - 1e-9)
         assert max(found.busy) == pytest.approx(max(whole.busy), rel=0.005)
     return shortened
@@ -63,7 +64,7 @@ def test_a_very_long_step_is_simulated_in_part():
     seconds = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
     pipe_shape = PipelineShape(8, 1_000_000)
     tasks = {(kind, stage): one for kind, one in seconds.items() for stage in range(8)}
-    found = pipelined(StageTimes(pipe_shape, tasks, 0.0), "message")
+    found = pipelined(StageTimes(pipe_shape, tasks, 0.0), policy_of("message"))
     assert found.makespan == 3 * 1_000_000 + 7
     assert found.left_out > 999_000
     assert found.busy == [3_000_000.0] * 8

@@ -99,7 +99,7 @@ def test_what_a_killed_prune_left_goes_and_what_others_put_into_its_place_stays(
     (tmp_path / "out" / "notes.txt").write_text("mine")
     refused = command("prune", runs / "dense", tmp_path / "out", "--density", "0.25", status=2)
     assert "OUT_DIR = " in refused
-    assert "'notes.txt', so it is left as it is" in refused
+    assert "'notes.txt' and stays unchanged" in refused
     (tmp_path / "out" / "notes.txt").unlink()
     command("prune", runs / "dense", tmp_path / "out", "--density", "0.25")
     assert os.listdir(tmp_path) == ["out"]

@@ -3,7 +3,7 @@
 import pytest
 
 from axonn_jax.errors import UserError
-from axonn_jax.schedule.policies import fixed_order, in_flight_limit, live_bound
+from axonn_jax.schedule.policies import FIXED, ByArrival, policy_of
 from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task, needs, sends, show
 
 # PipeDream-Flush's 1F1B for 4 ranks and 8 microbatches: warm-up of P - r - 1, pairs, cool-down.
@@ -38,7 +38,7 @@ W3.5 W3.6 W3.7"""
 
 
 def orders(policy, layout):
-    return [fixed_order(policy, layout, rank) for rank in range(layout.pipe)]
+    return [FIXED[policy].order(layout, rank) for rank in range(layout.pipe)]
 
 
 def test_1f1b_is_the_published_order():
@@ -73,8 +73,8 @@ def test_zero_bubble_is_zb_h1():
 def test_zero_bubble_is_the_interleaved_order_with_late_weight_gradients():
     layout = PipelineShape(3, 6, 2)
     for rank in range(3):
-        names = [str(t) for t in fixed_order("zero-bubble", layout, rank) if t.kind is not Kind.BACKWARD_WEIGHT]
-        assert [name.replace("I", "B") for name in names] == [str(t) for t in fixed_order("interleaved", layout, rank)]
+        names = [str(t) for t in FIXED["zero-bubble"].order(layout, rank) if t.kind is not Kind.BACKWARD_WEIGHT]
+        assert [name.replace("I", "B") for name in names] == [str(t) for t in FIXED["interleaved"].order(layout, rank)]
 
 
 @pytest.mark.parametrize("policy", ["gpipe", "interleaved", "zero-bubble"])
@@ -92,12 +92,12 @@ def test_an_order_has_every_task_once(policy, layout):
 
 def test_1f1b_with_virtual_stages_is_refused():
     with pytest.raises(UserError, match=r'pipeline.virtual_stages = 2: .*"interleaved"'):
-        fixed_order("1f1b", PipelineShape(4, 8, 2), 0)
+        policy_of("1f1b").check(PipelineShape(4, 8, 2))
 
 
 def test_an_unknown_policy_is_refused_with_the_nearest():
     with pytest.raises(UserError, match=r"pipeline.policy = '1f1': one of message, .*did you mean '1f1b'"):
-        fixed_order("1f1", PipelineShape(4, 8), 0)
+        policy_of("1f1")
 
 
 @pytest.mark.parametrize("field", ["grid.pipe", "train.microbatches", "pipeline.virtual_stages"])
@@ -109,31 +109,31 @@ def test_sizes_below_one_are_refused(field):
 
 def test_live_bounds():
     layout, chunks = PipelineShape(4, 8), PipelineShape(4, 8, 2)
-    assert [live_bound("1f1b", layout, r) for r in range(4)] == [4, 3, 2, 1]
-    assert [live_bound("1f1b", PipelineShape(4, 2), r) for r in range(4)] == [2, 2, 2, 1]
-    assert [live_bound("zero-bubble", layout, r) for r in range(4)] == [4] * 4
-    assert [live_bound("interleaved", chunks, r) for r in range(4)] == [11, 9, 7, 5]
-    assert [live_bound("zero-bubble", chunks, r) for r in range(4)] == [11] * 4
-    assert live_bound("gpipe", chunks, 0) == 16
-    assert [live_bound("message", layout, 0, n) for n in (0, 1, 4, 6, 99)] == [6, 1, 4, 6, 8]
-    assert [live_bound("message", chunks, 0, n) for n in (0, 1, 6, 99)] == [11, 2, 12, 16]
-    assert [live_bound("message", layout, r, 0, split=False) for r in range(4)] == [6, 5, 4, 3]
-    assert [live_bound("message", layout, r, 4, split=False) for r in range(4)] == [4, 3, 2, 1]
-    assert [live_bound("message", layout, r, 2, split=False) for r in range(4)] == [2, 2, 2, 1]
-    assert [live_bound("message", layout, r, 5, split=False) for r in range(4)] == [5, 4, 3, 2]
-    assert [live_bound("message", chunks, r, 6, split=False) for r in range(4)] == [12] * 4
+    assert [policy_of("1f1b").live(layout, r) for r in range(4)] == [4, 3, 2, 1]
+    assert [policy_of("1f1b").live(PipelineShape(4, 2), r) for r in range(4)] == [2, 2, 2, 1]
+    assert [policy_of("zero-bubble").live(layout, r) for r in range(4)] == [4] * 4
+    assert [policy_of("interleaved").live(chunks, r) for r in range(4)] == [11, 9, 7, 5]
+    assert [policy_of("zero-bubble").live(chunks, r) for r in range(4)] == [11] * 4
+    assert policy_of("gpipe").live(chunks, 0) == 16
+    assert [ByArrival(n).live(layout, 0) for n in (0, 1, 4, 6, 99)] == [6, 1, 4, 6, 8]
+    assert [ByArrival(n).live(chunks, 0) for n in (0, 1, 6, 99)] == [11, 2, 12, 16]
+    assert [ByArrival(0, splits=False).live(layout, r) for r in range(4)] == [6, 5, 4, 3]
+    assert [ByArrival(4, splits=False).live(layout, r) for r in range(4)] == [4, 3, 2, 1]
+    assert [ByArrival(2, splits=False).live(layout, r) for r in range(4)] == [2, 2, 2, 1]
+    assert [ByArrival(5, splits=False).live(layout, r) for r in range(4)] == [5, 4, 3, 2]
+    assert [ByArrival(6, splits=False).live(chunks, r) for r in range(4)] == [12] * 4
 
 
 def test_in_flight_limits():
     layout = PipelineShape(4, 8)
-    assert [in_flight_limit(layout, r) for r in range(4)] == [6, 5, 4, 3]
-    assert [in_flight_limit(layout, r, 4) for r in range(4)] == [4, 3, 2, 1]
-    assert [in_flight_limit(PipelineShape(2, 8), r) for r in range(2)] == [3, 2]
-    assert in_flight_limit(PipelineShape(1, 8), 0) == 1
-    assert [in_flight_limit(layout, r, 6) for r in range(4)] == [6, 5, 4, 3]
-    assert [in_flight_limit(layout, r, 2) for r in range(4)] == [2, 2, 2, 1]
-    assert [in_flight_limit(PipelineShape(4, 8, 2), r) for r in range(4)] == [8] * 4
-    assert [in_flight_limit(PipelineShape(4, 8, 2), r, 3) for r in range(4)] == [3] * 4
+    assert [ByArrival().limit(layout, r) for r in range(4)] == [6, 5, 4, 3]
+    assert [ByArrival(4).limit(layout, r) for r in range(4)] == [4, 3, 2, 1]
+    assert [ByArrival().limit(PipelineShape(2, 8), r) for r in range(2)] == [3, 2]
+    assert ByArrival().limit(PipelineShape(1, 8), 0) == 1
+    assert [ByArrival(6).limit(layout, r) for r in range(4)] == [6, 5, 4, 3]
+    assert [ByArrival(2).limit(layout, r) for r in range(4)] == [2, 2, 2, 1]
+    assert [ByArrival().limit(PipelineShape(4, 8, 2), r) for r in range(4)] == [8] * 4
+    assert [ByArrival(3).limit(PipelineShape(4, 8, 2), r) for r in range(4)] == [3] * 4
 
 
 def test_places():

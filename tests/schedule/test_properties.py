@@ -13,7 +13,7 @@ from spans import check_feasible
 import axonn_jax
 from axonn_jax.planner.simulate.simulator import drive, simulate
 from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher
-from axonn_jax.schedule.policies import POLICIES, backwards, joins, live_bound
+from axonn_jax.schedule.policies import FIXED, policy_of
 from axonn_jax.schedule.tasks import Kind, PipelineShape, needs, predecessor, sends
 
 PARTS, CASES = 20, 500
@@ -21,6 +21,7 @@ PARTS, CASES = 20, 500
 PIPES, MICROBATCHES = range(2, 17), range(1, 65)
 slow = pytest.mark.slow
 RELEASES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+POLICIES = ("message", *FIXED)
 
 
 def random_case(rng):
@@ -46,10 +47,10 @@ def random_times(rng):
     )
 
 
-def check_complete(tasks, layout, policy, split):
+def check_complete(tasks, layout, policy):
     """Every forward and every backward exactly once: whole, or both of its parts, as the policy has it."""
     assert len(set(tasks)) == len(tasks)
-    ways = {"whole": ("BF",), "split": ("FIW",), "both": ("BF", "FIW")}[backwards(policy, layout, split)]
+    ways = {"whole": ("BF",), "split": ("FIW",), "both": ("BF", "FIW")}[policy.backwards(layout)]
     kinds = {}
     for task in tasks:
         kinds.setdefault((task.stage, task.microbatch), []).append(task.kind.value)
@@ -59,10 +60,10 @@ def check_complete(tasks, layout, policy, split):
         assert "".join(sorted(found)) in (ways[-1:] if late else ways)
 
 
-def check(result, layout, policy, options, delays):
+def check(result, layout, policy, delays):
     spans = result.spans
     times = {span.task: span for span in spans}
-    check_complete([span.task for span in spans], layout, policy, options["split"])
+    check_complete([span.task for span in spans], layout, policy)
     free = [0.0] * layout.pipe
     for span in sorted(spans, key=lambda s: (s.start, s.end)):
         assert span.start >= free[span.rank]
@@ -75,12 +76,12 @@ def check(result, layout, policy, options, delays):
         assert before is None or times[type(task)(before, task.stage, task.microbatch)].end <= span.start
     check_joins([span.task for span in spans if span.task.stage == layout.last], layout, policy)
     for rank, peak in enumerate(result.peak_live):
-        assert 1 <= peak <= live_bound(policy, layout, rank, **options)
+        assert 1 <= peak <= policy.live(layout, rank)
 
 
 def check_joins(order, layout, policy):
     """What the last stage ran: where forwards join their backwards, nothing comes between the two."""
-    if joins(policy, layout):
+    if policy.joins(layout):
         for task, following in pairwise(order):
             if task.kind is Kind.FORWARD:
                 assert following.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -107,7 +108,7 @@ def test_every_size_is_drawn_as_often_as_any_other():
 @pytest.mark.parametrize("part", [pytest.param(part, marks=slow if part else ()) for part in range(PARTS)])
 def test_random_steps(part):
     drawn, rng = cases(part)
-    for number, (layout, policy, options) in enumerate(drawn):
+    for number, (layout, name, options) in enumerate(drawn):
         task_times, message_times, delays = random_times(rng), random_times(rng), {}
 
         def message_time(message, delays=delays, draw=message_times):
@@ -115,12 +116,11 @@ def test_random_steps(part):
             return delays.setdefault(message, draw())
 
         try:
-            result = simulate(
-                layout, policy, task_time=lambda _, draw=task_times: draw(), message_time=message_time, **options
-            )
-            check(result, layout, policy, options, delays)
+            policy = policy_of(name, **options)
+            result = simulate(layout, policy, task_time=lambda _, draw=task_times: draw(), message_time=message_time)
+            check(result, layout, policy, delays)
         except Exception as error:
-            raise AssertionError(f"case {number}: {layout}, {policy}, {options}") from error
+            raise AssertionError(f"case {number}: {layout}, {name}, {options}") from error
 
 
 def random_run(rng, ranks, layout):
@@ -167,15 +167,16 @@ def device_peak(order):
 def test_starting_ahead_never_deadlocks_and_keeps_the_bound():
     rng = random.Random(7)
     for _ in range(300):
-        layout, policy, options = random_case(rng)
+        layout, name, options = random_case(rng)
         while layout.stages * layout.microbatches > 300:
-            layout, policy, options = random_case(rng)
-        ranks = [PolicyDispatcher(layout, rank, policy, **options) for rank in range(layout.pipe)]
+            layout, name, options = random_case(rng)
+        policy = policy_of(name, **options)
+        ranks = [PolicyDispatcher(layout, rank, policy) for rank in range(layout.pipe)]
         orders = random_run(rng, ranks, layout)
-        assert all(rank.done for rank in ranks), (layout, policy, options)
-        check_complete([task for order in orders for task in order], layout, policy, options["split"])
+        assert all(rank.done for rank in ranks), (layout, policy)
+        check_complete([task for order in orders for task in order], layout, policy)
         for rank, order in enumerate(orders):
-            assert device_peak(order) <= live_bound(policy, layout, rank, **options)
+            assert device_peak(order) <= policy.live(layout, rank)
         check_joins(orders[-1], layout, policy)
         # What one process of each stage chose, the others can follow, whenever their own messages arrive.
         check_feasible(orders, layout)
@@ -196,7 +197,7 @@ def test_the_same_arrivals_give_the_same_choices():
     def run():
         result = simulate(
             layout,
-            "message",
+            policy_of("message"),
             task_time=lambda t: tasks.setdefault(t, rng.lognormvariate(0, 1)),
             message_time=lambda m: messages.setdefault(m, rng.paretovariate(1.2)),
         )

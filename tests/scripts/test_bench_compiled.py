@@ -9,9 +9,8 @@ from pathlib import Path
 from runpy import run_path
 
 import pytest
+from compiled.common import cuda_plugin_installed
 from hlo.overlap import MAIN
-
-from axonn_jax.compat import cuda_plugin_installed
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 

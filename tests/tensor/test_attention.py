@@ -23,10 +23,11 @@ def seen(seq, window=0):
     return (distance >= 0) & (distance < (window or seq))
 
 
-def plain(q, k, v, window=0):
+def plain(q, k, v, window=0, cap=0.0):
     group = q.shape[2] // k.shape[2]
     k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
     scores = np.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    scores = cap * np.tanh(scores / cap) if cap else scores
     scores = np.where(seen(q.shape[1], window), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
@@ -63,10 +64,29 @@ def test_values_and_gradients(kernel, shape, window):
         np.testing.assert_allclose(got, exact, atol=34 * EPS * largest)
 
 
-def _plain_jax(q, k, v, window):
+@pytest.mark.parametrize(
+    "shape", [SHAPES[3], *(pytest.param(shape, marks=pytest.mark.slow) for shape in (SHAPES[2], SHAPES[4]))], ids=str
+)
+def test_capped_scores(shape):
+    """Of a cap below the largest scores, in windows."""
+    *qkv, direction = inputs(*shape)
+    rule, cap = AttentionRule(70, 0.7), 0.7
+    out, pull = jax.vjp(lambda *a: causal_attention(*a, "auto", rule), *(jnp.asarray(a, jnp.float32) for a in qkv))
+    want = plain(*qkv, 70, cap)
+    np.testing.assert_allclose(out, want, atol=16 * EPS * np.abs(want).max())
+    assert np.abs(want - plain(*qkv, 70)).max() > 0.05 * np.abs(want).max()
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(a, jnp.float64) for a in qkv]
+        exact = jax.vjp(lambda *a: _plain_jax(*a, 70, cap), *wide)[1](jnp.asarray(direction))
+    for got, one in zip(pull(jnp.asarray(direction, jnp.float32)), exact, strict=True):
+        np.testing.assert_allclose(got, one, atol=34 * EPS * float(np.abs(one).max()))
+
+
+def _plain_jax(q, k, v, window, cap=0.0):
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    scores = cap * jnp.tanh(scores / cap) if cap else scores
     weights = jax.nn.softmax(jnp.where(seen(q.shape[1], window), scores, -jnp.inf), -1)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
@@ -153,6 +173,18 @@ def test_what_is_forced_and_cannot_be_had_is_one_line():
         choose_form("cudnn", H100, "bfloat16", 188, 512)
     with pytest.raises(UserError, match=r"model.attention = 'splash': .* needs a TPU"):
         causal_attention(*(jnp.zeros((1, 128, 2, 8)) for _ in "qkv"), "splash")
+
+
+@pytest.mark.parametrize("device", [H100, AttentionDevice("tpu", tokamax=True)], ids=["gpu", "tpu"])
+def test_capped_scores_are_blocked_or_refused(device):
+    rule, fused = AttentionRule(cap=50.0), "splash" if device.platform == "tpu" else "cudnn"
+    assert str(choose_form("auto", device, "bfloat16", 128, 512, rule)) == (
+        f"attention: blocked (not {fused}: it has no cap on scores here)"
+    )
+    for wanted in (fused, "xla"):
+        with pytest.raises(UserError) as error:
+            choose_form(wanted, device, "bfloat16", 128, 512, rule)
+        assert str(error.value) == f"model.attention = '{wanted}': auto or blocked: it has no cap on scores here"
 
 
 def test_the_form_taken_is_the_one_that_runs(monkeypatch):

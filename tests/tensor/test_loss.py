@@ -42,21 +42,23 @@ def test_gradients_of_parts_are_those_of_the_plain_model(three_parts, model, axe
     grids.check_gradients(grids.gradients(grids.MODELS[model], axes, **options), grids.reference(model))
 
 
-def whole(rows, weight, targets, weights):
-    return jnp.sum(cross_entropy(rows @ weight, targets) * weights)
+def whole(rows, weight, targets, weights, cap):
+    logits = rows @ weight
+    return jnp.sum(cross_entropy(cap * jnp.tanh(logits / cap) if cap else logits, targets) * weights)
 
 
-def test_a_target_counts_as_its_weight_says_and_half_precision_is_summed_in_float32(three_parts):
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_a_target_counts_as_its_weight_says_and_half_precision_is_summed_in_float32(three_parts, cap):
     draw = np.random.default_rng(0)
     rows, weight = (jnp.asarray(draw.standard_normal(size), jnp.bfloat16) for size in ((64, 16), (16, 32)))
     targets, weights = draw.integers(0, 32, 64, dtype=np.int32), draw.integers(0, 3, 64).astype(np.float32)
 
     def parts(rows, weight):
-        return total_loss(rows, Projection(weight), targets, jnp.asarray(weights)) / 3
+        return total_loss(rows, Projection(weight, cap=cap), targets, jnp.asarray(weights)) / 3
 
     loss, (d_rows, d_weight) = jax.value_and_grad(parts, (0, 1))(rows, weight)
     wide = [jnp.asarray(a, jnp.float32) for a in (rows, weight)]
-    want, (want_rows, want_weight) = jax.value_and_grad(whole, (0, 1))(*wide, targets, weights)
+    want, (want_rows, want_weight) = jax.value_and_grad(whole, (0, 1))(*wide, targets, weights, cap)
     # Logits and their gradients are rounded to bfloat16: half a unit of 2**-8 each, of sums of 16 and 32 terms.
     np.testing.assert_allclose(loss, want / 3, rtol=2**-8)
     for got, exact in ((d_rows, want_rows / 3), (d_weight, want_weight / 3)):

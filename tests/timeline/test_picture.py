@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from spans import gpipe, task
 
 from axonn_jax.planner.simulate.simulator import simulate
+from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape as PipelineShape
 from axonn_jax.timeline.picture import draw
 from axonn_jax.timeline.spans import KINDS, shift
@@ -90,7 +91,7 @@ def _lies_below_the_time(legend, found):
 
 def test_a_long_step_is_shown_where_it_fills_in_its_middle_and_where_it_drains(monkeypatch, tmp_path):
     """And above all of it, in little; a forward is wide enough to have its number everywhere."""
-    run = simulate(PipelineShape(3, 1024), "1f1b", task_time=lambda task: 1.0 + (task.kind != "F"),
+    run = simulate(PipelineShape(3, 1024), policy_of("1f1b"), task_time=lambda task: 1.0 + (task.kind != "F"),
                    message_time=lambda _: 0.1)  # fmt: skip
     found = figure_of(monkeypatch, run.timeline(), tmp_path / "timeline.png")
     strip, *lines = found.axes

@@ -11,6 +11,7 @@ from spans import gpipe, task
 
 from axonn_jax.errors import UserError
 from axonn_jax.planner.simulate.simulator import simulate
+from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
 from axonn_jax.timeline.spans import (
     KINDS,
@@ -308,7 +309,9 @@ def test_bytes_and_directories_are_no_trace(tmp_path):
 
 
 def test_a_simulated_step_is_written_as_a_measured_one(tmp_path):
-    run = simulate(PipelineShape(2, 4), "zero-bubble", task_time=lambda task: 1.0, message_time=lambda message: 0.5)
+    run = simulate(
+        PipelineShape(2, 4), policy_of("zero-bubble"), task_time=lambda task: 1.0, message_time=lambda message: 0.5
+    )
     write_trace(tmp_path / "timeline.json", run.timeline())
     read = read_trace(tmp_path / "timeline.json")
     assert read == merge([run.timeline()])

@@ -159,7 +159,7 @@ def test_a_shape_comes_from_any_directory_of_a_model(run, tmp_path):
     (step / MANIFEST).write_text(json.dumps(raw))
     llama = pretrained.CONFIGS["llama"]
     assert ax.models.shape_of(pretrained.write_model(tmp_path / "hf", llama, {})) == shape_from_config(llama)
-    for folder, says in ((tmp_path, "a step_N"), (step, r"model\.heads = '4', not a whole number")):
+    for folder, says in ((tmp_path, "a step_N"), (step, r"model\.heads = '4': an integer")):
         with pytest.raises(UserError, match=says):
             ax.models.shape_of(folder)
     step.rename(root / "run" / "checkpoints" / "step_00000002")

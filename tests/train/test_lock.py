@@ -21,7 +21,7 @@ from axonn_jax.train.config import LOCK
 from axonn_jax.train.main import only_run_in
 from axonn_jax.train.metrics import read_metrics
 
-REFUSED = r"error: log\.dir = '.*': a directory that no other run trains in; (process (\d+) on \S+ since .*) does in"
+REFUSED = r"error: log\.dir = '.*': a directory without another run; (process (\d+) on \S+ since .*) trains in"
 # A run that starts a program which outlives it, and which has all its open files but those closed on exec.
 WITH_A_CHILD = """
 import pathlib, subprocess, sys, threading, time

@@ -44,8 +44,8 @@ def test_a_bad_step_is_named_and_a_broken_run_ends_with_its_last_good_checkpoint
     assert done.returncode == 1, done.stderr[-3000:]
     (line,) = errors(done.stderr)
     assert f"of the last {MOST_SKIPPED} steps were not finite" in line
-    assert "weights are not, either" in line
-    assert "that of step 4" in line
+    assert "weights are not finite either" in line
+    assert "checkpoint is of step 4" in line
     assert "step 3 changed nothing" in done.stderr
     assert "step 6 was not saved" in done.stderr
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [

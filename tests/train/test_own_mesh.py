@@ -42,8 +42,10 @@ def wanted(tmp_path_factory):
     return use(trainer(ax.init()), tmp_path_factory.mktemp("wanted"))
 
 
-@pytest.mark.parametrize("axes", [{"data": 2, "x": 2}, {"pipe": 2}], ids=str)
-@pytest.mark.parametrize("kind", SCRIPTS_OWN)
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [("other axes", {"data": 2, "x": 2}), ("one device", {"pipe": 2}), ("none", {"pipe": 2})],
+)
 def test_a_mesh_of_the_script_is_left_alone(axes, kind, wanted, tmp_path):
     grid = ax.init(**axes)
     jax.set_mesh(SCRIPTS_OWN[kind]())

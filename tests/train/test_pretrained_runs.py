@@ -137,7 +137,7 @@ def test_tokenizers_of_no_use_are_one_line(trained, tmp_path, capsys):
         ([*prepare, str(trained / "hf"), "--vocab", "300"], "--vocab = 300: not given with --tokenizer"),
         ([*prepare, str(tmp_path / "sp")], "the form of sentencepiece is not read"),
         ([*prepare, str(tmp_path / "bad.json")], "this one is damaged ("),
-        ([*prepare, str(tmp_path / "no_end.json")], "says which is the eos_token"),
+        ([*prepare, str(tmp_path / "no_end.json")], "an eos_token named in a tokenizer_config.json"),
         (prepare[:-1], "--vocab = (not given): the size of the vocabulary to train; or --tokenizer"),
     ):
         assert main(argv) == 2

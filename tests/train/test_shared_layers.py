@@ -5,10 +5,8 @@ from shared_layers import CASES, LAYERS, check, gradients, of_one_stage
 
 from axonn_jax.errors import UserError
 
-pytestmark = pytest.mark.bits
-
-
-SLOW = ("one rank's stages, three times", "first and last", "1f1b", "gpipe")
+# "interleaved" has one rank's stages too, "both ways" has neighbours.
+SLOW = ("one rank's stages", "one rank's stages, three times", "neighbours", "first and last", "1f1b", "gpipe")
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def plain():
     return float(loss), grads, sum(float((grad**2).sum()) for grad in grads.values()) ** 0.5
 
 
-@pytest.mark.parametrize("axes", [GridShape(), GridShape(1, 2, 1, 2), GridShape(2, 2)], ids=str)
+@pytest.mark.parametrize("axes", [GridShape(1, 2, 1, 2), GridShape(2, 2)], ids=str)
 def test_ids_below_zero_are_no_targets(axes):
     want, grads, norm = plain()
     grid = grids.lay(axes)
@@ -80,13 +80,16 @@ def test_ids_below_zero_are_no_targets(axes):
     trainer.close()
 
 
-@pytest.mark.parametrize("axes", [GridShape(expert=2, y=2), GridShape(2, 2)], ids=str)
-def test_experts_see_what_they_see_of_the_same_documents_in_packed_rows(axes):
+def test_experts_see_what_they_see_of_the_same_documents_in_packed_rows():
     """Filler rows and what is behind a row's ids choose no expert, and weigh nothing in the balance loss."""
     rows, moe = batch(EXPERTS.vocab), ax.MoeConfig(balance_weight=0.1)
     packed = np.stack([pack([row[:length]], 17) for row, length in zip(rows, LENGTHS, strict=True)])
     results = []
-    for grid, words, options in ((GridShape(), packed, {"packed": True}), (axes, rows, {})):
+    for grid, words, options in (
+        (GridShape(), packed, {"packed": True}),
+        (GridShape(expert=2, y=2), rows, {}),
+        (GridShape(2, 2), rows, {}),
+    ):
 
         def model(options=options):
             return ax.models.Transformer(EXPERTS, rngs=nnx.Rngs(0), moe=moe, **options)
@@ -95,6 +98,7 @@ def test_experts_see_what_they_see_of_the_same_documents_in_packed_rows(axes):
         results.append({name: float(value) for name, value in trainer.step(words).items()})
         trainer.close()
     assert results[1] == pytest.approx(results[0], rel=2e-6)
+    assert results[2] == pytest.approx(results[0], rel=2e-6)
 
 
 def test_a_model_of_flax_layers_never_meets_an_id_that_is_none():

@@ -95,5 +95,5 @@ def test_other_data_on_one_host_is_refused_on_all(data, tmp_path, monkeypatch):
     text = (other / "manifest.json").read_text()
     (other / "manifest.json").write_text(text + "\n")
     faults, read = verified([data, other], monkeypatch)
-    assert faults == ["the same data on every process; rank 1's is not rank 0's"] * 2
+    assert faults == ["the same data on every process; ranks 0 and 1 differ"] * 2
     assert not read

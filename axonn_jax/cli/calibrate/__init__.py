@@ -1,4 +1,4 @@
-"""``axonn-jax calibrate``: measures the machine it runs on, for `plan` and `simulate`."""
+"""``axonn-jax calibrate``: measures this machine, for `plan` and `simulate`."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from axonn_jax.backend.traits import computes_on_cores
 from axonn_jax.cli_args import Arg, Positive
@@ -27,8 +27,9 @@ from axonn_jax.planner.machines.machine import (
     Messages,
     Network,
     Node,
+    Platform,
 )
-from axonn_jax.planner.machines.machine_file import PLATFORMS, dumps_machine, loads_machine
+from axonn_jax.planner.machines.machine_file import dumps_machine, loads_machine
 from axonn_jax.tensor.kernel_choice import choose_form
 from axonn_jax.terminal import libraries_on_stderr
 from axonn_jax.version import __version__
@@ -47,9 +48,9 @@ class Calibrate:
     """Measure this machine and write a machine file for `axonn-jax plan --machine FILE`.
 
     Measured are matmuls by size, attention, norms and activation functions, the optimizer, memory, collectives by kind,
-    size, axis and bytes, pipeline messages, and copies between devices and host, all devices at work at once. Start it
-    as runs are started: one process, or `mpirun -n N axonn-jax calibrate --devices N`. Where devices share cores, the
-    speed of each depends on their number. Nothing else should run meanwhile.
+    size, axis and bytes, pipeline messages, and copies between devices and host, all devices at work at once. Start
+    `calibrate` like a run: one process, or `mpirun -n N axonn-jax calibrate --devices N`. Where devices share cores,
+    the speed of each depends on their number. Nothing else should run meanwhile.
     """
 
     devices: Annotated[int | None, Arg(default="all; of CPUs, the cores", least=1)] = None
@@ -59,7 +60,7 @@ class Calibrate:
     rounds: Positive = 5
     """Timed repetitions of everything; their median counts."""
     seq: Positive = 1024
-    """Sequence length of the attention that is measured."""
+    """Sequence length of the measured attention."""
     head_dim: Positive = 64
     """Features of a head."""
     json: bool = False
@@ -174,7 +175,7 @@ def _measure(mesh: "Mesh", processes: int, args: Calibrate) -> tuple[dict[str, A
 
 
 def _messages(devices: list[Any], processes: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Figures of messages by channel, for the channel that runs choose here; empty with one device."""
+    """Figures of messages by channel, for the default channel here; empty with one device."""
     from axonn_jax.channels.choose import choose
     from axonn_jax.cli.calibrate import links
 
@@ -191,13 +192,13 @@ def platform_of(device: Any) -> dict[str, Any]:
     from axonn_jax import compat
 
     attention = compat.attention_device(device, alone=False)
-    if attention.platform not in PLATFORMS:
+    if attention.platform not in get_args(Platform):
         return {}
     return {"platform": attention.platform, "capability": float(".".join(map(str, attention.capability)))}
 
 
 def _machine(figures: Mapping[str, Any], device: Any) -> Machine:
-    """The machine file's fields; a rate that no pair of devices has is a copy through memory."""
+    """Return the machine file's fields; without pairs of devices a rate is a copy through memory."""
     slower, count = figures["lone_over_all"], figures["devices"]
     matmuls = figures["matmul_flops_per_s"]
     peaks = {name: max(rates.values()) for name, rates in matmuls.items()}

@@ -30,7 +30,7 @@ _UPDATE_BYTES = 2 * 4 + 2 * 3 * 4
 def matmul_rates(mesh: Mesh, dtype: Any, sizes: Sequence[int], rounds: int) -> dict[int, float]:
     """FLOP/s of a device in a linear layer's three products of [n, n] matrices by n, all devices of the mesh at work.
 
-    They are the output, and the gradients of input and weight, which read their operands in other orders.
+    Products: the output, and the gradients of input and weight, with operands in other orders.
     """
     return {
         size: 6.0 * size**3 / together(repeated(_products, [(size, size)] * 2, dtype, mesh), mesh, rounds)
@@ -51,9 +51,9 @@ def _products(held: Arrays) -> Arrays:
 
 
 def attention_share(mesh: Mesh, dtype: Any, rate: float, shape: tuple[int, int, int, int], rounds: int) -> float:
-    """Rate of causal attention, [batch, seq, heads, head_dim], as a share of `rate`, its causal half counted.
+    """Rate of causal attention, [batch, seq, heads, head_dim], as a share of `rate`, counting the causal half.
 
-    Forward and backward, which counts 2.5 times as much as it computes the scores again.
+    Forward, and backward, counted 2.5 times since scores are computed again.
     """
     batch, seq, heads, head_dim = shape
 
@@ -65,7 +65,7 @@ def attention_share(mesh: Mesh, dtype: Any, rate: float, shape: tuple[int, int, 
 
 
 def memory_rate(mesh: Mesh, rounds: int) -> float:
-    """Bytes a second that a device reads and writes in an addition, all devices of the mesh at work."""
+    """Bytes a second read and written by a device in an addition, all devices of the mesh at work."""
 
     def body(held: Arrays) -> Arrays:  # in place, as donated state is: a fresh array has its pages to find first
         return (held[0] + 1.0,)
@@ -114,7 +114,7 @@ def update_rate(mesh: Mesh, rounds: int) -> float:
 
 
 def launch_seconds(mesh: Mesh, rounds: int) -> float:
-    """Seconds of one small operation in a program that runs many, one after the other."""
+    """Seconds of one small operation in a program of many, one after the other."""
 
     def body(held: Arrays) -> Arrays:
         return (jnp.cos(held[0] @ held[0]),)
@@ -123,7 +123,7 @@ def launch_seconds(mesh: Mesh, rounds: int) -> float:
 
 
 def program_seconds(rounds: int) -> float:
-    """Return the seconds of calling a nearly empty program on this process's first device and waiting for it.
+    """Return the seconds of a call, with the wait, of a nearly empty program on this process's first device.
 
     The program takes and gives as many arrays as a stage of a pipeline has parameters.
     """

@@ -25,7 +25,7 @@ _AXES = ("outer", "group", "inner")
 
 @dataclass(frozen=True)
 class Rate:
-    """Fixed time of an operation, and its rate beyond that time, which grows with size."""
+    """Fixed time of an operation, and the rate of the rest, which grows with size."""
 
     latency_s: float
     per_s: float
@@ -45,9 +45,9 @@ def group_meshes(devices: Sequence[Any]) -> list[tuple[int, int, Mesh]]:
 
 
 def collective_seconds(kind: Kind, mesh: Mesh, elements: Sequence[int], rounds: int) -> dict[int, float]:
-    """Seconds of a collective over the axis `group` by the bytes of its whole buffer.
+    """Seconds of a collective over the axis `group` by bytes of the whole buffer.
 
-    Of each kind there are as many float32 in it as `elements` say. Collective over the mesh.
+    `elements` are the numbers of float32 in a buffer, by kind. Collective over the mesh.
     """
     size = mesh.shape["group"]
 
@@ -129,5 +129,5 @@ def _round_trips(channel: str, pair: Any, elements: Sequence[int], rounds: int) 
 
 
 def _rate(taken: Sequence[float], sent: float) -> Rate:
-    """Return the rate: the latency is the time of the smallest message, the slope that of the largest beyond it."""
+    """Return the rate: the smallest message's time is the latency, the largest message's further time the slope."""
     return Rate(taken[0], sent / max(taken[-1] - taken[0], 0.1 * taken[-1]))

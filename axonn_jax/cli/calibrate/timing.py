@@ -1,4 +1,4 @@
-"""Timing of programs on every device of a mesh while all of them work."""
+"""Timing of programs on every device of a mesh, all at work."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _TIMED_S, _LEAST, _MOST = 0.08, 5, 100_000
 
 
 def seconds(call: Callable[[], Any], rounds: int) -> float:
-    """Median of `rounds` timed calls, after one that is not; each is waited for."""
+    """Return the median of `rounds` timed calls, each with its wait, after an untimed one."""
     jax.block_until_ready(call())
     taken = []
     for _ in range(rounds):
@@ -31,7 +31,7 @@ def seconds(call: Callable[[], Any], rounds: int) -> float:
 
 
 def largest(value: float, mesh: Mesh) -> float:
-    """Return the largest value of the mesh's processes; all of them call it, and none goes on before the last."""
+    """Return the largest value of the mesh's processes; collective: none goes on before the last."""
     spread, same = NamedSharding(mesh, P(mesh.axis_names)), NamedSharding(mesh, P())
     local = np.full(len(mesh.local_devices), value, np.float32)
     with jax.set_mesh(mesh):
@@ -40,10 +40,9 @@ def largest(value: float, mesh: Mesh) -> float:
 
 
 def repeated(body: Callable[[Arrays], Arrays], shapes: Shapes, dtype: Any, mesh: Mesh) -> Callable[[int], Any]:
-    """A call that runs `body` so many times in a row in one program, on every device of the mesh at once.
+    """Return a call of `body` so many times in a row in one program, on every device of the mesh at once.
 
-    `body` turns arrays of `shapes` on a device into such arrays, with which its next run starts. They are ones at
-    first.
+    `body` turns arrays of `shapes` on a device into such arrays, the input of the next run; the first input is ones.
     """
     axes = live_axes(mesh) or mesh.axis_names[:1]
     mesh = Mesh(mesh.devices.reshape([mesh.shape[axis] for axis in axes]), axes)
@@ -67,10 +66,10 @@ def repeated(body: Callable[[Arrays], Arrays], shapes: Shapes, dtype: Any, mesh:
 
 
 def together(call: Callable[[int], Any], mesh: Mesh, rounds: int) -> float:
-    """Seconds of one of many in a `repeated` call, as the slowest process sees them.
+    """Return the seconds of one repetition in a `repeated` call, by the slowest process.
 
-    Every process starts when the last is ready and runs for a while, so that all are at work all the time; and often
-    enough that a program's first copies do not count. Collective over the mesh.
+    Every process starts when the last is ready and runs long enough that all work at once and a program's first copies
+    do not count. Collective over the mesh.
     """
 
     def timed(count: int) -> float:

@@ -1,4 +1,4 @@
-"""``axonn-jax doctor``: installed packages, MPI and devices; faults, and commands that mend them."""
+"""``axonn-jax doctor``: installed packages, MPI and devices; faults, and commands to mend faults."""
 
 import json
 import os
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Check installed packages, MPI and devices; list faults and commands that mend them.
+    """Check installed packages, MPI and devices; list faults and commands to mend faults.
 
-    The exit status is 1 if something is missing without which nothing works, otherwise 0.
+    The exit status is 1 if something essential is missing, otherwise 0.
     """
 
     timeout: float = 60.0
-    """Seconds to wait for an import, for the devices or for two MPI ranks before calling them broken."""
+    """Seconds to wait for an import, for the devices or for two MPI ranks."""
 
     json: bool = False
     """Print one JSON object with all findings, and nothing else, on standard output."""
 
 
 def run(args: Doctor) -> int:
-    """Look at everything, print it and return the exit status.
+    """Run all checks, print the findings and return the exit status.
 
     Raises:
         UserError: the time limit is of no use.
@@ -56,7 +56,7 @@ def run(args: Doctor) -> int:
 
 
 def examine(timeout: float) -> list["Row"]:
-    """Make all checks, those in other processes side by side, and return the rows in a fixed order."""
+    """Run all checks, in other processes side by side, and return the rows in a fixed order."""
     from axonn_jax.cli.doctor import checks as checks
     from axonn_jax.cli.doctor.mpi import mpi
 
@@ -74,7 +74,7 @@ def examine(timeout: float) -> list["Row"]:
 
 
 def _working() -> AbstractContextManager[object]:
-    """Show on a terminal that something happens."""
+    """Show progress on a terminal."""
     if not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console
@@ -83,7 +83,7 @@ def _working() -> AbstractContextManager[object]:
 
 
 def _show(rows: list["Row"]) -> None:
-    """Print a table, plain when not on a terminal, and below it the commands that mend faults, ready to copy."""
+    """Print a table, plain when not on a terminal, and below commands to mend faults, ready to copy."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.markup import escape

@@ -128,12 +128,12 @@ def devices(seen: Probe, timeout: float) -> Row:
         setup = setup_command()
         fix = f"AXONN_EXTRAS={cuda} {setup}" if setup else pip_command(f"axonn_jax[{cuda}]")
         why = f"{summary}, though nvidia-smi shows {len(names)} x {names[0]}"
-        return Row("devices", "warning", why, "nothing, but it runs on the CPU", fix, True)
+        return Row("devices", "warning", why, "nothing, but runs use the CPU", fix, True)
     return Row("devices", "ok", summary, fails, "", True)
 
 
 def gpu_shares(timeout: float) -> Row:
-    """Return the finding on the GPUs that each process of this launch would take."""
+    """Return the finding on each process's GPUs in this launch."""
     fails = "runs of several processes on GPUs"
     fix = "axonn-jax doctor under the same mpirun or srun, with as many processes a host as it has GPUs"
     seen = probe(python(_GPUS), timeout, launched=True)
@@ -153,13 +153,13 @@ def gpu_shares(timeout: float) -> Row:
     return Row(
         "gpus",
         "ok",
-        "; ".join([*lines[:_RANKS_SHOWN], *([unused] if unused else [])]) or "none that jax would look for",
+        "; ".join([*lines[:_RANKS_SHOWN], *([unused] if unused else [])]) or "no GPUs that jax would use",
         fails,
     )
 
 
 def preallocated(environ: Mapping[str, str]) -> Row:
-    """Return the finding on the share of a GPU's memory that runs take."""
+    """Return the finding on a run's share of a GPU's memory."""
     name, fails = "device memory", "configurations that plan says fit"
     by_user = [key for key in VARIABLES if environ.get(key)]
     if not by_user:
@@ -171,7 +171,7 @@ def preallocated(environ: Mapping[str, str]) -> Row:
 
 
 def pinned(environ: Mapping[str, str]) -> Row:
-    """Return the finding on the host memory that a process may pin for its GPUs."""
+    """Return the finding on the host memory to pin for a process's GPUs."""
     fails = "[memory] offload = optimizer, where a process keeps more on the host"
     have = f"the host has {host_memory() / GIB:.0f} GiB"
     if LIMIT not in environ:
@@ -187,7 +187,7 @@ def pinned(environ: Mapping[str, str]) -> Row:
 
 
 def extras() -> Iterator[Row]:
-    """Packages that only some commands want."""
+    """Packages for some commands only."""
     supported = ranges("axonn_jax")
     for name, (extra, fails) in _EXTRAS.items():
         version, range_ = installed(name), supported.get(name, ("", True))[0]
@@ -209,7 +209,7 @@ def host() -> Iterator[Row]:
     yield Row("python", "ok" if good else "missing", shown, "everything", fix, True)
     linux = sys.platform == "linux"
     where = "" if linux else "use Linux (on Windows: wsl --install)"
-    yield Row("platform", "ok" if linux else "warning", platform.platform(), "not tested anywhere but on Linux", where)
+    yield Row("platform", "ok" if linux else "warning", platform.platform(), "tested on Linux only", where)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Row("cores", "ok", f"{usable} usable of {os.cpu_count()}", "speed on the CPU")
     yield _amount("memory", host_memory() / GIB, 4, "GiB", "training on the CPU, building mpi4jax", "free -h")
@@ -222,7 +222,7 @@ def _amount(check: str, have: float, least: float, unit: str, fails: str, look: 
 
 
 def places() -> Iterator[Row]:
-    """The network names and the disk space that runs count on."""
+    """Return findings on network names and disk space."""
     name = socket.gethostname()
     code = f"import socket; print(socket.gethostbyname({name!r}))"
     seen = probe(python(code), 10)  # a name server that does not answer can hold a process for a long time
@@ -263,7 +263,7 @@ def loopback() -> str:
 
 
 def slurm(environ: Mapping[str, str]) -> Row:
-    """Return the finding on the Slurm variables: an srun task's, contradictions among them, or with MPI's."""
+    """Return the finding on the Slurm variables: an srun task's, contradictions in themselves, or with MPI's."""
     fails = "a process started without srun or mpirun would take a wrong rank or number of processes"
     seen = {name: environ[name] for name in (*SLURM_STEP, "SLURM_NTASKS") if name in environ}
     if not seen:

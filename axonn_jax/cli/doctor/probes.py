@@ -1,4 +1,4 @@
-"""Checks that may hang or crash, in other processes, and versions of installed packages."""
+"""Checks in other processes, where hangs and crashes do no harm, and versions of installed packages."""
 
 import importlib.metadata
 import json
@@ -20,7 +20,7 @@ _MARK = "axonn-doctor "
 
 @dataclass(frozen=True)
 class Row:
-    """One finding, the runs that would fail because of it, and the command that mends it."""
+    """One finding, the runs that would fail, and the command to mend the fault."""
 
     check: str
     status: Literal["ok", "warning", "missing"]
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Probe:
-    """Output of another process before it ended, or before its time was up."""
+    """Output of another process before the end, or before the time limit."""
 
     answers: dict[str, Any]
     output: str
@@ -60,7 +60,7 @@ class Probe:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment for other processes: without the launcher's variables, which would make them ranks of this launch."""
+    """Environment for other processes, without the launcher's variables, which would make ranks of this launch."""
     kept = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_")
     launched = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL")
     # Of mpirun of Open MPI 4, for its ranks: where its daemons are, and that none is to be started.
@@ -75,7 +75,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def probe(command: list[str], timeout: float, *, launched: bool = False) -> Probe:
-    """Run a command and collect its JSON objects behind the mark; child processes end with the command.
+    """Run a command and collect JSON objects behind the mark; child processes end with the command.
 
     `launched` keeps the launcher's variables, so that the command takes this process's rank.
     """
@@ -117,7 +117,7 @@ def _answer(line: str) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
-    """End a process group, first with a signal that lets mpirun end its ranks."""
+    """End a process group, first with a signal at which mpirun ends the ranks."""
     for number, wait in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0)):
         try:
             os.killpg(process.pid, number)
@@ -129,7 +129,7 @@ def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
 
 
 def python(code: str, *arguments: str) -> list[str]:
-    """Return a command that runs code in this Python, without the working directory on its path."""
+    """Return a command to run code in this Python, without the working directory on the path."""
     return [sys.executable, "-P", "-c", code, _MARK, *arguments]
 
 
@@ -177,12 +177,12 @@ def installed(distribution: str) -> str | None:
 
 
 def checkout() -> Path:
-    """The folder that this package is in: the repository's root, or site-packages."""
+    """Return this package's folder: the repository's root, or site-packages."""
     return Path(__file__).resolve().parents[3]
 
 
 def setup_command(*arguments: str) -> str | None:
-    """Return the setup command of the checkout that made this Python, None for another Python."""
+    """Return the setup command of this Python's checkout, None for another Python."""
     root = checkout()
     script = root / "scripts/setup"
     if not script.is_file() or Path(sys.prefix).resolve() != (root / ".venv").resolve():

@@ -23,16 +23,17 @@ class Generate:
     run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
     """A directory left by `axonn-jax train` or `convert`, or a Hugging Face model's."""
     prompt: str | None = None
-    """The text to continue; an empty one begins a document, with a tokenizer that `prepare` trained."""
+    """The text to continue; an empty one begins a document, with a tokenizer trained by `prepare`."""
     prompts: Annotated[Path | None, Arg(default="--prompt")] = None
-    """A file, a pipe or - for standard input: a JSON object with the key "prompt" a line; --json keeps its others."""
+    """A file, a pipe or - for standard input: each line a JSON object with the key "prompt"; --json keeps other
+    keys."""
     chat: bool = False
     """Put each prompt into the model's chat template, as the user's message, and print the answer alone. A line of
     --prompts may have "messages", a whole conversation, in the place of its prompt. Needs the extra hf."""
     samples: Annotated[int, Arg(least=1, most=_MOST_SAMPLES)] = 1
     """Texts for each prompt."""
     tokens: Annotated[int | None, Arg(default="100, or what model.seq_len leaves", least=1)] = None
-    """The most tokens to add; a token that ends texts ends one before."""
+    """Most tokens to add; an end token ends a text earlier."""
     temperature: float = 0.8
     """Divisor of the scores before sampling; 0 always takes the likeliest token."""
     top_k: NotNegative = 50
@@ -44,22 +45,22 @@ class Generate:
     repetition_penalty: float = 1.0
     """Factor against repetition: divides positive scores of the text's tokens, and multiplies negative ones."""
     stop: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
-    """A text before which to end, also that of a special token."""
+    """A string before which a text ends, also the text of a special token."""
     seed: NotNegative = 0
     """Seed of the sampling; a text depends on prompt, seed and its number among the samples, not on grid or slots."""
     slots: Annotated[int | None, Arg(default="16, or one a text", least=1)] = None
-    """Texts that are made at a time; others wait for a place."""
+    """Texts made at a time; others wait."""
     precision: InferencePrecision = "auto"
     """Precision of weights and cache; auto: bf16 on accelerators, fp32 on CPUs."""
     attention: CachedKeys = "full"
-    """Cached keys that a new token attends to. full: all; loki: those ranked first (NeurIPS 2024); others: the paper's
+    """Cached keys attended to by a new token. full: all; loki: the first by rank (NeurIPS 2024); others: the paper's
     baselines."""
     loki: LokiOptions = field(default_factory=LokiOptions)
     grid: GridShape = field(default_factory=GridShape)
     logprobs: bool = False
     """Add the id and the log-probability of every token to --json."""
     json: bool = False
-    """Print a JSON object a text instead of the text as it comes."""
+    """Print a JSON object a text instead of streaming texts."""
 
 
 def run(args: Generate) -> int:
@@ -123,7 +124,7 @@ def run(args: Generate) -> int:
         limit=entries,
     )
     if args.attention == "loki" and (share := args.loki.share_read(made)) >= 1:
-        heads = f"{made.heads // made.kv_heads} query heads a KV head, each of which chooses for itself"
+        heads = f"{made.heads // made.kv_heads} query heads a KV head, each with its own choice"
         say(f"warning: Loki reads {share:.2f} of what full attention reads, with {heads}; lower --loki.keys")
     if calibrated is not None:
         vectors, facts = calibrated

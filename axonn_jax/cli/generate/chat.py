@@ -1,4 +1,4 @@
-"""Chat template of a model, by transformers: messages become the text that the model was tuned on."""
+"""Chat template of a model, by transformers: messages become text as in the model's tuning."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ class ChatTemplate:
     """The template of a directory.
 
     Raises:
-        UserError: there is none, it cannot be read, or transformers is not installed.
+        UserError: the template is missing or unreadable, or transformers is not installed.
     """
 
     def __init__(self, directory: Path):
@@ -31,10 +31,10 @@ class ChatTemplate:
         """Return the text of a conversation up to where the model answers.
 
         Args:
-            messages: A list of objects with `role` and `content`, as the template takes them.
+            messages: A list of objects with `role` and `content`, as for the template.
 
         Raises:
-            UserError: they are no such list, or the template refuses them.
+            UserError: the messages are no such list, or the template refuses.
         """
         good = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
         if not good:

@@ -20,7 +20,7 @@ _TOKENS = 100
 
 
 class Prompt(NamedTuple):
-    """Prompt with its tokens, the number of tokens to add, and the object of its line."""
+    """Prompt with tokens, the number of tokens to add, and the line's object."""
 
     text: str
     ids: tuple[int, ...]
@@ -29,9 +29,9 @@ class Prompt(NamedTuple):
 
 
 def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
-    """The prompts that a command line gives; raises ``UserError`` for the first that is of no use.
+    """Return the prompts of a command line; raises ``UserError`` for the first unusable one.
 
-    Of a file's, the error names the line.
+    For a file the error names the line.
     """
     from axonn_jax.cli.generate.chat import ChatTemplate
     from axonn_jax.data.prompts import file_line, ids_within
@@ -60,7 +60,7 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
 
 
 def _read(path: Path, chat: bool) -> dict[int, dict[str, Any]]:
-    """The objects of a file, a pipe or, as "-", standard input, by line; in a chat they may have messages."""
+    """Return the objects of a file, a pipe or, as "-", standard input, by line; in a chat perhaps with messages."""
     from axonn_jax.data.prompts import MOST_BYTES, objects_of
     from axonn_jax.documents import read_bytes
 
@@ -78,7 +78,7 @@ def _read(path: Path, chat: bool) -> dict[int, dict[str, Any]]:
         raise UserError("--prompts", str(path), f"a file with a JSON object a line; {error}") from None
     prompts = objects_of(raw, path, "--prompts", chat=chat)
     if not prompts:
-        accepted = "at least one line; of several processes the first alone has a standard input" if stream else ""
+        accepted = "at least one line; with several processes only the first has a standard input" if stream else ""
         raise UserError("--prompts", str(path), accepted or "at least one line")
     return prompts
 
@@ -91,7 +91,7 @@ def print_texts(
     sampling: "Sampling",
     args: "Generate",
 ) -> None:
-    """Make all texts and print them: a single one token by token, several each at its end, in order."""
+    """Make and print all texts: a single one token by token, several each at the end, in order."""
     from axonn_jax.inference.texts import write
 
     first = generator.grid.rank == 0

@@ -15,20 +15,20 @@ from axonn_jax.terminal import Ticker
 
 @dataclass(frozen=True)
 class Prune:
-    """Keep the largest entries of a trained run's kernels, in a new run directory that `axonn-jax train` goes on in.
+    """Prune a trained run's kernels to their largest entries, in a new run directory for `axonn-jax train`.
 
-    Optimizer state, step and data position go along. It runs on one device, which holds the dense weights and the state
-    of the kept entries. `axonn-jax train OUT_DIR/config.toml` trains the entries that are kept.
+    Optimizer state, step and data position are kept. One device holds the dense weights and the state of the kept
+    entries. `axonn-jax train OUT_DIR/config.toml` trains the kept entries.
     """
 
     run_dir: Annotated[Path, Arg(positional="RUN_DIR")]
     """A directory left by `axonn-jax train`."""
     out_dir: Annotated[Path, Arg(positional="OUT_DIR")]
-    """The run directory to write; new, or empty. It appears complete or not at all."""
+    """The run directory to write; new or empty. Appears complete or not at all."""
     density: float = 0.1
-    """Share of the entries that is kept."""
+    """Share of entries kept."""
     scope: PruneScope = "layer"
-    """Kernels that keep this share of entries: every one (layer), or all of them together (global)."""
+    """Scope of the share: every kernel (layer), or all kernels together (global)."""
     mask_file: str = ""
     """An .npz file with an array of booleans by the parameter's name, in the place of density and scope."""
     json: bool = False

@@ -1,4 +1,4 @@
-"""Pruning of a saved run: a pruned trainer on one device reads its newest checkpoint and saves another run."""
+"""Pruning of a saved run: a pruned trainer on one device reads the newest checkpoint and saves another run."""
 
 import contextlib
 import os
@@ -33,8 +33,8 @@ _RUN = OutputKind("prune", "pruned", "RUN_DIR", "OUT_DIR", _FILES)
 def prune_run(config: Config, source: Path, target: Path, progress: Callable[[str], None]) -> tuple[int, int, int]:
     """Write a run directory with the pruned state of another; return its step, the entries kept, and of how many.
 
-    `config` is the new run's. Raises ``UserError`` where there is no valid checkpoint, or one that is pruned already,
-    or where the directory is not empty or cannot be written: then nothing is.
+    `config` is the new run's. Raises ``UserError``, without writing, for a missing, invalid or pruned checkpoint, and
+    for a directory that is not empty or cannot be written.
     """
     with appearing(source.resolve(), target.resolve(), _RUN) as partial:
         _, grid = start(GridShape())

@@ -57,8 +57,15 @@ def halves(
         params, chains = _experts(shape, shape.moe, at, comm, training, duplicates)
     else:
         params, chains = _mlp(shape, at, comm, "blocks.mlp", shape.ffn, bias=shape.bias == "all")
+    post_params, post_ops = _post_norm(shape, at, "blocks.mlp")
+    chains = (*chains[:-1], chains[-1]._replace(ops=(*chains[-1].ops, *post_ops)))
     second = (Chain(norm_ops), *chains, Chain((addition(at, shape.hidden),)))
-    return _attention(shape, at, comm, attention), ((*norm_params, *params), second)
+    return _attention(shape, at, comm, attention), ((*norm_params, *params, *post_params), second)
+
+
+def _post_norm(shape: "ModelShape", at: Place, half: str) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
+    """Declare the norm of a half's result, if the model has one."""
+    return norm(at, f"{half}_post_norm", shape.hidden, shape.norm) if shape.post_norms else ((), ())
 
 
 def _attention(shape: "ModelShape", at: Place, comm: BlockComm, kernel: AttentionKernel) -> Part:
@@ -78,8 +85,9 @@ def _attention(shape: "ModelShape", at: Place, comm: BlockComm, kernel: Attentio
         sums = (reduce_gradient(f"blocks.{one}", axes, shape.head_dim * FLOAT32) for one in both)
         head_norms = (*sums, Read((shape.heads + shape.kv_heads) * shape.head_dim / over))
     scores = attend(at, shape.heads / over, shape.kv_heads / over, shape.head_dim, shape.seq_len, kernel)
-    ops = (*norm_ops, *qkv, *head_norms, scores, *out, addition(at, shape.hidden))
-    return (*norm_params, *qkv_params, *scales, *out_params), (Chain(ops),)
+    post_params, post_ops = _post_norm(shape, at, name)
+    ops = (*norm_ops, *qkv, *head_norms, scores, *out, *post_ops, addition(at, shape.hidden))
+    return (*norm_params, *qkv_params, *scales, *out_params, *post_params), (Chain(ops),)
 
 
 def _mlp(shape: "ModelShape", at: Place, comm: BlockComm, name: str, ffn: int, *, bias: bool) -> Part:

@@ -23,6 +23,13 @@ _EXPERTS: Mapping[Layout, tuple[str, tuple[str, str, str]]] = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
+_NORMS = {"attention_norm": "input_", "mlp_norm": "post_attention_"}
+_POST_NORMS = {
+    "attention_norm": "input_",
+    "attention_post_norm": "post_attention_",
+    "mlp_norm": "pre_feedforward_",
+    "mlp_post_norm": "post_feedforward_",
+}
 # Constants that older files carry along: causal masks, rotary frequencies.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -182,8 +189,8 @@ def _llama_block(shape: ModelShape, index: int, layout: Layout) -> Iterator[Entr
     ours, theirs, hidden, ffn = f"blocks.{index}", f"model.layers.{index}", shape.hidden, shape.ffn
     attention, queries, keys = f"{theirs}.self_attn", shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    yield _same(f"{ours}.attention_norm.scale", f"{theirs}.input_layernorm.weight", (hidden,))
-    yield _same(f"{ours}.mlp_norm.scale", f"{theirs}.post_attention_layernorm.weight", (hidden,))
+    for our, their in (_POST_NORMS if shape.post_norms else _NORMS).items():
+        yield _same(f"{ours}.{our}.scale", f"{theirs}.{their}layernorm.weight", (hidden,))
     yield TensorMap(
         f"{ours}.attention.qkv.kernel",
         (hidden, shape.qkv_width),

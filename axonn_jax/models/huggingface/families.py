@@ -6,6 +6,14 @@ from typing import Any, Literal
 
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.config import ModelShape
+from axonn_jax.models.huggingface.attention_settings import (
+    CAPS,
+    Windows,
+    score_config,
+    score_fields,
+    window_config,
+    window_of,
+)
 from axonn_jax.models.huggingface.expert_settings import EXPERT_COUNTS, expert_config, expert_fields
 from axonn_jax.models.huggingface.settings import Config, flag, number, only, rope_config, rope_fields, whole
 
@@ -30,20 +38,25 @@ class Family:
     head_dim: int | None = None
     """Value of a missing `head_dim`; None: `hidden_size / num_attention_heads`."""
     activations: tuple[str, ...] = ("silu",)
-    window: Literal["none", "always", "chosen", "switched"] = "none"
-    """Presence of a sliding window: never, as `sliding_window` says, or only with `use_sliding_window`, which
-    `max_window_layers` may then restrict (chosen) or not (switched)."""
+    window: Windows = "none"
+    """Presence of a sliding window."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Fields of config.json with the one value that is computed."""
     experts: bool = False
     """True if blocks have experts."""
     biased: bool = False
     """True if `attention_bias` and `mlp_bias` say whether its linear layers have biases."""
+    capped: bool = False
+    """True if scores and logits have caps, and scores a divisor of their own."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of other missing fields."""
 
 
 _NO_BIAS = {"attention_bias": False}
+_PLAIN = {"embedding_scale": False, "post_norms": False, "window_period": 0}
+_UNCAPPED = {"attention_cap": 0.0, "logits_cap": 0.0}
+_GEMMA = _LLAMA | {"norm": "rmsnorm_1p", "mlp": "geglu", "embedding_scale": True}
+_GEMMA_FIXED = _NO_BIAS | {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 _ROUTED = {"shared_experts": 0, "router": "softmax", "router_scale": 1.0}
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family("GPT2LMHeadModel", _GPT2),
@@ -62,12 +75,23 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma": Family(
         "GemmaForCausalLM",
-        _LLAMA | {"norm": "rmsnorm_1p", "mlp": "geglu", "embedding_scale": True},
+        _GEMMA,
         tied=True,
         kv_heads=16,
         head_dim=256,
         activations=("gelu_pytorch_tanh", "gelu"),  # the first files say gelu and mean the tanh form
-        fixed=_NO_BIAS | {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
+        fixed=_GEMMA_FIXED,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _GEMMA | {"post_norms": True, "window_period": 2},
+        tied=True,
+        kv_heads=4,
+        head_dim=256,
+        activations=("gelu_pytorch_tanh",),
+        window="alternating",
+        fixed=_GEMMA_FIXED,
+        capped=True,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -87,9 +111,7 @@ FAMILIES: Mapping[str, Family] = {
         experts=True,
     ),
 }
-_NEVER = ("attn_logit_softcapping", "final_logit_softcapping", "quantization_config", "per_layer_config")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_SAME = "nothing else is supported"
+_NEVER = ("quantization_config", "per_layer_config")
 
 
 def shape_from_config(config: Config) -> ModelShape:
@@ -105,7 +127,7 @@ def shape_from_config(config: Config) -> ModelShape:
     for key in () if FAMILIES[name].experts else EXPERT_COUNTS:
         if config.get(key):
             raise UserError(f"config.{key}", config[key], f"absent: a {name} has no experts")
-    for key in _NEVER:
+    for key in _NEVER if FAMILIES[name].capped else (*_NEVER, *CAPS):
         only(config, key)
     if not flag(config, "is_causal", True):
         raise UserError("config.is_causal", False, "true or absent: a token that sees later ones is not computed")
@@ -147,12 +169,14 @@ def _llama_shape(config: Config, family: Family) -> ModelShape:
     layers = whole(config, "num_hidden_layers")
     if family.experts:
         own |= expert_fields(config, layers, own_width=family is FAMILIES["qwen3_moe"])
-    traits = dict(family.traits)
+    traits, hidden = dict(family.traits), whole(config, "hidden_size")
     if family.biased:
         traits["bias"] = _llama_bias(config)
+    if family.capped:
+        own |= score_fields(config, own.get("head_dim", hidden // heads))
     return ModelShape(
         layers=layers,
-        hidden=whole(config, "hidden_size"),
+        hidden=hidden,
         heads=heads,
         kv_heads=whole(config, "num_key_value_heads", missing),
         ffn=whole(config, "intermediate_size"),
@@ -162,7 +186,7 @@ def _llama_shape(config: Config, family: Family) -> ModelShape:
         norm_eps=number(config, "rms_norm_eps", 1e-6),
         init_std=number(config, "initializer_range", 0.02),
         **rope_fields(config, seq_len),
-        window=_window(config, family),
+        window=window_of(config, family.window),
         **traits | own,  # type: ignore[arg-type]
     )
 
@@ -175,35 +199,11 @@ def _llama_bias(config: Config) -> str:
     return "all" if attention else "none"
 
 
-def _window(config: Config, family: Family) -> int:
-    """The window that all layers share; 0: none."""
-    if family.window == "none":
-        return 0
-    layers, types = whole(config, "num_hidden_layers"), config.get("layer_types")
-    uses = family.window == "always" or flag(config, "use_sliding_window", False)
-    given = config.get("sliding_window", 4096)
-    size = whole(config, "sliding_window") if uses and "sliding_window" in config and given is not None else given
-    size = size if uses and size is not None else 0
-    if types is not None:
-        if not isinstance(types, list) or not types or any(kind != types[0] for kind in types):
-            raise UserError("config.layer_types", types, f"all alike: a window that differs by layer; {_SAME}")
-        if types[0] not in (_FULL, _SLIDING):
-            raise UserError("config.layer_types", types[0], f"{_FULL} or {_SLIDING}; {_SAME}")
-        return size if types[0] == _SLIDING or family.window == "always" else 0
-    if family.window == "switched" and size:
-        only(config, "max_window_layers", 0)  # transformers 4.51 obeys it, later ones do not
-    if family.window == "chosen" and size:
-        first = whole(config, "max_window_layers", 28, least=0)
-        if 0 < first < layers:
-            raise UserError("config.max_window_layers", first, f"0, or num_hidden_layers = {layers}; {_SAME}")
-        return 0 if first else size
-    return int(size)
-
-
 def family_of(shape: ModelShape) -> str:
     """The model type that a model of these sizes is exported as; raises ``UserError`` where there is none."""
     for name, family in FAMILIES.items():
-        traits: dict[str, object] = {"embedding_scale": False, **family.traits}
+        plain = _PLAIN if family.capped else _PLAIN | {"score_dim": shape.head_dim} | _UNCAPPED
+        traits: dict[str, object] = {**plain, **family.traits}
         if family.biased and shape.bias == "all":
             traits["bias"] = "all"
         if bool(shape.experts) != family.experts:
@@ -213,13 +213,13 @@ def family_of(shape: ModelShape) -> str:
         if name == "gpt2" and shape.kv_heads != shape.heads:
             raise UserError("model.kv_heads", shape.kv_heads, f"heads = {shape.heads} for a GPT-2")
         own_head_dim = shape.heads * shape.head_dim != shape.hidden
-        if (name == "gpt2" and own_head_dim) or (name == "llama" and shape.hidden % shape.heads):
+        if (name == "gpt2" and own_head_dim) or (name in ("llama", "gemma2") and shape.hidden % shape.heads):
             continue
         if shape.window and family.window == "none":
             continue
         return name
     routed = [*_ROUTED, "moe_every", "router_norm"] if shape.experts else []
-    named = [*_LLAMA, "embedding_scale", *(["window"] if shape.window else []), *routed]
+    named = [*_LLAMA, *_PLAIN, *_UNCAPPED, *(["window"] if shape.window else []), *routed]
     given = " ".join(f"{key}={getattr(shape, key)}" for key in named)
     like = {name: family.traits for name, family in FAMILIES.items() if family.experts == bool(shape.experts)}
     accepted = "; ".join(f"{name}: {' '.join(map(str, traits.values()))}" for name, traits in like.items())
@@ -280,13 +280,8 @@ def _llama_config(shape: ModelShape, family: Family) -> dict[str, Any]:
     }
     if family.biased:
         config |= {"attention_bias": shape.bias == "all", "mlp_bias": shape.bias == "all"}
-    window = shape.window
-    if family.window != "none":
-        config["sliding_window"] = window or None
     if family.experts:
         config |= expert_config(shape, own_width=family is FAMILIES["qwen3_moe"])
-    if family.window == "switched":
-        config |= {"use_sliding_window": bool(window), "max_window_layers": 0}
-    if family.window == "chosen":
-        config |= {"use_sliding_window": bool(window), "max_window_layers": 0 if window else shape.layers}
-    return config
+    if family.capped:
+        config |= score_config(shape)
+    return config | window_config(shape, family.window)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from axonn_jax.models.declared.transformer import describe
-from axonn_jax.ops.costs import StepPolicy, collectives, update_collectives
+from axonn_jax.ops.costs import collectives, update_collectives
 from axonn_jax.ops.language import FLOAT32, Layer
 from axonn_jax.ops.layers import Place
 from axonn_jax.planner.communication.step import DATA, EXPERT, Predicted, StepSpec, X, Y, Z
@@ -23,11 +23,7 @@ def predict(work: StepSpec) -> tuple[Predicted, ...]:
 
 def predict_microbatch(work: StepSpec) -> Iterator[Predicted]:
     """Yield the collectives before the update of a step that divides over its grid, groups of one device included."""
-    policy = StepPolicy(
-        work.microbatches, work.activations != "none", work.activations == "save_collectives", work.scanned,
-        work.reshard_after, work.accumulate,
-    )  # fmt: skip
-    for row in collectives(_layers(work), policy):
+    for row in collectives(_layers(work), work.policy):
         yield work.row(*row)
 
 
@@ -40,7 +36,7 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
     """
     batch = (DATA, EXPERT, Z)
     over = (*batch, Y) if work.comm.sequence_split else batch
-    for row in update_collectives(_layers(work), work.sizes, over, work.density):
+    for row in update_collectives(_layers(work), work.policy, work.sizes, over):
         yield work.row(*row)
     yield work.row("targets", "update", "all-reduce", batch, FLOAT32, 1)
     yield work.row("mean loss", "update", "all-reduce", batch, FLOAT32, 1)

@@ -10,7 +10,7 @@ from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
-from axonn_jax.ops.costs import Phase
+from axonn_jax.ops.costs import Phase, StepPolicy
 from axonn_jax.ops.language import FLOAT32
 from axonn_jax.options import Activations, ReshardAfter
 from axonn_jax.planner.machines.network import CollectiveKind, ring_bytes
@@ -41,8 +41,8 @@ class StepSpec:
     microbatches `step` gathers, and reduce-scatters sums of gradients, once a step."""
     comm: BlockComm = ALL_REDUCE
     """Communication of blocks with the residual stream."""
-    accumulate: int = FLOAT32
-    """Bytes of an element of gradients on their way over `z` (`memory.accumulate`)."""
+    gradient_item: int = FLOAT32
+    """Bytes of an element of gradients on their way over `z`."""
     density: float = 1.0
     """Share of the entries of the blocks' kernels that is trained; slots to spare are left out."""
 
@@ -55,6 +55,15 @@ class StepSpec:
     def rows(self) -> int:
         """Tokens of a microbatch on a device."""
         return self.sequences // (self.microbatches * self.grid.batch_shards) * self.shape.seq_len
+
+    @cached_property
+    def policy(self) -> StepPolicy:
+        """The way in which the step runs its layers."""
+        return StepPolicy(
+            self.microbatches, self.activations != "none", self.activations == "save_collectives", self.scanned,
+            self.reshard_after != "forward", self.reshard_after == "step" and self.microbatches > 1,
+            self.gradient_item, self.density,
+        )  # fmt: skip
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -8,7 +8,6 @@ from axonn_jax.grid import REPLICA_AXES, GridShape
 from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.segments import Segment, transformer_segments
-from axonn_jax.options import ReshardAfter
 from axonn_jax.planner.cost_model.compute import Compute
 from axonn_jax.planner.cost_model.part_times import PartTimes, Times
 from axonn_jax.planner.cost_model.traffic import Part, Traffic
@@ -155,7 +154,7 @@ class CostModel:
 
     def _programs(self, candidate: Candidate) -> float:
         """Seconds a microbatch's programs take at least: a pipeline has one for each task of a virtual stage."""
-        tasks = 3 if self.request.splits(candidate.activations) else 2
+        tasks = 3 if self.request.schedule(candidate).splits else 2
         return (
             candidate.virtual_stages * tasks * self.request.machine.device.program_s if candidate.grid.pipe > 1 else 0.0
         )
@@ -169,11 +168,8 @@ class CostModel:
         tasks, sequences = self.tasks(candidate), candidate.sequences(self.request.batch)
         # One program loops over the microbatches and shares what it gathers; a pipeline's stage has one for each task.
         gathers = candidate.grid.pipe > 1 or candidate.microbatches == 1
-        # Without recomputation it keeps them, too; a stage gathers again, as its programs keep none for one another.
-        kept = (candidate.activations == "none" and candidate.grid.pipe == 1) or candidate.reshard_after != "forward"
-        reshard_after: ReshardAfter = "step" if candidate.once else "backward" if kept else "forward"
         block, first, last = (
-            tasks.times(part, sequences, candidate.activations, gathers, reshard_after)
+            tasks.times(part, sequences, candidate.activations, gathers, candidate.lifetime)
             for part in ("block", "first", "last")
         )
         found: list[Parts] = []
@@ -200,7 +196,7 @@ class CostModel:
         forward = sum(count * times.forward for _, count, times in parts)
         inputs = sum(count * times.inputs for _, count, times in parts)
         weights = sum(count * times.weights for _, count, times in parts)
-        split, message = self.request.splits(candidate.activations), self.message(candidate)
+        split, message = self.request.schedule(candidate).splits, self.message(candidate)
         work = forward + inputs + weights
         unit = forward + max(0.0, inputs - weights) if split else work
         way = forward + inputs if split else work
@@ -217,14 +213,12 @@ class CostModel:
         No less than either `work` or `kept` over the microbatches in flight; where both are about as long it is more,
         since a rank is often in the middle of a task when a message comes. The power is fitted to simulations.
         """
-        pipe, stages = candidate.grid.pipe, candidate.virtual_stages
+        pipe, stages, policy = candidate.grid.pipe, candidate.virtual_stages, self.request.schedule(candidate)
         # Of a rank's stages the deepest is left first: on average a microbatch keeps (V + 1) / 2 activations.
-        room = self.footprint.live(candidate, 0) * 2 * stages / (stages + 1)
-        if self.request.policy == "message" and stages > 1:
-            room = min(room, candidate.in_flight or 2 * pipe)
+        room = min(policy.live(candidate.pipeline, 0) * 2 / (stages + 1), policy.depth(candidate.pipeline))
         if candidate.microbatches <= room:
             return work
-        if room <= pipe and stages == 1 and not self.request.splits(candidate.activations):
+        if room <= pipe and stages == 1 and not policy.splits:
             return max(work, kept / room)  # as regular as 1F1B
         return float((work**_POWER + (kept / room) ** _POWER) ** (1 / _POWER))
 
@@ -260,7 +254,7 @@ class CostModel:
     def _update(self, grid: GridShape, load: Load, placement: StatePlacement) -> float:
         (offload, zero), (dense, experts) = placement, self.footprint.ranks.trained(grid, load)
         own = dense / grid.replicas + experts / grid.data if zero else dense + experts
-        return self.compute.update(dense + experts, own, self.request.accumulate, offload)
+        return self.compute.update(dense + experts, own, self.request.gradient_item, offload)
 
 
 @cache

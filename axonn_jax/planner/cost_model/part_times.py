@@ -45,20 +45,20 @@ class PartTimes:
         sequences: int,
         activations: Activations,
         gathers: bool,
-        reshard_after: ReshardAfter = "forward",
+        lifetime: ReshardAfter = "forward",
     ) -> Times:
         """Times of a part for a microbatch of so many sequences a device.
 
         `gathers` says that the forward pass of every microbatch gathers its weights; else they are gathered once a
-        step, which is not in these times. `reshard_after` says how long they live: after "forward" they are gathered
+        step, which is not in these times. `lifetime` says how long they live: after "forward" they are gathered
         again in the backward pass, for "step" scatters are not in these times either.
         """
         if part != "block":
             activations = "none"  # only blocks are computed again
-        return self._known(part, sequences, activations, gathers, reshard_after)
+        return self._known(part, sequences, activations, gathers, lifetime)
 
     def _times(
-        self, part: Part, sequences: int, activations: Activations, gathers: bool, reshard_after: ReshardAfter
+        self, part: Part, sequences: int, activations: Activations, gathers: bool, lifetime: ReshardAfter
     ) -> Times:
         seconds = self._compute(part, sequences)
         again = 0.0
@@ -80,7 +80,7 @@ class PartTimes:
         backward = self._window(back, times, sequences)
         backward.add(self._lines(part, "input"), seconds.weights if on.gradients else 0.0)
         recomputed = self._window(again, times, sequences)
-        if reshard_after == "forward":
+        if lifetime == "forward":
             backward.add(self._lines(part, "regather"), back if on.gathers else 0.0)
         if activations in ("full", "dots", "offload"):
             recomputed.add(self._lines(part, "rereduce"), half if on.forward else 0.0)
@@ -89,7 +89,7 @@ class PartTimes:
         else:
             recomputed.add(self._lines(part, "reread"), half if on.forward else 0.0)
         late = self._window(backward.left, times, sequences)
-        late.add(self._lines(part, "scatter") if reshard_after != "step" else (), back if on.scatters else 0.0)
+        late.add(self._lines(part, "scatter") if lifetime != "step" else (), back if on.scatters else 0.0)
         times.forward = seconds.forward + forward.exposed
         times.inputs = again + seconds.inputs + backward.exposed + recomputed.exposed
         times.weights = seconds.weights + late.exposed

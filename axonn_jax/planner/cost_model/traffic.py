@@ -11,8 +11,7 @@ from axonn_jax.planner.communication.predict import predict_microbatch, predict_
 from axonn_jax.planner.communication.step import Predicted, StepSpec
 from axonn_jax.planner.machines.machine import Curve, between, slope
 from axonn_jax.planner.machines.network import CollectiveKind, GroupLinks, copies
-from axonn_jax.planner.memory import itemsize
-from axonn_jax.planner.request import PlanRequest
+from axonn_jax.planner.request import Candidate, PlanRequest
 
 Part = Literal["block", "first", "last", "step"]
 """Part of the model that a collective belongs to: each block, before the first, behind the last, or the whole step."""
@@ -114,12 +113,7 @@ class Traffic:
 
     def _work(self, mesh: GridShape) -> StepSpec:
         """A microbatch of one sequence a device."""
-        request = self._request
-        return StepSpec(
-            self._shape, mesh, mesh.batch_shards, 1, itemsize(request.precision), "full",
-            comm=self._comm, accumulate=request.accumulate, density=request.density,
-            moe=request.moe, duplicates=request.duplicates,
-        )  # fmt: skip
+        return self._request.step(Candidate(mesh, activations="full"), mesh.batch_shards, self._comm)
 
     def _priced(self, grid: GridShape, collectives: Iterable[Predicted]) -> Lines:
         """The lines that these collectives of a mesh add up to, `grid.pipe` times one after the other in the nodes."""

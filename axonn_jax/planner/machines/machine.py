@@ -4,27 +4,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, log, log2
-from typing import TypeVar, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 from axonn_jax.backend.traits import pools_memory
 from axonn_jax.distributed.gpu_limits import FRACTION
-from axonn_jax.errors import UserError, nearest
+from axonn_jax.errors import UserError
+from axonn_jax.options import Count, CountOrZero, Range
 from axonn_jax.planner.memory import Precision
 
 GIB = 2**30
-MEASURED_KINDS = ("all-reduce", "all-gather", "reduce-scatter")
-"""Values of `CollectiveTime.kind`."""
+Measured = Literal["all-reduce", "all-gather", "reduce-scatter"]
+Platform = Literal["", "cpu", "cuda", "rocm", "tpu"]
+_REACH = "neither below 1e-15 nor above 1e+24"  # seconds, bytes and operations of machines to come, and shares
+Amount = Annotated[float, Range(f"a finite number above 0, {_REACH}", 1e-15, 1e24)]
+AmountOrZero = Annotated[float, Range(f"a finite number of at least 0, {_REACH}", 1e-15, 1e24, zero=True)]
+PartOfWhole = Annotated[float, Range("a share above 0 and of at most 1", 1e-15, 1)]
+PartOrZero = Annotated[float, Range("a share of at most 1, or 0", 1e-15, 1, zero=True)]
+Less = Annotated[float, Range("a share below 1, or 0", 1e-15, 1, open_high=True, zero=True)]
 
 
 @dataclass(frozen=True)
 class RingRate:
     """A measured bandwidth of ring collectives, all groups of an axis at once."""
 
-    inner: int
+    inner: Count
     """Product of the axes inside (faster) of this one; counts from here to the next entry's."""
-    size: int
+    size: Count
     """Devices of a group; counts from here to the next entry's."""
-    gib_per_s: float
+    gib_per_s: Amount
     """Rate at which a device sends, in 2^30 bytes a second."""
 
 
@@ -32,15 +39,15 @@ class RingRate:
 class CollectiveTime:
     """A measured time of one kind of collective, all groups of an axis at once."""
 
-    kind: str
+    kind: Measured
     """Kind of the collective: all-reduce, all-gather or reduce-scatter."""
-    inner: int
+    inner: Count
     """Product of the axes inside (faster) of this one; counts from here to the next entry's."""
-    size: int
+    size: Count
     """Devices of a group; counts from here to the next entry's."""
-    bytes: float
+    bytes: Amount
     """Bytes of the whole buffer: gathered, or to be reduced."""
-    seconds: float
+    seconds: Amount
     """Measured seconds."""
 
 
@@ -50,9 +57,9 @@ class Messages:
 
     channel: str
     """Channel of the messages, as in `pipeline.channel`."""
-    bytes_per_s: float
+    bytes_per_s: Amount
     """Bytes a second of long messages."""
-    latency_s: float
+    latency_s: Amount
     """Seconds of short messages."""
 
 
@@ -60,9 +67,9 @@ class Messages:
 class MatmulShare:
     """Share of the rate of large matmuls that matmuls of one size reach."""
 
-    size: int
+    size: Count
     """Cube root of the product of its three dims."""
-    share: float
+    share: PartOfWhole
     """At most 1."""
 
 
@@ -78,33 +85,33 @@ class Device:
 
     kind: str
     """Name of the device."""
-    memory_bytes: float
+    memory_bytes: Amount
     """Bytes of the device's memory."""
-    memory_bytes_per_s: float
+    memory_bytes_per_s: Amount
     """Bytes a second of streaming kernels."""
-    peak_fp32: float
+    peak_fp32: Amount
     """FLOP/s advertised for matmuls of float32."""
-    peak_bf16: float = 0.0
+    peak_bf16: AmountOrZero = 0.0
     """The same for bfloat16; 0: it has none."""
-    peak_fp16: float = 0.0
+    peak_fp16: AmountOrZero = 0.0
     """The same for float16; 0: it has none."""
-    reserved_bytes: float = 0.0
+    reserved_bytes: AmountOrZero = 0.0
     """Bytes taken by driver, runtime and communicators."""
-    attention: float = 0.0
+    attention: PartOrZero = 0.0
     """Rate of attention, in half precision's kernel, as a share of matmuls'; 0: derived from its blocks."""
-    launch_s: float = 0.0
+    launch_s: AmountOrZero = 0.0
     """Least time of a kernel."""
-    program_s: float = 0.0
+    program_s: AmountOrZero = 0.0
     """Least time of a program with a stage's arrays: every task of a pipeline is one."""
-    light_bytes_per_s: float = 0.0
+    light_bytes_per_s: AmountOrZero = 0.0
     """Bytes a second that norms, activation functions and additions must move; 0: memory's rate."""
-    update_bytes_per_s: float = 0.0
+    update_bytes_per_s: AmountOrZero = 0.0
     """Bytes a second of the optimizer's update; 0: memory's rate."""
-    contention: float = 0.0
+    contention: Less = 0.0
     """Share of its speed that compute loses while a collective runs beside it (cores and memory bandwidth taken)."""
-    platform: str = ""
+    platform: Platform = ""
     """Platform of jax: cpu, cuda, rocm or tpu; empty: unknown, without fused attention."""
-    capability: float = 0.0
+    capability: AmountOrZero = 0.0
     """Compute capability of a GPU with CUDA, such as 9.0."""
 
     @property
@@ -122,15 +129,15 @@ class Device:
 class Matmul:
     """Share of the peak that matmuls reach."""
 
-    large: float
+    large: PartOfWhole
     """Share of the peak that large matmuls reach when measured alone."""
-    sustained: float = 1.0
+    sustained: PartOfWhole = 1.0
     """Share of that rate that is left in the middle of long training steps (clocks, power)."""
-    tile_rows: int = 0
+    tile_rows: CountOrZero = 0
     """Rows of the output that a core computes at a time; 0: sizes do not matter."""
-    tile_columns: int = 0
+    tile_columns: CountOrZero = 0
     """Columns of it."""
-    cores: int = 0
+    cores: CountOrZero = 0
     """Tiles computed at once."""
 
 
@@ -138,13 +145,13 @@ class Matmul:
 class Node:
     """Links and shared cores of a node's devices."""
 
-    devices: int
+    devices: Count
     """Number of devices in a node."""
-    bytes_per_s: float
+    bytes_per_s: Amount
     """Bytes a second that a device sends to others of its node."""
-    latency_s: float
+    latency_s: Amount
     """Seconds of one hop."""
-    at_once: float = 0.0
+    at_once: AmountOrZero = 0.0
     """Number of devices that compute at full speed together where they share cores; 0: all."""
 
 
@@ -152,11 +159,11 @@ class Node:
 class Network:
     """Links between nodes; any numbers for a machine of one node."""
 
-    bytes_per_s: float
+    bytes_per_s: Amount
     """Bytes a second that a node sends to other nodes, with all its adapters."""
-    latency_s: float
+    latency_s: Amount
     """Seconds of one hop of a collective."""
-    straggling: float = 0.0
+    straggling: AmountOrZero = 0.0
     """Slowdown of a job's devices with every doubling of its nodes, as a share of one node's time: all wait for the
     slowest."""
 
@@ -165,9 +172,9 @@ class Network:
 class Host:
     """The memory beside the devices."""
 
-    memory_bytes: float
+    memory_bytes: Amount
     """Bytes of a node's host memory."""
-    bytes_per_s: float
+    bytes_per_s: Amount
     """Between a device and the host, each way."""
 
 
@@ -252,17 +259,6 @@ def at_place(rows: Sequence[Row], inner: int, size: int) -> list[Row]:
     level = max((row.inner for row in rows), default=0)
     rows = [row for row in rows if row.inner == level and row.size <= size]
     return [row for row in rows if row.size == max(other.size for other in rows)]
-
-
-def check_measured(matmuls: Sequence[MatmulShare], collectives: Sequence[CollectiveTime]) -> None:
-    """Raise ``UserError`` for measurements that contradict each other."""
-    for at, row in enumerate(matmuls):
-        if row.share > 1:
-            raise UserError(f"matmuls[{at}].share", row.share, "a share above 0 and of at most 1")
-    for at, one in enumerate(collectives):
-        if one.kind not in MEASURED_KINDS:
-            accepted = f"one of {', '.join(MEASURED_KINDS)}{nearest(one.kind, MEASURED_KINDS)}"
-            raise UserError(f"collectives[{at}].kind", one.kind, accepted)
 
 
 def between(curve: Curve, at: float) -> float:

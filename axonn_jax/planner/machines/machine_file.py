@@ -2,26 +2,22 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from axonn_jax.documents import TOML_BYTES, parse_toml, read_bytes
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
-from axonn_jax.planner.machines.machine import CollectiveTime, Machine, MatmulShare, Messages, RingRate, check_measured
+from axonn_jax.options import typed
+from axonn_jax.planner.machines.machine import Machine
 
 _FOLDER = Path(__file__).parent
 
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-
-_MOST, _SMALLEST, _LARGEST = 10**9, 1e-15, 1e24
-"""Counts; seconds, bytes and operations of machines to come, and shares."""
-
-_ROWS: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {
-    "bandwidth": (RingRate, ("inner", "size")),
-    "messages": (Messages, ("channel",)),
-    "matmuls": (MatmulShare, ("size",)),
-    "collectives": (CollectiveTime, ("kind", "inner", "size", "bytes")),
+_APART: Mapping[str, tuple[str, ...]] = {
+    "bandwidth": ("inner", "size"),
+    "messages": ("channel",),
+    "matmuls": ("size",),
+    "collectives": ("kind", "inner", "size", "bytes"),
 }
 """Lists of tables, and the keys that tell their entries apart."""
 
@@ -57,91 +53,26 @@ def loads_machine(text: str, name: str, source: str = "text") -> Machine:
         raw = parse_toml(text)
     except ValueError as error:
         raise UserError("--machine", source, f"valid TOML; {error}") from None
-    hints = get_type_hints(Machine)
-    known = [f.name for f in fields(Machine) if f.name != "name"]
-    for key, value in raw.items():
-        if key not in known:
-            raise UserError(
-                key, value, f"not a key of a machine file{nearest(key, known)}; those are {', '.join(known)}"
-            )
-    values: dict[str, Any] = {"name": name}
-    for f in fields(Machine):
-        if f.name == "name":
-            continue
-        if f.name not in raw:
-            if f.default is MISSING:
-                raise UserError(f.name, NOT_GIVEN, f"required in a machine file ({source})")
-            continue
-        value = raw[f.name]
-        if f.name == "title":
-            values["title"] = _value("title", value, str)
-        elif f.name == "sources":
-            if not isinstance(value, list) or not value:
-                raise UserError("sources", value, "a list of at least one text")
-            values["sources"] = tuple(_value("sources", one, str) for one in value)
-        elif f.name in _ROWS:
-            if not isinstance(value, list):
-                raise UserError(f.name, value, f"tables [[{f.name}]]")
-            cls, keys = _ROWS[f.name]
-            rows = [_table(f"{f.name}[{at}]", one, cls) for at, one in enumerate(value)]
-            places = [tuple(getattr(row, key) for key in keys) for row in rows]
-            if len(set(places)) < len(places):
-                twice = next(place for at, place in enumerate(places) if place in places[:at])
-                raise UserError(f.name, twice, f"one entry for each {' and '.join(keys)}")
-            values[f.name] = tuple(rows)
-        else:
-            values[f.name] = _table(f.name, value, hints[f.name])
-    machine = Machine(**values)
+    if "name" in raw:
+        raise UserError("name", raw["name"], "not a key of a machine file, which is named as the file")
+    machine = typed(Machine, {"name": name, **raw}, closed=True)
     _check(machine)
     return machine
 
 
-def _table(name: str, raw: object, cls: type[Any]) -> Any:
-    if not isinstance(raw, Mapping):
-        raise UserError(name, raw, f"a table with the keys {', '.join(f.name for f in fields(cls))}")
-    known = [f.name for f in fields(cls)]
-    for key, value in raw.items():
-        if key not in known:
-            raise UserError(
-                f"{name}.{key}", value, f"not a known key{nearest(key, known)}; those are {', '.join(known)}"
-            )
-    values = {}
-    for f in fields(cls):
-        if f.name in raw:
-            values[f.name] = _value(f"{name}.{f.name}", raw[f.name], f.type, positive=f.default is MISSING)
-        elif f.default is MISSING:
-            raise UserError(f"{name}.{f.name}", NOT_GIVEN, "required in a machine file")
-    return cls(**values)
-
-
-def _value(name: str, value: object, kind: Any, positive: bool = True) -> Any:
-    """Check one value: texts are not empty, required numbers above 0, optional ones at least 0, none out of reach."""
-    if kind is str:
-        if not isinstance(value, str) or not value.strip():
-            raise UserError(name, value, "a text")
-        return value
-    noun, low, high = ("an integer", 1, _MOST) if kind is int else ("a finite number", _SMALLEST, _LARGEST)
-    right = type(value) is int or (type(value) is float and kind is float)
-    if right and (low <= value <= high or (value == 0 and not positive)):  # type: ignore[operator]
-        return kind(value)
-    least = "above 0" if positive else "of at least 0"
-    raise UserError(name, value, f"{noun} {least}, neither below {low:g} nor above {high:g}")
-
-
 def _check(machine: Machine) -> None:
     """Raise ``UserError`` for fields that contradict each other."""
-    for name in ("large", "sustained"):
-        share = getattr(machine.matmul, name)
-        if not 0 < share <= 1:
-            raise UserError(f"matmul.{name}", share, "a share above 0 and of at most 1")
-    check_measured(machine.matmuls, machine.collectives)
-    if machine.device.contention >= 1:
-        raise UserError("device.contention", machine.device.contention, "a share below 1, or 0")
-    if machine.device.attention > 1:
-        raise UserError("device.attention", machine.device.attention, "a share of at most 1, or 0")
+    for name, text in (("title", machine.title), ("device.kind", machine.device.kind)):
+        if not text.strip():
+            raise UserError(name, text, "a text")
+    if not machine.sources:
+        raise UserError("sources", [], "a list of at least one text")
+    for name, keys in _APART.items():
+        places = [tuple(getattr(row, key) for key in keys) for row in getattr(machine, name)]
+        if len(set(places)) < len(places):
+            twice = next(place for at, place in enumerate(places) if place in places[:at])
+            raise UserError(name, twice, f"one entry for each {' and '.join(keys)}")
     platform, capability = machine.device.platform, machine.device.capability
-    if platform not in ("", *PLATFORMS):
-        raise UserError("device.platform", platform, f"one of {', '.join(PLATFORMS)}")
     if platform == "cuda" and not capability:
         raise UserError("device.capability", NOT_GIVEN, "required with the platform cuda, such as 9.0")
     if capability and (platform != "cuda" or capability != round(capability, 1)):

@@ -54,10 +54,7 @@ def simulate_candidate(
     progress: Callable[[int], None] | None = None,
 ) -> Pipelined:
     """Simulate a candidate's step without work done once a step; `shown` and `progress` are those of `pipelined`."""
-    split = model.request.splits(candidate.activations)
-    return pipelined(
-        times, model.request.policy, in_flight=candidate.in_flight, split=split, shown=shown, progress=progress
-    )
+    return pipelined(times, model.request.schedule(candidate), shown=shown, progress=progress)
 
 
 class Prices:
@@ -117,7 +114,8 @@ class Prices:
     def pipelined(self, candidate: Candidate) -> Pipelined:
         """Simulate a candidate's step without work done once a step."""
         times = self.stage_times(candidate)
-        key = (*self._key(candidate), candidate.microbatches, candidate.in_flight, times.message)
+        policy = self.model.request.schedule(candidate)
+        key = (*self._key(candidate), candidate.microbatches, policy, times.message)
         if key not in self._pipelines:
             done = self._pipelines[key] = simulate_candidate(self.model, times, candidate)
             self.tasks += done.simulation.tasks

@@ -7,9 +7,9 @@ from statistics import NormalDist
 from typing import Any
 
 from axonn_jax.errors import UserError
-from axonn_jax.options import PipelinePolicy
 from axonn_jax.planner.simulate.simulator import Simulation, simulate
 from axonn_jax.planner.simulate.steady import StageTimes
+from axonn_jax.schedule.policies import Policy
 from axonn_jax.schedule.tasks import Kind, Message, Task
 
 _NORMAL = NormalDist()
@@ -75,11 +75,9 @@ class Outcome:
 
 def simulate_perturbed(
     times: StageTimes,
-    policy: PipelinePolicy,
-    split: bool,
+    policy: Policy,
     by: Perturbation,
     replica: int = 0,
-    in_flight: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """One pipeline's step under a disturbance; replicas differ in their jitter; `progress` is `simulate`'s."""
@@ -100,7 +98,7 @@ def simulate_perturbed(
             seconds *= factor(by.jitter, by.members, by.seed, replica, way, message.stage, message.microbatch)
         return seconds
 
-    how: dict[str, Any] = {"message_time": message_time, "in_flight": in_flight, "split": split, "progress": progress}
+    how: dict[str, Any] = {"message_time": message_time, "progress": progress}
     healthy = simulate(pipe_shape, policy, task_time=task_time, **how)
     if not by.failed:
         return Outcome(healthy, True, healthy.makespan)

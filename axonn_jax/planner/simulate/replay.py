@@ -7,8 +7,8 @@ from itertools import pairwise
 from statistics import median
 
 from axonn_jax.errors import UserError
-from axonn_jax.options import PipelinePolicy
 from axonn_jax.planner.simulate.simulator import Simulation, TaskRun, simulate
+from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import Kind, PipelineShape, Task, needs
 
 
@@ -37,8 +37,8 @@ def parse_task(name: str) -> Task:
     return Task(Kind(found[1]), int(found[2]), int(found[3]))
 
 
-def replay(measured: Iterable[TaskRun], policy: PipelinePolicy, in_flight: int = 0) -> Replay:
-    """Simulate a step with its own task times, and the gaps and message times that it shows.
+def replay(measured: Iterable[TaskRun], name: str) -> Replay:
+    """Simulate a step with its own task times, and the gaps and message times that it shows, under the policy `name`.
 
     The policy may be another one than ran; a whole backward takes the time of its measured parts, and a part of a
     backward measured as a whole takes the median of such parts in its stage.
@@ -49,8 +49,8 @@ def replay(measured: Iterable[TaskRun], policy: PipelinePolicy, in_flight: int =
     """
     spans = {one.task: one for one in measured}
     pipe_shape, split = _pipe_shape(spans), any(task.kind is Kind.BACKWARD_WEIGHT for task in spans)
-    if policy == "zero-bubble" and not split:
-        raise UserError("--replay", policy, "a policy for backwards in one, as they were measured")
+    if (policy := policy_of(name, split=split)).splits and not split:
+        raise UserError("--replay", name, "a policy for backwards in one, as they were measured")
     before = _before(spans)
     waits, gaps = [], []
     for task, one in spans.items():
@@ -72,8 +72,6 @@ def replay(measured: Iterable[TaskRun], policy: PipelinePolicy, in_flight: int =
         policy,
         task_time=lambda task: _seconds(task, spans, usual) + gap,
         message_time=lambda _: max(0.0, message_s - gap),
-        in_flight=in_flight,
-        split=split,
     )
     return Replay(last - first, done, gap, message_s)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from axonn_jax.options import PipelinePolicy
 from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher
+from axonn_jax.schedule.policies import Policy
 from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task, sends
 from axonn_jax.timeline.spans import KIND_OF, Span
 
@@ -67,12 +67,10 @@ class Simulation:
 
 def simulate(
     pipe_shape: PipelineShape,
-    policy: PipelinePolicy,
+    policy: Policy,
     *,
     task_time: Callable[[Task], float],
     message_time: Callable[[Message], float],
-    in_flight: int = 0,
-    split: bool = True,
     shown: Collection[int] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulation:
@@ -86,7 +84,7 @@ def simulate(
         UserError: the policy cannot run with this shape of the pipeline.
         RuntimeError: the ranks wait for each other; the message has the state of every rank.
     """
-    ranks = [PolicyDispatcher(pipe_shape, rank, policy, in_flight, split) for rank in range(pipe_shape.pipe)]
+    ranks = [PolicyDispatcher(pipe_shape, rank, policy) for rank in range(pipe_shape.pipe)]
     return drive(ranks, task_time=task_time, message_time=message_time, shown=shown, progress=progress)
 
 

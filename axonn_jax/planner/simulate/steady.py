@@ -3,9 +3,8 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from axonn_jax.options import PipelinePolicy
 from axonn_jax.planner.simulate.simulator import Simulation, simulate
-from axonn_jax.schedule.policies import in_flight_limit
+from axonn_jax.schedule.policies import Policy
 from axonn_jax.schedule.tasks import Kind, Message, PipelineShape, Task
 
 _WHOLE = 6_000
@@ -33,13 +32,13 @@ class StageTimes:
         del message
         return self.message
 
-    def work(self, rank: int, policy: PipelinePolicy, split: bool) -> float:
+    def work(self, rank: int, policy: Policy) -> float:
         """Seconds that a microbatch takes a rank at the least."""
         total = 0.0
         for stage in self.pipe_shape.stages_of(rank):
             forward, *parts, whole = (self.tasks[kind, stage] for kind in _KINDS)
-            backward = {"message": min(sum(parts), whole) if split else whole, "zero-bubble": sum(parts)}
-            total += forward + backward.get(policy, whole)
+            backward = {"whole": whole, "split": sum(parts), "both": min(sum(parts), whole)}
+            total += forward + backward[policy.backwards(self.pipe_shape)]
         return total
 
     def way(self, split: bool) -> float:
@@ -68,10 +67,8 @@ class Pipelined:
 
 def pipelined(
     times: StageTimes,
-    policy: PipelinePolicy,
+    policy: Policy,
     *,
-    in_flight: int = 0,
-    split: bool = True,
     shown: Collection[int] | None = (),
     progress: Callable[[int], None] | None = None,
 ) -> Pipelined:
@@ -86,7 +83,7 @@ def pipelined(
         UserError: the policy cannot run with this shape of the pipeline.
     """
     pipe_shape, pipe = times.pipe_shape, times.pipe_shape.pipe
-    work = [times.work(rank, policy, split) for rank in range(pipe)]
+    work = [times.work(rank, policy) for rank in range(pipe)]
     busiest = max(range(pipe), key=work.__getitem__)
 
     def run(microbatches: int) -> Simulation:
@@ -95,20 +92,18 @@ def pipelined(
             policy,
             task_time=times.task,
             message_time=times.carried,
-            in_flight=in_flight,
-            split=split,
             shown=None if shown is None else {*shown, busiest},
             progress=progress,
         )
 
-    full = in_flight_limit(pipe_shape, 0, in_flight) if policy == "message" else pipe
-    least = max(work[busiest], times.way(split) / full if policy == "message" else 0.0)
+    full, unit = policy.depth(pipe_shape), pipe_shape.group
+    least = max(work[busiest], times.way(policy.splits) / full)
     tasks, before = 3 * pipe_shape.stages, None
-    few, unit = full + full // 4 + 24, pipe if pipe_shape.virtual_stages > 1 else 1
+    few = full + full // 4 + 24
     if tasks * few >= _MOST:
         few = full + full // 8
-    while policy != "gpipe" and 3 * few < pipe_shape.microbatches and tasks * pipe_shape.microbatches > _WHOLE:
-        # Several virtual stages take microbatches in groups of `pipe`: as many are in the last one.
+    while 3 * few < pipe_shape.microbatches and tasks * pipe_shape.microbatches > _WHOLE:
+        # Several virtual stages take microbatches in groups: as many are in the last one.
         left_out = (pipe_shape.microbatches - few) // unit * unit
         done = run(pipe_shape.microbatches - left_out)
         period, since = _period(done, busiest, full)
@@ -138,7 +133,7 @@ def _period(done: Simulation, rank: int, full: int) -> tuple[float, float]:
     for span in done.spans:
         if span.rank == rank and span.task.kind is Kind.FORWARD and span.task.stage < pipe:
             starts[span.task.microbatch] = span.start
-    unit = pipe if done.pipe_shape.virtual_stages > 1 else 1  # several stages take microbatches in groups
+    unit = done.pipe_shape.group
     last -= unit
     count = max(unit, (last - full) // 2 // unit * unit)
     since = starts[last - count]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from axonn_jax.tensor.kernel_choice import EVERY_TOKEN, AttentionRule, Tiles
+from axonn_jax.tensor.kernels.cap import capped
 
 # The plain form writes and reads whole [heads, seq, seq] arrays about ten times a layer; two ranks on one socket then
 # share the memory bus more than they share work, and for long sequences an accelerator has no room. Here keys that none
@@ -71,7 +72,7 @@ def _seen(block: slice, window: int) -> slice:
 
 def scaled(products: jax.Array, head_dim: int, rule: AttentionRule) -> jax.Array:
     """Return the scores of products of queries and keys, float32."""
-    return products * head_dim**-0.5
+    return capped(products * head_dim**-0.5, rule.cap)
 
 
 def _visible(block: slice, seen: slice, window: int, numbers: jax.Array | None) -> jax.Array:

@@ -1,7 +1,7 @@
 """An order of computation that leaves every collective something to run beside.
 
 XLA's scheduler hides a collective behind a matmul only by chance, after its fusions have joined the elementwise work of
-independent streams into kernels that wait for all of them. Here the order is decided
+independent sub-batches into kernels that wait for all of them. Here the order is decided
 first: a traced function is run in virtual time on one compute unit and one network, the longest chain first, and the
 order found is written into the program as dependencies that carry no data.
 """

@@ -23,9 +23,9 @@ from axonn_jax.tensor.specs import shard_mapped, size_over
 
 @dataclass(frozen=True)
 class ByRows:
-    """A convolution [rows, ..., channels] in a manual region: rows over `data` and `z` if they divide.
+    """A convolution [rows, ..., channels] in a manual region: rows over `data` and `z` if divisible.
 
-    Collectives: all-reduce of the kernel's gradient over `data` and `z`, its bytes twice on a ring.
+    Collectives: all-reduce of the kernel's gradient over `data` and `z`, twice the bytes on a ring.
     """
 
     mesh: Mesh
@@ -52,9 +52,9 @@ def by_rows(modules: Iterable[nnx.Module], mesh: Mesh) -> None:
 
 
 def check_grouped(jaxpr: Any, mesh: Mesh, layer: str) -> None:
-    """Raise ``UserError`` for a grouped convolution that XLA would partition, if its kernel is computed from inputs.
+    """Raise ``UserError`` for a grouped convolution partitioned by XLA, with a kernel computed from inputs.
 
-    Manual regions and equations whose name begins with `layer` are not looked into.
+    Manual regions and equations named `layer...` are skipped.
     """
     rows = size_over(mesh, BATCH_AXES)
     if rows > 1 and mesh.size > rows:
@@ -82,7 +82,7 @@ def _check(jaxpr: Any, computed: set[Any], layer: str) -> None:
 
 
 def bodies(eqn: Any) -> Iterator[Any]:
-    """The jaxprs that an equation runs."""
+    """Return the jaxprs run by an equation."""
     for param in eqn.params.values():
         for each in param if isinstance(param, tuple | list) else (param,):
             inner = getattr(each, "jaxpr", each)

@@ -44,11 +44,10 @@ def in_region(
 ) -> jax.Array:
     """Run `local` on local shards of an input [rows, ..., features] and of the layer's parameters.
 
-    `x_feature` is the input's dim of features (None: it has none, as ids) and the axis that splits it, `y_spec` the
-    layout of the output's features, `rows` the batch dim of input and of output. Rows are split over `data` and `z`
-    if they divide; a weight gathered over `z` is then not kept for the backward pass but gathered again. Where they
-    do not, every device of `data` and `z` computes the same, and the parameters come in
-    whole along `z` (XLA gathers them).
+    `x_feature` is the input's dim of features and its axis (None: no features, as ids), `y_spec` the layout of the
+    output's features, `rows` the batch dim of input and of output. Divisible rows are split over `data` and `z`; a
+    weight gathered over `z` is then gathered again for the backward pass. With other rows every device of `data` and
+    `z` computes the same, and XLA gathers the parameters along `z`.
     """
     x_spec = spec_of(x.ndim) if x_feature is None else spec_of(x.ndim, x_feature)
     is_row = rows is not None and x.ndim > 0 and (x_feature is None or rows[0] != x_feature[0] % x.ndim)
@@ -68,9 +67,9 @@ def in_region(
 
 
 def gather_kernel(plan: LayerPlan, kernel: jax.Array, split: bool, dtype: jnp.dtype) -> jax.Array:
-    """Return the kernel in `dtype`, gathered over `z` if it is split there.
+    """Return the kernel in `dtype`, gathered over `z` if split.
 
-    It varies over `data` before the gather: autodiff then scatters its gradient over `z` first and reduces the
+    Before the gather the kernel varies over `data`: autodiff then scatters the gradient over `z` first and reduces the
     remaining `Gz`-th over `data`.
     """
     if not split or plan.z_dim is None:
@@ -83,11 +82,10 @@ def contract(
 ) -> jax.Array:
     """A layer `Y = X W + b` (matmul, einsum or convolution) by the 4D algorithm, on global arrays.
 
-    `flax_call(stand_in, x)` is the layer's own Flax code; it runs on local shards, with all its options but those that
-    are `replaced`. Where one axis splits both sides, each shard is a layer by itself. Collectives else as in
-    `tensor.linear.matmul_4d`: forward all-gather of W over `z`, all-reduce of Y over `in_axis`; backward all-gather of
-    W over `z` again, all-reduce of dX over `out_axis`, reduce-scatter of dW over `z`, all-reduce over `data` of the
-    local part.
+    `flax_call(stand_in, x)` is the layer's own Flax code, run on local shards with all options but the `replaced` ones.
+    Where one axis splits both sides, each shard is a layer by itself. Collectives else as in `tensor.linear.matmul_4d`:
+    forward all-gather of W over `z`, all-reduce of Y over `in_axis`; backward all-gather of W over `z` again,
+    all-reduce of dX over `out_axis`, reduce-scatter of dW over `z`, all-reduce over `data` of the local part.
     """
     dims = plan.dims
 
@@ -262,7 +260,7 @@ def _normed(layer: Any, x: jax.Array, norm: Callable[..., jax.Array], names: tup
 
 
 def _wide(param: jax.Array | None) -> jax.Array | None:
-    """Norms compute in float32; strict dtype promotion wants it said."""
+    """Norms compute in float32; strict dtype promotion needs explicit casts."""
     return None if param is None else param.astype(jnp.float32)
 
 
@@ -276,4 +274,4 @@ SHARDED: dict[type[nnx.Module], type[nnx.Module]] = {
     nnx.LayerNorm: ShardedLayerNorm,
     nnx.RMSNorm: ShardedRMSNorm,
 }
-"""The sharded form of each Flax layer that has one."""
+"""Sharded forms of Flax layers."""

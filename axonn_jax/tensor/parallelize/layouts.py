@@ -1,4 +1,4 @@
-"""Layouts of a layer: contracted and produced dims, and the axes that split its arrays."""
+"""Layouts of a layer: contracted and produced dims, and axes of the arrays."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.ops.layers import TensorAxis
 
 PLAN = "axonn_plan"
-"""Name of a layer's (static) attribute with its plan."""
+"""Name of a layer's (static) attribute with the plan."""
 
 
 @dataclass(frozen=True)
 class ActivationSplit:
-    """Known layout of an activation: the split dim and the axis that splits it."""
+    """Known layout of an activation: the split dim and the axis."""
 
     axis: TensorAxis
     size: int
@@ -31,11 +31,11 @@ class Dims:
     """Sharded dims of a layer's arrays, as Python indexes."""
 
     x: int = -1
-    """Dim of the input that is contracted and split over `in_axis`."""
+    """Contracted dim of the input, split over `in_axis`."""
     y: int = -1
-    """Dim of the output that is split over `out_axis`."""
+    """Dim of the output split over `out_axis`."""
     bias: tuple[int, ...] = (-1,)
-    """The output's dims that the bias's dims belong to, in their order."""
+    """The output's dims of the bias, in the bias's order."""
     rows: tuple[int, int] | None = (0, 0)
     """The batch dim of input and of output; None where there is none to split."""
     rank: int = 0
@@ -46,8 +46,8 @@ class Dims:
 class LayerPlan:
     """Layout of one layer on the mesh.
 
-    `sharded` is False for a layer that stays as it was, its parameters replicated. A sharded layer of which nothing
-    but the rows is split (no axes, no specs) has replicated parameters too.
+    `sharded` is False for an unchanged layer with replicated parameters. A sharded layer with split rows alone (no
+    axes, no specs) has replicated parameters too.
     """
 
     kind: str
@@ -56,17 +56,17 @@ class LayerPlan:
     in_axis: TensorAxis | None = None
     out_axis: TensorAxis | None = None
     specs: tuple[tuple[str, P], ...] = ()
-    """The layout of every parameter, by its name in the layer."""
+    """The layout of every parameter, by name in the layer."""
     dims: Dims = Dims()
     z_dim: int | None = None
-    """The kernel's dim that `z` splits once more."""
+    """The kernel's dim split once more over `z`."""
     note: str = ""
-    """Reason for which the layer, or a part of it, is not split."""
+    """Reason against splitting the layer, or a part."""
     sizes: tuple[int, int] = (1, 1)
-    """Elements of the input and of the output of all its calls together, or of one row (see `rows_known`)."""
+    """Elements of input and output of all calls together, or of one row (see `rows_known`)."""
     rows_known: bool = False
     rows_split: bool = True
-    """True if the rows of its (last known) call divide over `data` and `z`."""
+    """True if the rows of the (last known) call divide over `data` and `z`."""
 
     def spec(self, name: str) -> P:
         """The layout of one of the layer's parameters."""
@@ -103,7 +103,7 @@ def without_z(spec: P) -> P:
 
 @dataclass(frozen=True)
 class Side:
-    """Kernel dim that could be split, and the activation's dim that is split with it."""
+    """Splittable dim of the kernel, and the activation's dim split with it."""
 
     kernel: int
     activation: int
@@ -126,7 +126,7 @@ class Kernel:
     rank: int = 0
     """Dims of the output less dims of the input."""
     groups: int = 1
-    """Groups of features, in order, that do not mix: a shard of whole groups needs no other's."""
+    """Independent groups of features, in order: a shard of whole groups needs no other shard."""
 
     def dims(self, side_in: Side | None, side_out: Side | None) -> Dims:
         """The dims of activations for the sides chosen."""
@@ -144,7 +144,7 @@ class Norm:
 
 
 def describe(layer: Any) -> Kernel | Norm | str:
-    """Return the splittable kernel or norm of a layer, or one line with the reason that there is none."""
+    """Return the splittable kernel or norm of a layer, or one line with the reason for none."""
     kind = type(layer)
     if kind is nnx.Linear:
         if layer.kernel.shape != (layer.in_features, layer.out_features):
@@ -223,7 +223,7 @@ def _einsum(layer: Any) -> Kernel | str:
 
 
 def _position(labels: str, label: str) -> int:
-    """An index's dim: from the front where it is before an ellipsis, or there is none, else from the end."""
+    """Return an index's dim: from the front if before an ellipsis or without one, else from the end."""
     before, dots, after = labels.partition("...")
     return before.index(label) if not dots or label in before else after.index(label) - len(after)
 

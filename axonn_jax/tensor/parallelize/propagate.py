@@ -1,4 +1,4 @@
-"""Propagation of layouts: the plan of every layer from how its input arrives, in the order of layers or of the data."""
+"""Propagation of layouts: the plan of every layer from the input's layout, in the order of layers or of the data."""
 
 import functools
 import math
@@ -28,8 +28,8 @@ class Chooser:
     def plan(self, layer: Any, arrives: ActivationSplit | None, override: str | None) -> LayerPlan:
         """The plan of a layer whose input arrives as said (None: not split over `x` or `y`).
 
-        `override` is "replicated", or the axis to contract over ("x", "y": for an embedding or a norm the one that
-        splits its features).
+        `override` is "replicated", or the axis to contract over ("x", "y": for an embedding or a norm the features'
+        axis).
         """
         described = describe(layer)
         kind = type(layer).__name__
@@ -80,7 +80,7 @@ class Chooser:
     def _grouped(
         self, kind: str, kernel: Kernel, arrives: ActivationSplit | None, axis: TensorAxis, *, forced: bool
     ) -> LayerPlan:
-        """Return the plan of grouped features: they stay on their devices, each with its groups' kernels."""
+        """Return the plan of grouped features: whole groups stay on a device, with the groups' kernels."""
         (side_in,), (side_out,) = kernel.ins, kernel.outs
         if not forced and (arrives is None or not arrives.last or arrives.size != side_in.size):
             return self._by_rows(kind, kernel, "the features of its groups are not split where it stands")
@@ -91,7 +91,7 @@ class Chooser:
         return LayerPlan(kind, self.mesh, True, axis, axis, specs, dims, sizes=kernel.features)
 
     def _by_rows(self, kind: str, layer: Kernel | Norm, note: str) -> LayerPlan:
-        """Whole parameters on every device; a kernel's layer has its rows split by hand all the same.
+        """Whole parameters on every device; rows of a layer with a kernel are split by hand all the same.
 
         XLA's partitioner gets the kernel gradient of a grouped convolution wrong (jaxlib 0.10.2: rows split over some
         devices, and the same on others).
@@ -142,7 +142,7 @@ class Chooser:
         )
 
     def _side(self, sides: tuple[Side, ...], axis: TensorAxis, end: str) -> tuple[Side | None, str]:
-        """The first candidate that divides over the axis, or why there is none."""
+        """Return the first candidate divisible over the axis, or the reason for none."""
         parts = self.mesh.shape[axis]
         for side in sides:
             if side.size % parts == 0:
@@ -162,7 +162,7 @@ _BRANCHES = (
     frozenset({"gate", "up"}),
     frozenset({"gate_proj", "up_proj"}),
 )
-"""Names of layers that take the same input side by side."""
+"""Names of layers with the same input."""
 
 
 def _side_by_side(first: str, second: str) -> bool:
@@ -202,11 +202,11 @@ def plans_by_flow(
     overrides: dict[str, str],
     call: Callable[[Any], Any],
 ) -> dict[str, LayerPlan]:
-    """Return a plan for each layer that `call(model)` reaches, with the sizes of its calls; nothing is computed.
+    """Return a plan for each layer reached by `call(model)`, with the sizes of calls; nothing is computed.
 
-    `model` (a copy: its layers become probes) is traced to a jaxpr in which every layer is one marked equation. An
-    activation carries the axis that splits it through everything between two layers; where two meet (a residual
-    sum, attention's products) the first that is known counts.
+    `model` (a copy, with probes for layers) is traced to a jaxpr with one marked equation for every layer. An
+    activation carries its axis through everything between two layers; where two meet (a residual sum, attention's
+    products) the first known axis counts.
     """
     paths = list(layers)
     for index, layer in enumerate(layers.values()):
@@ -241,7 +241,7 @@ AtLayer = Callable[[int, str, Shape, int, ActivationSplit | None], ActivationSpl
 
 @functools.cache
 def _probe(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """The layer type with each call traced as one equation that names the layer."""
+    """The layer type with each call traced as one equation named after the layer."""
 
     def marked(method: str) -> Callable[..., Any]:
         def call(self: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Report of `parallelize`: each layer with its roles, bytes and communication, or the reason it was not split."""
+"""Report of `parallelize`: each layer with roles, bytes and communication, or the reason against splitting."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from flax import nnx
 from axonn_jax.grid import BATCH_AXES, REPLICA_AXES
 from axonn_jax.tensor.parallelize.api import modules, own_variables
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
+from axonn_jax.terminal import table
 
 
 class Transfer(NamedTuple):
@@ -28,7 +29,7 @@ class Transfer(NamedTuple):
 
 
 def transfers(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[Transfer]:
-    """Return every collective of a forward and backward pass over the layer's calls; `shapes` are its parameters'."""
+    """Return every collective of a forward and backward pass over the layer's calls; `shapes` are the parameters'."""
     if not plan.sharded:
         return []
     each = _norm(plan, shapes) if plan.kind in ("LayerNorm", "RMSNorm") else _contraction(plan, shapes, itemsize)
@@ -138,9 +139,7 @@ class ShardingReport:
         known = any(entry.plan.rows_known for entry in self.entries)
         unit = "B a call, ring" if known else "B a row and its weights, ring; pass call= for a call's"
         head = ("layer", "type", "roles", "B a device", "of B", f"forward ({unit})", "backward")
-        rows = [head, *(_row(entry) for entry in self.entries)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = table(head, [_row(entry) for entry in self.entries], left=range(len(head)))
         lines += [f"{e.path}: {e.plan.note}" for e in self.entries if e.plan.note]
         sent = ", ".join(f"{axes} {count:,} B" for axes, count in self.traffic.items()) or "nothing"
         lines.append(f"parameters: {self.device_bytes:,} of {self.bytes:,} B a device; a device sends {sent}")
@@ -161,8 +160,8 @@ def _row(entry: Entry) -> tuple[str, ...]:
 def sharding_report(model: nnx.Module) -> ShardingReport:
     """Return the report of `parallelize` for this model, layers in the order of its attributes; `print` it.
 
-    Communication is that of forward and backward in one call, by ring formulas, for the inputs that `call` had, or
-    else for one row; replicated layers' gradient reductions, which XLA places, are not in it.
+    Communication covers forward and backward of one call, by ring formulas, for `call`'s inputs, or else for one row,
+    without gradient reductions of replicated layers, which XLA places.
     """
     plans = ((path, module, getattr(module, PLAN, None)) for path, module in modules(model).items())
     entries = (_entry(path or "(model)", module, plan) for path, module, plan in plans if plan is not None)

@@ -75,7 +75,7 @@ class BatchShards:
         """Sequences of the smallest global batch that this process holds."""
         return len(self.local(self.least))
 
-    def global_batch(self, batch: np.ndarray) -> int:
+    def whole(self, batch: np.ndarray) -> int:
         """Sequences of the global batch of which this process's are [sequences, seq + 1].
 
         Raises ``UserError`` for any other shape, or number of sequences.
@@ -87,7 +87,7 @@ class BatchShards:
 
     def shard(self, batch: np.ndarray) -> jax.Array:
         """Make [microbatches, global_batch / microbatches, seq + 1] on the mesh from this process's sequences."""
-        global_batch, width = self.global_batch(batch), batch.shape[1]
+        global_batch, width = self.whole(batch), batch.shape[1]
         each = global_batch // self.microbatches
         position = {number: at for at, number in enumerate(self.local(global_batch))}
 

@@ -26,7 +26,7 @@ from axonn_jax.pipeline import build
 from axonn_jax.pipeline.stage_state import StateOptions
 from axonn_jax.pipeline.trace import StepShape
 from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher, forward_only
-from axonn_jax.schedule.policies import backwards, default_in_flight, joins, may_split
+from axonn_jax.schedule.policies import ByArrival, may_split, policy_of
 from axonn_jax.state.param_store import ParamStore
 from axonn_jax.tensor.params import Params, shapes_alone, shapes_of, split_module
 from axonn_jax.timeline.picture import draw
@@ -74,7 +74,8 @@ class PipelineEngine:
         if checked.balance_rate is not None:
             optimizer = balancing(optimizer, checked.balance_rate, split.loads)
         checked.check_grid(grid.shape)
-        self._split = may_split(pipeline.split_backward, memory.activations)
+        may = may_split(pipeline.split_backward, memory.activations)
+        self.policy = policy_of(pipeline.policy, pipeline.in_flight, may)
         self._segments = list(checked.segments)
         self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._segments)
         self.grid, self.batches, self.pipeline = grid, BatchShards(grid, microbatches), pipeline
@@ -88,7 +89,7 @@ class PipelineEngine:
         self._pipes = build.PipelineCache()
         self._half_done: Literal["", "tasks", "update"] = ""  # in a step, the part that an exception leaves half done
         self._channel = choose(pipeline.channel, grid.size)
-        self._links = build.connect(grid, self.pipe_shape, pipeline.policy, pipeline.stall_timeout)
+        self._links = build.connect(grid, self.pipe_shape, self.policy, pipeline.stall_timeout)
         self._links.heartbeat.start()
         self.stores: Mapping[int, ParamStore] = {}
         # Which stage holds which parameters does not depend on the batch, so any small one will do.
@@ -233,7 +234,7 @@ class PipelineEngine:
 
     def _prepare(self, batch: np.ndarray) -> tuple[build.CompiledPipeline, list[np.ndarray]]:
         """The pipeline for batches of this shape, and the batch as [microbatches, sequences, seq + 1]."""
-        rows, width = self.batches.global_batch(batch) // self.batches.microbatches, batch.shape[1]
+        rows, width = self.batches.whole(batch) // self.batches.microbatches, batch.shape[1]
         if self._half_done:
             self._recover()
         pipe = self._pipes.get((rows, width), lambda: self._make_pipe(rows, width))
@@ -249,8 +250,7 @@ class PipelineEngine:
                 self._links,
                 {pp_rank: store.placement.state_specs for pp_rank, store in self.stores.items()},
                 channel=self._channel,
-                backwards=backwards(self.pipeline.policy, self.pipe_shape, self._split),
-                joins=joins(self.pipeline.policy, self.pipe_shape),
+                policy=self.policy,
                 bucket=self._bucket,
             )
         finally:
@@ -289,10 +289,10 @@ class PipelineEngine:
     def _dispatcher(self, pp_rank: int, pipe: build.CompiledPipeline) -> OrderedDispatcher:
         if (leader := self._links.leader) is not None and not leader.leads:
             return OrderedDispatcher(self.pipe_shape, pp_rank)
-        in_flight = self.pipeline.in_flight
-        if in_flight == 0 and self.pipe_shape.virtual_stages == 1:  # the first step tells how much memory is left
-            in_flight = min(default_in_flight(self.pipe_shape), self.pipe_shape.pipe + pipe.room.get(pp_rank, 0))
-        return PolicyDispatcher(self.pipe_shape, pp_rank, self.pipeline.policy, in_flight, self._split)
+        policy = self.policy
+        if isinstance(policy, ByArrival):  # the first step tells how much memory is left
+            policy = policy.within(self.pipe_shape, pipe.room.get(pp_rank, 0))
+        return PolicyDispatcher(self.pipe_shape, pp_rank, policy)
 
 
 @jax.jit

@@ -1,7 +1,7 @@
 """SPMD engine: one compiled program a step on one mesh, parameters and optimizer state donated to it."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from flax import nnx
 
 from axonn_jax.backend.cpu_allocator import TemporariesInPlace
 from axonn_jax.checkpoint.naming import State
-from axonn_jax.distributed.in_flight import in_flight
+from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.grid import Grid
 from axonn_jax.memory.forms import Forms
 from axonn_jax.memory.host_arrays import joined
@@ -68,7 +68,7 @@ class SpmdEngine:
         params = placed(made.params, parts.specs, grid.mesh)
         del made  # stacked arrays are freed kind by kind
         self.store = ParamStore(params, optimizer, self._begin, chooser, formed=not prune.later, owned=owned)
-        self.stores = {0: self.store}
+        self.stores: Mapping[int, ParamStore] = {0: self.store}
         self._scale = self._step.first_scale()
         self.steps_done = 0
         self._in_step = False
@@ -82,7 +82,7 @@ class SpmdEngine:
         self._temporaries: dict[tuple[int, ...], TemporariesInPlace] = {}
         self._last: StepMetrics | None = None
         self._loss = jax.jit(self.program.loss)
-        self._in_flight = in_flight()
+        self._in_flight = InFlight()
         return stack, self.offloaded.update if self.offloaded else self._step.update
 
     @property

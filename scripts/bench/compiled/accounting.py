@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
-from compiled.common import mesh_sizes, text_of
+from compiled.common import keep_recomputation, mesh_sizes, text_of
 from hlo.collectives import Collective, collectives
 
 from axonn_jax.errors import UserError
@@ -70,7 +70,6 @@ def account(
     import jax
     import optax
 
-    from axonn_jax.backend.compiler_options import keep_recomputation
     from axonn_jax.train.config import MemoryConfig, TensorConfig
     from axonn_jax.train.engines.step import compile_abstract
 

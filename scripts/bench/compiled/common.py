@@ -1,5 +1,6 @@
 """Command line, devices, versions and the small model of benchmarks that compile steps."""
 
+import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,6 +48,36 @@ def make_devices(count: int) -> None:
     if not compat.backends_started():
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
+
+
+def keep_recomputation() -> dict[str, str]:
+    """Compiler options under which the CPU backend recomputes the values of `jax.checkpoint`, as the GPU backend does.
+
+    By itself it drops the barriers in front of recomputations early, and then merges some of them with the forward
+    pass. An unknown pass name would be ignored, so the accounting's tests find out when it changes.
+    """
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
+def cuda_plugin_installed() -> bool:
+    """Return True if jax's CUDA plugin is installed, which compiles for GPUs also on hosts without any."""
+    if importlib.util.find_spec("jax_plugins") is None:  # a submodule of a missing package raises
+        return False
+    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
+
+
+def described_gpus(nodes: int, each: int, target: str) -> list[Any]:
+    """Devices of `nodes` machines with `each` GPUs as XLA's target description has them, to compile for, not to run on.
+
+    Needs jax's CUDA plugin and `ptxas`, but neither a GPU nor its driver. Raises ``LookupError`` without the plugin.
+    """
+    from jax.experimental import topologies
+
+    if not cuda_plugin_installed():
+        raise LookupError("jax's CUDA plugin is not installed")
+    shape = f"1x{nodes}x{each}"  # slices, hosts, devices of a host
+    described = topologies.get_topology_desc("gpus", "cuda", target_config=target, topology=shape)
+    return list(described.devices)
 
 
 def mesh_sizes(grid: GridShape) -> dict[str, int]:

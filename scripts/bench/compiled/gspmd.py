@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from compiled.common import Constraints, mesh_sizes, temporary_bytes, text_of
+from compiled.common import Constraints, keep_recomputation, mesh_sizes, temporary_bytes, text_of
 from hlo.collectives import collectives
 from hlo.scatterable import totals_if_scattered
 
@@ -212,7 +212,6 @@ def _steps(parts: "tuple[SplitModule, SplitModule]", work: StepSpec, way: Way) -
 
 
 def _compile(step: "TrainStep", work: StepSpec) -> "jax.stages.Compiled":
-    from axonn_jax.backend.compiler_options import keep_recomputation
 
     rows = (work.microbatches, work.sequences // work.microbatches, work.shape.seq_len + 1)
     again = work.activations != "none"  # the CPU backend would undo recomputation, of either program

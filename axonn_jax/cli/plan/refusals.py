@@ -10,9 +10,9 @@ from axonn_jax.planner.request import PlanRequest
 from axonn_jax.planner.space import SearchSpace, legal_grids, segments
 
 _SHOWN = 8
-"""Values that a message names."""
+"""Most values in a message."""
 _STAGES = tuple(range(1, 17))
-"""Numbers of virtual stages that are tried for a message."""
+"""Numbers of virtual stages tried for a message."""
 
 Legal = tuple[dict[str, int], int, int]
 """Sizes of a grid's axes, sequences of a microbatch, virtual stages."""
@@ -20,7 +20,7 @@ Legal = tuple[dict[str, int], int, int]
 
 @dataclass(frozen=True)
 class _Fixed:
-    """Flag that was given."""
+    """Given flag."""
 
     flag: str
     value: int
@@ -33,9 +33,9 @@ class _Fixed:
 
 
 def check_legal(request: PlanRequest, devices: int, space: SearchSpace) -> None:
-    """Raise ``UserError`` where no grid is legal, for the flag that leaves none and with the values that would.
+    """Raise ``UserError`` if no grid is legal, on the flag at fault and with legal values.
 
-    The flag named is one that leaves none by itself, else the first without which there are some.
+    The flag at fault alone excludes all grids; else the first flag without which some are legal.
     """
     if next(_legal(request, devices, space), None) is not None:
         return
@@ -102,7 +102,7 @@ def _axis(name: str, size: int) -> _Fixed:
 
 
 def _legal(request: PlanRequest, devices: int, space: SearchSpace) -> Iterator[Legal]:
-    """Yield the combinations that a search chooses from, any size of microbatch included."""
+    """Yield the combinations of a search, any size of microbatch included."""
     for grid in legal_grids(request, devices, space, Counter[str]()):
         each = request.batch // grid.batch_shards
         sizes = [

@@ -9,19 +9,19 @@ from axonn_jax.errors import UserError
 
 Results = TypeVar("Results")
 STEPS = 2
-"""Programs of a training loop that are enough to keep devices busy: one runs, the next waits behind it."""
+"""Programs of a training loop that keep devices busy: one runs, the next waits."""
 
 
 class InFlight:
     """Bound on programs in flight: each call takes a program's results and waits until at most `most` are in flight."""
 
-    def __init__(self, most: int):
+    def __init__(self, most: int = STEPS):
         if most < 1:
             raise UserError("in_flight", most, "at least 1 program")
         self._most, self._results = most, deque[Any]()
 
     def __call__(self, results: Results) -> Results:
-        """Return the results of a program that was just dispatched, after a wait for those of earlier programs."""
+        """Return the results of the program just dispatched, after waiting for results of earlier programs."""
         self._results.append(results)
         while len(self._results) > self._most:
             jax.block_until_ready(self._results.popleft())
@@ -29,19 +29,19 @@ class InFlight:
 
 
 def in_flight(most: int = STEPS) -> InFlight:
-    """Return a function that takes a loop's loss and bounds the number of programs in flight.
+    """Return a function of a loop's loss that bounds the number of programs in flight.
 
     ``bounded = ax.in_flight()`` before the loop, ``loss = bounded(train_step(model, optimizer, batch))`` in it. Each
     call returns its argument once the program of `most` calls before has finished: the devices always have the next
-    program to run. Without a bound, a loop that reads nothing for more than 32 programs can hang: XLA's CPU client lets
-    32 be in flight on a device, and the 33rd waits on the thread that a collective of the others needs. On other
-    devices the bound limits how far the host runs ahead, and the memory of batches that wait.
+    program to run. Without a bound, a loop that reads nothing for more than 32 programs can hang: XLA's CPU client
+    allows 32 in flight on a device, and the 33rd waits on the thread that another device's collective needs. On other
+    devices the bound limits the host's lead, and the memory of waiting batches.
 
     Args:
         most: programs in flight when a call returns.
 
     Returns:
-        A function of arrays, or a tree of them, that no later program is given to use up (a loss, metrics).
+        A function of an array or a tree of arrays that no later program donates (a loss, metrics).
 
     Raises:
         UserError: `most` is below 1.

@@ -1,19 +1,16 @@
 """``axonn-jax plan``: which grid to use, before a node-hour is spent."""
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, get_args
 
-from axonn_jax.cli.plan_flags import Axes, Count, PlanFlags, chosen, command, model_of, question, sequences
-from axonn_jax.cli_args import Arg, default_of
+from axonn_jax.cli.plan.flags import Count, PlanFlags, chosen, command, question
 from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLAS_OWN
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES
 from axonn_jax.ops.costs import Phase
 from axonn_jax.planner.communication.step import Predicted
-from axonn_jax.planner.cost_model import published
-from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.report import explain, step_collectives
 from axonn_jax.planner.request import SHORT, Estimate, PlanRequest
 from axonn_jax.planner.search import TIE
@@ -31,18 +28,10 @@ class Plan(PlanFlags):
 
     batch_tokens: str
     """Tokens a step over all devices: 16777216, or rounded, such as 16.8M."""
-    cost_model: Literal["corrected", "published"] = "corrected"
-    """corrected: this package's model of time and memory; published: SC 24's model of communication and its search."""
-    min_tensor: Annotated[int | None, Arg(default="the authors', else 1", least=1)] = None
-    """Smallest x * y * z; published only."""
     top: Count = 5
     """Configurations to show."""
     explain: bool = False
     """List the collectives of a step of the first configuration, by phase, with their axes and bytes."""
-
-
-_PUBLISHED = {"model", "machine", "devices", "batch_tokens", "seq", "cost_model", "min_tensor", "top", "json"}
-"""Flags that the published cost model reads."""
 
 
 def run(args: Plan) -> int:
@@ -51,10 +40,6 @@ def run(args: Plan) -> int:
     Raises:
         UserError: a flag is wrong, or nothing is legal or fits.
     """
-    if args.cost_model == "published":
-        return _published(args)
-    if args.min_tensor is not None:
-        raise UserError("--min-tensor", args.min_tensor, "not given, or with --cost-model published")
     asked = question(args)
     with Ticker("comparing grids") as ticker:
         result = asked.answer()
@@ -110,7 +95,6 @@ def _figures(args: Plan, request: PlanRequest, result: SearchResult, limit: floa
         "batch_sequences": request.batch,
         "seq_len": request.shape.seq_len,
         "precision": request.precision,
-        "cost_model": "corrected",
         "sequence_parallel": request.sequence_split,
         "density": request.density,
         "residual_comm": request.residual_comm,
@@ -154,48 +138,8 @@ def _explained(request: PlanRequest, estimate: Estimate) -> list[str]:
     rows.append(("all", "", "", "", "", _megabytes(sum(one.bytes for one in sent))))
     stages = f", on all {grid.pipe} stages together" if grid.pipe > 1 else ""
     zero = ["ZeRO-1 makes a reduce-scatter and an all-gather of an update's all-reduce over replicas."]
-    title = f"Collectives of the first, MB that a device sends a step{stages}:"
+    title = f"Collectives of the first, in MB sent by a device in a step{stages}:"
     return ["", title, *table(heads, rows, left=(0, 1, 2, 3)), *(zero if estimate.candidate.zero else [])]
-
-
-def _published(args: Plan) -> int:
-    for flag_of in fields(args):
-        if flag_of.name not in _PUBLISHED and getattr(args, flag_of.name) != default_of(flag_of):
-            flag, value = f"--{flag_of.name.replace('_', '-')}", getattr(args, flag_of.name)
-            if isinstance(value, Axes):
-                axis, value = next(iter(value.fixed().items()))
-                flag += f".{axis}"
-            raise UserError(flag, value, "not given with --cost-model published, which ignores it")
-    shape, machine = model_of(args), load_machine(args.machine).shared(args.devices)
-    batch = sequences(args.batch_tokens, shape.seq_len)
-    least = args.min_tensor or published.MIN_TENSOR.get(args.model, 1)
-    grids = published.search(shape, machine, args.devices, batch, min_tensor=least)
-    if args.json:
-        configs = [
-            {
-                **asdict(estimate.grid),
-                "microbatch": batch // estimate.grid.batch_shards,
-                "step_s": estimate.total_s,
-                "mfu": None,
-                "comm_s": {**estimate.comm_s, "pipe": 0.0},
-                "exposed_comm_s": estimate.total_s,
-                "memory_bytes": None,
-                "bubble": None,
-            }
-            for estimate in grids[: args.top]
-        ]
-        named = {"model": args.model, "machine": args.machine, "devices": args.devices, "cost_model": "published"}
-        print(json.dumps({**named, "min_tensor": least, "configs": configs, "rejected": [], "batch_sequences": batch}))
-        return 0
-    print(
-        f"{args.model} on {args.devices} of {args.machine}, {batch} sequences: "
-        f"communication alone, as published (x*y*z >= {least})\n"
-    )
-    print("     data        z        y        x   comm, s")
-    for estimate in grids[: args.top]:
-        sizes = (getattr(estimate.grid, axis) for axis in ("data", "z", "y", "x"))
-        print("".join(f"{size:9}" for size in sizes) + f"{estimate.total_s:10.4f}")
-    return 0
 
 
 def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -> str:
@@ -231,7 +175,7 @@ def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -
         lines.append(f"  more than the {XLAS_OWN} GiB that XLA lets a process pin: the run raises {LIMIT}")
     lines += _explained(request, best) if args.explain else []
     if len(result.pareto) > 1:
-        lines += ["", "Slower but smaller (time and memory of what nothing beats in both):"]
+        lines += ["", "Slower but smaller (no other configuration beats these in both time and memory):"]
         lines += [
             f"  {estimate.step_s:9.3f} s  {estimate.memory.total / 1e9:6.1f} GB  {_named(request, estimate)}"
             for estimate in result.pareto[:6]
@@ -267,14 +211,14 @@ def _named(request: PlanRequest, estimate: Estimate) -> str:
     candidate = estimate.candidate
     sizes = {axis: getattr(candidate.grid, axis) for axis in GRID_AXES}
     grid = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
-    kept = candidate.reshard_after
-    extra = [candidate.activations] + ([f"reshard_after {kept}"] if kept != "forward" else [])
+    kept = chosen(request, candidate)["reshard_after"]
+    extra = [candidate.activations] + ([f"reshard_after {kept}"] if candidate.keeps_weights else [])
     extra += (["offload"] if candidate.offload else []) + (["zero 1"] if candidate.zero else [])
     return f"{grid}, microbatch {candidate.sequences(request.batch)}, {', '.join(extra)}"
 
 
 def _table(request: PlanRequest, shown: list[Estimate]) -> list[str]:
-    axes = grid_axes(request.shape)
+    axes, options = grid_axes(request.shape), ("virtual_stages", "activations", "reshard_after", "offload", "zero")
     heads = (
         *(*axes, "micro", "stages", "activations", "reshard after", "offload", "zero"),
         *("step, s", "mfu", "exposed, s", "bubble", "memory, GB"),
@@ -283,11 +227,7 @@ def _table(request: PlanRequest, shown: list[Estimate]) -> list[str]:
         (
             *(str(getattr(estimate.candidate.grid, axis)) for axis in axes),
             f"{estimate.candidate.microbatches} x {estimate.candidate.sequences(request.batch)}",
-            str(estimate.candidate.virtual_stages),
-            estimate.candidate.activations,
-            estimate.candidate.reshard_after,
-            "optimizer" if estimate.candidate.offload else "none",
-            str(estimate.candidate.zero),
+            *(str(chosen(request, estimate.candidate)[name]) for name in options),
             f"{estimate.step_s:,.3f}",
             f"{estimate.peak_share(request):.1%}",
             f"{estimate.exposed_s:,.3f}",

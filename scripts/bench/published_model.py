@@ -1,8 +1,8 @@
 """The communication model of the SC 24 runs exactly as its authors' code has it, search and discrepancy included.
 
 Bandwidth only, no latency, no overlap, four matmuls a layer, powers of two. Its known discrepancy is kept: the
-down-projection (4 hidden to hidden) is charged as if its output were 4 hidden wide and its input hidden;
-`wide_output=False` is the corrected form, for comparison. Row, column and depth of that code are y, x and z here.
+down-projection (4 hidden to hidden) is charged as if its output were 4 hidden wide and its input hidden. Row, column
+and depth of that code are y, x and z here.
 """
 
 from collections.abc import Iterator
@@ -35,21 +35,16 @@ class Published:
         return sum(self.comm_s.values())
 
 
-def communication(
-    shape: ModelShape, grid: GridShape, batch: int, machine: Machine, *, wide_output: bool = True
-) -> dict[str, float]:
+def communication(shape: ModelShape, grid: GridShape, batch: int, machine: Machine) -> dict[str, float]:
     """Seconds a step communicates along each axis, by the published formula.
 
-    `wide_output=False` charges the down-projection by its shapes. Raises ``UserError`` for a machine without measured
-    bandwidths.
+    Raises ``UserError`` for a machine without measured bandwidths.
     """
     rows = batch / grid.data / grid.z * shape.seq_len
     hidden, sizes = shape.hidden, {"x": grid.x, "y": grid.y, "z": grid.z, "data": grid.data}
     volumes = dict.fromkeys(sizes, 0.0)
-    # (rows of the weight, columns of it, whether x and y swap roles), in units of hidden: QKV, output, up, down.
-    for wide_in, wide_out, transposed in ((1, 3, False), (1, 1, True), (1, 4, False), (4, 1, True)):
-        if wide_output and transposed:
-            wide_in, wide_out = 1, wide_in  # the discrepancy
+    # (rows of the weight, columns, whether x and y swap roles), in units of hidden: QKV, output, up, down as published.
+    for wide_in, wide_out, transposed in ((1, 3, False), (1, 1, True), (1, 4, False), (1, 4, True)):
         weight = wide_in * wide_out * hidden * hidden * _ITEM / (grid.x * grid.y)
         volumes["data"] += 4 * _ring(grid.data) * weight / grid.z
         volumes["z"] += 3 * _ring(grid.z) * weight  # two gathers and a reduce-scatter

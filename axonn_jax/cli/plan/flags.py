@@ -7,7 +7,7 @@ from math import floor, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from axonn_jax.cli.refusals import check_legal
+from axonn_jax.cli.plan.refusals import check_legal
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import GRID_AXES, MOST_DEVICES
@@ -25,8 +25,7 @@ from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.request import Candidate, OverlapFlags, PlanRequest
 from axonn_jax.planner.search import SearchResult, search
 from axonn_jax.planner.space import SEARCHED, SearchSpace
-from axonn_jax.schedule.policies import default_in_flight
-from axonn_jax.schedule.tasks import PipelineShape
+from axonn_jax.schedule.policies import ByArrival, policy_of
 
 SEQUENCES = 8
 """Sequences a device of a step where no batch is given."""
@@ -174,8 +173,8 @@ def _space(args: PlanFlags) -> SearchSpace:
         rest = prod(size for axis, size in axes.items() if axis != "pipe")
         if axes.get("pipe") == 1 or ("pipe" not in axes and rest == args.devices):
             raise UserError("--virtual-stages", stages, "1 without a pipeline, which --grid.pipe above 1 makes")
-        if args.policy == "1f1b":
-            raise UserError("--virtual-stages", stages, "1 with --policy 1f1b; interleaved is its order for more")
+        if refusal := policy_of(args.policy).one_stage:
+            raise UserError("--virtual-stages", stages, refusal)
     return SearchSpace(
         axes=axes,
         sequences=args.microbatch,
@@ -269,7 +268,8 @@ def command(model: str, request: PlanRequest, candidate: Candidate, seq: int | N
     words += [f"--tensor.residual_comm {request.residual_comm}"] if request.residual_comm != "all_reduce" else []
     if grid.pipe > 1:
         words.append(f"--pipeline.policy {request.policy}")
-        words += ["--pipeline.split_backward false"] if request.policy == "message" and not request.split else []
+        arrival = isinstance(request.schedule(candidate), ByArrival)
+        words += ["--pipeline.split_backward false"] if arrival and not request.split else []
         words += [f"--pipeline.virtual_stages {candidate.virtual_stages}"] if candidate.virtual_stages > 1 else []
         words += [f"--pipeline.in_flight {candidate.in_flight}"] if candidate.in_flight else []
     return " ".join(word for word in words if word)
@@ -291,5 +291,5 @@ def chosen(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
 
 def in_flight(request: PlanRequest, candidate: Candidate) -> int:
     """Microbatches that the message-driven policy has in flight; 0 under another."""
-    layout = PipelineShape(candidate.grid.pipe, candidate.microbatches, candidate.virtual_stages)
-    return (candidate.in_flight or default_in_flight(layout)) if request.policy == "message" and layout.pipe > 1 else 0
+    policy = request.schedule(candidate)
+    return policy.depth(candidate.pipeline) if isinstance(policy, ByArrival) and candidate.grid.pipe > 1 else 0
