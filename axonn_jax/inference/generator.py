@@ -54,10 +54,10 @@ class Generator:
     `model` is a `Transformer` or a directory: a run's or a Hugging Face model's. `slots` texts are made at a time, a
     multiple of `data`, each of at most `length` tokens, prompt included. Weights and cache are in `dtype`: by default
     bfloat16 on accelerators, else float32. Tokens in `stops` end a text (default: the directory's end tokens); none of
-    `limit` or above is drawn. A cache has 2 * layers * kv_heads * head_dim * itemsize bytes a token and slot, split
-    over `y`, and over `x` where heads divide, and grows with the longest text. Every process of the grid makes the same
-    generator and the same calls; one stream, list of texts or list of scores runs at a time. Raises ``UserError`` for
-    `pipe` or `z` above 1, sizes that do not divide, and slots beyond memory.
+    `limit` or above is drawn. A cache has 2 * layers * kv_heads * head_dim * itemsize bytes a token and slot, split as
+    heads are, and grows with the longest text. Collective over the grid's processes; one stream, list of texts or list
+    of scores runs at a time. Raises ``UserError`` for `pipe` or `z` above 1, sizes that do not divide, and slots beyond
+    memory.
     """
 
     def __init__(
@@ -169,8 +169,7 @@ class Generator:
             self._store.release()
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scores]:
-        """Return log-probabilities, in nats, of each text's tokens but the first, given the tokens before: [tokens - 1]
-        each.
+        """Return log-probabilities, in nats, of each text's tokens but the first, which has none: [tokens - 1] each.
 
         Full attention takes texts in chunks, one a device along `data`; any other token by token, one a slot.
         """

@@ -33,7 +33,7 @@ FAMILIES = {
     "gemma2": GEMMA2,
     "arcee": replace(grids.LLAMA, mlp="relu2"),
 }
-GRIDS = [GridShape(y=2), GridShape(x=2), GridShape(z=2), GridShape(z=2, y=2, x=2)]
+GRIDS = [GridShape(z=2, y=2, x=2), *(pytest.param(GridShape(**{axis: 2}), marks=pytest.mark.slow) for axis in "zyx")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,5 +1,6 @@
 """Packed rows: several documents in one, each as if it were alone, and a loss over the targets that count."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 import grids
@@ -50,23 +51,25 @@ def gradients(shape, axes, rows, *, scanned=False, comm=None, **options):
 
 
 def alone(shape, kinds, weights=None):
-    """The same of each document in a row of its own, summed one by one with a model that knows nothing of packing."""
+    """The same of each document in a row of its own, summed with a model that knows nothing of packing."""
     model = grids.model_on(shape, grids.lay(GridShape()))
     parts = split_module(model)
+    alike = defaultdict(list)  # documents of one length are a batch: each length is traced once
+    for row, sizes in enumerate(kinds):
+        for number, ids in enumerate(sizes):
+            weight = np.ones(len(ids)) if weights is None else np.asarray(weights[row][number], float)
+            alike[len(ids)].append((ids, weight))
+    count = sum(weight[1:].sum() for batch in alike.values() for _, weight in batch)
 
     def total(params):
-        losses, count = 0.0, 0
-        for row, sizes in enumerate(kinds):
-            for number, ids in enumerate(sizes):
-                if len(ids) > 1:
-                    words = jnp.asarray([ids])
-                    weight = np.ones(len(ids) - 1) if weights is None else np.asarray(weights[row][number][1:], float)
-                    x = parts.merge(params).embed(words[:, :-1], jnp.float32)
-                    merged = parts.merge(params)
-                    for block in merged.blocks:
-                        x = block(x)
-                    losses += merged.total_loss(x, words[:, 1:], jnp.asarray([weight]))
-                    count += weight.sum()
+        losses, merged = 0.0, parts.merge(params)
+        for length, batch in alike.items():
+            if length > 1:
+                words, weight = (jnp.asarray(each) for each in zip(*batch, strict=True))
+                x = merged.embed(words[:, :-1], jnp.float32)
+                for block in merged.blocks:
+                    x = block(x)
+                losses += merged.total_loss(x, words[:, 1:], weight[:, 1:])
         return losses / count
 
     with jax.default_device(jax.devices()[0]):

@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 
 import axonn_jax as ax
+from axonn_jax.pipeline import build
 from axonn_jax.train.config import PipelineConfig
 
 VOCAB = 32
@@ -36,6 +37,7 @@ def losses(sizes, grid, channel="auto"):
 
 
 if __name__ == "__main__":
+    build._SHAPES = 2
     axes = {name: int(size) for name, size in (word.split("=") for word in sys.argv[2].split(","))}
     grid = ax.init(**axes)
     found = losses(json.loads(sys.argv[1]), grid, sys.argv[3])

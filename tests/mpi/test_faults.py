@@ -177,9 +177,8 @@ def test_one_process_trains_a_pipeline_without_any_mpi(prepared, tmp_path):
         ("mpi4jax", 2, {"pipeline_channel": "mpi4jax"}, "mpi4jax does not", "scripts/setup"),
         # In one process no package would help: these channels are for several.
         ("mpi4py", 1, {"pipeline_channel": "mpi4py"}, "pipeline.channel = 'mpi4py'", "local or auto"),
-        ("mpi4jax", 1, {"pipeline_channel": "mpi4jax"}, "pipeline.channel = 'mpi4jax'", "local or auto"),
     ],
-    ids=["mpi4py under mpirun", "mpi4jax under mpirun", "mpi4py alone", "mpi4jax alone"],
+    ids=["mpi4py under mpirun", "mpi4jax under mpirun", "mpi4py alone"],
 )
 def test_a_missing_package_is_one_line(hidden, ranks, options, said, advice, prepared, tmp_path):
     config = tmp_path / "c.toml"
