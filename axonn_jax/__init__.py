@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from axonn_jax.inference.generator import Generator
     from axonn_jax.inference.sampling import Sampling
     from axonn_jax.memory.offload_transform import offload
-    from axonn_jax.pruned.config import PruneConfig
     from axonn_jax.tensor.parallelize.api import parallelize
     from axonn_jax.tensor.parallelize.report import sharding_report
-    from axonn_jax.train.config import MemoryConfig, PipelineConfig, TensorConfig
+    from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig
     from axonn_jax.train.trainer import Trainer
 
 __all__ = [
@@ -55,7 +54,7 @@ _HOME = {
     "MemoryConfig": "axonn_jax.train.config",
     "MoeConfig": "axonn_jax.experts.shape",
     "PipelineConfig": "axonn_jax.train.config",
-    "PruneConfig": "axonn_jax.pruned.config",
+    "PruneConfig": "axonn_jax.train.config",
     "Sampling": "axonn_jax.inference.sampling",
     "TensorConfig": "axonn_jax.train.config",
     "Trainer": "axonn_jax.train.trainer",

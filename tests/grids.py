@@ -16,9 +16,9 @@ from axonn_jax.memory.host_arrays import joined
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.stacked import stack_layers, unstacked
 from axonn_jax.models.transformer import Transformer
+from axonn_jax.state.scanned import unstack_params
 from axonn_jax.tensor.params import split_module
 from axonn_jax.train.engines.program import StageProgram
-from axonn_jax.train.engines.scan_layers import unstack_params
 
 EPS = float(np.finfo(np.float32).eps)
 # Of the same sums in another order (test_parity measures them).

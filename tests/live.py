@@ -9,6 +9,7 @@ import jax
 from axonn_jax.channels.local import move
 from axonn_jax.memory.host_arrays import HOST
 from axonn_jax.schedule.tasks import sends
+from axonn_jax.train.engines.pipeline import PipelineEngine
 
 
 def live_bytes(device: jax.Device, without: Iterable[Any] = (), kind: str = "device") -> int:
@@ -28,13 +29,13 @@ class Peaks:
     def __init__(self, trainer: Any, pipe: Any, before: list[Any]):
         self.most = dict.fromkeys(pipe.ranks, 0)
         for place, rank in pipe.ranks.items():
-            self._watch(place, rank, trainer.engine.stages[place], before)
+            self._watch(place, rank, trainer.engine.stores[place], before)
 
     def _watch(self, place: int, rank: Any, holding: Any, before: list[Any]) -> None:
         device, start = rank.mesh.devices.flat[0], rank.start
 
         def sampled(*tasks: Any, train: bool = True) -> Any:
-            without = [*before, *jax.tree.leaves((holding.state, rank.sums))]
+            without = [*before, *jax.tree.leaves((holding.model, rank.sums))]
             self.most[place] = max(self.most[place], live_bytes(device, without))
             return start(*tasks, train=train)
 
@@ -45,7 +46,7 @@ def run_with_a_slow_place(trainer: Any, pipe: Any, rows: Any, slow: int) -> None
     """Runs the tasks of a step in an order in which every other place does all that it can before `slow` starts one."""
     choosers = {place: trainer.engine._dispatcher(place, pipe) for place in pipe.ranks}
     for place, rank in pipe.ranks.items():
-        rank.begin(trainer.engine.stages[place].weights, rows, None, train=True)
+        rank.begin(trainer.engine.stores[place].weights, rows, None, train=True)
     order = sorted(pipe.ranks, key=lambda place: place == slow)
     while not all(chooser.done for chooser in choosers.values()):
         place, task = next((p, task) for p in order if (task := choosers[p].next()) is not None)
@@ -72,11 +73,11 @@ class Updates:
         self._before = before
         self.begin: dict[int, dict[str, int]] = {}
         self.most: dict[int, int] = {}
-        if hasattr(trainer.engine, "stages"):
-            for place, holding in trainer.engine.stages.items():
+        if isinstance(trainer.engine, PipelineEngine):
+            for place, holding in trainer.engine.stores.items():
                 holding.apply = self._watched(place, holding.mesh, holding.apply)
-                if hasattr(holding._update, "buckets"):
-                    programs = holding._update.programs
+                if hasattr(holding.placement, "buckets"):
+                    programs = holding.placement.programs
                     programs.update = self._within(place, holding.mesh, programs.update)
         else:
             update, mesh = trainer.engine.offloaded.update, trainer.engine.grid.mesh

@@ -144,6 +144,11 @@ def from_shards(shape: tuple[int, ...], sharding: NamedSharding, shards: Mapping
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
+def replicated(value: np.generic, sharding: NamedSharding) -> jax.Array:
+    """Return a host number on every device of a mesh, also where other processes hold some of the devices."""
+    return jax.make_array_from_callback((), sharding, lambda _: np.asarray(value))
+
+
 def transferred(tree: Any, kind: str) -> Any:
     """Copies of a tree's arrays in a kind of memory of the same devices ("device" or `HOST`), on their way on return.
 

@@ -5,7 +5,7 @@ would have on the devices. While bucket k is updated, k+1 is on its way to the d
 most three are on the device. A bucket's old state is freed when the new one takes its place.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,13 +17,13 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from axonn_jax.distributed.gpu_limits import check_pinned
+from axonn_jax.memory.forms import Forms, Weights
 from axonn_jax.memory.host_arrays import HOST, CutArray, cut, joined, on_host, transferred
 from axonn_jax.memory.offload_buckets import Bucket, BucketPrograms, UpdateForm, plan_updates
 from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer, ModelState
 from axonn_jax.memory.optimizer_traits import check_offload, owner, treatments
 from axonn_jax.memory.report import StateBytes
-from axonn_jax.pruned.layout import PrunedLayout
-from axonn_jax.tensor.params import Params
+from axonn_jax.tensor.params import Params, Specs
 
 
 def stream(states: list[Any], update: Callable[[int, Any], Any]) -> None:
@@ -90,10 +90,15 @@ class OffloadedOptimizer:
     def bytes(self) -> StateBytes:
         """Return the bytes of one device and its host, by formula; three further buckets of state are on the device."""
         usual = replace(self._on_devices.bytes(), offloaded=True)
-        # Float32 weights are their own masters, of pruned parameters too, whose values are taken out for an update.
+        # Float32 weights are their own masters, in other forms too, whose values are taken out for an update.
         return usual if self._precisions.master_weights else replace(usual, masters=0)
 
-    def start(self, params: Params, positions: Params = {}, *, owned: bool = True) -> ModelState:  # noqa: B006
+    @property
+    def state_specs(self) -> Specs:
+        """Layouts of gradients, masters and optimizer state."""
+        return self._on_devices.state_specs
+
+    def start(self, params: Params, extra: Params = {}, *, owned: bool = True) -> ModelState:  # noqa: B006
         """Return the first state of float32 parameters; parameters that are `owned` are freed as they are used."""
         check_pinned(self.bytes().host, self.mesh.local_devices)
         params, weights = dict(params), {}
@@ -108,7 +113,7 @@ class OffloadedOptimizer:
                     weights[name] = value.astype(dtype)
                     if dtype != value.dtype and owned:
                         value.delete()
-        return self._state({name: weights[name] for name in self._shapes}, states, positions)
+        return self._state({name: weights[name] for name in self._shapes}, states, self._empty(extra))
 
     def after(
         self, model: ModelState, grads: Params, factor: Any, value: Any, finite: Any
@@ -119,7 +124,7 @@ class OffloadedOptimizer:
         Collectives: with ZeRO an all-gather of the new weights over `data`, a bucket at a time, `(G-1)/G * itemsize *
         elements` bytes a device; where the optimizer is not elementwise, its own collectives on sharded parameters.
         """
-        weights, grads = self._trained(model), dict(grads)
+        weights, grads = self._values(model), dict(grads)
         done: Any = None
 
         def update(number: int, state: Any) -> Any:
@@ -131,7 +136,7 @@ class OffloadedOptimizer:
             return state
 
         stream(model.optimizer, update)
-        return self._state(weights, model.optimizer, model.positions, model.weights), done
+        return self._state(weights, model.optimizer, self._formed(model)), done
 
     def reducing(self, model: ModelState, sums: Params, value: Any, finite: jax.Array) -> tuple[ModelState, jax.Array]:
         """Return the state after an update by unreduced sums of gradients, and the gradients' global norm.
@@ -139,7 +144,7 @@ class OffloadedOptimizer:
         `sums` are laid out by `unreduced_spec`; state is not split over `data`. Collectives: those of
         `reduce_gradients`, a bucket's in one program with the update of the one before, neither waiting for the other.
         """
-        weights, sums = self._trained(model), dict(sums)
+        weights, sums = self._values(model), dict(sums)
         row = self.programs.reduce(self.buckets[0], self._take(sums, 0))
 
         def update(number: int, state: Any) -> Any:
@@ -154,7 +159,7 @@ class OffloadedOptimizer:
             return state
 
         stream(model.optimizer, update)
-        return self._state(weights, model.optimizer, model.positions, model.weights), _norm(row[1], finite)
+        return self._state(weights, model.optimizer, self._formed(model)), _norm(row[1], finite)
 
     def program(self, state: ModelState) -> Apply:
         """Return a function like `DeviceOptimizer.program`'s; the host streams, as it must wait for room on the
@@ -165,7 +170,7 @@ class OffloadedOptimizer:
         self,
         masters: Params,
         optimizer: Any,
-        positions: Params = {},  # noqa: B006
+        extra: Params = {},  # noqa: B006
         *,
         owned: bool = False,
     ) -> ModelState:
@@ -187,7 +192,7 @@ class OffloadedOptimizer:
 
             return tree_map_with_path(find, self.programs.abstract_state(bucket.abstract(self.mesh)))
 
-        return self._state(weights, [part(bucket) for bucket in self.buckets], positions)
+        return self._state(weights, [part(bucket) for bucket in self.buckets], self._empty(extra))
 
     def opt_state(self, model: ModelState) -> Any:
         """Return the optax state, its arrays in host memory; an array that is cut is a `CutArray`."""
@@ -195,26 +200,31 @@ class OffloadedOptimizer:
 
     def masters(self, model: ModelState) -> Params:
         """The float32 weights by name, in host memory, `CutArray` where cut; weights that are float32 themselves."""
-        return self._by_parameter(model)[0] if self._precisions.master_weights else self._trained(model)
+        return self._by_parameter(model)[0] if self._precisions.master_weights else self._values(model)
 
-    def _trained(self, model: ModelState) -> Params:
-        """Return the weights of the buckets: for pruned parameters the values of kept entries, in new arrays."""
-        pruned = self._on_devices.pruned
-        if pruned is None:
-            return dict(model.weights)
-        return model.weights | _taken(pruned, {name: model.weights[name] for name in model.positions}, model.positions)
+    def _values(self, model: ModelState) -> Params:
+        """Return the weights that are updated: of parameters in another form the trained values, in new arrays."""
+        formed = self._formed(model)
+        plain: Any = {name: weight for name, weight in model.weights.items() if name not in formed}
+        return plain if self._on_devices.forms is None else plain | _values(self._on_devices.forms, formed)
 
-    def _state(
-        self, weights: Params, optimizer: Any, positions: Params, dense: Mapping[str, jax.Array] | None = None
-    ) -> ModelState:
-        """Return the state of the buckets' weights; those of pruned parameters are written into `dense`."""
-        pruned = self._on_devices.pruned
-        if pruned is None:
-            return ModelState(weights, {}, optimizer)
-        onto = dense if dense is not None else _zeros(pruned, self._precisions.weights)
-        values = {name: weights[name] for name in positions}
-        written = _written(pruned, {name: onto[name] for name in positions}, positions, values)
-        return ModelState(weights | written, {}, optimizer, positions)
+    def _formed(self, model: ModelState) -> Weights:
+        """Return the weights of the parameters in another form."""
+        forms = self._on_devices.forms
+        return {} if forms is None else {name: model.weights[name] for name in forms.shapes}
+
+    def _empty(self, extra: Params) -> Weights:
+        """Return weights of the parameters in another form, of no values yet."""
+        forms = self._on_devices.forms
+        return {} if forms is None else _first(forms, self._precisions.weights, extra)
+
+    def _state(self, weights: Params, optimizer: Any, onto: Weights) -> ModelState:
+        """Return the state of the buckets' weights; values of parameters in another form are written into `onto`."""
+        forms = self._on_devices.forms
+        if forms is None:
+            return ModelState({**weights}, {}, optimizer)
+        written = _written(forms, onto, {name: weights[name] for name in onto})
+        return ModelState({**weights, **written}, {}, optimizer)
 
     def _by_parameter(self, model: ModelState) -> tuple[Params, Any]:
         leaves = [dict(tree_leaves_with_path(state)) for state in model.optimizer]
@@ -258,18 +268,18 @@ class OffloadedOptimizer:
 
 
 @partial(jax.jit, static_argnums=0)
-def _taken(pruned: PrunedLayout, dense: Params, positions: Params) -> Params:
-    return pruned.taken(dense, positions)
+def _values(forms: Forms, weights: Weights) -> Params:
+    return forms.values(weights)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _zeros(pruned: PrunedLayout, dtype: jnp.dtype) -> Params:
-    return pruned.zeros(dtype)
+def _first(forms: Forms, dtype: jnp.dtype, extra: Params) -> Weights:
+    return forms.first(extra, dtype)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _written(pruned: PrunedLayout, dense: Params, positions: Params, values: Params) -> Params:
-    return pruned.written(dense, positions, values)
+def _written(forms: Forms, weights: Weights, values: Params) -> Weights:
+    return forms.written(weights, values)
 
 
 @jax.jit

@@ -13,35 +13,24 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_map_with_path
 
 from axonn_jax.backend.traits import branches_freely
+from axonn_jax.memory.forms import Forms, Weights
 from axonn_jax.memory.optimizer_traits import owner, updated
 from axonn_jax.memory.precision import FULL, Precisions
 from axonn_jax.memory.report import Shapes, StateBytes, local_elements, state_bytes
 from axonn_jax.memory.zero import whole_weights
-from axonn_jax.pruned.layout import PrunedLayout
-from axonn_jax.pruned.weight import PrunedWeight
 from axonn_jax.tensor.params import Params, Specs
 
 
 class ModelState(NamedTuple):
     """State that an update changes."""
 
-    weights: Params
+    weights: Weights
     """Weights that layers read: float32, or the compute dtype where masters are kept apart."""
     masters: Params
-    """Float32 weights in the optimizer's layout; empty where `weights` are the masters, or with offload."""
+    """Float32 weights in the optimizer's layout; empty where `weights` are the masters, or with offload. Those of a
+    parameter in another form (`memory.forms`) are its values, as is its optimizer state."""
     optimizer: Any
     """Optax state, laid out like the masters; with offload one for each bucket, behind the bucket's masters."""
-    positions: Params = {}  # noqa: RUF012 (never changed)
-    """Positions of the kept entries of pruned parameters; their `weights` are dense, all other state is of these
-    entries."""
-
-    @property
-    def read(self) -> dict[str, jax.Array | PrunedWeight]:
-        """Weights in the form that layers read."""
-        return {
-            name: PrunedWeight(value, self.positions[name]) if name in self.positions else value
-            for name, value in self.weights.items()
-        }
 
 
 Apply = Callable[[ModelState, Params, jax.Array, jax.Array], tuple[ModelState, jax.Array]]
@@ -62,18 +51,18 @@ class DeviceOptimizer:
     precisions: Precisions = FULL
     bucket: int = 16_000_000
     """Elements gathered together over `data`, where masters are split over it."""
-    pruned: PrunedLayout | None = None
-    """Layout of pruned parameters, whose `shapes` are those of the kept entries."""
+    forms: Forms | None = None
+    """Forms of the parameters that are not plain arrays, whose `shapes` are those of the trained values."""
 
-    def start(self, params: Params, index: Params = {}, *, owned: bool = True) -> ModelState:  # noqa: B006
+    def start(self, params: Params, extra: Params = {}, *, owned: bool = True) -> ModelState:  # noqa: B006
         """Return the first state of float32 parameters; it takes their arrays over if they are `owned`.
 
-        For `pruned` parameters, `params` are the values of the kept entries and `index` their positions.
+        Of parameters in another form `params` has the trained values, and `extra` the arrays beside these.
         """
         shardings = self.shardings(params)
         if not self._separate:
-            return ModelState(params, {}, jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(params))
-        state = jax.jit(self._first, out_shardings=shardings)(params, index)
+            return ModelState({**params}, {}, jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(params))
+        state = jax.jit(self._first, out_shardings=shardings)(params, extra)
         if owned:
             jax.tree.map(lambda p: p.delete(), params)
         return state  # type: ignore[no-any-return]
@@ -88,7 +77,7 @@ class DeviceOptimizer:
         To be traced. Collectives: where masters are split over `data`, an all-gather of the weights over it, in
         buckets, `(G-1)/G * itemsize * elements` bytes a device.
         """
-        own = {name: weight for name, weight in state.weights.items() if name not in state.masters}
+        own: Any = {name: weight for name, weight in state.weights.items() if name not in state.masters}
         before = (self._as_masters(own) | state.masters, state.optimizer)
 
         def update(before: Any, grads: Params) -> Any:
@@ -99,8 +88,7 @@ class DeviceOptimizer:
 
         on_cores = branches_freely(self.mesh.devices.flat[0].platform)
         masters, optimizer = _update_if(finite, update, before, grads, on_cores=on_cores)
-        dense = {name: state.weights[name] for name in state.positions}
-        return self._from_masters(masters, optimizer, state.positions, dense)
+        return self._from_masters(masters, optimizer, {name: state.weights[name] for name in self._formed})
 
     def program(self, state: ModelState) -> Apply:
         """The update as a compiled program that uses such a state up."""
@@ -115,33 +103,36 @@ class DeviceOptimizer:
         # Weights that lie apart from their masters are not read, but leave their place to the new ones.
         return jax.jit(apply, donate_argnums=0, out_shardings=(shardings, done), keep_unused=True)
 
-    def restored(self, masters: Params, optimizer: Any, index: Params = {}, *, owned: bool = False) -> ModelState:  # noqa: B006
+    def restored(self, masters: Params, optimizer: Any, extra: Params = {}, *, owned: bool = False) -> ModelState:  # noqa: B006
         """Return the state with these float32 weights, laid out as `masters`, and this optimizer state."""
         if not self._separate:
-            return ModelState(masters, {}, optimizer)
-        make = jax.jit(self._from_masters, out_shardings=self.shardings(masters))
-        return make(masters, optimizer, index)  # type: ignore[no-any-return]
+            return ModelState({**masters}, {}, optimizer)
+
+        def make(masters: Params, optimizer: Any, extra: Params) -> ModelState:
+            return self._from_masters(masters, optimizer, self._empty(extra))
+
+        return jax.jit(make, out_shardings=self.shardings(masters))(masters, optimizer, extra)  # type: ignore[no-any-return]
 
     def opt_state(self, state: ModelState) -> Any:
         """The optax state."""
         return state.optimizer
 
     def masters(self, state: ModelState) -> Params:
-        """The float32 weights by name."""
-        return state.weights | state.masters
+        """The float32 weights by name, or their trained values."""
+        return {**state.weights, **state.masters}  # type: ignore[dict-item]
 
     def bytes(self) -> StateBytes:
         """Bytes of one device, by formula."""
         layouts = (self.specs, self.state_specs)
         usual = state_bytes(self.shapes, *layouts, self.mesh, self.precisions, self.optimizer)
-        if self.pruned is None:
+        if self.forms is None:
             return usual
         dense, values, apart = (
             local_elements(shapes, specs, self.mesh)
             for shapes, specs in (
-                (self.pruned.shapes, self.specs),
-                (self.pruned.value_shapes, self.specs),
-                (self.pruned.value_shapes, self.state_specs),
+                (self.forms.shapes, self.specs),
+                (self.forms.value_shapes, self.specs),
+                (self.forms.value_shapes, self.state_specs),
             )
         )
         masters = 0 if self.precisions.master_weights else 4 * apart
@@ -151,9 +142,13 @@ class DeviceOptimizer:
     def abstract(self) -> ModelState:
         """Shapes and layouts of the state."""
         full: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self.shapes.items()}
-        index = {name: jax.ShapeDtypeStruct(self.shapes[name], jnp.int32) for name in self._pruned_names}
-        shapes, shardings = jax.eval_shape(self._first, full, index), self.shardings(full)
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)  # type: ignore[no-any-return]
+        extra = {name: jax.ShapeDtypeStruct(self.shapes[name], jnp.int32) for name in self._formed}
+        shapes = jax.eval_shape(self._first, full, extra)
+
+        def laid_out(sharding: NamedSharding, shapes: Any) -> Any:  # several arrays of a weight in another form
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes)
+
+        return jax.tree.map(laid_out, self.shardings(full), shapes)  # type: ignore[no-any-return]
 
     def shardings(self, params: Params) -> Any:
         """The layout of the state for such parameters, which may be shapes alone."""
@@ -161,19 +156,24 @@ class DeviceOptimizer:
         masters = self._shardings(self.state_specs, params)
         optimizer = state_layout(jax.eval_shape(self.optimizer.init, params), params, masters, scalar)
         weights: Any = self._shardings(self.specs, params)
-        return ModelState(weights, self._kept(masters), optimizer, {name: weights[name] for name in self._pruned_names})
+        return ModelState(weights, self._kept(masters), optimizer)
 
     @property
     def _separate(self) -> bool:
-        return self.precisions.master_weights or self.state_specs != self.specs or self.pruned is not None
+        return self.precisions.master_weights or self.state_specs != self.specs or self.forms is not None
 
     @property
-    def _pruned_names(self) -> Iterable[str]:
-        return () if self.pruned is None else self.pruned.shapes
+    def _formed(self) -> Iterable[str]:
+        """Names of the parameters in another form."""
+        return () if self.forms is None else self.forms.shapes
 
-    def _first(self, params: Params, index: Params) -> ModelState:
+    def _empty(self, extra: Params) -> Weights:
+        """Return weights of the parameters in another form, of no values yet."""
+        return {} if self.forms is None else self.forms.first(extra, self.precisions.weights)
+
+    def _first(self, params: Params, extra: Params) -> ModelState:
         masters = self._as_masters(params)
-        return self._from_masters(masters, self.optimizer.init(masters), index)
+        return self._from_masters(masters, self.optimizer.init(masters), self._empty(extra))
 
     def _as_masters(self, weights: Params) -> Params:
         if not self._separate:
@@ -184,25 +184,18 @@ class DeviceOptimizer:
         """Return the masters that are kept apart from the weights."""
         if self.precisions.master_weights:
             return masters
-        return {name: masters[name] for name in self._pruned_names}
+        return {name: masters[name] for name in self._formed}
 
-    def _from_masters(
-        self,
-        masters: Params,
-        optimizer: Any,
-        index: Params,
-        dense: Params | None = None,
-    ) -> ModelState:
-        """Return the state of masters; weights of pruned ones are written into `dense`, or into zeros."""
+    def _from_masters(self, masters: Params, optimizer: Any, onto: Weights) -> ModelState:
+        """Return the state of masters; values of parameters in another form are written into the weights `onto`."""
         if not self._separate:
-            return ModelState(masters, {}, optimizer)
+            return ModelState({**masters}, {}, optimizer)
         layouts = (self.state_specs, self.specs)
-        weights = whole_weights(masters, layouts, self.mesh, self.precisions.weights_of, self.bucket)
-        if self.pruned is not None:
-            onto = dense if dense is not None else self.pruned.zeros(self.precisions.weights)
-            values = {name: weights[name] for name in index}
-            weights |= self.pruned.written({name: onto[name] for name in index}, index, values)
-        return ModelState(weights, self._kept(masters), optimizer, index)
+        whole = whole_weights(masters, layouts, self.mesh, self.precisions.weights_of, self.bucket)
+        weights: Weights = {**whole}
+        if self.forms is not None:
+            weights |= self.forms.written(onto, {name: whole[name] for name in onto})
+        return ModelState(weights, self._kept(masters), optimizer)
 
     def _shardings(self, specs: Specs, names: Iterable[str]) -> dict[str, NamedSharding]:
         return {name: NamedSharding(self.mesh, specs[name]) for name in names}

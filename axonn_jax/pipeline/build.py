@@ -15,6 +15,7 @@ from axonn_jax.distributed.heartbeat import Heartbeat
 from axonn_jax.distributed.host_sync import LocalSync, MpiSync
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
+from axonn_jax.memory.forms import Forms
 from axonn_jax.memory.report import unused
 from axonn_jax.models.segments import Segment
 from axonn_jax.options import PipelinePolicy
@@ -24,7 +25,6 @@ from axonn_jax.pipeline.reduction import Reduction
 from axonn_jax.pipeline.stage import SegmentPrograms, Stage
 from axonn_jax.pipeline.trace import Group, StepShape, Stretch, like, survey
 from axonn_jax.pipeline.worker import StageWorker
-from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.schedule.partition import group_ranges
 from axonn_jax.schedule.policies import ByArrival, Policy
 from axonn_jax.schedule.tasks import PipelineShape
@@ -48,11 +48,11 @@ def plan(
     ranges: Sequence[range],
     work: StepShape,
     keyed: bool,
-    pruned: Mapping[int, PrunedLayout | None] = MappingProxyType({}),
+    forms: Mapping[int, Forms | None] = MappingProxyType({}),
 ) -> Plan:
     """Trace the model stage by stage, abstractly, groups that are alike once.
 
-    A stage of another process is traced on this one's mesh. `pruned` are layouts by rank of the pipe, of those here.
+    A stage of another process is traced on this one's mesh. `forms` are given by rank of the pipe, of the ranks here.
     """
     model: Any = parts.merge(parts.params)
     segments: Sequence[Segment] = model.segments
@@ -70,8 +70,8 @@ def plan(
             if all(form[: len(group_segments)]) and form in seen:
                 group = like(seen[form], segments, group_segments)
             else:
-                layout = pruned.get(pipe_shape.rank_of(stage))
-                stretch = survey(Stretch(parts, mesh, group_segments, ranges[-1].stop, work, keyed, x, pruned=layout))
+                own = forms.get(pipe_shape.rank_of(stage))
+                stretch = survey(Stretch(parts, mesh, group_segments, ranges[-1].stop, work, keyed, x, forms=own))
                 group = seen[form] = Group(stretch, stretch.names)
             stages[-1].append(group)
             x = group.stretch.y

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.experts.layer import without_drops
-from axonn_jax.memory.host_arrays import HOST, transferred
+from axonn_jax.memory.host_arrays import HOST, replicated, transferred
 from axonn_jax.pipeline.stage_programs import Result, StagePrograms
-from axonn_jax.pipeline.trace import DY, LATER, POSITIONS, TOKENS, Group, Stretch, X, crossing, trace_whole
+from axonn_jax.pipeline.trace import DY, LATER, TOKENS, Group, Stretch, X, crossing, trace_whole
 from axonn_jax.schedule.policies import Backwards
 from axonn_jax.tensor.params import Params
 
@@ -95,7 +95,7 @@ class Stage:
         return [Kept() for _ in self._members]
 
     def run(
-        self, name: str, given: Mapping[str, jax.Array], arrived: jax.Array | None, kept: list[Kept], sums: Params
+        self, name: str, given: Mapping[str, Any], arrived: jax.Array | None, kept: list[Kept], sums: Params
     ) -> Result:
         """Start the programs of a task, or of two in a row that are joined.
 
@@ -109,7 +109,7 @@ class Stage:
             loss = ran.loss if loss is None else loss
         return ran._replace(loss=loss)
 
-    def evaluate(self, given: Mapping[str, jax.Array], arrived: jax.Array | None) -> Result:
+    def evaluate(self, given: Mapping[str, Any], arrived: jax.Array | None) -> Result:
         """Start a forward without dropout that keeps nothing."""
         for member in self._members:
             ran = member.evaluate(given, arrived)
@@ -149,9 +149,7 @@ class _Member:
         """Return the forms of the gradients' sums."""
         return {own: self.programs.sums[name] for name, own in self._names.items()}
 
-    def run(
-        self, name: str, given: Mapping[str, jax.Array], arrived: jax.Array | None, kept: Kept, sums: Params
-    ) -> Result:
+    def run(self, name: str, given: Mapping[str, Any], arrived: jax.Array | None, kept: Kept, sums: Params) -> Result:
         """Start one program; see `Stage.run`."""
         if name.startswith("F") and arrived is not None:
             kept.arrived[X] = arrived
@@ -169,7 +167,7 @@ class _Member:
             kept.arrived |= self._moved(kept, HOST)
         return ran
 
-    def evaluate(self, given: Mapping[str, jax.Array], arrived: jax.Array | None) -> Result:
+    def evaluate(self, given: Mapping[str, Any], arrived: jax.Array | None) -> Result:
         """Start a forward without dropout that keeps nothing."""
         inputs = self._inputs(given, {} if arrived is None else {X: arrived})
         return self.programs.evaluation.run("F", inputs, [], {})
@@ -177,11 +175,8 @@ class _Member:
     def _moved(self, kept: Kept, kind: str) -> dict[str, jax.Array]:
         return {slot: transferred(x, kind) for slot, x in kept.arrived.items() if slot == X}
 
-    def _inputs(self, given: Mapping[str, jax.Array], arrived: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def _inputs(self, given: Mapping[str, Any], arrived: Mapping[str, jax.Array]) -> dict[str, Any]:
         own = {their: given[own] for their, own in self._names.items()}
-        for their, name in self._names.items():
-            if POSITIONS + name in given:
-                own[POSITIONS + their] = given[POSITIONS + name]
         return {**given, **own, **arrived, **self._fixed}
 
 
@@ -202,8 +197,3 @@ def _goals(
 
 def _as(struct: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(struct.shape, dtype, sharding=struct.sharding)
-
-
-def replicated(value: np.generic, sharding: NamedSharding) -> jax.Array:
-    """Return a host number on every device of a mesh, also where other processes hold some of the devices."""
-    return jax.make_array_from_callback((), sharding, lambda _: np.asarray(value))

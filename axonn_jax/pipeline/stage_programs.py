@@ -18,7 +18,7 @@ from axonn_jax.pipeline.partition_jaxpr import (
     keep_reductions,
     keep_ungathered,
 )
-from axonn_jax.pipeline.trace import POSITIONS, Stretch, Traced, crossing
+from axonn_jax.pipeline.trace import Slot, Stretch, Traced, crossing
 from axonn_jax.tensor.specs import shard_mapped
 
 _KEEP: dict[Activations, Keep] = {
@@ -44,8 +44,8 @@ class Result(NamedTuple):
 
 class _StageProgram(NamedTuple):
     compiled: Any
-    inputs: list[int]
-    """Positions of the program's inputs among those of the whole function."""
+    inputs: list[Slot]
+    """The program's inputs among those of the whole function."""
     taken: list[tuple[int, int]]
     """Values from earlier programs, as (program, position among its handed values)."""
     later: set[tuple[int, int]]
@@ -72,7 +72,7 @@ class StagePrograms:
     ):
         self._stretch, self._traced = stretch, traced
         self._gradients, self._sums = gradients, sums
-        free = [i for i, name in enumerate(traced.slots) if name.removeprefix(POSITIONS) in stretch.names]
+        free = [i for i, slot in enumerate(traced.slots) if slot.name in stretch.names]
         keep = [_KEEP[stretch.work.activations] if "F" in goals else keep_all, keep_all, keep_all]
         self._parts = cut(traced.closed, list(goals.values()), free, keep)
         self._handed = [[crossing(var.aval, stretch.mesh) for var in part.handed] for part in self._parts]
@@ -88,9 +88,7 @@ class StagePrograms:
         """Inputs that programs behind one read."""
         return self._programs[name].reads
 
-    def run(
-        self, name: str, given: Mapping[str, jax.Array], kept: list[list[Any]], sums: dict[str, jax.Array]
-    ) -> Result:
+    def run(self, name: str, given: Mapping[str, Any], kept: list[list[Any]], sums: dict[str, jax.Array]) -> Result:
         """Start a program by its name in `goals` or `joined`.
 
         `given` holds every input by name. `kept` are the values handed over by this microbatch's earlier programs; this
@@ -98,7 +96,7 @@ class StagePrograms:
         to them.
         """
         program = self._programs[name]
-        inputs = [given[self._traced.slots[i]] for i in program.inputs]
+        inputs = [slot.of(given) for slot in program.inputs]
         taken = [kept[source][position] for source, position in program.taken]
         heads, handed, sums, done = program.compiled(inputs, taken, sums if program.adds else {})
         kept.append(handed)
@@ -116,7 +114,8 @@ class StagePrograms:
         which = list(dict.fromkeys(i for part in parts for i in part.inputs))
         before = list(dict.fromkeys(pair for part in parts for pair in part.taken if pair[0] not in numbers))
         adds = any(i in gradients for part in parts for i in part.outputs)
-        inputs = [known[self._traced.slots[i]] for i in which]
+        slots = [self._traced.slots[i] for i in which]
+        inputs = [slot.of(known) for slot in slots]
         taken = [self._handed[source][position] for source, position in before]
         sums = dict(self._sums) if adds else {}
         loss = self._stretch.last
@@ -147,8 +146,8 @@ class StagePrograms:
         compiled = jax.jit(run, donate_argnums=2, out_shardings=shardings).lower(*arguments).compile()
         behind = self._parts[numbers[-1] + 1 :]
         later = {pair for after in behind for pair in after.taken if pair[0] <= numbers[-1]}
-        reads = frozenset(self._traced.slots[i] for after in behind for i in after.inputs)
-        return _StageProgram(compiled, which, before, later, reads, adds, which_heads)
+        reads = frozenset(self._traced.slots[i].name for after in behind for i in after.inputs)
+        return _StageProgram(compiled, slots, before, later, reads, adds, which_heads)
 
     def _head(self, position: int) -> jax.ShapeDtypeStruct:
         if position == 0 and self._stretch.last:

@@ -11,23 +11,44 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.grid import BATCH_AXES
+from axonn_jax.memory.forms import Forms, Weights
 from axonn_jax.models.packed import balance_of, inputs_of, targets_of, values_of
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.segments import Segment
 from axonn_jax.options import Activations
 from axonn_jax.pipeline.partition_jaxpr import cut, keep_all
-from axonn_jax.pruned.layout import PrunedLayout
-from axonn_jax.pruned.weight import PrunedWeight, tapping, trained
 from axonn_jax.tensor.collectives import mark_varying
 from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.params import SplitModule
 from axonn_jax.tensor.specs import live_axes, shard_mapped, spec_axes
-from axonn_jax.tensor.weight_gather import cast_for_reduction
+from axonn_jax.tensor.weight_gather import cast_for_reduction, trained, training
 
 X, TOKENS, KEY, MICROBATCH, LATER, DY, SCALE = " x", " tokens", " key", " microbatch", " later", " dy", " scale"
 """Names of a stage's inputs beside its parameters; the space tells them from parameters' names."""
-POSITIONS = " positions "
-"""Prefix of the names of pruned parameters' positions; the parameter's name follows."""
+
+
+class Slot(NamedTuple):
+    """One array among a stage's inputs."""
+
+    name: str
+    """Name of the input."""
+    leaf: int | None = None
+    """Number of the array among those of a weight in another form; None: the input is the array."""
+
+    def of(self, given: Mapping[str, Any]) -> Any:
+        """Return the array of given inputs."""
+        return given[self.name] if self.leaf is None else jax.tree.leaves(given[self.name])[self.leaf]
+
+
+def slots_of(given: Mapping[str, Any]) -> list[Slot]:
+    """Return the slots of inputs that are arrays, or weights in another form, in order."""
+
+    def own(name: str, value: Any) -> list[Slot]:
+        if jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
+            return [Slot(name)]
+        return [Slot(name, leaf) for leaf in range(len(jax.tree.leaves(value)))]
+
+    return [slot for name, value in given.items() for slot in own(name, value)]
 
 
 @dataclass(frozen=True)
@@ -67,8 +88,8 @@ class Stretch:
     """Parameters that the stretch reads; found by `survey`, as `y` is."""
     y: jax.ShapeDtypeStruct | None = None
     """Outgoing activations; None for the last stretch."""
-    pruned: PrunedLayout | None = None
-    """Layout of the pruned parameters."""
+    forms: Forms | None = None
+    """Forms of the parameters that are not plain arrays."""
 
     @property
     def first(self) -> bool:
@@ -96,17 +117,20 @@ class Stretch:
         model: Any = self.parts.merge(self.parts.params)
         return model  # type: ignore[no-any-return]
 
-    def inputs(self, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return every input by name, as a global array with its layout; `names` are those of parameters."""
+    def inputs(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return every input by name, as a global array with its layout; `names` are those of parameters.
+
+        A parameter in another form is a pytree of such arrays.
+        """
 
         def struct(like: Any, spec: P) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(self.mesh, spec))
 
-        given = {name: struct(self.parts.params[name], self.parts.specs[name]) for name in names}
-        for name, shape in {} if self.pruned is None else self.pruned.value_shapes.items():
-            if name in given:
-                positions = jax.ShapeDtypeStruct(shape, jnp.int32)
-                given[POSITIONS + name] = struct(positions, self.parts.specs[name])
+        held = {**self.parts.params, **self._formed()}
+        given = {
+            name: jax.tree.map(lambda array, spec=self.parts.specs[name]: struct(array, spec), held[name])
+            for name in names
+        }
         if self.x is not None:
             given[X] = self.x
         if self.reads_tokens:
@@ -119,8 +143,16 @@ class Stretch:
             given[SCALE] = struct(jax.ShapeDtypeStruct((), jnp.float32), P())
         return given
 
+    def _formed(self) -> Weights:
+        """Return the shapes of the parameters in another form."""
+        if (forms := self.forms) is None:
+            return {}
+        dtype = next((self.parts.params[name].dtype for name in forms.shapes), self.work.dtype)
+        extra = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in forms.value_shapes.items()}
+        return jax.eval_shape(lambda extra: forms.first(extra, dtype), extra)
+
     @property
-    def all_inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def all_inputs(self) -> dict[str, Any]:
         """Inputs of the forward and backward pass."""
         return self.inputs(self.names) | ({} if self.y is None else {DY: self.y})
 
@@ -134,7 +166,7 @@ class Stretch:
         key = None
         if self.keyed:
             key = DropoutKey(given[KEY], given[LATER], given[MICROBATCH])
-        model: Any = self.parts.merge({**self.parts.params, **tapping(self._forms(given), params, self.work.sums)})
+        model: Any = self.parts.merge({**self.parts.params, **training(self._weights(given), params, self.work.sums)})
         if self.first:
             x = model.embed(inputs_of(model, given[TOKENS]), self.work.dtype, key)
         else:
@@ -145,21 +177,17 @@ class Stretch:
             return values_of(x), balance_of(x)
         return model.total_loss(x, *targets_of(model, given[TOKENS])), None
 
-    def own(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def own(self, given: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Return the parameters, varying over the axes that split tokens: their gradients then stay unreduced."""
         axes = self.model.token_axes
-        return {name: mark_varying(trained(form, self.work.sums), axes) for name, form in self._forms(given).items()}
+        own = self._weights(given)
+        return {name: mark_varying(trained(weight, self.work.sums), axes) for name, weight in own.items()}
 
-    def _forms(self, given: Mapping[str, jax.Array]) -> dict[str, jax.Array | PrunedWeight]:
-        """Return the parameters among the given arrays, in the layers' form."""
-        forms: dict[str, jax.Array | PrunedWeight] = {}
-        for name in self.parts.params:
-            if name in given:
-                positions = given.get(POSITIONS + name)
-                forms[name] = given[name] if positions is None else PrunedWeight(given[name], positions)
-        return forms
+    def _weights(self, given: Mapping[str, Any]) -> Weights:
+        """Return the parameters among the given inputs."""
+        return {name: given[name] for name in self.parts.params if name in given}
 
-    def whole(self, given: Mapping[str, jax.Array], dy: jax.Array | None) -> list[jax.Array]:
+    def whole(self, given: Mapping[str, Any], dy: jax.Array | None) -> list[jax.Array]:
         """Return the result, the gradient of `x` if there is one, and the gradients of parameters, on local shards."""
         rest = {name: value for name, value in given.items() if name != X}
         x = given.get(X)
@@ -180,7 +208,7 @@ class Traced(NamedTuple):
     """Traced function on local shards, and the names of its inputs."""
 
     closed: compat.ClosedJaxpr
-    slots: list[str]
+    slots: list[Slot]
 
 
 def survey(stretch: Stretch) -> Stretch:
@@ -188,7 +216,8 @@ def survey(stretch: Stretch) -> Stretch:
     everything = stretch.inputs(stretch.parts.params)
     closed, slots = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)[0]], everything)
     (part,) = cut(closed, [[0]], [], [keep_all])
-    names = tuple(slots[i] for i in part.inputs if slots[i] in stretch.parts.params)
+    read = dict.fromkeys(slots[i].name for i in part.inputs)
+    names = tuple(name for name in read if name in stretch.parts.params)
     if stretch.last:
         return replace(stretch, names=names)
     y: Any = closed.jaxpr.outvars[0].aval
@@ -203,17 +232,19 @@ def trace_whole(stretch: Stretch) -> Traced:
     return _trace(stretch, lambda given: stretch.whole(given, given.get(DY)), stretch.all_inputs)
 
 
-def _trace(stretch: Stretch, f: Any, given: Mapping[str, jax.ShapeDtypeStruct]) -> Traced:
-    slots = list(given)
+def _trace(stretch: Stretch, f: Any, given: Mapping[str, Any]) -> Traced:
     traced: list[compat.ClosedJaxpr] = []
 
-    def capture(*inputs: jax.Array) -> jax.Array:
-        traced.append(jax.make_jaxpr(lambda *values: f(dict(zip(slots, values, strict=True))))(*inputs))
+    def named(inputs: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(given, inputs, strict=True))
+
+    def capture(*inputs: Any) -> jax.Array:
+        traced.append(jax.make_jaxpr(lambda *values: f(named(values)))(*inputs))
         return jnp.zeros(())
 
-    specs = tuple(struct.sharding.spec for struct in given.values())
+    specs = tuple(jax.tree.map(lambda struct: struct.sharding.spec, value) for value in given.values())
     jax.eval_shape(shard_mapped(capture, stretch.mesh, specs, P()), *given.values())
-    return Traced(traced[0], slots)
+    return Traced(traced[0], slots_of(given))
 
 
 def crossing(aval: Any, mesh: Mesh, spec: P | None = None) -> jax.ShapeDtypeStruct:

@@ -9,9 +9,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
+from axonn_jax.memory.forms import Weights
+from axonn_jax.memory.host_arrays import replicated
 from axonn_jax.models.packed import counted_targets
 from axonn_jax.models.protocol import Model
-from axonn_jax.pipeline.stage import Kept, Stage, replicated
+from axonn_jax.pipeline.stage import Kept, Stage
 from axonn_jax.pipeline.stage_programs import Result
 from axonn_jax.pipeline.trace import KEY, MICROBATCH, SCALE, TOKENS
 from axonn_jax.schedule.tasks import Kind, Message, Task
@@ -62,7 +64,7 @@ class StageWorker:
 
     def begin(
         self,
-        params: Params,
+        params: Weights,
         rows: Sequence[np.ndarray],
         key: jax.Array | None,
         *,

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.pruned.masks import counting, rounds
-from axonn_jax.pruned.weight import places, put, taken
+from axonn_jax.pruned.weight import PrunedWeight, places, put, taken
 from axonn_jax.tensor.params import Params, Specs
 from axonn_jax.tensor.specs import shard_mapped, size_over, spec_axes
 
@@ -87,32 +87,39 @@ class PrunedLayout:
         shape = NamedSharding(self.mesh, self.specs[name]).shard_shape(self.shapes[name])
         return self._run(_on_zeros, name, shape=shape)(values, index)  # type: ignore[no-any-return]
 
-    def written(self, dense: Params, index: Params, values: Params) -> Params:
-        """Global dense arrays with values in the place of their kept entries; to be traced; no collectives."""
-        names = list(dense)
-        specs = {name: self.specs[name] for name in names}
-
-        def local(dense: Params, index: Params, values: Params) -> Params:
-            write = jax.vmap(put) if self.stacked else put
-            return {name: write(dense[name], index[name], values[name]) for name in names}
-
-        return shard_mapped(local, self.mesh, (specs,) * 3, specs, differentiated=False)(dense, index, values)  # type: ignore[no-any-return]
-
-    def taken(self, dense: Params, index: Params) -> Params:
-        """Global values of dense arrays; to be traced; no collectives."""
-        specs = {name: self.specs[name] for name in dense}
-
-        def local(dense: Params, index: Params) -> Params:
-            return {name: taken(value, index[name]) for name, value in dense.items()}
-
-        return shard_mapped(local, self.mesh, (specs,) * 2, specs, differentiated=False)(dense, index)  # type: ignore[no-any-return]
-
-    def zeros(self, dtype: jnp.dtype) -> Params:
-        """Dense arrays of zeros; to be traced."""
+    def first(self, extra: Params, dtype: jnp.dtype) -> dict[str, Any]:
+        """Weights whose kept entries are at the positions `extra`, and zero; to be traced."""
         return {
-            name: jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), NamedSharding(self.mesh, self.specs[name]))
+            name: PrunedWeight(self._laid_out(name, jnp.zeros(shape, dtype)), self._laid_out(name, extra[name]))
             for name, shape in self.shapes.items()
         }
+
+    def written(self, weights: Mapping[str, Any], values: Params) -> dict[str, Any]:
+        """Weights with global values in the place of their kept entries; to be traced; no collectives."""
+
+        def local(weights: dict[str, PrunedWeight], values: Params) -> Params:
+            write = jax.vmap(put) if self.stacked else put
+            return {name: write(weight.dense, weight.index, values[name]) for name, weight in weights.items()}
+
+        specs = {name: self.specs[name] for name in weights}
+        dense = shard_mapped(local, self.mesh, (specs,) * 2, specs, differentiated=False)(weights, values)
+        return {name: PrunedWeight(dense[name], weight.index) for name, weight in weights.items()}
+
+    def values(self, weights: Mapping[str, Any]) -> Params:
+        """Global values of the weights' kept entries; to be traced; no collectives."""
+
+        def local(weights: dict[str, PrunedWeight]) -> Params:
+            return {name: taken(weight.dense, weight.index) for name, weight in weights.items()}
+
+        specs = {name: self.specs[name] for name in weights}
+        return shard_mapped(local, self.mesh, (specs,), specs, differentiated=False)(weights)  # type: ignore[no-any-return]
+
+    def extra(self, weights: Mapping[str, Any]) -> Params:
+        """Positions of the weights' kept entries."""
+        return {name: weights[name].index for name in self.shapes}
+
+    def _laid_out(self, name: str, array: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, self.specs[name]))
 
     def _run(self, local: Callable[..., Any], name: str, **settings: Any) -> Callable[..., Any]:
         assert not self.stacked
@@ -188,49 +195,3 @@ def _places(mesh: Mesh, own: tuple[tuple[P, int], ...]) -> Callable[[list[jax.Ar
         shard_mapped(local, mesh, (specs,), specs, differentiated=False),
         out_shardings=[NamedSharding(mesh, spec) for spec in specs],
     )
-
-
-@dataclass(frozen=True)
-class PrunedArray:
-    """A dense array that is kept compressed, and put together when asked for (`memory.host_arrays.joined`)."""
-
-    layout: PrunedLayout
-    name: str
-    values: Any
-    """An array, or another form of one (`memory.host_arrays.LayerSlice`); None: ones, as bytes, for a mask."""
-    index: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the dense array."""
-        return self.layout.shapes[self.name]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the values."""
-        return np.dtype(np.uint8) if self.values is None else np.dtype(self.values.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the dense array."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """The dense array's."""
-        return NamedSharding(self.layout.mesh, self.layout.specs[self.name])
-
-    def joined(self) -> jax.Array:
-        """One array, a copy."""
-        index = self.index if isinstance(self.index, jax.Array) else self.index.joined()
-        values = self.values
-        if values is None:
-            values = jnp.ones_like(index, jnp.uint8)
-        elif not isinstance(values, jax.Array):
-            values = values.joined()
-        return self.layout.expanded(self.name, values, index)
-
-    def delete(self) -> None:
-        """Free the values; the index stays."""
-        if self.values is not None:
-            self.values.delete()

@@ -2,7 +2,7 @@
 
 import zipfile
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,25 +11,27 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from axonn_jax.errors import UserError
+from axonn_jax.grid import REPLICA_AXES
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.layout import PrunedLayout, lay_out
 from axonn_jax.pruned.masks import magnitude_masks, random_masks
 from axonn_jax.tensor.params import Params, Specs, SplitModule
+from axonn_jax.tensor.specs import size_over
 
 
 class KeptEntries(NamedTuple):
-    """The entries of pruned parameters that are trained."""
+    """The entries of pruned parameters that are trained (`memory.forms.Chosen`)."""
 
-    layout: PrunedLayout
-    positions: Params
+    forms: PrunedLayout
+    extra: Params
     """Positions of the kept entries, by name."""
 
     def compressed(self, params: Params, *, used_up: bool = False) -> Params:
         """Parameters with values in the place of the dense arrays of pruned ones, which are freed if `used_up`."""
         out: Params = {}
         for name, value in params.items():
-            pruned = name in self.positions
-            out[name] = self.layout.compressed(name, value, self.positions[name]) if pruned else value
+            pruned = name in self.extra
+            out[name] = self.forms.compressed(name, value, self.extra[name]) if pruned else value
             if pruned and used_up:
                 jax.block_until_ready(out[name])
                 value.delete()
@@ -58,10 +60,25 @@ def make_masks(config: PruneConfig, weights: Params, elsewhere: Collection[str] 
     return magnitude_masks(weights, config.density, config.scope)
 
 
-def keep(masks: Mapping[str, jax.Array], specs: Specs, mesh: Mesh, *, multiple: int) -> KeptEntries:
-    """Lay out the entries that masks keep, in slots that are a multiple of `multiple`. Collectives: as in `lay_out`."""
-    layout = lay_out(masks, {name: specs[name] for name in masks}, mesh, multiple=multiple)
-    return KeptEntries(layout, layout.indices_of(masks))
+class Pruner:
+    """Choice of the kept entries of the parameters on one mesh (`memory.forms.Chooser`).
+
+    `prunable` are the parameters that are pruned in the whole model, `specs` the layouts of those on this mesh.
+    """
+
+    def __init__(self, config: PruneConfig, prunable: Collection[str], specs: Specs, mesh: Mesh):
+        self._config, self._prunable, self._specs, self._mesh = config, prunable, specs, mesh
+        self.names = tuple(name for name in prunable if name in specs)
+
+    def masks(self, weights: Params) -> Params:
+        """Return masks of the entries that the settings keep of dense weights; see `make_masks`."""
+        return make_masks(self._config, {name: weights[name] for name in self.names}, self._prunable)
+
+    def chosen(self, masks: Params) -> KeptEntries:
+        """Lay out the entries that masks keep, in slots that replicas can share. Collectives: as in `lay_out`."""
+        specs, multiple = {name: self._specs[name] for name in masks}, size_over(self._mesh, REPLICA_AXES)
+        layout = lay_out(masks, specs, self._mesh, multiple=multiple)
+        return KeptEntries(layout, layout.indices_of(masks))
 
 
 def _read(path: Path, weights: Params, elsewhere: Collection[str]) -> dict[str, jax.Array]:

@@ -1,8 +1,6 @@
 """Pruned weight in a layer's form: dense, with zeros, and with gradients of its kept entries alone."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +29,14 @@ class PrunedWeight:
         if self.tap is None:
             return self.dense
         return _tapped(self.tap, mark_varying(self.dense, compat.varying_axes(self.tap)), self.index)
+
+    def trained(self, dtype: jnp.dtype) -> jax.Array:
+        """Return a tap in `dtype`, the array that is differentiated."""
+        return mark_varying(jnp.zeros(self.index.shape, dtype), compat.varying_axes(self.index))
+
+    def training(self, trained: jax.Array, dtype: jnp.dtype) -> "PrunedWeight":
+        """Return the weight with `trained` as its tap; a gradient that is reduced over `z` is so in `dtype`."""
+        return replace(self, dense=self.dense.astype(dtype) if axis_size("z") > 1 else self.dense, tap=trained)
 
 
 @jax.custom_vjp
@@ -70,30 +76,3 @@ def places(mask: jax.Array, slots: int) -> jax.Array:
     number = jnp.arange(slots, dtype=jnp.int32)
     filled = jnp.where(number < jnp.sum(mask, dtype=jnp.int32), kept, mask.size + number)
     return filled.reshape((1,) * (mask.ndim - 1) + (slots,))
-
-
-def trained(p: jax.Array | PrunedWeight, sums: jnp.dtype) -> jax.Array:
-    """Return the differentiated array of a parameter: itself, or a pruned one's tap in dtype `sums`."""
-    if isinstance(p, PrunedWeight):
-        return mark_varying(jnp.zeros(p.index.shape, sums), compat.varying_axes(p.index))
-    return p
-
-
-def unpruned(params: Mapping[str, Any], among: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the arrays of `among` whose parameters are not pruned."""
-    return {name: value for name, value in among.items() if not isinstance(params[name], PrunedWeight)}
-
-
-def tapping(params: Mapping[str, Any], held: Mapping[str, Any], sums: jnp.dtype) -> dict[str, Any]:
-    """Return the weights for layers: `held` itself, or for a pruned parameter the dense weight with `held` as tap.
-
-    Gradients that are reduce-scattered over `z` are so in the dtype `sums`, as for other weights.
-    """
-
-    def tapped(p: PrunedWeight, tap: jax.Array) -> PrunedWeight:
-        return replace(p, dense=p.dense.astype(sums) if axis_size("z") > 1 else p.dense, tap=tap)
-
-    return {
-        name: tapped(params[name], value) if isinstance(params[name], PrunedWeight) else value
-        for name, value in held.items()
-    }

@@ -66,10 +66,16 @@ class GatheredWeight:
 
 
 class WeightForm(Protocol):
-    """A weight's shard in another form, in its place in a module, as `pruned.weight.PrunedWeight`."""
+    """A weight's shard in another form, in its place in a module: a pytree, such as `pruned.weight.PrunedWeight`."""
 
     def shard(self) -> jax.Array:
         """Return the dense shard for a layer."""
+
+    def trained(self, dtype: jnp.dtype) -> jax.Array:
+        """Return the array, in `dtype`, whose gradient is that of the trained values."""
+
+    def training(self, trained: jax.Array, dtype: jnp.dtype) -> "WeightForm":
+        """Return the form whose shard hands its gradient on to `trained`, reduced over `z` in `dtype`."""
 
 
 def gather_weight(

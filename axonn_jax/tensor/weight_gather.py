@@ -1,4 +1,4 @@
-"""Weight gathers of a module or model, done once for several calls."""
+"""Weight gathers done once for several calls, and the arrays of weights that gradients are taken of."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axonn_jax.tensor.collectives import GatheredWeight, axis_size, gather_weight, reduce_scatter
+from axonn_jax.tensor.collectives import GatheredWeight, WeightForm, axis_size, gather_weight, reduce_scatter
 from axonn_jax.tensor.params import Params, Specs, layout
 from axonn_jax.tensor.specs import split_dim
 
@@ -16,6 +16,20 @@ MaybeGathered = dict[str, jax.Array | GatheredWeight]
 """Parameters as a device has them, shards or gathered full."""
 
 Module = TypeVar("Module", bound=nnx.Module)
+
+
+def trained(weight: jax.Array | WeightForm, sums: jnp.dtype) -> jax.Array:
+    """Return the array of a weight that gradients are taken of: the weight itself, or its form's, in dtype `sums`."""
+    return weight if isinstance(weight, jax.Array) else weight.trained(sums)
+
+
+def training(weights: Mapping[str, jax.Array | WeightForm], held: Mapping[str, Any], sums: jnp.dtype) -> dict[str, Any]:
+    """Return the weights for layers: `held` itself, or a form that hands its gradient on to the array held."""
+
+    def one(weight: jax.Array | WeightForm, value: Any) -> Any:
+        return value if isinstance(weight, jax.Array) else weight.training(value, sums)
+
+    return {name: one(weights[name], value) for name, value in held.items()}
 
 
 def gather_weights(module: Module, dtype: jnp.dtype, *, skip: str = "") -> Module:

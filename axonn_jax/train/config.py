@@ -28,7 +28,7 @@ from axonn_jax.options import (
     Share,
     Zero,
 )
-from axonn_jax.pruned.config import PruneConfig
+from axonn_jax.pruned.config import PruneConfig as PruneConfig
 
 LOCK = "run.lock"
 """Lock file in `log.dir`, held by the run that trains there."""

@@ -10,7 +10,11 @@ import numpy as np
 import optax
 
 from axonn_jax.documents import parse_toml
-from axonn_jax.train.config import TrainConfig
+from axonn_jax.errors import UserError
+from axonn_jax.memory.optimizer_traits import check_offload, check_update
+from axonn_jax.models.protocol import Model
+from axonn_jax.tensor.params import Params
+from axonn_jax.train.config import MemoryConfig, PruneConfig, TrainConfig
 
 _OF_RATE = ("lr", "warmup", "steps", "schedule", "min_lr_ratio")
 
@@ -79,3 +83,22 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     if config.optimizer == "lion":
         return optax.lion(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=decayed)
     return optax.sgd(rate, momentum=config.beta1 or None)
+
+
+def check_optimizer(
+    optimizer: optax.GradientTransformation, model: Model, params: Params, memory: MemoryConfig, prune: PruneConfig
+) -> None:
+    """Raise ``UserError`` where an optimizer asks for more than a step has, or offload or pruning of it at a time.
+
+    Of `params` shapes are enough.
+    """
+    check_update(optimizer, params)
+    if memory.offload != "none":
+        check_offload(optimizer, "memory.offload = optimizer", params)
+    if not prune.prunes:
+        return
+    if not model.layer_period:
+        raise UserError("prune.density", prune.density, "1 with a model other than a Transformer")
+    if not check_offload(optimizer, "prune.density below 1", params):
+        accepted = "one that treats every element by itself where prune.density is below 1"
+        raise UserError("optimizer", "a transformation that looks at whole parameters", accepted)

@@ -16,9 +16,8 @@ from axonn_jax.grid import Grid
 from axonn_jax.memory.remat import check_activations
 from axonn_jax.models.packed import counted_targets
 from axonn_jax.models.protocol import check_model
-from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.tensor.loss import pad_batch
-from axonn_jax.train.config import MemoryConfig, PipelineConfig, TensorConfig
+from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.engine import Engine, token_ids_of
 from axonn_jax.train.engines.pipeline import PipelineEngine
 from axonn_jax.train.engines.pruning import Pruning

@@ -18,7 +18,6 @@ from axonn_jax.models.huggingface.pretrained import check_shape, is_pretrained
 from axonn_jax.models.presets import ModelConfig
 from axonn_jax.models.segments import Segment, transformer_segments
 from axonn_jax.options import Range
-from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.schedule.partition import SegmentCost, explicit, partition
 from axonn_jax.schedule.policies import policy_of
 from axonn_jax.schedule.tasks import PipelineShape
@@ -29,6 +28,7 @@ from axonn_jax.train.config import (
     LogConfig,
     MemoryConfig,
     PipelineConfig,
+    PruneConfig,
     TensorConfig,
 )
 

@@ -40,11 +40,7 @@ def batch(shape=SHAPE, seed=0):
 
 
 def updates(trainer):
-    return (
-        [h._update for h in trainer.engine.stages.values()]
-        if hasattr(trainer.engine, "stages")
-        else [trainer.engine.update]
-    )
+    return [store.placement for store in trainer.engine.stores.values()]
 
 
 def lines(update):
@@ -170,7 +166,7 @@ def trained(way):
 )
 def test_a_table_at_both_ends_stays_one(way):
     trainer = trained(way)
-    tables = [place.weights["embedding.table"] for place in trainer.engine.stages.values()]
+    tables = [place.weights["embedding.table"] for place in trainer.engine.stores.values()]
     assert np.asarray(tables[0]).tobytes() == np.asarray(tables[1]).tobytes()
     first, last = trainer.engine._states.by_rank().values()
     for name, value in first.items():

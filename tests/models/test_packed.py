@@ -19,9 +19,9 @@ from axonn_jax.models.block_comm import BlockComm
 from axonn_jax.models.packed import counted, documents_of, pack
 from axonn_jax.models.stacked import stack_layers, unstacked
 from axonn_jax.models.transformer import Transformer
+from axonn_jax.state.scanned import unstack_params
 from axonn_jax.tensor.params import split_module
 from axonn_jax.train.engines.program import StageProgram
-from axonn_jax.train.engines.scan_layers import unstack_params
 
 GPT = replace(grids.GPT, seq_len=16)
 LLAMA = replace(grids.LLAMA, heads=8, window=5)

@@ -106,7 +106,7 @@ def test_state_is_what_a_run_has(precision, zero):
     planned = trainer.engine.memory()[0]["planned"]
     ranks = Ranks(PlanRequest(shape, load_machine("dgx-h100"), 4, precision, density=0.2))
     predicted = ranks.state(GridShape(1, 2), ranks.loads(1)[0], (False, zero))
-    slots = prod(trainer.engine.program.pruned.value_shapes["blocks.0.mlp.up.kernel"])
+    slots = prod(trainer.engine.program.forms.value_shapes["blocks.0.mlp.up.kernel"])
     assert slots <= 1.01 * 0.2 * 128 * 512  # ZeRO-1 rounds up; here every device keeps as much
     # ZeRO-1: gradients are scattered too; the planner has them whole, as they are while they add up.
     gradients = planned["gradients"] if not zero else predicted.gradients

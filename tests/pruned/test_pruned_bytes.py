@@ -42,7 +42,7 @@ def test_bytes_over_data_are_those_of_the_slots(axes):
     over_data = [one for one in large if "data" in one.axes]
     state = engine.program.state_shapes
     assert float(sum(one.bytes for one in over_data)) == pytest.approx(sum(each(engine, axes, state)), rel=1e-9)
-    dense = {name: p.shape for name, p in engine.parts.params.items() if name in engine.program.pruned.shapes}
+    dense = {name: p.shape for name, p in engine.parts.params.items() if name in engine.program.forms.shapes}
     values = {name: state[name] for name in dense}
     of_dense = sum(each(engine, axes, values)) / sum(each(engine, axes, dense))
     assert 0.1 <= of_dense <= 0.1 * 1.1  # shards keep some hundred entries, and as many slots as the fullest

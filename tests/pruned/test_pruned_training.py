@@ -56,13 +56,13 @@ def masked(masks):
 
 
 def dense_oracle(steps, shape=SHAPE, **options):
-    """Dense training from masked weights, gradients and updates multiplied by the masks."""
+    """Dense training from masked weights, gradients multiplied by the masks: updates of other entries are zero then."""
     with grids.lay(GridShape()).entered():  # as a trainer makes it: eager, the last bits are others
         parts = split_module(model(shape)())
     found = {name: largest(np.asarray(parts.params[name])) for name in prunable(parts, "blocks")}
     masks = {name: jnp.asarray(mask, jnp.float32) for name, mask in found.items()}
     weights = {name: value * masks.get(name, 1.0) for name, value in parts.params.items()}
-    chain = optax.chain(masked(masks), optimizer(), masked(masks))
+    chain = optax.chain(masked(masks), optimizer())  # a mask behind it would round what else is one multiply-add
     made = make_trainer(parts.merge(weights), chain, grids.lay(GridShape()), **options)
     return *curve(made, steps, shape), found
 

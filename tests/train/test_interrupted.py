@@ -94,7 +94,7 @@ def test_a_step_broken_off_in_its_update_says_that_the_trainer_must_be_made_agai
     def stopped(grads, factor, loss):
         raise Broken
 
-    trainer.engine.stages[1].apply = stopped
+    trainer.engine.stores[1].apply = stopped
     with pytest.raises(Broken):
         trainer.step(batch(1))
     with pytest.raises(RuntimeError, match=r"step 2 was interrupted .* create a new Trainer .* load a checkpoint"):

@@ -118,7 +118,7 @@ def two_stages():
 
 
 def test_a_stage_holds_its_own_parameters_only_and_a_tied_table_is_the_same_at_both_ends(two_stages):
-    first, last = (two_stages.engine.stages[place].weights for place in (0, 1))
+    first, last = (two_stages.engine.stores[place].weights for place in (0, 1))
     assert set(first) & set(last) == {"embedding.table"}
     assert "blocks.1.mlp.up.kernel" in last
     assert "positions.table" in first

@@ -13,12 +13,9 @@ from axonn_jax.memory.precision import CLEAN_STEPS, FIRST, SMALLEST, first_scale
 
 def poke(trainer, name, value):
     """Sets a weight's first entry, which one device has; returns what it was."""
-    if hasattr(trainer.engine, "stages"):
-        weights = next(h.weights for h in trainer.engine.stages.values() if name in h.weights)
-    else:
-        weights = trainer.engine.train_state.model.weights
-    if name not in weights:
-        name = name.replace(".1.", ".every.")
+    scanned = name.replace(".1.", ".every.")
+    weights = next(s.weights for s in trainer.engine.stores.values() if {name, scanned} & s.weights.keys())
+    name = name if name in weights else scanned
     array = weights[name]
     first = (0,) * array.ndim
     was = float(array[first])

@@ -41,7 +41,7 @@ def run(args: Prune) -> int:
     Raises:
         UserError: RUN_DIR is no run's, OUT_DIR is not empty, or an option is out of range.
     """
-    from axonn_jax.pruned.config import PruneConfig
+    from axonn_jax.train.config import PruneConfig
     from axonn_jax.train.config_file import read
     from axonn_jax.train.validate import check_prune
 

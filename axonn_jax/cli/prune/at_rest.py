@@ -19,7 +19,7 @@ from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
 from axonn_jax.models.huggingface.pretrained import OF_TOKENIZER
 from axonn_jax.train.config import Config, MemoryConfig, TensorConfig
 from axonn_jax.train.config_file import to_toml
-from axonn_jax.train.engines.spmd import SpmdEngine
+from axonn_jax.train.engines.pruning import kept_of
 from axonn_jax.train.main import model_of
 from axonn_jax.train.optimizer import make_optimizer
 from axonn_jax.train.resume import FOLDER, save_as
@@ -50,7 +50,6 @@ def prune_run(config: Config, source: Path, target: Path, progress: Callable[[st
             progress("pruning")
             step = trainer.load(checkpoint.path)
             engine = trainer.engine
-            assert isinstance(engine, SpmdEngine)
             progress("writing")
             for name in filter(_SMALL.fullmatch, os.listdir(source)):
                 if (source / name).is_dir():
@@ -63,5 +62,5 @@ def prune_run(config: Config, source: Path, target: Path, progress: Callable[[st
             except OSError as error:
                 why = str(error).replace(str(partial), str(target))
                 raise UserError("OUT_DIR", str(target), f"a place that can be written; {why}") from None
-            kept, of = engine.kept_entries
-    return step, kept, of
+            held = kept_of(engine, sync, config.prune.density)
+    return step, held.entries, held.of

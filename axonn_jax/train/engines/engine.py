@@ -1,6 +1,6 @@
 """The `Engine` protocol: `SpmdEngine` (one compiled program) and `PipelineEngine` (stages as tasks)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,9 +10,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.checkpoint.naming import State, shapes
+from axonn_jax.checkpoint.naming import State
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.state.param_store import ParamStore
 from axonn_jax.tensor.params import Params, SplitModule
 from axonn_jax.train.engines.step import StepMetrics
 
@@ -108,6 +109,8 @@ class Engine(Protocol):
     grid: Grid
     batches: BatchShards
     steps_done: int
+    stores: Mapping[int, ParamStore]
+    """Stores of all state by rank of the pipe, of the ranks here (0 without a pipeline)."""
 
     @property
     def parts(self) -> SplitModule:
@@ -133,8 +136,7 @@ class Engine(Protocol):
     def state(self) -> State:
         """State that this process's jax world saves: live arrays by names without the grid, each once in the whole run.
 
-        The next step takes them over; an array offloaded in parts is a `memory.host_arrays.CutArray`, a scanned layer's
-        a `memory.host_arrays.LayerSlice`.
+        The next step takes them over; an array that is not held whole is in a form of its own (`ParamStore`).
         """
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -172,11 +174,3 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End background threads and channels; results of the last step stay readable."""
-
-
-def read_anew(state: State, read: Callable[[State], State], wanted: Callable[[str], bool]) -> State:
-    """A state whose wanted arrays are freed, then made by `read` from their shapes, types and layouts."""
-    asked = shapes({name: value for name, value in state.items() if wanted(name)})
-    for name in asked:
-        state[name].delete()
-    return {**state, **read(asked)}

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from axonn_jax.grid import BATCH_AXES
+from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.offload_buckets import unreduced_shardings
 from axonn_jax.memory.precision import Scale, next_scale
-from axonn_jax.tensor.params import Params
 from axonn_jax.train.engines.program import StageProgram
 from axonn_jax.train.engines.step import MeasuredStep, StepMetrics, TrainState, TrainStep
 
@@ -39,7 +39,7 @@ class OffloadedStep:
         Dispatches and returns early: waits only for the host's copy of a bucket where the devices have no room for
         another one.
         """
-        before: MeasuredStep = measured(state.model.read, state.scale, tokens, key)
+        before: MeasuredStep = measured(state.model.weights, state.scale, tokens, key)
         loss = before.metrics["loss"]
         if self.interleaved:
             model, norm = self.update.reducing(state.model, before.grads, loss, before.finite)
@@ -64,7 +64,7 @@ class OffloadedStep:
         before = self._summed if self.interleaved else self.step.measured
         return jax.jit(before, out_shardings=shardings, compiler_options=self.step.compiler_options())
 
-    def _summed(self, weights: Params, scale: Scale, tokens: jax.Array, key: jax.Array | None) -> MeasuredStep:
+    def _summed(self, weights: Weights, scale: Scale, tokens: jax.Array, key: jax.Array | None) -> MeasuredStep:
         sums, loss, squares = self.program.unreduced(weights, tokens, key)
         finite = jnp.isfinite(squares) & jnp.isfinite(loss)
         metrics: Any = {"loss": loss}

@@ -23,20 +23,21 @@ from axonn_jax.memory.precision import HostScale
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
 from axonn_jax.pipeline import build
-from axonn_jax.pipeline.stage_state import StageState, StateOptions
+from axonn_jax.pipeline.stage_state import StateOptions
 from axonn_jax.pipeline.trace import StepShape
-from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.schedule.dispatcher import OrderedDispatcher, PolicyDispatcher, forward_only
 from axonn_jax.schedule.policies import ByArrival, may_split, policy_of
+from axonn_jax.state.param_store import ParamStore
 from axonn_jax.tensor.params import Params, shapes_alone, shapes_of, split_module
 from axonn_jax.timeline.picture import draw
 from axonn_jax.timeline.spans import collect
 from axonn_jax.timeline.trace import TIMELINE, write_trace
-from axonn_jax.train.config import MemoryConfig, PipelineConfig
+from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig
 from axonn_jax.train.engines.engine import BatchShards
 from axonn_jax.train.engines.pipeline_state import PipelineState
-from axonn_jax.train.engines.pruned import check_optimizer
+from axonn_jax.train.engines.pruning import choice_of_forms, prunable_of
 from axonn_jax.train.engines.step import StepMetrics, masters
+from axonn_jax.train.optimizer import check_optimizer
 from axonn_jax.train.validate import check_pipeline
 
 
@@ -79,7 +80,7 @@ class PipelineEngine:
         self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._segments)
         self.grid, self.batches, self.pipeline = grid, BatchShards(grid, microbatches), pipeline
         check_optimizer(optimizer, checked, split.params, memory, prune)
-        zero, offloads, dtypes = masters(memory, grid, pruned=prune.prunes)
+        zero, offloads, dtypes = masters(memory, grid, apart=prune.prunes)
         self.precisions = replace(dtypes, wide=frozenset(split.roles))
         self.parts = shapes_of(split, dtypes.weights)
         self._scale, self.steps_done = HostScale(scaled=self.precisions.scaled), 0
@@ -90,24 +91,24 @@ class PipelineEngine:
         self._channel = choose(pipeline.channel, grid.size)
         self._links = build.connect(grid, self.pipe_shape, self.policy, pipeline.stall_timeout)
         self._links.heartbeat.start()
-        self.stages: Mapping[int, StageState] = {}
+        self.stores: Mapping[int, ParamStore] = {}
         # Which stage holds which parameters does not depend on the batch, so any small one will do.
         seq_len = checked.seq_len or 2
         names = build.names_by_pp_rank(self._plan(grid.shape.batch_shards, seq_len + 1), self.pipe_shape)
         self._shared = build.shared(names)
         for pp_rank in grid.meshes:
             check_separable(optimizer, self.parts.params, names[pp_rank])
-        settings = (self.precisions, memory.bucket, offloads, zero, prune, checked.layer_list, self._at)
+        prunable = prunable_of(prune, self.parts, checked.layer_list)
+        settings = (self.precisions, memory.bucket, offloads, zero, choice_of_forms(prune, prunable), self._at)
         options = StateOptions(optimizer, *settings)
-        self._states = PipelineState(self.parts, names, grid.meshes, options, model, self._scale)
-        self.stages = self._states.stages
+        self._states = PipelineState(self.parts, names, grid.meshes, options, model, self._scale, prunable)
+        self.stores = self._states.stores
         self._links.status.now("between steps")
 
     @property
     def params(self) -> Params:
         """The float32 weights that this process holds, by name; of one held at both ends of the pipe the first copy."""
-        by_rank = sorted(self._states.params.items(), reverse=True)
-        return {name: p for _, params in by_rank for name, p in params.items()}
+        return self._states.params
 
     @property
     def opt_state(self) -> Any:
@@ -138,7 +139,7 @@ class PipelineEngine:
         status, sync, step, scale = self._links.status, self._links.sync, self.steps_done + 1, self._scale.factor
         for pp_rank, rank in pipe.ranks.items():
             key = rank.key(self._seed, self.steps_done) if self._keyed else None
-            rank.begin(self.stages[pp_rank].given, microbatches, key, train=True, scale=scale)
+            rank.begin(self.stores[pp_rank].weights, microbatches, key, train=True, scale=scale)
         pipe.executor.run({pp_rank: self._dispatcher(pp_rank, pipe) for pp_rank in pipe.ranks}, step)
         begin = time.monotonic()
         status.now(running="the reduction of the gradients")
@@ -161,8 +162,8 @@ class PipelineEngine:
         if finite:
             factor = float(clip_factor(norm, self._clip)) / (scale or 1.0)
             self._half_done = "update"
-            for pp_rank, stage in self.stages.items():
-                done = stage.apply(grads[pp_rank], factor, loss)
+            for pp_rank, store in self.stores.items():
+                done = store.apply(grads[pp_rank], factor, loss)
                 pipe.executor.then(pp_rank, done, "update", "optimizer", step, begin)
         pipe.find_room(self.grid.size)
         self.steps_done, skipped = self.steps_done + 1, np.int32(self._scale.skipped)
@@ -174,13 +175,13 @@ class PipelineEngine:
         return metrics
 
     def memory(self) -> dict[int, dict[str, Any]]:  # noqa: D102
-        return self._states.memory()
+        return {pp_rank: store.memory() for pp_rank, store in self.stores.items()}
 
     def mean_loss(self, batch: np.ndarray) -> tuple[float, float]:  # noqa: D102
         pipe, microbatches = self._prepare(batch)
         with self._started():
             for pp_rank, rank in pipe.ranks.items():
-                rank.begin(self.stages[pp_rank].given, microbatches, None, train=False)
+                rank.begin(self.stores[pp_rank].weights, microbatches, None, train=False)
             orders = {pp_rank: forward_only(self.pipe_shape, pp_rank) for pp_rank in pipe.ranks}
             pipe.executor.run(orders, self.steps_done, train=False)
             losses = pipe.losses()
@@ -190,7 +191,7 @@ class PipelineEngine:
             return sum(means), sum(targets)
 
     def finite(self) -> bool:  # noqa: D102
-        return self._states.finite()
+        return all(store.finite() for store in self.stores.values())
 
     def state(self) -> State:  # noqa: D102
         return self._states.saved()
@@ -201,7 +202,7 @@ class PipelineEngine:
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts; a call a rank."""
         self._states.load(read, wanted)
-        if any(stage.layout for stage in self.stages.values()):  # other entries may be kept than before
+        if any(store.forms for store in self.stores.values()):  # other entries may be kept than before
             self._pipes.close()
 
     @contextlib.contextmanager
@@ -247,7 +248,7 @@ class PipelineEngine:
                 self.grid,
                 self.pipe_shape,
                 self._links,
-                {pp_rank: stage.state_specs for pp_rank, stage in self.stages.items()},
+                {pp_rank: store.placement.state_specs for pp_rank, store in self.stores.items()},
                 channel=self._channel,
                 policy=self.policy,
                 bucket=self._bucket,
@@ -282,8 +283,8 @@ class PipelineEngine:
     def _plan(self, rows: int, width: int) -> build.Plan:
         dtypes, sizes = self.precisions, (rows, width, self.batches.microbatches)
         shape = StepShape(*sizes, dtypes.compute, self._activations, dtypes.grad_dtype)
-        layouts = {pp_rank: stage.layout for pp_rank, stage in self.stages.items()}
-        return build.plan(self.parts, self.grid, self.pipe_shape, self.ranges, shape, self._keyed, layouts)
+        forms = {pp_rank: store.forms for pp_rank, store in self.stores.items()}
+        return build.plan(self.parts, self.grid, self.pipe_shape, self.ranges, shape, self._keyed, forms)
 
     def _dispatcher(self, pp_rank: int, pipe: build.CompiledPipeline) -> OrderedDispatcher:
         if (leader := self._links.leader) is not None and not leader.leads:

@@ -16,6 +16,7 @@ from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.errors import UserError
 from axonn_jax.experts.layer import without_drops
 from axonn_jax.grid import BATCH_AXES, Grid, GridShape
+from axonn_jax.memory.forms import Forms, Weights
 from axonn_jax.memory.offload_buckets import unreduced_spec
 from axonn_jax.memory.remat import batch_loss, layer_runner
 from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
@@ -23,8 +24,6 @@ from axonn_jax.models.packed import counted_targets
 from axonn_jax.models.protocol import Model
 from axonn_jax.models.stacked import Stacked
 from axonn_jax.options import ReshardAfter
-from axonn_jax.pruned.layout import PrunedLayout
-from axonn_jax.pruned.weight import tapping, trained, unpruned
 from axonn_jax.tensor.collectives import all_reduce, mark_varying
 from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.overlap.reorder import in_order
@@ -37,6 +36,8 @@ from axonn_jax.tensor.weight_gather import (
     gather_once,
     gather_params,
     scatter_grads,
+    trained,
+    training,
 )
 
 _FLOAT32 = jnp.dtype("float32")
@@ -74,8 +75,8 @@ class OnMesh:
     parts: SplitModule
     grid: Grid
     dtype: jnp.dtype
-    pruned: PrunedLayout | None = field(default=None, kw_only=True)
-    """Layout of the parameters given as `PrunedWeight`, whose gradients are those of the kept entries."""
+    forms: Forms | None = field(default=None, kw_only=True)
+    """Forms of the parameters that are not plain arrays, whose gradients are those of their trained values."""
 
     def shardings(self) -> dict[str, NamedSharding]:
         """The layout of every parameter on the mesh."""
@@ -85,7 +86,7 @@ class OnMesh:
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes of gradients, masters and optimizer state."""
         dense = {name: p.shape for name, p in self.parts.params.items()}
-        return dense if self.pruned is None else dense | self.pruned.value_shapes
+        return dense if self.forms is None else dense | dict(self.forms.value_shapes)
 
     @property
     def grad_specs(self) -> Specs:
@@ -131,7 +132,7 @@ class StageProgram(OnMesh):
         return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh, self.stacked)
 
     def gradients(
-        self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
+        self, params: Weights, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
     ) -> tuple[Params, jax.Array, jax.Array]:
         """Mean loss over a global batch, its gradients and their global norm.
 
@@ -148,7 +149,7 @@ class StageProgram(OnMesh):
         return region(params, tokens, key, scale)
 
     def unreduced(
-        self, params: Params, tokens: jax.Array, key: jax.Array | None
+        self, params: Weights, tokens: jax.Array, key: jax.Array | None
     ) -> tuple[Params, jax.Array, jax.Array]:
         """Return each device's unreduced sums of gradients, the mean loss, and the sum of all their squares.
 
@@ -157,7 +158,7 @@ class StageProgram(OnMesh):
         """
         each = P((*BATCH_AXES, "y", "x"))  # every device's count, copies too
 
-        def local(params: Params, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array, jax.Array]:
+        def local(params: Weights, tokens: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array, jax.Array]:
             sums, loss = self._local_sums(params, tokens, key, None)
             squares = square_sum(sums, dict.fromkeys(sums, each))
             return {name: value[None] for name, value in sums.items()}, loss, squares
@@ -166,11 +167,11 @@ class StageProgram(OnMesh):
         region = self._manual(local, (self.parts.specs, BATCH_SPEC, P()), (sums, P(), P()))
         return region(params, tokens, key)  # type: ignore[no-any-return]
 
-    def loss(self, params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss(self, params: Weights, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Mean loss of [microbatches, sequences, seq + 1] tokens, without dropout or dropped tokens; their targets."""
         evaluated = replace(self, parts=without_drops(self.parts))
 
-        def local(params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def local(params: Weights, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
             def add(total: jax.Array, batch: jax.Array) -> tuple[jax.Array, None]:
                 return total + evaluated._loss_sum(params, batch, None), None
 
@@ -199,14 +200,14 @@ class StageProgram(OnMesh):
         counts = counted_targets(self._model(self.parts.params), tokens)
         return all_reduce(jnp.sum(counts, dtype=jnp.float32), BATCH_AXES)
 
-    def _loss_sum(self, params: MaybeGathered | Params, batch: jax.Array, key: DropoutKey | None) -> jax.Array:
+    def _loss_sum(self, params: MaybeGathered | Weights, batch: jax.Array, key: DropoutKey | None) -> jax.Array:
         model = self._model(params)
         run_layer = layer_runner(model, self.activations, regather=self.reshard_after == "forward")
         parts = sub_batches_of(self.sub_batches, self.grid.shape, batch.shape[0])
         return batch_loss(model, batch, self.dtype, key, run_layer, parts)
 
     def _local_gradients(
-        self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
+        self, params: Weights, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None
     ) -> tuple[Params, jax.Array, jax.Array]:
         layouts = (self.parts.specs, self.grad_specs)
 
@@ -223,7 +224,7 @@ class StageProgram(OnMesh):
 
     def _local_sums(
         self,
-        params: Params,
+        params: Weights,
         tokens: jax.Array,
         key: jax.Array | None,
         scale: jax.Array | None,
@@ -241,7 +242,8 @@ class StageProgram(OnMesh):
         once = self.reshard_after == "step" and count > 1
         own: MaybeGathered = {**shards}
         if once:
-            own |= gather_params(unpruned(params, shards), self.parts.specs, self.dtype)
+            plain = {name: shards[name] for name, p in params.items() if isinstance(p, jax.Array)}
+            own |= gather_params(plain, self.parts.specs, self.dtype)
         # XLA moves these gathers out of the loop by itself on CPUs, not on GPUs.
         several = count > 1 and not once
         wholes = gather_once(shards, self.parts.specs, self.dtype, f"{self._model(own).layer_list}.") if several else {}
@@ -251,7 +253,7 @@ class StageProgram(OnMesh):
             key_here = None if key is None else DropoutKey(key, microbatch=index)
 
             def scaled(p: MaybeGathered) -> tuple[jax.Array, jax.Array]:
-                held = tapping(params, as_gathered(p, wholes, self.parts.specs), self.sums)
+                held = training(params, as_gathered(p, wholes, self.parts.specs), self.sums)
                 loss = self._loss_sum(held, batch, key_here) / targets
                 return (loss if scale is None else loss * scale), loss
 

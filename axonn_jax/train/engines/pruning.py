@@ -2,30 +2,41 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from axonn_jax.checkpoint.naming import MASKS
 from axonn_jax.distributed.host_sync import HostSync, LocalSync, host_sync
 from axonn_jax.errors import UserError
+from axonn_jax.memory.forms import Forms
 from axonn_jax.pruned.config import PruneConfig
 from axonn_jax.pruned.early_bird import WINDOW, EarlyBird
 from axonn_jax.pruned.layout import PrunedLayout
 from axonn_jax.pruned.masks import kept
-from axonn_jax.pruned.prune import make_masks
+from axonn_jax.pruned.prune import Pruner, make_masks, prunable
+from axonn_jax.tensor.params import Specs, SplitModule
 from axonn_jax.train.engines.engine import Engine
-from axonn_jax.train.engines.pipeline import PipelineEngine
 from axonn_jax.train.engines.pretrained import agree, packed
-from axonn_jax.train.engines.spmd import SpmdEngine
 
 _CHECKPOINT = "masks of the checkpoint that the run goes on from"
 _LINES = 20
 """Lines for people kept until somebody takes them."""
+
+
+def prunable_of(config: PruneConfig, parts: SplitModule, layers: str) -> list[str]:
+    """Return the parameters of a model that settings prune; `layers` is its list of layers."""
+    return prunable(parts, layers) if config.prunes else []
+
+
+def choice_of_forms(config: PruneConfig, names: Collection[str]) -> Callable[[Specs, Mesh], Pruner] | None:
+    """Return a function of layouts and their mesh that makes the choice of pruned parameters' entries; None: none."""
+    return (lambda specs, mesh: Pruner(config, names, specs, mesh)) if config.prunes else None
 
 
 class Pruning:
@@ -35,8 +46,7 @@ class Pruning:
     """
 
     def __init__(self, config: PruneConfig, engine: Engine):
-        self._config, self._trained, self._search = config, engine, EarlyBird(config.threshold)
-        self._engine = engine if isinstance(engine, SpmdEngine) and config.prunes else None
+        self._config, self._engine, self._search = config, engine, EarlyBird(config.threshold)
         self._sync: HostSync = host_sync(engine.grid) if config.prunes else LocalSync()
         self._last: int | None = None
         """The step of the last call of `at`."""
@@ -55,9 +65,9 @@ class Pruning:
         """
         self._search, self._last = EarlyBird(self._config.threshold), None
         self._lines.clear()
-        if not self._config.prunes or (self._engine is not None and not self._engine.pruned):
+        if not self._config.prunes or self._waits:
             return
-        held = kept_of(self._trained, self._sync, self._config.density)
+        held = kept_of(self._engine, self._sync, self._config.density)
         self._unmasked = self._fileless and not held.entries
         self.check_masks()
         self._lines.append(str(held))
@@ -65,7 +75,7 @@ class Pruning:
             name = self._config.mask_file
             self._lines.append(f"prune.mask_file = {name!r} is not there: the masks of the checkpoint go on")
         elif self._config.method == "file":
-            check_file(self._trained, self._sync, self._config)
+            check_file(self._engine, self._sync, self._config)
         else:
             check_density(held, self._config.density)
 
@@ -81,20 +91,21 @@ class Pruning:
         Collectives: those of `pruned.masks` and `pruned.early_bird`.
         """
         self.check_masks()
-        config, engine = self._config, self._engine
-        if engine is None or engine.pruned or step < config.at_step or step == self._last:
+        config = self._config
+        if not self._waits or step < config.at_step or step == self._last:
             return
         resumed, self._last = self._last is None and step > 0, step
         began = time.monotonic()
         if config.method != "early_bird":
-            self._prune(engine, began)
+            self._prune(began)
             return
         if resumed:
             self._lines.append(f"step {step}: the search for a mask begins anew: checkpoints do not have its looks")
         if step == 0 or step % config.every:
             return
-        if self._search.done(engine.masks()):
-            self._prune(engine, began)
+        masks = {name: mask for store in self._engine.stores.values() for name, mask in store.masks().items()}
+        if self._search.done(masks):
+            self._prune(began)
         elif self._search.distance is not None:
             far = f"masks differ by up to {self._search.distance:.3f} of what random ones do"
             self._lines.append(f"step {step}: {far}, over {WINDOW} looks at most: not yet pruned")
@@ -107,7 +118,7 @@ class Pruning:
 
     def undone(self) -> str:
         """A line for people where a run ends that was to be pruned and is not, or an empty text."""
-        if self._engine is None or self._engine.pruned:
+        if not self._waits:
             return ""
         config, far = self._config, self._search.distance
         last = "" if far is None else f"; the last masks differed by up to {far:.3f}"
@@ -116,20 +127,32 @@ class Pruning:
             f"{config.every} steps, must differ by at most prune.threshold = {config.threshold}{last}"
         )
 
-    def _prune(self, engine: SpmdEngine, began: float) -> None:
-        layout = engine.prune()
+    @property
+    def _waits(self) -> bool:
+        """True if the run is to be pruned and still trains densely."""
+        return self._config.later and dense(self._engine)
+
+    def _prune(self, began: float) -> None:
+        for store in self._engine.stores.values():
+            store.reform()
         self._search = EarlyBird(self._config.threshold)
-        what, took = f"pruned {len(layout.shapes)} kernels to {self._config.density:.3g}", time.monotonic() - began
+        held, took = kept_of(self._engine, self._sync, self._config.density), time.monotonic() - began
+        what = f"pruned {held.kernels} kernels to {self._config.density:.3g}"
         self._lines.append(f"step {self._last}: {what} in {took:.1f} s")
-        self._lines.append(str(kept_of(engine, self._sync, self._config.density)))
+        self._lines.append(str(held))
+
+
+def dense(engine: Engine) -> bool:
+    """True if all entries of an engine's parameters are trained."""
+    return all(store.forms is None for store in engine.stores.values())
 
 
 def prune_for(engine: Engine, names: Iterable[str]) -> None:
     """Prune an engine that still trains densely, if the names of the checkpoint that it is to load have masks."""
-    late = isinstance(engine, SpmdEngine) and engine.prunes_later and not engine.pruned
-    if late and any(name.startswith(MASKS) for name in names):
-        assert isinstance(engine, SpmdEngine)
-        engine.prune()
+    if dense(engine) and any(name.startswith(MASKS) for name in names):
+        for store in engine.stores.values():
+            if store.prunes:
+                store.reform()
 
 
 @dataclass(frozen=True)
@@ -155,20 +178,15 @@ def kept_of(engine: Engine, sync: HostSync, density: float) -> KeptCounts:
     Messages: a few numbers of each process. An engine that is not pruned keeps nothing.
     """
 
-    def numbers(layout: PrunedLayout | None) -> tuple[int, ...]:
-        if layout is None:
+    def numbers(layout: Forms | None) -> tuple[int, ...]:
+        if not isinstance(layout, PrunedLayout):
             return (0,) * 5
         sizes = {name: prod(shape) for name, shape in layout.shapes.items()}
         as_asked = sum(layout.counts[name] == kept(size, density) for name, size in sizes.items())
         slots = sum(map(prod, layout.value_shapes.values()))
         return len(sizes), as_asked, layout.kept, sum(sizes.values()), slots
 
-    layouts: dict[int, PrunedLayout | None] = {}
-    if isinstance(engine, PipelineEngine):
-        layouts = {pp_rank: stage.layout for pp_rank, stage in engine.stages.items()}
-    elif isinstance(engine, SpmdEngine):
-        layouts = {0: engine.layout}
-    own = sync.gathered({pp_rank: numbers(layout) for pp_rank, layout in layouts.items()})
+    own = sync.gathered({pp_rank: numbers(store.forms) for pp_rank, store in engine.stores.items()})
     copies = engine.grid.stage_processes  # each says the same of its stage
     return KeptCounts(*(int(sum(column)) // copies for column in zip(*own, strict=True)))
 

@@ -16,6 +16,7 @@ from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.experts.load import balancing, excesses, largest_load
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import Grid
+from axonn_jax.memory.forms import Forms, Weights
 from axonn_jax.memory.optimizer_state import DeviceOptimizer, ModelState, clip_factor
 from axonn_jax.memory.precision import FULL, Precisions, Scale, first_scale, next_scale, on_mesh, precisions
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
@@ -25,12 +26,12 @@ from axonn_jax.models.stacked import Stack
 from axonn_jax.models.transformer import Transformer
 from axonn_jax.models.vocabulary import fit_vocabulary
 from axonn_jax.options import AttentionKernel, ScanLayers
-from axonn_jax.pruned.layout import PrunedLayout
+from axonn_jax.state.scanned import per_layer
 from axonn_jax.tensor.kernel_choice import Tiles
 from axonn_jax.tensor.params import Params, Specs, SplitModule, split_module
 from axonn_jax.train.config import MemoryConfig, TensorConfig
 from axonn_jax.train.engines.program import StageProgram
-from axonn_jax.train.engines.scan_layers import LAYERS, choose_stack, per_layer
+from axonn_jax.train.engines.scan_layers import LAYERS, choose_stack
 
 
 class StepMetrics(TypedDict):
@@ -68,8 +69,8 @@ class GradientProgram(Protocol):
         """The layout of a step's tokens."""
 
     @property
-    def pruned(self) -> PrunedLayout | None:
-        """Layout of the pruned parameters."""
+    def forms(self) -> Forms | None:
+        """Forms of the parameters that are not plain arrays."""
 
     @property
     def state_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -110,14 +111,12 @@ class TrainStep:
 
         Where loss or norm are not finite, which all devices know alike, weights and optimizer state stay as they were.
         """
-        measured = self.measured(state.model.read, state.scale, tokens, key)
+        measured = self.measured(state.model.weights, state.scale, tokens, key)
         loss = measured.metrics["loss"]
         model = self.update.after(state.model, measured.grads, measured.factor, loss, measured.finite)
         return TrainState(model, measured.scale), measured.metrics
 
-    def measured(
-        self, weights: Mapping[str, Any], scale: Scale, tokens: jax.Array, key: jax.Array | None
-    ) -> "MeasuredStep":
+    def measured(self, weights: Weights, scale: Scale, tokens: jax.Array, key: jax.Array | None) -> "MeasuredStep":
         """Return the loss, gradients and metrics of a step before its update."""
         grads, loss, norm = self.program.gradients(weights, tokens, key, scale.factor)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -136,8 +135,8 @@ class TrainStep:
         """The optimizer's part."""
         program = self.program
         shapes, layouts = program.state_shapes, (program.parts.specs, program.grad_specs)
-        mesh, pruned = program.grid.mesh, program.pruned
-        return DeviceOptimizer(self.optimizer, mesh, shapes, *layouts, self.precisions, self.bucket, pruned)
+        mesh, forms = program.grid.mesh, program.forms
+        return DeviceOptimizer(self.optimizer, mesh, shapes, *layouts, self.precisions, self.bucket, forms)
 
     def first_scale(self) -> Scale:
         """The count of skipped steps that a run starts with, and the loss scale."""
@@ -217,10 +216,13 @@ def abstract(
     return model, ((microbatches, sequences // microbatches, shape.seq_len + 1), key)
 
 
-def masters(memory: MemoryConfig, grid: Grid, *, pruned: bool = False) -> tuple[bool, bool, Precisions]:
-    """True if masters and optimizer state are split over replicas, whether they lie in host memory, and all dtypes."""
+def masters(memory: MemoryConfig, grid: Grid, *, apart: bool = False) -> tuple[bool, bool, Precisions]:
+    """True if masters and optimizer state are split over replicas, True if they lie in host memory, and all dtypes.
+
+    `apart` is True if masters are not the weights in any case.
+    """
     zero, offloads = memory.zero > 0 and grid.shape.replicas > 1, memory.offload != "none"
-    return zero, offloads, precisions(memory.precision, memory.accumulate, separate_masters=zero or offloads or pruned)
+    return zero, offloads, precisions(memory.precision, memory.accumulate, separate_masters=zero or offloads or apart)
 
 
 def build_step(
@@ -231,11 +233,11 @@ def build_step(
     clip: float,
     memory: MemoryConfig,
     tensor: TensorConfig,
-    pruned: PrunedLayout | None = None,
+    forms: Forms | None = None,
 ) -> tuple[Stack, StageProgram, TrainStep]:
     """Return the form of a split model's parameters in a step, its gradients' program, and the step; makes no array.
 
-    Of `pruned` parameters, by their layers' own names, the kept entries alone are trained.
+    Of parameters in another form, by their layers' own names in `forms`, the values alone are trained.
 
     Raises ``UserError`` where layers cannot be scanned as `tensor` says.
     """
@@ -247,7 +249,7 @@ def build_step(
     communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.replicas > 1 and few)
     auto = communicates and overlaps_collectives(jax.default_backend())
     ordered = tensor.order == "package" or (tensor.order == "auto" and auto)
-    zero, offloads, dtypes = masters(memory, grid, pruned=pruned is not None)
+    zero, offloads, dtypes = masters(memory, grid, apart=forms is not None)
     scan: ScanLayers = "no" if offloads else tensor.scan_layers
     stack = choose_stack(model, parts, optimizer, scan, activations=memory.activations, ordered=ordered)
     program = StageProgram(
@@ -262,7 +264,7 @@ def build_step(
         zero,
         memory.reshard_after,
         stack.own,
-        pruned=None if pruned is None else pruned.over_layers(stack.own),
+        forms=None if forms is None else forms.over_layers(stack.own),
     )
     dtypes = replace(dtypes, wide=frozenset(stack.parts.roles))
     return stack, program, TrainStep(program, per_layer(optimizer, stack), clip, dtypes, memory.bucket)
