@@ -2,7 +2,7 @@
 
 import operator
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -47,6 +47,12 @@ def integer(field: str, value: Any, least: int, most: int | None = None) -> int:
         accepted = f"an integer of at least {least}" + ("" if most is None else f" and at most {most:,}")
         raise UserError(field, value, accepted)
     return number
+
+
+def first_of(names: Sequence[object], separator: str = ", ") -> str:
+    """Return the first five names as one text, with the number of others."""
+    more = [f"and {len(names) - 5} more"] if len(names) > 5 else []
+    return separator.join([*map(str, names[:5]), *more])
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

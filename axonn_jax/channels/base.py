@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import jax
 
+from axonn_jax.errors import first_of
 from axonn_jax.schedule.tasks import Message
 
 Deliver = Callable[[Message, jax.Array], None]
@@ -97,5 +98,5 @@ class Channel(ABC):
 
 def hanging(what: str, timeout: float, left: Sequence[Message]) -> TimeoutError:
     """Return the error for messages that did not leave within `timeout` seconds."""
-    names = "; ".join(map(str, left[:4])) + (f"; and {len(left) - 4} more" if len(left) > 4 else "")
-    return TimeoutError(f"{what}: {len(left)} message(s) not taken by their receivers within {timeout:g} s: {names}")
+    left_by = f"not taken by their receivers within {timeout:g} s: {first_of(left, '; ')}"
+    return TimeoutError(f"{what}: {len(left)} message(s) {left_by}")

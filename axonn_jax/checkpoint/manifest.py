@@ -23,7 +23,6 @@ FORMAT = 1
 _MOST_BYTES = 64 << 20  # a few hundred thousand files and arrays
 _MOST_AROUND = 1 << 16
 _LONGEST, _DEEPEST = 512, 16  # of a file's name below a checkpoint
-_SHOWN = 3  # faults
 _KEPT_OPEN = ".nfs"
 """Prefix of a removed file still open on NFS."""
 _CONTENT = b'\n "content": '
@@ -223,12 +222,6 @@ def file_faults(
     if rank == 0:
         wrong += [f"{name} is not in the manifest" for name in _unlisted(root, manifest)]
     return wrong
-
-
-def shorten(wrong: list[str]) -> str:
-    """The first few faults, and how many more there are."""
-    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    return "; ".join(wrong[:_SHOWN]) + more
 
 
 def describe_files(root: Path, paths: Iterable[Path]) -> dict[str, File]:

@@ -1,6 +1,6 @@
 """Restoring: finds a valid checkpoint and reads it into any grid's layout."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,18 +14,15 @@ from axonn_jax.checkpoint.manifest import (
     all_steps,
     file_faults,
     read,
-    shorten,
     step_of,
 )
 from axonn_jax.checkpoint.naming import MASKS, PARAMS, SCALE, State
 from axonn_jax.checkpoint.orbax import read_shard, reason
 from axonn_jax.distributed.host_sync import HostSync
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, first_of
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import differences
 from axonn_jax.models.presets import shape_in
-
-_SHOWN = 5
 
 
 class Checkpoint(NamedTuple):
@@ -82,12 +79,12 @@ def validated(path: Path, sync: HostSync) -> CheckpointManifest:
     manifest, fault_here = None, ""
     try:
         manifest = read(path)
-        fault_here = shorten(file_faults(path, manifest, (sync.rank, sync.size)))
+        fault_here = first_of(file_faults(path, manifest, (sync.rank, sync.size)), "; ")
     except CorruptCheckpoint as fault:
         fault_here = str(fault)
     faults = [text for text in sync.gather(fault_here) if text]
     if faults or manifest is None:
-        raise CorruptCheckpoint(shorten(list(dict.fromkeys(faults))))
+        raise CorruptCheckpoint(first_of(list(dict.fromkeys(faults)), "; "))
     return manifest
 
 
@@ -145,7 +142,7 @@ def check_shapes(checkpoint: Checkpoint, names: Mapping[str, tuple[int, ...]], f
         if name in arrays and arrays[name].shape != tuple(shape)
     ]
     faults = [("missing", missing), ("unexpected", extra), ("of another shape", reshaped)]
-    if message := "; ".join(f"{len(which)} {word}: {_first_of(which)}" for word, which in faults if which):
+    if message := "; ".join(f"{len(which)} {word}: {first_of(which)}" for word, which in faults if which):
         raise UserError(field, str(checkpoint.path), f"a checkpoint of this model and optimizer; {message}")
 
 
@@ -165,9 +162,3 @@ def load_weights(
     except CorruptCheckpoint as fault:
         raise UserError("checkpoint", str(checkpoint.path), f"a valid checkpoint; {fault}") from None
     return {name: loaded[PARAMS + name] for name in abstract}
-
-
-def _first_of(names: Iterable[str]) -> str:
-    listed_names = list(names)
-    more = f", and {len(listed_names) - _SHOWN} more" if len(listed_names) > _SHOWN else ""
-    return ", ".join(listed_names[:_SHOWN]) + more

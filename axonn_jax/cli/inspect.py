@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from axonn_jax.checkpoint.manifest import CorruptCheckpoint, all_steps, file_faults, read, shorten, step_of
+from axonn_jax.checkpoint.manifest import CorruptCheckpoint, all_steps, file_faults, read, step_of
 from axonn_jax.cli_args import Arg
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, first_of
 from axonn_jax.terminal import age, printable, size, table
 
 
@@ -63,7 +63,7 @@ def _row(path: Path, fast: bool) -> dict[str, Any]:
         "position": manifest.run.get("position"),
         "versions": dict(manifest.versions),
     }
-    return row | ({"fault": shorten(wrong)} if wrong else {"valid": True})
+    return row | ({"fault": first_of(wrong, "; ")} if wrong else {"valid": True})
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -49,7 +49,6 @@ def by_capacity(
     capacity: float,
     *,
     sequence_split: bool,
-    drop_duplicates: bool = True,
 ) -> jax.Array:
     """Tokens [tokens, hidden/Gx] -> sums of the experts' outputs, zero for choices without a slot.
 
@@ -57,10 +56,10 @@ def by_capacity(
     all-to-alls over `expert` of `experts * s` rows of hidden/Gx there and back, bytes a device `(G-1)/G` of that; the
     slots' features gathered over `x` and reduce-scattered; where duplicates are dropped or the sequence is split, slots
     gathered over `y` and reduce-scattered, and results gathered over `y` behind (not with a split sequence); else an
-    all-reduce over `y`. Without `drop_duplicates` all devices along `y` send the same tokens: for comparison.
+    all-reduce over `y`.
     """
     choices, weights = routing.choices, routing.weights
-    dropped = drop_duplicates and drops_duplicates(sequence_split)
+    dropped = drops_duplicates(sequence_split)
     if dropped:
         x, choices, weights = drop(x), own_tokens(choices), drop(weights)
     count = slots_of(x.shape[0], choices.shape[1], experts, capacity)

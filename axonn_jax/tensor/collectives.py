@@ -78,10 +78,8 @@ class WeightForm(Protocol):
         """Return the form whose shard hands its gradient on to `trained`, reduced over `z` in `dtype`."""
 
 
-def gather_weight(
-    w: jax.Array | GatheredWeight | WeightForm, dtype: jnp.dtype, axis: str = "z", dim: int = 0
-) -> jax.Array:
-    """All-gather a weight shard, cast to `dtype`, along `dim` over `axis`.
+def gather_weight(w: jax.Array | GatheredWeight | WeightForm, dtype: jnp.dtype, dim: int = 0) -> jax.Array:
+    """All-gather a weight shard, cast to `dtype`, along `dim` over `z`.
 
     The transpose reduce-scatters the gradient in the shard's own dtype: summed over many devices in bf16 it would be
     off by a percent and more. A weight that is `GatheredWeight` is taken as it is. Bytes a device on a ring: `(G-1)/G *
@@ -91,22 +89,22 @@ def gather_weight(
         return w.value
     if not isinstance(w, jax.Array):
         w = w.shard()
-    if axis_size(axis) == 1:
+    if axis_size("z") == 1:
         return w.astype(dtype)
-    return checkpoint_name(_gathered(w, jnp.dtype(dtype), axis, dim), f"{axis}_all_gather")
+    return checkpoint_name(_gathered(w, jnp.dtype(dtype), dim), "z_all_gather")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gathered(w: jax.Array, dtype: jnp.dtype, axis: str, dim: int) -> jax.Array:
-    return lax.all_gather(w.astype(dtype), axis, axis=dim, tiled=True)
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(w: jax.Array, dtype: jnp.dtype, dim: int) -> jax.Array:
+    return lax.all_gather(w.astype(dtype), "z", axis=dim, tiled=True)
 
 
-def _gathered_forward(w: jax.Array, dtype: jnp.dtype, axis: str, dim: int) -> tuple[jax.Array, jax.Array]:
-    return _gathered(w, dtype, axis, dim), jnp.zeros((), w.dtype)
+def _gathered_forward(w: jax.Array, dtype: jnp.dtype, dim: int) -> tuple[jax.Array, jax.Array]:
+    return _gathered(w, dtype, dim), jnp.zeros((), w.dtype)
 
 
-def _gathered_backward(dtype: jnp.dtype, axis: str, dim: int, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    return (reduce_scatter(g.astype(like.dtype), axis, dim),)
+def _gathered_backward(dtype: jnp.dtype, dim: int, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    return (reduce_scatter(g.astype(like.dtype), "z", dim),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)

@@ -6,6 +6,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
+from axonn_jax.backend.repairs import over_rows
 from axonn_jax.tensor.collectives import (
     all_reduce,
     axis_size,
@@ -69,9 +70,7 @@ def tied_logits(
     Collectives: an all-reduce over `feature_axis`; backward an all-reduce of dX over `vocab_axis`.
     """
     h = mark_varying(h, (vocab_axis,))
-    tokens = h.reshape(-1, h.shape[-1])
-    logits = matmul(tokens, table, layouts, turned=True)
-    return all_reduce(logits.reshape(*h.shape[:-1], table.shape[0]), feature_axis)
+    return all_reduce(over_rows(lambda rows: matmul(rows, table, layouts, turned=True), h), feature_axis)
 
 
 class Embedding(nnx.Module):
