@@ -1,6 +1,7 @@
 """Attention over a slot's cache: to all keys, and the protocol of ways to attend to fewer."""
 
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from axonn_jax.tensor.kernels.blocked import scaled
 Attended = tuple[jax.Array, LayerCache]
 
 
-class Seen(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Seen:
     """Places of the cache visible to a decode step."""
 
     valid: jax.Array
@@ -22,7 +25,7 @@ class Seen(NamedTuple):
     """[slots]: place of the query's token."""
     tokens: jax.Array
     """[slots]: number of valid places; 0: the slot waits, and results are not read."""
-    rule: AttentionRule = EVERY_TOKEN
+    rule: AttentionRule = field(default=EVERY_TOKEN, metadata={"static": True})
     """Rule of the layer's attention; `valid` has its window."""
 
 

@@ -1,5 +1,7 @@
 """Other choices of keys, as Loki's paper compares with: beside numpy, and all of them full attention at all keys."""
 
+from dataclasses import replace
+
 import grids
 import jax
 import jax.numpy as jnp
@@ -84,7 +86,7 @@ def test_heavy_hitters_are_those_of_numpy_also_in_a_slot_that_waits(keys):
     for at in range(tokens):
         own = (at, at // 2)  # the second slot waits with every token first
         seen = seen_of([place + 1 for place in own])
-        seen = seen._replace(tokens=seen.tokens * jnp.array([1, at % 2]))
+        seen = replace(seen, tokens=seen.tokens * jnp.array([1, at % 2]))
         new = [np.stack([a[place, slot] for slot, place in enumerate(own)]) for a in (q, k)]
         values = np.broadcast_to(v[list(own)][:, None, None], (2, KV_HEADS, 1, CAPACITY))
         stored = attention.stored(jnp.asarray(new[1]), jnp.asarray(values), None)
