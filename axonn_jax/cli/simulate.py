@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Annotated, Any
 
-from axonn_jax.cli.plan.flags import SEQUENCES, Count, PlanFlags, chosen, command, question
+from axonn_jax.cli.plan.flags import SEQUENCES, Count, PlanFlags, asked, chosen, command, question
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
 from axonn_jax.planner.request import Estimate, PlanRequest
@@ -26,7 +26,7 @@ class Simulate(PlanFlags):
     batch_tokens: Annotated[str | None, Arg(default=f"{SEQUENCES} sequences a device")] = None
     """Tokens a step over all devices: 16777216, or rounded, such as 16.8M."""
     layers: Annotated[int | None, Arg(default="the model's", least=1)] = None
-    """Number of blocks, so that very long pipelines can be simulated."""
+    """Number of blocks, for very long pipelines."""
     split_backward: bool = True
     """Policy message: gradients of weights are tasks of their own."""
     jitter: float = 0.0
@@ -34,7 +34,7 @@ class Simulate(PlanFlags):
     slow: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
     """Slow rank, such as 3:1.5 for rank 3 taking 1.5 times as long; repeat for more ranks."""
     fail: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
-    """Rank that dies, such as 3:0.5 for rank 3 after 0.5 s of the step; repeat for more ranks."""
+    """Dying rank, such as 3:0.5 for rank 3 after 0.5 s of the step; repeat for more ranks."""
     replicas: Count = 4
     """Pipelines of grid.data simulated where there is jitter; the step ends with the slowest."""
     seed: int = 0
@@ -106,15 +106,7 @@ def _figures(
     simulation, candidate = done.slowest.simulation, estimate.candidate
     flops = request.flops / (candidate.grid.devices * request.machine.peak(request.precision))
     return {
-        "model": args.model,
-        "machine": args.machine,
-        "devices": args.devices,
-        "batch_sequences": request.batch,
-        "seq_len": request.shape.seq_len,
-        "precision": request.precision,
-        "sequence_parallel": request.sequence_split,
-        "density": request.density,
-        "residual_comm": request.residual_comm,
+        **asked(args, request),
         "grid": asdict(candidate.grid),
         **chosen(request, candidate),
         "policy": request.policy,

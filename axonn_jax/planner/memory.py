@@ -71,19 +71,18 @@ def device_state(
 
 def pruned_state(
     params: float,
-    density: float,
+    kept: float,
     precision: Precision,
     *,
     gradient_item: int = _FP32,
     offload: bool = False,
     replicas: int = 1,
 ) -> ParamBytes:
-    """Return the state of parameters of which a share `density` is trained: dense weights, all else for that share.
+    """Return the state of parameters of which `kept` are trained: dense weights, all else for those.
 
-    2 + 20 f bytes a parameter in half precision, 4 + 20 f in float32 (SAMO, IPDPS 23, has 2 + 24 f: it keeps
-    half-precision values and a cast copy besides). Slots to spare are left out.
+    For a share f of them, 2 + 20 f bytes a parameter in half precision, 4 + 20 f in float32 (SAMO, IPDPS 23, has
+    2 + 24 f: it keeps half-precision values and a cast copy besides). Slots to spare are left out.
     """
-    kept = params * density
     return ParamBytes(
         weights=params * itemsize(precision),
         gradients=kept * gradient_item,

@@ -126,7 +126,7 @@ class Ranks:
         rest = dense - pruned
         yield formulas.device_state(rest, request.precision, apart=True, replicas=replicas, **settings)
         for params, over in ((pruned, replicas), (experts, grid.data if zero else 1)):
-            yield formulas.pruned_state(params, request.density, request.precision, replicas=over, **settings)
+            yield formulas.pruned_state(params, params * request.density, request.precision, replicas=over, **settings)
 
     def _placed(self, grid: GridShape, load: Load, offload: bool, zero: int) -> RankState:
         request, gradient_item, density = self.request, self.request.gradient_item, self.request.density

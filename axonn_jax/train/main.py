@@ -57,7 +57,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     comm = residual_comm_of(config, shape)
     if config.data.verify:
         verify_data(config.data.path, sync)
-    layouts, lines = choose_layouts(config, shape, grid, sync)
+    layouts, lines = choose_layouts(config, shape, comm, sync)
     lines += [str(comm)] if config.tensor.residual_comm != "all_reduce" else []
     form, kernel = attention_form(config, shape, grid), config.model.attention
     lines += [str(form)] if kernel != "auto" or fused_attention_expected(jax.default_backend()) else []
@@ -105,7 +105,7 @@ def model_of(config: Config, **options: Any) -> Callable[[], Transformer]:
 def attention_form(config: Config, shape: ModelShape, grid: Grid) -> AttentionForm:
     """Return the kernel of attention of the run's devices; raise ``UserError`` where the config's kernel cannot run."""
     device = compat.attention_device(grid.mesh.devices.flat[0], alone=grid.mesh.devices.size == 1)
-    dtype = precisions(config.memory.precision, config.memory.accumulate).compute.name
+    dtype = precisions(config.memory.precision).compute.name
     return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len, shape.attention_rule(0))
 
 

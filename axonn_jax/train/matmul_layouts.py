@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 from axonn_jax.backend.repairs import device_kind
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.documents import read_json, replace_whole
-from axonn_jax.grid import Grid, GridShape
+from axonn_jax.grid import GridShape
 from axonn_jax.memory.precision import precisions
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
@@ -26,7 +26,6 @@ from axonn_jax.options import typed
 from axonn_jax.tensor.matmul import AS_WRITTEN, FORMS, PLAIN, Form, MatmulLayouts, Product, multiply, products
 from axonn_jax.train.config import Config
 from axonn_jax.train.engines.program import sub_batches_of
-from axonn_jax.train.validate import residual_comm_of
 
 BUDGET_S = 20.0
 """Seconds that measuring may take; products not measured by then are computed as written."""
@@ -159,7 +158,7 @@ def save(file: Path, device: Any, measured: Iterable[Measured]) -> str:
 
 
 def choose_layouts(
-    config: Config, shape: ModelShape, grid: Grid, agreed: HostSync, file: Path | None = None
+    config: Config, shape: ModelShape, comm: BlockComm, agreed: HostSync, file: Path | None = None
 ) -> tuple[MatmulLayouts, list[str]]:
     """Return the layouts of a run's matmuls by `tensor.matmul_layouts`, and lines for people.
 
@@ -167,8 +166,8 @@ def choose_layouts(
     """
     if config.tensor.matmul_layouts == "off":
         return PLAIN, []
-    tokens, comm = local_tokens(config, shape), residual_comm_of(config, shape)
-    products = local_products(shape, grid.shape, tokens, precisions(config.memory.precision).compute.name, comm)
+    tokens, dtype = local_tokens(config, shape), precisions(config.memory.precision).compute.name
+    products = local_products(shape, config.grid, tokens, dtype, comm)
     lines: list[str] = []
     text = ""
     if agreed.rank == 0:

@@ -12,6 +12,7 @@ import pytest
 
 from axonn_jax.distributed.host_sync import LocalSync
 from axonn_jax.grid import GridShape
+from axonn_jax.models.block_comm import ALL_REDUCE
 from axonn_jax.tensor.matmul import AS_WRITTEN, FORMS, PLAIN, Form, MatmulLayouts, products
 from axonn_jax.train import matmul_layouts
 from axonn_jax.train.config import Config, DataConfig, MemoryConfig, TensorConfig, TrainConfig
@@ -156,7 +157,7 @@ def config(choice, **grid):
 
 
 def choose(config, agreed, file):
-    return matmul_layouts.choose_layouts(config, grids.GPT, grids.lay(config.grid), agreed, file)
+    return matmul_layouts.choose_layouts(config, grids.GPT, ALL_REDUCE, agreed, file)
 
 
 def test_off_asks_nobody(tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, get_args
 
-from axonn_jax.cli.plan.flags import Count, PlanFlags, chosen, command, question
+from axonn_jax.cli.plan.flags import Count, PlanFlags, asked, chosen, command, question
 from axonn_jax.distributed.gpu_limits import GIB, LIMIT, XLAS_OWN
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GRID_AXES
@@ -89,15 +89,7 @@ def _config(request: PlanRequest, estimate: Estimate) -> dict[str, Any]:
 
 def _figures(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -> dict[str, Any]:
     return {
-        "model": args.model,
-        "machine": args.machine,
-        "devices": args.devices,
-        "batch_sequences": request.batch,
-        "seq_len": request.shape.seq_len,
-        "precision": request.precision,
-        "sequence_parallel": request.sequence_split,
-        "density": request.density,
-        "residual_comm": request.residual_comm,
+        **asked(args, request),
         "memory_limit_bytes": limit,
         "configs": [
             {
@@ -143,7 +135,7 @@ def _explained(request: PlanRequest, estimate: Estimate) -> list[str]:
 
 
 def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -> str:
-    """Return the text that `axonn-jax plan` prints: the best grids, the reasons, and the rejected ones."""
+    """Return the printed text of `axonn-jax plan`: the best grids, the reasons, and the rejected ones."""
     shown = result.best[: args.top]
     density = "" if request.density == 1.0 else f", density {request.density:g}"
     lines = [
@@ -192,7 +184,7 @@ def text(args: Plan, request: PlanRequest, result: SearchResult, limit: float) -
 
 
 def _limited(request: PlanRequest, limit: float) -> str:
-    """Return a phrase on the memory that may be used, with its parts if no flag sets it."""
+    """Return a phrase on the memory limit, with its parts if no flag sets the limit."""
     text, device = f"{limit / 1e9:.1f} GB a device", request.machine.device
     if limit != request.memory_limit():
         return text
@@ -201,7 +193,7 @@ def _limited(request: PlanRequest, limit: float) -> str:
 
 
 def _few(result: SearchResult) -> list[Any]:
-    """The grids that came closest to fitting, and the rules."""
+    """Return the grids closest to fitting, and the rules."""
     single = [rejected for rejected in result.rejected if rejected.grid.startswith("pipe")]
     rules = [rejected for rejected in result.rejected if not rejected.grid.startswith("pipe")]
     return [*single[:3], *rules]

@@ -40,7 +40,7 @@ Searched = Annotated[int | None, Arg(default="searched", least=1, most=MOST_DEVI
 
 @dataclass(frozen=True)
 class Axes:
-    """Sizes of the grid's axes that are fixed."""
+    """Fixed sizes of the grid's axes."""
 
     pipe: Searched = None
     """Pipeline stages."""
@@ -56,7 +56,7 @@ class Axes:
     """Shards of input features."""
 
     def fixed(self) -> dict[str, int]:
-        """Axes that are given."""
+        """Return the given axes."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
 
 
@@ -75,7 +75,7 @@ class PlanFlags:
     seq: Annotated[int | None, Arg(default="the model's", least=1)] = None
     """Tokens of a sequence."""
     grid: Axes = field(default_factory=Axes)
-    """Axes that are fixed."""
+    """Fixed axes."""
     microbatch: Searched = None
     """Sequences of a microbatch on a device."""
     activations: Literal["auto"] | Activations = "auto"
@@ -85,7 +85,7 @@ class PlanFlags:
     offload: Literal["auto"] | Offload = "auto"
     """State in host memory (memory.offload): none, or optimizer; auto: searched."""
     zero: Literal["auto", "0", "1"] = "auto"
-    """1: replicas share optimizer state (ZeRO-1); 0: each has all of it; auto: searched."""
+    """1: replicas share optimizer state (ZeRO-1); 0: each replica has all; auto: searched."""
     sequence_parallel: bool = False
     """Split the sequence of the residual stream over grid.y (memory.sequence_parallel)."""
     residual_comm: ResidualComm = "all_reduce"
@@ -97,11 +97,11 @@ class PlanFlags:
     precision: Precision = "auto"
     """Precision of computation; auto: the machine's half precision."""
     density: float = 1.0
-    """Share of the entries of the blocks' kernels that is trained (prune.density)."""
+    """Trained share of the blocks' kernels (prune.density)."""
     overlap: str = "all"
     """Collectives that run beside matmuls: all, none, or some of gathers,scatters,gradients,forward."""
     memory_limit: Annotated[str | None, Arg(default="what surely fits")] = None
-    """Memory of a device that may be used, such as 36GB."""
+    """Usable memory of a device, such as 36GB."""
     png: Annotated[Path | None, Arg(default="none")] = None
     """Draw a picture of the answer into this file."""
     json: bool = False
@@ -115,7 +115,7 @@ class Question(NamedTuple):
     devices: int
     space: SearchSpace
     limit: float
-    """Bytes of a device's memory that may be used."""
+    """Usable bytes of a device's memory."""
 
     def answer(self, limited: bool = True) -> SearchResult:
         """The search; `limited=False` takes no notice of the devices' memory. Raises ``UserError`` if nothing fits."""
@@ -129,8 +129,7 @@ class Question(NamedTuple):
 
 
 def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) -> Question:
-    """Return the question that the flags ask; `layers` replaces the model's, `split` allows gradients of weights as
-    tasks.
+    """Return the question of the flags; `layers` replaces the model's, `split` allows gradients of weights as tasks.
 
     Raises:
         UserError: a flag is wrong, or flags exclude each other.
@@ -187,7 +186,7 @@ def _space(args: PlanFlags) -> SearchSpace:
 
 
 def model_of(args: PlanFlags) -> ModelShape:
-    """The preset, with sequences of `--seq` tokens where that is given."""
+    """Return the preset, with sequences of `--seq` tokens if given."""
     return preset(args.model) if args.seq is None else preset(args.model, seq_len=args.seq)
 
 
@@ -213,7 +212,7 @@ def sequences(text: str, seq: int) -> int:
 
 
 def _amount(flag: str, text: str, units: dict[str, int], accepted: str) -> tuple[Fraction, Fraction]:
-    """Return an amount, and half of its last digit if a unit makes it a rounded one."""
+    """Return an amount, and half of the last digit if a unit makes the amount a rounded one."""
     match = re.fullmatch(r"(\d+(?:\.(\d+))?)\s*([a-z]*)", text.strip().replace("_", "").replace(",", "").lower())
     if match is None or match[3] not in units:
         raise UserError(flag, text, accepted)
@@ -222,9 +221,9 @@ def _amount(flag: str, text: str, units: dict[str, int], accepted: str) -> tuple
 
 
 def _limit(text: str | None, request: PlanRequest) -> float:
-    """Return the bytes of device memory that may be used, by the flag or else by `PlanRequest.memory_limit`.
+    """Return the usable bytes of device memory, by the flag or else by `PlanRequest.memory_limit`.
 
-    Raises ``UserError`` for a text that is no amount, or more than a device has.
+    Raises ``UserError`` for another text than an amount, or more than a device has.
     """
     if text is None:
         return request.memory_limit()
@@ -251,7 +250,7 @@ def _switches(text: str) -> OverlapFlags:
 
 
 def command(model: str, request: PlanRequest, candidate: Candidate, seq: int | None) -> str:
-    """The command that trains so, CONFIG.toml with the data aside."""
+    """Return the command that trains this candidate, except for the data in CONFIG.toml."""
     grid = candidate.grid
     free = "--bind-to none " if grid.devices == 2 else ""  # two processes are bound to a core each
     words = [f"mpirun {free}-n {grid.devices}" if grid.devices > 1 else "", "axonn-jax train CONFIG.toml"]
@@ -275,6 +274,21 @@ def command(model: str, request: PlanRequest, candidate: Candidate, seq: int | N
     return " ".join(word for word in words if word)
 
 
+def asked(args: PlanFlags, request: PlanRequest) -> dict[str, Any]:
+    """Return the fixed part of a question, by name."""
+    return {
+        "model": args.model,
+        "machine": args.machine,
+        "devices": args.devices,
+        "batch_sequences": request.batch,
+        "seq_len": request.shape.seq_len,
+        "precision": request.precision,
+        "sequence_parallel": request.sequence_split,
+        "density": request.density,
+        "residual_comm": request.residual_comm,
+    }
+
+
 def chosen(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
     """The options of a candidate beside its grid, by name."""
     return {
@@ -290,6 +304,6 @@ def chosen(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
 
 
 def in_flight(request: PlanRequest, candidate: Candidate) -> int:
-    """Microbatches that the message-driven policy has in flight; 0 under another."""
+    """Return the message-driven policy's microbatches in flight; 0 under another policy."""
     policy = request.schedule(candidate)
     return policy.depth(candidate.pipeline) if isinstance(policy, ByArrival) and candidate.grid.pipe > 1 else 0

@@ -27,11 +27,11 @@ def choose_residual_comm(
     if grid.x == 1 or wanted == "all_reduce" or sequence_split:
         return BlockComm(sequence_split=sequence_split)
     policy = StepPolicy(recompute=activations != "none", keeps_collectives=activations == "save_collectives")
-    attention, mlp = BlockComm(attention=True), BlockComm(mlp=True)
-    return BlockComm(
-        attention=attention.fits(shape, grid) and _sends_less(shape, grid.y, grid.x, attention, policy),
-        mlp=mlp.fits(shape, grid) and _sends_less(shape, grid.y, grid.x, mlp, policy),
-    )
+
+    def gathers(half: BlockComm) -> bool:
+        return half.fits(shape, grid) and _sends_less(shape, grid.y, grid.x, half, policy)
+
+    return BlockComm(attention=gathers(BlockComm(attention=True)), mlp=gathers(BlockComm(mlp=True)))
 
 
 @cache
