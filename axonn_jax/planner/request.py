@@ -32,7 +32,7 @@ class OverlapFlags:
     gradients: bool = True
     """Gradients of inputs, beside those of weights (OAR)."""
     forward: bool = True
-    """Forward outputs: one half of the rows beside the other's matmuls."""
+    """Forward outputs: those of one sub-batch beside the other's matmuls."""
 
 
 NO_OVERLAP = OverlapFlags(gathers=False, scatters=False, gradients=False, forward=False)

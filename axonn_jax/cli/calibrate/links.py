@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.cli.calibrate.timing import Arrays, repeated, seconds, together
 from axonn_jax.distributed.initialize import meet
+from axonn_jax.planner.machines.machine import Measured
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter"]
-KINDS: tuple[Kind, ...] = ("all-reduce", "all-gather", "reduce-scatter")
+KINDS: tuple[Measured, ...] = get_args(Measured)
 _AXES = ("outer", "group", "inner")
 
 
@@ -44,7 +44,7 @@ def group_meshes(devices: Sequence[Any]) -> list[tuple[int, int, Mesh]]:
     return meshes
 
 
-def collective_seconds(kind: Kind, mesh: Mesh, elements: Sequence[int], rounds: int) -> dict[int, float]:
+def collective_seconds(kind: Measured, mesh: Mesh, elements: Sequence[int], rounds: int) -> dict[int, float]:
     """Seconds of a collective over the axis `group` by bytes of the whole buffer.
 
     `elements` are the numbers of float32 in a buffer, by kind. Collective over the mesh.

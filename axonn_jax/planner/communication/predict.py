@@ -46,5 +46,5 @@ def predict_update(work: StepSpec) -> Iterator[Predicted]:
 
 def _layers(work: StepSpec) -> tuple[Layer, ...]:
     grid, split = work.grid, work.comm.sequence_split
-    at = Place(grid.expert, grid.z, grid.y, grid.x, work.rows, work.itemsize, split)
+    at = Place(grid.expert, grid.z, grid.y, grid.x, work.tokens, work.itemsize, split)
     return describe(work.shape, at, work.comm, work.moe, duplicates=work.duplicates)

@@ -52,7 +52,7 @@ class StepSpec:
     """True if devices along `y` send the tokens that they have in common each (capacity), for comparison."""
 
     @property
-    def rows(self) -> int:
+    def tokens(self) -> int:
         """Tokens of a microbatch on a device."""
         return self.sequences // (self.microbatches * self.grid.batch_shards) * self.shape.seq_len
 

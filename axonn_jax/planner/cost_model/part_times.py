@@ -73,7 +73,7 @@ class PartTimes:
             again += max(0.0, copied - back)
             seconds = Seconds(max(seconds.forward, copied), seconds.inputs, seconds.weights, seconds.light)
         on, times = self.request.switches, Times(compute=seconds.forward + again + seconds.inputs + seconds.weights)
-        half = seconds.forward / 2 if sequences % 2 == 0 else 0.0  # the other stream's matmuls, one of two
+        half = seconds.forward / 2 if sequences % 2 == 0 else 0.0  # the other sub-batch's matmuls, one of two
         forward = self._window(seconds.forward, times, sequences)
         forward.add(self._lines(part, "gather") if gathers else (), seconds.forward if on.gathers else 0.0)
         forward.add(self._lines(part, "reduce"), half if on.forward else 0.0)
