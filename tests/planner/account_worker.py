@@ -1,5 +1,6 @@
 """Compiles steps on virtual CPU devices and prints, a line each, how their collectives compare with the predicted."""
 
+import gc
 import json
 import os
 import sys
@@ -20,6 +21,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 devices, cases = int(sys.argv[1]), json.load(sys.stdin)
 jax.config.update("jax_num_cpu_devices", devices)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+gc.freeze()
+gc.set_threshold(50_000, 20, 20)  # as conftest has it
 for case in cases:
     model = case.pop("model")
     shape = preset(model.pop("preset"), **model) if "preset" in model else ModelShape(**model)
