@@ -103,6 +103,7 @@ MANIFESTS = {
     "a name that steers": (shard(name=ESCAPES), r"\x1b]0;owned\x07\x1b[2J\u202e"),
     "a dtype that steers": (top(dtype=ESCAPES), r"\x1b]0;owned"),
     "a tokenizer's checksum": (top(tokenizer_sha256=7), "tokenizer_sha256 = 7: a text"),
+    "a checksum with NUL": (top(tokenizer_sha256="\0"), "a text without NUL"),
     "no splits": (top(splits={"train": {}}), "splits['train'].bytes = (not given): required"),
 }
 
