@@ -149,16 +149,23 @@ def _kept(
     at: Place, moe: ExpertShape, hidden: int, gates: int, training: MoeConfig, entering: float
 ) -> dict[str, float]:
     """Return the bytes kept for each token by activation policy: scores, moved tokens, slots, the input."""
-    scores = 3 * moe.experts * FLOAT32 / (at.y if at.sequence_split else 1)
-    if training.drops:
-        slots = moe.per_token * training.slack
-        width = slots * moe.ffn / at.yx
-        tokens = slots * hidden * (1 + 1 / at.yx)
-    else:
-        width = 0.0
-        tokens = at.expert * hidden if at.x > 1 or at.expert > 1 or at.sequence_split else 0.0
+    scores, width, tokens = elements_of(at, moe, hidden, training)
     return {
         "none": scores + (entering + (gates + 1) * width + tokens) * at.item,
         "dots": scores + gates * width * at.item,
         "save_collectives": tokens * at.item,
     }
+
+
+def elements_of(at: Place, moe: ExpertShape, hidden: int, training: MoeConfig) -> tuple[float, float, float]:
+    """Return bytes of scores, elements of an expert's width, and elements of moved tokens, kept for each token.
+
+    `gather` moves the tokens of all of `expert`, with all features, and keeps nothing of the experts' width;
+    `capacity` keeps slots.
+    """
+    scores = 3 * moe.experts * FLOAT32 / (at.y if at.sequence_split else 1)
+    if training.drops:
+        slots = moe.per_token * training.slack
+        return scores, slots * moe.ffn / at.yx, slots * hidden * (1 + 1 / at.yx)
+    apart = at.x > 1 or at.expert > 1 or at.sequence_split
+    return scores, 0.0, float(at.expert * hidden) if apart else 0.0

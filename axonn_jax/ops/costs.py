@@ -125,7 +125,7 @@ def kept_bytes(layer: Layer, policy: str, tokens: int, item: int, sizes: Mapping
             if policy == "none" and isinstance(op, Read):
                 total += op.elements * item
             elif policy == "none" and isinstance(op, Attend):
-                total += op.elements * item + op.kept
+                total += op.elements * item + op.scores + op.copies
             elif policy == "none" and isinstance(op, Multiply) and not op.shares_input:
                 total += (op.inner if op.stored_inner is None else op.stored_inner) * item
             elif policy == "dots" and isinstance(op, Multiply) and (chain.result_read or at + 1 < repeated):

@@ -97,8 +97,10 @@ class Attend(NamedTuple):
     """Features of a head."""
     seq_len: int
     """Tokens of a sequence."""
-    kept: float
-    """Bytes kept by the kernel for each token beside queries, keys and values: statistics, or scores."""
+    scores: float
+    """Bytes kept of scores for each token: statistics of their rows, or all of them."""
+    copies: float
+    """Bytes kept for each token of copies: keys and values for every query head, the result by heads."""
 
     @property
     def elements(self) -> float:

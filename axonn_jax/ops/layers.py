@@ -79,12 +79,9 @@ def attend(at: Place, heads: float, kv_heads: float, head_dim: int, seq_len: int
     Kernels keep a float32 statistic of each row of scores; `blocked` also keys and values for every query head and its
     result by heads, and `xla` the scores and their softmax in place of statistics.
     """
-    kept = heads * FLOAT32
-    if kernel == "xla":
-        kept = 2 * heads * seq_len * at.item
-    elif kernel == "blocked":
-        kept += (heads + 2 * (heads - kv_heads)) * head_dim * at.item
-    return Attend(heads, kv_heads, head_dim, seq_len, kept)
+    scores = 2 * heads * seq_len * at.item if kernel == "xla" else heads * FLOAT32
+    copies = (heads + 2 * (heads - kv_heads)) * head_dim * at.item if kernel == "blocked" else 0.0
+    return Attend(heads, kv_heads, head_dim, seq_len, scores, copies)
 
 
 def addition(at: Place, hidden: int) -> Add:

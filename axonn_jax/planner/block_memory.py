@@ -8,13 +8,13 @@ tests.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from axonn_jax.experts.declare import elements_of
 from axonn_jax.experts.shape import ExpertShape, MoeConfig
-from axonn_jax.grid import GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.declared.transformer import halves
-from axonn_jax.ops.costs import kept_bytes
-from axonn_jax.ops.language import FLOAT32, joined
+from axonn_jax.ops.costs import kept_bytes, operations
+from axonn_jax.ops.language import FLOAT32, Attend, joined
 from axonn_jax.ops.layers import Place
 from axonn_jax.options import Activations, AttentionKernel
 
@@ -91,12 +91,12 @@ def block_activations(
 
     moe = shape.moe
     if moe is not None and moe.is_routed(layer):
-        second = _of_experts(shape, moe, GridShape(expert=expert, y=y, x=x), training, comm, item)
+        second = _of_experts(shape, moe, at, training, comm)
     else:
         second = _of_mlp(shape, x, y, comm)
     spread, over = (comm.attention, comm.mlp), x * y if comm.attention else y
-    width, qkv = shape.heads * shape.head_dim / over, shape.qkv_width / over
-    copies = width + 2 * (shape.heads - shape.kv_heads) * shape.head_dim / over if attention == "blocked" else 0.0
+    scores = next(op for op in operations(block) if isinstance(op, Attend))
+    width, qkv, copies = scores.heads * scores.head_dim, scores.elements, scores.copies / item
     # Of the residual stream and of a branch; of the widest operation, on both of its sides.
     ends = [shape.hidden if one else stream for one in spread]
     sides = [(part + ends[0] + 2 * (qkv + copies)) * item, (part + second.working) * item]
@@ -112,8 +112,7 @@ def block_activations(
         rotated = (shape.heads + shape.kv_heads) * shape.head_dim / over if shape.positions == "rope" else 0.0
         shown = (2 if shape.norm == "layernorm" else 4) * part - 2 * part + part * (2 - sum(spread))
         shown += second.inner - rotated
-        statistics = shape.heads / over * FLOAT32 if attention != "xla" else 0.0
-        released = (qkv + rotated + copies) * item + statistics
+        released = (qkv + rotated + copies) * item + (scores.scores if attention != "xla" else 0.0)
         return BlockBytes(
             entry, kept("none"), gradients, shown=shown * item, waiting=waiting, released=released, spare=spare
         )
@@ -131,31 +130,22 @@ def _of_mlp(shape: ModelShape, x: int, y: int, comm: BlockComm) -> _SecondHalf:
     return _SecondHalf(wide, inner, (shape.hidden if comm.mlp else shape.hidden / x) + 2 * wide)
 
 
-def _of_experts(
-    shape: ModelShape, moe: ExpertShape, grid: GridShape, training: MoeConfig, comm: BlockComm, item: int
-) -> _SecondHalf:
+def _of_experts(shape: ModelShape, moe: ExpertShape, at: Place, training: MoeConfig, comm: BlockComm) -> _SecondHalf:
     """Return the elements of router and experts.
 
     `gather`: the tokens of all of `expert`, with all features; results and gradients of tokens add up in float32, and
     nothing of the experts' width is kept (`experts.grouped`). `capacity`: slots, and of each all widths. Experts that
     all tokens take are one more feed-forward layer.
     """
-    x, y, gates = grid.x, grid.y, shape.mlp_inputs
-    scores = 3 * moe.experts * FLOAT32 / item / (y if comm.sequence_split else 1)
-    shared = moe.shared * moe.ffn / (x * y if comm.mlp else y)
+    scores, inner, tokens = elements_of(at, moe, shape.hidden, training)
+    wide = shape.mlp_inputs * inner
+    shared = moe.shared * moe.ffn / (at.yx if comm.mlp else at.y)
+    gated = shape.mlp_inputs * shared
     if training.drops:
-        slots = moe.per_token * training.slack
-        inner = slots * moe.ffn / (x * y)
-        wide = gates * inner
-        tokens = slots * shape.hidden * (1 + 1 / x / y)
-        working = 2 * slots * shape.hidden + 2 * wide
+        working = 2 * moe.per_token * training.slack * shape.hidden + 2 * wide
     else:
-        wide = inner = 0.0
-        everyone = grid.expert * shape.hidden
-        apart = x > 1 or grid.expert > 1 or comm.sequence_split
-        tokens = everyone if apart else 0.0
-        working = everyone * (1 + FLOAT32 / item) + (shape.hidden / x if apart else 0.0)
-    return _SecondHalf(wide + gates * shared + scores, inner + shared, working + 2 * gates * shared, tokens)
+        working = at.expert * shape.hidden * (1 + FLOAT32 / at.item) + (shape.hidden / at.x if tokens else 0.0)
+    return _SecondHalf(wide + gated + scores / at.item, inner + shared, working + 2 * gated, tokens)
 
 
 def mean_block(kinds: Sequence[tuple[BlockBytes, int]]) -> BlockBytes:
