@@ -25,6 +25,7 @@ ALLOWED = {
     "config keys": 108,
     "public members of Trainer": 8,
     "names that must not come back": 0,
+    "files that import pruned": 4,
     "vague names": 125,
     "docstrings without a noun first": 0,
     "docstrings that open with a riddle, in percent": 2,
@@ -33,7 +34,7 @@ ALLOWED = {
     "backends named": 0,
     "two classes in one": 0,
     "words of docs": 17_250,  # a new capability brings a page of at most 600, its results and its words in the glossary
-    "options in over 8 files": 6,
+    "options in over 8 files": 2,
 }
 
 

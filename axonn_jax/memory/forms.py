@@ -61,7 +61,7 @@ class Forms(Protocol):
 
 
 class Chosen(Protocol):
-    """Forms with their extra arrays, as a `Chooser` gives them."""
+    """Forms with their extra arrays, as a `FormChoice` gives them."""
 
     @property
     def forms(self) -> Forms:
@@ -75,7 +75,7 @@ class Chosen(Protocol):
         """Return dense arrays with those of `forms` as values, freed one by one if `used_up`."""
 
 
-class Chooser(Protocol):
+class FormChoice(Protocol):
     """Choice of the forms of the parameters on one mesh; `pruned.prune.Pruner` is the package's."""
 
     @property

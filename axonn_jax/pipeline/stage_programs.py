@@ -18,7 +18,7 @@ from axonn_jax.pipeline.partition_jaxpr import (
     keep_reductions,
     keep_ungathered,
 )
-from axonn_jax.pipeline.trace import Slot, Stretch, Traced, crossing
+from axonn_jax.pipeline.trace import InputArray, Stretch, Traced, crossing
 from axonn_jax.tensor.specs import shard_mapped
 
 _KEEP: dict[Activations, Keep] = {
@@ -44,7 +44,7 @@ class Result(NamedTuple):
 
 class _StageProgram(NamedTuple):
     compiled: Any
-    inputs: list[Slot]
+    inputs: list[InputArray]
     """The program's inputs among those of the whole function."""
     taken: list[tuple[int, int]]
     """Values from earlier programs, as (program, position among its handed values)."""
@@ -72,7 +72,7 @@ class StagePrograms:
     ):
         self._stretch, self._traced = stretch, traced
         self._gradients, self._sums = gradients, sums
-        free = [i for i, slot in enumerate(traced.slots) if slot.name in stretch.names]
+        free = [i for i, array in enumerate(traced.arrays) if array.name in stretch.names]
         keep = [_KEEP[stretch.work.activations] if "F" in goals else keep_all, keep_all, keep_all]
         self._parts = cut(traced.closed, list(goals.values()), free, keep)
         self._handed = [[crossing(var.aval, stretch.mesh) for var in part.handed] for part in self._parts]
@@ -96,7 +96,7 @@ class StagePrograms:
         to them.
         """
         program = self._programs[name]
-        inputs = [slot.of(given) for slot in program.inputs]
+        inputs = [array.of(given) for array in program.inputs]
         taken = [kept[source][position] for source, position in program.taken]
         heads, handed, sums, done = program.compiled(inputs, taken, sums if program.adds else {})
         kept.append(handed)
@@ -114,8 +114,8 @@ class StagePrograms:
         which = list(dict.fromkeys(i for part in parts for i in part.inputs))
         before = list(dict.fromkeys(pair for part in parts for pair in part.taken if pair[0] not in numbers))
         adds = any(i in gradients for part in parts for i in part.outputs)
-        slots = [self._traced.slots[i] for i in which]
-        inputs = [slot.of(known) for slot in slots]
+        arrays = [self._traced.arrays[i] for i in which]
+        inputs = [array.of(known) for array in arrays]
         taken = [self._handed[source][position] for source, position in before]
         sums = dict(self._sums) if adds else {}
         loss = self._stretch.last
@@ -146,8 +146,8 @@ class StagePrograms:
         compiled = jax.jit(run, donate_argnums=2, out_shardings=shardings).lower(*arguments).compile()
         behind = self._parts[numbers[-1] + 1 :]
         later = {pair for after in behind for pair in after.taken if pair[0] <= numbers[-1]}
-        reads = frozenset(self._traced.slots[i].name for after in behind for i in after.inputs)
-        return _StageProgram(compiled, slots, before, later, reads, adds, which_heads)
+        reads = frozenset(self._traced.arrays[i].name for after in behind for i in after.inputs)
+        return _StageProgram(compiled, arrays, before, later, reads, adds, which_heads)
 
     def _head(self, position: int) -> jax.ShapeDtypeStruct:
         if position == 0 and self._stretch.last:

@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from axonn_jax.memory.forms import Chooser, Forms
+from axonn_jax.memory.forms import FormChoice, Forms
 from axonn_jax.memory.offload import OffloadedOptimizer
 from axonn_jax.memory.optimizer_state import DeviceOptimizer
 from axonn_jax.memory.precision import Precisions
@@ -31,7 +31,7 @@ class StateOptions:
     """True if optimizer state is in host memory."""
     split: bool
     """True if masters and optimizer state are split over `data`."""
-    chooser: Callable[[Specs, Mesh], Chooser] | None = None
+    chooser: Callable[[Specs, Mesh], FormChoice] | None = None
     """Function of a rank's layouts and mesh that returns the choice of its parameters' forms; None: plain arrays."""
     progress: Callable[[str], None] = lambda what: None
     """Callback with a line of text for each step of a long update."""

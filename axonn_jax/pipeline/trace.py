@@ -27,7 +27,7 @@ X, TOKENS, KEY, MICROBATCH, LATER, DY, SCALE = " x", " tokens", " key", " microb
 """Names of a stage's inputs beside its parameters; the space tells them from parameters' names."""
 
 
-class Slot(NamedTuple):
+class InputArray(NamedTuple):
     """One array among a stage's inputs."""
 
     name: str
@@ -40,13 +40,13 @@ class Slot(NamedTuple):
         return given[self.name] if self.leaf is None else jax.tree.leaves(given[self.name])[self.leaf]
 
 
-def slots_of(given: Mapping[str, Any]) -> list[Slot]:
-    """Return the slots of inputs that are arrays, or weights in another form, in order."""
+def arrays_of(given: Mapping[str, Any]) -> list[InputArray]:
+    """Return the arrays of inputs that are arrays, or weights in another form, in order."""
 
-    def own(name: str, value: Any) -> list[Slot]:
+    def own(name: str, value: Any) -> list[InputArray]:
         if jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
-            return [Slot(name)]
-        return [Slot(name, leaf) for leaf in range(len(jax.tree.leaves(value)))]
+            return [InputArray(name)]
+        return [InputArray(name, leaf) for leaf in range(len(jax.tree.leaves(value)))]
 
     return [slot for name, value in given.items() for slot in own(name, value)]
 
@@ -208,15 +208,15 @@ class Traced(NamedTuple):
     """Traced function on local shards, and the names of its inputs."""
 
     closed: compat.ClosedJaxpr
-    slots: list[Slot]
+    arrays: list[InputArray]
 
 
 def survey(stretch: Stretch) -> Stretch:
     """Return the stretch with its parameters and output, found by tracing its forward pass; allocates nothing."""
     everything = stretch.inputs(stretch.parts.params)
-    closed, slots = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)[0]], everything)
+    closed, arrays = _trace(stretch, lambda given: [stretch.forward(stretch.own(given), given)[0]], everything)
     (part,) = cut(closed, [[0]], [], [keep_all])
-    read = dict.fromkeys(slots[i].name for i in part.inputs)
+    read = dict.fromkeys(arrays[i].name for i in part.inputs)
     names = tuple(name for name in read if name in stretch.parts.params)
     if stretch.last:
         return replace(stretch, names=names)
@@ -244,7 +244,7 @@ def _trace(stretch: Stretch, f: Any, given: Mapping[str, Any]) -> Traced:
 
     specs = tuple(jax.tree.map(lambda struct: struct.sharding.spec, value) for value in given.values())
     jax.eval_shape(shard_mapped(capture, stretch.mesh, specs, P()), *given.values())
-    return Traced(traced[0], slots_of(given))
+    return Traced(traced[0], arrays_of(given))
 
 
 def crossing(aval: Any, mesh: Mesh, spec: P | None = None) -> jax.ShapeDtypeStruct:

@@ -61,7 +61,7 @@ def make_masks(config: PruneConfig, weights: Params, elsewhere: Collection[str] 
 
 
 class Pruner:
-    """Choice of the kept entries of the parameters on one mesh (`memory.forms.Chooser`).
+    """Choice of the kept entries of the parameters on one mesh (`memory.forms.FormChoice`).
 
     `prunable` are the parameters that are pruned in the whole model, `specs` the layouts of those on this mesh.
     """

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_map_with_path
 
 from axonn_jax.checkpoint.naming import MASKS, PARAMS, State, flatten, shapes, unflatten, unflatten_scale
-from axonn_jax.memory.forms import Chooser, Chosen, FormArray, Forms, Weights
+from axonn_jax.memory.forms import Chosen, FormArray, FormChoice, Forms, Weights
 from axonn_jax.memory.host_arrays import joined, replicated
 from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer, ModelState
 from axonn_jax.memory.optimizer_traits import owner
@@ -80,7 +80,7 @@ class ParamStore:
         params: Params,
         optimizer: optax.GradientTransformation,
         build: Build,
-        chooser: Chooser | None = None,
+        chooser: FormChoice | None = None,
         *,
         formed: bool = True,
         owned: bool = True,
@@ -240,7 +240,9 @@ def _compressed(state: State, chosen: Chosen) -> State:
     return out
 
 
-def _read_compressed(state: State, read: Read, wanted: Callable[[str], bool], chooser: Chooser) -> tuple[State, Chosen]:
+def _read_compressed(
+    state: State, read: Read, wanted: Callable[[str], bool], chooser: FormChoice
+) -> tuple[State, Chosen]:
     """Free the wanted arrays of a state, read and compress them one by one; return the state and its forms.
 
     Masks are those read, or else made of the weights by the chooser, for which all weights are on the devices at once.

@@ -93,8 +93,7 @@ class PipelineEngine:
         self._links.heartbeat.start()
         self.stores: Mapping[int, ParamStore] = {}
         # Which stage holds which parameters does not depend on the batch, so any small one will do.
-        seq_len = checked.seq_len or 2
-        names = build.names_by_pp_rank(self._plan(grid.shape.batch_shards, seq_len + 1), self.pipe_shape)
+        names = build.names_by_pp_rank(self._plan(grid.shape.batch_shards, (checked.seq_len or 2) + 1), self.pipe_shape)
         self._shared = build.shared(names)
         for pp_rank in grid.meshes:
             check_separable(optimizer, self.parts.params, names[pp_rank])

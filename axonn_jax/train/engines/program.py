@@ -217,9 +217,8 @@ class StageProgram(OnMesh):
             return reduce_gradients(sums, *layouts, self.bucket, self.grid.mesh, self.token_axes, in_turn=in_turn)
 
         grads, loss = self._local_sums(params, tokens, key, scale, reduced)
-        norm = global_norm(
-            {name: grad for name, grad in grads.items() if name not in self.parts.loads}, self.grad_specs
-        )
+        counted = {name: grad for name, grad in grads.items() if name not in self.parts.loads}
+        norm = global_norm(counted, self.grad_specs)
         return grads, loss, norm if scale is None else norm / scale
 
     def _local_sums(
