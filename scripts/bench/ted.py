@@ -118,7 +118,9 @@ def _blocks_state(shape: ModelShape, tensor: int, devices: int) -> float:
     dense = sum(count * param.elements for count, param in params) - experts
     replicas = devices // tensor
     parts = ((dense / tensor, replicas), (experts / tensor / EXPERTS, replicas // EXPERTS))
-    return sum(memory.device_state(params, "fp16", gradient_item=2, apart=True, replicas=of).total for params, of in parts)
+    return sum(
+        memory.device_state(params, "fp16", gradient_item=2, apart=True, replicas=of).total for params, of in parts
+    )
 
 
 def larger_models() -> str:
