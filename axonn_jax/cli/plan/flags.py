@@ -13,14 +13,7 @@ from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import GRID_AXES, MOST_DEVICES
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.presets import preset
-from axonn_jax.options import (
-    Activations,
-    Offload,
-    PipelinePolicy,
-    Precision,
-    ReshardAfter,
-    ResidualComm,
-)
+from axonn_jax.options import Activations, Offload, PipelinePolicy, Precision, ReshardAfter, ResidualComm
 from axonn_jax.planner.machines.machine_file import load_machine
 from axonn_jax.planner.request import Candidate, OverlapFlags, PlanRequest
 from axonn_jax.planner.search import SearchResult, search
@@ -165,15 +158,14 @@ def question(args: PlanFlags, *, layers: int | None = None, split: bool = True) 
 def _space(args: PlanFlags) -> SearchSpace:
     axes, stages = args.grid.fixed(), args.virtual_stages
     if args.reshard_after in ("backward", "step") and max(axes.get("pipe", 1), stages or 1) > 1:
-        raise UserError(
-            "--reshard-after", args.reshard_after, "auto or forward where --grid.pipe or --virtual-stages is above 1"
-        )
+        accepted = "auto or forward where --grid.pipe or --virtual-stages is above 1"
+        raise UserError("--reshard-after", args.reshard_after, accepted)
     if stages is not None and stages > 1:
         rest = prod(size for axis, size in axes.items() if axis != "pipe")
         if axes.get("pipe") == 1 or ("pipe" not in axes and rest == args.devices):
             raise UserError("--virtual-stages", stages, "1 without a pipeline, which --grid.pipe above 1 makes")
         if refusal := policy_of(args.policy).one_stage:
-            raise UserError("--virtual-stages", stages, refusal)
+            raise UserError("--virtual-stages", stages, f"1 with --policy {args.policy} ({refusal})")
     return SearchSpace(
         axes=axes,
         sequences=args.microbatch,
@@ -232,9 +224,8 @@ def _limit(text: str | None, request: PlanRequest) -> float:
         raise UserError("--memory-limit", text, "an amount above 0, such as 36GB")
     device = request.machine.device
     if amount > device.memory_bytes:
-        raise UserError(
-            "--memory-limit", text, f"at most {device.memory_bytes / 1e9:.5g}GB, the memory of {device.kind}"
-        )
+        accepted = f"at most {device.memory_bytes / 1e9:.5g}GB, the memory of {device.kind}"
+        raise UserError("--memory-limit", text, accepted)
     return float(amount)
 
 
