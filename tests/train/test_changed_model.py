@@ -30,6 +30,7 @@ MODELS = {
     "llama": LLAMA,
     "llama3": STRETCHED + 'rope_scaling = "llama3"\n',
     "yarn": STRETCHED + 'rope_scaling = "yarn"\n',
+    "gemma2": LLAMA + "window = 8\nwindow_period = 2\nattention_cap = 50.0\nlogits_cap = 30.0\npost_norms = true\n",
     "experts": EXPERTS,
     "sparse": EXPERTS + "moe_every = 2\n",
 }
@@ -47,6 +48,10 @@ CHANGES = {
         "rope_scaling": "linear",
     },
     "yarn": {"rope_beta_fast": 2.0, "rope_beta_slow": 0.01, "rope_attention_factor": 2.0, "rope_original_seq_len": 32},
+    "gemma2": {
+        **{"window": 4, "window_period": 3, "attention_cap": 0.0, "logits_cap": 1.0, "score_dim": 16},
+        "post_norms": False,
+    },
     "experts": {
         **{"experts_per_token": 1, "expert_ffn": 32, "moe_every": 2, "moe_first": 1, "shared_experts": 1},
         **{"router": "softmax", "router_norm": False, "router_scale": 2.0, "router_groups": 2, "experts": 8},
