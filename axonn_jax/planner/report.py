@@ -27,12 +27,13 @@ def explain(request: PlanRequest, plan: SearchResult, one: Estimate) -> list[str
             f"{candidate.microbatches} microbatches keep the bubble of {grid.pipe} stages at {one.bubble:.1%}"
             + (f" with {candidate.virtual_stages} virtual stages each." if candidate.virtual_stages > 1 else ".")
         )
-        policy, usual = request.schedule(candidate), ByArrival().depth(candidate.pipeline)
-        depth = policy.depth(candidate.pipeline)
-        if isinstance(policy, ByArrival) and depth != usual:
+        policy = request.schedule(candidate)
+        live, usual = (each.live(candidate.pipeline, 0) for each in (policy, ByArrival(splits=policy.splits)))
+        if isinstance(policy, ByArrival) and live != usual:
+            depth = policy.depth(candidate.pipeline)
             sentences.append(
                 f"{depth} microbatches in flight, with memory for all their activations, shorten waits."
-                if depth > usual
+                if live > usual
                 else f"There is memory for {depth} microbatches in flight, fewer than by default."
             )
     if candidate.activations != "none":

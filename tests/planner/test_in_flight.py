@@ -9,8 +9,9 @@ from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import preset
 from axonn_jax.planner.cost_model.model import CostModel
 from axonn_jax.planner.machines.machine_file import load_machine
+from axonn_jax.planner.report import explain
 from axonn_jax.planner.request import Candidate, PlanRequest
-from axonn_jax.planner.search import search
+from axonn_jax.planner.search import SearchResult, search
 from axonn_jax.planner.simulate.candidate import Prices
 from axonn_jax.planner.simulate.simulator import simulate
 from axonn_jax.planner.space import SearchSpace
@@ -69,6 +70,20 @@ def test_where_messages_take_no_time_to_speak_of_the_default_stays():
     best = search(asked, 8, only(8, activations=("none",)), ROOMY).best[0]
     assert (best.candidate.in_flight, in_flight(asked, best.candidate)) == (0, 12)
     assert "in_flight" not in command("gpt-5b", asked, best.candidate, None)
+
+
+@pytest.mark.parametrize(
+    ("stages", "depth", "says"),
+    [(1, 0, ""), (1, 8, "fewer than by default"), (1, 16, "shorten waits"), (2, 0, ""), (2, 16, "shorten waits")],
+)
+def test_a_plan_says_where_more_or_fewer_than_by_default_are_in_flight(stages, depth, says):
+    """With several stages twice the pipe is the default's number, but not the default's memory."""
+    asked = job(1.0, 64, 8)
+    one = CostModel(asked).estimate(Candidate(GridShape(pipe=8), 64, virtual_stages=stages, in_flight=depth))
+    plan = SearchResult([one], [one], [], 1, Prices(CostModel(asked)))
+    found = [sentence for sentence in explain(asked, plan, one) if "in flight" in sentence]
+    assert len(found) == bool(depth)
+    assert all(says in sentence and f"{depth} microbatches" in sentence for sentence in found)
 
 
 @pytest.mark.parametrize(("room", "depth"), [(8, 8), (12, 0), (16, 16)])
