@@ -11,7 +11,7 @@ from launched import CONFIG, MPIRUN, finished, flags
 WORKER = Path(__file__).with_name("several_train.py")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MPI4JAX = {"pipeline_channel": "mpi4jax"}
-OFFLOAD = {"memory_offload": "optimizer", "memory_bucket": 3000, "tensor_scan_layers": "no"}
+OFFLOAD = {"memory_offload": "optimizer", "memory_bucket": 12000, "tensor_scan_layers": "no"}
 FP16 = {"memory_precision": "fp16"}
 SMALL = {"train_steps": 6, "train_warmup": 1, "model_layers": 2, "model_seq_len": 64, "train_global_batch": 8}
 UNTIED = {"model_tied": "false", "model_norm": "rmsnorm", "model_positions": "rope", "model_mlp": "swiglu"}
@@ -37,14 +37,14 @@ CASES = {
     "pruned, pipe": (2, "pruned", {"grid_pipe": 2}),
     "pipe 4 1f1b": (4, "gpt", {"grid_pipe": 4, "pipeline_policy": "1f1b", "pipeline_channel": "mpi4py"}),
     "two processes a stage": (4, "gpt", {"grid_pipe": 2, "grid_x": 2}),
-    "data, offload": (2, "short", {"grid_data": 2, **OFFLOAD}),
-    "pruned, data, ZeRO": (2, "pruned", {"grid_data": 2, "memory_zero": 1}),
+    "data, offload, ZeRO": (2, "short", {"grid_data": 2, "memory_zero": 1, **OFFLOAD}),
     "early bird, data": (2, "early bird", {"grid_data": 2}),
     "early bird, data, goes on": (2, "early bird", {"grid_data": 2, "train_steps": 8, "log_dir": "early_bird_data"}),
     "z": (2, "wide", {"grid_z": 2, "train_microbatches": 2}),
     "experts": (2, "experts", {"grid_expert": 2}),
 }
 SLOW_CASES = {
+    "pruned, data, ZeRO": (2, "pruned", {"grid_data": 2, "memory_zero": 1}),
     "virtual stages": (2, "gpt", {"grid_pipe": 2, "pipeline_virtual_stages": 2}),
     "mpi4py": (2, "gpt", {"grid_pipe": 2, "pipeline_channel": "mpi4py"}),
     "pipe 4": (4, "gpt", {"grid_pipe": 4}),
