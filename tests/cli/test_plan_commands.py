@@ -49,6 +49,9 @@ CASES = [  # machine, preset, devices, what else is asked for
     ("dgx-h100", "llama3-405b", 128, "--grid.pipe 2 --grid.y 4 --grid.x 1"),
     ("dgx-h100", "gpt-640b", 256, "--grid.pipe 1 --grid.y 4 --grid.x 2"),
     ("dgx-h100", "llama3-8b", 8, "--grid.pipe 4 --activations offload --virtual-stages 4"),
+    ("perlmutter-80gb", "gemma2-2b", 4, "--grid.pipe 2"),
+    ("dgx-h100", "gemma2-9b", 8, "--grid.y 2"),
+    ("alps", "gemma2-27b", 8, ""),
 ]
 QUICK = 2
 """So many of the first run by default."""
@@ -136,4 +139,4 @@ def shrunk(row, found):
 def test_every_machine_and_preset_is_among_the_cases():
     assert {machine for machine, *_ in CASES} == set(machine_names())
     assert {model for _, model, *_ in CASES} == {name for name in preset_names() if not preset(name).experts}
-    assert len(CASES) == len(set(CASES)) == 32
+    assert len(CASES) == len(set(CASES)) == 35
