@@ -101,6 +101,7 @@ def test_any_grid_goes_on_from_what_any_grid_saved_a_pipeline_included(monkeypat
     np.testing.assert_array_equal(np.asarray(second.engine.params["embedding.table"])[PRIME:], 0)
 
 
+@pytest.mark.bits
 def test_parameters_born_on_a_grid_are_those_of_one_device():
     shape, axes = SHAPES["llama"], GridShape(1, 1, 2, 2, 2)
     whole = split_module(grids.make_model(shape, grids.lay(GridShape()))).params
