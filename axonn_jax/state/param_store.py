@@ -163,7 +163,8 @@ class ParamStore:
         else:
             assert self._chooser is not None
             state, chosen = _read_compressed(state, read, wanted, self._chooser)
-        self._take_over(state, chosen)
+        params, optimizer = unflatten(state, self._like, jax.eval_shape(self._optimizer.init, self._like))
+        self._take_over(params, optimizer, chosen)
         return unflatten_scale(state, scale)
 
     def masks(self) -> Params:
@@ -176,12 +177,20 @@ class ParamStore:
         """Give the parameters, which are plain arrays, the forms that `masks` ask for."""
         assert self._chooser is not None
         chosen = self._chooser.chosen(self.masks())
-        self._take_over(_compressed(self.named(None), chosen), chosen)
 
-    def _take_over(self, state: State, chosen: Chosen | None) -> None:
+        def compressed(path: Any, leaf: Any) -> Any:  # one array after another, each used up
+            name = owner(path, chosen.extra)
+            if name is None or not leaf.shape:
+                return leaf
+            return chosen.compressed({name: joined(leaf)}, used_up=True)[name]
+
+        params, optimizer = tree_map_with_path(compressed, (self.masters, self.opt_state))
+        self._take_over(params, optimizer, chosen)
+
+    def _take_over(self, params: Params, optimizer: Any, chosen: Chosen | None) -> None:
+        """Replace the state by weights and an optax state under the layers' own names, in the forms `chosen`."""
         if chosen is not None:
             self._begin(chosen)
-        params, optimizer = unflatten(state, self._like, jax.eval_shape(self._optimizer.init, self._like))
         masters = self.stack.join(params, self.mesh, used_up=True)
         if self.stack.own:
             assert isinstance(self.placement, DeviceOptimizer)  # no scanned layer's state is offloaded
@@ -229,15 +238,6 @@ def _read_anew(state: State, read: Read, wanted: Callable[[str], bool]) -> State
     for name in asked:
         state[name].delete()
     return {**state, **read(asked)}
-
-
-def _compressed(state: State, chosen: Chosen) -> State:
-    """Return a dense state in the chosen forms; uses it up, one array after another."""
-    out: State = {}
-    for name, value in state.items():
-        own = next((param for param in chosen.extra if name.endswith(f".{param}")), None)
-        out[name] = value if own is None else chosen.compressed({own: joined(value)}, used_up=True)[own]
-    return out
 
 
 def _read_compressed(

@@ -117,7 +117,7 @@ def differences(given: ModelShape, stored: ModelShape) -> list[str]:
         unused |= {"ffn"} if all(_routed(given)) else set()
         same |= {name for name in names if name.startswith(tuple(unused))}
     if _windows(given, given.seq_len) == _windows(stored, given.seq_len):
-        same |= {name for name in names if name.startswith("window")}
+        same |= {"window", "window_period"}
     return [
         f"model.{name} = {getattr(given, name)} ({getattr(stored, name)} there)"
         for name in names
