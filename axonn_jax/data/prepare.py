@@ -158,7 +158,7 @@ def _steady(stream: Iterator[T], source: Source) -> Iterator[T]:
 
 
 def _changed(source: Source, why: str) -> UserError:
-    return UserError("SOURCE", str(source.root), f"files that do not change meanwhile; one did: {why}")
+    return UserError("SOURCE", str(source.root), f"files that stay unchanged while they are read; one changed: {why}")
 
 
 def _training(source: Source, held: Holdout, report: Report) -> Iterator[str]:

@@ -135,7 +135,7 @@ def hosts(tmp_path_factory):
     ids=["pipe 2 x 2", "pipe 2", "data 2", "pipe 2 data 2 mpi4jax", "pipe 4", "data 2 x 2"],
 )
 def test_the_curve_across_two_hosts_is_that_of_one_process(ranks, axes, hosts, config, one_process, tmp_path):
-    options = {"checkpoint_every": 0, "model_layers": 3, **axes}
+    options = {"checkpoint_every": 0, **axes}
     done = finished(hosts.mpirun(ranks, command(config, tmp_path / "run", **options)))
     assert done.returncode == 0, done.stderr[-4000:]
     (losses, _, held_out), want = curves(tmp_path / "run"), curves(one_process("gpt"))
