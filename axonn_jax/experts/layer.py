@@ -1,7 +1,6 @@
 """The experts' layer: each token passes a few of many feed-forward layers, in the place of one."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from axonn_jax.experts.shape import ExpertShape, MoeConfig
 from axonn_jax.options import Mlp, mlp_inputs
 from axonn_jax.tensor.collectives import SEQUENCE_AXIS, axis_index, axis_size, gather_weight
 from axonn_jax.tensor.elementwise import activated
-from axonn_jax.tensor.params import SplitModule, normal_param
+from axonn_jax.tensor.params import normal_param
 
 _INNER = ("y", "x")
 """Axes of the experts' inner features: nothing is communicated between an expert's matmuls."""
@@ -87,6 +86,7 @@ class MixtureOfExperts(nnx.Module):
     ):
         router, experts, every = jax.random.split(key, 3)
         self.moe, self.training, self.sequence_split = moe, training, sequence_split
+        self.deterministic = False  # Flax's `eval` sets it: no token is dropped, so none depends on others
         self.router = Gate(hidden, moe, std=std, key=router)
         self.experts = LocalExperts(hidden, moe, activation, std=std, out_std=out_std, key=experts)
         self.shared = None if shared is None else shared(key=every)
@@ -111,7 +111,7 @@ class MixtureOfExperts(nnx.Module):
         if drops_duplicates(split) and (rest := -count % axis_size(SEQUENCE_AXIS)):  # in a text of any length
             tokens = jnp.pad(tokens, ((0, rest), (0, 0)))
             routing = routing.padded(rest, self.moe.experts)
-        if training.drops:
+        if training.drops and not self.deterministic:
             compute, experts = self.experts.on_slots, self.moe.experts
             y = by_capacity(tokens, routing, compute, experts, training.slack, sequence_split=split)
         else:
@@ -119,25 +119,3 @@ class MixtureOfExperts(nnx.Module):
                 self.experts(*gather_tokens(tokens, routing, sequence_split=split)), sequence_split=split
             )
         return y[:count]
-
-
-def without_drops(parts: SplitModule) -> SplitModule:
-    """Return the model for evaluation and generation: experts drop no token, so no token depends on others.
-
-    Args:
-        parts: the model taken apart, of which parameters may be shapes alone.
-
-    Returns: The same parts, with a `merge` that sets dispatch `gather`; unchanged if nothing is dropped.
-    """
-
-    def dropping(model: nnx.Module) -> list[MixtureOfExperts]:
-        layers = [layer for _, layer in nnx.iter_modules(model) if isinstance(layer, MixtureOfExperts)]
-        return [layer for layer in layers if layer.training.drops]
-
-    def merge(params: Mapping[str, jax.Array]) -> nnx.Module:
-        model = parts.merge(params)
-        for layer in dropping(model):
-            layer.training = replace(layer.training, dispatch="gather")
-        return model
-
-    return parts._replace(merge=merge) if dropping(parts.merge(parts.params)) else parts

@@ -5,7 +5,8 @@ gradients, in any engine, without a separate result or collective. Counts are fl
 to 16 million choices of an expert a device and microbatch.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -47,46 +48,52 @@ def counted(choices: jax.Array, experts: int) -> jax.Array:
     return none.at[jnp.arange(rows)[:, None], choices].add(1.0, mode="drop")
 
 
-def largest_load(grads: Mapping[str, jax.Array], loads: Collection[str]) -> jax.Array | None:
-    """The most loaded expert's share of the choices over the mean one's, of the worst layer; None without `loads`.
+@dataclass(frozen=True)
+class Loads:
+    """Counts of the experts' tokens among a step's gradients; a `models.protocol.Counts`."""
 
-    Those are the names of the parameters whose gradients are counts, here and below.
-    """
-    counts = [grads[name] for name in sorted(loads) if name in grads]
-    if not counts:
-        return None
-    return jnp.max(jnp.stack([jnp.max(jnp.max(c, -1) / jnp.mean(c, -1)) for c in counts]))
+    names: frozenset[str]
+    """Parameters whose gradients are counts: the routers' biases."""
+    rate: float
+    """Step of a bias after each update; 0: biases stay."""
 
+    metric = "largest_load"
+    """Name of the metric in a step's results."""
 
-def excesses(grads: Mapping[str, jax.Array], loads: Collection[str]) -> dict[str, jax.Array]:
-    """Replace counts in gradients by each expert's excess over the mean, for a `balancing` optimizer.
+    def measure(self, grads: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the most loaded expert's share of the choices over the mean one's, of the worst layer in `grads`."""
+        counts = [grads[name] for name in sorted(self.names) if name in grads]
+        return jnp.max(jnp.stack([jnp.max(jnp.max(c, -1) / jnp.mean(c, -1)) for c in counts]))
 
-    The excess of a sum is the sum of its terms' excesses.
-    """
+    def centred(self, grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Replace counts in gradients by each expert's excess over the mean.
 
-    def excess(counts: jax.Array) -> jax.Array:
-        return counts - jnp.mean(counts, axis=-1, keepdims=True)
+        The excess of a sum is the sum of its terms' excesses.
+        """
 
-    return {name: excess(grad) if name in loads else grad for name, grad in grads.items()}
+        def excess(counts: jax.Array) -> jax.Array:
+            return counts - jnp.mean(counts, axis=-1, keepdims=True)
 
+        return {name: excess(grad) if name in self.names else grad for name, grad in grads.items()}
 
-def balancing(tx: optax.GradientTransformation, rate: float, loads: Collection[str]) -> optax.GradientTransformation:
-    """The optimizer `tx`, by which routers' biases move against the sign of their experts' `excesses` by `rate`.
+    def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Return `tx`, by which routers' biases move against the sign of their experts' excesses by `rate`.
 
-    So experts with more tokens than the mean are chosen less in the next step, without a loss (DeepSeek-V3, arXiv
-    2412.19437, section 2.1.2). For these parameters the optimizer itself gets zeros, and its updates do not count.
-    """
+        So experts with more tokens than the mean are chosen less in the next step, without a loss (DeepSeek-V3, arXiv
+        2412.19437, section 2.1.2). For these parameters the optimizer itself gets zeros, and its updates do not count.
+        """
+        names, rate = self.names, self.rate
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        own = {name: jnp.zeros_like(grad) if name in loads else grad for name, grad in grads.items()}
-        updates, state = optax.with_extra_args_support(tx).update(own, state, params, **extra)
-        moved = {
-            name: moves(grads[name]) if name in loads else value
-            for name, value in updates.items()  # type: ignore[union-attr]
-        }
-        return moved, state
+        def moves(excess: jax.Array) -> jax.Array:
+            return -rate * jnp.sign(excess) if rate else jnp.zeros_like(excess)
 
-    def moves(excess: jax.Array) -> jax.Array:
-        return -rate * jnp.sign(excess) if rate else jnp.zeros_like(excess)
+        def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+            own = {name: jnp.zeros_like(grad) if name in names else grad for name, grad in grads.items()}
+            updates, state = optax.with_extra_args_support(tx).update(own, state, params, **extra)
+            moved = {
+                name: moves(grads[name]) if name in names else value
+                for name, value in updates.items()  # type: ignore[union-attr]
+            }
+            return moved, state
 
-    return optax.GradientTransformationExtraArgs(tx.init, update)  # type: ignore[arg-type]
+        return optax.GradientTransformationExtraArgs(tx.init, update)  # type: ignore[arg-type]

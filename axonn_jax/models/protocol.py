@@ -1,16 +1,42 @@
 """The protocol between models and whoever trains, cuts into stages, plans or runs them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import GridShape
 from axonn_jax.models.segments import Segment
 from axonn_jax.tensor.elementwise import DropoutKey
+
+
+class Counts(Protocol):
+    """Meaning of gradients that are counts: sums over microbatches and devices that no loss depends on.
+
+    So a layer measures a step and moves a parameter of its own, in every engine and without a further collective
+    (`experts.load`).
+    """
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Parameters whose gradients are counts; they are left out of the norm."""
+
+    @property
+    def metric(self) -> str:
+        """Name of the metric among a step's results."""
+
+    def measure(self, grads: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the metric of the counts in `grads`, at least one; of several stages the largest counts."""
+
+    def centred(self, grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return the gradients with counts in the form that `optimizer` takes, which adds up as counts do."""
+
+    def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Return the optimizer `tx` with another update of the parameters named."""
 
 
 @runtime_checkable
@@ -33,10 +59,6 @@ class Model(Protocol):
     @property
     def balanced(self) -> bool:
         """True if layers add losses of their own to the gradients, as experts do."""
-
-    @property
-    def balance_rate(self) -> float | None:
-        """Step of routers' biases after each update (`experts.load.balancing`); None without experts."""
 
     @property
     def vocab(self) -> int | None:
@@ -69,6 +91,9 @@ class Model(Protocol):
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The smallest parts that a pipeline stage can hold, in order, with their costs."""
+
+    def counts(self, names: frozenset[str]) -> "Counts | None":
+        """Return the meaning of gradients of these names, which are counts; None where there are none."""
 
     def check_grid(self, grid: GridShape) -> None:
         """Raise ``UserError`` where the model does not divide over a grid."""

@@ -48,7 +48,7 @@ class SequenceModel(nnx.Module):
                 raise UserError(f"layers[{index}]", getattr(layer, "__name__", layer), accepted)
         self.vocab, self.seq_len, self.drops_out, self.token_axes = None, None, True, BATCH_AXES
         self.packed = self.reads_words = self.balanced = False
-        self.balance_rate, self.layer_period = None, 0
+        self.layer_period = 0
         self.layers = nnx.List(list(layers))
         self._loss = loss
         self._flops = None if flops is None else tuple(flops)
@@ -80,6 +80,9 @@ class SequenceModel(nnx.Module):
         shared = len(form.params) < len(nnx.to_flat_state(nnx.state(layer, nnx.Param)))
         again = sum(other_layer is layer for other_layer in self.layers) > 1
         return None if shared or again or form.state else form
+
+    def counts(self, names: frozenset[str]) -> None:
+        """Return None: no layer declares a parameter whose gradient is a count."""
 
     def check_grid(self, grid: GridShape) -> None:
         """Accept every grid: layers check their own parameters."""

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax import compat
 from axonn_jax.errors import UserError
 from axonn_jax.experts.layer import MixtureOfExperts
+from axonn_jax.experts.load import Loads
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import BATCH_AXES, GridShape
 from axonn_jax.models.block_comm import ALL_REDUCE, BlockComm
@@ -170,12 +171,11 @@ class Transformer(nnx.Module):
         self, shape: ModelShape, *, rngs: nnx.Rngs, attention: AttentionKernel | Tiles = "auto",
         comm: BlockComm = ALL_REDUCE, packed: bool = False, moe: MoeConfig = MoeConfig(),  # noqa: B008
     ):  # fmt: skip
-        self.shape, self.comm, self.packed = shape, comm, packed
-        self.layer_period = shape.layer_period
+        self.shape, self.comm, self.packed, self._moe = shape, comm, packed, moe
         self.balanced = shape.moe is not None and moe.balance_weight > 0.0
-        self.balance_rate = None if shape.moe is None else moe.balance_rate
         self.reads_words = packed or shape.moe is not None
-        self.vocab, self.seq_len, self.drops_out = shape.vocab, shape.seq_len, shape.dropout > 0.0
+        self.vocab, self.seq_len, self.layer_period = shape.vocab, shape.seq_len, shape.layer_period
+        self.drops_out = shape.dropout > 0.0
         layers, hidden, std, split = shape.layers, shape.hidden, shape.init_std, comm.sequence_split
         self.residual_spec = P(BATCH_AXES, SEQUENCE_AXIS if split else None, "x")
         self.token_axes = (*BATCH_AXES, SEQUENCE_AXIS) if split else BATCH_AXES
@@ -222,6 +222,10 @@ class Transformer(nnx.Module):
         ids, places = ids_of(tokens, packed=self.packed)
         return self.continued(self._embedded(ids, dtype, key, places), tokens)
 
+    def counts(self, names: frozenset[str]) -> Loads | None:
+        """Return the experts' loads, None of a model without experts."""
+        return Loads(names, self._moe.balance_rate) if names else None
+
     def continued(self, x: jax.Array, tokens: jax.Array | None) -> Stream:
         """The stream that another stage has begun on these words (None: of a model that does not read them)."""
         if tokens is None:
@@ -229,8 +233,7 @@ class Transformer(nnx.Module):
         return stream_of(x, tokens, packed=self.packed, experts=self.shape.moe is not None, balanced=self.balanced)
 
     def embed_at(self, tokens: jax.Array, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, Angles | None]:
-        """Return the residual stream of token ids and positions [batch, seq], and the angles by which its layers
-        rotate."""
+        """Return the residual stream of token ids and positions [batch, seq], and the angles of rotation."""
         rotation = _rotation(self.shape)
         by = None if rotation is None else angles(rotation, self.shape.seq_len, positions)
         return self._embedded(tokens, dtype, None, positions), by

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.experts.load import excesses, largest_load
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.memory.zero import reduce_gradients
 from axonn_jax.pipeline.stage import Stage
@@ -38,8 +37,9 @@ class Reduction:
             name: jax.ShapeDtypeStruct(form.shape[1:], form.dtype, sharding=NamedSharding(self._mesh, spec))
             for (name, form), spec in zip(self._sums.items(), self._grad_specs.values(), strict=True)
         }
-        self._loads = sorted(stages[0].parts.loads & self._sums.keys())
-        left_out = borrowed.union(self._loads)
+        model = stages[0].model
+        self._counts = model.counts(stages[0].parts.loads & self._sums.keys())
+        left_out = borrowed.union(() if self._counts is None else self._counts.names)
         counted = {name: spec for name, spec in self._grad_specs.items() if name not in left_out}
         self.reduce = self._reduce()
         self.mean = self._mean()
@@ -77,9 +77,8 @@ class Reduction:
         return run.lower(losses, targets).compile()
 
     def _measure(self, counted: dict[str, P]) -> Callable[..., Any]:
-        """Gradients -> their sum of squares, a parameter that another rank also holds counted there; and of experts.
-
-        These are the largest load, or None, and by name the `excesses` that the optimizer takes.
+        """Gradients -> their sum of squares, a parameter that another rank also holds counted there; and of `Counts`
+        their metric, or None, and by name the counts that the optimizer takes.
         """
 
         def local(grads: Params) -> jax.Array:
@@ -87,11 +86,15 @@ class Reduction:
 
         squares = shard_mapped(local, self._mesh, (self._grad_specs,), P())
 
+        counts = self._counts
+
         def measure(grads: Params) -> tuple[jax.Array, jax.Array | None, Params]:
-            loads = {name: grads[name] for name in self._loads}
-            return squares(grads), largest_load(loads, self._loads), excesses(loads, self._loads)
+            if counts is None:
+                return squares(grads), None, {}
+            own = {name: grads[name] for name in counts.names}
+            return squares(grads), counts.measure(own), counts.centred(own)
 
         number = NamedSharding(self._mesh, P())
-        loads = {name: self._grads[name].sharding for name in self._loads}
-        shardings = (number, number if loads else None, loads)
+        own = {name: self._grads[name].sharding for name in (() if counts is None else counts.names)}
+        shardings = (number, None if counts is None else number, own)
         return jax.jit(measure, out_shardings=shardings).lower(self._grads).compile()

@@ -10,12 +10,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.experts.layer import without_drops
 from axonn_jax.memory.host_arrays import HOST, replicated, transferred
 from axonn_jax.pipeline.stage_programs import Result, StagePrograms
 from axonn_jax.pipeline.trace import DY, LATER, TOKENS, Group, Stretch, X, crossing, trace_whole
 from axonn_jax.schedule.policies import Backwards
-from axonn_jax.tensor.params import Params
+from axonn_jax.tensor.params import Params, evaluating
 
 
 class SegmentPrograms:
@@ -44,7 +43,7 @@ class SegmentPrograms:
         """True if a forward and its backward are one program."""
         goals, joined = _goals(backwards, [] if stretch.first else [1], list(gradients), joins=self.joins)
         self.chain = StagePrograms(stretch, traced, goals, gradients, self.sums, joined)
-        plain = replace(stretch, keyed=False, parts=without_drops(stretch.parts))
+        plain = replace(stretch, keyed=False, parts=evaluating(stretch.parts))
         if stretch.keyed or plain.parts is not stretch.parts:
             traced = trace_whole(plain)
         self.evaluation = StagePrograms(plain, traced, {"F": [0]}, {}, {})

@@ -110,6 +110,22 @@ def split_module(module: nnx.Module) -> SplitModule:
     return SplitModule(params, specs, merge, roles)
 
 
+def evaluating(parts: SplitModule) -> SplitModule:
+    """Return the parts of a module in Flax's evaluation mode (``nnx.Module.eval``); the same parts if nothing changes.
+
+    Args:
+        parts: The module taken apart, of which parameters may be shapes alone.
+    """
+
+    def merge(params: Mapping[str, jax.Array]) -> nnx.Module:
+        module = parts.merge(params)
+        module.eval()
+        return module
+
+    changes = nnx.graphdef(merge(parts.params)) != nnx.graphdef(parts.merge(parts.params))
+    return parts._replace(merge=merge) if changes else parts
+
+
 def renewed(state: Any) -> Any:
     """Return a state of the same values in new variables, which a traced module may change."""
     return nnx.from_flat_state([(path, var.replace(var.get_value())) for path, var in nnx.to_flat_state(state)])

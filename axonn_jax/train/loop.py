@@ -225,7 +225,7 @@ class Run:
                 "grad_norm": norm,
                 "lr": float(self.rate(step - 1 - (skipped if finite else skipped - 1))),
                 "skipped": skipped,
-                **{key: float(metrics[key]) for key in ("loss_scale", "largest_load") if key in metrics},  # type: ignore[literal-required]
+                **{key: float(value) for key, value in metrics.items() if key not in ("loss", "grad_norm", "skipped")},
                 **self._usage(step_s),
             }
             assert self.log is not None

@@ -9,7 +9,7 @@ from trainers import make_trainer
 
 import axonn_jax as ax
 from axonn_jax.errors import UserError
-from axonn_jax.experts.load import excesses
+from axonn_jax.experts.load import Loads
 from axonn_jax.grid import GridShape
 
 RATE, STEPS = 0.001, 5
@@ -80,8 +80,9 @@ def test_without_a_rate_biases_stay_and_weight_decay_is_not_theirs():
 
 def test_excesses_of_a_sum_are_the_sum_of_excesses():
     first, second = np.random.default_rng(1).integers(0, 99, (2, 3, 8)).astype(np.float32)
-    parts = [excesses({"b": counts}, {"b"})["b"] for counts in (first, second)]
-    np.testing.assert_allclose(parts[0] + parts[1], excesses({"b": first + second}, {"b"})["b"], 1e-5)
+    loads = Loads(frozenset("b"), 0.0)
+    parts = [loads.centred({"b": counts})["b"] for counts in (first, second)]
+    np.testing.assert_allclose(parts[0] + parts[1], loads.centred({"b": first + second})["b"], 1e-5)
 
 
 def test_what_looks_at_all_parameters_is_named_behind_the_balance():

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ from flax import nnx
 
 from axonn_jax.channels.choose import choose
 from axonn_jax.checkpoint.naming import State
-from axonn_jax.experts.load import balancing
 from axonn_jax.grid import Grid
 from axonn_jax.memory.optimizer_state import clip_factor
 from axonn_jax.memory.optimizer_traits import check_separable
@@ -71,8 +70,9 @@ class PipelineEngine:
 
             abstract = shapes_alone(model)
         self._padding, checked, split = padding_of(abstract), check_model(abstract), split_module(abstract)
-        if checked.balance_rate is not None:
-            optimizer = balancing(optimizer, checked.balance_rate, split.loads)
+        if counts := checked.counts(split.loads):
+            optimizer = counts.optimizer(optimizer)
+        self._counts = counts
         checked.check_grid(grid.shape)
         may = may_split(pipeline.split_backward, memory.activations)
         self.policy = policy_of(pipeline.policy, pipeline.in_flight, may)
@@ -150,11 +150,11 @@ class PipelineEngine:
                 grads[pp_rank][name] = _add(grads[pp_rank][name], received.pop(pp_rank))
         measured = {pp_rank: pipe.reductions[pp_rank].measure(grads[pp_rank]) for pp_rank in grads}
         losses, own = pipe.losses(), {}
-        for pp_rank, (square, load, excess) in measured.items():
-            grads[pp_rank] |= excess
-            own[pp_rank] = (float(square), float(losses.get(pp_rank, 0.0)), 0.0 if load is None else float(load))
+        for pp_rank, (square, count, centred) in measured.items():
+            grads[pp_rank] |= centred
+            own[pp_rank] = (float(square), float(losses.get(pp_rank, 0.0)), -inf if count is None else float(count))
         status.now(running="the agreement on loss and norm")
-        squares, means, loads = zip(*sync.gathered(own), strict=True)
+        squares, means, counts = zip(*sync.gathered(own), strict=True)
         norm, loss = sqrt(sum(squares)) / (scale or 1.0), sum(means)
         finite = isfinite(norm) and isfinite(loss)
         self._scale.tell(finite=finite)
@@ -169,8 +169,8 @@ class PipelineEngine:
         metrics: StepMetrics = {"loss": np.float32(loss), "grad_norm": np.float32(norm), "skipped": skipped}
         if scale is not None:
             metrics["loss_scale"] = np.float32(scale)
-        if max(loads):
-            metrics["largest_load"] = np.float32(max(loads))
+        if self._counts is not None:
+            metrics[self._counts.metric] = np.float32(max(counts))
         return metrics
 
     def memory(self) -> dict[int, dict[str, Any]]:  # noqa: D102

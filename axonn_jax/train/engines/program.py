@@ -1,33 +1,31 @@
 """The compiled programs of a one-stage model: gradients of a step, evaluation, logits."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
 from axonn_jax.backend.repairs import after
 from axonn_jax.backend.traits import overlaps_collectives
 from axonn_jax.errors import UserError
-from axonn_jax.experts.layer import without_drops
-from axonn_jax.grid import BATCH_AXES, Grid, GridShape
-from axonn_jax.memory.forms import Forms, Weights
+from axonn_jax.grid import BATCH_AXES, GridShape
+from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.offload_buckets import unreduced_spec
 from axonn_jax.memory.remat import batch_loss, layer_runner
 from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
 from axonn_jax.models.packed import counted_targets
-from axonn_jax.models.protocol import Model
+from axonn_jax.models.protocol import Counts, Model
 from axonn_jax.models.stacked import Stacked
 from axonn_jax.options import ReshardAfter
 from axonn_jax.tensor.collectives import all_reduce, mark_varying
 from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.overlap.reorder import in_order
-from axonn_jax.tensor.params import Params, Specs, SplitModule, global_norm, square_sum
+from axonn_jax.tensor.params import Params, Specs, evaluating, global_norm, square_sum
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.tensor.weight_gather import (
     MaybeGathered,
@@ -39,11 +37,9 @@ from axonn_jax.tensor.weight_gather import (
     trained,
     training,
 )
+from axonn_jax.train.engines.on_mesh import BATCH_SPEC, OnMesh, StepResults
 
 _FLOAT32 = jnp.dtype("float32")
-
-BATCH_SPEC = P(None, BATCH_AXES)
-"""Layout of a step's tokens [microbatches, sequences, seq + 1]."""
 
 
 def sub_batches_of(wanted: int, grid: GridShape, rows: int) -> int:
@@ -66,36 +62,6 @@ def exposed(sub_batches: int, grid: GridShape, rows: int) -> list[str]:
     cause = f"{rows} sequence{'s' if rows > 1 else ''} of a microbatch on a device cannot be halved"
     effect = "nothing is computed while all-reduces over grid.x and grid.y run; an even number would hide them"
     return [f"overlap: {cause}: {effect}"]
-
-
-@dataclass(frozen=True)
-class OnMesh:
-    """Model on one 4D mesh, with the layouts that follow."""
-
-    parts: SplitModule
-    grid: Grid
-    dtype: jnp.dtype
-    forms: Forms | None = field(default=None, kw_only=True)
-    """Forms of the parameters that are not plain arrays, whose gradients are those of their trained values."""
-
-    def shardings(self) -> dict[str, NamedSharding]:
-        """The layout of every parameter on the mesh."""
-        return {name: NamedSharding(self.grid.mesh, spec) for name, spec in self.parts.specs.items()}
-
-    @property
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global shapes of gradients, masters and optimizer state."""
-        dense = {name: p.shape for name, p in self.parts.params.items()}
-        return dense if self.forms is None else dense | dict(self.forms.value_shapes)
-
-    @property
-    def grad_specs(self) -> Specs:
-        """Layout of every gradient, the same as its parameter's."""
-        return self.parts.specs
-
-    def batch_sharding(self) -> NamedSharding:
-        """The layout of a step's tokens on the mesh."""
-        return NamedSharding(self.grid.mesh, BATCH_SPEC)
 
 
 @dataclass(frozen=True)
@@ -131,6 +97,20 @@ class StageProgram(OnMesh):
             return super().grad_specs
         return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh, self.stacked)
 
+    @property
+    def counts(self) -> Counts | None:
+        """Meaning of the gradients that are counts."""
+        return self._model(self.parts.params).counts(self.parts.loads)
+
+    def results(
+        self, params: Weights, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
+    ) -> StepResults:
+        """Return the results of `gradients`, with counts measured and in the form that the optimizer takes."""
+        grads, loss, norm = self.gradients(params, tokens, key, scale)
+        if (counts := self.counts) is None:
+            return StepResults(grads, loss, norm, {})
+        return StepResults(counts.centred(grads), loss, norm, {counts.metric: counts.measure(grads)})
+
     def gradients(
         self, params: Weights, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
     ) -> tuple[Params, jax.Array, jax.Array]:
@@ -141,8 +121,7 @@ class StageProgram(OnMesh):
         `z`, with sequence parallelism `y`, where a parameter is replicated over it). With `reshard_after` "step" and
         several microbatches all weights are gathered before the first, and gradients are reduce-scattered over `z`
         behind the last, in `sums`. Other collectives are those of the layers. Where a loss `scale` is given the
-        gradients are multiplied by it, loss and norm are not; an overflow makes the norm infinite or NaN. Of a router's
-        bias the gradient is a count (`experts.load`).
+        gradients are multiplied by it, loss and norm are not; an overflow makes the norm infinite or NaN.
         """
         out_specs = (self.grad_specs, P(), P())
         region = self._manual(self._local_gradients, (self.parts.specs, BATCH_SPEC, P(), P()), out_specs)
@@ -169,7 +148,7 @@ class StageProgram(OnMesh):
 
     def loss(self, params: Weights, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Mean loss of [microbatches, sequences, seq + 1] tokens, without dropout or dropped tokens; their targets."""
-        evaluated = replace(self, parts=without_drops(self.parts))
+        evaluated = replace(self, parts=evaluating(self.parts))
 
         def local(params: Weights, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
             def add(total: jax.Array, batch: jax.Array) -> tuple[jax.Array, None]:

@@ -1,8 +1,7 @@
 """One optimizer step as a compiled program, for real arrays or for shapes alone."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.backend.compiler_options import known_options, overlap_options
 from axonn_jax.backend.traits import overlaps_collectives
-from axonn_jax.experts.load import balancing, excesses, largest_load
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import Grid
 from axonn_jax.memory.forms import Forms, Weights
@@ -28,62 +26,19 @@ from axonn_jax.models.vocabulary import fit_vocabulary
 from axonn_jax.options import AttentionKernel, ScanLayers
 from axonn_jax.state.scanned import per_layer
 from axonn_jax.tensor.kernel_choice import Tiles
-from axonn_jax.tensor.params import Params, Specs, SplitModule, split_module
+from axonn_jax.tensor.params import Params, SplitModule, split_module
 from axonn_jax.train.config import MemoryConfig, TensorConfig
+from axonn_jax.train.engines.on_mesh import GradientProgram
 from axonn_jax.train.engines.program import StageProgram
 from axonn_jax.train.engines.scan_layers import LAYERS, choose_stack
 
+StepMetrics = dict[str, Any]
+"""Results of a step. Without a pipeline they are still on the devices: reading one waits for the step.
 
-class StepMetrics(TypedDict):
-    """Results of a step. Without a pipeline they are still on the devices: reading one waits for the step."""
-
-    loss: Any
-    grad_norm: Any
-    skipped: Any
-    """Steps of the run so far that changed nothing, since their loss or gradients were not finite."""
-    loss_scale: NotRequired[Any]
-    """Factor on the loss, under fp16."""
-    largest_load: NotRequired[Any]
-    """Tokens of the most loaded expert over the mean, in the worst layer with experts."""
-
-
-class GradientProgram(Protocol):
-    """Program that a step takes its gradients from; the package's is `StageProgram`."""
-
-    @property
-    def parts(self) -> SplitModule:
-        """The model taken apart."""
-
-    @property
-    def grid(self) -> Grid:
-        """Grid of the program."""
-
-    @property
-    def ordered(self) -> bool:
-        """True if the package orders the computation, for which XLA needs options."""
-
-    def shardings(self) -> dict[str, NamedSharding]:
-        """The layout of every parameter."""
-
-    def batch_sharding(self) -> NamedSharding:
-        """The layout of a step's tokens."""
-
-    @property
-    def forms(self) -> Forms | None:
-        """Forms of the parameters that are not plain arrays."""
-
-    @property
-    def state_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Global shapes of gradients, masters and optimizer state."""
-
-    @property
-    def grad_specs(self) -> Specs:
-        """The layout of every gradient, and of the masters and optimizer state with it."""
-
-    def gradients(
-        self, params: Any, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
-    ) -> tuple[Params, jax.Array, jax.Array]:
-        """Gradients (times `scale`), mean loss and the gradients' global norm of [microbatches, sequences, seq + 1]."""
+`loss`, `grad_norm`, `skipped` (steps of the run so far that changed nothing, since their loss or gradients were not
+finite), `loss_scale` under fp16 (factor on the loss), and the model's own: `largest_load` (tokens of the most loaded
+expert over the mean, in the worst layer with experts).
+"""
 
 
 class TrainState(NamedTuple):
@@ -118,17 +73,13 @@ class TrainStep:
 
     def measured(self, weights: Weights, scale: Scale, tokens: jax.Array, key: jax.Array | None) -> "MeasuredStep":
         """Return the loss, gradients and metrics of a step before its update."""
-        grads, loss, norm = self.program.gradients(weights, tokens, key, scale.factor)
+        grads, loss, norm, further = self.program.results(weights, tokens, key, scale.factor)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         after, factor = next_scale(scale, finite), clip_factor(norm, self.clip)
-        metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": after.skipped}
+        metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": after.skipped, **further}
         if scale.factor is not None:
             metrics["loss_scale"], factor = scale.factor, factor / scale.factor
-        loads = self.program.parts.loads
-        load = largest_load(grads, loads)
-        if load is not None:
-            metrics["largest_load"] = load
-        return MeasuredStep(excesses(grads, loads), metrics, factor, finite, after)
+        return MeasuredStep(grads, metrics, factor, finite, after)
 
     @property
     def update(self) -> DeviceOptimizer:
@@ -144,11 +95,7 @@ class TrainStep:
 
     def jitted(self) -> Any:
         """Return the step under `jax.jit`, with the state donated and its layout kept."""
-        names = ["loss", "grad_norm", "skipped"]
-        names += ["loss_scale"] if self.precisions.scaled else []
-        names += ["largest_load"] if self.program.parts.loads else []
-        state = self.abstract()
-        shardings = (jax.tree.map(lambda s: s.sharding, state), dict.fromkeys(names, self.scalar))
+        shardings = (jax.tree.map(lambda s: s.sharding, self.abstract()), self.scalar)
         options = self.compiler_options()
         return jax.jit(self.__call__, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
@@ -242,8 +189,8 @@ def build_step(
     Raises ``UserError`` where layers cannot be scanned as `tensor` says.
     """
     checked = check_model(model)
-    if checked.balance_rate is not None:
-        optimizer = balancing(optimizer, checked.balance_rate, parts.loads)
+    if counts := checked.counts(parts.loads):
+        optimizer = counts.optimizer(optimizer)
     # Replicas add up beside layers that are unrolled, and to unroll many for that alone does not pay.
     few = not checked.layer_period or len(getattr(model, checked.layer_list)) < LAYERS
     communicates = max(grid.shape.z, grid.shape.y, grid.shape.x) > 1 or (grid.shape.replicas > 1 and few)

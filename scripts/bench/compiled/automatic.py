@@ -36,7 +36,7 @@ from axonn_jax.tensor.kernel_choice import Tiles
 from axonn_jax.tensor.linear import Linear, swapped
 from axonn_jax.tensor.loss import cross_entropy
 from axonn_jax.tensor.params import Params, split_module
-from axonn_jax.train.engines.program import OnMesh
+from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
 from axonn_jax.train.engines.step import TrainStep, abstract
 
 
@@ -52,10 +52,10 @@ class AutomaticProgram(OnMesh):
         """The order of computation is XLA's."""
         return False
 
-    def gradients(
+    def results(
         self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
-    ) -> tuple[Params, jax.Array, jax.Array]:
-        """Mean loss over [microbatches, sequences, seq + 1] tokens, its gradients and their global norm.
+    ) -> StepResults:
+        """Return the mean loss over [microbatches, sequences, seq + 1] tokens, its gradients and their global norm.
 
         Microbatches run one after the other. Gradients are float32 in the parameters' layout. Collectives are those
         that XLA chooses. Raises ``UserError`` for a loss scale.
@@ -67,7 +67,7 @@ class AutomaticProgram(OnMesh):
         )
         grads = jax.tree.map(lax.with_sharding_constraint, grads, self.shardings())
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(grad)) for grad in grads.values()))
-        return grads, loss, norm
+        return StepResults(grads, loss, norm, {})
 
     def _backward(self, params: Params, batch: jax.Array, key: jax.Array | None) -> tuple[Params, jax.Array]:
         loss, grads = jax.value_and_grad(self._loss)(params, batch, key)

@@ -1,0 +1,97 @@
+"""Programs of a step's gradients on one 4D mesh: their layouts, their results, and the protocol that a step needs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.memory.forms import Forms
+from axonn_jax.tensor.params import Params, Specs, SplitModule
+
+BATCH_SPEC = P(None, BATCH_AXES)
+"""Layout of a step's tokens [microbatches, sequences, seq + 1]."""
+
+
+class StepResults(NamedTuple):
+    """Results of a global batch, before an update."""
+
+    grads: Params
+    loss: jax.Array
+    norm: jax.Array
+    """Global norm of the gradients, not times the loss scale."""
+    metrics: dict[str, jax.Array]
+    """Further numbers by name, such as a model's `Counts` gives."""
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """Model on one 4D mesh, with the layouts that follow."""
+
+    parts: SplitModule
+    grid: Grid
+    dtype: jnp.dtype
+    forms: Forms | None = field(default=None, kw_only=True)
+    """Forms of the parameters that are not plain arrays, whose gradients are those of their trained values."""
+
+    def shardings(self) -> dict[str, NamedSharding]:
+        """The layout of every parameter on the mesh."""
+        return {name: NamedSharding(self.grid.mesh, spec) for name, spec in self.parts.specs.items()}
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes of gradients, masters and optimizer state."""
+        dense = {name: p.shape for name, p in self.parts.params.items()}
+        return dense if self.forms is None else dense | dict(self.forms.value_shapes)
+
+    @property
+    def grad_specs(self) -> Specs:
+        """Layout of every gradient, the same as its parameter's."""
+        return self.parts.specs
+
+    def batch_sharding(self) -> NamedSharding:
+        """The layout of a step's tokens on the mesh."""
+        return NamedSharding(self.grid.mesh, BATCH_SPEC)
+
+
+class GradientProgram(Protocol):
+    """Program that a step takes its gradients from; the package's is `StageProgram`."""
+
+    @property
+    def parts(self) -> SplitModule:
+        """The model taken apart."""
+
+    @property
+    def grid(self) -> Grid:
+        """Grid of the program."""
+
+    @property
+    def ordered(self) -> bool:
+        """True if the package orders the computation, for which XLA needs options."""
+
+    def shardings(self) -> dict[str, NamedSharding]:
+        """The layout of every parameter."""
+
+    def batch_sharding(self) -> NamedSharding:
+        """The layout of a step's tokens."""
+
+    @property
+    def forms(self) -> Forms | None:
+        """Forms of the parameters that are not plain arrays."""
+
+    @property
+    def state_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Global shapes of gradients, masters and optimizer state."""
+
+    @property
+    def grad_specs(self) -> Specs:
+        """The layout of every gradient, and of the masters and optimizer state with it."""
+
+    def results(
+        self, params: Any, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
+    ) -> StepResults:
+        """Return the results of [microbatches, sequences, seq + 1], with gradients times `scale`."""
