@@ -1,5 +1,8 @@
 """LayerNorm and RMSNorm over features that are sharded."""
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -8,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.tensor.collectives import FEATURE_AXIS, all_reduce, axis_size
 from axonn_jax.tensor.params import constant_param
+
+F = TypeVar("F", bound=Callable[..., jax.Array])
 
 
 def layer_norm(
@@ -60,15 +65,36 @@ class LayerNorm(nnx.Module):
         return layer_norm(x, self.scale.get_value(), self.shift.get_value(), self.eps)
 
 
-# Kept for the backward pass are the input and numbers a row; the rest is computed again from them.
-@jax.checkpoint
+def _recomputed(f: F) -> F:
+    """Return a function that keeps its arguments alone for the backward pass and computes the rest again from them.
+
+    The result varies over the mesh axes that the first argument varies over. As `jax.checkpoint`, which `jax.vmap` with
+    `spmd_axis_name` refuses in a manual region (jax 0.10.2).
+    """
+
+    @jax.custom_vjp
+    def run(*args: Any) -> jax.Array:
+        return f(*args)
+
+    def forward(*args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+        return f(*args), args
+
+    def backward(args: tuple[Any, ...], dy: jax.Array) -> Any:
+        h, dy = lax.optimization_barrier((args[0], dy))  # else XLA would keep the forward pass's values
+        return jax.vjp(f, h, *args[1:])[1](dy)
+
+    run.defvjp(forward, backward)
+    return run  # type: ignore[return-value]
+
+
+@_recomputed
 def _moments(h: jax.Array) -> jax.Array:
     mean = jnp.mean(h, -1, keepdims=True)
     centred = jnp.mean(jnp.square(h - mean), -1, keepdims=True)
     return jnp.concatenate([mean, centred, jnp.square(mean)], -1)
 
 
-@jax.checkpoint
+@_recomputed
 def _normalise(
     h: jax.Array, mean: jax.Array, factor: jax.Array, scale: jax.Array | None, shift: jax.Array | None
 ) -> jax.Array:

@@ -1,6 +1,7 @@
 """Flax NNX models on a 4D grid: their layers become sharded ones, everything else stays unchanged."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import Grid
-from axonn_jax.tensor.parallelize.convolution import by_rows
+from axonn_jax.tensor.parallelize.convolution import ByRows, by_rows
 from axonn_jax.tensor.parallelize.layers import SHARDED
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
 from axonn_jax.tensor.parallelize.propagate import Chooser, plans_by_flow, plans_by_order
@@ -128,6 +129,24 @@ def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
     state: nnx.State[Any, Any] = nnx.from_flat_state(placed)
     nnx.update(copy, state)
     return copy
+
+
+def with_row_axes(model: nnx.Module, axes: tuple[str, ...]) -> None:
+    """Change the axes that split rows in every layer of a parallelized model.
+
+    A program that maps over replicas by itself (``jax.vmap`` with ``spmd_axis_name="data"``) calls the model with one
+    replica's rows, which lie over ``("z",)``: jax then splits the regions of all layers over `data`.
+
+    Args:
+        model: The parallelized model, changed in place; parameters stay where they lie.
+        axes: The axes, slowest first.
+    """
+    for module in modules(model).values():
+        plan, convolve = getattr(module, PLAN, None), getattr(module, "conv_general_dilated", None)
+        if plan is not None:
+            setattr(module, PLAN, replace(plan, row_axes=axes))
+        if isinstance(convolve, ByRows):
+            module.conv_general_dilated = replace(convolve, row_axes=axes)  # type: ignore[attr-defined]
 
 
 def _put(value: Any, sharding: NamedSharding) -> Any:

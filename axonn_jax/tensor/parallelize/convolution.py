@@ -23,22 +23,23 @@ from axonn_jax.tensor.specs import shard_mapped, size_over
 
 @dataclass(frozen=True)
 class ByRows:
-    """A convolution [rows, ..., channels] in a manual region: rows over `data` and `z` if divisible.
+    """A convolution [rows, ..., channels] in a manual region: rows over `row_axes` if divisible.
 
-    Collectives: all-reduce of the kernel's gradient over `data` and `z`, twice the bytes on a ring.
+    Collectives: all-reduce of the kernel's gradient over `row_axes`, twice the bytes on a ring.
     """
 
     mesh: Mesh
     convolve: Callable[..., jax.Array]
+    row_axes: tuple[str, ...] = BATCH_AXES
 
     def __call__(self, x: jax.Array, kernel: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         """Convolve as `jax.lax.conv_general_dilated` does, each device its own rows."""
-        split = x.shape[0] % size_over(self.mesh, BATCH_AXES) == 0
-        rows = P(BATCH_AXES) if split else P()
+        split = x.shape[0] % size_over(self.mesh, self.row_axes) == 0
+        rows = P(self.row_axes) if split else P()
 
         def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
             if split:  # gradients are summed over devices in float32
-                kernel = mark_varying(kernel.astype(jnp.float32), BATCH_AXES).astype(kernel.dtype)
+                kernel = mark_varying(kernel.astype(jnp.float32), self.row_axes).astype(kernel.dtype)
             return self.convolve(x, kernel, *args, **kwargs)
 
         return shard_mapped(local, self.mesh, (rows, P()), rows, among_others=True)(x, kernel)  # type: ignore[no-any-return]

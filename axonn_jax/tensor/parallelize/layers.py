@@ -9,7 +9,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.backend.repairs import over_rows
-from axonn_jax.grid import BATCH_AXES, REPLICA_AXES
 from axonn_jax.tensor.collectives import all_reduce, gather_weight, mark_varying
 from axonn_jax.tensor.embedding import lookup, tied_logits
 from axonn_jax.tensor.norm import layer_norm, rms_norm
@@ -45,16 +44,16 @@ def in_region(
     """Run `local` on local shards of an input [rows, ..., features] and of the layer's parameters.
 
     `x_feature` is the input's dim of features and its axis (None: no features, as ids), `y_spec` the layout of the
-    output's features, `rows` the batch dim of input and of output. Divisible rows are split over `data` and `z`; a
-    weight gathered over `z` is then gathered again for the backward pass. With other rows every device of `data` and
-    `z` computes the same, and XLA gathers the parameters along `z`.
+    output's features, `rows` the batch dim of input and of output. Divisible rows are split over the plan's
+    `row_axes`; a weight gathered over `z` is then gathered again for the backward pass. With other rows every device of
+    those axes computes the same, and XLA gathers the parameters along `z`.
     """
     x_spec = spec_of(x.ndim) if x_feature is None else spec_of(x.ndim, x_feature)
     is_row = rows is not None and x.ndim > 0 and (x_feature is None or rows[0] != x_feature[0] % x.ndim)
-    split = is_row and rows is not None and x.shape[rows[0]] % plan.size(*BATCH_AXES) == 0
+    split = is_row and rows is not None and x.shape[rows[0]] % plan.size(*plan.row_axes) == 0
     if split and rows is not None:
-        x_spec = P(*(BATCH_AXES if dim == rows[0] else axis for dim, axis in enumerate(x_spec)))
-        y_spec = P(*(BATCH_AXES if dim == rows[1] else axis for dim, axis in enumerate(y_spec)))
+        x_spec = P(*(plan.row_axes if dim == rows[0] else axis for dim, axis in enumerate(x_spec)))
+        y_spec = P(*(plan.row_axes if dim == rows[1] else axis for dim, axis in enumerate(y_spec)))
     held = {name: value for name, value in params.items() if value is not None}
     specs = {name: plan.spec(name) if split else without_z(plan.spec(name)) for name in held}
 
@@ -74,7 +73,7 @@ def gather_kernel(plan: LayerPlan, kernel: jax.Array, split: bool, dtype: jnp.dt
     """
     if not split or plan.z_dim is None:
         return kernel.astype(dtype)
-    return gather_weight(mark_varying(kernel, REPLICA_AXES), dtype, dim=plan.z_dim)
+    return gather_weight(mark_varying(kernel, plan.replica_axes), dtype, dim=plan.z_dim)
 
 
 def contract(
@@ -92,8 +91,8 @@ def contract(
     def local(x: jax.Array, params: dict[str, Any], split: bool) -> jax.Array:
         kernel, bias = params["kernel"], params["bias"]
         if split:  # before they are cast, so that gradients are summed over devices in the parameters' own dtype
-            kernel = mark_varying(kernel, BATCH_AXES if plan.z_dim is None else REPLICA_AXES)
-            bias = None if bias is None else mark_varying(bias, BATCH_AXES)
+            kernel = mark_varying(kernel, plan.row_axes if plan.z_dim is None else plan.replica_axes)
+            bias = None if bias is None else mark_varying(bias, plan.row_axes)
         x, cast, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
         kernel = gather_kernel(plan, kernel, split, cast.dtype)
         if plan.out_axis is not None:

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.grid import BATCH_AXES
 from axonn_jax.ops.layers import TensorAxis
 
 PLAN = "axonn_plan"
@@ -63,10 +64,26 @@ class LayerPlan:
     note: str = ""
     """Reason against splitting the layer, or a part."""
     sizes: tuple[int, int] = (1, 1)
-    """Elements of input and output of all calls together, or of one row (see `rows_known`)."""
-    rows_known: bool = False
-    rows_split: bool = True
-    """True if the rows of the (last known) call divide over `data` and `z`."""
+    """Elements of input and output of all known calls together, or of one row."""
+    rows: int | None = None
+    """Rows of the last known call, 1 for ids of one dim; None if no call is known."""
+    row_axes: tuple[str, ...] = BATCH_AXES
+    """Axes that split rows: fewer where a program maps over the others by itself."""
+
+    @property
+    def rows_known(self) -> bool:
+        """True if a call of the layer is known."""
+        return self.rows is not None
+
+    @property
+    def rows_split(self) -> bool:
+        """True if the rows of the last known call divide over `row_axes`."""
+        return self.rows is None or self.rows % self.size(*self.row_axes) == 0
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes that split rows and no weight."""
+        return tuple(axis for axis in self.row_axes if axis != "z")
 
     def spec(self, name: str) -> P:
         """The layout of one of the layer's parameters."""
@@ -79,11 +96,11 @@ class LayerPlan:
             count *= 1 if axis is None else self.mesh.shape[axis]
         return count
 
-    def called_with(self, in_size: int, out_size: int, *, split: bool) -> "LayerPlan":
+    def called_with(self, in_size: int, out_size: int, rows: int) -> "LayerPlan":
         """The plan with one more call on record."""
         before = self.sizes if self.rows_known else (0, 0)
         sizes = (before[0] + in_size, before[1] + out_size)
-        return replace(self, sizes=sizes, rows_known=True, rows_split=split)
+        return replace(self, sizes=sizes, rows=rows)
 
 
 def spec_of(ndim: int, *axes: tuple[int, str | tuple[str, ...] | None]) -> P:

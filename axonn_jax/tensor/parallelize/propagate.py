@@ -11,12 +11,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from axonn_jax.grid import BATCH_AXES
 from axonn_jax.ops.layers import TensorAxis
 from axonn_jax.tensor.linear import swapped
 from axonn_jax.tensor.parallelize.convolution import bodies, check_grouped
 from axonn_jax.tensor.parallelize.layouts import ActivationSplit, Kernel, LayerPlan, Norm, Side, describe, spec_of
-from axonn_jax.tensor.specs import size_over
 
 
 class Chooser:
@@ -222,11 +220,10 @@ def plans_by_flow(
         index: int, method: str, shape: Shape, out_size: int, arrives: ActivationSplit | None
     ) -> ActivationSplit | None:
         path, layer = paths[index], originals[index]
-        # As layers do: the first dim is the batch, and ids of one dim are positions.
-        split = len(shape) > 1 and shape[0] % size_over(chooser.mesh, BATCH_AXES) == 0
         if path not in plans:
             plans[path] = chooser.plan(layer, arrives, overrides.get(path))
-        plans[path] = plans[path].called_with(math.prod(shape), out_size, split=split)
+        rows = shape[0] if len(shape) > 1 else 1  # as layers do: the first dim, and ids of one dim are positions
+        plans[path] = plans[path].called_with(math.prod(shape), out_size, rows)
         return chooser.leaves(layer, plans[path], arrives, method)
 
     for layer in originals:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from axonn_jax.grid import BATCH_AXES, REPLICA_AXES
 from axonn_jax.tensor.parallelize.api import modules, own_variables
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
 from axonn_jax.terminal import table
@@ -40,7 +39,7 @@ def _contraction(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: 
     embed = plan.kind == "Embed"
     kernel = "embedding" if embed else "kernel"
     weight = _local(plan, shapes[kernel], kernel) * (1 if plan.z_dim is None else plan.size("z"))
-    split = plan.size(*BATCH_AXES) if plan.rows_known and plan.rows_split else 1
+    split = plan.size(*plan.row_axes) if plan.rows_known and plan.rows_split else 1
     x_size, y_size = (size // split for size in plan.sizes)
     if plan.z_dim is not None:
         yield _transfer(plan, "all-gather", ("z",), False, weight * itemsize)
@@ -56,13 +55,13 @@ def _contraction(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: 
     if not plan.rows_split:  # every device of data and z has the whole gradient
         return
     for name, shape in shapes.items():
-        axes = REPLICA_AXES if name == kernel and plan.z_dim is not None else BATCH_AXES
+        axes = plan.replica_axes if name == kernel and plan.z_dim is not None else plan.row_axes
         yield _transfer(plan, "all-reduce", axes, True, _local(plan, shape, name) * 4)
 
 
 def _norm(plan: LayerPlan, shapes: dict[str, tuple[int, ...]]) -> Iterator[Transfer]:
     assert plan.in_axis is not None
-    split = plan.size(*BATCH_AXES) if plan.rows_known and plan.rows_split else 1
+    split = plan.size(*plan.row_axes) if plan.rows_known and plan.rows_split else 1
     features = max((prod(shape) for shape in shapes.values()), default=plan.sizes[0])
     rows = max(1, plan.sizes[0] // features // split)
     # LayerNorm combines mean, centred and squared sums; backward, the cotangents of mean and factor.
@@ -70,7 +69,7 @@ def _norm(plan: LayerPlan, shapes: dict[str, tuple[int, ...]]) -> Iterator[Trans
     yield _transfer(plan, "all-reduce", (plan.in_axis,), False, forward * rows * 4)
     yield _transfer(plan, "all-reduce", (plan.in_axis,), True, backward * rows * 4)
     for name, shape in shapes.items():
-        yield _transfer(plan, "all-reduce", BATCH_AXES, True, _local(plan, shape, name) * 4)
+        yield _transfer(plan, "all-reduce", plan.row_axes, True, _local(plan, shape, name) * 4)
 
 
 def _local(plan: LayerPlan, shape: tuple[int, ...], name: str) -> int:
