@@ -1,0 +1,150 @@
+"""Flax Linen models on a 4D grid: their loss runs layers 4D-sharded, everything else stays unchanged."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import errors, linen
+from flax.core import meta
+from jax.sharding import NamedSharding
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import Grid
+from axonn_jax.tensor.parallelize.api import _overrides, _put
+from axonn_jax.tensor.parallelize.layers import SHARDED
+from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
+from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
+from axonn_jax.tensor.parallelize.linen_plan import Key, Part, plan_loss
+
+Loss = Callable[[Any, Any], Any]
+"""Loss of parameters and a batch: a scalar, or a scalar and anything else."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinenLoss:
+    """Loss of a Linen model, ``loss(params, batch)``, whose layers run 4D-sharded."""
+
+    plain: Loss
+    """The function without layouts."""
+    plans: Mapping[Key, LayerPlan]
+    specs: Any
+    """The parameters' layouts: a tree as theirs, of `PartitionSpec`."""
+    in_layers: Any
+    """A tree as the parameters', True for those that planned layers hold."""
+    parts: tuple[Part, ...]
+    """Layers and other modules with parameters."""
+    dtype: Any = None
+    """Dtype of the computation; None leaves it to the modules."""
+    mapped_axis: str | None = None
+    """Name of an axis that is mapped over around the loss, over which BatchNorm takes its statistics."""
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        """Return what the plain function returns."""
+        if self.dtype is not None:
+            params = jax.tree.map(self._cast, params, self.in_layers)
+        with intercepted(self, self._run):
+            return self.plain(params, batch)
+
+    def with_row_axes(self, axes: tuple[str, ...], mapped_axis: str | None = None) -> "LinenLoss":
+        """Return the loss with rows split over these axes, slowest first, in every layer.
+
+        A program that maps over replicas by itself (``jax.vmap`` with ``spmd_axis_name="data"``) calls it with one
+        replica's rows, which lie over ``("z",)``; ``mapped_axis`` is its ``axis_name``.
+        """
+        plans = {key: replace(plan, row_axes=axes) for key, plan in self.plans.items()}
+        return replace(self, plans=plans, mapped_axis=mapped_axis)
+
+    def with_dtype(self, dtype: Any) -> "LinenLoss":
+        """Return the loss that computes in this dtype wherever a module names none.
+
+        Layers that are split cast parameters themselves, so that gradients are reduced in the parameters' dtype.
+        """
+        return replace(self, dtype=dtype)
+
+    def _cast(self, value: jax.Array, in_layer: bool) -> jax.Array:
+        return value if in_layer or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(self.dtype)
+
+    def _run(self, call: MethodCall) -> Any:
+        module, plan = call.module, self.plans.get(call.layer.key) if call.layer is not None else None
+        if call.layer is not None and plan is not None and plan.sharded:
+            return _run_sharded(call.layer if self.dtype is None else call.layer.in_dtype(self.dtype), plan)
+        if self.mapped_axis is not None and isinstance(module, linen.BatchNorm) and module.axis_name is None:
+            return call.again(module.clone(parent=module.scope, axis_name=self.mapped_axis))
+        return call.plain()
+
+
+def _run_sharded(call: LayerCall, plan: LayerPlan) -> jax.Array:
+    layer: Any = call.layer
+    setattr(layer, PLAN, plan)
+    layer.__class__ = SHARDED[type(layer)]
+    return call.run(layer)
+
+
+def parallelize_linen(
+    loss: Loss, params: Any, grid: Grid, batch: Any, *, overrides: Mapping[str, str] | None = None
+) -> tuple[LinenLoss, Any]:
+    """Return the loss of a Flax Linen model with layers 4D-sharded over the grid, and its parameters placed on it.
+
+    The loss is traced once, not run. Its Dense, DenseGeneral, Einsum, Conv, ConvTranspose, Embed, LayerNorm and RMSNorm
+    modules (alone, inside MultiHeadDotProductAttention, `nn.scan`, `nn.remat` and modules of your own) are split over
+    the axes of the grid, with explicit collectives; parameters of other modules are split as well, and gathered by XLA.
+    Results, parameter names and the tree stay. Names of axes (`nn.with_partitioning`, `nn.with_logical_constraint`)
+    count for nothing: layouts are the grid's. `sharding_report` lists all modules.
+
+    Args:
+        loss: A function ``loss(params, batch)`` that applies Linen modules and returns a scalar, or (scalar, aux).
+        params: The tree of parameters, arrays or shapes, in boxes of `nn.Partitioned` or not.
+        grid: The grid of devices, without a pipeline.
+        batch: A batch of a step's shape, arrays or shapes.
+        overrides: Map from patterns of paths in ``params`` (``"params.decoder.*.out"``) to "replicated", or to the axis
+            to contract over, "x" or "y" (for an embedding or a norm: the axis of its features); the last pattern that
+            matches counts.
+
+    Raises:
+        UserError: The grid has a pipeline, the batch no rows, the parameters are not those of the loss's modules, the
+            loss returns anything but a scalar, lays an array out on another mesh, or an override matches nothing.
+    """
+    _check(loss, params, grid, batch)
+    plain = jax.tree.map(_unboxed, params, is_leaf=meta.is_axis_metadata)
+    try:
+        plan = plan_loss(loss, grid.mesh, plain, batch, lambda layers: _overrides(overrides or {}, layers))
+    except _OTHER_PARAMS as error:
+        reason = str(error).split(" (http")[0]
+        names = ", ".join(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
+        raise UserError("params", names, f"the parameters of every layer that loss applies: {reason}") from None
+    tree = jax.tree.structure(plain)
+    specs = jax.tree.unflatten(tree, plan.specs)
+    placed = jax.tree.map(lambda value, spec: _put(value, NamedSharding(grid.mesh, spec)), plain, specs)
+    return LinenLoss(loss, plan.plans, specs, jax.tree.unflatten(tree, plan.in_layers), plan.parts), placed
+
+
+_OTHER_PARAMS = (
+    errors.ScopeParamNotFoundError,
+    errors.ScopeParamShapeError,
+    errors.ScopeCollectionNotFound,
+    errors.ApplyScopeInvalidVariablesStructureError,
+)
+"""Flax's errors for parameters that are not a module's."""
+
+
+def _unboxed(leaf: Any) -> Any:
+    """The value of an `nn.Partitioned` or the like, without the layout that its names ask for."""
+    if not meta.is_axis_metadata(leaf):
+        return leaf
+    with linen.logical_axis_rules(()):
+        return leaf.unbox(apply_constraint=False) if isinstance(leaf, meta.Partitioned) else leaf.unbox()
+
+
+def _check(loss: Any, params: Any, grid: Any, batch: Any) -> None:
+    if not isinstance(grid, Grid):
+        raise UserError("grid", type(grid).__name__, "a Grid, as ax.init(x=2, y=2) returns it")
+    if grid.shape.pipe > 1:
+        raise UserError("grid.pipe", grid.shape.pipe, "1 for parallelize_linen")
+    if isinstance(loss, linen.Module | LinenLoss) or not callable(loss):
+        raise UserError("loss", type(loss).__name__, "a function of (params, batch) that is not parallelized already")
+    if not jax.tree.leaves(params) or not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(params)):
+        raise UserError("params", type(params).__name__, "a tree of arrays, as module.init(...) returns it")
+    if not any(getattr(leaf, "shape", ())[:1] > (0,) for leaf in jax.tree.leaves(batch)):
+        raise UserError("batch", jax.tree.map(jnp.shape, batch), "at least one array, with rows in its first dim")

@@ -1,0 +1,223 @@
+"""Linen layers as the NNX layers that compute the same, which have sharded forms."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from flax import linen, nnx
+
+Held = Mapping[str, Any]
+"""A layer's parameters by name."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """NNX form of a Linen type."""
+
+    kind: type[nnx.Module]
+    params: tuple[str, ...]
+    """Names of the parameters; those with `use_<name>` may be absent."""
+    arguments: Callable[[Any, Any, Held], dict[str, Any]]
+    """Arguments of the NNX type for a Linen layer, its input and its parameters."""
+    unlike: tuple[str, ...] = ()
+    """Options that the NNX form does not take."""
+    norm: bool = False
+
+    def build(self, module: Any, x: Any, held: Held, dtype: Any) -> nnx.Module:
+        """Make the NNX layer around the parameters themselves, to compute in `dtype`."""
+        inits = {f"{name}_init": _giving(value) for name, value in held.items()}
+        uses = {f"use_{name}": name in held for name in self.params if hasattr(module, f"use_{name}")}
+        # A norm computes in float32, whatever its input; `LayerCall.run` casts the result.
+        common = {"dtype": None} if self.norm else {"dtype": dtype, "promote_dtype": _promoting(module)}
+        common |= {"param_dtype": module.param_dtype, "rngs": _NoKeys()}
+        layer: Any = self.kind(**inits, **uses, **common, **self.arguments(module, x, held))
+        layer.dtype = common["dtype"]  # Embed takes its table's for None
+        return layer  # type: ignore[no-any-return]
+
+
+class _NoKeys:
+    """Random streams for layers whose parameters are there."""
+
+    def params(self) -> None:
+        """Return no key."""
+
+
+def _giving(value: Any) -> Callable[..., Any]:
+    """An initializer that returns the value."""
+    return lambda *_: value
+
+
+def _promoting(module: Any) -> Callable[..., Any]:
+    """The layer's own promotion of dtypes, called as NNX calls it."""
+    return lambda args, /, *, dtype=None, inexact=True: module.promote_dtype(*args, dtype=dtype, inexact=inexact)
+
+
+def _dense(module: Any, x: Any, held: Held) -> dict[str, Any]:
+    return {"in_features": x.shape[-1], "out_features": module.features, "precision": module.precision}
+
+
+def _dense_general(module: Any, x: Any, held: Held) -> dict[str, Any]:
+    given = module.axis if isinstance(module.axis, tuple | list) else (module.axis,)
+    axis = tuple(sorted(each if each < 0 else each - x.ndim for each in given))
+    sizes = tuple(x.shape[each] for each in axis)
+    return {"in_features": sizes, "out_features": module.features, "axis": axis, "precision": module.precision}
+
+
+def _einsum(module: Any, x: Any, held: Held) -> dict[str, Any]:
+    return {
+        "einsum_str": module.einsum_str,
+        "kernel_shape": tuple(module.shape),
+        "bias_shape": held["bias"].shape if "bias" in held else None,
+        "precision": module.precision,
+        "preferred_element_type": module.preferred_element_type,
+    }
+
+
+def _convolution(module: Any, x: Any, held: Held) -> dict[str, Any]:
+    names = ("kernel_size", "strides", "padding", "kernel_dilation", "precision")
+    return {"in_features": x.shape[-1], "out_features": module.features, **{n: getattr(module, n) for n in names}}
+
+
+def _conv(module: Any, x: Any, held: Held) -> dict[str, Any]:
+    names = ("input_dilation", "feature_group_count")
+    return {**_convolution(module, x, held), **{name: getattr(module, name) for name in names}}
+
+
+def _conv_transpose(module: Any, x: Any, held: Held) -> dict[str, Any]:
+    names = ("transpose_kernel", "preferred_element_type")
+    return {**_convolution(module, x, held), **{name: getattr(module, name) for name in names}}
+
+
+def _embed(module: Any, x: Any, held: Held) -> dict[str, Any]:
+    return {"num_embeddings": module.num_embeddings, "features": module.features}
+
+
+def _norm(module: Any, x: Any, held: Held) -> dict[str, Any]:
+    names = ("epsilon", "reduction_axes", "feature_axes", "axis_name", "axis_index_groups")
+    return {"num_features": x.shape[-1], **{name: getattr(module, name) for name in names}}
+
+
+_KERNEL = ("kernel", "bias")
+_DOT = ("dot_general", "dot_general_cls")
+
+FORMS: dict[type[linen.Module], Form] = {
+    linen.Dense: Form(nnx.Linear, _KERNEL, _dense, _DOT),
+    linen.DenseGeneral: Form(nnx.LinearGeneral, _KERNEL, _dense_general, ("batch_dims", *_DOT)),
+    linen.Einsum: Form(nnx.Einsum, _KERNEL, _einsum),
+    linen.Conv: Form(nnx.Conv, _KERNEL, _conv, ("mask", "conv_general_dilated", "conv_general_dilated_cls")),
+    linen.ConvTranspose: Form(nnx.ConvTranspose, _KERNEL, _conv_transpose, ("mask",)),
+    linen.Embed: Form(nnx.Embed, ("embedding",), _embed),
+    linen.LayerNorm: Form(nnx.LayerNorm, ("scale", "bias"), _norm, norm=True),
+    linen.RMSNorm: Form(nnx.RMSNorm, ("scale",), _norm, norm=True),
+}
+"""Linen's types that have one."""
+
+_METHODS = {
+    inspect.unwrap(getattr(base, method)): (base, method)
+    for base in FORMS
+    for method in ("__call__", "attend")
+    if hasattr(base, method)
+}
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """Call of a Linen layer that has an NNX form."""
+
+    module: Any
+    base: type[linen.Module]
+    """Flax's own type; `module` may be of a subclass."""
+    method: str
+    x: Any
+    held: dict[str, jax.Array]
+    dtype: Any
+    """Of the computation; None for that of input and parameters."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The layer's path in its module, type and shapes, the same in every call."""
+        return self.module.path, self.base, tuple((name, value.shape) for name, value in self.held.items())
+
+    @property
+    def layer(self) -> nnx.Module:
+        """The NNX layer."""
+        return FORMS[self.base].build(self.module, self.x, self.held, self.dtype)
+
+    def in_dtype(self, dtype: Any) -> "LayerCall":
+        """Return the call with this dtype for the computation, unless the layer has one of its own."""
+        return self if self.dtype is not None else replace(self, dtype=dtype)
+
+    def run(self, layer: nnx.Module) -> jax.Array:
+        """Call the NNX layer, or a sharded form of it, on the input; the result is of Linen's dtype."""
+        y: jax.Array = getattr(layer, self.method)(self.x)
+        return y.astype(self.dtype) if FORMS[self.base].norm and self.dtype is not None else y
+
+
+def layer_call(context: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerCall | str | None:
+    """Return what an intercepted method of a module calls: a layer with an NNX form, or the reason against one.
+
+    None is any other module, or a layer without its parameters. A subclass that calls its parent's method is seen
+    there; one that replaces the method is not a layer of that type.
+    """
+    module, function = context.module, context.orig_method.func
+    base, method = _METHODS.get(function, (None, ""))
+    if base is None or not isinstance(module, base) or module.scope is None or module.is_initializing():
+        return None
+    form = FORMS[base]
+    names = [name for name in form.params if getattr(module, f"use_{name}", True)]
+    if not all(module.has_variable("params", name) for name in names):
+        return None  # Flax names it
+    held = {name: module.get_variable("params", name) for name in names}
+    given = inspect.signature(context.orig_method).bind(*args, **kwargs).arguments
+    x, *others = given.values()
+    unlike = [name for name in form.unlike if getattr(module, name) not in (None, ())]
+    if any(value is not None for value in others) or unlike:
+        return f"{base.__name__} with {', '.join(unlike or list(given)[1:])} stays as it is"
+    return LayerCall(module, base, method, x, held, module.dtype)
+
+
+_TRACED_BY = jax.make_user_context()
+"""Part of the key of jax's caches: what is compiled inside a loss is traced anew, not as another left it."""
+
+
+@dataclass(frozen=True)
+class MethodCall:
+    """Call of a method of any Linen module."""
+
+    layer: LayerCall | None
+    """The layer that it calls, if that has an NNX form."""
+    reason: str
+    """Reason against one, for a layer of a type that has."""
+    module: Any
+    plain: Callable[[], Any]
+    """The call itself."""
+    again: Callable[[Any], Any]
+    """The same call of another module."""
+
+
+@contextmanager
+def intercepted(by: object, run: Callable[[MethodCall], Any]) -> Iterator[None]:
+    """Give every method call of a Linen module to `run`, meanwhile without rules for logical axes.
+
+    Args:
+        by: Owner of `run`; functions compiled under another owner are not taken.
+        run: The replacement.
+    """
+
+    def intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        def plain() -> Any:
+            return method(*args, **kwargs)
+
+        def again(module: Any) -> Any:
+            return getattr(module, context.method_name)(*args, **kwargs)
+
+        with linen.logical_axis_rules(()):  # the function may have set rules of its own
+            called = layer_call(context, args, kwargs)
+            layer, reason = (called, "") if isinstance(called, LayerCall) else (None, called or "")
+            return run(MethodCall(layer, reason, context.module, plain, again))
+
+    with _TRACED_BY(by), linen.logical_axis_rules(()), linen.intercept_methods(intercept):
+        yield
