@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from axonn_jax.inference.sampling import Sampling
     from axonn_jax.memory.offload_transform import offload
     from axonn_jax.tensor.parallelize.api import parallelize
+    from axonn_jax.tensor.parallelize.linen import parallelize_linen
     from axonn_jax.tensor.parallelize.report import sharding_report
     from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig
     from axonn_jax.train.trainer import Trainer
@@ -43,6 +44,7 @@ __all__ = [
     "models",
     "offload",
     "parallelize",
+    "parallelize_linen",
     "sharding_report",
 ]
 
@@ -63,6 +65,7 @@ _HOME = {
     "init": "axonn_jax.distributed.initialize",
     "offload": "axonn_jax.memory.offload_transform",
     "parallelize": "axonn_jax.tensor.parallelize.api",
+    "parallelize_linen": "axonn_jax.tensor.parallelize.linen",
     "sharding_report": "axonn_jax.tensor.parallelize.report",
 }
 

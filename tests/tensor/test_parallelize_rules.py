@@ -170,7 +170,7 @@ def test_refusals_are_one_line():
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     staged = grids.lay(GridShape(2, 1, 1, 2, 1))
     cases = [
-        (lambda: ax.parallelize(Linen(), grid), "model = 'Linen': a flax.nnx.Module; Linen makes its layers anew"),
+        (lambda: ax.parallelize(Linen(), grid), "model = 'Linen': a flax.nnx.Module; a Linen model is paral"),
         (lambda: ax.parallelize({"w": 1}, grid), "model = 'dict': an instance of a flax.nnx.Module"),
         (lambda: ax.parallelize(model, staged), "grid.pipe = 2: 1 for parallelize"),
         (lambda: ax.parallelize(model, grid.mesh), "grid = 'Mesh': a Grid"),

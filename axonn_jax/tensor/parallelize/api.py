@@ -54,7 +54,7 @@ def parallelize(
         return model
     members = modules(model)
     layers = {path: module for path, module in members.items() if type(module) in SHARDED}
-    chosen = _overrides(overrides or {}, layers)
+    chosen = choose_overrides(overrides or {}, layers)
     chooser = Chooser(grid.mesh)
     known: dict[str, LayerPlan] = {}
     if call is not None:
@@ -74,11 +74,8 @@ def _check(model: Any, grid: Any) -> None:
     if not isinstance(model, nnx.Module):
         names = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
         if "flax.linen.module.Module" in names:
-            raise UserError(
-                "model", type(model).__name__, "a flax.nnx.Module; Linen makes its layers anew in every call, so "
-                "they cannot be replaced: write the model with flax.nnx, or wrap it in flax.nnx.bridge.ToNNX, which "
-                "trains with its batch split over data and z and its parameters replicated",
-            )  # fmt: skip
+            call = "ax.parallelize_linen(loss, params, grid, batch)"
+            raise UserError("model", type(model).__name__, f"a flax.nnx.Module; a Linen model is parallelized by {call}")
         raise UserError("model", type(model).__name__, "an instance of a flax.nnx.Module")
     if grid.shape.pipe > 1:
         raise UserError(
@@ -88,8 +85,8 @@ def _check(model: Any, grid: Any) -> None:
         raise UserError("model", type(model).__name__, "a model that is not parallelized already")
 
 
-def _overrides(patterns: Mapping[str, str], layers: Mapping[str, Any]) -> dict[str, str]:
-    """The override of each layer that has one."""
+def choose_overrides(patterns: Mapping[str, str], layers: Mapping[str, Any]) -> dict[str, str]:
+    """Return the override of each layer that has one."""
     chosen = {}
     for pattern, value in patterns.items():
         field = f"overrides[{pattern!r}]"
@@ -123,9 +120,9 @@ def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
         plan = plans.get(".".join(owner))
         sharding = NamedSharding(mesh, P() if plan is None else plan.spec(name))
         if isinstance(variable, nnx.Variable):
-            placed.append((keys, variable.replace(_put(variable.get_value(), sharding))))
+            placed.append((keys, variable.replace(put(variable.get_value(), sharding))))
         else:  # an array that is an attribute, such as a convolution's mask
-            placed.append((keys, _put(variable, sharding)))
+            placed.append((keys, put(variable, sharding)))
     state: nnx.State[Any, Any] = nnx.from_flat_state(placed)
     nnx.update(copy, state)
     return copy
@@ -149,11 +146,11 @@ def with_row_axes(model: nnx.Module, axes: tuple[str, ...]) -> None:
             module.conv_general_dilated = replace(convolve, row_axes=axes)  # type: ignore[attr-defined]
 
 
-def _put(value: Any, sharding: NamedSharding) -> Any:
+def put(value: Any, sharding: NamedSharding) -> Any:
     """Return the value laid out in new memory: a step of the copy may donate it and leave the original intact."""
     if isinstance(value, jax.ShapeDtypeStruct):  # of a model made by nnx.eval_shape
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-    return jax.device_put(value, sharding, may_alias=False)
+    return jax.deviceput(value, sharding, may_alias=False)
 
 
 def modules(model: nnx.Module) -> dict[str, nnx.Module]:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
-from axonn_jax.tensor.parallelize.api import _overrides, _put
+from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import SHARDED
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
@@ -109,14 +109,14 @@ def parallelize_linen(
     _check(loss, params, grid, batch)
     plain = jax.tree.map(_unboxed, params, is_leaf=meta.is_axis_metadata)
     try:
-        plan = plan_loss(loss, grid.mesh, plain, batch, lambda layers: _overrides(overrides or {}, layers))
+        plan = plan_loss(loss, grid.mesh, plain, batch, lambda layers: choose_overrides(overrides or {}, layers))
     except _OTHER_PARAMS as error:
         reason = str(error).split(" (http")[0]
         names = ", ".join(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
         raise UserError("params", names, f"the parameters of every layer that loss applies: {reason}") from None
     tree = jax.tree.structure(plain)
     specs = jax.tree.unflatten(tree, plan.specs)
-    placed = jax.tree.map(lambda value, spec: _put(value, NamedSharding(grid.mesh, spec)), plain, specs)
+    placed = jax.tree.map(lambda value, spec: put(value, NamedSharding(grid.mesh, spec)), plain, specs)
     return LinenLoss(loss, plan.plans, specs, jax.tree.unflatten(tree, plan.in_layers), plan.parts), placed
 
 
