@@ -75,7 +75,9 @@ def _check(model: Any, grid: Any) -> None:
         names = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
         if "flax.linen.module.Module" in names:
             call = "ax.parallelize_linen(loss, params, grid, batch)"
-            raise UserError("model", type(model).__name__, f"a flax.nnx.Module; a Linen model is parallelized by {call}")
+            raise UserError(
+                "model", type(model).__name__, f"a flax.nnx.Module; a Linen model is parallelized by {call}"
+            )
         raise UserError("model", type(model).__name__, "an instance of a flax.nnx.Module")
     if grid.shape.pipe > 1:
         raise UserError(
