@@ -152,7 +152,7 @@ def put(value: Any, sharding: NamedSharding) -> Any:
     """Return the value laid out in new memory: a step of the copy may donate it and leave the original intact."""
     if isinstance(value, jax.ShapeDtypeStruct):  # of a model made by nnx.eval_shape
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-    return jax.deviceput(value, sharding, may_alias=False)
+    return jax.device_put(value, sharding, may_alias=False)
 
 
 def modules(model: nnx.Module) -> dict[str, nnx.Module]:
