@@ -170,7 +170,7 @@ def layer_call(context: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     names = [name for name in form.params if getattr(module, f"use_{name}", True)]
     if not all(module.has_variable("params", name) for name in names):
         return None  # Flax names it
-    held = {name: module.get_variable("params", name) for name in names}
+    held: dict[str, jax.Array] = {name: module.get_variable("params", name) for name in names}
     given = inspect.signature(context.orig_method).bind(*args, **kwargs).arguments
     x, *others = given.values()
     unlike = [name for name in form.unlike if getattr(module, name) not in (None, ())]

@@ -33,8 +33,20 @@ class Use:
     """The NNX layer, with traced parameters."""
     shapes: dict[str, Shape]
     """Of its parameters, in the order of their names."""
+    dtype: Any
+    """Of the computation."""
     origins: dict[str, Origin | None] = field(default_factory=dict)
     """The parameter of the tree that each of them is, or is a part of."""
+
+    @property
+    def times(self) -> int:
+        """Runs of this call, in a scan over stacked parameters one a part."""
+        return max((origin.times for origin in self.origins.values() if origin is not None), default=1)
+
+    def path(self, names: Sequence[str]) -> str:
+        """The layer's path in a tree of parameters of these names; without any of them, its path in its module."""
+        origin = next((each for each in self.origins.values() if each is not None), None)
+        return ".".join(self.key[0]) if origin is None else names[origin.index].rpartition(".")[0]
 
 
 @dataclass(eq=False)
@@ -65,7 +77,8 @@ class Trace:
 
         shapes = {name: call.held[name].shape for name in sorted(call.held)}  # as jax flattens them
         layer.__name__ = f"{_MARK}:{len(self.uses)}:{call.method}:{','.join(map(str, call.x.shape))}"
-        self.uses.append(Use(call.key, call.base.__name__, call.layer, shapes))
+        dtype = call.module.param_dtype if call.dtype is None else call.dtype
+        self.uses.append(Use(call.key, call.base.__name__, call.layer, shapes, dtype))
         return jax.jit(layer)(call.x, call.held)
 
     def unsplit(self, path: str) -> LayerPlan:
@@ -95,12 +108,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Part:
-    """Layer, or another module, with parameters of the tree."""
+    """Layer, or another module with parameters, as a report lists it."""
 
     path: str
     plan: LayerPlan
     params: dict[str, Any]
-    """Shapes of the parameters, laid out, by name."""
+    """Parameters by name: arrays, or shapes with a layout."""
+    dtype: Any
+    """Of the computation."""
 
 
 @dataclass(frozen=True)
@@ -131,27 +146,27 @@ def plan_loss(
         closed, result = jax.make_jaxpr(loss, return_shape=True)(params, batch)
     _check_scalar(result)
     jaxpr = closed.jaxpr
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
-    arrays = [leaf for _, leaf in leaves]
+    check_grouped(jaxpr, mesh, _MARK)
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    names, arrays = list(leaves), list(leaves.values())
     origins: Origins = [Origin(index, tuple(range(leaf.ndim))) for index, leaf in enumerate(arrays)]
     find_origins(jaxpr, origins + [None] * (len(jaxpr.invars) - len(leaves)), trace.at)
-    check_grouped(jaxpr, mesh, _MARK)
-    paths = [_path(use, names) for use in trace.uses]
-    chosen = choose({path: use.layer for path, use in zip(paths, trace.uses, strict=True)})
-    overrides = {use.key: chosen.get(path) for path, use in zip(paths, trace.uses, strict=True)}
-    plans = _plans(Chooser(mesh), jaxpr, trace.uses, overrides)
-    for use in trace.uses:
-        plans[use.key] = replace(plans[use.key], kind=use.kind)
+    uses = {use.path(names): use for use in reversed(trace.uses)}
+    chosen = choose({path: use.layer for path, use in uses.items()})
+    plans = _plans(Chooser(mesh), jaxpr, trace.uses, {use.key: chosen.get(path) for path, use in uses.items()})
     held = _layouts(trace.uses, plans, arrays)
     specs = [held.get(index, P()) for index in range(len(leaves))]
-    by_path = {path: plans[use.key] for path, use in zip(paths, trace.uses, strict=True)}
     parts: dict[str, Part] = {}
-    for name, leaf, spec in zip(names, arrays, specs, strict=True):
+    for (name, leaf), spec in zip(leaves.items(), specs, strict=True):
         path, _, param = name.rpartition(".")
-        plan = by_path.get(path) or trace.unsplit(path)
+        plan, dtype = trace.unsplit(path), leaf.dtype
+        if path in uses:
+            plan, dtype = plans[uses[path].key], uses[path].dtype
         laid = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-        parts.setdefault(path, Part(path, plan, {})).params[param] = laid
+        parts.setdefault(path, Part(path, plan, {}, dtype)).params[param] = laid
     return LossPlan(plans, specs, [index in held for index in range(len(leaves))], tuple(parts.values()))
 
 
@@ -162,29 +177,25 @@ def _check_scalar(result: Any) -> None:
         raise UserError("loss", f"a function that returns {given}", "one that returns a scalar, or (scalar, aux)")
 
 
-def _path(use: Use, names: Sequence[str]) -> str:
-    """The layer's path in the tree of parameters, or without any of them its path in its module."""
-    origin = next((each for each in use.origins.values() if each is not None), None)
-    return ".".join(use.key[0]) if origin is None else names[origin.index].rpartition(".")[0]
-
-
 def _plans(
     chooser: Chooser, jaxpr: Any, uses: Sequence[Use], overrides: Mapping[Key, str | None]
 ) -> dict[Key, LayerPlan]:
     plans: dict[Key, LayerPlan] = {}
 
+    def plan(use: Use, arrives: ActivationSplit | None) -> LayerPlan:
+        return replace(chooser.plan(use.layer, arrives, overrides.get(use.key)), kind=use.kind)
+
     def at_layer(
         index: int, method: str, shape: Shape, out_size: int, arrives: ActivationSplit | None
     ) -> ActivationSplit | None:
-        key, layer = uses[index].key, uses[index].layer
-        if key not in plans:
-            plans[key] = chooser.plan(layer, arrives, overrides[key])
+        use = uses[index]
+        before = plans.get(use.key) or plan(use, arrives)
         rows = shape[0] if len(shape) > 1 else 1
-        plans[key] = plans[key].called_with(math.prod(shape), out_size, rows)
-        return chooser.leaves(layer, plans[key], arrives, method)
+        plans[use.key] = before.called_with(use.times * math.prod(shape), use.times * out_size, rows)
+        return chooser.leaves(use.layer, before, arrives, method)
 
     _follow(jaxpr, [None] * len(jaxpr.invars), at_layer)
-    return plans
+    return {use.key: plans.get(use.key) or plan(use, None) for use in uses}
 
 
 def _layouts(uses: Sequence[Use], plans: Mapping[Key, LayerPlan], leaves: Sequence[Any]) -> dict[int, P]:

@@ -4,13 +4,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 
 from axonn_jax.tensor.parallelize.api import modules, own_variables
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
+from axonn_jax.tensor.parallelize.linen import LinenLoss
+from axonn_jax.tensor.parallelize.linen_plan import Part
 from axonn_jax.terminal import table
 
 
@@ -156,22 +158,33 @@ def _row(entry: Entry) -> tuple[str, ...]:
     return (entry.path, entry.plan.kind, entry.roles, f"{entry.device_bytes:,}", f"{entry.bytes:,}", *sums)
 
 
-def sharding_report(model: nnx.Module) -> ShardingReport:
+def sharding_report(model: nnx.Module | LinenLoss) -> ShardingReport:
     """Return the report of `parallelize` for this model, layers in the order of its attributes; `print` it.
+
+    Of a loss from `parallelize_linen` it lists layers in the order of the parameters' tree.
 
     Communication covers forward and backward of one call, by ring formulas, for `call`'s inputs, or else for one row,
     without gradient reductions of replicated layers, which XLA places.
     """
-    plans = ((path, module, getattr(module, PLAN, None)) for path, module in modules(model).items())
-    entries = (_entry(path or "(model)", module, plan) for path, module, plan in plans if plan is not None)
-    return ShardingReport(tuple(entries))
+    parts = model.parts if isinstance(model, LinenLoss) else _parts(model)
+    return ShardingReport(tuple(_entry(part) for part in parts))
 
 
-def _entry(path: str, module: Any, plan: LayerPlan) -> Entry:
-    held = {name: variable.get_value() for name, variable in own_variables(module).items()}
-    arrays = {name: value for name, value in held.items() if hasattr(value, "sharding") and hasattr(value, "dtype")}
-    size = sum(value.size * value.dtype.itemsize for value in arrays.values())
-    local = sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays.values())
-    dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None) or jnp.float32
-    shapes = {name: value.shape for name, value in arrays.items()}
-    return Entry(path, plan, size, local, tuple(transfers(plan, shapes, jnp.dtype(dtype).itemsize)))
+def _parts(model: nnx.Module) -> Iterator[Part]:
+    for path, module in modules(model).items():
+        plan: LayerPlan | None = getattr(module, PLAN, None)
+        if plan is None:
+            continue
+        held = {name: variable.get_value() for name, variable in own_variables(module).items()}
+        arrays = {name: value for name, value in held.items() if hasattr(value, "sharding") and hasattr(value, "dtype")}
+        dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None) or jnp.float32
+        yield Part(path, plan, arrays, dtype)
+
+
+def _entry(part: Part) -> Entry:
+    arrays = part.params.values()
+    size = sum(value.size * value.dtype.itemsize for value in arrays)
+    local = sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
+    shapes = {name: value.shape for name, value in part.params.items()}
+    sent = transfers(part.plan, shapes, jnp.dtype(part.dtype).itemsize)
+    return Entry(part.path or "(model)", part.plan, size, local, tuple(sent))
