@@ -144,12 +144,12 @@ def _flaxdiff_unet(copies: Copies) -> Model:
 
 
 LINEN = {
-    "lm1b": Stranger("flax lm1b", "text", True, lambda copies: _lm1b()),
-    "lm1b tied": Stranger("flax lm1b", "text", True, lambda copies: _lm1b(logits_via_embedding=True)),
-    "wmt": Stranger("flax wmt", "text", True, _wmt),
-    "nlp_seq": Stranger("flax nlp_seq", "text", True, _nlp_seq),
+    "flax lm1b": Stranger("flax lm1b", "text", True, lambda copies: _lm1b()),
+    "flax lm1b tied": Stranger("flax lm1b", "text", True, lambda copies: _lm1b(logits_via_embedding=True)),
+    "flax wmt": Stranger("flax wmt", "text", True, _wmt),
+    "flax nlp_seq": Stranger("flax nlp_seq", "text", True, _nlp_seq),
     "gemma": Stranger("gemma", "text", True, _gemma),
     "nano-moe-jax": Stranger("nano-moe-jax", "text", True, _nano_moe),
-    "imagenet ResNet": Stranger("flax imagenet", "vision", True, _imagenet),
+    "flax imagenet": Stranger("flax imagenet", "vision", True, _imagenet),
     "flaxdiff UNet": Stranger("flaxdiff", "vision", True, _flaxdiff_unet),
 }

@@ -1,55 +1,53 @@
 """The page of results: a table with a row a model, and the commands that make the copies."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from any_flax.sources import NEEDED, SOURCES
+
+_MEANING = """Each model runs as its authors wrote it, in a small size, in float32 on virtual CPU devices: plain on one
+device, and once a grid through `ax.parallelize` or `ax.parallelize_linen`. Four figures a grid:
+
+1. largest relative error of a gradient's element beside the plain model;
+2. bytes of parameters on a device over the ideal, all bytes over `z * y * x`;
+3. bytes sent by the layers' compiled collectives, over those in `sharding_report`;
+4. bytes sent by XLA between layers, over those of the layers; the last column has the operation with the most.
+
+*Loss*: largest relative error of all grids. *Rounding*: the first figure for the plain model beside itself, with
+parameters and inputs moved by a unit in the last place: no program can be expected to be closer."""
 
 
 def page(figures: Mapping[str, Any]) -> str:
     """Markdown of all rows, NNX first."""
     grids: Sequence[str] = figures["grids"]
     rows: Mapping[str, Any] = figures["rows"]
-    heads = ("model", "kind", "parameters", "loss", "rounding", *grids)
-    lines = [
-        "# Models of other people",
-        "",
-        "Each model runs as its authors wrote it, in a small size, float32, on virtual CPU devices: once plain, and",
-        "once a grid through `ax.parallelize` or `ax.parallelize_linen`. A cell has, for one grid:",
-        "",
-        "1. worst relative error of a gradient's element against the plain model (**loss**: the largest of all grids;",
-        "   **rounding**: the same of the plain model beside itself with parameters and inputs moved by a unit in the",
-        "   last place);",
-        "2. bytes of parameters a device, over the ideal (all bytes over `z * y * x`);",
-        "3. bytes that the layers' compiled collectives send, over those that `sharding_report` says;",
-        "4. bytes that XLA sends beside them, between layers, over those of the layers.",
-        "",
-    ]
+    heads = ("model", "kind", "parameters", "loss", "rounding", *grids, "XLA")
+    lines = ["# Models of other people", "", _MEANING, ""]
     for title, linen in (("NNX", False), ("Linen", True)):
-        mine = {name: row for name, row in rows.items() if row["linen"] == linen}
-        if mine:
-            lines += [
-                f"## {title}: {len(mine)} models",
-                "",
-                *_markdown(heads, [_cells(n, r, grids) for n, r in mine.items()]),
-                "",
-            ]
-    lines += _added(rows)
+        cells = [_cells(name, row, grids) for name, row in rows.items() if row["linen"] == linen]
+        if cells:
+            lines += [f"## {len(cells)} {title} models", "", *_markdown(heads, cells), ""]
     lines += ["## Again", "", "```sh", *_commands(rows), figures["command"], "```", "", _versions(figures), ""]
     return "\n".join(lines)
 
 
 def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads), *rows)]
+    return ["|" + "|".join(cells) + "|" for cells in (heads, ["---"] * len(heads), *rows)]
 
 
 def _cells(name: str, row: Mapping[str, Any], grids: Sequence[str]) -> list[str]:
     outcomes = row["outcomes"]
     losses = [one["loss"] for one in outcomes.values() if "loss" in one]
     return [
-        name, row["kind"], f"{row['parameters']:,}", f"{max(losses):.0e}" if losses else "-", f"{row['rounding']:.0e}",
-        *(_cell(outcomes.get(grid, {})) for grid in grids),
+        name, row["kind"], f"{row['parameters']:,}", _power(max(losses, default=0.0)), _power(row["rounding"]),
+        *(_cell(outcomes.get(grid, {})) for grid in grids), _most(outcomes.values()),
     ]  # fmt: skip
+
+
+def _power(value: float) -> str:
+    """A number such as 2e-7."""
+    return f"{value:.0e}".replace("e-0", "e-") if value else "0"
 
 
 def _cell(outcome: Mapping[str, Any]) -> str:
@@ -58,31 +56,25 @@ def _cell(outcome: Mapping[str, Any]) -> str:
     if not outcome:
         return ""
     traffic = outcome["traffic"]
-    added = sum(traffic["added"].values())
     layers, reported = traffic["layers"], traffic["reported"]
     counted = f"{layers / reported:.2f}" if reported else "-"
-    return f"{outcome['gradient']:.0e} / {outcome['share']:.2f} / {counted} / {added / layers if layers else 0:.2f}"
+    added = f"{sum(traffic['added'].values()) / layers:.2f}" if layers else "-"
+    return f"{_power(outcome['gradient'])}/{outcome['share']:.2f}/{counted}/{added}"
 
 
-def _added(rows: Mapping[str, Any]) -> list[str]:
-    """Lines on the operations at which XLA sends most."""
-    lines = ["## Where XLA adds traffic", "", "The three operations with the most bytes, of all grids together.", ""]
-    for name, row in rows.items():
-        sums: dict[str, float] = {}
-        for outcome in row["outcomes"].values():
-            for key, count in outcome.get("traffic", {}).get("added", {}).items():
-                sums[key] = sums.get(key, 0) + count
-        total = sum(sums.values())
-        most = sorted(sums, key=lambda key: -sums[key])[:3]
-        if total:
-            lines.append(f"* {name}: " + ", ".join(f"{key} {sums[key] / total:.0%}" for key in most))
-    return [*lines, ""]
+def _most(outcomes: Iterable[Mapping[str, Any]]) -> str:
+    """The operation at which XLA sends most, of all grids together."""
+    sums = Counter[str]()
+    for outcome in outcomes:
+        sums.update(outcome.get("traffic", {}).get("added", {}))
+    return "".join(f"{key} {count / sums.total():.0%}" for key, count in sums.most_common(1))
 
 
 def _commands(rows: Mapping[str, Any]) -> list[str]:
-    used = {row["source"] for row in rows.values()}
-    commands = sorted({source.command for name, source in SOURCES.items() if name in used})
-    return [*commands, f'pip install --no-deps --target "$PACKAGES" {NEEDED}']
+    used = [SOURCES[name] for name in dict.fromkeys(row["source"] for row in rows.values())]
+    packages = sorted(f"{source.name}=={source.version}" for source in used if not source.folder)
+    clones = sorted({source.clone for source in used if source.folder})
+    return [f'pip install --no-deps --target "$PACKAGES" {" ".join(packages)} {NEEDED}', *clones]
 
 
 def _versions(figures: Mapping[str, Any]) -> str:

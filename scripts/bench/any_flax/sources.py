@@ -22,10 +22,8 @@ class Source:
     """Folder to import from, inside the folder of repositories; empty for a package."""
 
     @property
-    def command(self) -> str:
-        """Shell command that makes the copy; `PACKAGES` and `REPOSITORIES` are the two folders."""
-        if not self.folder:
-            return f'pip install --no-deps --target "$PACKAGES" {self.name}=={self.version}'
+    def clone(self) -> str:
+        """Shell command that makes the copy of a repository; `REPOSITORIES` is the folder of all."""
         at = f'"$REPOSITORIES"/{self.folder.partition("/")[0]}'
         return f"git clone https://github.com/{self.name} {at} && git -C {at} checkout {self.version}"
 
@@ -69,11 +67,13 @@ class Copies:
             UserError: the folder is missing.
         """
         folder = SOURCES[source].folder
-        for flag, path in (("--packages", self.packages), ("--repositories", self.repositories / folder)):
+        paths = {"--packages": self.packages}
+        if folder:
+            paths["--repositories"] = self.repositories / folder
+        for flag, path in paths.items():
             if not path.is_dir():
                 raise UserError(flag, path, "an existing folder")
-            if folder or flag == "--packages":
-                sys.path.insert(0, str(path))
+        sys.path[:0] = map(str, reversed(paths.values()))
 
     def bare(self, *names: str) -> None:
         """Name packages whose own `__init__`, with imports of what is not needed here, is not to run."""
