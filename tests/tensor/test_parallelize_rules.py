@@ -85,13 +85,13 @@ def test_what_cannot_be_split_is_listed_with_the_reason_and_still_right():
     assert _roles(model) == {"(model)": "replicated", "first": ". -> y", "masked": "replicated", "grouped": "y -> y",
                              "nothing": "replicated", "transposed": "x -> .", "prelu": "replicated"}  # fmt: skip
     for line in (
-        "(model): a Odd has no sharded form: the parameters it holds itself are replicated",
+        "(model): a Odd has no sharded form; 20 B whole",
         "first: input 3 does not divide by x = 2",
-        "masked: a masked convolution",
+        "masked: a masked convolution; 288 B whole",
         "nothing: input 5 does not divide by y = 2; output 7 does not divide by x = 2; "
-        "no dim of its weight (5, 7) divides by z = 2",
-        "transposed: output 5 does not divide by y = 2",
-        "prelu: a PReLU has no sharded form: the parameters it holds itself are replicated",
+        "no dim of its weight (5, 7) divides by z = 2; 168 B whole",
+        "transposed: output 5 does not divide by y = 2; 20 B whole",
+        "prelu: a PReLU has no sharded form; 4 B whole",
     ):
         assert line in text.splitlines(), text
     x = np.random.default_rng(0).standard_normal((8, 5, 3)).astype(np.float32)

@@ -13,9 +13,11 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.grid import Grid
 from axonn_jax.tensor.parallelize.convolution import ByRows, by_rows
-from axonn_jax.tensor.parallelize.layers import SHARDED
-from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
+from axonn_jax.tensor.parallelize.kinds import base_of, describe, own_call, wraps
+from axonn_jax.tensor.parallelize.layers import sharded
+from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, small_enough, spread
 from axonn_jax.tensor.parallelize.propagate import Chooser, plans_by_flow, plans_by_order
+from axonn_jax.tensor.specs import size_over, spec_axes
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -53,19 +55,48 @@ def parallelize(
     if grid.shape.devices == 1:
         return model
     members = modules(model)
-    layers = {path: module for path, module in members.items() if type(module) in SHARDED}
+    layers = {path: module for path, module in members.items() if base_of(type(module)) is not None}
     chosen = choose_overrides(overrides or {}, layers)
     chooser = Chooser(grid.mesh)
     known: dict[str, LayerPlan] = {}
     if call is not None:
         probe = nnx.clone(model)
-        by_rows(modules(probe).values(), grid.mesh)
+        by_rows((m for m in modules(probe).values() if isinstance(describe(m), str) or not wraps(type(m))), grid.mesh)
         known = plans_by_flow(chooser, probe, _same(probe, layers), chosen, call)
-    plans = plans_by_order(chooser, layers.items(), chosen, known)
+    strange = {
+        path: LayerPlan(type(layer).__name__, grid.mesh, False, note=_STRANGE.format(type(layer).__name__))
+        for path, layer in layers.items()
+        if own_call(type(layer)) and not (wraps(type(layer)) if call is None else path in known)
+    }
+    plans = plans_by_order(chooser, layers.items(), chosen, known | strange)
     for path, module in members.items():
         if path not in plans and own_variables(module):
             plans[path] = chooser.plan(module, None, None)
-    return _apply(model, plans, grid.mesh)
+    return _apply(model, _spread(plans, members, chosen, grid.mesh), grid.mesh)
+
+
+_STRANGE = "a {} has a __call__ of its own, which does not come to that of the layer it is derived from"
+
+
+def _spread(
+    plans: Mapping[str, LayerPlan], members: Mapping[str, nnx.Module], overrides: Mapping[str, str], mesh: Mesh
+) -> dict[str, LayerPlan]:
+    """The plans with parameters that they leave whole split where they are kept, but for small ones."""
+    params = {
+        (path, name): (variable.get_value(), plan.spec(name))
+        for path, plan in plans.items()
+        for name, variable in own_variables(members[path]).items()
+        if isinstance(variable, nnx.Param)
+    }
+    sizes = {key: value.size * value.dtype.itemsize for key, (value, _) in params.items()}
+    whole = {key: size for key, size in sizes.items() if not spec_axes(params[key][1])}
+    small = small_enough(whole, sum(sizes.values()), size_over(mesh, ("z", "y", "x")))
+    split: dict[str, list[tuple[str, P]]] = {path: [] for path in plans}
+    for path, name in whole:
+        spec = spread(params[path, name][0].shape, mesh)
+        if (path, name) not in small and overrides.get(path) != "replicated" and spec_axes(spec):
+            split[path].append((name, spec))
+    return {path: replace(plan, spread=tuple(split[path])) for path, plan in plans.items()}
 
 
 def _check(model: Any, grid: Any) -> None:
@@ -111,16 +142,19 @@ def _same(model: nnx.Module, paths: Mapping[str, Any]) -> dict[str, nnx.Module]:
 def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
     """A copy with the plans carried out: layers of a sharded type, every variable on the mesh."""
     copy = nnx.clone(model)
-    by_rows(modules(copy).values(), mesh)
+    layouts: dict[int, P] = {}
     for path, module in _same(copy, plans).items():
-        setattr(module, PLAN, plans[path])
-        if plans[path].sharded:
-            module.__class__ = SHARDED[type(module)]
+        plan = plans[path]
+        setattr(module, PLAN, plan)
+        for name, variable in own_variables(module).items():
+            layouts.setdefault(id(variable), plan.kept(name))
+        if plan.sharded:
+            module.__class__ = sharded(type(module))
+        else:
+            by_rows([module], mesh)
     placed = []
     for keys, variable in nnx.to_flat_state(nnx.state(copy)):
-        *owner, name = map(str, keys)
-        plan = plans.get(".".join(owner))
-        sharding = NamedSharding(mesh, P() if plan is None else plan.spec(name))
+        sharding = NamedSharding(mesh, layouts.get(id(variable), P()))
         if isinstance(variable, nnx.Variable):
             placed.append((keys, variable.replace(put(variable.get_value(), sharding))))
         else:  # an array that is an attribute, such as a convolution's mask

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.tensor.collectives import mark_varying
-from axonn_jax.tensor.parallelize.layouts import describe
 from axonn_jax.tensor.specs import shard_mapped, size_over
 
 
@@ -46,9 +45,9 @@ class ByRows:
 
 
 def by_rows(modules: Iterable[nnx.Module], mesh: Mesh) -> None:
-    """Make convolutions without a sharded form (masked or stacked ones, types of your own) run by rows."""
+    """Make convolutions among modules without a sharded form (masked ones, types of your own) run by rows."""
     for module in modules:
-        if isinstance(module, nnx.Conv) and isinstance(describe(module), str):
+        if isinstance(module, nnx.Conv):
             module.conv_general_dilated = ByRows(mesh, module.conv_general_dilated)
 
 

@@ -1,5 +1,6 @@
 """Layers of `flax.nnx`, 4D-sharded, each in a manual region of its own: same attributes, parameters and results."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from axonn_jax.backend.repairs import over_rows
 from axonn_jax.tensor.collectives import all_reduce, gather_weight, mark_varying
 from axonn_jax.tensor.embedding import lookup, tied_logits
 from axonn_jax.tensor.norm import layer_norm, rms_norm
+from axonn_jax.tensor.parallelize.kinds import in_place_of_base
 from axonn_jax.tensor.parallelize.layouts import LayerPlan, spec_of, without_z
 from axonn_jax.tensor.specs import shard_mapped
 
@@ -157,7 +159,7 @@ class ShardedConv(nnx.Conv):
         """Convolve as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
         plan = self.axonn_plan
         if inputs.ndim < len(self.kernel_size) + 2:  # one example without a batch dim
-            return self(inputs[None])[0]
+            return ShardedConv.__call__(self, inputs[None])[0]
         if self.feature_group_count == 1:
             return contract(self, plan, inputs, nnx.Conv.__call__)
         parts = plan.size(plan.in_axis)
@@ -173,7 +175,7 @@ class ShardedConvTranspose(nnx.ConvTranspose):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Convolve as the Flax layer does, on local shards."""
         if inputs.ndim < len(self.kernel_size) + 2:  # one example without a batch dim
-            return self(inputs[None])[0]
+            return ShardedConvTranspose.__call__(self, inputs[None])[0]
         return contract(self, self.axonn_plan, inputs, nnx.ConvTranspose.__call__)
 
 
@@ -261,6 +263,12 @@ def _normed(layer: Any, x: jax.Array, norm: Callable[..., jax.Array], names: tup
 def _wide(param: jax.Array | None) -> jax.Array | None:
     """Norms compute in float32; strict dtype promotion needs explicit casts."""
     return None if param is None else param.astype(jnp.float32)
+
+
+@functools.cache
+def sharded(kind: type[nnx.Module]) -> type[nnx.Module]:
+    """Return the sharded form of a layer's type: of a derived one a type whose `super()` is the sharded layer."""
+    return in_place_of_base(kind, next(SHARDED[base] for base in kind.__mro__ if base in SHARDED), "Sharded")
 
 
 SHARDED: dict[type[nnx.Module], type[nnx.Module]] = {

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.tensor.parallelize.convolution import check_grouped
-from axonn_jax.tensor.parallelize.layouts import ActivationSplit, LayerPlan, describe, spec_of
+from axonn_jax.tensor.parallelize.kinds import describe
+from axonn_jax.tensor.parallelize.layouts import ActivationSplit, LayerPlan, spec_of
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
 from axonn_jax.tensor.parallelize.origins import Origin, Origins, find_origins
 from axonn_jax.tensor.parallelize.propagate import _MARK, Chooser, _follow

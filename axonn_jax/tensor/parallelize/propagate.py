@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.ops.layers import TensorAxis
 from axonn_jax.tensor.linear import swapped
 from axonn_jax.tensor.parallelize.convolution import bodies, check_grouped
-from axonn_jax.tensor.parallelize.layouts import ActivationSplit, Kernel, LayerPlan, Norm, Side, describe, spec_of
+from axonn_jax.tensor.parallelize.kinds import CALLS, Kernel, Norm, Side, base_of, describe, in_place_of_base
+from axonn_jax.tensor.parallelize.layouts import ActivationSplit, LayerPlan, spec_of
 
 
 class Chooser:
@@ -30,9 +31,15 @@ class Chooser:
         axis).
         """
         described = describe(layer)
-        kind = type(layer).__name__
         if isinstance(described, str):
-            return LayerPlan(kind, self.mesh, False, note=described)
+            return LayerPlan(type(layer).__name__, self.mesh, False, note=described)
+        plan = self._plan(layer, described, arrives, override)
+        return replace(plan, kind=getattr(base_of(type(layer)), "__name__", plan.kind), stack=described.stack)
+
+    def _plan(
+        self, layer: Any, described: Kernel | Norm, arrives: ActivationSplit | None, override: str | None
+    ) -> LayerPlan:
+        kind = type(layer).__name__
         if override == "replicated":
             return self._by_rows(kind, described, "by an override")
         # Ids are not split over x or y: an embedding starts a residual stream, over x, wherever it stands.
@@ -207,6 +214,7 @@ def plans_by_flow(
     products) the first known axis counts.
     """
     paths = list(layers)
+    kinds = [type(layer) for layer in layers.values()]
     for index, layer in enumerate(layers.values()):
         setattr(layer, _INDEX, index)
         layer.__class__ = _probe(type(layer))
@@ -223,11 +231,12 @@ def plans_by_flow(
         if path not in plans:
             plans[path] = chooser.plan(layer, arrives, overrides.get(path))
         rows = shape[0] if len(shape) > 1 else 1  # as layers do: the first dim, and ids of one dim are positions
-        plans[path] = plans[path].called_with(math.prod(shape), out_size, rows)
+        times = math.prod(plans[path].stack)  # a stack's entries run in a scan, which is one equation
+        plans[path] = plans[path].called_with(times * math.prod(shape), times * out_size, rows)
         return chooser.leaves(layer, plans[path], arrives, method)
 
-    for layer in originals:
-        layer.__class__ = type(layer).__mro__[1]
+    for layer, kind in zip(originals, kinds, strict=True):
+        layer.__class__ = kind
     _follow(jaxpr, [None] * len(jaxpr.invars), at_layer)
     return plans
 
@@ -238,20 +247,22 @@ AtLayer = Callable[[int, str, Shape, int, ActivationSplit | None], ActivationSpl
 
 @functools.cache
 def _probe(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """The layer type with each call traced as one equation named after the layer."""
+    """The layer type with each call of the Flax layer traced as one equation named after the layer."""
+    base = base_of(kind)
+    assert base is not None
 
     def marked(method: str) -> Callable[..., Any]:
         def call(self: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
             def layer(x: jax.Array) -> Any:
-                return getattr(kind, method)(self, x, *args, **kwargs)
+                return getattr(base, method)(self, x, *args, **kwargs)
 
             layer.__name__ = f"{_MARK}:{getattr(self, _INDEX)}:{method}:{','.join(map(str, x.shape))}"
             return jax.jit(layer)(x)
 
         return call
 
-    methods = [name for name in ("__call__", "attend") if hasattr(kind, name)]
-    return type(f"Probed{kind.__name__}", (kind,), {name: marked(name) for name in methods})
+    methods = {name: marked(name) for name in CALLS if hasattr(base, name)}
+    return in_place_of_base(kind, type(f"Probed{base.__name__}", (base,), methods), "Probed")
 
 
 def _follow(jaxpr: Any, splits: list[ActivationSplit | None], at_layer: AtLayer) -> list[ActivationSplit | None]:

@@ -13,6 +13,7 @@ from axonn_jax.tensor.parallelize.api import modules, own_variables
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
 from axonn_jax.tensor.parallelize.linen import LinenLoss
 from axonn_jax.tensor.parallelize.linen_plan import Part
+from axonn_jax.tensor.specs import spec_axes
 from axonn_jax.terminal import table
 
 
@@ -43,6 +44,8 @@ def _contraction(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: 
     weight = _local(plan, shapes[kernel], kernel) * (1 if plan.z_dim is None else plan.size("z"))
     split = plan.size(*plan.row_axes) if plan.rows_known and plan.rows_split else 1
     x_size, y_size = (size // split for size in plan.sizes)
+    for name, spec in plan.spread:  # gathered where the region begins
+        yield _transfer(plan, "all-gather", tuple(sorted(spec_axes(spec))), False, prod(shapes[name]) * 4)
     if plan.z_dim is not None:
         yield _transfer(plan, "all-gather", ("z",), False, weight * itemsize)
         if not embed and plan.rows_split:  # a lookup's backward does not need the table
@@ -98,15 +101,25 @@ class Entry:
     """Bytes of all parameters and statistics, each counted once."""
     device_bytes: int
     """Bytes of the parameters and statistics on one device."""
+    whole: int
+    """Bytes of the parameters and statistics that every device has."""
     transfers: tuple[Transfer, ...]
     """Collectives of the layer in a training call."""
+
+    @property
+    def reason(self) -> str:
+        """Why some of it is whole or left to the compiler, and what becomes of that; ``""`` if nothing is."""
+        spread = [f"{name} over {', '.join(sorted(spec_axes(spec)))}" for name, spec in self.plan.spread]
+        kept = f"kept {'; '.join(spread)}, and gathered by the compiler" if spread else ""
+        whole = f"{self.whole:,} B whole" if self.whole else ""
+        return "; ".join(filter(None, (self.plan.note, kept, whole)))
 
     @property
     def roles(self) -> str:
         """The axes of input and output, such as ``x -> y``; a dot where one is not split."""
         axes = (self.plan.in_axis, self.plan.out_axis)
         if axes == (None, None):
-            return "replicated"
+            return "left to the compiler" if self.plan.spread else "replicated"
         shown = axes if self.plan.kind not in ("LayerNorm", "RMSNorm") else axes[:1]
         return " -> ".join(axis or "." for axis in shown)
 
@@ -128,6 +141,17 @@ class ShardingReport:
         return sum(entry.device_bytes for entry in self.entries)
 
     @property
+    def whole(self) -> int:
+        """Bytes of all parameters and statistics that every device has."""
+        return sum(entry.whole for entry in self.entries)
+
+    @property
+    def over_ideal(self) -> float:
+        """Bytes on one device over those that it would have if everything were split over `z`, `y` and `x`."""
+        parts = self.entries[0].plan.size("z", "y", "x") if self.entries else 1
+        return self.device_bytes * parts / max(1, self.bytes)
+
+    @property
     def traffic(self) -> dict[str, int]:
         """Bytes a device sends in a training call, by axis (``data+z`` for a reduction over both)."""
         total: Counter[str] = Counter()
@@ -141,9 +165,10 @@ class ShardingReport:
         unit = "B a call, ring" if known else "B a row and its weights, ring; pass call= for a call's"
         head = ("layer", "type", "roles", "B a device", "of B", f"forward ({unit})", "backward")
         lines = table(head, [_row(entry) for entry in self.entries], left=range(len(head)))
-        lines += [f"{e.path}: {e.plan.note}" for e in self.entries if e.plan.note]
+        lines += [f"{e.path}: {e.reason}" for e in self.entries if e.reason]
         sent = ", ".join(f"{axes} {count:,} B" for axes, count in self.traffic.items()) or "nothing"
-        lines.append(f"parameters: {self.device_bytes:,} of {self.bytes:,} B a device; a device sends {sent}")
+        held = f"{self.device_bytes:,} of {self.bytes:,} B a device, {self.over_ideal:.2f} of an equal part"
+        lines.append(f"parameters: {held}, {self.whole:,} B whole; a device sends {sent}")
         return "\n".join(lines)
 
 
@@ -185,6 +210,7 @@ def _entry(part: Part) -> Entry:
     arrays = part.params.values()
     size = sum(value.size * value.dtype.itemsize for value in arrays)
     local = sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
+    whole = sum(a.size * a.dtype.itemsize for a in arrays if a.sharding.is_fully_replicated)
     shapes = {name: value.shape for name, value in part.params.items()}
     sent = transfers(part.plan, shapes, jnp.dtype(part.dtype).itemsize)
-    return Entry(part.path or "(model)", part.plan, size, local, tuple(sent))
+    return Entry(part.path or "(model)", part.plan, size, local, whole, tuple(sent))

@@ -1,0 +1,255 @@
+"""Types with a sharded form, Flax's layers and types derived from them, and the dims in which a layer can be split."""
+
+import inspect
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+from flax import nnx
+
+from axonn_jax.tensor.parallelize.layouts import Dims
+
+BASES: tuple[type[nnx.Module], ...] = (
+    nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose, nnx.Embed, nnx.LayerNorm, nnx.RMSNorm,
+)  # fmt: skip
+"""Flax's layers with a sharded form."""
+
+CALLS = ("__call__", "attend")
+"""Methods of layers that have a sharded form; a derived type may wrap them, as `super().__call__(x) * 2`."""
+
+_ACCESS = ("__getattribute__", "__setattr__")
+
+
+def base_of(kind: type) -> type[nnx.Module] | None:
+    """Return the Flax layer that a type is or is derived from; None if there is none with a sharded form."""
+    return next((each for each in kind.__mro__ if each in BASES), None)
+
+
+def changed(kind: type, base: type) -> str:
+    """Return the first attribute of a layer that a derived type has of its own, ``""`` if only `CALLS` and `__init__`.
+
+    The sharded layer runs the base's code with the layer's attributes, and takes the place of the base for `super()`.
+    """
+    for each in _between(kind, base):
+        for name in vars(each):
+            hidden = name.startswith(("__", "_pytree__", "_abc_")) and name not in _ACCESS
+            if not hidden and name not in CALLS and hasattr(base, name):
+                return name
+    return ""
+
+
+def own_call(kind: type) -> bool:
+    """True if a type derived from a layer has a `__call__` of its own."""
+    return kind.__call__ is not base_of(kind).__call__  # type: ignore[union-attr, operator]
+
+
+def wraps(kind: type) -> bool:
+    """True if every `__call__` of a derived type has a `super()` in its code."""
+    for each in _between(kind, base_of(kind)):
+        call = vars(each).get("__call__")
+        if call is not None and "super" not in getattr(inspect.unwrap(call), "__code__", wraps.__code__).co_names:
+            return False
+    return True
+
+
+def _between(kind: type, base: type | None) -> tuple[type, ...]:
+    return kind.__mro__ if base is None else kind.__mro__[: kind.__mro__.index(base)]
+
+
+def in_place_of_base(kind: type[nnx.Module], stand_in: type[nnx.Module], prefix: str) -> type[nnx.Module]:
+    """Return a type derived from `kind` whose `super()` comes to `stand_in`, itself derived from the base.
+
+    Of a layer of Flax's own it is `stand_in` itself.
+    """
+    return stand_in if kind in BASES else type(f"{prefix}{kind.__name__}", (kind, stand_in), {})
+
+
+@dataclass(frozen=True)
+class Side:
+    """Splittable dim of the kernel, and the activation's dim split with it."""
+
+    kernel: int
+    activation: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A layer with one weight: candidates for the input's and the output's split dim, the best first."""
+
+    name: str
+    shape: tuple[int, ...]
+    ins: tuple[Side, ...]
+    outs: tuple[Side, ...]
+    features: tuple[int, int]
+    """Elements a row of the input and of the output has."""
+    bias: tuple[int, ...] | None = None
+    """The output's dims of the bias's dims."""
+    rows: tuple[int, int] | None = (0, 0)
+    rank: int = 0
+    """Dims of the output less dims of the input."""
+    groups: int = 1
+    """Independent groups of features, in order: a shard of whole groups needs no other shard."""
+    stack: tuple[int, ...] = ()
+    """Sizes of the dims that `nnx.vmap` put in front, of a layer that `nnx.scan` or `nnx.vmap` calls entry by entry."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that every such layer has."""
+        return (self.name,)
+
+    def dims(self, side_in: Side | None, side_out: Side | None) -> Dims:
+        """The dims of activations for the sides chosen."""
+        x = (side_in or self.ins[0]).activation
+        y = (side_out or self.outs[0]).activation
+        return Dims(x, y, self.bias or (), self.rows, self.rank)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Norm over the last dim; each parameter has the length of the features."""
+
+    features: int
+    names: tuple[str, ...]
+    stack: tuple[int, ...] = ()
+    """As `Kernel.stack`."""
+
+
+Described = TypeVar("Described", Kernel, Norm)
+
+
+def describe(layer: Any) -> Kernel | Norm | str:
+    """Return the splittable kernel or norm of a layer, or one line with the reason for none."""
+    kind = type(layer)
+    base = base_of(kind)
+    if base is None:
+        if kind in (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm):
+            return f"{kind.__name__} runs as it is on split activations (its statistics are those of the global batch)"
+        return f"a {kind.__name__} has no sharded form"
+    if kind is base:
+        return _described(layer, base)
+    if name := changed(kind, base):
+        return f"a {kind.__name__} has {name} of its own and not {base.__name__}'s"
+    try:
+        described = _described(layer, base)
+    except AttributeError as error:
+        return f"a {kind.__name__} is not made as a {base.__name__} is: {error}"
+    held = () if isinstance(described, str) else described.names
+    if strange := [name for name in held if not isinstance(vars(layer).get(name), nnx.Variable)]:
+        return f"a {kind.__name__} does not hold {strange[0]} as a {base.__name__} does"
+    return described
+
+
+def _described(layer: Any, base: type[nnx.Module]) -> Kernel | Norm | str:
+    if base is nnx.Linear:
+        shape = (layer.in_features, layer.out_features)
+        ins, outs = Side(0, -1, layer.in_features), Side(1, -1, layer.out_features)
+        return _stack(layer, Kernel("kernel", shape, (ins,), (outs,), shape, (-1,)))
+    if base is nnx.LinearGeneral:
+        return _linear_general(layer)
+    if base is nnx.Einsum:
+        return _einsum(layer)
+    if base in (nnx.Conv, nnx.ConvTranspose):
+        return _conv(layer)
+    return _embed(layer) if base is nnx.Embed else _norm(layer)
+
+
+def _stack(layer: Any, described: Described) -> Described | str:
+    """Return the layer as described, with the dims that `nnx.vmap` put in front of every parameter's own."""
+    entry: tuple[int, ...] = (described.features,) if isinstance(described, Norm) else described.shape
+    shapes = {name: tuple(getattr(layer, name).shape) for name in described.names}
+    first = next(iter(shapes.values()), entry)
+    lead: tuple[int, ...] = first[: len(first) - len(entry)]
+    bias = getattr(layer, "bias", None) if isinstance(described, Kernel) and described.bias is not None else None
+    for name, shape in shapes.items():
+        if shape != (*lead, *entry) or (bias is not None and bias.shape[: len(lead)] != lead):
+            return f"its {name} {shape} is not one of {entry}, nor a stack of them with the stack's dims in front"
+    return replace(described, stack=lead)
+
+
+def _not_heads_size(sides: list[Side]) -> tuple[Side, ...]:
+    """All but the last of several dims, as (heads, head_dim), best first: attention sums over the last."""
+    return tuple(sides[-2::-1] if len(sides) > 1 else sides)
+
+
+def _linear_general(layer: Any) -> Kernel | str:
+    if layer.batch_axis:
+        return "batch_axis gives every batch entry a kernel of its own"
+    n_in, n_out = len(layer.in_features), len(layer.out_features)
+    shape = (*layer.in_features, *layer.out_features)
+    if any(axis >= 0 for axis in layer.axis) or sorted(layer.axis) != list(range(-n_in, 0)):
+        return f"axis={layer.axis} is not the input's last dims, counted from the end"
+    ins = [Side(i, axis, layer.in_features[i]) for i, axis in enumerate(layer.axis)]
+    outs = [Side(n_in + i, i - n_out, layer.out_features[i]) for i in range(n_out)]
+    bias = tuple(range(-n_out, 0))
+    features = (prod(layer.in_features), prod(layer.out_features))
+    sides = _not_heads_size(ins), _not_heads_size(outs)
+    return _stack(layer, Kernel("kernel", shape, *sides, features, bias, rank=n_out - n_in))
+
+
+def _einsum(layer: Any) -> Kernel | str:
+    if layer.einsum_str is None:
+        return "its einsum string is given at the call only"
+    operands, result = layer.einsum_str.split("->")
+    x, kernel = operands.split(",")
+    if "..." in kernel or len(kernel) != len(layer.kernel_shape):
+        return f"the kernel's dims in {layer.einsum_str!r} are not all named"
+    if any(label in x and label in result for label in kernel):
+        return f"{layer.einsum_str!r} has an index in input, kernel and result"
+    size = dict(zip(kernel, layer.kernel_shape, strict=True))
+    ins = [Side(i, _position(x, label), size[label]) for i, label in enumerate(kernel) if label in x]
+    outs = [Side(i, _position(result, label), size[label]) for i, label in enumerate(kernel) if label in result]
+    if not ins or not outs:
+        return f"{layer.einsum_str!r} does not contract the input with the kernel"
+    biased = [label for label in result if label in kernel]
+    if layer.bias is not None and tuple(layer.bias_shape) != tuple(size[label] for label in biased):
+        return f"its bias {layer.bias_shape} does not have the result's kernel dims"
+    bias = tuple(_position(result, label) for label in biased)
+    rows: tuple[int, int] | None = None
+    if x[0] == "." == result[0]:
+        rows = (0, 0)
+    elif x[0] != "." and x[0] not in kernel and x[0] in result and _position(result, x[0]) >= 0:
+        rows = (0, _position(result, x[0]))
+    rank = len(result.replace(".", "")) - len(x.replace(".", ""))
+    shape = tuple(layer.kernel_shape)
+    features = (prod(side.size for side in ins), prod(side.size for side in outs))
+    sides = _not_heads_size(ins), _not_heads_size(outs)
+    return _stack(layer, Kernel("kernel", shape, *sides, features, bias, rows, rank))
+
+
+def _position(labels: str, label: str) -> int:
+    """Return an index's dim: from the front if before an ellipsis or without one, else from the end."""
+    before, dots, after = labels.partition("...")
+    return before.index(label) if not dots or label in before else after.index(label) - len(after)
+
+
+def _conv(layer: Any) -> Kernel | str:
+    if layer.mask is not None:
+        return "a masked convolution"
+    shape = tuple(layer.kernel_shape)
+    at_in, at_out = len(shape) - 2, len(shape) - 1
+    if getattr(layer, "transpose_kernel", False):
+        at_in, at_out = at_out, at_in
+    ins, outs = Side(at_in, -1, layer.in_features), Side(at_out, -1, layer.out_features)
+    groups = getattr(layer, "feature_group_count", 1)
+    features = (layer.in_features, layer.out_features)
+    return _stack(layer, Kernel("kernel", shape, (ins,), (outs,), features, (-1,), groups=groups))
+
+
+def _embed(layer: Any) -> Kernel | str:
+    shape = (layer.num_embeddings, layer.features)
+    if layer.num_embeddings == 1 or not jnp.issubdtype(layer.embedding.dtype, jnp.floating):
+        return "a table of one row, or not of floating-point numbers"
+    ins, outs = Side(0, -1, shape[0]), Side(1, -1, shape[1])
+    return _stack(layer, Kernel("embedding", shape, (ins,), (outs,), (1, shape[1]), rank=1))
+
+
+def _norm(layer: Any) -> Norm | str:
+    names = ("scale", "bias") if isinstance(layer, nnx.LayerNorm) else ("scale",)
+    held = tuple(name for name in names if getattr(layer, name) is not None)
+    if layer.reduction_axes not in (-1, (-1,)) or layer.feature_axes not in (-1, (-1,)):
+        return "its reduction or feature axes are not the last one alone"
+    if layer.axis_name is not None:
+        return f"it reduces over a mapped axis of its own, {layer.axis_name!r}"
+    return _stack(layer, Norm(layer.num_features, held))
