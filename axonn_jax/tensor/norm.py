@@ -16,18 +16,24 @@ F = TypeVar("F", bound=Callable[..., jax.Array])
 
 
 def layer_norm(
-    x: jax.Array, scale: jax.Array | None, shift: jax.Array | None, eps: float, axis: str = FEATURE_AXIS
+    x: jax.Array,
+    scale: jax.Array | None,
+    shift: jax.Array | None,
+    eps: float,
+    axis: str = FEATURE_AXIS,
+    recomputed: Callable[..., Any] = jax.checkpoint,
 ) -> jax.Array:
     """Normalise [..., features/G] over features split over `axis`; float32 inside, returned in `x`'s dtype.
 
+    `recomputed` wraps functions of which the backward pass keeps the arguments alone: the input and numbers a row.
     Collective: one all-reduce over `axis` of three float32 a row (and one in the backward). Each shard's mean and
     centred sum of squares are combined (Chan et al. 1979), which on one shard is the two-pass variance.
     """
     h = x.astype(jnp.float32)
-    stats = _moments(h) / axis_size(axis)
+    stats = recomputed(_moments)(h) / axis_size(axis)
     mean, centred, mean_squared = jnp.split(all_reduce(stats, axis), 3, -1)
     variance = centred + (mean_squared - jnp.square(mean))
-    return _normalise(h, mean, lax.rsqrt(variance + eps), scale, shift).astype(x.dtype)
+    return recomputed(_normalise)(h, mean, lax.rsqrt(variance + eps), scale, shift).astype(x.dtype)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: str = FEATURE_AXIS) -> jax.Array:
@@ -65,7 +71,7 @@ class LayerNorm(nnx.Module):
         return layer_norm(x, self.scale.get_value(), self.shift.get_value(), self.eps)
 
 
-def _recomputed(f: F) -> F:
+def recomputed_in_maps(f: F) -> F:
     """Return a function that keeps its arguments alone for the backward pass and computes the rest again from them.
 
     The result varies over the mesh axes that the first argument varies over. As `jax.checkpoint`, which `jax.vmap` with
@@ -87,14 +93,12 @@ def _recomputed(f: F) -> F:
     return run  # type: ignore[return-value]
 
 
-@_recomputed
 def _moments(h: jax.Array) -> jax.Array:
     mean = jnp.mean(h, -1, keepdims=True)
     centred = jnp.mean(jnp.square(h - mean), -1, keepdims=True)
     return jnp.concatenate([mean, centred, jnp.square(mean)], -1)
 
 
-@_recomputed
 def _normalise(
     h: jax.Array, mean: jax.Array, factor: jax.Array, scale: jax.Array | None, shift: jax.Array | None
 ) -> jax.Array:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.backend.repairs import over_rows
 from axonn_jax.tensor.collectives import all_reduce, gather_weight, mark_varying
 from axonn_jax.tensor.embedding import lookup, tied_logits
-from axonn_jax.tensor.norm import layer_norm, rms_norm
+from axonn_jax.tensor.norm import layer_norm, recomputed_in_maps, rms_norm
 from axonn_jax.tensor.parallelize.kinds import in_place_of_base
 from axonn_jax.tensor.parallelize.layouts import LayerPlan, spec_of, without_z
 from axonn_jax.tensor.specs import shard_mapped
@@ -234,7 +234,8 @@ class ShardedLayerNorm(nnx.LayerNorm):
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalise as the Flax layer does, with a two-pass variance; with a mask, call the Flax layer, laid out by
         XLA."""
-        return super().__call__(x, mask=mask) if mask is not None else _normed(self, x, layer_norm, ("scale", "bias"))
+        norm = functools.partial(layer_norm, recomputed=recomputed_in_maps)
+        return super().__call__(x, mask=mask) if mask is not None else _normed(self, x, norm, ("scale", "bias"))
 
 
 class ShardedRMSNorm(nnx.RMSNorm):
