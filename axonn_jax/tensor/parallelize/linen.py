@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.tensor.parallelize.api import choose_overrides, put
-from axonn_jax.tensor.parallelize.layers import SHARDED
+from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
 from axonn_jax.tensor.parallelize.linen_plan import Key, Part, plan_loss
@@ -33,6 +33,8 @@ class LinenLoss:
     """The parameters' layouts: a tree as theirs, of `PartitionSpec`."""
     in_layers: Any
     """A tree as the parameters', True for those that planned layers hold."""
+    trained: Any
+    """A tree as the parameters', False for state: collections beside one of the name ``params``, as `batch_stats`."""
     parts: tuple[Part, ...]
     """Layers and other modules with parameters."""
     dtype: Any = None
@@ -76,9 +78,9 @@ class LinenLoss:
 
 
 def _run_sharded(call: LayerCall, plan: LayerPlan) -> jax.Array:
-    layer: Any = call.layer
+    layer = call.layer
     setattr(layer, PLAN, plan)
-    layer.__class__ = SHARDED[type(layer)]
+    layer.__class__ = sharded(type(layer))
     return call.run(layer)
 
 
@@ -115,9 +117,9 @@ def parallelize_linen(
         names = ", ".join(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
         raise UserError("params", names, f"the parameters of every layer that loss applies: {reason}") from None
     tree = jax.tree.structure(plain)
-    specs = jax.tree.unflatten(tree, plan.specs)
+    specs, in_layers, trained = (jax.tree.unflatten(tree, each) for each in (plan.specs, plan.in_layers, plan.trained))
     placed = jax.tree.map(lambda value, spec: put(value, NamedSharding(grid.mesh, spec)), plain, specs)
-    return LinenLoss(loss, plan.plans, specs, jax.tree.unflatten(tree, plan.in_layers), plan.parts), placed
+    return LinenLoss(loss, plan.plans, specs, in_layers, trained, plan.parts), placed
 
 
 _OTHER_PARAMS = (

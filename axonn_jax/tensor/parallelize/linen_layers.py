@@ -1,6 +1,7 @@
 """Linen layers as the NNX layers that compute the same, which have sharded forms."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -8,6 +9,8 @@ from typing import Any
 
 import jax
 from flax import linen, nnx
+
+from axonn_jax.tensor.parallelize.kinds import Kernel, Norm, describe
 
 Held = Mapping[str, Any]
 """A layer's parameters by name."""
@@ -29,11 +32,10 @@ class Form:
     def build(self, module: Any, x: Any, held: Held, dtype: Any) -> nnx.Module:
         """Make the NNX layer around the parameters themselves, to compute in `dtype`."""
         inits = {f"{name}_init": _giving(value) for name, value in held.items()}
-        uses = {f"use_{name}": name in held for name in self.params if hasattr(module, f"use_{name}")}
         # A norm computes in float32, whatever its input; `LayerCall.run` casts the result.
         common = {"dtype": None} if self.norm else {"dtype": dtype, "promote_dtype": _promoting(module)}
         common |= {"param_dtype": module.param_dtype, "rngs": _NoKeys()}
-        layer: Any = self.kind(**inits, **uses, **common, **self.arguments(module, x, held))
+        layer: Any = self.kind(**inits, **common, **self.arguments(module, x, held))
         layer.dtype = common["dtype"]  # Embed takes its table's for None
         return layer  # type: ignore[no-any-return]
 
@@ -46,8 +48,14 @@ class _NoKeys:
 
 
 def _giving(value: Any) -> Callable[..., Any]:
-    """An initializer that returns the value."""
-    return lambda *_: value
+    """An initializer that returns the value; `ValueError` where another size is wanted."""
+
+    def init(_: None, shape: tuple[int, ...], dtype: Any) -> Any:
+        if math.prod(shape) != value.size:
+            raise ValueError(f"{value.shape} is not {shape}")
+        return value
+
+    return init
 
 
 def _promoting(module: Any) -> Callable[..., Any]:
@@ -55,49 +63,51 @@ def _promoting(module: Any) -> Callable[..., Any]:
     return lambda args, /, *, dtype=None, inexact=True: module.promote_dtype(*args, dtype=dtype, inexact=inexact)
 
 
+def _options(module: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
+
+
 def _dense(module: Any, x: Any, held: Held) -> dict[str, Any]:
-    return {"in_features": x.shape[-1], "out_features": module.features, "precision": module.precision}
+    return {"in_features": x.shape[-1], "out_features": module.features, **_options(module, "use_bias", "precision")}
 
 
 def _dense_general(module: Any, x: Any, held: Held) -> dict[str, Any]:
     given = module.axis if isinstance(module.axis, tuple | list) else (module.axis,)
     axis = tuple(sorted(each if each < 0 else each - x.ndim for each in given))
     sizes = tuple(x.shape[each] for each in axis)
-    return {"in_features": sizes, "out_features": module.features, "axis": axis, "precision": module.precision}
+    sides = {"in_features": sizes, "out_features": module.features, "axis": axis}
+    return {**sides, **_options(module, "use_bias", "precision")}
 
 
 def _einsum(module: Any, x: Any, held: Held) -> dict[str, Any]:
     return {
-        "einsum_str": module.einsum_str,
         "kernel_shape": tuple(module.shape),
         "bias_shape": held["bias"].shape if "bias" in held else None,
-        "precision": module.precision,
-        "preferred_element_type": module.preferred_element_type,
+        **_options(module, "einsum_str", "precision", "preferred_element_type"),
     }
 
 
-def _convolution(module: Any, x: Any, held: Held) -> dict[str, Any]:
-    names = ("kernel_size", "strides", "padding", "kernel_dilation", "precision")
-    return {"in_features": x.shape[-1], "out_features": module.features, **{n: getattr(module, n) for n in names}}
-
-
 def _conv(module: Any, x: Any, held: Held) -> dict[str, Any]:
-    names = ("input_dilation", "feature_group_count")
-    return {**_convolution(module, x, held), **{name: getattr(module, name) for name in names}}
+    names = ("kernel_size", "strides", "padding", "input_dilation", "kernel_dilation", "feature_group_count")
+    return {**_dense(module, x, held), **_options(module, *names)}
 
 
 def _conv_transpose(module: Any, x: Any, held: Held) -> dict[str, Any]:
-    names = ("transpose_kernel", "preferred_element_type")
-    return {**_convolution(module, x, held), **{name: getattr(module, name) for name in names}}
+    names = ("kernel_size", "strides", "padding", "kernel_dilation", "transpose_kernel", "preferred_element_type")
+    return {**_dense(module, x, held), **_options(module, *names)}
 
 
 def _embed(module: Any, x: Any, held: Held) -> dict[str, Any]:
-    return {"num_embeddings": module.num_embeddings, "features": module.features}
+    return _options(module, "num_embeddings", "features")
 
 
-def _norm(module: Any, x: Any, held: Held) -> dict[str, Any]:
-    names = ("epsilon", "reduction_axes", "feature_axes", "axis_name", "axis_index_groups")
-    return {"num_features": x.shape[-1], **{name: getattr(module, name) for name in names}}
+def _rms_norm(module: Any, x: Any, held: Held) -> dict[str, Any]:
+    names = ("use_scale", "epsilon", "reduction_axes", "feature_axes", "axis_name", "axis_index_groups")
+    return {"num_features": x.shape[-1], **_options(module, *names)}
+
+
+def _layer_norm(module: Any, x: Any, held: Held) -> dict[str, Any]:
+    return {**_rms_norm(module, x, held), "use_bias": module.use_bias}
 
 
 _KERNEL = ("kernel", "bias")
@@ -110,8 +120,8 @@ FORMS: dict[type[linen.Module], Form] = {
     linen.Conv: Form(nnx.Conv, _KERNEL, _conv, ("mask", "conv_general_dilated", "conv_general_dilated_cls")),
     linen.ConvTranspose: Form(nnx.ConvTranspose, _KERNEL, _conv_transpose, ("mask",)),
     linen.Embed: Form(nnx.Embed, ("embedding",), _embed),
-    linen.LayerNorm: Form(nnx.LayerNorm, ("scale", "bias"), _norm, norm=True),
-    linen.RMSNorm: Form(nnx.RMSNorm, ("scale",), _norm, norm=True),
+    linen.LayerNorm: Form(nnx.LayerNorm, ("scale", "bias"), _layer_norm, norm=True),
+    linen.RMSNorm: Form(nnx.RMSNorm, ("scale",), _rms_norm, norm=True),
 }
 """Linen's types that have one."""
 
@@ -145,6 +155,16 @@ class LayerCall:
     def layer(self) -> nnx.Module:
         """The NNX layer."""
         return FORMS[self.base].build(self.module, self.x, self.held, self.dtype)
+
+    def described(self) -> Kernel | Norm | str:
+        """Return the dims in which the layer can be split, or the reason for none."""
+        try:
+            described = describe(self.layer)
+        except ValueError as error:  # Flax's own call has the words for it
+            return str(error)
+        if isinstance(described, str) or not described.stack:
+            return described
+        return f"its parameters have dims {described.stack} in front"
 
     def in_dtype(self, dtype: Any) -> "LayerCall":
         """Return the call with this dtype for the computation, unless the layer has one of its own."""

@@ -1,26 +1,37 @@
 """Plans of a Linen model's layers, and its parameters' layouts, from one trace of its loss."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import tree_util
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.tensor.parallelize.convolution import check_grouped
-from axonn_jax.tensor.parallelize.kinds import describe
-from axonn_jax.tensor.parallelize.layouts import ActivationSplit, LayerPlan, spec_of
+from axonn_jax.tensor.parallelize.flow import MARK, Origin, Origins, find_origins, mark, marked
+from axonn_jax.tensor.parallelize.layouts import LayerPlan, small_enough, spec_of, spread
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
-from axonn_jax.tensor.parallelize.origins import Origin, Origins, find_origins
-from axonn_jax.tensor.parallelize.propagate import _MARK, Chooser, _follow
+from axonn_jax.tensor.parallelize.propagate import Chooser, plans_of_calls
+from axonn_jax.tensor.specs import size_over, spec_axes
 
 Key = tuple[Any, ...]
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter of the tree."""
+
+    owner: str
+    """The path without the last name."""
+    param: str
+    array: Any
+    trained: bool
 
 
 @dataclass(frozen=True)
@@ -44,10 +55,22 @@ class Use:
         """Runs of this call, in a scan over stacked parameters one a part."""
         return max((origin.times for origin in self.origins.values() if origin is not None), default=1)
 
-    def path(self, names: Sequence[str]) -> str:
-        """The layer's path in a tree of parameters of these names; without any of them, its path in its module."""
+    def path(self, leaves: Sequence[Leaf]) -> str:
+        """The layer's path in the tree of parameters; without any of them, its path in its module."""
         origin = next((each for each in self.origins.values() if each is not None), None)
-        return ".".join(self.key[0]) if origin is None else names[origin.index].rpartition(".")[0]
+        return ".".join(self.key[0]) if origin is None else leaves[origin.index].owner
+
+
+@dataclass(frozen=True)
+class Part:
+    """Layer, or another module with parameters, as a report lists it."""
+
+    path: str
+    plan: LayerPlan
+    params: dict[str, Any]
+    """Parameters by name: arrays, or shapes with a layout."""
+    dtype: Any
+    """Of the computation."""
 
 
 @dataclass(eq=False)
@@ -63,7 +86,7 @@ class Trace:
         """Call the method, as one equation if it is a layer's."""
         reason = call.reason
         if call.layer is not None:
-            described = describe(call.layer.layer)
+            described = call.layer.described()
             if not isinstance(described, str):
                 return self._mark(call.layer)
             reason = described
@@ -77,22 +100,24 @@ class Trace:
             return again.run(again.layer)
 
         shapes = {name: call.held[name].shape for name in sorted(call.held)}  # as jax flattens them
-        layer.__name__ = f"{_MARK}:{len(self.uses)}:{call.method}:{','.join(map(str, call.x.shape))}"
         dtype = call.module.param_dtype if call.dtype is None else call.dtype
         self.uses.append(Use(call.key, call.base.__name__, call.layer, shapes, dtype))
-        return jax.jit(layer)(call.x, call.held)
+        return mark(layer, len(self.uses) - 1, call.method, call.x)(call.x, call.held)
 
-    def unsplit(self, path: str) -> LayerPlan:
-        """Return the plan of a module, by its path in the tree of parameters, that is no layer of the trace."""
-        owners = [at for at in self.whole if not at or path.endswith(".".join(at))]
-        kind, reason = self.whole.get(max(owners, key=len, default=("",)), ("-", ""))
-        return LayerPlan(kind, self.mesh, False, note=reason or "no layer with a sharded form uses these parameters")
+    def part(self, leaf: Leaf, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Part:
+        """Return the layer, or the other module, that holds a leaf, without parameters."""
+        if use is not None:
+            return Part(leaf.owner, plans[use.key], {}, use.dtype)
+        owners = [at for at in self.whole if not at or f".{leaf.owner}".endswith(f".{'.'.join(at)}")]
+        kind, reason = self.whole.get(max(owners, key=len, default=("",)), ("-", "no Linen module holds them"))
+        plan = LayerPlan(kind, self.mesh, False, note=reason or f"a {kind} has no sharded form")
+        return Part(leaf.owner, plan, {}, leaf.array.dtype)
 
     def at(self, eqn: Any, origins: Origins) -> None:
         """Note the origins of a marked equation's parameters; refuse a layout on another mesh."""
-        mark = str(eqn.params.get("name", "")).split(":")
-        if mark[0] == _MARK:
-            use = self.uses[int(mark[1])]
+        call = marked(eqn)
+        if call is not None:
+            use = self.uses[call.number]
             if len(origins) == 1 + len(use.shapes) and not use.origins:  # more of them in a derivative
                 use.origins.update(zip(use.shapes, origins[1:], strict=True))
         mesh = getattr(eqn.params.get("sharding"), "mesh", None)
@@ -108,18 +133,6 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Layer, or another module with parameters, as a report lists it."""
-
-    path: str
-    plan: LayerPlan
-    params: dict[str, Any]
-    """Parameters by name: arrays, or shapes with a layout."""
-    dtype: Any
-    """Of the computation."""
-
-
-@dataclass(frozen=True)
 class LossPlan:
     """Plans of a loss's layers by `LayerCall.key`, and layouts of its parameters."""
 
@@ -128,6 +141,8 @@ class LossPlan:
     """The layout of each leaf of the parameters."""
     in_layers: list[bool]
     """True for each leaf that a planned layer holds."""
+    trained: list[bool]
+    """False for each leaf of a collection beside one of the name ``params``, such as `batch_stats`."""
     parts: tuple[Part, ...]
 
 
@@ -147,28 +162,35 @@ def plan_loss(
         closed, result = jax.make_jaxpr(loss, return_shape=True)(params, batch)
     _check_scalar(result)
     jaxpr = closed.jaxpr
-    check_grouped(jaxpr, mesh, _MARK)
-    leaves = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
-    names, arrays = list(leaves), list(leaves.values())
-    origins: Origins = [Origin(index, tuple(range(leaf.ndim))) for index, leaf in enumerate(arrays)]
+    check_grouped(jaxpr, mesh, MARK)
+    leaves = _leaves(params)
+    origins: Origins = [Origin(index, tuple(range(leaf.array.ndim))) for index, leaf in enumerate(leaves)]
     find_origins(jaxpr, origins + [None] * (len(jaxpr.invars) - len(leaves)), trace.at)
-    uses = {use.path(names): use for use in reversed(trace.uses)}
+    uses = {use.path(leaves): use for use in reversed(trace.uses)}
     chosen = choose({path: use.layer for path, use in uses.items()})
-    plans = _plans(Chooser(mesh), jaxpr, trace.uses, {use.key: chosen.get(path) for path, use in uses.items()})
-    held = _layouts(trace.uses, plans, arrays)
-    specs = [held.get(index, P()) for index in range(len(leaves))]
+    overrides = {use.key: chosen[path] for path, use in uses.items() if path in chosen}
+    plans = _plans(Chooser(mesh), jaxpr, trace.uses, overrides)
+    held = _layouts(trace.uses, plans, leaves)
+    free = {index for index, leaf in enumerate(leaves) if leaf.trained and chosen.get(leaf.owner) != "replicated"}
+    apart = _spread(leaves, free - {index for index, spec in held.items() if spec_axes(spec)}, mesh)
+    specs = [(held | apart).get(index, P()) for index in range(len(leaves))]
     parts: dict[str, Part] = {}
-    for (name, leaf), spec in zip(leaves.items(), specs, strict=True):
-        path, _, param = name.rpartition(".")
-        plan, dtype = trace.unsplit(path), leaf.dtype
-        if path in uses:
-            plan, dtype = plans[uses[path].key], uses[path].dtype
-        laid = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-        parts.setdefault(path, Part(path, plan, {}, dtype)).params[param] = laid
-    return LossPlan(plans, specs, [index in held for index in range(len(leaves))], tuple(parts.values()))
+    for index, leaf in enumerate(leaves):
+        part = parts.setdefault(leaf.owner, trace.part(leaf, uses.get(leaf.owner), plans))
+        if index in apart:
+            part = replace(part, plan=replace(part.plan, spread=(*part.plan.spread, (leaf.param, apart[index]))))
+        laid = jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=NamedSharding(mesh, specs[index]))
+        parts[leaf.owner] = replace(part, params={**part.params, leaf.param: laid})
+    in_layers, trained = [index in held for index in range(len(leaves))], [leaf.trained for leaf in leaves]
+    return LossPlan(plans, specs, in_layers, trained, tuple(parts.values()))
+
+
+def _leaves(params: Any) -> list[Leaf]:
+    leaves = []
+    for path, array in tree_util.tree_leaves_with_path(params):
+        owner, _, param = tree_util.keystr(path, simple=True, separator=".").rpartition(".")
+        leaves.append(Leaf(owner, param, array, "params" not in params or path[0] == tree_util.DictKey("params")))
+    return leaves
 
 
 def _check_scalar(result: Any) -> None:
@@ -178,38 +200,35 @@ def _check_scalar(result: Any) -> None:
         raise UserError("loss", f"a function that returns {given}", "one that returns a scalar, or (scalar, aux)")
 
 
-def _plans(
-    chooser: Chooser, jaxpr: Any, uses: Sequence[Use], overrides: Mapping[Key, str | None]
-) -> dict[Key, LayerPlan]:
-    plans: dict[Key, LayerPlan] = {}
-
-    def plan(use: Use, arrives: ActivationSplit | None) -> LayerPlan:
-        return replace(chooser.plan(use.layer, arrives, overrides.get(use.key)), kind=use.kind)
-
-    def at_layer(
-        index: int, method: str, shape: Shape, out_size: int, arrives: ActivationSplit | None
-    ) -> ActivationSplit | None:
-        use = uses[index]
-        before = plans.get(use.key) or plan(use, arrives)
-        rows = shape[0] if len(shape) > 1 else 1
-        plans[use.key] = before.called_with(use.times * math.prod(shape), use.times * out_size, rows)
-        return chooser.leaves(use.layer, before, arrives, method)
-
-    _follow(jaxpr, [None] * len(jaxpr.invars), at_layer)
-    return {use.key: plans.get(use.key) or plan(use, None) for use in uses}
+def _plans(chooser: Chooser, jaxpr: Any, uses: Sequence[Use], overrides: Mapping[Key, str]) -> dict[Key, LayerPlan]:
+    """The plan of every layer; one that the layouts of activations do not come to has an input that is not split."""
+    calls, times = [(use.key, use.layer) for use in uses], [use.times for use in uses]
+    plans = plans_of_calls(chooser, jaxpr, calls, overrides, times)
+    others = {use.key: chooser.plan(use.layer, None, overrides.get(use.key)) for use in uses if use.key not in plans}
+    return {use.key: replace((plans | others)[use.key], kind=use.kind) for use in uses}
 
 
-def _layouts(uses: Sequence[Use], plans: Mapping[Key, LayerPlan], leaves: Sequence[Any]) -> dict[int, P]:
+def _layouts(uses: Sequence[Use], plans: Mapping[Key, LayerPlan], leaves: Sequence[Leaf]) -> dict[int, P]:
     """The layout of each leaf of a sharded layer, as the first layer that uses it has it."""
     specs: dict[int, P] = {}
     for use in uses:
         plan = plans[use.key]
         for name, origin in use.origins.items():
             if plan.sharded and origin is not None and origin.index not in specs:
-                whole = leaves[origin.index].shape
+                whole = leaves[origin.index].array.shape
                 split = zip(_dims(origin, whole, use.shapes[name]), plan.spec(name), strict=False)
                 specs[origin.index] = spec_of(len(whole), *((dim, axes) for dim, axes in split if dim is not None))
     return specs
+
+
+def _spread(leaves: Sequence[Leaf], whole: Collection[int], mesh: Mesh) -> dict[int, P]:
+    """The layouts of leaves that no layer splits, but for small ones."""
+    sizes = {index: leaf.array.size * leaf.array.dtype.itemsize for index, leaf in enumerate(leaves) if leaf.trained}
+    small = small_enough(
+        {index: sizes[index] for index in whole}, sum(sizes.values()), size_over(mesh, ("z", "y", "x"))
+    )
+    specs = {index: spread(leaves[index].array.shape, mesh) for index in whole if index not in small}
+    return {index: spec for index, spec in specs.items() if spec_axes(spec)}
 
 
 def _dims(origin: Origin, whole: Shape, shape: Shape) -> tuple[int | None, ...]:

@@ -2,9 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from axonn_jax.ops.layers import TensorAxis
 from axonn_jax.tensor.linear import swapped
-from axonn_jax.tensor.parallelize.convolution import bodies, check_grouped
+from axonn_jax.tensor.parallelize.convolution import check_grouped
+from axonn_jax.tensor.parallelize.flow import MARK, Marked, follow_layouts, mark
 from axonn_jax.tensor.parallelize.kinds import CALLS, Kernel, Norm, Side, base_of, describe, in_place_of_base
 from axonn_jax.tensor.parallelize.layouts import ActivationSplit, LayerPlan, spec_of
 
@@ -196,8 +197,8 @@ def plans_by_order(
     return plans
 
 
-_MARK = "axonn_layer"
 _INDEX = "axonn_index"
+Key = TypeVar("Key", bound=Hashable)
 
 
 def plans_by_flow(
@@ -213,36 +214,43 @@ def plans_by_flow(
     activation carries its axis through everything between two layers; where two meet (a residual sum, attention's
     products) the first known axis counts.
     """
-    paths = list(layers)
     kinds = [type(layer) for layer in layers.values()]
     for index, layer in enumerate(layers.values()):
         setattr(layer, _INDEX, index)
         layer.__class__ = _probe(type(layer))
     graphdef, state = nnx.split(model)
     jaxpr = jax.make_jaxpr(lambda state: jax.tree.leaves(call(nnx.merge(graphdef, state))))(state).jaxpr
-    check_grouped(jaxpr, chooser.mesh, _MARK)
-    originals = list(layers.values())
-    plans: dict[str, LayerPlan] = {}
-
-    def at_layer(
-        index: int, method: str, shape: Shape, out_size: int, arrives: ActivationSplit | None
-    ) -> ActivationSplit | None:
-        path, layer = paths[index], originals[index]
-        if path not in plans:
-            plans[path] = chooser.plan(layer, arrives, overrides.get(path))
-        rows = shape[0] if len(shape) > 1 else 1  # as layers do: the first dim, and ids of one dim are positions
-        times = math.prod(plans[path].stack)  # a stack's entries run in a scan, which is one equation
-        plans[path] = plans[path].called_with(times * math.prod(shape), times * out_size, rows)
-        return chooser.leaves(layer, plans[path], arrives, method)
-
-    for layer, kind in zip(originals, kinds, strict=True):
+    check_grouped(jaxpr, chooser.mesh, MARK)
+    for layer, kind in zip(layers.values(), kinds, strict=True):
         layer.__class__ = kind
-    _follow(jaxpr, [None] * len(jaxpr.invars), at_layer)
+    return plans_of_calls(chooser, jaxpr, list(layers.items()), overrides)
+
+
+def plans_of_calls(
+    chooser: Chooser,
+    jaxpr: Any,
+    calls: Sequence[tuple[Key, Any]],
+    overrides: Mapping[Key, str],
+    times: Sequence[int] = (),
+) -> dict[Key, LayerPlan]:
+    """Return a plan for each layer with a marked equation in a jaxpr, with the sizes of its calls.
+
+    `calls` has key and layer for each mark's number; such a call runs as many `times`.
+    """
+    plans: dict[Key, LayerPlan] = {}
+
+    def at_layer(call: Marked, out_size: int, arrives: ActivationSplit | None) -> ActivationSplit | None:
+        key, layer = calls[call.number]
+        if key not in plans:
+            plans[key] = chooser.plan(layer, arrives, overrides.get(key))
+        # As layers do: the first dim, and ids of one dim are positions. A stack's entries run in one equation.
+        rows = call.shape[0] if len(call.shape) > 1 else 1
+        runs = times[call.number] if times else math.prod(plans[key].stack)
+        plans[key] = plans[key].called_with(runs * math.prod(call.shape), runs * out_size, rows)
+        return chooser.leaves(layer, plans[key], arrives, call.method)
+
+    follow_layouts(jaxpr, [None] * len(jaxpr.invars), at_layer)
     return plans
-
-
-Shape = tuple[int, ...]
-AtLayer = Callable[[int, str, Shape, int, ActivationSplit | None], ActivationSplit | None]
 
 
 @functools.cache
@@ -256,36 +264,9 @@ def _probe(kind: type[nnx.Module]) -> type[nnx.Module]:
             def layer(x: jax.Array) -> Any:
                 return getattr(base, method)(self, x, *args, **kwargs)
 
-            layer.__name__ = f"{_MARK}:{getattr(self, _INDEX)}:{method}:{','.join(map(str, x.shape))}"
-            return jax.jit(layer)(x)
+            return mark(layer, getattr(self, _INDEX), method, x)(x)
 
         return call
 
     methods = {name: marked(name) for name in CALLS if hasattr(base, name)}
     return in_place_of_base(kind, type(f"Probed{base.__name__}", (base,), methods), "Probed")
-
-
-def _follow(jaxpr: Any, splits: list[ActivationSplit | None], at_layer: AtLayer) -> list[ActivationSplit | None]:
-    """Carry layouts through a jaxpr's equations, from inputs to outputs."""
-    known: dict[Any, ActivationSplit | None] = dict(zip(jaxpr.invars, splits, strict=True))
-
-    def of(var: Any) -> ActivationSplit | None:
-        return None if hasattr(var, "val") else known.get(var)  # a literal has a value and is not hashable
-
-    for eqn in jaxpr.eqns:
-        arrive = [of(var) for var in eqn.invars]
-        first = next((split for split in arrive if split is not None), None)
-        mark = str(eqn.params.get("name", "")).split(":")
-        # What it runs (jit, remat, scan, a custom derivative), if that takes and gives the same values.
-        sizes = (len(eqn.invars), len(eqn.outvars))
-        inner = next((body for body in bodies(eqn) if (len(body.invars), len(body.outvars)) == sizes), None)
-        if mark[0] == _MARK:
-            out_size = math.prod(eqn.outvars[0].aval.shape)
-            shape = tuple(int(size) for size in mark[3].split(",") if size)
-            leave = [at_layer(int(mark[1]), mark[2], shape, out_size, first)] * len(eqn.outvars)
-        elif inner is not None:
-            leave = _follow(inner, arrive, at_layer)
-        else:
-            leave = [first] * len(eqn.outvars)
-        known.update(zip(eqn.outvars, leave, strict=True))
-    return [of(var) for var in jaxpr.outvars]

@@ -1,10 +1,79 @@
-"""Origins of traced values: the input, and its dims, that each parameter of a layer is or is a part of."""
+"""Flow through a traced program: activations' layouts from layer to layer, parameters to the layers that use them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
 
 from axonn_jax.tensor.parallelize.convolution import bodies
+from axonn_jax.tensor.parallelize.layouts import ActivationSplit
+
+MARK = "axonn_layer"
+"""Beginning of the name of an equation that is one call of a layer."""
+
+Shape = tuple[int, ...]
+AtLayer = Callable[["Marked", int, ActivationSplit | None], ActivationSplit | None]
+"""The layout that leaves a layer: for its call, the size of its output, and the layout that arrives."""
+
+
+class Marked(NamedTuple):
+    """Call of a layer."""
+
+    number: int
+    method: str
+    shape: Shape
+    """Of the input."""
+
+
+def mark(call: Callable[..., Any], number: int, method: str, x: jax.Array) -> Callable[..., Any]:
+    """Return a function that is traced as one equation, named after the call of a layer on `x`."""
+
+    def layer(*args: Any) -> Any:
+        return call(*args)
+
+    layer.__name__ = f"{MARK}:{number}:{method}:{','.join(map(str, x.shape))}"
+    return jax.jit(layer)
+
+
+def marked(eqn: Any) -> Marked | None:
+    """Return the call of a layer that an equation is."""
+    first, *rest = str(eqn.params.get("name", "")).split(":")
+    if first != MARK:
+        return None
+    number, method, sizes = rest
+    return Marked(int(number), method, tuple(int(size) for size in sizes.split(",") if size))
+
+
+def _inner(eqn: Any) -> Any | None:
+    """What an equation runs (jit, remat, scan, a custom derivative), if that takes and gives the same values."""
+    sizes = (len(eqn.invars), len(eqn.outvars))
+    return next((body for body in bodies(eqn) if (len(body.invars), len(body.outvars)) == sizes), None)
+
+
+def follow_layouts(jaxpr: Any, splits: list[ActivationSplit | None], at_layer: AtLayer) -> list[ActivationSplit | None]:
+    """Carry layouts through a jaxpr's equations, from inputs to outputs."""
+    known: dict[Any, ActivationSplit | None] = dict(zip(jaxpr.invars, splits, strict=True))
+
+    def of(var: Any) -> ActivationSplit | None:
+        return None if hasattr(var, "val") else known.get(var)  # a literal has a value and is not hashable
+
+    for eqn in jaxpr.eqns:
+        arrive = [of(var) for var in eqn.invars]
+        leave = [next((split for split in arrive if split is not None), None)] * len(eqn.outvars)
+        layer, inner = marked(eqn), _inner(eqn)
+        if layer is not None:
+            if eqn.outvars:  # else nothing uses the result
+                out_size = math.prod(eqn.outvars[0].aval.shape)
+                leave = [at_layer(layer, out_size, leave[0])] * len(eqn.outvars)
+        elif inner is not None:
+            leave = follow_layouts(inner, arrive, at_layer)
+        elif eqn.primitive.name == "cond":  # branches give values of one shape
+            for branch in bodies(eqn):
+                leave = follow_layouts(branch, arrive[1:], at_layer)
+        known.update(zip(eqn.outvars, leave, strict=True))
+    return [of(var) for var in jaxpr.outvars]
 
 
 @dataclass(frozen=True)
@@ -41,8 +110,7 @@ def find_origins(jaxpr: Any, arrive: Origins, at: Callable[[Any, Origins], None]
 
 def _results(eqn: Any, inputs: Origins, at: Callable[[Any, Origins], None]) -> Origins:
     nothing: Origins = [None] * len(eqn.outvars)
-    sizes = (len(eqn.invars), len(eqn.outvars))
-    inner = next((body for body in bodies(eqn) if (len(body.invars), len(body.outvars)) == sizes), None)
+    inner = _inner(eqn)
     if eqn.primitive.name == "scan" and inner is not None:
         whole, length = eqn.params["num_consts"] + eqn.params["num_carry"], eqn.params["length"]
         find_origins(inner, inputs[:whole] + [_at_one_place(each, length) for each in inputs[whole:]], at)

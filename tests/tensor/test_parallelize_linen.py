@@ -1,0 +1,352 @@
+"""A Linen model's loss over a grid has the plain loss and gradients; mistakes are one line."""
+
+import functools
+
+import grids
+import hlo_text
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import axonn_jax as ax
+from axonn_jax.grid import GridShape
+from axonn_jax.tensor.parallelize.linen_layers import intercepted
+
+VOCAB, HIDDEN, LENGTH, ROWS = 64, 32, 6, 8
+GRIDS = [(1, 2, 2, 2), (2, 2, 1, 2)]
+# Of a parameter's largest entry: sums of another order, through a dozen layers.
+GRADIENT_TOLERANCE = 1e-5
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        h = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4, qkv_features=HIDDEN)(h, h)
+        return x + nn.Dense(HIDDEN)(nn.gelu(nn.Dense(2 * HIDDEN)(nn.LayerNorm()(x)))), None
+
+
+class TiedLM(nn.Module):
+    """Stacked blocks, their layers in a dim of the parameters, under remat; logits by the table of tokens."""
+
+    stacked_at: int = 0
+
+    @nn.compact
+    def __call__(self, ids):
+        tokens = nn.Embed(VOCAB, HIDDEN)
+        blocks = nn.scan(
+            nn.remat(Block), variable_axes={"params": self.stacked_at}, split_rngs={"params": True}, length=3
+        )
+        x, _ = blocks()(tokens(ids), None)
+        return tokens.attend(nn.RMSNorm()(x))
+
+
+class ConvNet(nn.Module):
+    """Convolutions, with groups too; the norms have no sharded form."""
+
+    batch_norm: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(16, (3, 3))(x)
+        x = nn.BatchNorm(use_running_average=False)(x) if self.batch_norm else nn.GroupNorm(num_groups=4)(x)
+        x = nn.Conv(16, (3, 3), feature_group_count=16)(nn.relu(x))
+        return nn.Dense(8)(nn.ConvTranspose(8, (3, 3), strides=(2, 2))(x).mean((1, 2)))
+
+
+def _ids(*shape):
+    return np.random.default_rng(0).integers(0, VOCAB, (*shape, ROWS, LENGTH), dtype=np.int32)
+
+
+def _images(*shape):
+    rng = np.random.default_rng(0)
+    draws = {"image": (*shape, ROWS, 6, 6, 3), "target": (*shape, ROWS, 8)}
+    return {name: rng.standard_normal(size).astype(np.float32) for name, size in draws.items()}
+
+
+def _lm_loss(model):
+    def loss(params, ids):
+        logits = model.apply({"params": params}, ids)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(ids, 1, -1)).mean()
+
+    return loss
+
+
+def _conv_loss(model):
+    def loss(variables, batch):
+        out, updated = model.apply(variables, batch["image"], mutable=["batch_stats"])
+        return jnp.mean(jnp.square(out - batch["target"])), updated
+
+    return loss
+
+
+@functools.cache
+def _case(name):
+    """Loss, parameters and a function for batches of the given leading dims."""
+    if name.startswith("lm"):
+        model = TiedLM(int(name[2:] or 0))
+        return _lm_loss(model), model.init(jax.random.key(0), _ids())["params"], _ids
+    model = ConvNet(name == "batch norm")
+    return _conv_loss(model), model.init(jax.random.key(0), _images()["image"]), _images
+
+
+def _value(out):
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _gradients(loss, params, batch):
+    return jax.jit(jax.value_and_grad(lambda p, b: _value(loss(p, b))))(params, batch)
+
+
+def _assert_same(got, want):
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(want[1]))
+    for (path, exact), here in zip(jax.tree.leaves_with_path(want[1]), jax.tree.leaves(got[1]), strict=True):
+        scale = max(float(jnp.abs(exact).max()), 1e-2 * largest)  # a key's bias has rounding only
+        assert float(jnp.abs(np.asarray(here) - exact).max()) <= GRADIENT_TOLERANCE * scale, path
+
+
+def _grid(*axes):
+    return grids.lay(GridShape(1, *axes))
+
+
+@pytest.mark.parametrize("axes", GRIDS, ids=str)
+@pytest.mark.parametrize("name", ["lm", "conv"])
+def test_loss_and_gradients_are_the_plain_ones(name, axes):
+    (loss, params, batches), grid = _case(name), _grid(*axes)
+    with jax.set_mesh(grid.mesh):  # as ax.init leaves it
+        sharded, placed = ax.parallelize_linen(loss, params, grid, batches())
+        got = _gradients(sharded, placed, grid.shard_batch(batches()))
+    _assert_same(got, _gradients(loss, params, batches()))
+    assert jax.tree.structure(placed) == jax.tree.structure(params)
+    for value, gradient, in_layer in zip(*map(jax.tree.leaves, (placed, got[1], sharded.in_layers)), strict=True):
+        assert not in_layer or gradient.sharding.is_equivalent_to(value.sharding, value.ndim)
+    report = ax.sharding_report(sharded)
+    whole = {entry.path for entry in report.entries if not entry.plan.sharded}
+    assert whole == ({"params.GroupNorm_0"} if name == "conv" else set())
+    assert report.bytes == 4 * sum(value.size for value in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", ["lm", "lm1", "batch norm"])
+def test_replicas_under_vmap_reduce_over_data_once(name):
+    """Microbatches of two replicas, their rows over `z` alone."""
+    (loss, params, batches), grid, replicas = _case(name), _grid(2, 2, 1, 2), 2
+    batch = batches(2)
+    sharded, placed = ax.parallelize_linen(loss, params, grid, jax.tree.map(lambda b: b[0, ::replicas], batch))
+    sharded = sharded.with_row_axes(("z",), "data")
+
+    def replica(params, batch):
+        def add(carry, rows):
+            value, gradient = jax.value_and_grad(lambda p: _value(sharded(p, rows)))(params)
+            return jax.tree.map(jnp.add, carry, (value, gradient)), None
+
+        zeros = (jnp.float32(0), jax.tree.map(lambda p: 0 * p, params))
+        return jax.lax.scan(add, zeros, batch)[0]
+
+    def step(params, batch):
+        def lay(value, spec):
+            value = jnp.broadcast_to(value, (replicas, *value.shape))
+            return jax.lax.with_sharding_constraint(value, NamedSharding(grid.mesh, P("data", *spec)))
+
+        own = jax.tree.map(lay, params, sharded.specs)
+        mapped = jax.vmap(replica, in_axes=(0, 1), axis_name="data", spmd_axis_name="data")
+        return jax.tree.map(lambda sums: sums.mean(0) / 2, mapped(own, batch))
+
+    def split(value):
+        value = value.reshape(2, replicas, -1, *value.shape[2:])
+        return jax.device_put(value, NamedSharding(grid.mesh, P(None, "data", "z")))
+
+    given = placed, jax.tree.map(split, batch)
+    program = jax.jit(step).lower(*given).compile()
+    one_by_one = [_gradients(loss, params, jax.tree.map(lambda b, i=i: b[i], batch)) for i in range(2)]
+    _assert_same(program(*given), jax.tree.map(lambda a, b: (a + b) / 2, *one_by_one))
+    moved = hlo_text.collectives(program.as_text())
+    looped = [each for each in moved if each.in_loop and each.crosses(grid.mesh, "data")]
+    assert len(looped) == (2 if name == "batch norm" else 0)  # that one's statistics are the global batch's
+    assert {each.kind for each in moved} <= {"all-reduce", "all-gather", "reduce-scatter"}
+
+
+def _sizes(module, *shape):
+    return module, jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+
+
+BF16 = jnp.bfloat16
+LAYERS = [
+    _sizes(nn.Dense(6, dtype=BF16), 2, 3, 4),
+    _sizes(nn.DenseGeneral((2, 3), axis=(1, -1)), 2, 4, 5),
+    _sizes(nn.DenseGeneral(6, axis=(-1, -2), use_bias=False), 2, 4, 5),
+    _sizes(nn.Einsum((2, 4, 3), "bth,nhd->btnd"), 2, 3, 4),
+    _sizes(nn.Conv(6, 3, padding="CAUSAL", kernel_dilation=2), 2, 5, 4),
+    _sizes(nn.Conv(6, (3, 3), strides=(2, 1), padding="CIRCULAR", feature_group_count=2), 2, 5, 5, 4),
+    _sizes(nn.ConvTranspose(6, (3, 3), strides=(2, 2), transpose_kernel=True), 2, 5, 5, 4),
+    _sizes(nn.LayerNorm(dtype=BF16, epsilon=1e-3), 2, 3, 4),
+    _sizes(nn.LayerNorm(use_bias=False, use_scale=False), 2, 3, 4),
+    _sizes(nn.RMSNorm(param_dtype=BF16), 2, 3, 4),
+    (nn.Embed(5, 4, dtype=BF16), jnp.array([[0, 1, -1], [4, 5, 2]])),
+]
+
+
+@pytest.mark.parametrize(("layer", "x"), LAYERS, ids=lambda each: type(each).__name__)
+def test_the_nnx_layer_computes_what_the_linen_layer_does(layer, x):
+    seen = []
+
+    def run(call):
+        if call.layer is None:
+            return call.plain()
+        seen.append(call.layer)
+        return call.layer.run(call.layer.layer)
+
+    with jax.numpy_dtype_promotion("standard"):  # as Flax's own norms need it
+        params = layer.init(jax.random.key(0), x)
+        params = jax.tree.map(lambda p: p + jnp.linspace(0, 1, p.size, dtype=p.dtype).reshape(p.shape), params)
+        with intercepted(run, run):
+            got = layer.apply(params, x)
+        want = layer.apply(params, x)
+    assert [call.base for call in seen] == [type(layer)]
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(got, want, rtol=float(jnp.finfo(want.dtype).eps), atol=1e-6)
+
+
+class Twice(nn.Dense):
+    """A subclass that wraps the call."""
+
+    @nn.compact
+    def __call__(self, inputs):
+        return 2 * super().__call__(inputs)
+
+
+class Own(nn.Dense):
+    """A subclass that replaces the call."""
+
+    @nn.compact
+    def __call__(self, inputs):
+        return inputs @ self.param("kernel", self.kernel_init, (inputs.shape[-1], self.features)) ** 2
+
+
+class Annotated(nn.Module):
+    """Layers that name axes of meshes that are not there; stacks by nn.vmap; branches."""
+
+    def setup(self):
+        lecun = nn.initializers.lecun_normal()
+        self.up = nn.Dense(32, kernel_init=nn.with_partitioning(lecun, (None, "model")))
+        self.mid = Twice(32, kernel_init=nn.with_logical_partitioning(lecun, ("embed", "mlp")))
+        stack = nn.vmap(
+            nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, out_axes=-2, axis_size=2
+        )
+        self.heads, self.own = stack(16), Own(16)
+        self.out = nn.DenseGeneral(16, axis=(-2, -1), kernel_init=nn.with_partitioning(lecun, ("model", None)))
+
+    def __call__(self, x):
+        x = nn.with_logical_constraint(nn.relu(self.up(x)), ("batch", "mlp"))
+        x = nn.cond(jnp.sum(x) > 0, lambda m, x: m.mid(x), lambda m, x: 3 * m.mid(x), self, x)
+        return self.own(self.out(nn.relu(self.heads(x))))
+
+
+def _annotated():
+    model, x = Annotated(), np.random.default_rng(0).standard_normal((ROWS, 16)).astype(np.float32)
+    return model, model.init(jax.random.key(0), x), x
+
+
+def _plain(variables):
+    return nn.unbox(variables)
+
+
+def test_axis_names_subclasses_stacks_and_branches():
+    (model, boxed, x), grid = _annotated(), _grid(1, 2, 2, 2)
+    compiled = jax.jit(model.apply)
+
+    def loss(params, x):
+        with nn.logical_axis_rules((("batch", "data"), ("embed", "model"), ("mlp", "model"))):
+            return jnp.mean(jnp.square(compiled(params, x)))
+
+    params = _plain(boxed)
+    want = _gradients(loss, params, x)  # which leaves the compiled function's trace with jax
+    with jax.set_mesh(grid.mesh):
+        sharded, placed = ax.parallelize_linen(loss, boxed, grid, x)
+        assert "shard_map" in str(jax.make_jaxpr(sharded)(placed, x))
+        _assert_same(_gradients(sharded, placed, grid.shard_batch(x)), want)
+    assert "shard_map" not in str(jax.make_jaxpr(loss)(params, x))
+    specs = sharded.specs["params"]
+    assert specs["up"]["kernel"] == P(("x", "z"), "y")
+    assert specs["mid"]["kernel"] == P(("y", "z"), "x")
+    assert specs["heads"]["kernel"] == P(None, ("x", "z"), "y")
+    entries = {entry.path: entry.plan for entry in ax.sharding_report(sharded).entries}
+    assert [path for path, plan in entries.items() if not plan.sharded] == ["params.own"]
+    assert entries["params.own"].kind == "Own"
+
+
+def test_stacked_parameters_are_laid_out_behind_their_layers():
+    loss, params, batches = _case("lm1")
+    sharded, _ = ax.parallelize_linen(loss, params, _grid(1, 2, 2, 2), batches())
+    block = sharded.specs["ScanCheckpointBlock_0"]
+    assert sharded.specs["Embed_0"]["embedding"] == P(("y", "z"), "x")
+    assert block["Dense_1"]["kernel"] == P(("x", "z"), None, "y")
+    assert block["MultiHeadDotProductAttention_0"]["out"]["kernel"] == P(("y", "z"), None, None, "x")
+    (entry,) = [e for e in ax.sharding_report(sharded).entries if e.path.endswith("Dense_1")]
+    assert sum(t.bytes for t in entry.transfers if not t.backward and t.axes == ("z",)) == 3 * 4 * HIDDEN * HIDDEN // 4
+
+
+def test_modules_beside_each_other_overrides_and_dtypes():
+    """Two models in one loss, their layers of one path; a dtype; shapes in place of arrays."""
+    grid, x = _grid(1, 2, 2, 2), np.ones((ROWS, 16), np.float32)
+    first, second = nn.Dense(16), nn.Dense(16)
+    params = {"a": first.init(jax.random.key(0), x), "b": second.init(jax.random.key(1), x), "gain": jnp.ones(16)}
+
+    def loss(params, x):
+        y = second.apply(params["b"], first.apply(params["a"], x) * params["gain"])
+        return jnp.mean(jnp.square(y.astype(jnp.float32))), y
+
+    sharded, placed = ax.parallelize_linen(loss, params, grid, x, overrides={"b.*": "replicated"})
+    assert sharded.specs["b"]["params"]["kernel"] == sharded.specs["a"]["params"]["kernel"]
+    _assert_same(_gradients(sharded, placed, x), _gradients(loss, params, x))
+    sharded, placed = ax.parallelize_linen(loss, params, grid, x)
+    half = sharded.with_dtype(BF16)
+    assert half(placed, x)[1].dtype == BF16
+    assert {g.dtype for g in jax.tree.leaves(_gradients(half, placed, x)[1])} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_allclose(half(placed, x)[0], loss(params, x)[0], rtol=0.02)
+    _, shapes = ax.parallelize_linen(loss, jax.eval_shape(lambda: params), grid, jax.eval_shape(lambda: x))
+    assert jax.tree.map(lambda p: p.sharding, placed) == jax.tree.map(lambda s: s.sharding, shapes)
+
+
+def test_mistakes_are_one_line():
+    grid = _grid(1, 1, 2, 1)
+    model, x = nn.Sequential([nn.Dense(4), nn.Dense(4)]), np.ones((4, 4), np.float32)
+    params = model.init(jax.random.key(0), x)
+
+    def loss(params, x):
+        return jnp.mean(model.apply(params, x))
+
+    def run(*, loss=loss, params=params, grid=grid, batch=x, **named):
+        return lambda: ax.parallelize_linen(loss, params, grid, batch, **named)
+
+    foreign = NamedSharding(Mesh(jax.devices()[:2], ("model",)), P("model"))
+    missing = {"params": {"layers_0": params["params"]["layers_0"]}}
+    cases = [
+        (run(params=missing), "params = 'params': the parameters of every layer that loss applies: Could not find"),
+        (run(params={"params": params}), "an extra params layer"),
+        (run(batch=x[:, :2]), "params = 'params': the parameters of every layer that loss applies: For parameter \"k"),
+        (run(params={}), "params = 'dict': a tree of arrays"),
+        (run(batch={"scale": 1.0}), "batch = {'scale': ()}: at least one array, with rows"),
+        (run(batch=x[:0]), "batch = (0, 4): at least one array, with rows"),
+        (run(loss=model), "loss = 'Sequential': a function of (params, batch)"),
+        (run(loss=run()()[0]), "loss = 'LinenLoss': a function of (params, batch) that is not parallelized already"),
+        (run(loss=model.apply), "loss = 'a function that returns float32[4, 4]': one that returns a scalar"),
+        (run(loss=lambda p, x: None), "loss = 'a function that returns None': one that returns a scalar"),
+        (
+            run(loss=lambda p, x: loss(p, jax.lax.with_sharding_constraint(x, foreign))),
+            "loss = \"a sharding constraint P('model',) on a mesh of {'model': 2}\": none, or one on the grid's mesh",
+        ),
+        (run(grid=grids.lay(GridShape(2, 1, 1, 2, 1))), "grid.pipe = 2: 1 for parallelize_linen"),
+        (run(grid=grid.mesh), "grid = 'Mesh': a Grid"),
+        (run(overrides={"params.layer_0": "x"}), "did you mean 'params.layers_0'?"),
+    ]
+    for call, line in cases:
+        with pytest.raises(ax.UserError) as caught:
+            call()
+        assert line in str(caught.value)
+        assert "\n" not in str(caught.value)
