@@ -51,7 +51,7 @@ def test_other_losses_and_gradients_are_noticed():
 
     def state(mu):
         adam = optax.ScaleByAdamState(np.int32(1), {"a": np.asarray(mu, np.float32)}, params)
-        return TrainState(ModelState(params, {}, (adam,)), None)
+        return TrainState(ModelState(params, {}, (adam,)), None, {})
 
     same = [{"loss": 2.0}, {"loss": 2.0}]
     _check_same([state([1, 2, 3]), state([1, 2, 3])], same)

@@ -81,9 +81,9 @@ def inputs_of(model: Model, batch: jax.Array) -> jax.Array:
     return batch if model.reads_words else readable(batch)[:, :-1]
 
 
-def counted_targets(model: Model, batch: Any) -> Any:
+def counted_targets(batch: Any, *, packed: bool) -> Any:
     """True for each word or id of a batch [..., seq + 1] behind the first that is a target that counts, [..., seq]."""
-    return counted(batch) if model.packed else counting(batch)
+    return counted(batch) if packed else counting(batch)
 
 
 def counted(words: Any) -> Any:

@@ -102,7 +102,7 @@ class SequenceModel(nnx.Module):
         draws = bool(jax.tree.leaves(streams))
 
         def run(x: jax.Array, own: jax.Array) -> jax.Array:
-            own_layer = nnx.merge(graphdef, _seeded(streams, own), renewed(rest))
+            own_layer = nnx.merge(graphdef, seeded(streams, own), renewed(rest))
             _set_mode(own_layer, training=key is not None, draws=draws)
             y = own_layer(x)
             _check_unchanged(own_layer, rest)
@@ -130,7 +130,7 @@ class SequenceModel(nnx.Module):
         return jnp.sum(losses if weights is None else losses * weights)
 
 
-def _seeded(streams: Any, key: jax.Array) -> Any:
+def seeded(streams: Any, key: jax.Array) -> Any:
     """A layer's random streams as they begin from a key, each with its own."""
     begun = []
     for number, (path, var) in enumerate(nnx.to_flat_state(streams)):

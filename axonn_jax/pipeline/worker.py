@@ -141,7 +141,7 @@ def _counting(model: Model, mesh: Mesh, microbatches: int) -> Callable[..., tupl
     """
 
     def local(tokens: list[jax.Array], scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        own = sum(jnp.sum(counted_targets(model, words), dtype=jnp.float32) for words in tokens)
+        own = sum(jnp.sum(counted_targets(words, packed=model.packed), dtype=jnp.float32) for words in tokens)
         total = all_reduce(jnp.asarray(own), BATCH_AXES)
         return total, scale / total
 

@@ -7,22 +7,19 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import optax
-from flax import nnx
 from jax.sharding import NamedSharding
 
 from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.remat import check_activations
-from axonn_jax.models.packed import counted_targets
-from axonn_jax.models.protocol import check_model
-from axonn_jax.tensor.loss import pad_batch
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig
-from axonn_jax.train.engines.engine import Engine, token_ids_of
+from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pipeline import PipelineEngine
 from axonn_jax.train.engines.pruning import Pruning
-from axonn_jax.train.engines.spmd import SpmdEngine
+from axonn_jax.train.engines.spmd import SpmdEngine, model_job
 from axonn_jax.train.engines.step import StepMetrics
+from axonn_jax.train.modules.job import loss_job
 from axonn_jax.train.resume import load_checkpoint, save_as
 from axonn_jax.train.validate import check_prune, check_settings
 
@@ -51,11 +48,17 @@ class Trainer:
 
     Args:
         model: A module, whose arrays are the trainer's from then on (`trainer.model` is the trained one), or a function
-            that makes one: each process of a pipeline then makes only the parameters of its own stages.
+            that makes one: each process of a pipeline then makes only the parameters of its own stages. With `loss`:
+            any Flax module as `parallelize` returns it, or the parameters that `parallelize_linen` returns.
         optimizer: An optax transformation of gradients and parameters, which may ask for the loss, named `value`; not
             one that evaluates the model again (`optax.lbfgs`) or keeps parameters of its own (`optax.lookahead`). It
             sees global arrays; with `memory.offload` and with a pipeline it must treat every parameter by itself.
         grid: The grid of devices, as `init` returns it.
+        loss: Function of the model and a batch, any pytree of arrays with rows in front -> the mean loss of its rows,
+            or (loss, numbers to be averaged with it, as `metrics["aux"]`). It runs on a microbatch of one replica.
+            Default: the loss of a `models.Transformer` or `models.SequenceModel` on token ids.
+        weight: Function of a batch -> the weight of its mean loss, as the number of unmasked targets. Default: all
+            microbatches count alike.
         microbatches: Parts of a step's batch, processed one after the other.
         clip: Global norm to which gradients are scaled down; 0: no clipping.
         seed: Seed of dropout.
@@ -73,10 +76,12 @@ class Trainer:
 
     def __init__(
         self,
-        model: nnx.Module | Callable[[], nnx.Module],
+        model: Any,
         optimizer: optax.GradientTransformation,
         grid: Grid,
         *,
+        loss: Callable[[Any, Any], Any] | None = None,
+        weight: Callable[[Any], Any] | None = None,
         microbatches: int = 1,
         clip: float = 0.0,
         seed: int = 0,
@@ -90,24 +95,21 @@ class Trainer:
         check_settings(grid.shape.pipe, memory, tensor)
         check_prune(prune, grid.shape.pipe, goes_on=True)
         check_activations(memory.activations)
-        given: dict[str, Any] = {
-            "microbatches": microbatches,
-            "clip": clip,
-            "seed": seed,
-            "memory": memory,
-            "prune": prune,
-        }
+        given: dict[str, Any] = {"microbatches": microbatches, "clip": clip, "memory": memory, "prune": prune}
         with grid.entered():
-            if grid.shape.pipe > 1:
-                self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, **given)
+            if loss is not None:
+                job = loss_job(model, optimizer, grid, loss=loss, weight=weight, tensor=tensor, **given)
+                self.engine = SpmdEngine(job, grid, seed=seed, memory=memory)
+            elif grid.shape.pipe > 1:
+                self.engine = PipelineEngine(model, optimizer, grid, pipeline=pipeline, seed=seed, **given)
             else:
-                self.engine = SpmdEngine(model, optimizer, grid, tensor=tensor, **given)
+                job = model_job(model, optimizer, grid, tensor=tensor, **given)
+                self.engine = SpmdEngine(job, grid, seed=seed, memory=memory)
         self._pruning = Pruning(prune, self.engine)
-        self._shapes = check_model(self.engine.parts.merge(self.engine.parts.params))
 
     @property
     @_on_own_mesh
-    def model(self) -> nnx.Module:
+    def model(self) -> Any:
         """Return the trained module, of the given type: copies of the weights on the devices, untouched by later steps.
 
         In a pipeline every layer is on its stage's devices. Raises ``UserError`` if some are in other processes.
@@ -121,7 +123,7 @@ class Trainer:
         def copied(name: str, value: Any) -> jax.Array:
             return jax.device_put(value, NamedSharding(value.sharding.mesh, parts.specs[name]), may_alias=False)
 
-        return parts.merge({name: copied(name, value) for name, value in params.items()})
+        return self.engine.merged({name: copied(name, value) for name, value in params.items()})
 
     def rows(self, sequences: int) -> list[int]:
         """Return this process's sequences of a global batch (all in a run of one process)."""
@@ -136,6 +138,7 @@ class Trainer:
 
         Args:
             batch: This process's [sequences, seq + 1] token ids of a global batch: an array or lists of whole numbers.
+                With `loss`: a pytree of this process's rows.
 
         Returns:
             Loss, gradient norm and the number of steps skipped so far. Without a pipeline they are device values, and
@@ -144,10 +147,7 @@ class Trainer:
         Raises:
             UserError: The batch has another form, or in a run of one process no targets.
         """
-        batch = token_ids_of(batch)
-        if self.engine.grid.size == 1 and len(batch) and not counted_targets(self._shapes, batch).any():
-            rows = "packed rows" if self._shapes.packed else "rows of ids from 0"
-            raise UserError("batch", batch.shape, f"{rows} with at least one target that counts")
+        batch = self.engine.batches.read(batch, counts=True)
         self._pruning.at(self.engine.steps_done)  # a checkpoint of that step may have been loaded
         metrics = self.engine.step(batch)
         self._pruning.at(self.engine.steps_done)
@@ -165,10 +165,10 @@ class Trainer:
             UserError: No batch has a counted target.
         """
         self._pruning.check_masks()
-        share, sequences, results, bounded = self.engine.batches.share, 0, [], InFlight()
-        for batch in map(token_ids_of, batches):
-            sequences = max(sequences, -(-len(batch) // share) * share)  # a smaller batch runs in the same program
-            results.append(bounded(self.engine.mean_loss(pad_batch(batch, sequences))))
+        shaped, rows, results, bounded = self.engine.batches, 0, [], InFlight()
+        for batch in map(shaped.read, batches):
+            rows = max(rows, -(-shaped.rows(batch) // shaped.share) * shaped.share)  # a smaller one in the same program
+            results.append(bounded(self.engine.mean_loss(shaped.filled(batch, rows))))
         counts = [float(targets) for _, targets in results]
         if not any(counts):
             raise UserError("evaluate", "no targets", "at least one target that counts")

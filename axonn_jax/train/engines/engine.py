@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.checkpoint.naming import State
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
+from axonn_jax.models.packed import counted_targets
 from axonn_jax.state.param_store import ParamStore
+from axonn_jax.tensor.loss import pad_batch
 from axonn_jax.tensor.params import Params, SplitModule
 from axonn_jax.train.engines.step import StepMetrics
 
@@ -39,11 +41,43 @@ def token_ids_of(batch: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
     return ids.astype(np.int32, copy=False)
 
 
-class BatchShards:
-    """Sequences of a global batch: numbers of those that this process loads, and the sharded array made of them."""
+class Batches(Protocol):
+    """Global batches: rows of one that this process loads, checks of what a user hands in, and their arrays."""
 
-    def __init__(self, grid: Grid, microbatches: int):
-        self.grid, self.microbatches = grid, microbatches
+    microbatches: int
+
+    @property
+    def least(self) -> int:
+        """Rows of the smallest global batch."""
+
+    @property
+    def share(self) -> int:
+        """Rows of the smallest global batch that this process holds."""
+
+    def local(self, global_batch: int) -> list[int]:
+        """Return the numbers of the rows of a global batch of so many that this process's devices hold, ascending."""
+
+    def read(self, batch: Any, *, counts: bool = False) -> Any:
+        """Return a batch as numpy's, checked.
+
+        Raises ``UserError`` for one of another form, or if it must be one that `counts`, without a target.
+        """
+
+    def rows(self, batch: Any) -> int:
+        """Return the rows of a batch, of any number of rows."""
+
+    def filled(self, batch: Any, rows: int) -> Any:
+        """Return the batch with rows added that do not count."""
+
+    def shard(self, batch: Any) -> Any:
+        """Return this process's rows of a global batch as arrays on the mesh, microbatches first."""
+
+
+class TokenBatches:
+    """Global batches of token ids [sequences, seq + 1], which a `models.protocol.Model` takes."""
+
+    def __init__(self, grid: Grid, microbatches: int, *, packed: bool):
+        self.grid, self.microbatches, self._packed = grid, microbatches, packed
         self.sharding = NamedSharding(grid.mesh, P(None, BATCH_AXES))
         """Layout of a step's tokens [microbatches, sequences, seq + 1]."""
         self._local: dict[int, list[int]] = {}
@@ -74,6 +108,22 @@ class BatchShards:
     def share(self) -> int:
         """Sequences of the smallest global batch that this process holds."""
         return len(self.local(self.least))
+
+    def read(self, batch: Any, *, counts: bool = False) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Return token ids [sequences, seq + 1] as numpy's; raises ``UserError`` for something else."""
+        ids = token_ids_of(batch)
+        if counts and self.grid.size == 1 and len(ids) and not counted_targets(ids, packed=self._packed).any():
+            rows = "packed rows" if self._packed else "rows of ids from 0"
+            raise UserError("batch", ids.shape, f"{rows} with at least one target that counts")
+        return ids
+
+    def rows(self, batch: np.ndarray) -> int:
+        """Return the number of sequences."""
+        return len(batch)
+
+    def filled(self, batch: np.ndarray, rows: int) -> np.ndarray:
+        """Return the batch with sequences without targets added."""
+        return pad_batch(batch, rows)
 
     def whole(self, batch: np.ndarray) -> int:
         """Sequences of the global batch of which this process's are [sequences, seq + 1].
@@ -107,14 +157,20 @@ class Engine(Protocol):
     """
 
     grid: Grid
-    batches: BatchShards
     steps_done: int
     stores: Mapping[int, ParamStore]
     """Stores of all state by rank of the pipe, of the ranks here (0 without a pipeline)."""
 
     @property
+    def batches(self) -> Batches:
+        """Form of global batches."""
+
+    @property
     def parts(self) -> SplitModule:
         """The whole model taken apart: shapes and layouts of all parameters under the model's own names."""
+
+    def merged(self, params: Params) -> Any:
+        """Return the user's model with these parameters, and the rest of its state as it is now."""
 
     @property
     def params(self) -> Params:
@@ -124,10 +180,10 @@ class Engine(Protocol):
     def opt_state(self) -> Any:
         """The optimizer's state for `params`; of a pipeline by rank of the pipe."""
 
-    def step(self, batch: np.ndarray) -> StepMetrics:
-        """One optimizer step on this process's [sequences, seq + 1] token ids of a global batch."""
+    def step(self, batch: Any) -> StepMetrics:
+        """Run one optimizer step on this process's rows of a global batch, as `Batches.read` gives them."""
 
-    def mean_loss(self, batch: np.ndarray) -> tuple[Any, Any]:
+    def mean_loss(self, batch: Any) -> tuple[Any, Any]:
         """The mean loss over the targets of a batch that count, without dropout, and their number over all processes.
 
         Numbers of a host or a device.
@@ -157,7 +213,7 @@ class Engine(Protocol):
         By rank of the pipe, of the ranks here (0 without a pipeline); see `memory.report.report`.
         """
 
-    def compiled_step(self, batch: np.ndarray) -> jax.stages.Compiled | None:
+    def compiled_step(self, batch: Any) -> jax.stages.Compiled | None:
         """The compiled program of a step on such a batch; None of a pipeline, whose step is many programs."""
 
     def saving(self) -> AbstractContextManager[Callable[[str], None]]:

@@ -32,21 +32,21 @@ class OffloadedStep:
         self.interleaved = plain and not measured_first and program.grid.shape.replicas > 1
 
     def run(
-        self, measured: Any, state: TrainState, tokens: jax.Array, key: jax.Array | None
+        self, measured: Any, state: TrainState, batch: Any, key: jax.Array | None
     ) -> tuple[TrainState, StepMetrics]:
-        """The state after a step, and the step's loss and gradient norm; `measured` is compiled for these tokens.
+        """The state after a step, and the step's loss and gradient norm; `measured` is compiled for such a batch.
 
         Dispatches and returns early: waits only for the host's copy of a bucket where the devices have no room for
         another one.
         """
-        before: MeasuredStep = measured(state.model.weights, state.scale, tokens, key)
+        before: MeasuredStep = measured(state.model.weights, state.scale, state.carried, batch, key)
         loss = before.metrics["loss"]
         if self.interleaved:
             model, norm = self.update.reducing(state.model, before.grads, loss, before.finite)
             metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": before.scale.skipped}
-            return TrainState(model, before.scale), metrics
+            return TrainState(model, before.scale, before.carried), metrics
         model, _ = self.update.after(state.model, before.grads, before.factor, loss, before.finite)
-        return TrainState(model, before.scale), before.metrics
+        return TrainState(model, before.scale, before.carried), before.metrics
 
     @cached_property
     def measured(self) -> Any:
@@ -56,7 +56,7 @@ class OffloadedStep:
         """
         program, scalar = self.program, self.step.scalar
         grads = {name: NamedSharding(program.grid.mesh, spec) for name, spec in program.grad_specs.items()}
-        shardings: Any = MeasuredStep(grads, scalar, scalar, scalar, scalar)  # type: ignore[arg-type]
+        shardings: Any = MeasuredStep(grads, scalar, scalar, scalar, scalar, scalar)  # type: ignore[arg-type]
         if self.interleaved:
             shardings = shardings._replace(
                 grads=unreduced_shardings(program.parts.specs, program.grid.mesh), factor=None
@@ -64,8 +64,10 @@ class OffloadedStep:
         before = self._summed if self.interleaved else self.step.measured
         return jax.jit(before, out_shardings=shardings, compiler_options=self.step.compiler_options())
 
-    def _summed(self, weights: Weights, scale: Scale, tokens: jax.Array, key: jax.Array | None) -> MeasuredStep:
-        sums, loss, squares = self.program.unreduced(weights, tokens, key)
+    def _summed(
+        self, weights: Weights, scale: Scale, carried: Any, batch: jax.Array, key: jax.Array | None
+    ) -> MeasuredStep:
+        sums, loss, squares = self.program.unreduced(weights, batch, key)
         finite = jnp.isfinite(squares) & jnp.isfinite(loss)
         metrics: Any = {"loss": loss}
-        return MeasuredStep(sums, metrics, None, finite, next_scale(scale, finite))
+        return MeasuredStep(sums, metrics, None, finite, next_scale(scale, finite), carried)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -24,8 +25,10 @@ class StepResults(NamedTuple):
     loss: jax.Array
     norm: jax.Array
     """Global norm of the gradients, not times the loss scale."""
-    metrics: dict[str, jax.Array]
+    metrics: dict[str, Any]
     """Further numbers by name, such as a model's `Counts` gives."""
+    carried: Mapping[str, jax.Array] = MappingProxyType({})
+    """State of the model that the step has changed, and that is no parameter."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class OnMesh:
     dtype: jnp.dtype
     forms: Forms | None = field(default=None, kw_only=True)
     """Forms of the parameters that are not plain arrays, whose gradients are those of their trained values."""
+    carried: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict, kw_only=True)
+    """Shapes of the model's state that is no parameter and that steps change, such as statistics of a BatchNorm."""
 
     def shardings(self) -> dict[str, NamedSharding]:
         """The layout of every parameter on the mesh."""
@@ -91,7 +96,14 @@ class GradientProgram(Protocol):
     def grad_specs(self) -> Specs:
         """The layout of every gradient, and of the masters and optimizer state with it."""
 
+    @property
+    def carried(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Shapes of the model's state that is no parameter."""
+
     def results(
-        self, params: Any, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
+        self, params: Any, carried: Any, batch: Any, key: jax.Array | None, scale: jax.Array | None = None
     ) -> StepResults:
-        """Return the results of [microbatches, sequences, seq + 1], with gradients times `scale`."""
+        """Return the results of a batch as `Batches.shard` makes it, with gradients times `scale`."""
+
+    def evaluate(self, params: Any, carried: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the mean loss of a batch, as Flax's evaluation mode has it, and the weight of that mean."""

@@ -32,7 +32,7 @@ from axonn_jax.timeline.picture import draw
 from axonn_jax.timeline.spans import collect
 from axonn_jax.timeline.trace import TIMELINE, write_trace
 from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig
-from axonn_jax.train.engines.engine import BatchShards
+from axonn_jax.train.engines.engine import TokenBatches
 from axonn_jax.train.engines.pipeline_state import PipelineState
 from axonn_jax.train.engines.pruning import choice_of_forms, prunable_of
 from axonn_jax.train.engines.step import StepMetrics, masters
@@ -72,20 +72,19 @@ class PipelineEngine:
         self._padding, checked, split = padding_of(abstract), check_model(abstract), split_module(abstract)
         if counts := checked.counts(split.loads):
             optimizer = counts.optimizer(optimizer)
-        self._counts = counts
         checked.check_grid(grid.shape)
         may = may_split(pipeline.split_backward, memory.activations)
         self.policy = policy_of(pipeline.policy, pipeline.in_flight, may)
         self._segments = list(checked.segments)
         self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._segments)
-        self.grid, self.batches, self.pipeline = grid, BatchShards(grid, microbatches), pipeline
+        self.grid, self.batches, self.pipeline = grid, TokenBatches(grid, microbatches, packed=checked.packed), pipeline
         check_optimizer(optimizer, checked, split.params, memory, prune)
         zero, offloads, dtypes = masters(memory, grid, apart=prune.prunes)
         self.precisions = replace(dtypes, wide=frozenset(split.roles))
         self.parts = shapes_of(split, dtypes.weights)
         self._scale, self.steps_done = HostScale(scaled=self.precisions.scaled), 0
         self._clip, self._bucket, self._activations = clip, memory.bucket, memory.activations
-        self._seed, self._keyed = seed, checked.drops_out
+        self._seed, self._keyed, self._counts = seed, checked.drops_out, counts
         self._pipes = build.PipelineCache()
         self._half_done: Literal["", "tasks", "update"] = ""  # in a step, the part that an exception leaves half done
         self._channel = choose(pipeline.channel, grid.size)
@@ -99,8 +98,8 @@ class PipelineEngine:
             check_separable(optimizer, self.parts.params, names[pp_rank])
         prunable = prunable_of(prune, self.parts, checked.layer_list)
         settings = (self.precisions, memory.bucket, offloads, zero, choice_of_forms(prune, prunable), self._at)
-        options = StateOptions(optimizer, *settings)
-        self._states = PipelineState(self.parts, names, grid.meshes, options, model, self._scale, prunable)
+        given = (StateOptions(optimizer, *settings), model, self._scale, prunable)
+        self._states = PipelineState(self.parts, names, grid.meshes, *given)
         self.stores = self._states.stores
         self._links.status.now("between steps")
 
@@ -108,6 +107,9 @@ class PipelineEngine:
     def params(self) -> Params:
         """The float32 weights that this process holds, by name; of one held at both ends of the pipe the first copy."""
         return self._states.params
+
+    def merged(self, params: Params) -> Any:  # noqa: D102
+        return self.parts.merge(params)
 
     @property
     def opt_state(self) -> Any:
@@ -167,8 +169,7 @@ class PipelineEngine:
         pipe.find_room(self.grid.size)
         self.steps_done, skipped = self.steps_done + 1, np.int32(self._scale.skipped)
         metrics: StepMetrics = {"loss": np.float32(loss), "grad_norm": np.float32(norm), "skipped": skipped}
-        if scale is not None:
-            metrics["loss_scale"] = np.float32(scale)
+        metrics |= {} if scale is None else {"loss_scale": np.float32(scale)}
         if self._counts is not None:
             metrics[self._counts.metric] = np.float32(max(counts))
         return metrics
@@ -222,7 +223,7 @@ class PipelineEngine:
         """Write timeline.json and timeline.png of the last steps; every process of the run must call it."""
         first_of_stage = self.grid.rank % self.grid.stage_processes == 0
         spans = collect(self._links.recorder, self._links.pipe) if first_of_stage else []
-        if self.grid.rank != 0 or not spans:
+        if self.grid.rank or not spans:
             return []
         write_trace(directory / TIMELINE, spans)
         draw(spans, picture := directory / "timeline.png")
@@ -272,9 +273,9 @@ class PipelineEngine:
         """
         if self._half_done == "update" or self.grid.size > 1:
             half = "while other processes went on" if self._half_done == "tasks" else "while updating the weights"
+            accepted = "create a new Trainer in every process and load a checkpoint"
             raise RuntimeError(
-                f"step {self.steps_done + 1} was interrupted in process {self.grid.rank} {half}; create a new Trainer "
-                "in every process and load a checkpoint"
+                f"step {self.steps_done + 1} was interrupted in process {self.grid.rank} {half}; {accepted}"
             )
         self._pipes.reopen()
         self._half_done = ""
@@ -288,9 +289,8 @@ class PipelineEngine:
     def _dispatcher(self, pp_rank: int, pipe: build.CompiledPipeline) -> OrderedDispatcher:
         if (leader := self._links.leader) is not None and not leader.leads:
             return OrderedDispatcher(self.pipe_shape, pp_rank)
-        policy = self.policy
-        if isinstance(policy, ByArrival):  # the first step tells how much memory is left
-            policy = policy.within(self.pipe_shape, pipe.room.get(pp_rank, 0))
+        room = pipe.room.get(pp_rank, 0)  # the first step tells how much memory is left
+        policy = self.policy.within(self.pipe_shape, room) if isinstance(self.policy, ByArrival) else self.policy
         return PolicyDispatcher(self.pipe_shape, pp_rank, policy)
 
 

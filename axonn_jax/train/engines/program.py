@@ -103,10 +103,10 @@ class StageProgram(OnMesh):
         return self._model(self.parts.params).counts(self.parts.loads)
 
     def results(
-        self, params: Weights, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
+        self, params: Weights, carried: Params, batch: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
     ) -> StepResults:
         """Return the results of `gradients`, with counts measured and in the form that the optimizer takes."""
-        grads, loss, norm = self.gradients(params, tokens, key, scale)
+        grads, loss, norm = self.gradients(params, batch, key, scale)
         if (counts := self.counts) is None:
             return StepResults(grads, loss, norm, {})
         return StepResults(counts.centred(grads), loss, norm, {counts.metric: counts.measure(grads)})
@@ -146,8 +146,8 @@ class StageProgram(OnMesh):
         region = self._manual(local, (self.parts.specs, BATCH_SPEC, P()), (sums, P(), P()))
         return region(params, tokens, key)  # type: ignore[no-any-return]
 
-    def loss(self, params: Weights, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Mean loss of [microbatches, sequences, seq + 1] tokens, without dropout or dropped tokens; their targets."""
+    def evaluate(self, params: Weights, carried: Params, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the mean loss of [microbatches, sequences, seq + 1] tokens, without dropout, and their targets."""
         evaluated = replace(self, parts=evaluating(self.parts))
 
         def local(params: Weights, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -158,7 +158,7 @@ class StageProgram(OnMesh):
             targets = self._targets(tokens)
             return all_reduce(total, BATCH_AXES) / targets, targets
 
-        return self._manual(local, (self.parts.specs, BATCH_SPEC), (P(), P()))(params, tokens)  # type: ignore[no-any-return]
+        return self._manual(local, (self.parts.specs, BATCH_SPEC), (P(), P()))(params, batch)  # type: ignore[no-any-return]
 
     def _manual(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return shard_mapped(f, self.grid.mesh, in_specs, out_specs)
@@ -176,7 +176,7 @@ class StageProgram(OnMesh):
 
     def _targets(self, tokens: jax.Array) -> jax.Array:
         """Targets that count in the global batch of which `tokens` is this device's part, 4 bytes over `data`, `z`."""
-        counts = counted_targets(self._model(self.parts.params), tokens)
+        counts = counted_targets(tokens, packed=self._model(self.parts.params).packed)
         return all_reduce(jnp.sum(counts, dtype=jnp.float32), BATCH_AXES)
 
     def _loss_sum(self, params: MaybeGathered | Weights, batch: jax.Array, key: DropoutKey | None) -> jax.Array:

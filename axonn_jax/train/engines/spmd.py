@@ -1,21 +1,21 @@
 """SPMD engine: one compiled program a step on one mesh, parameters and optimizer state donated to it."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
 
 from axonn_jax.backend.cpu_allocator import TemporariesInPlace
-from axonn_jax.checkpoint.naming import State
+from axonn_jax.checkpoint.naming import CARRIED, State, shapes
 from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.grid import Grid
-from axonn_jax.memory.forms import Forms
+from axonn_jax.memory.forms import FormChoice, Forms
 from axonn_jax.memory.host_arrays import joined
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.stacked import Stack
@@ -23,12 +23,79 @@ from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padd
 from axonn_jax.state.param_store import ParamStore, Placement
 from axonn_jax.tensor.params import Params, placed, shapes_of, split_module
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
-from axonn_jax.train.engines.engine import BatchShards
+from axonn_jax.train.engines.engine import Batches, TokenBatches
 from axonn_jax.train.engines.offloaded import OffloadedStep
 from axonn_jax.train.engines.program import exposed
 from axonn_jax.train.engines.pruning import choice_of_forms, prunable_of
-from axonn_jax.train.engines.step import StepMetrics, TrainState, build_step
+from axonn_jax.train.engines.step import StepMetrics, TrainState, TrainStep, build_step
 from axonn_jax.train.optimizer import check_optimizer
+
+Build = Callable[[Forms | None], tuple[Stack, Any, TrainStep]]
+"""Function of the parameters' forms -> how layers are stacked, the program of the gradients, and the step."""
+
+
+@dataclass
+class Job:
+    """A model taken apart, with all that an `SpmdEngine` needs to train it."""
+
+    params: Params
+    """Float32 parameters on the mesh, under the layers' own names."""
+    optimizer: optax.GradientTransformation
+    build: Build
+    batches: Batches
+    draws: bool
+    """True if a step takes a key, as of dropout."""
+    owned: bool
+    """True if `params` may be freed, one after another."""
+    merge: Callable[[Params, Params], Any]
+    """Function of parameters and carried state -> the user's model."""
+    chooser: FormChoice | None = None
+    formed: bool = True
+    """True if parameters have the chooser's forms from the start."""
+    padding: Mapping[str, Any] = field(default_factory=dict)
+    """Padding of the vocabulary (`models.vocabulary.padding_of`)."""
+    carried: Params = field(default_factory=dict)
+    """State of the model that is no parameter and that steps change, by name."""
+
+
+def model_job(
+    model: nnx.Module | Callable[[], nnx.Module],
+    optimizer: optax.GradientTransformation,
+    grid: Grid,
+    *,
+    microbatches: int,
+    clip: float,
+    memory: MemoryConfig,
+    tensor: TensorConfig,
+    prune: PruneConfig,
+) -> Job:
+    """Return the job of a `models.protocol.Model`, or of a function that makes one; nothing is compiled.
+
+    Raises ``UserError`` where model, optimizer and settings do not go together.
+    """
+    owned = not isinstance(model, nnx.Module)
+    if not isinstance(model, nnx.Module):
+        model = model()
+    model = fit_vocabulary(model, grid.shape)
+    checked = check_model(model)
+    checked.check_grid(grid.shape)
+    made = split_module(model)
+    check_optimizer(optimizer, checked, made.params, memory, prune)
+    parts = shapes_of(made)  # no array of the model's may live as long as the engine
+    like = parts.merge(parts.params)
+    choice = choice_of_forms(prune, prunable_of(prune, parts, checked.layer_list))
+    return Job(
+        placed(made.params, parts.specs, grid.mesh),
+        optimizer,
+        partial(build_step, like, parts, optimizer, grid, clip, memory, tensor),
+        TokenBatches(grid, microbatches, packed=checked.packed),
+        checked.drops_out,
+        owned,
+        lambda params, carried: parts.merge(params),
+        None if choice is None else choice(parts.specs, grid.mesh),
+        not prune.later,
+        padding_of(model),
+    )
 
 
 class SpmdEngine:
@@ -37,37 +104,11 @@ class SpmdEngine:
     A step dispatches and returns: its metrics are device values, and at most two steps are in flight.
     """
 
-    def __init__(
-        self,
-        model: nnx.Module | Callable[[], nnx.Module],
-        optimizer: optax.GradientTransformation,
-        grid: Grid,
-        *,
-        microbatches: int,
-        clip: float,
-        seed: int,
-        memory: MemoryConfig,
-        tensor: TensorConfig,
-        prune: PruneConfig = PruneConfig(),  # noqa: B008 (frozen)
-    ):
-        owned = not isinstance(model, nnx.Module)
-        if not isinstance(model, nnx.Module):
-            model = model()
-        model = fit_vocabulary(model, grid.shape)
-        self._padding = padding_of(model)
-        checked = check_model(model)
-        checked.check_grid(grid.shape)
-        self.grid, self.batches, self._offloads = grid, BatchShards(grid, microbatches), memory.offload != "none"
-        made = split_module(model)
-        check_optimizer(optimizer, checked, made.params, memory, prune)
-        parts = shapes_of(made)  # no array of the model's may live as long as the engine
-        self._build = partial(build_step, parts.merge(parts.params), parts, optimizer, grid, clip, memory, tensor)
-        self._key = jax.random.key(seed) if checked.drops_out else None
-        choice = choice_of_forms(prune, prunable_of(prune, parts, checked.layer_list))
-        chooser = None if choice is None else choice(parts.specs, grid.mesh)
-        params = placed(made.params, parts.specs, grid.mesh)
-        del made  # stacked arrays are freed kind by kind
-        self.store = ParamStore(params, optimizer, self._begin, chooser, formed=not prune.later, owned=owned)
+    def __init__(self, job: Job, grid: Grid, *, seed: int, memory: MemoryConfig):
+        self.grid, self.batches, self._offloads = grid, job.batches, memory.offload != "none"
+        self._padding, self._build, self._carried, self._merge = job.padding, job.build, job.carried, job.merge
+        self._key = jax.random.key(seed) if job.draws else None
+        self.store = ParamStore(job.params, job.optimizer, self._begin, job.chooser, formed=job.formed, owned=job.owned)
         self.stores: Mapping[int, ParamStore] = {0: self.store}
         self._scale = self._step.first_scale()
         self.steps_done = 0
@@ -78,10 +119,10 @@ class SpmdEngine:
         stack, self.program, self._step = self._build(forms)
         self.precisions, self.parts = self._step.precisions, stack.per_layer
         self.offloaded = OffloadedStep(self._step, self.program) if self._offloads else None
-        self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
-        self._temporaries: dict[tuple[int, ...], TemporariesInPlace] = {}
+        self._compiled: dict[Hashable, jax.stages.Compiled] = {}
+        self._temporaries: dict[Hashable, TemporariesInPlace] = {}
         self._last: StepMetrics | None = None
-        self._loss = jax.jit(self.program.loss)
+        self._loss = jax.jit(self.program.evaluate)
         self._in_flight = InFlight()
         return stack, self.offloaded.update if self.offloaded else self._step.update
 
@@ -89,6 +130,9 @@ class SpmdEngine:
     def params(self) -> Params:
         """The float32 weights by name, however layers are run; of scanned ones copies, with offload in host memory."""
         return joined(self.store.masters)  # type: ignore[no-any-return]
+
+    def merged(self, params: Params) -> Any:  # noqa: D102
+        return self._merge(params, self._carried)
 
     @property
     def opt_state(self) -> Any:
@@ -98,9 +142,9 @@ class SpmdEngine:
     @property
     def train_state(self) -> TrainState:
         """State that a step changes."""
-        return TrainState(self.store.model, self._scale)
+        return TrainState(self.store.model, self._scale, self._carried)
 
-    def step(self, batch: np.ndarray) -> StepMetrics:
+    def step(self, batch: Any) -> StepMetrics:
         """Dispatch an optimizer step and return once that of the step before the last has ended.
 
         It waits for this one only where optimizer state is in host memory (`memory.offload`), or the CPU backend has
@@ -108,15 +152,15 @@ class SpmdEngine:
         """
         if self._in_step:
             self._check_whole()
-        tokens, key = self.batches.shard(batch), self._step_key(self.steps_done)
-        program = self._compile(tokens, key)
+        given, key = self.batches.shard(batch), self._step_key(self.steps_done)
+        program = self._compile(given, key)
         if self.offloaded is None:
-            self._temporaries[tokens.shape].wait(self._last)
+            self._temporaries[_form(given)].wait(self._last)
         run: Callable[..., Any] = program if self.offloaded is None else partial(self.offloaded.run, program)
         self._in_step = True
         # One statement: Ctrl-C comes before all of it or after.
-        ((self.store.model, self._scale), metrics), self.steps_done = (
-            run(self.train_state, tokens, key),
+        ((self.store.model, self._scale, self._carried), metrics), self.steps_done = (
+            run(self.train_state, given, key),
             self.steps_done + 1,
         )
         self._in_step = False
@@ -136,42 +180,49 @@ class SpmdEngine:
             )
         self._in_step = False
 
-    def compiled_step(self, batch: np.ndarray) -> jax.stages.Compiled:
+    def compiled_step(self, batch: Any) -> jax.stages.Compiled:
         """The step's compiled program for batches of this shape; with offload that of the gradients."""
         return self._compile(self.batches.shard(batch), self._step_key(0))
 
     def _step_key(self, step: int) -> jax.Array | None:
         return None if self._key is None else jax.random.fold_in(self._key, step)
 
-    def _compile(self, tokens: jax.Array, key: jax.Array | None) -> jax.stages.Compiled:
-        if tokens.shape not in self._compiled:
+    def _compile(self, given: Any, key: jax.Array | None) -> jax.stages.Compiled:
+        if (form := _form(given)) not in self._compiled:
             if self.offloaded is None:
-                lowered = self._step.jitted().lower(self.train_state, tokens, key)
+                lowered = self._step.jitted().lower(self.train_state, given, key)
             else:
-                lowered = self.offloaded.measured.lower(self.store.weights, self._scale, tokens, key)
-            self._compiled[tokens.shape] = lowered.compile()
-            self._temporaries[tokens.shape] = TemporariesInPlace(self._compiled[tokens.shape], self.grid.mesh)
-        return self._compiled[tokens.shape]
+                state = self.train_state
+                lowered = self.offloaded.measured.lower(state.model.weights, state.scale, state.carried, given, key)
+            self._compiled[form] = lowered.compile()
+            self._temporaries[form] = TemporariesInPlace(self._compiled[form], self.grid.mesh)
+        return self._compiled[form]
 
     def memory(self) -> dict[int, dict[str, Any]]:  # noqa: D102
         return {0: self.store.memory(next(iter(self._compiled.values()), None))}
 
-    def mean_loss(self, batch: np.ndarray) -> tuple[Any, Any]:  # noqa: D102
-        return self._loss(self.store.weights, self.batches.shard(batch))  # type: ignore[no-any-return]
+    def mean_loss(self, batch: Any) -> tuple[Any, Any]:  # noqa: D102
+        return self._loss(self.store.weights, self._carried, self.batches.shard(batch))  # type: ignore[no-any-return]
 
     def finite(self) -> bool:  # noqa: D102
         return self.store.finite()
 
     def state(self) -> State:  # noqa: D102
-        return self.store.named(self._scale)
+        return self.store.named(self._scale) | self._named_carried()
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
-        state = self.store.shapes(self._scale)
+        state = self.store.shapes(self._scale) | self._named_carried()
         return without_padding({name: value.shape for name, value in state.items()}, self._padding)
 
     def load(self, read: Callable[[State], State], wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts."""
         self._scale = self.store.load(read, wanted, self._scale)
+        if asked := {name: value for name, value in self._named_carried().items() if wanted(name)}:
+            found = read(shapes(asked))
+            self._carried = {name: found.get(CARRIED + name, value) for name, value in self._carried.items()}
+
+    def _named_carried(self) -> State:
+        return {CARRIED + name: value for name, value in self._carried.items()}
 
     def saving(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
         """Do nothing: an SPMD process has no heartbeat."""
@@ -193,3 +244,9 @@ class SpmdEngine:
 
     def close(self) -> None:
         """Do nothing: there are no threads to end."""
+
+
+def _form(given: Any) -> Hashable:
+    """Return the structure, shapes and types of a batch on the devices, for each of which there is one program."""
+    leaves, structure = jax.tree.flatten(given)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -47,6 +47,8 @@ class TrainState(NamedTuple):
     model: ModelState
     scale: Scale
     """Loss scale, with a factor under fp16."""
+    carried: Params
+    """The model's state that is no parameter, by name."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +63,28 @@ class TrainStep:
     bucket: int = 16_000_000
     """Elements gathered together over `data`, where masters are split over it."""
 
-    def __call__(self, state: TrainState, tokens: jax.Array, key: jax.Array | None) -> tuple[TrainState, StepMetrics]:
+    def __call__(self, state: TrainState, batch: Any, key: jax.Array | None) -> tuple[TrainState, StepMetrics]:
         """The state after a step, and the step's loss and gradient norm; collectives: gradients' and update's.
 
         Where loss or norm are not finite, which all devices know alike, weights and optimizer state stay as they were.
         """
-        measured = self.measured(state.model.weights, state.scale, tokens, key)
+        measured = self.measured(state.model.weights, state.scale, state.carried, batch, key)
         loss = measured.metrics["loss"]
         model = self.update.after(state.model, measured.grads, measured.factor, loss, measured.finite)
-        return TrainState(model, measured.scale), measured.metrics
+        return TrainState(model, measured.scale, measured.carried), measured.metrics
 
-    def measured(self, weights: Weights, scale: Scale, tokens: jax.Array, key: jax.Array | None) -> "MeasuredStep":
+    def measured(
+        self, weights: Weights, scale: Scale, carried: Params, batch: Any, key: jax.Array | None
+    ) -> "MeasuredStep":
         """Return the loss, gradients and metrics of a step before its update."""
-        grads, loss, norm, further = self.program.results(weights, tokens, key, scale.factor)
+        grads, loss, norm, further, changed = self.program.results(weights, carried, batch, key, scale.factor)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         after, factor = next_scale(scale, finite), clip_factor(norm, self.clip)
         metrics: StepMetrics = {"loss": loss, "grad_norm": norm, "skipped": after.skipped, **further}
         if scale.factor is not None:
             metrics["loss_scale"], factor = scale.factor, factor / scale.factor
-        return MeasuredStep(grads, metrics, factor, finite, after)
+        kept = {name: jnp.where(finite, value, carried[name]) for name, value in changed.items()}
+        return MeasuredStep(grads, metrics, factor, finite, after, {**carried, **kept})
 
     @property
     def update(self) -> DeviceOptimizer:
@@ -126,7 +131,11 @@ class TrainStep:
         """Shapes and layouts of the state."""
         scale = first_scale(scaled=self.precisions.scaled)
         scale = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.scalar), scale)
-        return TrainState(self.update.abstract(), scale)
+        carried = {
+            name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.scalar)
+            for name, v in self.program.carried.items()
+        }
+        return TrainState(self.update.abstract(), scale, carried)  # type: ignore[arg-type]
 
     @property
     def scalar(self) -> NamedSharding:
@@ -146,6 +155,8 @@ class MeasuredStep(NamedTuple):
     """True if the loss and all gradients are finite."""
     scale: Scale
     """Loss scale of the next step."""
+    carried: Params
+    """The model's state that is no parameter, after the step."""
 
 
 def abstract(

@@ -53,7 +53,7 @@ class AutomaticProgram(OnMesh):
         return False
 
     def results(
-        self, params: Params, tokens: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
+        self, params: Params, carried: Params, batch: jax.Array, key: jax.Array | None, scale: jax.Array | None = None
     ) -> StepResults:
         """Return the mean loss over [microbatches, sequences, seq + 1] tokens, its gradients and their global norm.
 
@@ -63,7 +63,7 @@ class AutomaticProgram(OnMesh):
         if scale is not None:
             raise UserError("memory.precision", "fp16", "fp32 or bf16 with automatic partitioning")
         grads, loss = (
-            self._backward(params, tokens[0], key) if tokens.shape[0] == 1 else self._scan(params, tokens, key)
+            self._backward(params, batch[0], key) if batch.shape[0] == 1 else self._scan(params, batch, key)
         )
         grads = jax.tree.map(lax.with_sharding_constraint, grads, self.shardings())
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(grad)) for grad in grads.values()))

@@ -279,7 +279,7 @@ def _start(step: "TrainStep") -> "TrainState":
     from axonn_jax.train.engines.step import TrainState
 
     params = jax.tree.map(jnp.copy, step.program.parts.params)
-    return TrainState(step.update.start(jax.device_put(params, step.program.shardings())), step.first_scale())
+    return TrainState(step.update.start(jax.device_put(params, step.program.shardings())), step.first_scale(), {})
 
 
 def _check_same(states: Sequence[Any], metrics: Sequence[Mapping[str, Any]]) -> None:

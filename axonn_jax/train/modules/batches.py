@@ -1,0 +1,130 @@
+"""Global batches of any pytree of arrays with rows in front."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr, register_dataclass, tree_flatten_with_path
+
+from axonn_jax.errors import UserError
+from axonn_jax.grid import Grid
+from axonn_jax.train.modules.apart import ROW_AXES
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Replicated:
+    """An array of a batch that has no rows: every device gets it whole."""
+
+    value: Any
+
+
+def replicated(array: Any) -> Replicated:
+    """Mark an array of a `Trainer`'s batch as one without rows, such as a graph's edges or a scalar.
+
+    Args:
+        array: The array, the same in every process; the loss gets it as it is.
+    """
+    return Replicated(array)
+
+
+def is_replicated(leaf: Any) -> bool:
+    """True if a node of a batch is marked by `replicated`."""
+    return isinstance(leaf, Replicated)
+
+
+class TreeBatches:
+    """Global batches: trees whose arrays have the same rows in front, but for those marked by `replicated`.
+
+    A replica's part of a microbatch lies over `z` where its rows divide, else each device of `z` has all of it.
+    """
+
+    def __init__(self, grid: Grid, microbatches: int):
+        self.grid, self.microbatches = grid, microbatches
+        self._replicas = grid.shape.data
+
+    @property
+    def least(self) -> int:
+        """Rows of the smallest global batch: one a replica and microbatch."""
+        return self._replicas * self.microbatches
+
+    @property
+    def share(self) -> int:
+        """Rows of the smallest global batch that this process holds."""
+        return len(self.local(self.least))
+
+    def local(self, global_batch: int) -> list[int]:
+        """Return the numbers of the rows of a global batch that this process's devices hold, ascending."""
+        if global_batch % self.least or global_batch <= 0:
+            accepted = f"a multiple of data * microbatches = {self._replicas} * {self.microbatches}"
+            raise UserError("global batch", global_batch, accepted)
+        numbers = np.arange(global_batch).reshape(self.microbatches, self._replicas, -1)
+        sharding = self._sharding(numbers.shape[2])
+        here = sharding.addressable_devices_indices_map(numbers.shape).values()
+        return sorted({int(number) for index in here if index is not None for number in numbers[index].flat})
+
+    def read(self, batch: Any, *, counts: bool = False) -> Any:
+        """Return a batch as numpy's; raises ``UserError`` where its arrays have no rows, or other numbers of them."""
+        leaves, structure = tree_flatten_with_path(batch, is_leaf=is_replicated)
+        arrays = [value if is_replicated(value) else _array(path, value) for path, value in leaves]
+        rows = {keystr(path): len(a) for (path, _), a in zip(leaves, arrays, strict=True) if not is_replicated(a)}
+        if len(set(rows.values())) != 1 or 0 in rows.values():
+            shown = ", ".join(f"{path}: {count}" for path, count in rows.items()) or "no array"
+            accepted = "a tree of arrays with the same rows in front; ax.replicated(array) for one without rows"
+            raise UserError("batch", shown, accepted)
+        return jax.tree.unflatten(structure, arrays)
+
+    def rows(self, batch: Any) -> int:
+        """Return the rows of a batch."""
+        return next(len(leaf) for leaf in jax.tree.leaves(batch, is_leaf=is_replicated) if not is_replicated(leaf))
+
+    def filled(self, batch: Any, rows: int) -> Any:
+        """Return the batch; raises ``UserError`` where rows that do not count would have to be added."""
+        if (have := self.rows(batch)) != rows:
+            raise UserError(
+                "evaluate", f"batches of {have} and {rows} rows", f"rows in a multiple of {self.share}, alike"
+            )
+        return batch
+
+    def shard(self, batch: Any) -> Any:
+        """Return arrays [microbatches, replicas, rows, ...] on the mesh; replicated ones as they are."""
+        have, share = self.rows(batch), self.share
+        if have % share:
+            raise UserError("batch", f"{have} rows", f"a multiple of {share} rows in this process")
+        whole = have // share * self.least
+        position = {number: at for at, number in enumerate(self.local(whole))}
+        numbers = np.arange(whole).reshape(self.microbatches, self._replicas, -1)
+        sharding = self._sharding(numbers.shape[2])
+
+        def placed(leaf: Any) -> Any:
+            if is_replicated(leaf):
+                return Replicated(jax.device_put(leaf.value, NamedSharding(self.grid.mesh, P())))
+
+            def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None
+                chosen = numbers[index[:3]]
+                at = np.asarray([position[int(number)] for number in chosen.flat])
+                return leaf[at].reshape(*chosen.shape, *leaf.shape[1:])  # type: ignore[no-any-return]
+
+            return jax.make_array_from_callback((*numbers.shape, *leaf.shape[1:]), sharding, shard)
+
+        return jax.tree.map(placed, batch, is_leaf=is_replicated)
+
+    def _sharding(self, rows: int) -> NamedSharding:
+        """The layout of [microbatches, replicas, rows of a replica]."""
+        over = ROW_AXES if rows % self.grid.shape.z == 0 else None
+        return NamedSharding(self.grid.mesh, P(None, "data", over))
+
+
+def _array(path: Any, value: Any) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except Exception as error:  # from objects that turn into arrays, or uneven lists
+        raise UserError(f"batch{keystr(path)}", type(value).__name__, "an array with rows in front") from error
+    if array.ndim == 0 or array.dtype == object:
+        accepted = "an array with rows in front; ax.replicated(value) for one without rows"
+        raise UserError(f"batch{keystr(path)}", f"{type(value).__name__} of shape {array.shape}", accepted)
+    return array

@@ -1,0 +1,181 @@
+"""Program of the gradients of any Flax model: replicas side by side, and one reduction over them a step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.memory.forms import Weights
+from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
+from axonn_jax.tensor.collectives import all_reduce, axis_size
+from axonn_jax.tensor.params import Params, Specs, global_norm
+from axonn_jax.tensor.specs import shard_mapped
+from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
+from axonn_jax.train.modules.apart import REPLICAS, Apart, Outcome
+from axonn_jax.train.modules.batches import is_replicated
+
+_FLOAT32 = jnp.dtype("float32")
+
+Weight = Callable[[Any], Any]
+"""Function of a batch -> what its mean loss counts."""
+
+
+@dataclass(frozen=True)
+class ReplicaProgram(OnMesh):
+    """Gradients of a model whose layers are split by `parallelize`, each in a manual region of its own.
+
+    Every replica has a copy of the parameters, [data, ...], local to its devices: `jax.vmap` over it, with `data` as
+    `spmd_axis_name`, puts `data` into the specs of all regions. So gradients add up over microbatches without
+    communication over `data`, and are reduced once. Batches are [microbatches, data, rows, ...].
+    """
+
+    model: Apart
+    weight: Weight | None = None
+    bucket: int = 16_000_000
+    sums: jnp.dtype = _FLOAT32
+    """Dtype in which gradients add up, and are reduced over `data`."""
+    zero: bool = False
+    """True if gradients are scattered over `data` (ZeRO-1)."""
+
+    ordered = False
+    token_axes = ("data",)
+
+    @property
+    def grad_specs(self) -> Specs:
+        """Layout of every gradient, the same as its parameter's, or with ZeRO split over `data` too."""
+        if not self.zero:
+            return self.parts.specs
+        return split_over_replicas(self.state_shapes, self.parts.specs, self.grid.mesh)
+
+    def results(
+        self, params: Weights, carried: Params, batch: Any, key: jax.Array | None, scale: jax.Array | None = None
+    ) -> StepResults:
+        """Return the mean loss of a batch and its gradients.
+
+        Collectives over `data`: the reduction of the gradients (with ZeRO a reduce-scatter), once, in buckets, and of
+        some numbers; with BatchNorm its statistics, a layer and microbatch. The others are the layers'.
+        """
+        shares, _ = self._shares(batch)
+        total, sums, aux, changed = self._mapped(self._local, params, carried, batch, shares, key, scale)
+
+        def reduce(total: jax.Array, sums: Params, aux: Any, changed: Params) -> Any:
+            own = {name: value[0] for name, value in sums.items()}
+            grads = reduce_gradients(own, self.parts.specs, self.grad_specs, self.bucket, self.grid.mesh, ("data",))
+            # A replica's loss and numbers are shares of the mean; state is alike, or its mean counts.
+            loss, aux = jax.tree.map(lambda value: all_reduce(value[0], ("data",)), (total, aux))
+            return grads, global_norm(grads, self.grad_specs), loss, aux, jax.tree.map(_of_replicas, changed)
+
+        numbers = jax.tree.map(lambda _: P("data"), (aux, changed))
+        in_specs = (P("data"), self._stacked, *numbers)
+        out_specs = (self.grad_specs, P(), P(), *jax.tree.map(lambda _: P(), (aux, changed)))
+        region = shard_mapped(reduce, self.grid.mesh, in_specs, out_specs, differentiated=False, among_others=True)
+        grads, norm, loss, aux, changed = region(total, sums, aux, changed)
+        norm = norm if scale is None else norm / scale
+        return StepResults(grads, loss, norm, {"aux": aux} if jax.tree.leaves(aux) else {}, changed)
+
+    def evaluate(self, params: Weights, carried: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the mean loss of a batch in evaluation mode, and its weight: by `weight`, else its rows."""
+        shares, whole = self._shares(batch)
+
+        def local(params: Params, carried: Params, batch: Any, shares: jax.Array, replica: Any, *_: Any) -> jax.Array:
+            def add(total: jax.Array, one: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
+                share, rows = one
+                return total + share * self.model.run(
+                    params, carried, None, _with(batch, rows), training=False
+                ).loss, None
+
+            return lax.scan(add, jnp.zeros(()), (shares, _rows_of(batch)))[0]
+
+        return jnp.sum(self._mapped(local, params, carried, batch, shares, None, None)), whole
+
+    @property
+    def _stacked(self) -> Specs:
+        return {name: P("data", *spec) for name, spec in self.parts.specs.items()}
+
+    def _shares(self, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """Return each microbatch's and replica's share of the mean loss [microbatches, data], and the whole weight."""
+        first = _rows_of(batch)[0]
+        if self.weight is None:
+            counts = jnp.full(first.shape[:2], first.shape[2], jnp.float32)
+        else:
+            weight = self.weight
+            one = lambda rows: jnp.asarray(weight(_with(batch, rows)), jnp.float32)  # noqa: E731
+            counts = jax.vmap(jax.vmap(one))(_rows_of(batch))
+        whole = jnp.sum(counts)
+        return counts / whole, whole
+
+    def _mapped(self, local: Callable[..., Any], params: Weights, carried: Params, batch: Any, *rest: Any) -> Any:
+        """Call a function for all replicas side by side, each with a copy of the parameters and its rows."""
+        shares, key, scale = rest
+        replicas = self.grid.shape.data
+
+        def copies(name: str, value: Any) -> jax.Array:
+            whole = jnp.broadcast_to(value.astype(jnp.float32), (replicas, *value.shape))
+            return lax.with_sharding_constraint(whole, NamedSharding(self.grid.mesh, self._stacked[name]))
+
+        own = {name: copies(name, value) for name, value in params.items()}
+        axes = (
+            0,
+            None,
+            jax.tree.map(lambda leaf: None if is_replicated(leaf) else 1, batch, is_leaf=is_replicated),
+            1,
+            0,
+        )
+        run = jax.vmap(
+            lambda *given: local(*given, key, scale), in_axes=axes, spmd_axis_name="data", axis_name=REPLICAS
+        )
+        return run(own, carried, batch, shares, jnp.arange(replicas))
+
+    def _local(
+        self, params: Params, carried: Params, batch: Any, shares: jax.Array, replica: Any, key: Any, scale: Any
+    ) -> tuple[jax.Array, Params, Any, Params]:
+        """Return one replica's part of the mean loss, its sums of gradients, of numbers, and the changed state."""
+        changed: set[str] = set()
+
+        def one(params: Params, carried: Params, number: Any, share: Any, rows: Any) -> tuple[jax.Array, Outcome]:
+            own = None if key is None else jax.random.fold_in(key, number * self.grid.shape.data + replica)
+            found = self.model.run(params, carried, own, _with(batch, rows), training=True)
+            changed.update(found.carried)
+            part = found.loss * share
+            return part if scale is None else part * scale, found._replace(loss=part)
+
+        def add(carry: Any, given: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
+            total, sums, carried = carry
+            number, share, rows = given
+            (_, found), grads = jax.value_and_grad(one, has_aux=True)(params, carried, number, share, rows)
+            sums = {name: self._laid(name, sums[name] + grads[name].astype(self.sums)) for name in sums}
+            return (total + found.loss, sums, {**carried, **found.carried}), jax.tree.map(
+                lambda v: v * share, found.aux
+            )
+
+        zeros = {name: self._laid(name, jnp.zeros_like(value, self.sums)) for name, value in params.items()}
+        given = (jnp.arange(shares.shape[0]), shares, _rows_of(batch))
+        (total, sums, carried), aux = lax.scan(add, (jnp.zeros(()), zeros, carried), given)
+        aux = jax.tree.map(lambda values: jnp.sum(values, 0), aux)
+        return total, sums, aux, {name: carried[name] for name in sorted(changed)}
+
+    def _laid(self, name: str, value: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(value, NamedSharding(self.grid.mesh, self.parts.specs[name]))
+
+
+def _of_replicas(value: jax.Array) -> jax.Array:
+    """Return one value for state of all replicas, which is alike but for floats of a replica's own: their mean."""
+    own = value[0]
+    return all_reduce(own, ("data",)) / axis_size("data") if jnp.issubdtype(own.dtype, jnp.floating) else own
+
+
+def _rows_of(batch: Any) -> list[jax.Array]:
+    """The arrays of a batch that have rows, in order."""
+    return [leaf for leaf in jax.tree.leaves(batch, is_leaf=is_replicated) if not is_replicated(leaf)]
+
+
+def _with(batch: Any, rows: list[jax.Array]) -> Any:
+    """The batch as its loss takes it, with other arrays in place of those that have rows."""
+    leaves, structure = jax.tree.flatten(batch, is_leaf=is_replicated)
+    given = iter(rows)
+    return jax.tree.unflatten(structure, [leaf.value if is_replicated(leaf) else next(given) for leaf in leaves])
