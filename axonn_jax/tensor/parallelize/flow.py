@@ -24,7 +24,7 @@ class Marked(NamedTuple):
     number: int
     method: str
     shape: Shape
-    """Of the input."""
+    """The input's."""
 
 
 def mark(call: Callable[..., Any], number: int, method: str, x: jax.Array) -> Callable[..., Any]:
@@ -47,7 +47,7 @@ def marked(eqn: Any) -> Marked | None:
 
 
 def _inner(eqn: Any) -> Any | None:
-    """What an equation runs (jit, remat, scan, a custom derivative), if that takes and gives the same values."""
+    """The body of an equation (jit, remat, scan, a custom derivative) that takes and gives the same values."""
     sizes = (len(eqn.invars), len(eqn.outvars))
     return next((body for body in bodies(eqn) if (len(body.invars), len(body.outvars)) == sizes), None)
 
@@ -112,8 +112,8 @@ def _results(eqn: Any, inputs: Origins, at: Callable[[Any, Origins], None]) -> O
     nothing: Origins = [None] * len(eqn.outvars)
     inner = _inner(eqn)
     if eqn.primitive.name == "scan" and inner is not None:
-        whole, length = eqn.params["num_consts"] + eqn.params["num_carry"], eqn.params["length"]
-        find_origins(inner, inputs[:whole] + [_at_one_place(each, length) for each in inputs[whole:]], at)
+        first, length = eqn.params["num_consts"] + eqn.params["num_carry"], eqn.params["length"]
+        find_origins(inner, inputs[:first] + [_at_one_place(each, length) for each in inputs[first:]], at)
         return nothing
     if eqn.primitive.name == "cond":
         for branch in bodies(eqn):

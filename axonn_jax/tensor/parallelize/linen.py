@@ -16,7 +16,7 @@ from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
-from axonn_jax.tensor.parallelize.linen_plan import Key, Part, plan_loss
+from axonn_jax.tensor.parallelize.linen_plan import Holder, Key, plan_loss
 
 Loss = Callable[[Any, Any], Any]
 """Loss of parameters and a batch: a scalar, or a scalar and anything else."""
@@ -35,7 +35,7 @@ class LinenLoss:
     """A tree as the parameters', True for those that planned layers hold."""
     trained: Any
     """A tree as the parameters', False for state: collections beside one of the name ``params``, as `batch_stats`."""
-    parts: tuple[Part, ...]
+    holders: tuple[Holder, ...]
     """Layers and other modules with parameters."""
     dtype: Any = None
     """Dtype of the computation; None leaves it to the modules."""
@@ -119,7 +119,7 @@ def parallelize_linen(
     tree = jax.tree.structure(plain)
     specs, in_layers, trained = (jax.tree.unflatten(tree, each) for each in (plan.specs, plan.in_layers, plan.trained))
     placed = jax.tree.map(lambda value, spec: put(value, NamedSharding(grid.mesh, spec)), plain, specs)
-    return LinenLoss(loss, plan.plans, specs, in_layers, trained, plan.parts), placed
+    return LinenLoss(loss, plan.plans, specs, in_layers, trained, plan.holders), placed
 
 
 _OTHER_PARAMS = (

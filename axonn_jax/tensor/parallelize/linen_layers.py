@@ -17,7 +17,7 @@ Held = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Form:
+class Counterpart:
     """NNX form of a Linen type."""
 
     kind: type[nnx.Module]
@@ -113,21 +113,21 @@ def _layer_norm(module: Any, x: Any, held: Held) -> dict[str, Any]:
 _KERNEL = ("kernel", "bias")
 _DOT = ("dot_general", "dot_general_cls")
 
-FORMS: dict[type[linen.Module], Form] = {
-    linen.Dense: Form(nnx.Linear, _KERNEL, _dense, _DOT),
-    linen.DenseGeneral: Form(nnx.LinearGeneral, _KERNEL, _dense_general, ("batch_dims", *_DOT)),
-    linen.Einsum: Form(nnx.Einsum, _KERNEL, _einsum),
-    linen.Conv: Form(nnx.Conv, _KERNEL, _conv, ("mask", "conv_general_dilated", "conv_general_dilated_cls")),
-    linen.ConvTranspose: Form(nnx.ConvTranspose, _KERNEL, _conv_transpose, ("mask",)),
-    linen.Embed: Form(nnx.Embed, ("embedding",), _embed),
-    linen.LayerNorm: Form(nnx.LayerNorm, ("scale", "bias"), _layer_norm, norm=True),
-    linen.RMSNorm: Form(nnx.RMSNorm, ("scale",), _rms_norm, norm=True),
+COUNTERPARTS: dict[type[linen.Module], Counterpart] = {
+    linen.Dense: Counterpart(nnx.Linear, _KERNEL, _dense, _DOT),
+    linen.DenseGeneral: Counterpart(nnx.LinearGeneral, _KERNEL, _dense_general, ("batch_dims", *_DOT)),
+    linen.Einsum: Counterpart(nnx.Einsum, _KERNEL, _einsum),
+    linen.Conv: Counterpart(nnx.Conv, _KERNEL, _conv, ("mask", "conv_general_dilated", "conv_general_dilated_cls")),
+    linen.ConvTranspose: Counterpart(nnx.ConvTranspose, _KERNEL, _conv_transpose, ("mask",)),
+    linen.Embed: Counterpart(nnx.Embed, ("embedding",), _embed),
+    linen.LayerNorm: Counterpart(nnx.LayerNorm, ("scale", "bias"), _layer_norm, norm=True),
+    linen.RMSNorm: Counterpart(nnx.RMSNorm, ("scale",), _rms_norm, norm=True),
 }
 """Linen's types that have one."""
 
 _METHODS = {
     inspect.unwrap(getattr(base, method)): (base, method)
-    for base in FORMS
+    for base in COUNTERPARTS
     for method in ("__call__", "attend")
     if hasattr(base, method)
 }
@@ -144,7 +144,7 @@ class LayerCall:
     x: Any
     held: dict[str, jax.Array]
     dtype: Any
-    """Of the computation; None for that of input and parameters."""
+    """The computation's; None for that of input and parameters."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -154,7 +154,7 @@ class LayerCall:
     @property
     def layer(self) -> nnx.Module:
         """The NNX layer."""
-        return FORMS[self.base].build(self.module, self.x, self.held, self.dtype)
+        return COUNTERPARTS[self.base].build(self.module, self.x, self.held, self.dtype)
 
     def described(self) -> Kernel | Norm | str:
         """Return the dims in which the layer can be split, or the reason for none."""
@@ -173,7 +173,7 @@ class LayerCall:
     def run(self, layer: nnx.Module) -> jax.Array:
         """Call the NNX layer, or a sharded form of it, on the input; the result is of Linen's dtype."""
         y: jax.Array = getattr(layer, self.method)(self.x)
-        return y.astype(self.dtype) if FORMS[self.base].norm and self.dtype is not None else y
+        return y.astype(self.dtype) if COUNTERPARTS[self.base].norm and self.dtype is not None else y
 
 
 def layer_call(context: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerCall | str | None:
@@ -186,14 +186,14 @@ def layer_call(context: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     base, method = _METHODS.get(function, (None, ""))
     if base is None or not isinstance(module, base) or module.scope is None or module.is_initializing():
         return None
-    form = FORMS[base]
-    names = [name for name in form.params if getattr(module, f"use_{name}", True)]
+    counterpart = COUNTERPARTS[base]
+    names = [name for name in counterpart.params if getattr(module, f"use_{name}", True)]
     if not all(module.has_variable("params", name) for name in names):
         return None  # Flax names it
     held: dict[str, jax.Array] = {name: module.get_variable("params", name) for name in names}
     given = inspect.signature(context.orig_method).bind(*args, **kwargs).arguments
     x, *others = given.values()
-    unlike = [name for name in form.unlike if getattr(module, name) not in (None, ())]
+    unlike = [name for name in counterpart.unlike if getattr(module, name) not in (None, ())]
     if any(value is not None for value in others) or unlike:
         return f"{base.__name__} with {', '.join(unlike or list(given)[1:])} stays as it is"
     return LayerCall(module, base, method, x, held, module.dtype)

@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Leaf:
+class TreeParam:
     """One parameter of the tree."""
 
     owner: str
@@ -44,9 +44,9 @@ class Use:
     layer: Any
     """The NNX layer, with traced parameters."""
     shapes: dict[str, Shape]
-    """Of its parameters, in the order of their names."""
+    """Shapes of the parameters, in the order of their names."""
     dtype: Any
-    """Of the computation."""
+    """The computation's."""
     origins: dict[str, Origin | None] = field(default_factory=dict)
     """The parameter of the tree that each of them is, or is a part of."""
 
@@ -55,14 +55,14 @@ class Use:
         """Runs of this call, in a scan over stacked parameters one a part."""
         return max((origin.times for origin in self.origins.values() if origin is not None), default=1)
 
-    def path(self, leaves: Sequence[Leaf]) -> str:
+    def path(self, leaves: Sequence[TreeParam]) -> str:
         """The layer's path in the tree of parameters; without any of them, its path in its module."""
         origin = next((each for each in self.origins.values() if each is not None), None)
         return ".".join(self.key[0]) if origin is None else leaves[origin.index].owner
 
 
 @dataclass(frozen=True)
-class Part:
+class Holder:
     """Layer, or another module with parameters, as a report lists it."""
 
     path: str
@@ -70,7 +70,7 @@ class Part:
     params: dict[str, Any]
     """Parameters by name: arrays, or shapes with a layout."""
     dtype: Any
-    """Of the computation."""
+    """The computation's."""
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class Trace:
 
     mesh: Mesh
     uses: list[Use] = field(default_factory=list)
-    whole: dict[tuple[str, ...], tuple[str, str]] = field(default_factory=dict)
+    unsplit: dict[tuple[str, ...], tuple[str, str]] = field(default_factory=dict)
     """Type of every other module with parameters, and the reason against splitting, by path."""
 
     def run(self, call: MethodCall) -> Any:
@@ -90,8 +90,8 @@ class Trace:
             if not isinstance(described, str):
                 return self._mark(call.layer)
             reason = described
-        if call.module.scope is not None and (reason or call.module.path not in self.whole):
-            self.whole[call.module.path] = (type(call.module).__name__, reason)
+        if call.module.scope is not None and (reason or call.module.path not in self.unsplit):
+            self.unsplit[call.module.path] = (type(call.module).__name__, reason)
         return call.plain()
 
     def _mark(self, call: LayerCall) -> Any:
@@ -104,14 +104,14 @@ class Trace:
         self.uses.append(Use(call.key, call.base.__name__, call.layer, shapes, dtype))
         return mark(layer, len(self.uses) - 1, call.method, call.x)(call.x, call.held)
 
-    def part(self, leaf: Leaf, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Part:
+    def holder(self, leaf: TreeParam, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Holder:
         """Return the layer, or the other module, that holds a leaf, without parameters."""
         if use is not None:
-            return Part(leaf.owner, plans[use.key], {}, use.dtype)
-        owners = [at for at in self.whole if not at or f".{leaf.owner}".endswith(f".{'.'.join(at)}")]
-        kind, reason = self.whole.get(max(owners, key=len, default=("",)), ("-", "no Linen module holds them"))
+            return Holder(leaf.owner, plans[use.key], {}, use.dtype)
+        owners = [at for at in self.unsplit if not at or f".{leaf.owner}".endswith(f".{'.'.join(at)}")]
+        kind, reason = self.unsplit.get(max(owners, key=len, default=("",)), ("-", "no Linen module holds them"))
         plan = LayerPlan(kind, self.mesh, False, note=reason or f"a {kind} has no sharded form")
-        return Part(leaf.owner, plan, {}, leaf.array.dtype)
+        return Holder(leaf.owner, plan, {}, leaf.array.dtype)
 
     def at(self, eqn: Any, origins: Origins) -> None:
         """Note the origins of a marked equation's parameters; refuse a layout on another mesh."""
@@ -143,7 +143,7 @@ class LossPlan:
     """True for each leaf that a planned layer holds."""
     trained: list[bool]
     """False for each leaf of a collection beside one of the name ``params``, such as `batch_stats`."""
-    parts: tuple[Part, ...]
+    holders: tuple[Holder, ...]
 
 
 def plan_loss(
@@ -174,22 +174,24 @@ def plan_loss(
     free = {index for index, leaf in enumerate(leaves) if leaf.trained and chosen.get(leaf.owner) != "replicated"}
     apart = _spread(leaves, free - {index for index, spec in held.items() if spec_axes(spec)}, mesh)
     specs = [(held | apart).get(index, P()) for index in range(len(leaves))]
-    parts: dict[str, Part] = {}
+    holders: dict[str, Holder] = {}
     for index, leaf in enumerate(leaves):
-        part = parts.setdefault(leaf.owner, trace.part(leaf, uses.get(leaf.owner), plans))
+        holder = holders.setdefault(leaf.owner, trace.holder(leaf, uses.get(leaf.owner), plans))
         if index in apart:
-            part = replace(part, plan=replace(part.plan, spread=(*part.plan.spread, (leaf.param, apart[index]))))
+            holder = replace(
+                holder, plan=replace(holder.plan, spread=(*holder.plan.spread, (leaf.param, apart[index])))
+            )
         laid = jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=NamedSharding(mesh, specs[index]))
-        parts[leaf.owner] = replace(part, params={**part.params, leaf.param: laid})
+        holders[leaf.owner] = replace(holder, params={**holder.params, leaf.param: laid})
     in_layers, trained = [index in held for index in range(len(leaves))], [leaf.trained for leaf in leaves]
-    return LossPlan(plans, specs, in_layers, trained, tuple(parts.values()))
+    return LossPlan(plans, specs, in_layers, trained, tuple(holders.values()))
 
 
-def _leaves(params: Any) -> list[Leaf]:
+def _leaves(params: Any) -> list[TreeParam]:
     leaves = []
     for path, array in tree_util.tree_leaves_with_path(params):
         owner, _, param = tree_util.keystr(path, simple=True, separator=".").rpartition(".")
-        leaves.append(Leaf(owner, param, array, "params" not in params or path[0] == tree_util.DictKey("params")))
+        leaves.append(TreeParam(owner, param, array, "params" not in params or path[0] == tree_util.DictKey("params")))
     return leaves
 
 
@@ -208,35 +210,33 @@ def _plans(chooser: Chooser, jaxpr: Any, uses: Sequence[Use], overrides: Mapping
     return {use.key: replace((plans | others)[use.key], kind=use.kind) for use in uses}
 
 
-def _layouts(uses: Sequence[Use], plans: Mapping[Key, LayerPlan], leaves: Sequence[Leaf]) -> dict[int, P]:
+def _layouts(uses: Sequence[Use], plans: Mapping[Key, LayerPlan], leaves: Sequence[TreeParam]) -> dict[int, P]:
     """The layout of each leaf of a sharded layer, as the first layer that uses it has it."""
     specs: dict[int, P] = {}
     for use in uses:
         plan = plans[use.key]
         for name, origin in use.origins.items():
             if plan.sharded and origin is not None and origin.index not in specs:
-                whole = leaves[origin.index].array.shape
-                split = zip(_dims(origin, whole, use.shapes[name]), plan.spec(name), strict=False)
-                specs[origin.index] = spec_of(len(whole), *((dim, axes) for dim, axes in split if dim is not None))
+                stacked = leaves[origin.index].array.shape
+                split = zip(_dims(origin, stacked, use.shapes[name]), plan.spec(name), strict=False)
+                specs[origin.index] = spec_of(len(stacked), *((dim, axes) for dim, axes in split if dim is not None))
     return specs
 
 
-def _spread(leaves: Sequence[Leaf], whole: Collection[int], mesh: Mesh) -> dict[int, P]:
+def _spread(leaves: Sequence[TreeParam], free: Collection[int], mesh: Mesh) -> dict[int, P]:
     """The layouts of leaves that no layer splits, but for small ones."""
     sizes = {index: leaf.array.size * leaf.array.dtype.itemsize for index, leaf in enumerate(leaves) if leaf.trained}
-    small = small_enough(
-        {index: sizes[index] for index in whole}, sum(sizes.values()), size_over(mesh, ("z", "y", "x"))
-    )
-    specs = {index: spread(leaves[index].array.shape, mesh) for index in whole if index not in small}
+    small = small_enough({index: sizes[index] for index in free}, sum(sizes.values()), size_over(mesh, ("z", "y", "x")))
+    specs = {index: spread(leaves[index].array.shape, mesh) for index in free if index not in small}
     return {index: spec for index, spec in specs.items() if spec_axes(spec)}
 
 
-def _dims(origin: Origin, whole: Shape, shape: Shape) -> tuple[int | None, ...]:
+def _dims(origin: Origin, stacked: Shape, shape: Shape) -> tuple[int | None, ...]:
     """The leaf's dim for each dim of a layer's parameter.
 
     What is mapped over (`nn.vmap`) has a dim more than the layer sees: the first one that leaves a layer's shape.
     """
     for dims in reversed(list(combinations(origin.dims, len(shape)))):
-        if all(dim is None or whole[dim] == size for dim, size in zip(dims, shape, strict=True)):
+        if all(dim is None or stacked[dim] == size for dim, size in zip(dims, shape, strict=True)):
             return dims
     return (None,) * len(shape)

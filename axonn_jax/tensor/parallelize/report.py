@@ -12,7 +12,7 @@ from flax import nnx
 from axonn_jax.tensor.parallelize.api import modules, own_variables
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
 from axonn_jax.tensor.parallelize.linen import LinenLoss
-from axonn_jax.tensor.parallelize.linen_plan import Part
+from axonn_jax.tensor.parallelize.linen_plan import Holder
 from axonn_jax.tensor.specs import spec_axes
 from axonn_jax.terminal import table
 
@@ -191,11 +191,11 @@ def sharding_report(model: nnx.Module | LinenLoss) -> ShardingReport:
     Communication covers forward and backward of one call, by ring formulas, for `call`'s inputs, or else for one row,
     without gradient reductions of replicated layers, which XLA places.
     """
-    parts = model.parts if isinstance(model, LinenLoss) else _parts(model)
-    return ShardingReport(tuple(_entry(part) for part in parts))
+    holders = model.holders if isinstance(model, LinenLoss) else _holders(model)
+    return ShardingReport(tuple(_entry(holder) for holder in holders))
 
 
-def _parts(model: nnx.Module) -> Iterator[Part]:
+def _holders(model: nnx.Module) -> Iterator[Holder]:
     for path, module in modules(model).items():
         plan: LayerPlan | None = getattr(module, PLAN, None)
         if plan is None:
@@ -203,14 +203,14 @@ def _parts(model: nnx.Module) -> Iterator[Part]:
         held = {name: variable.get_value() for name, variable in own_variables(module).items()}
         arrays = {name: value for name, value in held.items() if hasattr(value, "sharding") and hasattr(value, "dtype")}
         dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None) or jnp.float32
-        yield Part(path, plan, arrays, dtype)
+        yield Holder(path, plan, arrays, dtype)
 
 
-def _entry(part: Part) -> Entry:
-    arrays = part.params.values()
+def _entry(holder: Holder) -> Entry:
+    arrays = holder.params.values()
     size = sum(value.size * value.dtype.itemsize for value in arrays)
     local = sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
     whole = sum(a.size * a.dtype.itemsize for a in arrays if a.sharding.is_fully_replicated)
-    shapes = {name: value.shape for name, value in part.params.items()}
-    sent = transfers(part.plan, shapes, jnp.dtype(part.dtype).itemsize)
-    return Entry(part.path or "(model)", part.plan, size, local, whole, tuple(sent))
+    shapes = {name: value.shape for name, value in holder.params.items()}
+    sent = transfers(holder.plan, shapes, jnp.dtype(holder.dtype).itemsize)
+    return Entry(holder.path or "(model)", holder.plan, size, local, whole, tuple(sent))
