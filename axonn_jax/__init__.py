@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from axonn_jax.tensor.parallelize.linen import parallelize_linen
     from axonn_jax.tensor.parallelize.report import sharding_report
     from axonn_jax.train.config import MemoryConfig, PipelineConfig, PruneConfig, TensorConfig
+    from axonn_jax.train.modules.batches import replicated
     from axonn_jax.train.trainer import Trainer
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "offload",
     "parallelize",
     "parallelize_linen",
+    "replicated",
     "sharding_report",
 ]
 
@@ -60,6 +62,7 @@ _HOME = {
     "Sampling": "axonn_jax.inference.sampling",
     "TensorConfig": "axonn_jax.train.config",
     "Trainer": "axonn_jax.train.trainer",
+    "replicated": "axonn_jax.train.modules.batches",
     "UserError": "axonn_jax.errors",
     "in_flight": "axonn_jax.distributed.bounded",
     "init": "axonn_jax.distributed.initialize",

@@ -75,7 +75,7 @@ class ModuleApart:
         self.specs = {name: _spec(value) for name, value in arrays.items()}
         self._dtypes = {name: value.dtype for name, value in arrays.items()}
         replicated = NamedSharding(mesh, P())
-        self.carried = {name: jax.device_put(_value(var), replicated) for name, (_, var) in others.items()}
+        self.carried = {name: jax.device_put(_value(var), replicated, may_alias=False) for name, (_, var) in others.items()}
         self.draws = bool(jax.tree.leaves(self._streams))
         self._flat = {n: (path, _filled(var, None)) for n, (path, var) in {**flat, **others}.items()}
         """Path and empty variable of all state but random streams."""
@@ -107,7 +107,7 @@ class ModuleApart:
 
     def restored(self, params: Mapping[str, jax.Array], carried: Params) -> nnx.Module:
         """Return the module with these parameters, in the dtypes that it had, and this state."""
-        own = {name: value.astype(self._dtypes[name]) for name, value in params.items()}
+        own = {name: _as(value, self._dtypes[name]) for name, value in params.items()}
         return self._merged(own, carried, self._streams)
 
     def _dtype(self, name: str) -> Any:
@@ -150,7 +150,7 @@ class TreeApart:
         self._dtypes = {name: value.dtype for name, value in arrays.items()}
         self.specs = {name: _spec(value) for name, value in arrays.items() if name not in state}
         replicated = NamedSharding(mesh, P())
-        self.carried = {name: jax.device_put(arrays[name], replicated) for name in state}
+        self.carried = {name: jax.device_put(arrays[name], replicated, may_alias=False) for name in state}
         self.draws = False
 
     def run(self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool) -> Outcome:
@@ -167,7 +167,7 @@ class TreeApart:
     def restored(self, params: Mapping[str, jax.Array], carried: Params) -> Any:
         """Return the tree with these parameters, in the dtypes that it had, and this state."""
         values = {**carried, **params}
-        return jax.tree.unflatten(self._tree, [values[name].astype(self._dtypes[name]) for name in self._names])
+        return jax.tree.unflatten(self._tree, [_as(values[name], self._dtypes[name]) for name in self._names])
 
 
 def checked(result: Any) -> tuple[jax.Array, Any]:
@@ -193,6 +193,11 @@ def _plans_dtype(module: Any) -> bool:
     """True if a layer is split, and casts its parameters to a dtype of its own."""
     plan = getattr(module, PLAN, None)
     return plan is not None and plan.sharded and hasattr(module, "dtype")
+
+
+def _as(value: Any, dtype: Any) -> Any:
+    """Return an array, or a shape, in another dtype."""
+    return jax.ShapeDtypeStruct(value.shape, dtype) if isinstance(value, jax.ShapeDtypeStruct) else value.astype(dtype)
 
 
 def _cast(value: jax.Array, dtype: Any) -> jax.Array:

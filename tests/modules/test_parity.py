@@ -1,0 +1,142 @@
+"""`Trainer(loss=)` beside a loop with optax on one device: losses, state, numbers, checkpoints, collectives."""
+
+import grids
+import hlo_text
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import axonn_jax as ax
+from axonn_jax.grid import GridShape
+
+FULL = GridShape(data=2, z=2, x=2)
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def masked():
+    """Loss and numbers of a plain loop on masked texts."""
+    return models.plain(models.Language(nnx.Rngs(0)), models.masked_loss, optax.adamw(1e-3), models.texts(STEPS))
+
+
+def language(axes, *, microbatches=4, weight=lambda batch: jnp.sum(batch["targets"] > 0), **memory):
+    grid = grids.lay(axes)
+    model = models.Language(nnx.Rngs(0))
+    if axes.devices > 1:
+        model = ax.parallelize(model, grid, call=lambda m: m(np.zeros((4, models.SEQ), np.int32)))
+    options = {"microbatches": microbatches, "memory": ax.MemoryConfig(**memory)}
+    return ax.Trainer(model, optax.adamw(1e-3), grid, loss=models.masked_loss, weight=weight, **options)
+
+
+@pytest.mark.parametrize(
+    ("axes", "memory", "tolerance"),
+    [
+        (GridShape(), {}, 1e-6),
+        (FULL, {"precision": "fp32", "zero": 1, "offload": "optimizer"}, 1e-6),
+        (GridShape(data=4, x=2), {"precision": "bf16", "zero": 1}, 1e-3),
+    ],
+    ids=["one device", "data 2 z 2 x 2, ZeRO, offload", "data 4, bf16, ZeRO"],
+)
+def test_a_masked_loss_is_that_of_a_plain_loop(axes, memory, tolerance, masked):
+    trainer = language(axes, **memory)
+    for batch, (loss, numbers) in zip(models.texts(STEPS), masked, strict=True):
+        with jax.numpy_dtype_promotion("standard"):  # Flax's attention in half precision asks for it
+            metrics = trainer.step(batch)
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=tolerance)
+        assert float(metrics["aux"]["right"]) == pytest.approx(numbers["right"], abs=20 * tolerance)
+    assert int(metrics["skipped"]) == 0
+
+
+def test_without_a_weight_microbatches_count_alike(masked):
+    trainer = language(FULL, weight=None)
+    losses = [float(trainer.step(batch)["loss"]) for batch in models.texts(STEPS)]
+    apart = max(abs(got - want) for got, (want, _) in zip(losses, masked, strict=True))
+    assert apart > 1e-3  # a mean of means of masked losses is another number
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_are_reduced_over_data_once(zero):
+    trainer = language(FULL, zero=zero, weight=None)
+    program = trainer.engine.compiled_step(models.texts(1)[0])
+    found = [one for one in hlo_text.collectives(program.as_text()) if one.crosses(trainer.engine.grid.mesh, "data")]
+    assert not [one for one in found if one.in_loop]
+    sizes = sorted(one.bytes for one in found if one.bytes > 64)
+    assert len(sizes) == 1 + zero, found  # with ZeRO the gather of the weights
+
+
+@pytest.mark.parametrize("axes", [GridShape(z=2, x=2), GridShape(data=2, z=2)], ids=grids.name)
+def test_statistics_of_a_batch_norm_are_those_of_all_replicas(axes, tmp_path):
+    batches, plain = models.pictures(4), models.Pictures(nnx.Rngs(0))
+    want = [loss for loss, _ in models.plain(plain, models.pictures_loss, optax.sgd(0.1), batches[:3])]
+
+    def trainer(axes):
+        return ax.Trainer(models.Pictures(nnx.Rngs(0)), optax.sgd(0.1), grids.lay(axes), loss=models.pictures_loss)
+
+    first = trainer(axes)
+    np.testing.assert_allclose([float(first.step(batch)["loss"]) for batch in batches[:3]], want, rtol=1e-6)
+    for name in ("mean", "var"):
+        found = getattr(first.model.norm, name).get_value()
+        np.testing.assert_allclose(found, getattr(plain.norm, name).get_value(), rtol=1e-5)
+    first.save(tmp_path, 3)
+    other = trainer(GridShape(data=4, y=2))
+    assert other.load(tmp_path) == 3
+    np.testing.assert_allclose(float(other.evaluate(batches[:1])), float(first.evaluate(batches[:1])), rtol=1e-6)
+    assert float(other.step(batches[3])["loss"]) == pytest.approx(float(first.step(batches[3])["loss"]), rel=1e-6)
+
+
+def test_collections_of_linen_are_carried():
+    batches = models.pictures(3)
+    variables = models.LinenPictures().init(jax.random.key(0), batches[0][0])
+    optimizer, params, state = optax.sgd(0.1), variables["params"], variables["batch_stats"]
+    grid, moments, want = grids.lay(GridShape(data=2, z=2, x=2)), optimizer.init(params), []
+    loss, placed = ax.parallelize_linen(models.linen_loss, variables, grid, batches[0])
+    trainer = ax.Trainer(placed, optimizer, grid, loss=loss)
+    got = [float(trainer.step(batch)["loss"]) for batch in batches]
+    for batch in batches:
+
+        def alone(params, state=state, batch=batch):
+            return models.linen_loss({"params": params, "batch_stats": state}, batch)
+
+        (value, updates), grads = jax.value_and_grad(alone, has_aux=True)(params)
+        changes, moments = optimizer.update(grads, moments, params)
+        params, state = optax.apply_updates(params, changes), updates["batch_stats"]
+        want.append(float(value))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(*(jax.tree.leaves(each)[0] for each in (trainer.model["batch_stats"], state)), rtol=1e-5)
+
+
+def test_small_gradients_survive_in_fp16():
+    """By the loss scale; of a step that overflows nothing is kept."""
+
+    def losses(precision):
+        model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(1)))
+        memory = ax.MemoryConfig(precision=precision)
+        options = {"loss": lambda m, x: 1e-6 * jnp.mean(m(x).astype(jnp.float32)), "memory": memory}
+        trainer = ax.Trainer(model, optax.sgd(1e4), grids.lay(GridShape(data=2, x=2)), **options)
+        rows = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+        found = [float(trainer.step(rows)["loss"]) for _ in range(4)]
+        metrics = trainer.step(rows * 1e38)
+        assert int(metrics["skipped"]) == 1
+        return found
+
+    np.testing.assert_allclose(losses("fp16"), losses("fp32"), rtol=5e-3)
+
+
+def test_dropout_draws_alike_on_every_grid_of_as_many_parts():
+    """Of microbatches and replicas together; and an evaluation draws nothing."""
+
+    def losses(axes, microbatches):
+        model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+        options = {"loss": lambda m, x: jnp.mean(jnp.square(m(x) - 1)), "microbatches": microbatches}
+        trainer = ax.Trainer(model, optax.sgd(0.1), grids.lay(axes), **options)
+        rows = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+        return [float(trainer.step(rows)["loss"]) for _ in range(3)] + [trainer.evaluate([rows]) for _ in range(2)]
+
+    want = losses(GridShape(), 4)
+    assert want[0] != want[3] == want[4]
+    for axes, microbatches in ((GridShape(data=2, z=2, x=2), 2), (GridShape(data=4), 1)):
+        np.testing.assert_allclose(losses(axes, microbatches), want, rtol=1e-6)
