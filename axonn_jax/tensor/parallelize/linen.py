@@ -1,5 +1,6 @@
 """Flax Linen models on a 4D grid: their loss runs layers 4D-sharded, everything else stays unchanged."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +19,16 @@ from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
 from axonn_jax.tensor.parallelize.linen_plan import Holder, Key, plan_loss
 
-Loss = Callable[[Any, Any], Any]
-"""Loss of parameters and a batch: a scalar, or a scalar and anything else."""
+Loss = Callable[..., Any]
+"""Loss of parameters and a batch, and of a key where it takes three: a scalar, or a scalar and anything else."""
+
+
+def takes_key(loss: Loss) -> bool:
+    """True if a loss has a third argument without a default: a key, for dropout and the like."""
+    plain = getattr(loss, "plain", loss)
+    found = inspect.signature(plain).parameters.values()
+    needed = [p for p in found if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needed) > 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,12 +51,12 @@ class LinenLoss:
     mapped_axis: str | None = None
     """Name of an axis that is mapped over around the loss, over which BatchNorm takes its statistics."""
 
-    def __call__(self, params: Any, batch: Any) -> Any:
+    def __call__(self, params: Any, batch: Any, *key: jax.Array) -> Any:
         """Return what the plain function returns."""
         if self.dtype is not None:
             params = jax.tree.map(self._cast, params, self.in_layers)
         with intercepted(self, self._run):
-            return self.plain(params, batch)
+            return self.plain(params, batch, *key)
 
     def with_row_axes(self, axes: tuple[str, ...], mapped_axis: str | None = None) -> "LinenLoss":
         """Return the loss with rows split over these axes, slowest first, in every layer.
@@ -96,7 +105,8 @@ def parallelize_linen(
     count for nothing: layouts are the grid's. `sharding_report` lists all modules.
 
     Args:
-        loss: A function ``loss(params, batch)`` that applies Linen modules and returns a scalar, or (scalar, aux).
+        loss: A function ``loss(params, batch)``, or of a key too, that applies Linen modules and returns a scalar, or
+            (scalar, aux).
         params: The tree of parameters, arrays or shapes, in boxes of `nn.Partitioned` or not.
         grid: The grid of devices, without a pipeline.
         batch: A batch of a step's shape, arrays or shapes.
@@ -109,9 +119,10 @@ def parallelize_linen(
             loss returns anything but a scalar, lays an array out on another mesh, or an override matches nothing.
     """
     _check(loss, params, grid, batch)
+    traced = (lambda params, batch: loss(params, batch, jax.random.key(0))) if takes_key(loss) else loss
     plain = jax.tree.map(_unboxed, params, is_leaf=meta.is_axis_metadata)
     try:
-        plan = plan_loss(loss, grid.mesh, plain, batch, lambda layers: choose_overrides(overrides or {}, layers))
+        plan = plan_loss(traced, grid.mesh, plain, batch, lambda layers: choose_overrides(overrides or {}, layers))
     except _OTHER_PARAMS as error:
         reason = str(error).split(" (http")[0]
         names = ", ".join(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__

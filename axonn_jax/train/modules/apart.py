@@ -14,7 +14,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.models.sequential import seeded
 from axonn_jax.tensor.parallelize.api import modules, with_row_axes
 from axonn_jax.tensor.parallelize.layouts import PLAN
-from axonn_jax.tensor.parallelize.linen import LinenLoss
+from axonn_jax.tensor.parallelize.linen import LinenLoss, takes_key
 from axonn_jax.tensor.params import Params, Specs
 
 REPLICAS = "axonn_replicas"
@@ -75,8 +75,10 @@ class ModuleApart:
         self.specs = {name: _spec(value) for name, value in arrays.items()}
         self._dtypes = {name: value.dtype for name, value in arrays.items()}
         replicated = NamedSharding(mesh, P())
-        self.carried = {name: jax.device_put(_value(var), replicated, may_alias=False) for name, (_, var) in others.items()}
-        self.draws = bool(jax.tree.leaves(self._streams))
+        state = {name: _value(var) for name, (_, var) in others.items()}
+        self.carried = jax.device_put(state, replicated, may_alias=False)
+        self._streamed, self._keyed = bool(jax.tree.leaves(self._streams)), takes_key(loss)
+        self.draws = self._streamed or self._keyed
         self._flat = {n: (path, _filled(var, None)) for n, (path, var) in {**flat, **others}.items()}
         """Path and empty variable of all state but random streams."""
         held = {id(v) for m in modules(model).values() if _plans_dtype(m) for v in vars(m).values()}
@@ -87,9 +89,8 @@ class ModuleApart:
     def run(self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool) -> Outcome:
         """Return the loss of a replica's rows, with the state that the call has changed."""
         own = {name: value.astype(self._dtype(name)) for name, value in params.items()}
-        model = self._merged(
-            own, carried, self._streams if key is None or not self.draws else seeded(self._streams, key)
-        )
+        drawn = key is not None and self._streamed
+        model = self._merged(own, carried, seeded(self._streams, key) if drawn else self._streams)
         if not training:
             model.eval()
         with_row_axes(model, ROW_AXES)
@@ -99,7 +100,7 @@ class ModuleApart:
                 each.dtype = self._compute
             if isinstance(each, nnx.BatchNorm):  # the statistics are those of all replicas
                 each.axis_name = REPLICAS
-        loss, aux = checked(self._loss(model, rows))
+        loss, aux = checked(self._loss(model, rows, *_keys(self._keyed, key)))
         split: Any = nnx.split(model, _trained, nnx.RngState, ...)
         after = {name: _value(var) for name, (_, var) in _by_name(split[3]).items()}
         changed = {n: after[n].astype(v.dtype) for n, v in carried.items() if n in after and after[n] is not v}
@@ -140,7 +141,7 @@ class TreeApart:
             replica = loss.with_row_axes(ROW_AXES, REPLICAS)
             self._loss = replica if compute is None else replica.with_dtype(compute)
         elif compute is not None:
-            self._loss = lambda tree, rows: loss(jax.tree.map(lambda v: _cast(v, compute), tree), rows)
+            self._loss = lambda tree, *given: loss(jax.tree.map(lambda v: _cast(v, compute), tree), *given)
         leaves, self._tree = tree_flatten_with_path(tree)
         arrays = {keystr(path, simple=True, separator="."): jnp.asarray(value) for path, value in leaves}
         self._names = list(arrays)
@@ -151,11 +152,11 @@ class TreeApart:
         self.specs = {name: _spec(value) for name, value in arrays.items() if name not in state}
         replicated = NamedSharding(mesh, P())
         self.carried = {name: jax.device_put(arrays[name], replicated, may_alias=False) for name in state}
-        self.draws = False
+        self.draws = self._keyed = takes_key(loss)
 
     def run(self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool) -> Outcome:
         """Return the loss of a replica's rows; in an evaluation too, as the loss function says what differs."""
-        loss, aux = checked(self._loss(self.restored(params, carried), rows))
+        loss, aux = checked(self._loss(self.restored(params, carried), rows, *_keys(self._keyed, key)))
         changed: dict[str, jax.Array] = {}
         if isinstance(aux, Mapping) and (given := self._collections & set(aux)):
             leaves, _ = tree_flatten_with_path({name: aux[name] for name in given})
@@ -168,6 +169,11 @@ class TreeApart:
         """Return the tree with these parameters, in the dtypes that it had, and this state."""
         values = {**carried, **params}
         return jax.tree.unflatten(self._tree, [_as(values[name], self._dtypes[name]) for name in self._names])
+
+
+def _keys(keyed: bool, key: Any) -> tuple[Any, ...]:
+    """The key of a loss that takes one; an evaluation has the same for all rows."""
+    return ((jax.random.key(0) if key is None else key),) if keyed else ()
 
 
 def checked(result: Any) -> tuple[jax.Array, Any]:

@@ -43,7 +43,11 @@ class ReplicaProgram(OnMesh):
     """True if gradients are scattered over `data` (ZeRO-1)."""
 
     ordered = False
+    """The order of computation is XLA's."""
+    sub_batches = 1
+    """Rows of a microbatch run together."""
     token_axes = ("data",)
+    """Axes over which gradients add up; the layers have added them up over `z`."""
 
     @property
     def grad_specs(self) -> Specs:
