@@ -5,15 +5,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import strange_layers
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
-from axonn_jax.tensor.parallelize.api import with_row_axes
+from axonn_jax.tensor.parallelize.api import gather_spread, with_row_axes
+from axonn_jax.tensor.parallelize.layouts import SPREAD
 
-HIDDEN, VOCAB, ROWS, LENGTH = 16, 32, 4, 6
+HIDDEN, VOCAB, ROWS, LENGTH = 16, 64, 4, 6
 # Of a parameter's largest entry: sums of another order.
 GRADIENT_TOLERANCE = 1e-5
 
@@ -39,30 +41,38 @@ class Model(nnx.Module):
         return self.tokens.attend(x)
 
 
-def _loss(model, ids):
-    logp = jax.nn.log_softmax(model(ids)[:, :-1])
-    return -jnp.mean(jnp.take_along_axis(logp, ids[:, 1:, None], -1))
+MODELS = {"layers": Model, **{kind: strange_layers.MODELS[kind] for kind in ("own", "stacked")}}
 
 
-def _step(model):
+def _step(model, *, gathered=False):
     """Parameters and a function of them and of rows: loss and gradients."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params, ids):
-        return _loss(nnx.merge(graphdef, params, rest, copy=True), ids)
+        merged = nnx.merge(graphdef, params, rest, copy=True)
+        if gathered:
+            gather_spread(merged)
+        return strange_layers.loss(merged, ids)
 
-    return params, jax.value_and_grad(loss)
+    again = jax.checkpoint_policies.save_anything_except_these_names(SPREAD)
+    return params, jax.value_and_grad(jax.checkpoint(loss, policy=again) if gathered else loss)
 
 
-@pytest.mark.parametrize("axes", [(2, 2, 1, 2), pytest.param((2, 1, 2, 2), marks=pytest.mark.slow)], ids=str)
-def test_replicas_have_the_plain_gradients_of_their_rows(axes):
-    grid, plain = grids.lay(GridShape(1, *axes)), Model(nnx.Rngs(0))
+CASES = [("layers", (2, 2, 1, 2), False), ("own", (2, 2, 1, 2), True), ("stacked", (2, 2, 1, 2), False)]
+SLOW = [(kind, (2, 1, 2, 2), True) for kind in MODELS] + [("own", (2, 2, 1, 2), False)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "gathered"), CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW], ids=str
+)
+def test_replicas_have_the_plain_gradients_of_their_rows(kind, axes, gathered):
+    grid, plain = grids.lay(GridShape(1, *axes)), MODELS[kind](nnx.Rngs(0))
     replicas = grid.shape.data
     ids = np.random.default_rng(0).integers(0, VOCAB, (replicas, ROWS, LENGTH), dtype=np.int32)
     model = ax.parallelize(plain, grid, call=lambda m: m(ids[0]))
     with_row_axes(model, ("z",))
     assert all(entry.plan.rows_split for entry in ax.sharding_report(model).entries if entry.path != "positions")
-    params, step = _step(model)
+    params, step = _step(model, gathered=gathered)
 
     def own(param):
         stacked = np.broadcast_to(param, (replicas, *param.shape))

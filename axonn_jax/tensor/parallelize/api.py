@@ -15,7 +15,7 @@ from axonn_jax.grid import Grid
 from axonn_jax.tensor.parallelize.convolution import ByRows, by_rows
 from axonn_jax.tensor.parallelize.kinds import base_of, describe, own_call, wraps
 from axonn_jax.tensor.parallelize.layers import sharded
-from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, small_enough, spread
+from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, small_enough, spread, whole
 from axonn_jax.tensor.parallelize.propagate import Chooser, plans_by_flow, plans_by_order
 from axonn_jax.tensor.specs import size_over, spec_axes
 
@@ -36,8 +36,9 @@ def parallelize(
     Type, attributes, parameter names and results stay; so do `nnx.jit`, `nnx.value_and_grad`, `nnx.Optimizer`,
     `nnx.split` and train/eval modes. Linear, LinearGeneral, Einsum, Conv, ConvTranspose, Embed, LayerNorm and RMSNorm
     (alone or inside MultiHeadAttention and modules of your own) are split over the axes of the grid, with explicit
-    collectives; other modules stay, their parameters replicated. `sharding_report` lists both, with reasons and bytes.
-    Nothing is communicated but parameters on their way to their devices.
+    collectives, as are types derived from these that call `super().__call__`, and stacks by `nnx.vmap`. Other modules
+    stay, their parameters spread over the devices, for the compiler to gather. `sharding_report` lists all, with
+    reasons and bytes. Nothing is communicated but parameters on their way to their devices.
 
     Args:
         model: The model.
@@ -89,10 +90,10 @@ def _spread(
         if isinstance(variable, nnx.Param)
     }
     sizes = {key: value.size * value.dtype.itemsize for key, (value, _) in params.items()}
-    whole = {key: size for key, size in sizes.items() if not spec_axes(params[key][1])}
-    small = small_enough(whole, sum(sizes.values()), size_over(mesh, ("z", "y", "x")))
+    unsplit = {key: size for key, size in sizes.items() if not spec_axes(params[key][1])}
+    small = small_enough(unsplit, sum(sizes.values()), size_over(mesh, ("z", "y", "x")))
     split: dict[str, list[tuple[str, P]]] = {path: [] for path in plans}
-    for path, name in whole:
+    for path, name in unsplit:
         spec = spread(params[path, name][0].shape, mesh)
         if (path, name) not in small and overrides.get(path) != "replicated" and spec_axes(spec):
             split[path].append((name, spec))
@@ -180,6 +181,19 @@ def with_row_axes(model: nnx.Module, axes: tuple[str, ...]) -> None:
             setattr(module, PLAN, replace(plan, row_axes=axes))
         if isinstance(convolve, ByRows):
             module.conv_general_dilated = replace(convolve, row_axes=axes)  # type: ignore[attr-defined]
+
+
+def gather_spread(model: nnx.Module) -> None:
+    """Gather the parameters of a parallelized model that are spread, with `layouts.whole`.
+
+    Args:
+        model: The model, inside a traced function that may change it, before it is called.
+    """
+    for module in modules(model).values():
+        plan: LayerPlan | None = getattr(module, PLAN, None)
+        for name, _ in () if plan is None else plan.spread:
+            variable = own_variables(module)[name]
+            variable.set_value(whole(variable.get_value(), plan.mesh))  # type: ignore[union-attr]
 
 
 def put(value: Any, sharding: NamedSharding) -> Any:

@@ -5,7 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TypeVar
 
-from jax.sharding import Mesh
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.grid import BATCH_AXES
@@ -14,6 +17,9 @@ from axonn_jax.tensor.specs import size_over
 
 PLAN = "axonn_plan"
 """Name of a layer's (static) attribute with the plan."""
+
+SPREAD = "spread_all_gather"
+"""Name of gathered parameters for policies of `jax.checkpoint`, as `save_anything_except_these_names(SPREAD)`."""
 
 _SMALL, _SLACK = 4096, 0.02
 Name = TypeVar("Name", bound=Hashable)
@@ -131,6 +137,14 @@ def spread(shape: tuple[int, ...], mesh: Mesh) -> P:
             if shape[dim] % size_over(mesh, axes) == 0:
                 return spec_of(len(shape), (dim, axes))
     return P()
+
+
+def whole(value: jax.Array, mesh: Mesh) -> jax.Array:
+    """Gather a parameter that is spread, under the name `SPREAD`; its gradient is summed whole, then spread again.
+
+    Left alone, XLA chooses between gathering a parameter and moving activations, and keeps what it has gathered.
+    """
+    return checkpoint_name(lax.with_sharding_constraint(value, NamedSharding(mesh, P())), SPREAD)
 
 
 def small_enough(sizes: Mapping[Name, int], total: int, parts: int) -> set[Name]:
