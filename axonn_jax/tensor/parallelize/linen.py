@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import errors, linen
 from flax.core import meta
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from axonn_jax.errors import UserError
-from axonn_jax.grid import Grid
+from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
@@ -37,19 +37,20 @@ class LinenLoss:
 
     plain: Loss
     """The function without layouts."""
+    mesh: Mesh
     plans: Mapping[Key, LayerPlan]
     specs: Any
     """The parameters' layouts: a tree as theirs, of `PartitionSpec`."""
     in_layers: Any
     """A tree as the parameters', True for those that planned layers hold."""
-    trained: Any
-    """A tree as the parameters', False for state: collections beside one of the name ``params``, as `batch_stats`."""
     holders: tuple[Holder, ...]
     """Layers and other modules with parameters."""
     dtype: Any = None
-    """Dtype of the computation; None leaves it to the modules."""
+    """The computation's dtype wherever a module names none; None leaves it to the modules."""
+    row_axes: tuple[str, ...] = BATCH_AXES
+    """Axes that split rows."""
     mapped_axis: str | None = None
-    """Name of an axis that is mapped over around the loss, over which BatchNorm takes its statistics."""
+    """Name of an axis that is mapped over around the loss: BatchNorm takes its statistics over that too."""
 
     def __call__(self, params: Any, batch: Any, *key: jax.Array) -> Any:
         """Return what the plain function returns."""
@@ -65,7 +66,7 @@ class LinenLoss:
         replica's rows, which lie over ``("z",)``; ``mapped_axis`` is its ``axis_name``.
         """
         plans = {key: replace(plan, row_axes=axes) for key, plan in self.plans.items()}
-        return replace(self, plans=plans, mapped_axis=mapped_axis)
+        return replace(self, plans=plans, row_axes=axes, mapped_axis=mapped_axis)
 
     def with_dtype(self, dtype: Any) -> "LinenLoss":
         """Return the loss that computes in this dtype wherever a module names none.
@@ -78,12 +79,12 @@ class LinenLoss:
         return value if in_layer or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(self.dtype)
 
     def _run(self, call: MethodCall) -> Any:
-        module, plan = call.module, self.plans.get(call.layer.key) if call.layer is not None else None
+        plan = self.plans.get(call.layer.key) if call.layer is not None else None
         if call.layer is not None and plan is not None and plan.sharded:
             return _run_sharded(call.layer if self.dtype is None else call.layer.in_dtype(self.dtype), plan)
-        if self.mapped_axis is not None and isinstance(module, linen.BatchNorm) and module.axis_name is None:
-            return call.again(module.clone(parent=module.scope, axis_name=self.mapped_axis))
-        return call.plain()
+        if self.mapped_axis is not None and call.base is linen.BatchNorm and call.module.axis_name is None:
+            return call.of(call.module.clone(parent=call.module.scope, axis_name=self.mapped_axis))
+        return call.by_rows(self.mesh, self.row_axes)
 
 
 def _run_sharded(call: LayerCall, plan: LayerPlan) -> jax.Array:
@@ -128,9 +129,9 @@ def parallelize_linen(
         names = ", ".join(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
         raise UserError("params", names, f"the parameters of every layer that loss applies: {reason}") from None
     tree = jax.tree.structure(plain)
-    specs, in_layers, trained = (jax.tree.unflatten(tree, each) for each in (plan.specs, plan.in_layers, plan.trained))
+    specs, in_layers = (jax.tree.unflatten(tree, each) for each in (plan.specs, plan.in_layers))
     placed = jax.tree.map(lambda value, spec: put(value, NamedSharding(grid.mesh, spec)), plain, specs)
-    return LinenLoss(loss, plan.plans, specs, in_layers, trained, plan.holders), placed
+    return LinenLoss(loss, grid.mesh, plan.plans, specs, in_layers, plan.holders), placed
 
 
 _OTHER_PARAMS = (

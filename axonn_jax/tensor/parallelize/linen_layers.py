@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 from flax import linen, nnx
+from jax.sharding import Mesh
 
+from axonn_jax.tensor.parallelize.convolution import ByRows
 from axonn_jax.tensor.parallelize.kinds import Kernel, Norm, describe
 
 Held = Mapping[str, Any]
@@ -125,12 +127,13 @@ COUNTERPARTS: dict[type[linen.Module], Counterpart] = {
 }
 """Linen's types that have one."""
 
-_METHODS = {
+_METHODS: dict[Any, tuple[Any, str]] = {
     inspect.unwrap(getattr(base, method)): (base, method)
-    for base in COUNTERPARTS
+    for base in (*COUNTERPARTS, linen.BatchNorm)
     for method in ("__call__", "attend")
     if hasattr(base, method)
 }
+"""Flax's own methods, by function."""
 
 
 @dataclass(frozen=True)
@@ -176,24 +179,73 @@ class LayerCall:
         return y.astype(self.dtype) if COUNTERPARTS[self.base].norm and self.dtype is not None else y
 
 
-def layer_call(context: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerCall | str | None:
-    """Return what an intercepted method of a module calls: a layer with an NNX form, or the reason against one.
+@dataclass(frozen=True)
+class MethodCall:
+    """Call of a method of a Linen module."""
 
-    None is any other module, or a layer without its parameters. A subclass that calls its parent's method is seen
-    there; one that replaces the method is not a layer of that type.
-    """
-    module, function = context.module, context.orig_method.func
-    base, method = _METHODS.get(function, (None, ""))
+    module: Any
+    base: type[linen.Module] | None
+    """The Flax layer whose own method it is: of a subclass that wraps it, the call inside."""
+    layer: LayerCall | None
+    """The call as one of a layer with an NNX form."""
+    reason: str
+    """Reason against one, for a layer that could have it."""
+    plain: Callable[[], Any]
+    """The call itself."""
+    of: Callable[[Any], Any]
+    """The same call of another module, one of type `base`."""
+
+    def by_rows(self, mesh: Mesh, row_axes: tuple[str, ...]) -> Any:
+        """Call the method; a convolution runs rows by rows in a manual region (see `ByRows`)."""
+        if self.base is not linen.Conv or isinstance(self.module.conv_general_dilated_cls, _Given):
+            return self.plain()
+        own = self.module.conv_general_dilated_cls
+        convolve = own() if own is not None else self.module.conv_general_dilated or jax.lax.conv_general_dilated
+        given = _Given(ByRows(mesh, convolve, row_axes))
+        return self.of(self.module.clone(parent=self.module.scope, conv_general_dilated_cls=given))
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Convolution in the form that Linen asks for."""
+
+    convolve: ByRows
+
+    def __call__(self) -> ByRows:
+        return self.convolve
+
+
+def _method_call(
+    context: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> MethodCall:
+    module: Any = context.module
+    base, name = _METHODS.get(context.orig_method.func, (None, ""))
     if base is None or not isinstance(module, base) or module.scope is None or module.is_initializing():
-        return None
-    counterpart = COUNTERPARTS[base]
+        return MethodCall(module, None, None, "", lambda: method(*args, **kwargs), lambda other: None)
+    layer = _layer_call(module, base, name, inspect.signature(context.orig_method).bind(*args, **kwargs).arguments)
+    return MethodCall(
+        module,
+        base,
+        None if isinstance(layer, str) else layer,
+        layer if isinstance(layer, str) else "",
+        lambda: method(*args, **kwargs),
+        lambda other: getattr(base, name)(other, *args, **kwargs),
+    )
+
+
+def _layer_call(module: Any, base: type[linen.Module], method: str, given: Mapping[str, Any]) -> LayerCall | str:
+    """Return the call of a layer with an NNX form, or the reason against one, "" where Flax will say so."""
+    counterpart = COUNTERPARTS.get(base)
+    if counterpart is None:
+        return ""
     names = [name for name in counterpart.params if getattr(module, f"use_{name}", True)]
-    if not all(module.has_variable("params", name) for name in names):
-        return None  # Flax names it
-    held: dict[str, jax.Array] = {name: module.get_variable("params", name) for name in names}
-    given = inspect.signature(context.orig_method).bind(*args, **kwargs).arguments
     x, *others = given.values()
-    unlike = [name for name in counterpart.unlike if getattr(module, name) not in (None, ())]
+    if not hasattr(x, "shape") or not all(module.has_variable("params", name) for name in names):
+        return ""
+    held: dict[str, jax.Array] = {name: module.get_variable("params", name) for name in names}
+    options = _options(module, *counterpart.unlike)
+    unlike = [name for name, value in options.items() if value is not None and not isinstance(value, tuple | list)]
+    unlike += [name for name, value in options.items() if isinstance(value, tuple | list) and len(value)]
     if any(value is not None for value in others) or unlike:
         return f"{base.__name__} with {', '.join(unlike or list(given)[1:])} stays as it is"
     return LayerCall(module, base, method, x, held, module.dtype)
@@ -201,21 +253,6 @@ def layer_call(context: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 _TRACED_BY = jax.make_user_context()
 """Part of the key of jax's caches: what is compiled inside a loss is traced anew, not as another left it."""
-
-
-@dataclass(frozen=True)
-class MethodCall:
-    """Call of a method of any Linen module."""
-
-    layer: LayerCall | None
-    """The layer that it calls, if that has an NNX form."""
-    reason: str
-    """Reason against one, for a layer of a type that has."""
-    module: Any
-    plain: Callable[[], Any]
-    """The call itself."""
-    again: Callable[[Any], Any]
-    """The same call of another module."""
 
 
 @contextmanager
@@ -228,16 +265,8 @@ def intercepted(by: object, run: Callable[[MethodCall], Any]) -> Iterator[None]:
     """
 
     def intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        def plain() -> Any:
-            return method(*args, **kwargs)
-
-        def again(module: Any) -> Any:
-            return getattr(module, context.method_name)(*args, **kwargs)
-
         with linen.logical_axis_rules(()):  # the function may have set rules of its own
-            called = layer_call(context, args, kwargs)
-            layer, reason = (called, "") if isinstance(called, LayerCall) else (None, called or "")
-            return run(MethodCall(layer, reason, context.module, plain, again))
+            return run(_method_call(context, method, args, kwargs))
 
     with _TRACED_BY(by), linen.logical_axis_rules(()), linen.intercept_methods(intercept):
         yield

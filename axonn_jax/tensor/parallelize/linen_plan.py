@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
+from axonn_jax.grid import BATCH_AXES
 from axonn_jax.tensor.parallelize.convolution import check_grouped
 from axonn_jax.tensor.parallelize.flow import MARK, Origin, Origins, find_origins, mark, marked
 from axonn_jax.tensor.parallelize.layouts import LayerPlan, small_enough, spec_of, spread
@@ -32,6 +33,7 @@ class TreeParam:
     param: str
     array: Any
     trained: bool
+    """False for state: collections beside one of the name ``params``, as `batch_stats`."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Trace:
             reason = described
         if call.module.scope is not None and (reason or call.module.path not in self.unsplit):
             self.unsplit[call.module.path] = (type(call.module).__name__, reason)
-        return call.plain()
+        return call.by_rows(self.mesh, BATCH_AXES)
 
     def _mark(self, call: LayerCall) -> Any:
         def layer(x: Any, held: dict[str, Any]) -> Any:
@@ -121,11 +123,7 @@ class Trace:
             if len(origins) == 1 + len(use.shapes) and not use.origins:  # more of them in a derivative
                 use.origins.update(zip(use.shapes, origins[1:], strict=True))
         mesh = getattr(eqn.params.get("sharding"), "mesh", None)
-        if (
-            eqn.primitive.name == "sharding_constraint"
-            and mesh is not None
-            and mesh.shape_tuple != self.mesh.shape_tuple
-        ):
+        if mesh is not None and mesh.shape_tuple != self.mesh.shape_tuple:
             raise UserError(
                 "loss", f"a sharding constraint {eqn.params['sharding'].spec} on a mesh of {dict(mesh.shape)}",
                 f"none, or one on the grid's mesh, of {', '.join(self.mesh.axis_names)}",
@@ -141,8 +139,6 @@ class LossPlan:
     """The layout of each leaf of the parameters."""
     in_layers: list[bool]
     """True for each leaf that a planned layer holds."""
-    trained: list[bool]
-    """False for each leaf of a collection beside one of the name ``params``, such as `batch_stats`."""
     holders: tuple[Holder, ...]
 
 
@@ -178,13 +174,11 @@ def plan_loss(
     for index, leaf in enumerate(leaves):
         holder = holders.setdefault(leaf.owner, trace.holder(leaf, uses.get(leaf.owner), plans))
         if index in apart:
-            holder = replace(
-                holder, plan=replace(holder.plan, spread=(*holder.plan.spread, (leaf.param, apart[index])))
-            )
+            plan = replace(holder.plan, spread=(*holder.plan.spread, (leaf.param, apart[index])))
+            holder = replace(holder, plan=plan)
         laid = jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=NamedSharding(mesh, specs[index]))
         holders[leaf.owner] = replace(holder, params={**holder.params, leaf.param: laid})
-    in_layers, trained = [index in held for index in range(len(leaves))], [leaf.trained for leaf in leaves]
-    return LossPlan(plans, specs, in_layers, trained, tuple(holders.values()))
+    return LossPlan(plans, specs, [index in held for index in range(len(leaves))], tuple(holders.values()))
 
 
 def _leaves(params: Any) -> list[TreeParam]:
