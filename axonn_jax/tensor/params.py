@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -147,6 +148,17 @@ def _shape(value: Any) -> jax.ShapeDtypeStruct:
 def placed(params: Params, specs: Specs, mesh: Mesh) -> Params:
     """Parameters laid out on a mesh."""
     return jax.device_put(params, {name: NamedSharding(mesh, specs[name]) for name in params})
+
+
+def copied(value: Any, sharding: NamedSharding) -> jax.Array:
+    """Return an array in new memory, laid out on a mesh, which other processes may share; all have the same value."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        words = copied(jax.random.key_data(value), sharding)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
+    if sharding.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
+        return jax.device_put(value, sharding, may_alias=False)
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def shapes_of(parts: SplitModule, dtype: jnp.dtype | None = None) -> SplitModule:

@@ -17,6 +17,7 @@ from axonn_jax.tensor.parallelize.kinds import base_of, describe, own_call, wrap
 from axonn_jax.tensor.parallelize.layers import sharded
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, small_enough, spread, whole
 from axonn_jax.tensor.parallelize.propagate import Chooser, plans_by_flow, plans_by_order
+from axonn_jax.tensor.params import copied
 from axonn_jax.tensor.specs import size_over, spec_axes
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -200,7 +201,7 @@ def put(value: Any, sharding: NamedSharding) -> Any:
     """Return the value laid out in new memory: a step of the copy may donate it and leave the original intact."""
     if isinstance(value, jax.ShapeDtypeStruct):  # of a model made by nnx.eval_shape
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-    return jax.device_put(value, sharding, may_alias=False)
+    return copied(value, sharding)
 
 
 def modules(model: nnx.Module) -> dict[str, nnx.Module]:

@@ -15,7 +15,7 @@ from axonn_jax.models.sequential import seeded
 from axonn_jax.tensor.parallelize.api import modules, with_row_axes
 from axonn_jax.tensor.parallelize.layouts import PLAN
 from axonn_jax.tensor.parallelize.linen import LinenLoss, takes_key
-from axonn_jax.tensor.params import Params, Specs
+from axonn_jax.tensor.params import Params, Specs, copied
 
 REPLICAS = "axonn_replicas"
 """Name of the axis that maps over replicas."""
@@ -76,7 +76,7 @@ class ModuleApart:
         self._dtypes = {name: value.dtype for name, value in arrays.items()}
         replicated = NamedSharding(mesh, P())
         state = {name: _value(var) for name, (_, var) in others.items()}
-        self.carried = jax.device_put(state, replicated, may_alias=False)
+        self.carried = {name: copied(value, replicated) for name, value in state.items()}
         self._streamed, self._keyed = bool(jax.tree.leaves(self._streams)), takes_key(loss)
         self.draws = self._streamed or self._keyed
         self._flat = {n: (path, _filled(var, None)) for n, (path, var) in {**flat, **others}.items()}
@@ -151,7 +151,7 @@ class TreeApart:
         self._dtypes = {name: value.dtype for name, value in arrays.items()}
         self.specs = {name: _spec(value) for name, value in arrays.items() if name not in state}
         replicated = NamedSharding(mesh, P())
-        self.carried = {name: jax.device_put(arrays[name], replicated, may_alias=False) for name in state}
+        self.carried = {name: copied(arrays[name], replicated) for name in state}
         self.draws = self._keyed = takes_key(loss)
 
     def run(self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool) -> Outcome:

@@ -11,6 +11,7 @@ from jax.tree_util import keystr, register_dataclass, tree_flatten_with_path
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
+from axonn_jax.tensor.params import copied
 from axonn_jax.train.modules.apart import ROW_AXES
 
 
@@ -101,7 +102,7 @@ class TreeBatches:
 
         def placed(leaf: Any) -> Any:
             if is_replicated(leaf):
-                return Replicated(jax.device_put(leaf.value, NamedSharding(self.grid.mesh, P())))
+                return Replicated(copied(leaf.value, NamedSharding(self.grid.mesh, P())))
 
             def shard(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None

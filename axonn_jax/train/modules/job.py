@@ -15,7 +15,7 @@ from axonn_jax.memory.optimizer_traits import check_offload, check_update
 from axonn_jax.models.stacked import Stack, unstacked
 from axonn_jax.tensor.parallelize.api import modules, parallelize
 from axonn_jax.tensor.parallelize.layouts import PLAN
-from axonn_jax.tensor.params import SplitModule, shapes_of
+from axonn_jax.tensor.params import SplitModule, copied, shapes_of
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.spmd import Job
 from axonn_jax.train.engines.step import TrainStep, masters
@@ -54,8 +54,8 @@ def loss_job(
     check_update(optimizer, apart.params)
     if offloads:
         check_offload(optimizer, "memory.offload = optimizer", apart.params)
-    layouts = {name: NamedSharding(grid.mesh, spec) for name, spec in apart.specs.items()}
-    params = jax.device_put(apart.params, layouts, may_alias=False)  # steps use arrays up, the user's stay
+    # Steps use arrays up, the user's stay.
+    params = {n: copied(value, NamedSharding(grid.mesh, apart.specs[n])) for n, value in apart.params.items()}
     carried, apart.carried = apart.carried, {name: _shape(value) for name, value in apart.carried.items()}  # type: ignore[misc]
     parts = shapes_of(SplitModule(params, apart.specs, lambda params: apart.restored(params, apart.carried)))
     apart.params = parts.params
