@@ -241,7 +241,7 @@ class Annotated(nn.Module):
             nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, out_axes=-2, axis_size=2
         )
         self.heads, self.own = stack(16), Own(16)
-        self.out = nn.DenseGeneral(16, axis=(-2, -1), kernel_init=nn.with_partitioning(lecun, ("model", None)))
+        self.out = nn.DenseGeneral(64, axis=(-2, -1), kernel_init=nn.with_partitioning(lecun, ("model", None)))
 
     def __call__(self, x):
         x = nn.with_logical_constraint(nn.relu(self.up(x)), ("batch", "mlp"))
@@ -254,8 +254,8 @@ def _annotated():
     return model, model.init(jax.random.key(0), x), x
 
 
-def _plain(variables):
-    return nn.unbox(variables)
+def _gathered(sharded, params, batch):
+    return sharded(sharded.gather_spread(params), batch)
 
 
 def test_axis_names_subclasses_stacks_and_branches():
@@ -266,7 +266,7 @@ def test_axis_names_subclasses_stacks_and_branches():
         with nn.logical_axis_rules((("batch", "data"), ("embed", "model"), ("mlp", "model"))):
             return jnp.mean(jnp.square(compiled(params, x)))
 
-    params = _plain(boxed)
+    params = nn.unbox(boxed)
     want = _gradients(loss, params, x)  # which leaves the compiled function's trace with jax
     with jax.set_mesh(grid.mesh):
         sharded, placed = ax.parallelize_linen(loss, boxed, grid, x)
@@ -277,6 +277,9 @@ def test_axis_names_subclasses_stacks_and_branches():
     assert specs["up"]["kernel"] == P(("x", "z"), "y")
     assert specs["mid"]["kernel"] == P(("y", "z"), "x")
     assert specs["heads"]["kernel"] == P(None, ("x", "z"), "y")
+    assert specs["own"]["kernel"] == P(("z", "y", "x"), None)
+    gathered = functools.partial(_gathered, sharded)
+    _assert_same(_gradients(gathered, placed, grid.shard_batch(x)), want)
     entries = {entry.path: entry.plan for entry in ax.sharding_report(sharded).entries}
     assert [path for path, plan in entries.items() if not plan.sharded] == ["params.own"]
     assert entries["params.own"].kind == "Own"

@@ -15,7 +15,7 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import sharded
-from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
+from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
 from axonn_jax.tensor.parallelize.linen_plan import Holder, Key, plan_loss
 
@@ -43,6 +43,8 @@ class LinenLoss:
     """The parameters' layouts: a tree as theirs, of `PartitionSpec`."""
     in_layers: Any
     """A tree as the parameters', True for those that planned layers hold."""
+    spread: Any
+    """A tree as the parameters', True for those that are whole where they are used and split where they are kept."""
     holders: tuple[Holder, ...]
     """Layers and other modules with parameters."""
     dtype: Any = None
@@ -58,6 +60,13 @@ class LinenLoss:
             params = jax.tree.map(self._cast, params, self.in_layers)
         with intercepted(self, self._run):
             return self.plain(params, batch, *key)
+
+    def gather_spread(self, params: Any) -> Any:
+        """Return the parameters with those that are spread gathered, by `layouts.whole`.
+
+        For traced functions, before the loss; without it XLA chooses what to move.
+        """
+        return jax.tree.map(lambda value, split: whole(value, self.mesh) if split else value, params, self.spread)
 
     def with_row_axes(self, axes: tuple[str, ...], mapped_axis: str | None = None) -> "LinenLoss":
         """Return the loss with rows split over these axes, slowest first, in every layer.
@@ -129,9 +138,9 @@ def parallelize_linen(
         names = ", ".join(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
         raise UserError("params", names, f"the parameters of every layer that loss applies: {reason}") from None
     tree = jax.tree.structure(plain)
-    specs, in_layers = (jax.tree.unflatten(tree, each) for each in (plan.specs, plan.in_layers))
+    specs, in_layers, spread = (jax.tree.unflatten(tree, each) for each in (plan.specs, plan.in_layers, plan.spread))
     placed = jax.tree.map(lambda value, spec: put(value, NamedSharding(grid.mesh, spec)), plain, specs)
-    return LinenLoss(loss, grid.mesh, plan.plans, specs, in_layers, plan.holders), placed
+    return LinenLoss(loss, grid.mesh, plan.plans, specs, in_layers, spread, plan.holders), placed
 
 
 _OTHER_PARAMS = (

@@ -139,6 +139,8 @@ class LossPlan:
     """The layout of each leaf of the parameters."""
     in_layers: list[bool]
     """True for each leaf that a planned layer holds."""
+    spread: list[bool]
+    """True for each leaf that is whole where it is used and split where it is kept."""
     holders: tuple[Holder, ...]
 
 
@@ -178,7 +180,8 @@ def plan_loss(
             holder = replace(holder, plan=plan)
         laid = jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=NamedSharding(mesh, specs[index]))
         holders[leaf.owner] = replace(holder, params={**holder.params, leaf.param: laid})
-    return LossPlan(plans, specs, [index in held for index in range(len(leaves))], tuple(holders.values()))
+    in_layers, spread_out = ([index in each for index in range(len(leaves))] for each in (held, apart))
+    return LossPlan(plans, specs, in_layers, spread_out, tuple(holders.values()))
 
 
 def _leaves(params: Any) -> list[TreeParam]:
