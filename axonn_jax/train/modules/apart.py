@@ -1,5 +1,6 @@
 """Flax models of any kind taken apart: parameters by path, other state by path, and their loss as a pure function."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -171,6 +172,18 @@ class TreeApart:
         return jax.tree.unflatten(self._tree, [_as(values[name], self._dtypes[name]) for name in self._names])
 
 
+def takes_batch(loss: Loss) -> bool:
+    """True if a loss can be called with a model and a batch, and perhaps a key."""
+    signature = inspect.signature(getattr(loss, "plain", loss))
+    for count in (2, 3):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return True
+    return False
+
+
 def _keys(keyed: bool, key: Any) -> tuple[Any, ...]:
     """The key of a loss that takes one; an evaluation has the same for all rows."""
     return ((jax.random.key(0) if key is None else key),) if keyed else ()
@@ -179,11 +192,11 @@ def _keys(keyed: bool, key: Any) -> tuple[Any, ...]:
 def checked(result: Any) -> tuple[jax.Array, Any]:
     """Return a loss, float32, and its numbers; raises ``UserError`` for results that cannot be averaged."""
     loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    accepted = "a function that returns a scalar, or (scalar, numbers)"
+    if not hasattr(loss, "dtype") and not isinstance(loss, float):
+        raise UserError("loss", f"a function that returns {type(loss).__name__}", accepted)
     if jnp.shape(loss) != () or not _is_float(loss):
-        kind = getattr(loss, "dtype", type(loss).__name__)
-        raise UserError(
-            "loss", f"{kind} of shape {jnp.shape(loss)}", "a function that returns a scalar, or (scalar, numbers)"
-        )
+        raise UserError("loss", f"{jnp.result_type(loss)} of shape {jnp.shape(loss)}", accepted)
     return jnp.asarray(loss, jnp.float32), aux
 
 

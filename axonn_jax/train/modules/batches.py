@@ -125,7 +125,13 @@ def _array(path: Any, value: Any) -> np.ndarray:
         array = np.asarray(value)
     except Exception as error:  # from objects that turn into arrays, or uneven lists
         raise UserError(f"batch{keystr(path)}", type(value).__name__, "an array with rows in front") from error
-    if array.ndim == 0 or array.dtype == object:
-        accepted = "an array with rows in front; ax.replicated(value) for one without rows"
-        raise UserError(f"batch{keystr(path)}", f"{type(value).__name__} of shape {array.shape}", accepted)
-    return array
+    if array.ndim == 0 or array.dtype.kind in "OSUMm":
+        accepted = "an array of numbers with rows in front; ax.replicated(value) for one without rows"
+        raise UserError(f"batch{keystr(path)}", f"{array.dtype} of shape {array.shape}", accepted)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if array.dtype.kind in "iu" and dtype != array.dtype and array.size:
+        bounds = np.iinfo(dtype)
+        for extreme in (array.min(), array.max()):
+            if not bounds.min <= extreme <= bounds.max:
+                raise UserError(f"batch{keystr(path)}", extreme, f"numbers that {dtype} holds")
+    return array.astype(dtype, copy=False)

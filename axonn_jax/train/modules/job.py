@@ -1,5 +1,7 @@
 """Job of any Flax model and its loss, for an `SpmdEngine`."""
 
+from functools import partial
+from inspect import isfunction, signature
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from axonn_jax.tensor.params import SplitModule, copied, shapes_of
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
 from axonn_jax.train.engines.spmd import Job
 from axonn_jax.train.engines.step import TrainStep, masters
-from axonn_jax.train.modules.apart import Apart, Loss, ModuleApart, TreeApart
+from axonn_jax.train.modules.apart import Apart, Loss, ModuleApart, TreeApart, takes_batch
 from axonn_jax.train.modules.batches import TreeBatches
 from axonn_jax.train.modules.program import ReplicaProgram, Weight
 
@@ -41,28 +43,34 @@ def loss_job(
 
     Raises ``UserError`` for settings that need layers in a row, and for an optimizer that does not go with the others.
     """
-    _check(grid, loss, microbatches, memory, tensor, prune)
+    _check(grid, loss, weight, microbatches, memory, tensor, prune)
     zero, offloads, dtypes = masters(memory, grid)
     compute = None if dtypes.compute == jnp.float32 else dtypes.compute
     apart: Apart
+    if isfunction(model) or isinstance(model, partial):
+        model = model()
     if isinstance(model, nnx.Module):
+        _check_mesh(model, grid)
         if grid.shape.devices > 1 and not any(hasattr(module, PLAN) for module in modules(model).values()):
             model = parallelize(model, grid)
         apart = ModuleApart(model, loss, compute, grid.mesh)
     else:
+        _check_tree(model)
         apart = TreeApart(model, loss, compute, grid.mesh)
+    if not apart.params:
+        raise UserError("model", type(model).__name__, "one with parameters, arrays of floating-point numbers")
     check_update(optimizer, apart.params)
     if offloads:
         check_offload(optimizer, "memory.offload = optimizer", apart.params)
     # Steps use arrays up, the user's stay.
     params = {n: copied(value, NamedSharding(grid.mesh, apart.specs[n])) for n, value in apart.params.items()}
-    carried, apart.carried = apart.carried, {name: _shape(value) for name, value in apart.carried.items()}  # type: ignore[misc]
-    parts = shapes_of(SplitModule(params, apart.specs, lambda params: apart.restored(params, apart.carried)))
-    apart.params = parts.params
+    carried, shapes = apart.carried, {name: _shape(value) for name, value in apart.carried.items()}
+    parts = shapes_of(SplitModule(params, apart.specs, lambda params: apart.restored(params, shapes)))
+    apart.params, apart.carried = parts.params, shapes  # no array of the model's may live as long as the engine
 
     def build(forms: Forms | None) -> tuple[Stack, ReplicaProgram, TrainStep]:
         program = ReplicaProgram(
-            parts, grid, dtypes.compute, apart, weight, memory.bucket, dtypes.grad_dtype, zero, carried=apart.carried
+            parts, grid, dtypes.compute, apart, weight, memory.bucket, dtypes.grad_dtype, zero, carried=shapes
         )
         return unstacked(parts), program, TrainStep(program, optimizer, clip, dtypes, memory.bucket)
 
@@ -74,17 +82,44 @@ def _shape(value: Any) -> Any:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
+def _check_mesh(model: nnx.Module, grid: Grid) -> None:
+    for module in modules(model).values():
+        plan = getattr(module, PLAN, None)
+        if plan is not None and plan.mesh != grid.mesh:
+            raise UserError("model", f"parallelized on a mesh of {dict(plan.mesh.shape)}", f"the grid's, {grid.shape}")
+
+
+def _check_tree(tree: Any) -> None:
+    accepted = "a flax.nnx.Module, a function that makes one, or a tree of arrays with ax.parallelize_linen's loss"
+    leaves = jax.tree.leaves(tree)
+    if not leaves or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
+        raise UserError("model", tree.__name__ if isinstance(tree, type) else type(tree).__name__, accepted)
+
+
 def _check(
-    grid: Grid, loss: Any, microbatches: int, memory: MemoryConfig, tensor: TensorConfig, prune: PruneConfig
+    grid: Grid,
+    loss: Any,
+    weight: Any,
+    microbatches: int,
+    memory: MemoryConfig,
+    tensor: TensorConfig,
+    prune: PruneConfig,
 ) -> None:
     if not callable(loss):
         raise UserError("loss", type(loss).__name__, "a function of (model, batch)")
+    if isinstance(loss, nnx.Module):
+        raise UserError("loss", type(loss).__name__, "a function of (model, batch), and the module as model")
+    if not takes_batch(loss):
+        accepted = "a function of (model, batch) or (model, batch, key)"
+        raise UserError("loss", f"a function of {signature(loss)}", accepted)
+    if weight is not None and not callable(weight):
+        raise UserError("weight", type(weight).__name__, "a function of a batch, as the number of its unmasked targets")
     if grid.shape.pipe > 1:
         accepted = "1 with loss=; a list of layers in ax.models.SequenceModel runs in a pipeline"
         raise UserError("grid.pipe", grid.shape.pipe, accepted)
     if grid.shape.expert > 1:
         raise UserError("grid.expert", grid.shape.expert, "1 with loss=")
-    if microbatches < 1:
+    if not isinstance(microbatches, int) or microbatches < 1:
         raise UserError("microbatches", microbatches, "an integer of at least 1")
     if memory.activations != "none":
         raise UserError("memory.activations", memory.activations, "none with loss=; nnx.remat recomputes a module")

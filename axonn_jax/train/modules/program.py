@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.errors import UserError
 from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
 from axonn_jax.tensor.collectives import all_reduce, axis_size
@@ -108,7 +110,15 @@ class ReplicaProgram(OnMesh):
             counts = jnp.full(first.shape[:2], first.shape[2], jnp.float32)
         else:
             weight = self.weight
-            one = lambda rows: jnp.asarray(weight(_with(batch, rows)), jnp.float32)  # noqa: E731
+
+            def one(rows: list[jax.Array]) -> jax.Array:
+                value = weight(_with(batch, rows))
+                if jnp.shape(value) != ():
+                    raise UserError(
+                        "weight", f"an array of shape {jnp.shape(value)}", "a function that returns a number"
+                    )
+                return jnp.asarray(value, jnp.float32)
+
             counts = jax.vmap(jax.vmap(one))(_rows_of(batch))
         whole = jnp.sum(counts)
         return counts / whole, whole
@@ -154,7 +164,7 @@ class ReplicaProgram(OnMesh):
             (_, found), grads = jax.value_and_grad(one, has_aux=True)(params, carried, number, share, rows)
             sums = {name: self._laid(name, sums[name] + grads[name].astype(self.sums)) for name in sums}
             return (total + found.loss, sums, {**carried, **found.carried}), jax.tree.map(
-                lambda v: v * share, found.aux
+                partial(_part, share), found.aux
             )
 
         zeros = {name: self._laid(name, jnp.zeros_like(value, self.sums)) for name, value in params.items()}
@@ -171,6 +181,14 @@ def _of_replicas(value: jax.Array) -> jax.Array:
     """Return one value for state of all replicas, which is alike but for floats of a replica's own: their mean."""
     own = value[0]
     return all_reduce(own, ("data",)) / axis_size("data") if jnp.issubdtype(own.dtype, jnp.floating) else own
+
+
+def _part(share: jax.Array, value: Any) -> jax.Array:
+    """Return a number's part of its mean; raises ``UserError`` for what is no number."""
+    if jnp.shape(value) != ():
+        given = f"an array of shape {jnp.shape(value)} beside the loss"
+        raise UserError("loss", given, "numbers, which are averaged as the loss is: take a mean over the rows")
+    return share * jnp.asarray(value, jnp.float32)
 
 
 def _rows_of(batch: Any) -> list[jax.Array]:

@@ -1,0 +1,127 @@
+"""Mistakes with `Trainer(loss=)`: one line each, that names the field, the value and what is accepted."""
+
+import re
+
+import grids
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import axonn_jax as ax
+from axonn_jax.grid import GridShape
+
+ROWS = np.ones((8, 6), np.float32)
+
+
+def net():
+    return nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+
+
+def mean_loss(model, batch):
+    return jnp.mean(jnp.square(model(batch)))
+
+
+def made(axes=GridShape(data=2), model=net, optimizer=optax.sgd(0.1), loss=mean_loss, **options):  # noqa: B008
+    return ax.Trainer(model, optimizer, grids.lay(axes), loss=loss, **options)
+
+
+class Module(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(2)(x)
+
+
+MEMORY, TENSOR = ax.MemoryConfig, ax.TensorConfig
+
+MADE = {
+    "loss of one argument": (lambda: made(loss=lambda model: 0.0), r"^loss = a function of \(model\): "),
+    "loss of four": (lambda: made(loss=lambda model, batch, key, step: 0.0), r"^loss = a function of "),
+    "loss a string": (lambda: made(loss="mse"), "^loss = str: a function of"),
+    "loss the module": (lambda: made(loss=net()), "^loss = Linear: .*the module as model"),
+    "weight a number": (lambda: made(weight=1.0), "^weight = float: a function of a batch"),
+    "model a class": (lambda: made(model=nnx.Linear), "^model = Linear: a flax.nnx.Module, a function"),
+    "model of Linen": (lambda: made(model=Module()), "^model = Module: a flax.nnx.Module, a function"),
+    "model of strings": (lambda: made(model={"a": "b"}), "^model = dict: a flax.nnx.Module"),
+    "model without parameters": (lambda: made(model=nnx.Dropout(0.5)), "^model = Dropout: one with parameters"),
+    "model of another mesh": (
+        lambda: made(model=ax.parallelize(net(), grids.lay(GridShape(x=2)))),
+        "^model = parallelized on a mesh of .*: the grids",
+    ),
+    "optimizer of nnx": (lambda: made(optimizer=nnx.Optimizer(net(), optax.sgd(0.1), wrt=nnx.Param)), "^optimizer = "),
+    "optimizer that searches": (lambda: made(optimizer=optax.lbfgs()), "^optimizer = .*lbfgs|^optimizer = "),
+    "a pipeline": (lambda: made(GridShape(pipe=2)), "^grid.pipe = 2: 1 with loss="),
+    "experts": (lambda: made(GridShape(expert=2)), "^grid.expert = 2: 1 with loss="),
+    "no grid": (lambda: ax.Trainer(net(), optax.sgd(0.1), None, loss=mean_loss), "^grid = NoneType: a grid"),
+    "microbatches 0": (lambda: made(microbatches=0), "^microbatches = 0: "),
+    "microbatches 2.0": (lambda: made(microbatches=2.0), "^microbatches = 2.0: "),
+    "recomputation": (lambda: made(memory=MEMORY(activations="full")), "^memory.activations = full: none with loss="),
+    "scanned layers": (lambda: made(tensor=TENSOR(scan_layers="yes")), "^tensor.scan_layers"),
+    "pruning": (lambda: made(prune=ax.PruneConfig(density=0.5)), "^prune.density = 0.5: 1 with loss="),
+}
+
+STEPS = {
+    "a loss a row": ({"loss": lambda m, x: jnp.square(m(x)).mean(-1)}, ROWS, r"^loss = float32 of shape \(4,\): "),
+    "no loss": ({"loss": lambda m, x: None}, ROWS, "^loss = a function that returns NoneType: "),
+    "a whole number": ({"loss": lambda m, x: jnp.int32(1)}, ROWS, r"^loss = int32 of shape \(\): "),
+    "logits beside it": (
+        {"loss": lambda m, x: (m(x).mean(), m(x))},
+        ROWS,
+        r"^loss = an array of shape \(4, 4\)",
+    ),
+    "a weight a row": ({"weight": lambda x: x[:, 0]}, ROWS, r"^weight = an array of shape \(4,\): "),
+    "rows that do not divide": ({"microbatches": 3}, ROWS, "^batch = 8 rows: a multiple of 6 rows"),
+    "a number": ({}, {"x": ROWS, "step": 1}, r"^batch\[step\] = int64 of shape \(\): .*ax.replicated"),
+    "other rows": ({}, [ROWS, ROWS[:4]], r"^batch = \[0\]: 8, \[1\]: 4: a tree of arrays with the same rows"),
+    "nothing": ({}, {}, "^batch = no array: "),
+    "no rows": ({}, ROWS[:0], "^batch = .*: 0: "),
+    "strings": ({}, np.array(["a", "b"]), "^batch = <U1 of shape"),
+    "a number of 64 bits": ({}, np.full((8, 1), 2**40), "^batch = 1099511627776: numbers that int32 holds"),
+}
+
+
+def refused(call, pattern):
+    """Assert that a call is refused in one line, which the pattern describes without its quotes."""
+    with pytest.raises(ax.UserError) as error:
+        call()
+    line = str(error.value)
+    assert "\n" not in line
+    assert re.search(pattern, re.sub("""['"]""", "", line)), line
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_trainer_that_cannot_be(name):
+    refused(*MADE[name])
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_that_cannot_be(name):
+    options, batch, pattern = STEPS[name]
+    trainer = made(**options)
+    refused(lambda: trainer.step(batch), pattern)
+    assert trainer.engine.steps_done == 0
+
+
+def test_evaluations_have_batches_of_one_size():
+    trainer = made()
+    refused(lambda: trainer.evaluate([ROWS, ROWS[:4]]), "^evaluate = batches of 4 and 8 rows: ")
+
+
+def test_the_users_arrays_stay_and_so_does_the_trainer_after_a_mistake():
+    model = net()
+    trainer = made(GridShape(), model=model)
+    before = float(trainer.step(ROWS)["loss"])
+    refused(lambda: trainer.step({"x": 1}), r"^batch\[x\] = ")
+    assert float(trainer.step(ROWS)["loss"]) < before
+    np.testing.assert_array_equal(model.kernel.get_value(), net().kernel.get_value())
+    assert jax.tree.structure(nnx.state(trainer.model)) == jax.tree.structure(nnx.state(model))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    made().save(tmp_path, 1)
+    other = made(model=lambda: models.Language(nnx.Rngs(0)), loss=models.language_loss)
+    with pytest.raises(ax.UserError, match="params"):
+        other.load(tmp_path)
