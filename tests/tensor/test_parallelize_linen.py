@@ -296,6 +296,30 @@ def test_stacked_parameters_are_laid_out_behind_their_layers():
     assert sum(t.bytes for t in entry.transfers if not t.backward and t.axes == ("z",)) == 3 * 4 * HIDDEN * HIDDEN // 4
 
 
+class Unread(nn.Module):
+    """A step of a scan, with a result that nothing reads."""
+
+    @nn.compact
+    def __call__(self, carry, _):
+        return (nn.Dense(16)(carry[0]), nn.Dense(8)(carry[0])), None
+
+
+def test_overrides_are_by_path_in_the_tree():
+    grid, x = _grid(1, 2, 2, 2), np.ones((ROWS, 16), np.float32)
+    model = nn.scan(Unread, variable_axes={"params": 0}, split_rngs={"params": True}, length=64)()
+    params = model.init(jax.random.key(0), (x, np.zeros((ROWS, 8), np.float32)), None)
+
+    def loss(params, x):
+        (y, _), _ = model.apply(params, (x, jnp.zeros((ROWS, 8))), None)
+        return jnp.mean(y)
+
+    sharded, _ = ax.parallelize_linen(loss, params, grid, x, overrides={"params.Dense_1": "replicated"})
+    assert sharded.specs["params"]["Dense_0"]["kernel"] == P(None, ("x", "z"), "y")
+    assert not any(sharded.specs["params"]["Dense_1"]["kernel"])
+    with pytest.raises(ax.UserError, match="did you mean"):
+        ax.parallelize_linen(loss, params, grid, x, overrides={"Dense_1": "replicated"})
+
+
 def test_modules_beside_each_other_overrides_and_dtypes():
     """Two models in one loss, their layers of one path; a dtype; shapes in place of arrays."""
     grid, x = _grid(1, 2, 2, 2), np.ones((ROWS, 16), np.float32)

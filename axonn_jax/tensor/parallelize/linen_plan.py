@@ -57,10 +57,10 @@ class Use:
         """Runs of this call, in a scan over stacked parameters one a part."""
         return max((origin.times for origin in self.origins.values() if origin is not None), default=1)
 
-    def path(self, leaves: Sequence[TreeParam]) -> str:
-        """The layer's path in the tree of parameters; without any of them, its path in its module."""
-        origin = next((each for each in self.origins.values() if each is not None), None)
-        return ".".join(self.key[0]) if origin is None else leaves[origin.index].owner
+    @property
+    def leaf(self) -> int | None:
+        """Number of the leaf of the first parameter that comes from one."""
+        return next((origin.index for origin in self.origins.values() if origin is not None), None)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def plan_loss(
     leaves = _leaves(params)
     origins: Origins = [Origin(index, tuple(range(leaf.array.ndim))) for index, leaf in enumerate(leaves)]
     find_origins(jaxpr, origins + [None] * (len(jaxpr.invars) - len(leaves)), trace.at)
-    uses = {use.path(leaves): use for use in reversed(trace.uses)}
+    uses = _by_path(trace.uses, leaves)
     chosen = choose({path: use.layer for path, use in uses.items()})
     overrides = {use.key: chosen[path] for path, use in uses.items() if path in chosen}
     plans = _plans(Chooser(mesh), jaxpr, trace.uses, overrides)
@@ -190,6 +190,17 @@ def _leaves(params: Any) -> list[TreeParam]:
         owner, _, param = tree_util.keystr(path, simple=True, separator=".").rpartition(".")
         leaves.append(TreeParam(owner, param, array, "params" not in params or path[0] == tree_util.DictKey("params")))
     return leaves
+
+
+def _by_path(uses: Sequence[Use], leaves: Sequence[TreeParam]) -> dict[str, Use]:
+    """The first use of each layer by its path in the tree, of one without parameters of the tree in its module."""
+    by_path: dict[str, Use] = {}
+    for use in uses:
+        if use.leaf is not None:
+            by_path.setdefault(leaves[use.leaf].owner, use)
+    keys = {use.key for use in by_path.values()}
+    others = {".".join(use.key[0]): use for use in uses if use.key not in keys}
+    return others | by_path
 
 
 def _check_scalar(result: Any) -> None:
