@@ -1,6 +1,8 @@
 """Modules of other people behind `parallelize`: types derived from Flax layers, parameters of their own, stacks."""
 
 import functools
+import subprocess
+import sys
 
 import grids
 import jax
@@ -8,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from strange_layers import HIDDEN, IDS, LAYERS, LENGTH, MODELS, ROWS, Scaled, loss
 
@@ -123,3 +126,60 @@ def test_a_stacks_dim_stays_whole_in_front():
     assert model.heads.kernel.get_value().sharding.spec == P(None, ("x", "z"), "y")
     (down,) = [entry for entry in ax.sharding_report(model).entries if entry.path == "blocks.down"]
     assert down.plan.sizes == (LAYERS * ROWS * LENGTH * 2 * HIDDEN, LAYERS * ROWS * LENGTH * HIDDEN)
+
+
+def test_a_kernel_read_by_hand_is_gathered_over_z_and_written_as_the_variable():
+    grid = grids.lay(GridShape(1, 1, 2, 2, 2))
+    model = ax.parallelize(nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0))), grid)
+    layer = model.layers[0]
+    assert layer.kernel is layer.kernel  # itself where nothing is traced
+    assert layer.kernel.get_value().sharding.spec == P(("x", "z"), "y")
+
+    @nnx.jit
+    def halved(model):
+        layer = model.layers[0]
+        read = layer.kernel.get_value()
+        layer.kernel[...] = read / 2
+        return read
+
+    before = np.asarray(layer.kernel.get_value())
+    read = halved(model)
+    assert read.sharding.is_equivalent_to(NamedSharding(grid.mesh, P("x", "y")), 2)
+    np.testing.assert_array_equal(read, before)
+    np.testing.assert_array_equal(layer.kernel.get_value(), before / 2)
+    assert layer.kernel.get_metadata() == {**nnx.Linear(8, 8, rngs=nnx.Rngs(0)).kernel.get_metadata()}
+
+    @nnx.jit
+    def cut(model):
+        model.layers[0].kernel[0] = 0.0
+
+    with pytest.raises(ax.UserError, match=r"kernel = 'values \(\)': all at once, \(8, 8\), in a split layer"):
+        cut(model)
+
+
+BY_HAND = """
+import jax
+jax.config.update("jax_num_cpu_devices", 16)
+import numpy as np
+from flax import nnx
+import axonn_jax as ax
+
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(128, 64, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.embed(ids) @ self.embed.embedding[...].T
+
+ids = np.random.default_rng(0).integers(0, 128, (8, 16)).astype(np.int32)
+plain = Tied(nnx.Rngs(0))
+grid = ax.init(data=2, z=2, y=2, x=2)
+model = ax.parallelize(plain, grid, call=lambda m: m(ids))
+for call in (lambda m, ids: m(ids), nnx.jit(lambda m, ids: m(ids))):
+    np.testing.assert_allclose(call(model, grid.shard_batch(ids)), call(plain, ids), atol=1e-5)
+"""
+
+
+@pytest.mark.slow  # a process of its own, for 16 devices
+def test_a_table_read_by_hand_where_xla_computes_its_product_wrong():
+    subprocess.run([sys.executable, "-c", BY_HAND], check=True)

@@ -14,7 +14,7 @@ from axonn_jax.tensor.collectives import all_reduce, gather_weight, mark_varying
 from axonn_jax.tensor.embedding import lookup, tied_logits
 from axonn_jax.tensor.norm import layer_norm, recomputed_in_maps, rms_norm
 from axonn_jax.tensor.parallelize.kinds import in_place_of_base
-from axonn_jax.tensor.parallelize.layouts import LayerPlan, spec_of, without_z
+from axonn_jax.tensor.parallelize.layouts import Held, LayerPlan, own_params, spec_of, without_z
 from axonn_jax.tensor.specs import shard_mapped
 
 
@@ -108,9 +108,8 @@ def contract(
             shape[dim] = size
         return y + bias.reshape(shape)
 
-    bias = None if layer.bias is None else layer.bias[...]
     y_spec = spec_of(x.ndim + dims.rank, (dims.y, plan.out_axis))
-    params = {"kernel": layer.kernel[...], "bias": bias}
+    params = own_params(layer, ("kernel", "bias"))
     return in_region(plan, local, x, params, x_feature=(dims.x, plan.in_axis), y_spec=y_spec, rows=dims.rows)
 
 
@@ -118,6 +117,7 @@ class ShardedLinear(nnx.Linear):
     """`nnx.Linear` by the 4D algorithm: [..., in] -> [..., out]; collectives as in `contract`."""
 
     axonn_plan: LayerPlan
+    kernel = Held()
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
@@ -132,6 +132,7 @@ class ShardedLinearGeneral(nnx.LinearGeneral):
     """`nnx.LinearGeneral` by the 4D algorithm, heads or the like split; collectives as in `contract`."""
 
     axonn_plan: LayerPlan
+    kernel = Held()
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
@@ -142,6 +143,7 @@ class ShardedEinsum(nnx.Einsum):
     """`nnx.Einsum` by the 4D algorithm; collectives as in `contract`."""
 
     axonn_plan: LayerPlan
+    kernel = Held()
 
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
         """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
@@ -154,6 +156,7 @@ class ShardedConv(nnx.Conv):
     """`nnx.Conv` with channels split as features are, or whole groups of them, space whole; as in `contract`."""
 
     axonn_plan: LayerPlan
+    kernel = Held()
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Convolve as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
@@ -171,6 +174,7 @@ class ShardedConvTranspose(nnx.ConvTranspose):
     """`nnx.ConvTranspose` with channels split as features are, space whole; collectives as in `contract`."""
 
     axonn_plan: LayerPlan
+    kernel = Held()
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Convolve as the Flax layer does, on local shards."""
@@ -183,6 +187,7 @@ class ShardedEmbed(nnx.Embed):
     """`nnx.Embed` with the vocabulary over `in_axis` and `z`, features over `out_axis`."""
 
     axonn_plan: LayerPlan
+    embedding = Held()
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Ids [rows, ...] -> [rows, ..., features].
@@ -207,7 +212,8 @@ class ShardedEmbed(nnx.Embed):
         ids = inputs.astype(jnp.int32)
         y_spec = spec_of(ids.ndim + 1, (-1, plan.out_axis))
         rows = (0, 0) if ids.ndim > 1 else None
-        return in_region(plan, local, ids, {"embedding": self.embedding[...]}, x_feature=None, y_spec=y_spec, rows=rows)
+        params = own_params(self, ("embedding",))
+        return in_region(plan, local, ids, params, x_feature=None, y_spec=y_spec, rows=rows)
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Logits of every id, [rows, ..., features] -> [rows, ..., vocabulary].
@@ -222,7 +228,7 @@ class ShardedEmbed(nnx.Embed):
             return tied_logits(table, x, plan.in_axis or "", plan.out_axis or "")
 
         y_spec = spec_of(query.ndim, (-1, plan.in_axis))
-        params = {"embedding": self.embedding[...]}
+        params = own_params(self, ("embedding",))
         return in_region(plan, local, query, params, x_feature=(-1, plan.out_axis), y_spec=y_spec)
 
 
@@ -255,8 +261,7 @@ def _normed(layer: Any, x: jax.Array, norm: Callable[..., jax.Array], names: tup
         x, *held = layer.promote_dtype((x, *(params[name] for name in names)), dtype=layer.dtype)
         return norm(x, *map(_wide, held), layer.epsilon, plan.in_axis or "")
 
-    given = {name: getattr(layer, name) for name in names}
-    params = {name: None if param is None else param[...] for name, param in given.items()}
+    params = own_params(layer, names)
     feature = (-1, plan.in_axis)
     return in_region(plan, local, x, params, x_feature=feature, y_spec=spec_of(x.ndim, feature))
 

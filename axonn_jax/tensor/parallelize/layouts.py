@@ -3,17 +3,20 @@
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.ops.layers import TensorAxis
-from axonn_jax.tensor.specs import size_over
+from axonn_jax.tensor.specs import size_over, spec_axes
 
 PLAN = "axonn_plan"
 """Name of a layer's (static) attribute with the plan."""
@@ -166,3 +169,56 @@ def without_z(spec: P) -> P:
     """The layout with nothing split over `z`."""
     kept = [tuple(a for a in ((dim,) if isinstance(dim, str) else dim or ()) if a != "z") for dim in spec]
     return P(*(axes or None for axes in kept))
+
+
+def own_params(layer: Any, names: tuple[str, ...]) -> dict[str, jax.Array | None]:
+    """Return a layer's parameters as they are kept, None for absent ones."""
+    held = {name: vars(layer).get(name) for name in names}
+    return {name: None if param is None else param[...] for name, param in held.items()}
+
+
+class Held:
+    """A split layer's parameter for code outside of the layer's region, where traced gathered over `z`.
+
+    XLA computes `x @ w` wrong on a mesh of `data`, `z`, `y` and `x` where rows lie over `data` and `z` and both dims of
+    `w` are split, one of them over `z` too (jaxlib 0.10.2). On such a mesh it is gathered where it is not traced too.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        """Return the variable itself, or one that reads as gathered and writes as the variable."""
+        if layer is None:
+            return self
+        if self.name not in vars(layer):
+            raise AttributeError(f"{type(layer).__name__!r} has no attribute {self.name!r}", name=self.name, obj=layer)
+        variable = vars(layer)[self.name]
+        plan: LayerPlan | None = vars(layer).get(PLAN)
+        if plan is None or not isinstance(variable, nnx.Variable):
+            return variable
+        raw, spec = variable.get_raw_value(), plan.spec(self.name)
+        wrong = min(plan.size("data", "expert"), plan.size("z"), plan.size("y"), plan.size("x")) > 1
+        computes = wrong or isinstance(raw, jax.core.Tracer)
+        if not computes or not isinstance(raw, jax.Array) or "z" not in spec_axes(spec):
+            return variable
+        inside = without_z(P(*[None] * (raw.ndim - len(spec)), *spec))
+
+        def gathered(_: Any, value: jax.Array) -> jax.Array:
+            return lax.with_sharding_constraint(value, NamedSharding(plan.mesh, inside))
+
+        def written(_: Any, value: Any) -> Any:
+            if jnp.shape(value) != raw.shape:
+                raise UserError(self.name, f"values {jnp.shape(value)}", f"all at once, {raw.shape}, in a split layer")
+            variable.set_value(value)
+            return value
+
+        return variable.replace(raw, on_get_value=(gathered,), on_set_value=(written,))
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        """Put another value in the attribute's place."""
+        vars(layer)[self.name] = value
+
+    def __delete__(self, layer: Any) -> None:
+        """Remove the attribute."""
+        del vars(layer)[self.name]
