@@ -28,7 +28,7 @@ Loss = Callable[..., Any]
 """Function of (model, batch) or (model, batch, key) -> a mean loss, or (a mean loss, numbers)."""
 
 
-class Outcome(NamedTuple):
+class LossResult(NamedTuple):
     """Results of a loss on some rows."""
 
     loss: jax.Array
@@ -49,7 +49,9 @@ class Apart(Protocol):
     draws: bool
     """True if the loss draws random numbers."""
 
-    def run(self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool) -> Outcome:
+    def run(
+        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool
+    ) -> LossResult:
         """Return the loss of a replica's rows; `key` seeds random streams."""
 
     def restored(self, params: Mapping[str, jax.Array], carried: Params) -> Any:
@@ -87,7 +89,9 @@ class ModuleApart:
         self._in_layers = {".".join(map(str, path)) for path, value in paths if id(value) in held}
         """Parameters of split layers, which cast them by themselves, behind the reduction of their gradients."""
 
-    def run(self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool) -> Outcome:
+    def run(
+        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool
+    ) -> LossResult:
         """Return the loss of a replica's rows, with the state that the call has changed."""
         own = {name: value.astype(self._dtype(name)) for name, value in params.items()}
         drawn = key is not None and self._streamed
@@ -105,7 +109,7 @@ class ModuleApart:
         split: Any = nnx.split(model, _trained, nnx.RngState, ...)
         after = {name: _value(var) for name, (_, var) in _by_name(split[3]).items()}
         changed = {n: after[n].astype(v.dtype) for n, v in carried.items() if n in after and after[n] is not v}
-        return Outcome(loss, aux, changed)
+        return LossResult(loss, aux, changed)
 
     def restored(self, params: Mapping[str, jax.Array], carried: Params) -> nnx.Module:
         """Return the module with these parameters, in the dtypes that it had, and this state."""
@@ -155,7 +159,9 @@ class TreeApart:
         self.carried = {name: copied(arrays[name], replicated) for name in state}
         self.draws = self._keyed = takes_key(loss)
 
-    def run(self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool) -> Outcome:
+    def run(
+        self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool
+    ) -> LossResult:
         """Return the loss of a replica's rows; in an evaluation too, as the loss function says what differs."""
         loss, aux = checked(self._loss(self.restored(params, carried), rows, *_keys(self._keyed, key)))
         changed: dict[str, jax.Array] = {}
@@ -164,7 +170,7 @@ class TreeApart:
             named = {keystr(path, simple=True, separator="."): value for path, value in leaves}
             changed = {name: value.astype(carried[name].dtype) for name, value in named.items() if name in carried}
             aux = {name: value for name, value in aux.items() if name not in given}
-        return Outcome(loss, aux, changed)
+        return LossResult(loss, aux, changed)
 
     def restored(self, params: Mapping[str, jax.Array], carried: Params) -> Any:
         """Return the tree with these parameters, in the dtypes that it had, and this state."""

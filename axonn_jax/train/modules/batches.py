@@ -57,12 +57,12 @@ class TreeBatches:
         """Rows of the smallest global batch that this process holds."""
         return len(self.local(self.least))
 
-    def local(self, global_batch: int) -> list[int]:
+    def local(self, rows: int) -> list[int]:
         """Return the numbers of the rows of a global batch that this process's devices hold, ascending."""
-        if global_batch % self.least or global_batch <= 0:
+        if rows % self.least or rows <= 0:
             accepted = f"a multiple of data * microbatches = {self._replicas} * {self.microbatches}"
-            raise UserError("global batch", global_batch, accepted)
-        numbers = np.arange(global_batch).reshape(self.microbatches, self._replicas, -1)
+            raise UserError("global batch", rows, accepted)
+        numbers = np.arange(rows).reshape(self.microbatches, self._replicas, -1)
         sharding = self._sharding(numbers.shape[2])
         here = sharding.addressable_devices_indices_map(numbers.shape).values()
         return sorted({int(number) for index in here if index is not None for number in numbers[index].flat})
@@ -95,9 +95,9 @@ class TreeBatches:
         have, share = self.rows(batch), self.share
         if have % share:
             raise UserError("batch", f"{have} rows", f"a multiple of {share} rows in this process")
-        whole = have // share * self.least
-        position = {number: at for at, number in enumerate(self.local(whole))}
-        numbers = np.arange(whole).reshape(self.microbatches, self._replicas, -1)
+        rows = have // share * self.least
+        position = {number: at for at, number in enumerate(self.local(rows))}
+        numbers = np.arange(rows).reshape(self.microbatches, self._replicas, -1)
         sharding = self._sharding(numbers.shape[2])
 
         def placed(leaf: Any) -> Any:

@@ -18,7 +18,7 @@ from axonn_jax.tensor.collectives import all_reduce, axis_size
 from axonn_jax.tensor.params import Params, Specs, global_norm
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
-from axonn_jax.train.modules.apart import REPLICAS, Apart, Outcome
+from axonn_jax.train.modules.apart import REPLICAS, Apart, LossResult
 from axonn_jax.train.modules.batches import is_replicated
 
 _FLOAT32 = jnp.dtype("float32")
@@ -86,63 +86,57 @@ class ReplicaProgram(OnMesh):
 
     def evaluate(self, params: Weights, carried: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
         """Return the mean loss of a batch in evaluation mode, and its weight: by `weight`, else its rows."""
-        shares, whole = self._shares(batch)
+        shares, weight = self._shares(batch)
 
-        def local(params: Params, carried: Params, batch: Any, shares: jax.Array, replica: Any, *_: Any) -> jax.Array:
-            def add(total: jax.Array, one: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
-                share, rows = one
-                return total + share * self.model.run(
-                    params, carried, None, _with(batch, rows), training=False
-                ).loss, None
+        def local(params: Params, carried: Params, batch: Any, shares: jax.Array, *_: Any) -> jax.Array:
+            def add(total: jax.Array, microbatch: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
+                share, rows = microbatch
+                result = self.model.run(params, carried, None, _with(batch, rows), training=False)
+                return total + share * result.loss, None
 
             return lax.scan(add, jnp.zeros(()), (shares, _rows_of(batch)))[0]
 
-        return jnp.sum(self._mapped(local, params, carried, batch, shares, None, None)), whole
+        return jnp.sum(self._mapped(local, params, carried, batch, shares, None, None)), weight
 
     @property
     def _stacked(self) -> Specs:
+        """Layouts of the replicas' copies."""
         return {name: P("data", *spec) for name, spec in self.parts.specs.items()}
 
     def _shares(self, batch: Any) -> tuple[jax.Array, jax.Array]:
-        """Return each microbatch's and replica's share of the mean loss [microbatches, data], and the whole weight."""
-        first = _rows_of(batch)[0]
+        """Return each part's share of the mean loss, [microbatches, data], and the weight of the batch."""
+        rows = _rows_of(batch)
         if self.weight is None:
-            counts = jnp.full(first.shape[:2], first.shape[2], jnp.float32)
+            weights = jnp.full(rows[0].shape[:2], rows[0].shape[2], jnp.float32)
         else:
-            weight = self.weight
+            weights = jax.vmap(jax.vmap(partial(_weight, self.weight, batch)))(rows)
+        total = jnp.sum(weights)
+        return weights / total, total
 
-            def one(rows: list[jax.Array]) -> jax.Array:
-                value = weight(_with(batch, rows))
-                if jnp.shape(value) != ():
-                    raise UserError(
-                        "weight", f"an array of shape {jnp.shape(value)}", "a function that returns a number"
-                    )
-                return jnp.asarray(value, jnp.float32)
-
-            counts = jax.vmap(jax.vmap(one))(_rows_of(batch))
-        whole = jnp.sum(counts)
-        return counts / whole, whole
-
-    def _mapped(self, local: Callable[..., Any], params: Weights, carried: Params, batch: Any, *rest: Any) -> Any:
+    def _mapped(
+        self,
+        local: Callable[..., Any],
+        params: Weights,
+        carried: Params,
+        batch: Any,
+        shares: jax.Array,
+        key: jax.Array | None,
+        scale: jax.Array | None,
+    ) -> Any:
         """Call a function for all replicas side by side, each with a copy of the parameters and its rows."""
-        shares, key, scale = rest
         replicas = self.grid.shape.data
 
         def copies(name: str, value: Any) -> jax.Array:
-            whole = jnp.broadcast_to(value.astype(jnp.float32), (replicas, *value.shape))
-            return lax.with_sharding_constraint(whole, NamedSharding(self.grid.mesh, self._stacked[name]))
+            stacked = jnp.broadcast_to(value.astype(jnp.float32), (replicas, *value.shape))
+            return lax.with_sharding_constraint(stacked, NamedSharding(self.grid.mesh, self._stacked[name]))
+
+        def replica(*given: Any) -> Any:
+            return local(*given, key, scale)
 
         own = {name: copies(name, value) for name, value in params.items()}
-        axes = (
-            0,
-            None,
-            jax.tree.map(lambda leaf: None if is_replicated(leaf) else 1, batch, is_leaf=is_replicated),
-            1,
-            0,
-        )
-        run = jax.vmap(
-            lambda *given: local(*given, key, scale), in_axes=axes, spmd_axis_name="data", axis_name=REPLICAS
-        )
+        of_batch = jax.tree.map(lambda leaf: None if is_replicated(leaf) else 1, batch, is_leaf=is_replicated)
+        axes = (0, None, of_batch, 1, 0)
+        run = jax.vmap(replica, in_axes=axes, spmd_axis_name="data", axis_name=REPLICAS)
         return run(own, carried, batch, shares, jnp.arange(replicas))
 
     def _local(
@@ -151,25 +145,24 @@ class ReplicaProgram(OnMesh):
         """Return one replica's part of the mean loss, its sums of gradients, of numbers, and the changed state."""
         changed: set[str] = set()
 
-        def one(params: Params, carried: Params, number: Any, share: Any, rows: Any) -> tuple[jax.Array, Outcome]:
+        def part(params: Params, carried: Params, number: Any, share: Any, rows: Any) -> tuple[jax.Array, LossResult]:
             own = None if key is None else jax.random.fold_in(key, number * self.grid.shape.data + replica)
-            found = self.model.run(params, carried, own, _with(batch, rows), training=True)
-            changed.update(found.carried)
-            part = found.loss * share
-            return part if scale is None else part * scale, found._replace(loss=part)
+            result = self.model.run(params, carried, own, _with(batch, rows), training=True)
+            changed.update(result.carried)
+            loss = result.loss * share
+            return loss if scale is None else loss * scale, result._replace(loss=loss)
 
-        def add(carry: Any, given: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
+        def add(carry: Any, microbatch: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
             total, sums, carried = carry
-            number, share, rows = given
-            (_, found), grads = jax.value_and_grad(one, has_aux=True)(params, carried, number, share, rows)
+            number, share, rows = microbatch
+            (_, result), grads = jax.value_and_grad(part, has_aux=True)(params, carried, number, share, rows)
             sums = {name: self._laid(name, sums[name] + grads[name].astype(self.sums)) for name in sums}
-            return (total + found.loss, sums, {**carried, **found.carried}), jax.tree.map(
-                partial(_part, share), found.aux
-            )
+            aux = jax.tree.map(partial(_number, share), result.aux)
+            return (total + result.loss, sums, {**carried, **result.carried}), aux
 
         zeros = {name: self._laid(name, jnp.zeros_like(value, self.sums)) for name, value in params.items()}
-        given = (jnp.arange(shares.shape[0]), shares, _rows_of(batch))
-        (total, sums, carried), aux = lax.scan(add, (jnp.zeros(()), zeros, carried), given)
+        microbatches = (jnp.arange(shares.shape[0]), shares, _rows_of(batch))
+        (total, sums, carried), aux = lax.scan(add, (jnp.zeros(()), zeros, carried), microbatches)
         aux = jax.tree.map(lambda values: jnp.sum(values, 0), aux)
         return total, sums, aux, {name: carried[name] for name in sorted(changed)}
 
@@ -183,7 +176,15 @@ def _of_replicas(value: jax.Array) -> jax.Array:
     return all_reduce(own, ("data",)) / axis_size("data") if jnp.issubdtype(own.dtype, jnp.floating) else own
 
 
-def _part(share: jax.Array, value: Any) -> jax.Array:
+def _weight(weight: Weight, batch: Any, rows: list[jax.Array]) -> jax.Array:
+    """Return the weight of some rows of a batch; raises ``UserError`` for what is no number."""
+    value = weight(_with(batch, rows))
+    if jnp.shape(value) != ():
+        raise UserError("weight", f"an array of shape {jnp.shape(value)}", "a function that returns a number")
+    return jnp.asarray(value, jnp.float32)
+
+
+def _number(share: jax.Array, value: Any) -> jax.Array:
     """Return a number's part of its mean; raises ``UserError`` for what is no number."""
     if jnp.shape(value) != ():
         given = f"an array of shape {jnp.shape(value)} beside the loss"
