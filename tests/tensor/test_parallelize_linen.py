@@ -190,6 +190,7 @@ LAYERS = [
     _sizes(nn.LayerNorm(use_bias=False, use_scale=False), 2, 3, 4),
     _sizes(nn.RMSNorm(param_dtype=BF16), 2, 3, 4),
     (nn.Embed(5, 4, dtype=BF16), jnp.array([[0, 1, -1], [4, 5, 2]])),
+    _sizes(nn.Embed(5, 4, param_dtype=BF16), 2, 4),
 ]
 
 
@@ -204,11 +205,12 @@ def test_the_nnx_layer_computes_what_the_linen_layer_does(layer, x):
         return call.layer.run(call.layer.layer)
 
     with jax.numpy_dtype_promotion("standard"):  # as Flax's own norms need it
-        params = layer.init(jax.random.key(0), x)
+        method = "attend" if isinstance(layer, nn.Embed) and x.dtype == jnp.float32 else "__call__"
+        params = layer.init(jax.random.key(0), x, method=method)
         params = jax.tree.map(lambda p: p + jnp.linspace(0, 1, p.size, dtype=p.dtype).reshape(p.shape), params)
         with intercepted(run, run):
-            got = layer.apply(params, x)
-        want = layer.apply(params, x)
+            got = layer.apply(params, x, method=method)
+        want = layer.apply(params, x, method=method)
     assert [call.base for call in seen] == [type(layer)]
     assert got.dtype == want.dtype
     np.testing.assert_allclose(got, want, rtol=float(jnp.finfo(want.dtype).eps), atol=1e-6)
@@ -293,6 +295,7 @@ def test_stacked_parameters_are_laid_out_behind_their_layers():
     assert block["Dense_1"]["kernel"] == P(("x", "z"), None, "y")
     assert block["MultiHeadDotProductAttention_0"]["out"]["kernel"] == P(("y", "z"), None, None, "x")
     (entry,) = [e for e in ax.sharding_report(sharded).entries if e.path.endswith("Dense_1")]
+    assert entry.plan.sizes == (3 * ROWS * LENGTH * HIDDEN, 3 * ROWS * LENGTH * 2 * HIDDEN)
     assert sum(t.bytes for t in entry.transfers if not t.backward and t.axes == ("z",)) == 3 * 4 * HIDDEN * HIDDEN // 4
 
 

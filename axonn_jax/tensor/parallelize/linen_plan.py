@@ -185,10 +185,11 @@ def plan_loss(
 
 
 def _leaves(params: Any) -> list[TreeParam]:
+    collections = isinstance(params, Mapping) and "params" in params
     leaves = []
     for path, array in tree_util.tree_leaves_with_path(params):
         owner, _, param = tree_util.keystr(path, simple=True, separator=".").rpartition(".")
-        leaves.append(TreeParam(owner, param, array, "params" not in params or path[0] == tree_util.DictKey("params")))
+        leaves.append(TreeParam(owner, param, array, not collections or path[0] == tree_util.DictKey("params")))
     return leaves
 
 
