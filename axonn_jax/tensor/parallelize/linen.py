@@ -26,8 +26,8 @@ Loss = Callable[..., Any]
 def takes_key(loss: Loss) -> bool:
     """True if a loss has a third argument without a default: a key, for dropout and the like."""
     plain = getattr(loss, "plain", loss)
-    found = inspect.signature(plain).parameters.values()
-    needed = [p for p in found if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    arguments = inspect.signature(plain).parameters.values()
+    needed = [p for p in arguments if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(needed) > 2
 
 

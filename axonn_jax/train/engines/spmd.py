@@ -218,8 +218,8 @@ class SpmdEngine:
         """Replace the wanted arrays by those that `read` makes for their shapes, types and layouts."""
         self._scale = self.store.load(read, wanted, self._scale)
         if asked := {name: value for name, value in self._named_carried().items() if wanted(name)}:
-            found = read(shapes(asked))
-            self._carried = {name: found.get(CARRIED + name, value) for name, value in self._carried.items()}
+            values = read(shapes(asked))
+            self._carried = {name: values.get(CARRIED + name, value) for name, value in self._carried.items()}
 
     def _named_carried(self) -> State:
         return {CARRIED + name: value for name, value in self._carried.items()}
