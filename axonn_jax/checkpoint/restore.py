@@ -128,10 +128,12 @@ def check_model(checkpoint: Checkpoint, given: ModelShape | None, field: str, *,
         raise UserError(field, str(checkpoint.path), f"a checkpoint of this model; {', '.join(wrong)}")
 
 
-def check_shapes(checkpoint: Checkpoint, names: Mapping[str, tuple[int, ...]], field: str, *, only: str = "") -> None:
+def check_shapes(
+    checkpoint: Checkpoint, names: Mapping[str, tuple[int, ...]], field: str, *, only: str | tuple[str, ...] = ""
+) -> None:
     """Raise ``UserError`` listing missing, unexpected and misshapen arrays of a checkpoint.
 
-    `names` are the shapes of the whole model's state; `only` is a prefix of names: others are ignored.
+    `names` are the shapes of the whole model's state; `only` is a prefix of names, or several: others are ignored.
     """
     arrays = {name: array for name, array in checkpoint.manifest.arrays.items() if name.startswith(only)}
     missing = sorted(set(names) - set(arrays))

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint, all_steps, name_of, step_of
-from axonn_jax.checkpoint.naming import MASKS, PARAMS, SCALE
+from axonn_jax.checkpoint.naming import CARRIED, MASKS, PARAMS, SCALE
 from axonn_jax.checkpoint.orbax import reason
 from axonn_jax.checkpoint.restore import Checkpoint, check_model, check_shapes, load, named_checkpoint, newest
 from axonn_jax.checkpoint.save import Saver
@@ -100,7 +100,7 @@ def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *,
 
     Raises ``CorruptCheckpoint`` on all processes if one cannot read.
     """
-    only = PARAMS if weights_only else ""
+    only = (PARAMS, CARRIED) if weights_only else ""
     has = checkpoint.manifest.arrays
     if not weights_only:
         prune_for(engine, has)

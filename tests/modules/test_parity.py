@@ -83,6 +83,8 @@ def test_statistics_of_a_batch_norm_are_those_of_all_replicas(axes, tmp_path):
         np.testing.assert_allclose(found, getattr(plain.norm, name).get_value(), rtol=1e-5)
     first.save(tmp_path, 3)
     other = trainer(GridShape(data=4, y=2))
+    assert other.load(tmp_path, weights_only=True) == 3  # statistics go with the weights
+    np.testing.assert_allclose(float(other.evaluate(batches[:1])), float(first.evaluate(batches[:1])), rtol=1e-6)
     assert other.load(tmp_path) == 3
     np.testing.assert_allclose(float(other.evaluate(batches[:1])), float(first.evaluate(batches[:1])), rtol=1e-6)
     assert float(other.step(batches[3])["loss"]) == pytest.approx(float(first.step(batches[3])["loss"]), rel=1e-6)
