@@ -85,19 +85,26 @@ def _spread(
 ) -> dict[str, LayerPlan]:
     """The plans with parameters that they leave whole split where they are kept, but for small ones."""
     params = {
-        (path, name): (variable.get_value(), plan.spec(name))
+        (path, name): variable.get_value()
         for path, plan in plans.items()
         for name, variable in own_variables(members[path]).items()
         if isinstance(variable, nnx.Param)
     }
-    sizes = {key: value.size * value.dtype.itemsize for key, (value, _) in params.items()}
-    unsplit = {key: size for key, size in sizes.items() if not spec_axes(params[key][1])}
-    small = small_enough(unsplit, sum(sizes.values()), size_over(mesh, ("z", "y", "x")))
+    sizes = {key: value.size * value.dtype.itemsize for key, value in params.items()}
+    every = size_over(mesh, ("z", "y", "x"))
+    # Bytes that, were they whole, would add as much to a device's part as these add by being split over fewer axes.
+    more = {
+        (path, name): size * (every // size_over(mesh, spec_axes(plans[path].spec(name))) - 1) // max(1, every - 1)
+        for (path, name), size in sizes.items()
+    }
+    small = small_enough(more, sum(sizes.values()), every)
     split: dict[str, list[tuple[str, P]]] = {path: [] for path in plans}
-    for path, name in unsplit:
-        spec = spread(params[path, name][0].shape, mesh)
-        if (path, name) not in small and overrides.get(path) != "replicated" and spec_axes(spec):
-            split[path].append((name, spec))
+    for path, name in params:
+        if (path, name) not in small and overrides.get(path) != "replicated":
+            used = plans[path].used(name)
+            spec = spread(params[path, name].shape, mesh, used, len(plans[path].stack))
+            if spec != used:
+                split[path].append((name, spec))
     return {path: replace(plan, spread=tuple(split[path])) for path, plan in plans.items()}
 
 
@@ -194,7 +201,7 @@ def gather_spread(model: nnx.Module) -> None:
         plan: LayerPlan | None = getattr(module, PLAN, None)
         for name, _ in () if plan is None else plan.spread:
             variable = own_variables(module)[name]
-            variable.set_value(whole(variable.get_value(), plan.mesh))  # type: ignore[union-attr]
+            variable.set_value(whole(variable.get_value(), plan.mesh, plan.used(name)))  # type: ignore[union-attr]
 
 
 def put(value: Any, sharding: NamedSharding) -> Any:

@@ -21,6 +21,7 @@ from axonn_jax.tensor.specs import size_over, spec_axes
 PLAN = "axonn_plan"
 """Name of a layer's (static) attribute with the plan."""
 
+WHOLE = P()
 SPREAD = "spread_all_gather"
 """Name of gathered parameters for policies of `jax.checkpoint`, as `save_anything_except_these_names(SPREAD)`."""
 
@@ -84,7 +85,7 @@ class LayerPlan:
     stack: tuple[int, ...] = ()
     """Sizes of a stack's dims, in front of every parameter's own; whole on every device."""
     spread: tuple[tuple[str, P], ...] = ()
-    """The layout of parameters that are whole where the layer computes, and split where they are kept."""
+    """The layout of parameters that are split further where they are kept than where the layer computes."""
 
     @property
     def rows_known(self) -> bool:
@@ -107,7 +108,11 @@ class LayerPlan:
 
     def kept(self, name: str) -> P:
         """The layout in which one of the layer's parameters is kept."""
-        return dict(self.spread).get(name) or P(*(None for _ in self.stack), *self.spec(name))
+        return dict(self.spread).get(name) or self.used(name)
+
+    def used(self, name: str) -> P:
+        """The layout of one of the layer's parameters, of a stack all entries, where the layer computes."""
+        return P(*(None for _ in self.stack), *self.spec(name))
 
     def size(self, *axes: str | None) -> int:
         """Product of the sizes of the mesh axes named; None counts one."""
@@ -132,22 +137,30 @@ def spec_of(ndim: int, *axes: tuple[int, str | tuple[str, ...] | None]) -> P:
     return P(*dims)
 
 
-def spread(shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Return the layout of an array split in its largest dim that divides, over `z`, `y` and `x` or fewer of them."""
-    every = [axes for count in (3, 2, 1) for axes in combinations(("z", "y", "x"), count)]
+def spread(shape: tuple[int, ...], mesh: Mesh, spec: P = WHOLE, first: int = 0) -> P:
+    """Return a layout of an array with its largest part that divides split over all of `z`, `y` and `x`, or fewer.
+
+    Axes that `spec` has stay where they are; dims before `first` stay whole.
+    """
+    dims = [() if dim is None else (dim,) if isinstance(dim, str) else dim for dim in spec]
+    dims += [()] * (len(shape) - len(dims))
+    parts = [size_over(mesh, axes) for axes in dims]
+    free = [axis for axis in ("z", "y", "x") if mesh.shape[axis] > 1 and axis not in spec_axes(spec)]
+    every = [axes for count in range(len(free), 0, -1) for axes in combinations(free, count)]
     for axes in sorted(every, key=lambda axes: -size_over(mesh, axes)):
-        for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
-            if shape[dim] % size_over(mesh, axes) == 0:
-                return spec_of(len(shape), (dim, axes))
-    return P()
+        for dim in sorted(range(first, len(shape)), key=lambda dim: -shape[dim] // parts[dim]):
+            if shape[dim] % (parts[dim] * size_over(mesh, axes)) == 0:
+                dims[dim] = (*dims[dim], *axes)
+                return P(*(axes or None for axes in dims))
+    return spec
 
 
-def whole(value: jax.Array, mesh: Mesh) -> jax.Array:
-    """Gather a parameter that is spread, under the name `SPREAD`; its gradient is summed whole, then spread again.
+def whole(value: jax.Array, mesh: Mesh, spec: P = WHOLE) -> jax.Array:
+    """Gather a parameter that is spread, under the name `SPREAD`; its gradient is summed so too, then spread again.
 
     Left alone, XLA chooses between gathering a parameter and moving activations, and keeps what it has gathered.
     """
-    return checkpoint_name(lax.with_sharding_constraint(value, NamedSharding(mesh, P())), SPREAD)
+    return checkpoint_name(lax.with_sharding_constraint(value, NamedSharding(mesh, spec)), SPREAD)
 
 
 def small_enough(sizes: Mapping[Name, int], total: int, parts: int) -> set[Name]:
@@ -200,7 +213,7 @@ class Held:
         raw, spec = variable.get_raw_value(), plan.spec(self.name)
         wrong = min(plan.size("data", "expert"), plan.size("z"), plan.size("y"), plan.size("x")) > 1
         computes = wrong or isinstance(raw, jax.core.Tracer)
-        if not computes or not isinstance(raw, jax.Array) or "z" not in spec_axes(spec):
+        if not computes or not isinstance(raw, jax.Array) or "z" not in spec_axes(plan.kept(self.name)):
             return variable
         inside = without_z(P(*[None] * (raw.ndim - len(spec)), *spec))
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from axonn_jax.tensor.parallelize.api import modules, own_variables
 from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
@@ -45,7 +46,7 @@ def _contraction(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: 
     split = plan.size(*plan.row_axes) if plan.rows_known and plan.rows_split else 1
     x_size, y_size = (size // split for size in plan.sizes)
     for name, spec in plan.spread:  # gathered where the region begins
-        yield _transfer(plan, "all-gather", tuple(sorted(spec_axes(spec))), False, prod(shapes[name]) * 4)
+        yield _transfer(plan, "all-gather", _more(plan, name, spec), False, _local(plan, shapes[name], name) * 4)
     if plan.z_dim is not None:
         yield _transfer(plan, "all-gather", ("z",), False, weight * itemsize)
         if not embed and plan.rows_split:  # a lookup's backward does not need the table
@@ -84,6 +85,11 @@ def _local(plan: LayerPlan, shape: tuple[int, ...], name: str) -> int:
     return prod(shape) // plan.size(*axes)
 
 
+def _more(plan: LayerPlan, name: str, kept: P) -> tuple[str, ...]:
+    """The axes over which a parameter is gathered where the layer begins to compute."""
+    return tuple(sorted(spec_axes(kept) - spec_axes(plan.spec(name))))
+
+
 def _transfer(plan: LayerPlan, kind: str, axes: tuple[str, ...], backward: bool, buffer: int) -> Transfer:
     over = tuple(axis for axis in axes if plan.mesh.shape[axis] > 1)
     group = plan.size(*over)
@@ -109,7 +115,7 @@ class Entry:
     @property
     def reason(self) -> str:
         """Why some of it is whole or left to the compiler, and what becomes of that; ``""`` if nothing is."""
-        spread = [f"{name} over {', '.join(sorted(spec_axes(spec)))}" for name, spec in self.plan.spread]
+        spread = [f"{name} over {', '.join(_more(self.plan, name, spec))}" for name, spec in self.plan.spread]
         kept = f"kept {'; '.join(spread)}, and gathered by the compiler" if spread else ""
         whole = f"{self.whole:,} B whole" if self.whole else ""
         return "; ".join(filter(None, (self.plan.note, kept, whole)))
