@@ -323,6 +323,31 @@ def test_overrides_are_by_path_in_the_tree():
         ax.parallelize_linen(loss, params, grid, x, overrides={"Dense_1": "replicated"})
 
 
+class ByHand(nn.Module):
+    """Logits by a product of its own with the table."""
+
+    @nn.compact
+    def __call__(self, ids):
+        table = nn.Embed(VOCAB, HIDDEN)
+        return nn.relu(nn.Dense(HIDDEN)(table(ids))) @ table.embedding.T
+
+
+def test_a_table_that_a_product_reads_too_is_gathered_over_z():
+    """XLA multiplies wrong with one that `z` and both other axes split, on a mesh with `data` too."""
+    model, ids, grid = ByHand(), _ids(), _grid(1, 2, 2, 2)
+    params = model.init(jax.random.key(0), ids)
+
+    def loss(params, ids):
+        squares = sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
+        return jnp.mean(jnp.square(model.apply(params, ids))) + 1e-3 * squares
+
+    sharded, placed = ax.parallelize_linen(loss, params, grid, ids)
+    assert sharded.shared == jax.tree.map_with_path(lambda path, _: path[-1].key == "embedding", params)
+    assert "sharding_constraint" in str(jax.make_jaxpr(sharded)(placed, ids))
+    got = _gradients(sharded, placed, grid.shard_batch(ids))
+    _assert_same(got, _gradients(loss, params, ids))
+
+
 def test_modules_beside_each_other_overrides_and_dtypes():
     """Two models in one loss, their layers of one path; a dtype; shapes in place of arrays."""
     grid, x = _grid(1, 2, 2, 2), np.ones((ROWS, 16), np.float32)

@@ -142,3 +142,37 @@ def _through(eqn: Any, origin: Origin, var: Any, shape: tuple[int, ...]) -> Orig
         return None
     kept = zip(origin.dims, var.aval.shape, shape, strict=True)
     return replace(origin, dims=tuple(dim if before == after else None for dim, before, after in kept))
+
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "gather", "ragged_dot_general")
+_PARTS = ("slice", "dynamic_slice", "squeeze")
+
+
+def inputs_of_products(jaxpr: Any, arrive: list[frozenset[int]], read: set[int]) -> list[frozenset[int]]:
+    """Add to `read` the inputs of which a product outside of layers and manual regions takes an operand.
+
+    `arrive` has for each variable the inputs that it is made of, the result for each output.
+    """
+    known: dict[Any, frozenset[int]] = dict(zip(jaxpr.invars, arrive, strict=True))
+    for eqn in jaxpr.eqns:
+        inputs = [frozenset() if hasattr(var, "val") else known.get(var, frozenset()) for var in eqn.invars]
+        every, inner, made = frozenset().union(*inputs), _inner(eqn), [frozenset[int]()] * len(eqn.outvars)
+        if not every or marked(eqn) is not None or eqn.primitive.name == "shard_map":
+            pass
+        elif eqn.primitive.name in _PRODUCTS:
+            read |= every
+        elif inner is not None:
+            made = inputs_of_products(inner, inputs, read)
+        elif bodies_of := list(bodies(eqn)):  # branches, or a loop
+            for body in bodies_of:
+                inputs_of_products(body, [every] * len(body.invars), read)
+            made = [every] * len(eqn.outvars)
+        else:  # a result that is smaller, but for a part, is a sum or the like
+            parts = eqn.primitive.name in _PARTS
+            each = [(used, var.aval.size) for used, var in zip(inputs, eqn.invars, strict=True)]
+            made = [
+                frozenset().union(*(used for used, size in each if parts or size <= out.aval.size))
+                for out in eqn.outvars
+            ]
+        known.update(zip(eqn.outvars, made, strict=True))
+    return [frozenset() if hasattr(var, "val") else known.get(var, frozenset()) for var in jaxpr.outvars]

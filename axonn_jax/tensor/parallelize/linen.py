@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 from flax import errors, linen
 from flax.core import meta
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES, Grid
 from axonn_jax.tensor.parallelize.api import choose_overrides, put
 from axonn_jax.tensor.parallelize.layers import sharded
-from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole
+from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, whole, without_z
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
 from axonn_jax.tensor.parallelize.linen_plan import Holder, Key, plan_loss
 
@@ -45,6 +47,8 @@ class LinenLoss:
     """A tree as the parameters', True for those that planned layers hold."""
     spread: Any
     """A tree as the parameters', True for those that are whole where they are used and split where they are kept."""
+    shared: Any
+    """A tree as the parameters', True for those of layers that a product outside of layers reads too."""
     holders: tuple[Holder, ...]
     """Layers and other modules with parameters."""
     dtype: Any = None
@@ -56,6 +60,7 @@ class LinenLoss:
 
     def __call__(self, params: Any, batch: Any, *key: jax.Array) -> Any:
         """Return what the plain function returns."""
+        params = jax.tree.map(self._without_z, params, self.specs, self.shared)
         if self.dtype is not None:
             params = jax.tree.map(self._cast, params, self.in_layers)
         with intercepted(self, self._run):
@@ -83,6 +88,14 @@ class LinenLoss:
         Layers that are split cast parameters themselves, so that gradients are reduced in the parameters' dtype.
         """
         return replace(self, dtype=dtype)
+
+    def _without_z(self, value: jax.Array, spec: P, shared: bool) -> jax.Array:
+        """Gather over `z` what XLA multiplies with.
+
+        XLA computes `x @ w` wrong on a mesh of `data`, `z`, `y` and `x` where rows lie over `data` and `z` and both
+        dims of `w` are split, one of them over `z` too (jaxlib 0.10.2).
+        """
+        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, without_z(spec))) if shared else value
 
     def _cast(self, value: jax.Array, in_layer: bool) -> jax.Array:
         return value if in_layer or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(self.dtype)
@@ -138,9 +151,10 @@ def parallelize_linen(
         names = ", ".join(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
         raise UserError("params", names, f"the parameters of every layer that loss applies: {reason}") from None
     tree = jax.tree.structure(plain)
-    specs, in_layers, spread = (jax.tree.unflatten(tree, each) for each in (plan.specs, plan.in_layers, plan.spread))
+    by_leaf = (plan.specs, plan.in_layers, plan.spread, plan.shared)
+    specs, in_layers, spread, shared = (jax.tree.unflatten(tree, leaves) for leaves in by_leaf)
     placed = jax.tree.map(lambda value, spec: put(value, NamedSharding(grid.mesh, spec)), plain, specs)
-    return LinenLoss(loss, grid.mesh, plan.plans, specs, in_layers, spread, plan.holders), placed
+    return LinenLoss(loss, grid.mesh, plan.plans, specs, in_layers, spread, shared, plan.holders), placed
 
 
 _OTHER_PARAMS = (

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.tensor.parallelize.convolution import check_grouped
-from axonn_jax.tensor.parallelize.flow import MARK, Origin, Origins, find_origins, mark, marked
+from axonn_jax.tensor.parallelize.flow import MARK, Origin, Origins, find_origins, inputs_of_products, mark, marked
 from axonn_jax.tensor.parallelize.layouts import LayerPlan, small_enough, spec_of, spread
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
 from axonn_jax.tensor.parallelize.propagate import Chooser, plans_of_calls
@@ -141,6 +141,8 @@ class LossPlan:
     """True for each leaf that a planned layer holds."""
     spread: list[bool]
     """True for each leaf that is whole where it is used and split where it is kept."""
+    shared: list[bool]
+    """True for each leaf split over `z` for a layer that a product outside of layers reads too."""
     holders: tuple[Holder, ...]
 
 
@@ -181,7 +183,11 @@ def plan_loss(
         laid = jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=NamedSharding(mesh, specs[index]))
         holders[leaf.owner] = replace(holder, params={**holder.params, leaf.param: laid})
     in_layers, spread_out = ([index in each for index in range(len(leaves))] for each in (held, apart))
-    return LossPlan(plans, specs, in_layers, spread_out, tuple(holders.values()))
+    read: set[int] = set()
+    each = [frozenset((index,)) if index < len(leaves) else frozenset() for index in range(len(jaxpr.invars))]
+    inputs_of_products(jaxpr, each, read)
+    shared = [index in read and "z" in spec_axes(held.get(index, P())) for index in range(len(leaves))]
+    return LossPlan(plans, specs, in_layers, spread_out, shared, tuple(holders.values()))
 
 
 def _leaves(params: Any) -> list[TreeParam]:
