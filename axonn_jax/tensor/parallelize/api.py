@@ -15,10 +15,9 @@ from axonn_jax.grid import Grid
 from axonn_jax.tensor.parallelize.convolution import ByRows, by_rows
 from axonn_jax.tensor.parallelize.kinds import base_of, describe, own_call, wraps
 from axonn_jax.tensor.parallelize.layers import sharded
-from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, small_enough, spread, whole
+from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan, Stored, further_layouts, whole
 from axonn_jax.tensor.parallelize.propagate import Chooser, plans_by_flow, plans_by_order
 from axonn_jax.tensor.params import copied
-from axonn_jax.tensor.specs import size_over, spec_axes
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -84,27 +83,16 @@ def _spread(
     plans: Mapping[str, LayerPlan], members: Mapping[str, nnx.Module], overrides: Mapping[str, str], mesh: Mesh
 ) -> dict[str, LayerPlan]:
     """The plans with parameters that they leave whole split where they are kept, but for small ones."""
-    params = {
-        (path, name): variable.get_value()
-        for path, plan in plans.items()
-        for name, variable in own_variables(members[path]).items()
-        if isinstance(variable, nnx.Param)
-    }
-    sizes = {key: value.size * value.dtype.itemsize for key, value in params.items()}
-    every = size_over(mesh, ("z", "y", "x"))
-    # Bytes that, were they whole, would add as much to a device's part as these add by being split over fewer axes.
-    more = {
-        (path, name): size * (every // size_over(mesh, spec_axes(plans[path].spec(name))) - 1) // max(1, every - 1)
-        for (path, name), size in sizes.items()
-    }
-    small = small_enough(more, sum(sizes.values()), every)
+    params = {}
+    for path, plan in plans.items():
+        for name, variable in own_variables(members[path]).items():
+            if isinstance(variable, nnx.Param):
+                value, free = variable.get_value(), overrides.get(path) != "replicated"
+                size = value.size * value.dtype.itemsize
+                params[path, name] = Stored(value.shape, size, plan.used(name), len(plan.stack), free)
     split: dict[str, list[tuple[str, P]]] = {path: [] for path in plans}
-    for path, name in params:
-        if (path, name) not in small and overrides.get(path) != "replicated":
-            used = plans[path].used(name)
-            spec = spread(params[path, name].shape, mesh, used, len(plans[path].stack))
-            if spec != used:
-                split[path].append((name, spec))
+    for (path, name), spec in further_layouts(params, mesh).items():
+        split[path].append((name, spec))
     return {path: replace(plan, spread=tuple(split[path])) for path, plan in plans.items()}
 
 

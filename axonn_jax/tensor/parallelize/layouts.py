@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +176,33 @@ def small_enough(sizes: Mapping[Name, int], total: int, parts: int) -> set[Name]
         if left >= 0 or size < _SMALL:
             chosen.add(name)
     return chosen
+
+
+class Stored(NamedTuple):
+    """Parameter to lay out."""
+
+    shape: tuple[int, ...]
+    bytes: int
+    used: P
+    """The layout where it computes."""
+    first: int = 0
+    """The first dim that may be split further."""
+    free: bool = True
+    """False to keep it as it is used."""
+
+
+def further_layouts(params: Mapping[Name, Stored], mesh: Mesh) -> dict[Name, P]:
+    """Return layouts to keep parameters in that are split over fewer axes where they compute, but for small ones."""
+    every = size_over(mesh, ("z", "y", "x"))
+    # Bytes that, were they whole, would add as much to a device's part as these add by being split over fewer axes.
+    more = {
+        name: param.bytes * (every // size_over(mesh, spec_axes(param.used)) - 1) // max(1, every - 1)
+        for name, param in params.items()
+    }
+    small = small_enough(more, sum(param.bytes for param in params.values()), every)
+    free = {name: param for name, param in params.items() if param.free and name not in small}
+    specs = {name: spread(param.shape, mesh, param.used, param.first) for name, param in free.items()}
+    return {name: spec for name, spec in specs.items() if spec != params[name].used}
 
 
 def without_z(spec: P) -> P:

@@ -43,10 +43,10 @@ class LinenLoss:
     plans: Mapping[Key, LayerPlan]
     specs: Any
     """The parameters' layouts: a tree as theirs, of `PartitionSpec`."""
+    used: Any
+    """The layouts in which layers compute, of fewer axes where `specs` spreads a parameter."""
     in_layers: Any
     """A tree as the parameters', True for those that planned layers hold."""
-    spread: Any
-    """A tree as the parameters', True for those that are whole where they are used and split where they are kept."""
     shared: Any
     """A tree as the parameters', True for those of layers that a product outside of layers reads too."""
     holders: tuple[Holder, ...]
@@ -60,7 +60,7 @@ class LinenLoss:
 
     def __call__(self, params: Any, batch: Any, *key: jax.Array) -> Any:
         """Return what the plain function returns."""
-        params = jax.tree.map(self._without_z, params, self.specs, self.shared)
+        params = jax.tree.map(self._without_z, params, self.used, self.shared)
         if self.dtype is not None:
             params = jax.tree.map(self._cast, params, self.in_layers)
         with intercepted(self, self._run):
@@ -71,7 +71,11 @@ class LinenLoss:
 
         For traced functions, before the loss; without it XLA chooses what to move.
         """
-        return jax.tree.map(lambda value, split: whole(value, self.mesh) if split else value, params, self.spread)
+
+        def gather(value: jax.Array, spec: P, used: P) -> jax.Array:
+            return value if spec == used else whole(value, self.mesh, used)
+
+        return jax.tree.map(gather, params, self.specs, self.used)
 
     def with_row_axes(self, axes: tuple[str, ...], mapped_axis: str | None = None) -> "LinenLoss":
         """Return the loss with rows split over these axes, slowest first, in every layer.
@@ -151,10 +155,10 @@ def parallelize_linen(
         names = ", ".join(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
         raise UserError("params", names, f"the parameters of every layer that loss applies: {reason}") from None
     tree = jax.tree.structure(plain)
-    by_leaf = (plan.specs, plan.in_layers, plan.spread, plan.shared)
-    specs, in_layers, spread, shared = (jax.tree.unflatten(tree, leaves) for leaves in by_leaf)
+    by_leaf = (plan.specs, plan.used, plan.in_layers, plan.shared)
+    specs, used, in_layers, shared = (jax.tree.unflatten(tree, leaves) for leaves in by_leaf)
     placed = jax.tree.map(lambda value, spec: put(value, NamedSharding(grid.mesh, spec)), plain, specs)
-    return LinenLoss(loss, grid.mesh, plan.plans, specs, in_layers, spread, shared, plan.holders), placed
+    return LinenLoss(loss, grid.mesh, plan.plans, specs, used, in_layers, shared, plan.holders), placed
 
 
 _OTHER_PARAMS = (

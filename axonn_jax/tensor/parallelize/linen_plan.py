@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ from axonn_jax.errors import UserError
 from axonn_jax.grid import BATCH_AXES
 from axonn_jax.tensor.parallelize.convolution import check_grouped
 from axonn_jax.tensor.parallelize.flow import MARK, Origin, Origins, find_origins, inputs_of_products, mark, marked
-from axonn_jax.tensor.parallelize.layouts import LayerPlan, small_enough, spec_of, spread
+from axonn_jax.tensor.parallelize.layouts import LayerPlan, Stored, further_layouts, spec_of
 from axonn_jax.tensor.parallelize.linen_layers import LayerCall, MethodCall, intercepted
 from axonn_jax.tensor.parallelize.propagate import Chooser, plans_of_calls
-from axonn_jax.tensor.specs import size_over, spec_axes
+from axonn_jax.tensor.specs import spec_axes
 
 Key = tuple[Any, ...]
 Shape = tuple[int, ...]
@@ -137,10 +137,10 @@ class LossPlan:
     plans: dict[Key, LayerPlan]
     specs: list[P]
     """The layout of each leaf of the parameters."""
+    used: list[P]
+    """The layout of each leaf where it computes."""
     in_layers: list[bool]
     """True for each leaf that a planned layer holds."""
-    spread: list[bool]
-    """True for each leaf that is whole where it is used and split where it is kept."""
     shared: list[bool]
     """True for each leaf split over `z` for a layer that a product outside of layers reads too."""
     holders: tuple[Holder, ...]
@@ -172,8 +172,9 @@ def plan_loss(
     plans = _plans(Chooser(mesh), jaxpr, trace.uses, overrides)
     held = _layouts(trace.uses, plans, leaves)
     free = {index for index, leaf in enumerate(leaves) if leaf.trained and chosen.get(leaf.owner) != "replicated"}
-    apart = _spread(leaves, free - {index for index, spec in held.items() if spec_axes(spec)}, mesh)
-    specs = [(held | apart).get(index, P()) for index in range(len(leaves))]
+    apart = _further(leaves, held, free, mesh)
+    used = [held[index].spec if index in held else P() for index in range(len(leaves))]
+    specs = [apart.get(index, spec) for index, spec in enumerate(used)]
     holders: dict[str, Holder] = {}
     for index, leaf in enumerate(leaves):
         holder = holders.setdefault(leaf.owner, trace.holder(leaf, uses.get(leaf.owner), plans))
@@ -182,12 +183,12 @@ def plan_loss(
             holder = replace(holder, plan=plan)
         laid = jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=NamedSharding(mesh, specs[index]))
         holders[leaf.owner] = replace(holder, params={**holder.params, leaf.param: laid})
-    in_layers, spread_out = ([index in each for index in range(len(leaves))] for each in (held, apart))
+    in_layers = [index in held for index in range(len(leaves))]
     read: set[int] = set()
     each = [frozenset((index,)) if index < len(leaves) else frozenset() for index in range(len(jaxpr.invars))]
     inputs_of_products(jaxpr, each, read)
-    shared = [index in read and "z" in spec_axes(held.get(index, P())) for index in range(len(leaves))]
-    return LossPlan(plans, specs, in_layers, spread_out, shared, tuple(holders.values()))
+    shared = [index in read & held.keys() and "z" in spec_axes(spec) for index, spec in enumerate(specs)]
+    return LossPlan(plans, specs, used, in_layers, shared, tuple(holders.values()))
 
 
 def _leaves(params: Any) -> list[TreeParam]:
@@ -225,25 +226,44 @@ def _plans(chooser: Chooser, jaxpr: Any, uses: Sequence[Use], overrides: Mapping
     return {use.key: replace((plans | others)[use.key], kind=use.kind) for use in uses}
 
 
-def _layouts(uses: Sequence[Use], plans: Mapping[Key, LayerPlan], leaves: Sequence[TreeParam]) -> dict[int, P]:
+class Layout(NamedTuple):
+    """Layout of a leaf for a layer."""
+
+    spec: P
+    first: int
+    """The first dim behind a stack's."""
+
+
+def _layouts(uses: Sequence[Use], plans: Mapping[Key, LayerPlan], leaves: Sequence[TreeParam]) -> dict[int, Layout]:
     """The layout of each leaf of a sharded layer, as the first layer that uses it has it."""
-    specs: dict[int, P] = {}
+    layouts: dict[int, Layout] = {}
     for use in uses:
         plan = plans[use.key]
         for name, origin in use.origins.items():
-            if plan.sharded and origin is not None and origin.index not in specs:
+            if plan.sharded and origin is not None and origin.index not in layouts:
                 stacked = leaves[origin.index].array.shape
-                split = zip(_dims(origin, stacked, use.shapes[name]), plan.spec(name), strict=False)
-                specs[origin.index] = spec_of(len(stacked), *((dim, axes) for dim, axes in split if dim is not None))
-    return specs
+                dims = _dims(origin, stacked, use.shapes[name])
+                split = ((dim, axes) for dim, axes in zip(dims, plan.spec(name), strict=False) if dim is not None)
+                first = 1 + max((dim for dim in range(len(stacked)) if dim not in dims), default=-1)
+                layouts[origin.index] = Layout(spec_of(len(stacked), *split), first)
+    return layouts
 
 
-def _spread(leaves: Sequence[TreeParam], free: Collection[int], mesh: Mesh) -> dict[int, P]:
-    """The layouts of leaves that no layer splits, but for small ones."""
-    sizes = {index: leaf.array.size * leaf.array.dtype.itemsize for index, leaf in enumerate(leaves) if leaf.trained}
-    small = small_enough({index: sizes[index] for index in free}, sum(sizes.values()), size_over(mesh, ("z", "y", "x")))
-    specs = {index: spread(leaves[index].array.shape, mesh) for index in free if index not in small}
-    return {index: spec for index, spec in specs.items() if spec_axes(spec)}
+def _further(
+    leaves: Sequence[TreeParam], held: Mapping[int, Layout], free: Collection[int], mesh: Mesh
+) -> dict[int, P]:
+    """The layouts of leaves that are split further where they are kept."""
+    params = {
+        index: Stored(
+            leaf.array.shape,
+            leaf.array.size * leaf.array.dtype.itemsize,
+            *held.get(index, Layout(P(), 0)),
+            index in free,
+        )
+        for index, leaf in enumerate(leaves)
+        if leaf.trained
+    }
+    return further_layouts(params, mesh)
 
 
 def _dims(origin: Origin, stacked: Shape, shape: Shape) -> tuple[int | None, ...]:
