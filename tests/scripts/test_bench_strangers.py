@@ -74,8 +74,9 @@ def test_a_page_has_a_row_a_model_and_a_cell_a_grid():
         "outcomes": {"z4 y2": outcome, "data2 x4": {"failed": "ValueError: no"}},
     }  # fmt: skip
     text = page({"rows": {"m": row}, "grids": ["z4 y2", "data2 x4"], "command": "run", "versions": {"jax": "1"}})
-    cells = "|m|text|12,345|1e-7|0|2e-6/1.04/0.98/0.50|fails: ValueError: no|split all-to-all y 100%|"
+    cells = "|m|text|12,345|1e-7|0|2e-6/1.04/0.98/0.33|fails: ValueError: no|split all-to-all y 100%|"
     assert cells in text.splitlines()
+    assert "Of 1 pairs of model and grid (1 more fail), 1 have gradients" in text
     assert SOURCES["flax lm1b"].version in text
 
 

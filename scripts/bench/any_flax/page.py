@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 from any_flax.sources import NEEDED, SOURCES
@@ -12,7 +13,7 @@ device, and once a grid through `ax.parallelize` or `ax.parallelize_linen`. Four
 1. largest relative error of a gradient's element beside the plain model;
 2. bytes of parameters on a device over the ideal, all bytes over `z * y * x`;
 3. bytes sent by the layers' compiled collectives, over those in `sharding_report`;
-4. bytes sent by XLA between layers, over those of the layers; the last column has the operation with the most.
+4. share of all bytes that XLA sends between layers; the last column has the operation with the most.
 
 *Loss*: largest relative error of all grids. *Rounding*: the first figure for the plain model beside itself, with
 parameters and inputs moved by a unit in the last place: no program can be expected to be closer."""
@@ -23,13 +24,30 @@ def page(figures: Mapping[str, Any]) -> str:
     grids: Sequence[str] = figures["grids"]
     rows: Mapping[str, Any] = figures["rows"]
     heads = ("model", "kind", "parameters", "loss", "rounding", *grids, "XLA")
-    lines = ["# Models of other people", "", _MEANING, ""]
+    lines = ["# Models of other people", "", _MEANING, "", _summary(rows.values()), ""]
     for title, linen in (("NNX", False), ("Linen", True)):
         cells = [_cells(name, row, grids) for name, row in rows.items() if row["linen"] == linen]
         if cells:
             lines += [f"## {len(cells)} {title} models", "", *_markdown(heads, cells), ""]
     lines += ["## Again", "", "```sh", *_commands(rows), figures["command"], "```", "", _versions(figures), ""]
     return "\n".join(lines)
+
+
+def _summary(rows: Iterable[Mapping[str, Any]]) -> str:
+    """One sentence on all cells."""
+    both = [(row, one) for row in rows for one in row["outcomes"].values()]
+    cells = [(row, one) for row, one in both if "failed" not in one]
+    failed = len(both) - len(cells)
+    exact = sum(one["gradient"] <= max(1e-5, 3 * row["rounding"]) for row, one in cells)
+    lean = sum(one["share"] <= 1.10 for _, one in cells)
+    counted = [one["traffic"]["layers"] / one["traffic"]["reported"] for _, one in cells if one["traffic"]["reported"]]
+    said = sum(0.95 <= ratio <= 1.05 for ratio in counted)
+    return fill(
+        f"Of {len(cells)} pairs of model and grid ({failed} more fail), {exact} have gradients within 1e-5 or three "
+        f"times rounding, {lean} at most 1.10 of the ideal bytes, and {said} of {len(counted)} with a count of the "
+        "layers' bytes are within 5 % of it.",
+        120,
+    )
 
 
 def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -58,8 +76,9 @@ def _cell(outcome: Mapping[str, Any]) -> str:
     traffic = outcome["traffic"]
     layers, reported = traffic["layers"], traffic["reported"]
     counted = f"{layers / reported:.2f}" if reported else "-"
-    added = f"{sum(traffic['added'].values()) / layers:.2f}" if layers else "-"
-    return f"{_power(outcome['gradient'])}/{outcome['share']:.2f}/{counted}/{added}"
+    added = sum(traffic["added"].values())
+    share = added / (added + layers) if added else 0.0
+    return f"{_power(outcome['gradient'])}/{outcome['share']:.2f}/{counted}/{share:.2f}"
 
 
 def _most(outcomes: Iterable[Mapping[str, Any]]) -> str:
