@@ -185,7 +185,7 @@ class MethodCall:
 
     module: Any
     base: type[linen.Module] | None
-    """The Flax layer whose own method it is: of a subclass that wraps it, the call inside."""
+    """The Flax layer whose own method it is; a subclass that wraps the method comes to it inside."""
     layer: LayerCall | None
     """The call as one of a layer with an NNX form."""
     reason: str
@@ -221,7 +221,7 @@ def _method_call(
     module: Any = context.module
     base, name = _METHODS.get(context.orig_method.func, (None, ""))
     if base is None or not isinstance(module, base) or module.scope is None or module.is_initializing():
-        return MethodCall(module, None, None, "", lambda: method(*args, **kwargs), lambda other: None)
+        return MethodCall(module, None, None, "", lambda: method(*args, **kwargs), lambda _: None)
     layer = _layer_call(module, base, name, inspect.signature(context.orig_method).bind(*args, **kwargs).arguments)
     return MethodCall(
         module,
@@ -229,7 +229,7 @@ def _method_call(
         None if isinstance(layer, str) else layer,
         layer if isinstance(layer, str) else "",
         lambda: method(*args, **kwargs),
-        lambda other: getattr(base, name)(other, *args, **kwargs),
+        lambda same: getattr(base, name)(same, *args, **kwargs),
     )
 
 
