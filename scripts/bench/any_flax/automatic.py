@@ -80,7 +80,9 @@ class Automatic:
         layouts = {path: var.get_value().sharding for path, var in nnx.to_flat_state(nnx.state(split(width, grid)))}
         self._grid = grid
         self.params = {path: _placed(np.asarray(var.get_value()), layouts[path]) for path, var in variables.items()}
-        self.state = jax.jit(OPTIMIZER.init)(self.params)
+        everywhere = NamedSharding(grid.mesh, P())
+        moments = OPTIMIZER.init(self.params)
+        self.state = jax.tree.map(lambda a: a if a.ndim else _placed(np.asarray(a), everywhere), moments)
 
         def merged(params: Any) -> nnx.Module:
             pairs = [(path, variables[path].replace(value)) for path, value in params.items()]

@@ -20,8 +20,8 @@ from axonn_jax.grid import BATCH_AXES, Grid, GridShape, build_grid
 
 _COMBINER = "cpu-all-reduce-combiner"
 """XLA's pass that makes one collective of several; without, each says where it comes from."""
-_REGION = "/shard_map/"
-"""Part of a collective's origin if a layer has it; others are the partitioner's, those before a region included."""
+_REGION = "/shard_map"
+"""Part of a collective's origin if it is in a layer's region, or at its border."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,8 @@ def _worst(plain: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> 
 def _traffic(found: Sequence[Collective], reported: int | None) -> Traffic:
     layers, added = 0.0, Counter[str]()
     for one in found:
-        if _REGION in one.op_name:
+        border = one.op_name.endswith(_REGION)  # where a layer's parameters are gathered; the rest is the partitioner's
+        if f"{_REGION}/" in one.op_name or (border and one.kind == "all-gather"):
             layers += float(one.bytes)
         else:
             added[f"{one.op_name.rpartition('/')[2]} {one.kind} {one.over}"] += float(one.bytes)
