@@ -105,6 +105,26 @@ def test_a_step_that_cannot_be(name):
     assert trainer.engine.steps_done == 0
 
 
+class Convolved(nnx.Module):
+    """A split layer behind a convolution of its own."""
+
+    def __init__(self, rngs):
+        self.first, self.kernel = nnx.Linear(4, 8, rngs=rngs), nnx.Param(jnp.ones((3, 8, 4)))
+
+    def __call__(self, x):
+        return jax.lax.conv_general_dilated(
+            self.first(x), self.kernel.get_value(), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+
+
+def test_convolutions_that_xla_would_split_wrong_are_refused():
+    """Mapped over replicas they are grouped ones."""
+    rows = np.ones((8, 6, 4), np.float32)
+    trainer = made(GridShape(data=2, z=2, x=2), lambda: Convolved(nnx.Rngs(0)))
+    refused(lambda: trainer.step(rows), "^model = a jax.lax convolution of 2 groups: an nnx.Conv in its place")
+    made(GridShape(data=2), lambda: Convolved(nnx.Rngs(0))).step(rows)
+
+
 def test_evaluations_have_batches_of_one_size():
     trainer = made()
     refused(lambda: trainer.evaluate([ROWS, ROWS[:4]]), "^evaluate = batches of 4 and 8 rows: ")

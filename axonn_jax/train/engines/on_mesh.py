@@ -58,6 +58,9 @@ class OnMesh:
         """Layout of every gradient, the same as its parameter's."""
         return self.parts.specs
 
+    def check_traced(self, jaxpr: Any) -> None:
+        """Accept every step: all collectives are the package's own."""
+
     def batch_sharding(self) -> NamedSharding:
         """The layout of a step's tokens on the mesh."""
         return NamedSharding(self.grid.mesh, BATCH_SPEC)
@@ -104,6 +107,9 @@ class GradientProgram(Protocol):
         self, params: Any, carried: Any, batch: Any, key: jax.Array | None, scale: jax.Array | None = None
     ) -> StepResults:
         """Return the results of a batch as `Batches.shard` makes it, with gradients times `scale`."""
+
+    def check_traced(self, jaxpr: Any) -> None:
+        """Raise ``UserError`` for a step that XLA would compile into wrong results."""
 
     def evaluate(self, params: Any, carried: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         """Return the mean loss of a batch, as Flax's evaluation mode has it, and the weight of that mean."""

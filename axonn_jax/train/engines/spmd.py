@@ -190,11 +190,12 @@ class SpmdEngine:
     def _compile(self, given: Any, key: jax.Array | None) -> jax.stages.Compiled:
         if (form := _form(given)) not in self._compiled:
             if self.offloaded is None:
-                lowered = self._step.jitted().lower(self.train_state, given, key)
+                traced = self._step.jitted().trace(self.train_state, given, key)
             else:
                 state = self.train_state
-                lowered = self.offloaded.measured.lower(state.model.weights, state.scale, state.carried, given, key)
-            self._compiled[form] = lowered.compile()
+                traced = self.offloaded.measured.trace(state.model.weights, state.scale, state.carried, given, key)
+            self.program.check_traced(traced.jaxpr.jaxpr)
+            self._compiled[form] = traced.lower().compile()
             self._temporaries[form] = TemporariesInPlace(self._compiled[form], self.grid.mesh)
         return self._compiled[form]
 

@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from axonn_jax.errors import UserError
 from axonn_jax.models.sequential import seeded
-from axonn_jax.tensor.parallelize.api import modules, with_row_axes
+from axonn_jax.tensor.parallelize.api import gather_spread, modules, with_row_axes
 from axonn_jax.tensor.parallelize.layouts import PLAN
 from axonn_jax.tensor.parallelize.linen import LinenLoss, takes_key
 from axonn_jax.tensor.params import Params, Specs, copied
@@ -84,7 +84,7 @@ class ModuleApart:
         self.draws = self._streamed or self._keyed
         self._flat = {n: (path, _filled(var, None)) for n, (path, var) in {**flat, **others}.items()}
         """Path and empty variable of all state but random streams."""
-        held = {id(v) for m in modules(model).values() if _plans_dtype(m) for v in vars(m).values()}
+        held = {id(variable) for module in modules(model).values() for variable in _cast_by_layer(module)}
         paths = ((path, value) for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Variable))
         self._in_layers = {".".join(map(str, path)) for path, value in paths if id(value) in held}
         """Parameters of split layers, which cast them by themselves, behind the reduction of their gradients."""
@@ -99,6 +99,7 @@ class ModuleApart:
         if not training:
             model.eval()
         with_row_axes(model, ROW_AXES)
+        gather_spread(model)
         for module in modules(model).values():
             each: Any = module
             if self._compute is not None and _plans_dtype(each) and each.dtype is None:
@@ -163,7 +164,9 @@ class TreeApart:
         self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool
     ) -> LossResult:
         """Return the loss of a replica's rows; in an evaluation too, as the loss function says what differs."""
-        loss, aux = checked(self._loss(self.restored(params, carried), rows, *_keys(self._keyed, key)))
+        tree = self.restored(params, carried)
+        tree = self._loss.gather_spread(tree) if isinstance(self._loss, LinenLoss) else tree
+        loss, aux = checked(self._loss(tree, rows, *_keys(self._keyed, key)))
         changed: dict[str, jax.Array] = {}
         if isinstance(aux, Mapping) and (given := self._collections & set(aux)):
             leaves, _ = tree_flatten_with_path({name: aux[name] for name in given})
@@ -223,6 +226,11 @@ def _plans_dtype(module: Any) -> bool:
 def _as(value: Any, dtype: Any) -> Any:
     """Return an array, or a shape, in another dtype."""
     return jax.ShapeDtypeStruct(value.shape, dtype) if isinstance(value, jax.ShapeDtypeStruct) else value.astype(dtype)
+
+
+def _cast_by_layer(module: Any) -> list[Any]:
+    """Return the variables that a split layer casts by itself."""
+    return [vars(module).get(name) for name, _ in getattr(module, PLAN).specs] if _plans_dtype(module) else []
 
 
 def _cast(value: jax.Array, dtype: Any) -> jax.Array:

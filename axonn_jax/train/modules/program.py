@@ -15,6 +15,9 @@ from axonn_jax.errors import UserError
 from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
 from axonn_jax.tensor.collectives import all_reduce, axis_size
+from axonn_jax.tensor.parallelize.convolution import check_grouped
+from axonn_jax.tensor.parallelize.flow import MARK
+from axonn_jax.tensor.parallelize.layouts import SPREAD
 from axonn_jax.tensor.params import Params, Specs, global_norm
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
@@ -22,6 +25,8 @@ from axonn_jax.train.modules.apart import REPLICAS, Apart, LossResult
 from axonn_jax.train.modules.batches import is_replicated
 
 _FLOAT32 = jnp.dtype("float32")
+_GATHER_AGAIN = jax.checkpoint_policies.save_anything_except_these_names(SPREAD)
+"""Policy of a backward pass that gathers parameters without a sharded form again."""
 
 Weight = Callable[[Any], Any]
 """Function of a batch -> what its mean loss counts."""
@@ -98,6 +103,10 @@ class ReplicaProgram(OnMesh):
 
         return jnp.sum(self._mapped(local, params, carried, batch, shares, None, None)), weight
 
+    def check_traced(self, jaxpr: Any) -> None:
+        """Raise ``UserError`` for a convolution between layers, which XLA splits wrong where replicas are mapped."""
+        check_grouped(jaxpr, self.grid.mesh, MARK)
+
     @property
     def _stacked(self) -> Specs:
         """Layouts of the replicas' copies."""
@@ -152,10 +161,12 @@ class ReplicaProgram(OnMesh):
             loss = result.loss * share
             return loss if scale is None else loss * scale, result._replace(loss=loss)
 
+        backward = jax.value_and_grad(jax.checkpoint(part, policy=_GATHER_AGAIN), has_aux=True)
+
         def add(carry: Any, microbatch: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
             total, sums, carried = carry
             number, share, rows = microbatch
-            (_, result), grads = jax.value_and_grad(part, has_aux=True)(params, carried, number, share, rows)
+            (_, result), grads = backward(params, carried, number, share, rows)
             sums = {name: self._laid(name, sums[name] + grads[name].astype(self.sums)) for name in sums}
             aux = jax.tree.map(partial(_number, share), result.aux)
             return (total + result.loss, sums, {**carried, **result.carried}), aux
