@@ -22,7 +22,7 @@ class Marked(NamedTuple):
     """Call of a layer."""
 
     number: int
-    method: str
+    entry: str
     shape: Shape
     """The input's."""
 

@@ -14,7 +14,7 @@ from axonn_jax.tensor.collectives import all_reduce, gather_weight, mark_varying
 from axonn_jax.tensor.embedding import lookup, tied_logits
 from axonn_jax.tensor.norm import layer_norm, recomputed_in_maps, rms_norm
 from axonn_jax.tensor.parallelize.kinds import in_place_of_base
-from axonn_jax.tensor.parallelize.layouts import Gathered, LayerPlan, own_params, spec_of, without_z
+from axonn_jax.tensor.parallelize.layouts import LayerPlan, OutsideRead, own_params, spec_of, without_z
 from axonn_jax.tensor.specs import shard_mapped
 
 
@@ -117,7 +117,7 @@ class ShardedLinear(nnx.Linear):
     """`nnx.Linear` by the 4D algorithm: [..., in] -> [..., out]; collectives as in `contract`."""
 
     axonn_plan: LayerPlan
-    kernel = Gathered()
+    kernel = OutsideRead()
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
@@ -132,7 +132,7 @@ class ShardedLinearGeneral(nnx.LinearGeneral):
     """`nnx.LinearGeneral` by the 4D algorithm, heads or the like split; collectives as in `contract`."""
 
     axonn_plan: LayerPlan
-    kernel = Gathered()
+    kernel = OutsideRead()
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
@@ -143,7 +143,7 @@ class ShardedEinsum(nnx.Einsum):
     """`nnx.Einsum` by the 4D algorithm; collectives as in `contract`."""
 
     axonn_plan: LayerPlan
-    kernel = Gathered()
+    kernel = OutsideRead()
 
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
         """Multiply as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
@@ -156,7 +156,7 @@ class ShardedConv(nnx.Conv):
     """`nnx.Conv` with channels split as features are, or whole groups of them, space whole; as in `contract`."""
 
     axonn_plan: LayerPlan
-    kernel = Gathered()
+    kernel = OutsideRead()
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Convolve as the Flax layer does, in the plan's layout; `out_sharding` is ignored."""
@@ -174,7 +174,7 @@ class ShardedConvTranspose(nnx.ConvTranspose):
     """`nnx.ConvTranspose` with channels split as features are, space whole; collectives as in `contract`."""
 
     axonn_plan: LayerPlan
-    kernel = Gathered()
+    kernel = OutsideRead()
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Convolve as the Flax layer does, on local shards."""
@@ -187,7 +187,7 @@ class ShardedEmbed(nnx.Embed):
     """`nnx.Embed` with the vocabulary over `in_axis` and `z`, features over `out_axis`."""
 
     axonn_plan: LayerPlan
-    embedding = Gathered()
+    embedding = OutsideRead()
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Ids [rows, ...] -> [rows, ..., features].

@@ -217,7 +217,7 @@ def own_params(layer: Any, names: tuple[str, ...]) -> dict[str, jax.Array | None
     return {name: None if param is None else param[...] for name, param in held.items()}
 
 
-class Gathered:
+class OutsideRead:
     """A split layer's parameter for code outside of the layer's region, where traced gathered over `z`.
 
     XLA computes `x @ w` wrong on a mesh of `data`, `z`, `y` and `x` where rows lie over `data` and `z` and both dims of

@@ -143,7 +143,7 @@ class LayerCall:
     module: Any
     base: type[linen.Module]
     """Flax's own type; `module` may be of a subclass."""
-    method: str
+    entry: str
     x: Any
     held: dict[str, jax.Array]
     dtype: Any
@@ -175,7 +175,7 @@ class LayerCall:
 
     def run(self, layer: nnx.Module) -> jax.Array:
         """Call the NNX layer, or a sharded form of it, on the input; the result is of Linen's dtype."""
-        y: jax.Array = getattr(layer, self.method)(self.x)
+        y: jax.Array = getattr(layer, self.entry)(self.x)
         return y.astype(self.dtype) if COUNTERPARTS[self.base].norm and self.dtype is not None else y
 
 

@@ -104,7 +104,7 @@ class Trace:
         shapes = {name: call.held[name].shape for name in sorted(call.held)}  # as jax flattens them
         dtype = call.module.param_dtype if call.dtype is None else call.dtype
         self.uses.append(Use(call.key, call.base.__name__, call.layer, shapes, dtype))
-        return mark(layer, len(self.uses) - 1, call.method, call.x)(call.x, call.held)
+        return mark(layer, len(self.uses) - 1, call.entry, call.x)(call.x, call.held)
 
     def holder(self, leaf: TreeParam, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Holder:
         """Return the layer, or the other module, that holds a leaf, without parameters."""

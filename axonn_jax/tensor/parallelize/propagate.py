@@ -247,7 +247,7 @@ def plans_of_calls(
         rows = call.shape[0] if len(call.shape) > 1 else 1
         runs = times[call.number] if times else math.prod(plans[key].stack)
         plans[key] = plans[key].called_with(runs * math.prod(call.shape), runs * out_size, rows)
-        return chooser.leaves(layer, plans[key], arrives, call.method)
+        return chooser.leaves(layer, plans[key], arrives, call.entry)
 
     follow_layouts(jaxpr, [None] * len(jaxpr.invars), at_layer)
     return plans

@@ -62,9 +62,7 @@ class AutomaticProgram(OnMesh):
         """
         if scale is not None:
             raise UserError("memory.precision", "fp16", "fp32 or bf16 with automatic partitioning")
-        grads, loss = (
-            self._backward(params, batch[0], key) if batch.shape[0] == 1 else self._scan(params, batch, key)
-        )
+        grads, loss = self._backward(params, batch[0], key) if batch.shape[0] == 1 else self._scan(params, batch, key)
         grads = jax.tree.map(lax.with_sharding_constraint, grads, self.shardings())
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(grad)) for grad in grads.values()))
         return StepResults(grads, loss, norm, {})
