@@ -12,6 +12,7 @@ from flax import nnx
 
 import axonn_jax as ax
 from axonn_jax.grid import GridShape
+from axonn_jax.tensor.parallelize.api import birth
 
 FULL = GridShape(data=2, z=2, x=2)
 STEPS = 5
@@ -142,3 +143,31 @@ def test_dropout_draws_alike_on_every_grid_of_as_many_parts():
     assert want[0] != want[3] == want[4]
     for axes, microbatches in ((GridShape(data=2, z=2, x=2), 2), (GridShape(data=4), 1)):
         np.testing.assert_allclose(losses(axes, microbatches), want, rtol=1e-6)
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.norm = nnx.Linear(256, 512, rngs=rngs), nnx.BatchNorm(512, rngs=rngs)
+        self.dropout, self.gain = nnx.Dropout(0.5, rngs=rngs), nnx.Param(jax.random.normal(rngs.params(), (64, 64)))
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.first(x)))
+
+
+def test_each_device_makes_its_own_part_of_a_model():
+    """Values are the plain model's, and no device makes a whole kernel on the way."""
+    grid, call = grids.lay(GridShape(z=2, y=2, x=2)), lambda model: model(jnp.zeros((8, 256)))
+
+    def make():
+        return Wide(nnx.Rngs(0))
+
+    born, want = ax.parallelize(make, grid, call=call), make()
+    for got, plain in zip(*(jax.tree.leaves(nnx.state(model, nnx.Param)) for model in (born, want)), strict=True):
+        np.testing.assert_array_equal(got, plain)
+        assert plain.size < 1000 or got.sharding.shard_shape(got.shape) != plain.shape
+    abstract = nnx.eval_shape(make)
+    program = birth(make, ax.parallelize(abstract, grid, call=call)).lower().compile()
+    kernel = want.first.kernel.get_value()
+    assert program.memory_analysis().temp_size_in_bytes < kernel.size * kernel.dtype.itemsize
+    trainer = ax.Trainer(make, optax.sgd(0.1), grid, loss=lambda m, x: jnp.mean(jnp.square(m(x) - 1)))
+    assert float(trainer.step(np.ones((8, 256), np.float32))["loss"]) > 0

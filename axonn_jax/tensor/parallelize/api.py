@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
+from inspect import isfunction
 from typing import Any, TypeVar
 
 import jax
@@ -25,7 +27,7 @@ _OVERRIDES = ("x", "y", "replicated")
 
 
 def parallelize(
-    model: Model,
+    model: Model | Callable[[], Model],
     grid: Grid,
     *,
     call: Callable[[Model], Any] | None = None,
@@ -41,7 +43,8 @@ def parallelize(
     reasons and bytes. Nothing is communicated but parameters on their way to their devices.
 
     Args:
-        model: The model.
+        model: The model, or a function that makes it: each device then makes its own part of every parameter, and no
+            device holds one whole. It must make its `nnx.Rngs` too.
         grid: The grid of devices, without a pipeline; with one device the model itself is returned.
         call: A call of the model, as ``lambda m: m(tokens)``; it is traced, not run, to learn the order of the layers.
             Default: roles of `x` and `y` alternate in the order in which layers were defined.
@@ -52,12 +55,27 @@ def parallelize(
         UserError: The model is no NNX module, the grid has a pipeline, an override matches nothing, or XLA would make
             wrong gradients of a grouped `jax.lax` convolution between layers (seen with `call` alone).
     """
+    given: Any = model
+    if not (isfunction(given) or isinstance(given, partial)):
+        return _parallelized(given, grid, call, overrides or {})
+    abstract: Any = nnx.eval_shape(given)
+    split: Any = _parallelized(abstract, grid, call, overrides or {})
+    return given() if split is abstract else nnx.merge(nnx.graphdef(split), birth(given, split)())
+
+
+def birth(make: Callable[[], nnx.Module], split: nnx.Module) -> Any:
+    """Return a jitted function that makes a model's state, each array in the layout that it has in `split`."""
+    layouts = jax.tree.map(lambda leaf: leaf.sharding, nnx.state(split))
+    return jax.jit(lambda: nnx.state(make()), out_shardings=layouts)
+
+
+def _parallelized(model: Model, grid: Grid, call: Callable[[Model], Any] | None, overrides: Mapping[str, str]) -> Model:
     _check(model, grid)
     if grid.shape.devices == 1:
         return model
     members = modules(model)
     layers = {path: module for path, module in members.items() if base_of(type(module)) is not None}
-    chosen = choose_overrides(overrides or {}, layers)
+    chosen = choose_overrides(overrides, layers)
     chooser = Chooser(grid.mesh)
     known: dict[str, LayerPlan] = {}
     if call is not None:

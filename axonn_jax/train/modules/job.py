@@ -48,7 +48,7 @@ def loss_job(
     compute = None if dtypes.compute == jnp.float32 else dtypes.compute
     apart: Apart
     if isfunction(model) or isinstance(model, partial):
-        model = model()
+        model = parallelize(model, grid)
     if isinstance(model, nnx.Module):
         _check_mesh(model, grid)
         if grid.shape.devices > 1 and not any(hasattr(module, PLAN) for module in modules(model).values()):
