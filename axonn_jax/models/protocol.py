@@ -118,7 +118,8 @@ class Model(Protocol):
 def check_model(model: object) -> Model:
     """Return the model; raises ``UserError`` for one that cannot be trained in parts."""
     if not isinstance(model, Model):
-        raise UserError("model", type(model).__name__, "a Transformer or a SequenceModel of layers")
+        accepted = "a Transformer or a SequenceModel of layers; any other Flax model trains with loss="
+        raise UserError("model", type(model).__name__, accepted)
     return model
 
 

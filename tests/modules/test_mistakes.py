@@ -55,6 +55,7 @@ MADE = {
     "optimizer that searches": (lambda: made(optimizer=optax.lbfgs()), "^optimizer = .*lbfgs|^optimizer = "),
     "a pipeline": (lambda: made(GridShape(pipe=2)), "^grid.pipe = 2: 1 with loss="),
     "experts": (lambda: made(GridShape(expert=2)), "^grid.expert = 2: 1 with loss="),
+    "no loss": (lambda: made(model=net(), loss=None), "^model = Linear: a Transformer or .* trains with loss="),
     "no grid": (lambda: ax.Trainer(net(), optax.sgd(0.1), None, loss=mean_loss), "^grid = NoneType: a grid"),
     "microbatches 0": (lambda: made(microbatches=0), "^microbatches = 0: "),
     "microbatches 2.0": (lambda: made(microbatches=2.0), "^microbatches = 2.0: "),
