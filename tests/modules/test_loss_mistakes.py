@@ -2,10 +2,10 @@
 
 import re
 
+import any_models as models
 import grids
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import optax
 import pytest

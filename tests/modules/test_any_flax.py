@@ -1,10 +1,10 @@
 """`Trainer(loss=)` beside a loop with optax on one device: losses, state, numbers, checkpoints, collectives."""
 
+import any_models as models
 import grids
 import hlo_text
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import optax
 import pytest
