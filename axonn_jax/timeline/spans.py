@@ -161,13 +161,18 @@ def ranks_of(spans: Iterable[Span]) -> int:
     return max((span.rank for span in spans), default=-1) + 1
 
 
+_LAST: frozenset[Kind] = frozenset({"backward", "weight_gradient", "forward_and_backward", "optimizer"})
+"""Kinds of a microbatch's last task on a rank, and of a step's. A step has as many of them however backward passes are
+split."""
+
+
 def last_whole_step(spans: Iterable[Span]) -> int | None:
-    """Return the last step with as many tasks as any: a run that is stopped leaves its last step unfinished."""
-    tasks: dict[int, int] = {}
+    """Return the last step that ended as often as any: a run that is stopped leaves its last step unfinished."""
+    ends: dict[int, int] = {}
     for span in spans:
-        tasks[span.step] = tasks.get(span.step, 0) + span.is_task
-    most = max(tasks.values(), default=0)
-    return max((step for step, count in tasks.items() if count == most), default=None)
+        ends[span.step] = ends.get(span.step, 0) + (span.kind in _LAST)
+    most = max(ends.values(), default=0)
+    return max((step for step, count in ends.items() if count == most), default=None)
 
 
 @dataclass(frozen=True, slots=True)

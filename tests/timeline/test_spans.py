@@ -171,6 +171,7 @@ def test_the_last_whole_step():
     late = [task(0, 0.0, 1.0, kind="communication", step=9)] * 20
     assert last_whole_step(gpipe(2, 4, step=7) + gpipe(2, 4, step=8) + cut + late) == 8
     assert last_whole_step([]) is None
+    assert last_whole_step(gpipe(2, 4, step=7, split=True) + gpipe(2, 4, step=8)) == 8  # fewer tasks, as whole
 
 
 def test_a_trace_reads_back(tmp_path):
