@@ -113,7 +113,7 @@ class Norm:
     features: int
     names: tuple[str, ...]
     stack: tuple[int, ...] = ()
-    """As `Kernel.stack`."""
+    """Sizes of the dims that `nnx.vmap` put in front of every parameter's own."""
 
 
 Described = TypeVar("Described", Kernel, Norm)

@@ -46,6 +46,7 @@ class TreeBatches:
     def __init__(self, grid: Grid, microbatches: int):
         self.grid, self.microbatches = grid, microbatches
         self._replicas = grid.shape.data
+        self._local: dict[int, list[int]] = {}
 
     @property
     def least(self) -> int:
@@ -62,10 +63,12 @@ class TreeBatches:
         if rows % self.least or rows <= 0:
             accepted = f"a multiple of data * microbatches = {self._replicas} * {self.microbatches}"
             raise UserError("global batch", rows, accepted)
-        numbers = np.arange(rows).reshape(self.microbatches, self._replicas, -1)
-        sharding = self._sharding(numbers.shape[2])
-        here = sharding.addressable_devices_indices_map(numbers.shape).values()
-        return sorted({int(number) for index in here if index is not None for number in numbers[index].flat})
+        if rows not in self._local:
+            numbers = self._numbers(rows)
+            here = self._sharding(numbers.shape[2]).addressable_devices_indices_map(numbers.shape).values()
+            own = {int(number) for index in here if index is not None for number in numbers[index].flat}
+            self._local[rows] = sorted(own)
+        return self._local[rows]
 
     def read(self, batch: Any, *, counts: bool = False) -> Any:
         """Return a batch as numpy's; raises ``UserError`` where its arrays have no rows, or other numbers of them."""
@@ -97,7 +100,7 @@ class TreeBatches:
             raise UserError("batch", f"{have} rows", f"a multiple of {share} rows in this process")
         rows = have // share * self.least
         position = {number: at for at, number in enumerate(self.local(rows))}
-        numbers = np.arange(rows).reshape(self.microbatches, self._replicas, -1)
+        numbers = self._numbers(rows)
         sharding = self._sharding(numbers.shape[2])
 
         def placed(leaf: Any) -> Any:
@@ -113,6 +116,10 @@ class TreeBatches:
             return jax.make_array_from_callback((*numbers.shape, *leaf.shape[1:]), sharding, shard)
 
         return jax.tree.map(placed, batch, is_leaf=is_replicated)
+
+    def _numbers(self, rows: int) -> np.ndarray:
+        """Numbers of a global batch's rows, [microbatches, replicas, rows of a replica]."""
+        return np.arange(rows).reshape(self.microbatches, self._replicas, -1)
 
     def _sharding(self, rows: int) -> NamedSharding:
         """The layout of [microbatches, replicas, rows of a replica]."""

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from axonn_jax.checkpoint.naming import shapes
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
 from axonn_jax.memory.forms import Forms
@@ -64,22 +65,19 @@ def loss_job(
         check_offload(optimizer, "memory.offload = optimizer", apart.params)
     # Steps use arrays up, the user's stay.
     params = {n: copied(value, NamedSharding(grid.mesh, apart.specs[n])) for n, value in apart.params.items()}
-    carried, shapes = apart.carried, {name: _shape(value) for name, value in apart.carried.items()}
-    parts = shapes_of(SplitModule(params, apart.specs, lambda params: apart.restored(params, shapes)))
-    apart.params, apart.carried = parts.params, shapes  # no array of the model's may live as long as the engine
+    carried = apart.carried
+    state: Any = shapes(carried)
+    parts = shapes_of(SplitModule(params, apart.specs, lambda params: apart.restored(params, state)))
+    apart.params, apart.carried = parts.params, state  # no array of the model's may live as long as the engine
 
     def build(forms: Forms | None) -> tuple[Stack, ReplicaProgram, TrainStep]:
         program = ReplicaProgram(
-            parts, grid, dtypes.compute, apart, weight, memory.bucket, dtypes.grad_dtype, zero, carried=shapes
+            parts, grid, dtypes.compute, apart, weight, memory.bucket, dtypes.grad_dtype, zero, carried=state
         )
         return unstacked(parts), program, TrainStep(program, optimizer, clip, dtypes, memory.bucket)
 
     batches = TreeBatches(grid, microbatches)
     return Job(params, optimizer, build, batches, apart.draws, owned=True, carried=carried, merge=apart.restored)
-
-
-def _shape(value: Any) -> Any:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
 def _check_mesh(model: nnx.Module, grid: Grid) -> None:
