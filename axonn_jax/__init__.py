@@ -10,6 +10,7 @@ from axonn_jax.version import __version__
 
 if TYPE_CHECKING:
     from axonn_jax import models
+    from axonn_jax.data.goldfish import goldfish
     from axonn_jax.data.loader import Loader
     from axonn_jax.distributed.bounded import in_flight
     from axonn_jax.distributed.initialize import init
@@ -40,6 +41,7 @@ __all__ = [
     "Trainer",
     "UserError",
     "__version__",
+    "goldfish",
     "in_flight",
     "init",
     "models",
@@ -64,6 +66,7 @@ _HOME = {
     "Trainer": "axonn_jax.train.trainer",
     "replicated": "axonn_jax.train.modules.batches",
     "UserError": "axonn_jax.errors",
+    "goldfish": "axonn_jax.data.goldfish",
     "in_flight": "axonn_jax.distributed.bounded",
     "init": "axonn_jax.distributed.initialize",
     "offload": "axonn_jax.memory.offload_transform",

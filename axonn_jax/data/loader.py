@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from axonn_jax.data.goldfish import GoldfishConfig, goldfish
 from axonn_jax.data.manifest import SPLITS, Manifest, Shard
 from axonn_jax.errors import UserError, nearest
 
@@ -69,8 +70,16 @@ def _open(folder: Path, storage: np.dtype[Any], shard: Shard) -> NDArray[Any]:
 class _Batches:
     """Endless row of batches, as the random-access source for grain; any thread may read."""
 
-    def __init__(self, samples: TokenSamples, rows: tuple[int, ...], stride: int, start: int, key: int | None):
-        self._samples, self._rows, self._stride, self._start = samples, rows, stride, start
+    def __init__(
+        self,
+        samples: TokenSamples,
+        rows: tuple[int, ...],
+        stride: int,
+        start: int,
+        key: int | None,
+        dropped: GoldfishConfig,
+    ):
+        self._samples, self._rows, self._stride, self._start, self._dropped = samples, rows, stride, start, dropped
         self._key = None if key is None else lru_cache(maxsize=4)(partial(_epoch_key, key))
 
     def __len__(self) -> int:
@@ -91,7 +100,8 @@ class _Batches:
 
     def __getitem__(self, batch: int) -> NDArray[np.int32]:
         read = [self._samples[self.index(number)] for number in self.numbers(batch)]
-        return np.stack(read) if read else np.empty((0, self._samples.seq_len + 1), np.int32)
+        stacked = np.stack(read) if read else np.empty((0, self._samples.seq_len + 1), np.int32)
+        return goldfish(stacked, self._dropped.k, self._dropped.h) if self._dropped.k else stacked
 
     def __repr__(self) -> str:  # grain prints its source in debugging output
         return "_Batches()"
@@ -122,6 +132,7 @@ class Loader:
         prefetch: Batches read ahead on one thread, which starts with the first batch; 0: none.
         verify: True if checksums of the data are compared.
         shuffle: False for the stream's own order in every epoch.
+        dropped: Targets that do not count (`goldfish`); default: all count.
 
     Raises:
         UserError: An argument is out of range, or the data is not whole.
@@ -140,6 +151,7 @@ class Loader:
         prefetch: int = 4,
         verify: bool = True,
         shuffle: bool = True,
+        dropped: GoldfishConfig = GoldfishConfig(),  # noqa: B008 (frozen)
     ):
         if global_batch < 1:
             raise UserError("train.global_batch", global_batch, "a whole number from 1")
@@ -155,7 +167,9 @@ class Loader:
             # index_shuffle takes larger ones, and silently counts in 32 bits.
             raise UserError("model.seq_len", seq_len, f"longer sequences: {len(self._samples)} samples, at most 2**32")
         self._global_batch, self._start, self._prefetch = global_batch, position, prefetch
-        self._batches = _Batches(self._samples, tuple(rows), global_batch, position, seed if shuffle else None)
+        dropped.check()
+        key = seed if shuffle else None
+        self._batches = _Batches(self._samples, tuple(rows), global_batch, position, key, dropped)
         self._taken = 0
         self._iterator: Any = None
 

@@ -18,7 +18,7 @@ from axonn_jax.grid import BATCH_AXES
 from axonn_jax.models.protocol import Model
 from axonn_jax.tensor.attention import Documents
 from axonn_jax.tensor.collectives import mark_varying
-from axonn_jax.tensor.loss import counting, readable, target_weights
+from axonn_jax.tensor.loss import LEFT_OUT, counting, readable, target_weights
 
 _ID, _COUNTED, _START = (1 << 24) - 1, 1 << 30, -(1 << 31)
 
@@ -44,7 +44,7 @@ Stream = jax.Array | Residual
 """Value that one layer hands to the next."""
 
 
-def token_ids(words: jax.Array) -> jax.Array:
+def token_ids(words: Any) -> Any:
     """The ids of packed words."""
     return words & _ID
 
@@ -132,6 +132,20 @@ def values_of(x: Stream) -> jax.Array:
 def balance_of(x: Stream) -> jax.Array | None:
     """The losses that even out loads so far, if there are such."""
     return x.balance if isinstance(x, Residual) else None
+
+
+def places_of(words: np.ndarray, *, packed: bool) -> np.ndarray:
+    """Place of each token of rows [batch, seq + 1] in its document; a row that is not `packed` is one document."""
+    place = np.broadcast_to(np.arange(words.shape[1]), words.shape)
+    begins = np.where(words < 0, place, 0) if packed else np.zeros_like(place)
+    return place - np.maximum.accumulate(begins, axis=1)
+
+
+def leave_out(words: np.ndarray, which: np.ndarray, *, packed: bool) -> np.ndarray:
+    """Return rows [batch, seq + 1] in which the targets of a mask of that shape do not count; they stay inputs."""
+    if packed:
+        return np.where(which, words & ~np.int32(_COUNTED), words)
+    return np.where(which & (words >= 0), words | np.int32(LEFT_OUT), words)
 
 
 def pack(

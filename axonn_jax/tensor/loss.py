@@ -211,14 +211,16 @@ def _loop(f: Callable[[Any, Tokens], tuple[Any, Any]], carry: Any, tokens: Token
 
 NO_TARGET = -1
 """The targets of a row that fills a batch up."""
+LEFT_OUT = 1 << 29
+"""Bit of an id that is an input and no target that counts."""
 
 
 def counting(batch: Any) -> Any:
     """True if each id of a batch [..., seq + 1] behind the first is a target that counts, [..., seq].
 
-    A negative one is none: -1, and -100 as PyTorch has it.
+    A negative one is none: -1, and -100 as PyTorch has it; nor is one with the bit `LEFT_OUT`.
     """
-    return batch[..., 1:] >= 0
+    return (batch[..., 1:] >= 0) & (batch[..., 1:] & LEFT_OUT == 0)
 
 
 def target_weights(batch: jax.Array, vocab: int | None) -> jax.Array:
@@ -227,7 +229,7 @@ def target_weights(batch: jax.Array, vocab: int | None) -> jax.Array:
     In a row with an id beyond the vocabulary (None: there is no end to it) every target that counts counts NaN, and so
     the sum is NaN on every grid, whatever the layers make of such an id.
     """
-    known = jnp.bool_(True) if vocab is None else jnp.all(batch < vocab, axis=1, keepdims=True)
+    known = jnp.bool_(True) if vocab is None else jnp.all(batch & ~LEFT_OUT < vocab, axis=1, keepdims=True)
     return jnp.where(counting(batch), jnp.where(known, 1.0, jnp.nan), 0.0).astype(jnp.float32)
 
 
@@ -236,7 +238,7 @@ def readable(batch: jax.Array) -> jax.Array:
 
     So no result depends on such rows, and no lookup or loss ever meets an id that is none.
     """
-    return jnp.where(jnp.any(counting(batch), axis=1, keepdims=True), jnp.maximum(batch, 0), 0)
+    return jnp.where(jnp.any(counting(batch), axis=1, keepdims=True), jnp.maximum(batch & ~LEFT_OUT, 0), 0)
 
 
 def pad_batch(batch: np.ndarray, rows: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from axonn_jax.data.goldfish import GoldfishConfig as GoldfishConfig
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
 from axonn_jax.models.presets import ModelConfig
@@ -212,6 +213,8 @@ class Config:
     """Arrangement of the devices; the product of the axes is the number of devices."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimization: steps, batch, optimizer and learning rate."""
+    goldfish: GoldfishConfig = field(default_factory=GoldfishConfig)
+    """Targets left out of the training loss, so that documents which are often repeated are not memorised."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Schedule of microbatches through the stages; used where grid.pipe is above 1."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)

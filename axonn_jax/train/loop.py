@@ -49,7 +49,7 @@ class Run:
         self.rows = trainer.rows(config.train.global_batch)
         self.progress = Progress(config.train.steps, shown=self.first)
         self.checkpoints = Checkpoints(config, self.engine, sync, self.say)
-        self.train_data = self._loader("train", position=self.checkpoints.resume())
+        self.train_data = self._loader("train", position=self.checkpoints.resume(), dropped=config.goldfish)
         valid = self._loader("valid", shuffle=False)
         self.held_out = held_out(valid, config.train.eval_batches, config.train.global_batch)
         self.tokens = config.train.global_batch * shape.seq_len

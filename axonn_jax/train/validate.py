@@ -68,6 +68,9 @@ def check(config: Config) -> Config:
     residual_comm_of(config, shape)
     check_settings(config.grid.pipe, config.memory, config.tensor)
     check_prune(config.prune, config.grid.pipe, goes_on=goes_on)
+    config.goldfish.check()
+    if config.goldfish.k and config.goldfish.h >= shape.seq_len:
+        raise UserError("goldfish.h", config.goldfish.h, f"below model.seq_len, which is {shape.seq_len}")
     if config.prune.at_step >= config.train.steps:
         accepted = f"below train.steps, which is {config.train.steps}"
         raise UserError("prune.at_step", config.prune.at_step, accepted)

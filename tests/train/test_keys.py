@@ -23,12 +23,12 @@ NAN, INF = float("nan"), float("inf")
 RANGES = {
     "an integer from 1 to 2147483647": (
         "train.steps train.global_batch train.microbatches train.eval_batches pipeline.virtual_stages memory.bucket "
-        "checkpoint.keep log.every prune.every",
+        "checkpoint.keep log.every prune.every goldfish.h",
         [0, -1, 2**31],
     ),
     "an integer from 0 to 2147483647": (
         "train.warmup train.eval_every train.sample_every pipeline.in_flight tensor.sub_batches checkpoint.every "
-        "checkpoint.keep_every prune.at_step",
+        "checkpoint.keep_every prune.at_step goldfish.k",
         [-1, 2**31],
     ),
     "an integer from 0 to 4294967295": ("train.seed data.seed prune.seed", [-1, 2**32]),
