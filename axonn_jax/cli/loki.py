@@ -71,6 +71,8 @@ def run(args: Loki) -> int:
     except UserError as error:
         field = "--seq-len" if error.field == "model.seq_len" else "--data"
         raise UserError(field, error.value, error.accepted) from None
+    if samples.manifest.packed:
+        raise UserError("--data", str(args.data), "a stream of text; this is rows (`prepare --instructions`)")
     check_tokenizer(args, samples.manifest.vocab, shape.vocab)
     rows = -(-_ROWS // args.grid.batch_shards) * args.grid.batch_shards
     count = min(args.tokens // length, len(samples)) // rows

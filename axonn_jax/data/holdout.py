@@ -38,9 +38,9 @@ class Holdout:
         """
         long, bound = min(4 * self._share, 0.5) * self._characters, int(self._share * 2**64)
         if self._longest < long:
-            if self._least == self._most:
+            if self.alike:
                 raise UserError("SOURCE", str(source.root), "documents that differ; all are the same")
-            bound = min(max(bound, self._least + 1), self._most)
+            bound = self._bound
         if self._characters < 2:
             raise UserError("SOURCE", str(source.root), "at least two characters, one to hold out")
         for document in source.documents():
@@ -48,6 +48,20 @@ class Holdout:
                 yield from zip(SPLITS, _divide(document, self._share), strict=True)
             else:
                 yield ("valid" if self._place(document) < bound else "train"), document
+
+    @property
+    def alike(self) -> bool:
+        """True if all documents seen are the same, so that none can be held out."""
+        return self._least >= self._most
+
+    def split_of(self, document: Document) -> str:
+        """Return the split of a document that is never divided, of documents that differ."""
+        return "valid" if self._place(document) < self._bound else "train"
+
+    @property
+    def _bound(self) -> int:
+        """Least hash that is not held out, with whole documents in both splits."""
+        return min(max(int(self._share * 2**64), self._least + 1), self._most)
 
     def _place(self, document: Document) -> int:
         return int.from_bytes(hashlib.sha256(self._seed + document.digest).digest()[:8], "big")

@@ -17,9 +17,10 @@ _OPEN_SHARDS = 128  # each mapped file holds a descriptor, and a process may hav
 
 
 class TokenSamples:
-    """Random access to a split: sample ``i`` is tokens ``[i*S, i*S + S + 1)`` of its stream, as int32.
+    """Random access to a split: sample ``i`` is tokens ``[i*S, i*S + S + 1)`` of a stream, or row ``i``, as int32.
 
-    Neighbouring samples share one token: the last target of one is the first input of the next.
+    Neighbouring samples of a stream share one token: the last target of one is the first input of the next. Rows are
+    those of `models.packed`.
 
     Raises:
         UserError: the directory is not a whole prepared one, the split is missing or too short, or a sample has a
@@ -37,7 +38,8 @@ class TokenSamples:
         self.manifest.check_seq_len(seq_len, [split])
         if verify:
             self.manifest.verify([split])
-        self._length = (chosen.tokens - 1) // seq_len
+        self._stride = self.manifest.row or seq_len
+        self._length = chosen.tokens // self._stride if self.manifest.packed else (chosen.tokens - 1) // seq_len
         self._shards = chosen.shards
         self._starts = np.cumsum([0, *(shard.tokens for shard in chosen.shards)])
         # Not a method: a cache that holds its owner keeps files open until the garbage collector comes by.
@@ -51,13 +53,13 @@ class TokenSamples:
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
         sample = np.empty(self.seq_len + 1, np.int32)
-        position, filled = index * self.seq_len, 0
+        position, filled = index * self._stride, 0
         shard = int(np.searchsorted(self._starts, position, side="right")) - 1
         while filled < len(sample):
             offset = position + filled - int(self._starts[shard])
             part = self._map(self._shards[shard])[offset : offset + len(sample) - filled]
             self.manifest.check_ids(part, self._shards[shard])
-            sample[filled : filled + len(part)] = part
+            sample[filled : filled + len(part)] = part  # of words the same bits
             filled += len(part)
             shard += 1
         return sample
@@ -101,7 +103,9 @@ class _Batches:
     def __getitem__(self, batch: int) -> NDArray[np.int32]:
         read = [self._samples[self.index(number)] for number in self.numbers(batch)]
         stacked = np.stack(read) if read else np.empty((0, self._samples.seq_len + 1), np.int32)
-        return goldfish(stacked, self._dropped.k, self._dropped.h) if self._dropped.k else stacked
+        if not self._dropped.k:
+            return stacked
+        return goldfish(stacked, self._dropped.k, self._dropped.h, packed=self._samples.manifest.packed)
 
     def __repr__(self) -> str:  # grain prints its source in debugging output
         return "_Batches()"

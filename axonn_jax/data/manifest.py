@@ -1,13 +1,12 @@
 """Manifest and shards of a prepared directory, and checks of both."""
 
 import hashlib
-import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,8 @@ from axonn_jax.errors import UserError
 from axonn_jax.options import typed
 
 FORMAT = "axonn_jax tokens"
-VERSION = 1
+VERSIONS = {1: "tokens", 2: "rows"}
+"""Kinds of data by version: a stream of tokens, or the packed rows of `models.packed`."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "valid")
@@ -48,6 +48,15 @@ class Split:
     bytes: int
     tokens: int
     shards: tuple[Shard, ...]
+    counted: int | None = None
+    """Targets that count; None in a stream, where all do."""
+    padding: int | None = None
+    """Tokens behind the last documents of rows; None in a stream."""
+
+    @property
+    def fill(self) -> float:
+        """Share of the tokens that are documents'."""
+        return 1 - (self.padding or 0) / max(self.tokens, 1)
 
     @property
     def documents(self) -> int:
@@ -65,16 +74,20 @@ class Manifest:
     splits: Mapping[str, Split]
     unigram_entropy: float
     """``-sum p_t ln p_t``, nats a token, with ``p_t`` the share of token ``t`` in the held-out split, end-of-text
-    included: the loss there of the best predictor that ignores all context."""
+    included: the loss there of the best predictor that ignores all context. Of rows, of the targets that count."""
     skipped: Mapping[str, int]
-    """Numbers of files and records left out, by kind."""
+    """Numbers of files and records left out or cut, by kind."""
     options: Mapping[str, Any]
-    """The options given: include, exclude, field, bos, holdout, seed."""
+    """The options given, such as field, bos, holdout and seed."""
     tools: Mapping[str, str]
     """Versions of the libraries that wrote the directory."""
     tokenizer_sha256: str | None = None
     """SHA-256 of the tokenizer; None in a directory of an early version, which accepts any tokenizer."""
-    version: int = VERSION
+    version: int = 1
+    kind: str = "tokens"
+    """Kind of the data, by its version."""
+    row: int = 0
+    """Words of a row: tokens of a sequence and one; 0 in a stream."""
     path: Path = Path()
     """Path of the directory; not part of the file."""
 
@@ -82,6 +95,22 @@ class Manifest:
     def storage(self) -> np.dtype[Any]:
         """The numpy dtype of the shards."""
         return np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def packed(self) -> bool:
+        """True if the data is rows of `models.packed`."""
+        return self.kind == "rows"
+
+    def lines(self) -> list[str]:
+        """Lines on rows for a run's log; none of a stream."""
+        split = self.splits["train"]
+        counted = (split.counted or 0) / max(split.tokens, 1)
+        return [f"packed rows: {split.fill:.1%} filled, {counted:.1%} of the tokens are targets"] if self.packed else []
+
+    def fingerprint(self, split: str) -> str:
+        """Return the SHA-256 of a split's shards, and of the kind of rows."""
+        shards = "".join(shard.sha256 for shard in self.splits[split].shards)
+        return hashlib.sha256((f"rows {self.row} {shards}" if self.packed else shards).encode()).hexdigest()
 
     def as_json(self) -> dict[str, Any]:
         """Return the object in ``manifest.json``."""
@@ -94,7 +123,11 @@ class Manifest:
             "eot_id": self.eot_id,
             "tokenizer_sha256": self.tokenizer_sha256,
             "unigram_entropy": self.unigram_entropy,
-            "splits": {name: asdict(split) for name, split in self.splits.items()},
+            **({"kind": self.kind, "row": self.row} if self.packed else {}),
+            "splits": {
+                name: {key: value for key, value in asdict(split).items() if value is not None}
+                for name, split in self.splits.items()
+            },
             "skipped": dict(self.skipped),
             "options": dict(self.options),
             "tools": dict(self.tools),
@@ -128,9 +161,10 @@ class Manifest:
     def _parse(cls, path: Path, raw: Any) -> "Manifest":
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise _bad(path, f"{MANIFEST} was not written by `axonn-jax prepare` (its format should be {FORMAT!r})")
-        if (version := raw.get("version")) != VERSION:
+        if type(version := raw.get("version")) is not int or version not in VERSIONS:
             shown = version if type(version) is int and abs(version) < 2**63 else "unknown"
-            raise _bad(path, f"{MANIFEST} has version {shown}; this axonn_jax reads {VERSION}; {AGAIN}")
+            known = " and ".join(map(str, VERSIONS))
+            raise _bad(path, f"{MANIFEST} has version {shown}; this axonn_jax reads {known}; {AGAIN}")
         try:
             manifest = replace(typed(cls, {key: value for key, value in raw.items() if key != "path"}), path=path)
             manifest._check_fields()
@@ -152,6 +186,10 @@ class Manifest:
             if name not in self.splits:
                 raise ValueError(f"splits.{name} is missing")
             _check_split(name, self.splits[name])
+        if self.kind != VERSIONS[self.version] or self.packed != (self.row >= 2):
+            raise ValueError(f"kind = {self.kind[:40]!r} with row = {self.row} in version {self.version}")
+        if self.packed and (self.dtype != "uint32" or any(split.tokens % self.row for split in self.splits.values())):
+            raise ValueError(f"no whole rows of {self.row} words in uint32")
 
     def _check_files(self) -> None:
         for shard in self._shards(SPLITS):
@@ -196,7 +234,10 @@ class Manifest:
                 raise _bad(self.path, f"{TOKENIZER} is not valid JSON ({error}); {AGAIN}") from None
 
     def check_seq_len(self, seq_len: int, splits: Iterable[str] = SPLITS) -> None:
-        """Raise ``UserError`` where a split is shorter than a sequence and the token behind it."""
+        """Raise ``UserError`` where a split has no sequence with the token behind it, or rows of another length."""
+        if self.packed and seq_len != self.row - 1:
+            accepted = f"{self.row - 1}, the length of the rows in {str(self.path)!r} (`prepare --seq-len`)"
+            raise UserError("model.seq_len", seq_len, accepted)
         for name in splits:
             if (tokens := self.splits[name].tokens) < seq_len + 1:
                 raise UserError(
@@ -207,7 +248,11 @@ class Manifest:
                 )
 
     def check_ids(self, ids: NDArray[Any], shard: Shard) -> None:
-        """Raise ``UserError`` where ids read from a shard are not all in the vocabulary."""
+        """Raise ``UserError`` where ids, or rows' words, read from a shard are not all in the vocabulary."""
+        if self.packed:
+            from axonn_jax.models.packed import token_ids  # imports jax, which a stream's readers do not need
+
+            ids = token_ids(ids)
         if len(ids) and (largest := int(ids.max())) >= self.vocab:
             raise _bad(
                 self.path, f"shard {shard.name} has token {largest}, beyond the vocabulary of {self.vocab}; {AGAIN}"
@@ -225,63 +270,13 @@ class Manifest:
         return [shard for name in splits for shard in self.splits[name].shards]
 
 
-class ShardWriter:
-    """Writer of a split's token stream to files of at most ``limit`` tokens; counts the tokens by id."""
-
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], vocab: int, eot_id: int, limit: int):
-        self.split = split
-        self.counts = np.zeros(vocab, np.int64)
-        self._folder, self._dtype, self._eot, self._limit = folder, dtype.newbyteorder("<"), eot_id, limit
-        self._done: list[Shard] = []
-        self._file: BinaryIO | None = None
-
-    def __enter__(self) -> "ShardWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def add(self, ids: NDArray[np.uint32]) -> None:
-        """Append tokens, in further files when one is full."""
-        self.counts += np.bincount(ids, minlength=len(self.counts))
-        while len(ids):
-            if self._file is None:
-                if len(self._done) == MAX_SHARDS:
-                    raise UserError("--shard-tokens", self._limit, f"more tokens: at most {MAX_SHARDS} shards a split")
-                self._name = _shard_name(self.split, len(self._done))
-                self._file = (self._folder / self._name).open("wb")
-                self._digest, self._tokens, self._documents = hashlib.sha256(), 0, 0
-            part, ids = np.split(ids, [self._limit - self._tokens])
-            raw = part.astype(self._dtype).tobytes()
-            self._file.write(raw)
-            self._digest.update(raw)
-            self._tokens += len(part)
-            self._documents += int((part == self._eot).sum())
-            if self._tokens == self._limit:
-                self._finish(self._file)
-
-    def close(self) -> tuple[Shard, ...]:
-        """End the last file and return all files."""
-        if self._file is not None:
-            self._finish(self._file)
-        return tuple(self._done)
-
-    def _finish(self, file: BinaryIO) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-        self._file = None
-        self._done.append(Shard(self._name, self._tokens, self._documents, self._digest.hexdigest()))
-
-
 def _bad(path: Path, accepted: str) -> UserError:
     return UserError("data.path", str(path), accepted)
 
 
 def _check_split(name: str, split: Split) -> None:
     for number, shard in enumerate(split.shards):
-        if shard.name != (expected := _shard_name(name, number)):
+        if shard.name != (expected := shard_name(name, number)):
             raise ValueError(f"a shard's name = {shard.name[:40]!r}, not {expected!r}")
         if shard.tokens < 1 or not _SHA256.fullmatch(shard.sha256):
             raise ValueError(f"shard {expected} without tokens or without a SHA-256")
@@ -289,7 +284,8 @@ def _check_split(name: str, split: Split) -> None:
         raise ValueError(f"tokens of split {name!r}, not those of its shards")
 
 
-def _shard_name(split: str, number: int) -> str:
+def shard_name(split: str, number: int) -> str:
+    """Return the name of a split's file."""
     return f"{split}-{number:05d}.bin"
 
 

@@ -1,5 +1,6 @@
 """Preparation of text or code for training: tokenizer, shards of tokens, manifest."""
 
+import hashlib
 import json
 import os
 import platform
@@ -8,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import tokenizers
@@ -17,7 +18,17 @@ from numpy.typing import NDArray
 from axonn_jax.data import tokenize
 from axonn_jax.data.encode import encode
 from axonn_jax.data.holdout import Holdout
-from axonn_jax.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, ShardWriter, Split, checksum
+from axonn_jax.data.manifest import (
+    MANIFEST,
+    MAX_SHARDS,
+    SPLITS,
+    TOKENIZER,
+    Manifest,
+    Shard,
+    Split,
+    checksum,
+    shard_name,
+)
 from axonn_jax.data.output import OutputKind, appearing
 from axonn_jax.data.read import UNREADABLE
 from axonn_jax.data.source import Source, scan
@@ -27,7 +38,7 @@ from axonn_jax.version import __version__
 
 SHARD_TOKENS = 16 << 20
 _FILES = re.compile(rf"manifest\.json|{OF_TOKENIZER.pattern}|(train|valid)-\d{{5,}}\.bin")
-_PREPARED = OutputKind("prepare", "prepared", "SOURCE", "OUT_DIR", _FILES, MANIFEST)
+PREPARED = OutputKind("prepare", "prepared", "SOURCE", "OUT_DIR", _FILES, MANIFEST)
 
 T = TypeVar("T")
 Report = Callable[[str, int, int], None]
@@ -76,14 +87,9 @@ def prepare(
         raise UserError(
             "--bos", bos, "not given, or with a --tokenizer whose post-processor adds a token before a text"
         )
-    if not 0 < holdout < 1:
-        raise UserError("--holdout", holdout, "a share of the documents above 0 and below 1")
-    if seed < 0:
-        raise UserError("--seed", seed, "a whole number from 0")
-    if shard_tokens < 1:
-        raise UserError("--shard-tokens", shard_tokens, "a whole number from 1")
+    check_numbers(holdout, seed, shard_tokens)
     out = out.resolve()
-    with appearing(source.resolve(), out, _PREPARED, force=force) as partial:
+    with appearing(source.resolve(), out, PREPARED, force=force) as partial:
         held = Holdout(holdout, seed)
         texts = scan(source, out, include=include, exclude=exclude, text_field=field, see=held.see, report=report)
         if given is None:
@@ -93,7 +99,7 @@ def prepare(
             given = trained, tokenize.naming_end(own, trained, tokenize.EOT_ID), tokenize.EOT_ID
         encoder, files, end = given
         for name, raw in files.items():
-            _write(partial / name, raw)
+            put(partial / name, raw)
         if vocab is None:
             vocab = max(encoder.get_vocab(with_added_tokens=True).values()) + 1
         dtype = np.dtype("uint16" if vocab <= 65535 else "uint32")
@@ -121,19 +127,87 @@ def prepare(
                 "holdout": holdout,
                 "seed": seed,
             },
-            tools={
-                "axonn_jax": __version__,
-                "tokenizers": tokenizers.__version__,
-                "numpy": np.__version__,
-                "python": platform.python_version(),
-            },
+            tools=tools(),
             tokenizer_sha256=checksum(partial / TOKENIZER),
         )
-        _write(partial / MANIFEST, (json.dumps(manifest.as_json(), indent=1) + "\n").encode())
+        put(partial / MANIFEST, (json.dumps(manifest.as_json(), indent=1) + "\n").encode())
     return manifest, texts
 
 
-def _write(path: Path, raw: bytes) -> None:
+def check_numbers(holdout: float, seed: int, shard_tokens: int) -> None:
+    """Raise ``UserError`` for a number out of range."""
+    if not 0 < holdout < 1:
+        raise UserError("--holdout", holdout, "a share of the documents above 0 and below 1")
+    if seed < 0:
+        raise UserError("--seed", seed, "a whole number from 0")
+    if shard_tokens < 1:
+        raise UserError("--shard-tokens", shard_tokens, "a whole number from 1")
+
+
+def tools() -> dict[str, str]:
+    """Versions of the libraries that write a directory."""
+    return {
+        "axonn_jax": __version__,
+        "tokenizers": tokenizers.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+class ShardWriter:
+    """Writer of a split's tokens to files of at most ``limit``; counts the targets by id."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], vocab: int, eot_id: int, limit: int):
+        self.split = split
+        self.counts = np.zeros(vocab, np.int64)
+        self._folder, self._dtype, self._eot, self._limit = folder, dtype.newbyteorder("<"), eot_id, limit
+        self._done: list[Shard] = []
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(
+        self, ids: NDArray[np.uint32], targets: NDArray[np.uint32] | None = None, documents: int | None = None
+    ) -> None:
+        """Append tokens, in further files when one is full; or the words of a row, given `targets` and `documents`."""
+        self.counts += np.bincount(ids if targets is None else targets, minlength=len(self.counts))
+        while len(ids):
+            if self._file is None:
+                if len(self._done) == MAX_SHARDS:
+                    raise UserError("--shard-tokens", self._limit, f"more tokens: at most {MAX_SHARDS} shards a split")
+                self._name = shard_name(self.split, len(self._done))
+                self._file = (self._folder / self._name).open("wb")
+                self._digest, self._tokens, self._documents = hashlib.sha256(), 0, 0
+            part, ids = np.split(ids, [self._limit - self._tokens])
+            raw = part.astype(self._dtype).tobytes()
+            self._file.write(raw)
+            self._digest.update(raw)
+            self._tokens += len(part)
+            self._documents += int((part == self._eot).sum()) if documents is None else documents
+            if self._tokens == self._limit:
+                self._finish(self._file)
+
+    def close(self) -> tuple[Shard, ...]:
+        """End the last file and return all files."""
+        if self._file is not None:
+            self._finish(self._file)
+        return tuple(self._done)
+
+    def _finish(self, file: BinaryIO) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        self._file = None
+        self._done.append(Shard(self._name, self._tokens, self._documents, self._digest.hexdigest()))
+
+
+def put(path: Path, raw: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
     with path.open("wb") as file:
         file.write(raw)
         file.flush()

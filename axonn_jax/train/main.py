@@ -59,7 +59,9 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
         verify_data(config.data.path, sync)
     layouts, lines = choose_layouts(config, shape, comm, sync)
     lines += [str(comm)] if config.tensor.residual_comm != "all_reduce" else []
-    form, kernel = attention_form(config, shape, grid), config.model.attention
+    data = Manifest.load(config.data.path)
+    form, kernel = attention_form(config, shape, grid, packed=data.packed), config.model.attention
+    lines += data.lines()
     lines += [str(form)] if kernel != "auto" or fused_attention_expected(jax.default_backend()) else []
 
     why = why_not_exported(shape, biases_move=config.moe.balance_rate > 0) if shape.experts else ""
@@ -70,7 +72,7 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     if world.rank == 0:  # before arrays are made: a process that ends there leaves a log of its settings
         for line in (describe(world, grid), *lines):
             say(line)
-    make = model_of(config, comm=comm)
+    make = model_of(config, comm=comm, packed=data.packed)
 
     def model() -> Transformer:
         return with_layouts(make(), layouts)
@@ -102,11 +104,12 @@ def model_of(config: Config, **options: Any) -> Callable[[], Transformer]:
     return lambda: Transformer(config.model.shape(), rngs=nnx.Rngs(config.train.seed), **given)
 
 
-def attention_form(config: Config, shape: ModelShape, grid: Grid) -> AttentionForm:
+def attention_form(config: Config, shape: ModelShape, grid: Grid, *, packed: bool = False) -> AttentionForm:
     """Return the kernel of attention of the run's devices; raise ``UserError`` where the config's kernel cannot run."""
     device = compat.attention_device(grid.mesh.devices.flat[0], alone=grid.mesh.devices.size == 1)
     dtype = precisions(config.memory.precision).compute.name
-    return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len, shape.attention_rule(0))
+    rule = shape.attention_rule(0)
+    return choose_form(config.model.attention, device, dtype, shape.head_dim, shape.seq_len, rule, packed=packed)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Checkpoints of a trainer and of a run: the state saved to resume, and the checkpoint to resume from."""
 
-import hashlib
 import itertools
 import tempfile
 from collections.abc import Callable, Mapping
@@ -270,14 +269,13 @@ class Checkpoints:
 
     def _facts(self, position: int) -> Mapping[str, Any]:
         config = self._config
-        shards = DataManifest.load(config.data.path).splits["train"].shards
         return {
             "position": position,
             "global_batch": config.train.global_batch,
             "data.seed": config.data.seed,
             "train.seed": config.train.seed,
             "model.seq_len": config.model.seq_len,
-            "data": hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest(),
+            "data": DataManifest.load(config.data.path).fingerprint("train"),
             "config": to_toml(config),
         }
 

@@ -14,7 +14,7 @@ import pytest
 
 from axonn_jax.cli import prepare as command
 from axonn_jax.cli_args import parse
-from axonn_jax.data import manifest, tokenize
+from axonn_jax.data import tokenize
 from axonn_jax.data import prepare as preparing
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.data.prepare import prepare, unigram_entropy
@@ -170,7 +170,7 @@ def test_a_termination_signal_cleans_up(corpus, tmp_path, monkeypatch, number):
 
 
 def test_more_shards_than_a_manifest_takes_are_refused(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "MAX_SHARDS", 3)
+    monkeypatch.setattr(preparing, "MAX_SHARDS", 3)
     with pytest.raises(UserError, match=r"^--shard-tokens = 100: more tokens: at most 3 shards"):
         run_prepare(corpus, tmp_path / "out", shard_tokens=100)
     assert listing(tmp_path) == ["corpus"]
