@@ -38,6 +38,24 @@ def test_the_example_trains(tmp_path):
     assert losses[1] < losses[0]
 
 
+@pytest.mark.slow
+def test_repeated_passages_are_memorised_without_the_goldfish_loss_only(tmp_path):
+    picture = tmp_path / "goldfish.png"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "goldfish.py"), "300", str(picture)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=900,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        cwd=tmp_path,
+    )
+    last = {int(k): float(share) for k, share in re.findall(r"k (\d+) .* memorised ([\d.]+)", done.stdout)}
+    assert last[0] >= 0.75
+    assert last[2] == last[4] == 0.0
+    assert picture.stat().st_size > 10_000
+
+
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "left open"])
 def test_the_page_pipelines_plain_flax_layers(closed):
     """A script that forgets `close` ends in order too: a thread left in jax would abort the process."""
