@@ -30,6 +30,11 @@ PruneScope = Literal["layer", "global"]
 CachedKeys = Literal["full", "loki", "exact-topk", "random", "h2o", "window"]
 """Cached keys that a generated token attends to."""
 
+InstructionLoss = Literal["response", "all"]
+"""Targets of instruction data that count."""
+TooLong = Literal["drop", "cut"]
+"""Fate of a document longer than a row."""
+
 AttentionKernel = Literal["auto", "cudnn", "splash", "blocked", "xla"]
 
 Precision = Literal["fp32", "bf16", "fp16", "auto"]

@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from axonn_jax.cli_args import Arg
+from axonn_jax.errors import NOT_GIVEN, UserError, first_of
+from axonn_jax.options import InstructionLoss, TooLong
 from axonn_jax.terminal import Ticker, printable, say
 
 if TYPE_CHECKING:
     from axonn_jax.data.manifest import Manifest
     from axonn_jax.data.source import Source
+
+
+_LEFT = {"too_long": "longer than a row", "cut": "cut", "without_targets": "without a target that counts"}
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Prepare:
     for evaluation. A document is a file, or a record of JSON Lines (.jsonl, .ndjson) or Parquet; files may be
     compressed (.gz, .zst). `[data] path` of a training configuration names OUT_DIR, which appears complete or not at
     all.
+
+    With --instructions, SOURCE is a file of conversations in JSON Lines, which become packed rows to fine-tune on.
     """
 
     source: Annotated[Path, Arg(positional="SOURCE")]
@@ -56,6 +63,25 @@ class Prepare:
     """Skip files and folders of this pattern; repeatable. Always skipped: .git, __pycache__, site-packages,
     node_modules, virtual environments and tool caches below SOURCE."""
 
+    instructions: bool = False
+    """Read conversations, an object a line: {"messages": [{"role", "content"}]}, {"prompt", "completion"} or
+    {"instruction", "input", "output"}. Needs --tokenizer and --seq-len."""
+
+    template: Annotated[str | None, Arg(default="alpaca")] = None
+    """Text of a conversation: alpaca (as HPC-Coder-V2), chat (the tokenizer's own template) or a FILE.jinja like it."""
+
+    seq_len: Annotated[int | None, Arg(default="none", least=2, most=1 << 24)] = None
+    """Tokens of a row into which conversations are packed; the model's model.seq_len."""
+
+    loss: Annotated[InstructionLoss | None, Arg(default="response")] = None
+    """Targets that count: those of responses, or all."""
+
+    too_long: Annotated[TooLong | None, Arg(default="drop")] = None
+    """Fate of conversations longer than a row."""
+
+    mix: Annotated[tuple[str, ...], Arg(repeat=True)] = ()
+    """One more file, as FILE:WEIGHT; repeatable. Its conversations count WEIGHT times, a share of them below 1."""
+
     holdout: float = 0.05
     """The share of the documents to hold out for evaluation, chosen by a hash of text and seed; at least one document.
     Of a document with a large share of all text the last part is held out."""
@@ -79,6 +105,9 @@ def run(args: Prepare) -> int:
     Raises:
         UserError: an argument is of no use, or the text is not enough.
     """
+    _check_kind(args)
+    if args.instructions:
+        return _instructions(args)
     from axonn_jax.data.prepare import prepare
 
     began = time.perf_counter()
@@ -101,11 +130,58 @@ def run(args: Prepare) -> int:
     seconds = time.perf_counter() - began
     for line in _notes(args, manifest, source):
         say(line)
-    if args.json:
-        print(json.dumps(_summary(manifest, seconds)))
-    else:
-        print(_lines(manifest, seconds))
+    _print(args, manifest, seconds)
     return 0
+
+
+def _check_kind(args: Prepare) -> None:
+    """Raise ``UserError`` for a flag of the other kind of data, or one that is missing."""
+    of_rows = {"template": None, "seq_len": None, "loss": None, "too_long": None, "mix": ()}
+    of_text = {"vocab": None, "field": "text", "include": (), "exclude": ()}
+    for name, default in (of_text if args.instructions else of_rows).items():
+        if (value := getattr(args, name)) != default:
+            accepted = f"not given with{'' if args.instructions else 'out'} --instructions"
+            raise UserError(f"--{name.replace('_', '-')}", value, accepted)
+    if args.instructions and args.tokenizer is None:
+        accepted = "a tokenizer.json, or the directory of a model to fine-tune: --instructions trains none"
+        raise UserError("--tokenizer", NOT_GIVEN, accepted)
+    if args.instructions and args.seq_len is None:
+        raise UserError("--seq-len", NOT_GIVEN, "the length of rows, such as 2048: the model's model.seq_len")
+
+
+def _instructions(args: Prepare) -> int:
+    """Prepare packed rows."""
+    from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
+
+    assert args.tokenizer is not None
+    assert args.seq_len is not None
+    began = time.perf_counter()
+    options = InstructionOptions(
+        args.seq_len, args.template or "alpaca", args.loss or "response", args.too_long or "drop", args.mix, args.bos
+    )
+    with terminated(), Ticker("reading") as ticker:
+        manifest, unused = prepare_instructions(
+            args.source,
+            args.out,
+            options,
+            tokenizer=args.tokenizer,
+            holdout=args.holdout,
+            seed=args.seed,
+            force=args.force,
+            shard_tokens=args.shard_tokens,
+            report=lambda phase, done, total: ticker.now(phase, total >> 20, "MiB", done >> 20),
+        )
+    if unused:
+        say(printable(f"keys not read: {first_of([f'{key} ({rows:,} rows)' for key, rows in sorted(unused.items())])}"))
+    for kind, number in manifest.skipped.items():
+        if number:
+            say(f"{_LEFT[kind]}: {number:,} conversations")
+    _print(args, manifest, time.perf_counter() - began)
+    return 0
+
+
+def _print(args: Prepare, manifest: "Manifest", seconds: float) -> None:
+    print(json.dumps(_summary(manifest, seconds)) if args.json else _lines(manifest, seconds))
 
 
 def _notes(args: Prepare, manifest: "Manifest", source: "Source") -> Iterator[str]:
@@ -132,6 +208,7 @@ def _summary(manifest: "Manifest", seconds: float) -> dict[str, Any]:
     summary = manifest.as_json()
     for name, split in manifest.splits.items():
         summary["splits"][name] |= {"documents": split.documents, "shards": len(split.shards)}
+        summary["splits"][name] |= {"fill": split.fill} if manifest.packed else {}
     return {"path": str(manifest.path), "seconds": round(seconds, 3), **summary}
 
 
@@ -141,6 +218,12 @@ def _lines(manifest: "Manifest", seconds: float) -> str:
         f"({split.bytes / split.tokens:.2f} a token), shards: {len(split.shards)}"
         for name, split in manifest.splits.items()
     ]
+    if manifest.packed:
+        rows = [
+            f"{name}: {split.tokens // manifest.row:,} rows of {manifest.row - 1:,} tokens from {split.documents:,} "
+            f"conversations, {split.fill:.1%} filled, {split.counted:,} targets, shards: {len(split.shards)}"
+            for name, split in manifest.splits.items()
+        ]
     rows.append(f"unigram entropy of the held-out split: {manifest.unigram_entropy:.4f} nats a token")
     rows.append(printable(f"{manifest.path} written in {seconds:.1f} s"))
     return "\n".join(rows)

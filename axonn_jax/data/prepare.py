@@ -45,7 +45,7 @@ Report = Callable[[str, int, int], None]
 """Called with a phase's name, the bytes done and the bytes in all."""
 
 
-def _silent(phase: str, done: int, total: int) -> None:
+def silent(phase: str, done: int, total: int) -> None:
     """Report nothing."""
 
 
@@ -63,7 +63,7 @@ def prepare(
     seed: int = 0,
     force: bool = False,
     shard_tokens: int = SHARD_TOKENS,
-    report: Report = _silent,
+    report: Report = silent,
 ) -> tuple[Manifest, Source]:
     """Write the prepared directory ``out`` from the documents of ``source``, at once whole or not at all.
 

@@ -59,7 +59,7 @@ def text_parts(path: Path) -> Iterator[str]:
 
     Raises one of ``UNREADABLE``: ``UnicodeDecodeError`` where the file is not UTF-8.
     """
-    with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
+    with open_binary(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
         for part in parts_of(file):
             if "\0" in part:
                 raise BinaryFile(path)
@@ -109,7 +109,7 @@ def _text(row: Any, field: str) -> tuple[str, str]:
 
 def _lines(path: Path) -> Iterator[Any]:
     """Yield the values of JSON Lines, None for a line of other text; blank lines are skipped."""
-    with _open(path) as file:
+    with open_binary(path) as file:
         for line in file:
             if line.strip():
                 try:
@@ -128,7 +128,8 @@ def _rows(path: Path, column: str) -> Iterator[Any]:
             yield from batch.to_pylist()
 
 
-def _open(path: Path) -> io.BufferedReader | gzip.GzipFile:
+def open_binary(path: Path) -> io.BufferedReader | gzip.GzipFile:
+    """Open a file to read its bytes, decompressed; raise ``UserError`` where that needs a missing package."""
     if path.suffix == ".gz":
         return gzip.GzipFile(path)
     if path.suffix == ".zst":

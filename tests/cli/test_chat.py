@@ -1,6 +1,7 @@
 """`generate --chat`: the ids are those of transformers' own chat template."""
 
 import json
+import sys
 
 import pytest
 import transformers
@@ -75,9 +76,12 @@ def test_a_conversation_of_no_use_names_its_line(chat_dir, tmp_path, line, says)
     assert says in str(caught.value)
 
 
-def test_without_a_template_or_transformers_it_is_one_line(run_dir, monkeypatch, capsys):
+def test_without_a_template_it_is_one_line(run_dir, capsys):
     assert main(["generate", str(run_dir), "--prompt", "x", "--chat"]) == 2
     assert "--chat = True: a model whose tokenizer has a chat template" in capsys.readouterr().err
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    assert main(["generate", str(run_dir), "--prompt", "x", "--chat"]) == 2
-    assert "pip install 'axonn_jax[hf]'" in capsys.readouterr().err
+
+
+def test_without_jinja_it_is_one_line(chat_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UserError, match=r"^--chat = True: an installation with jinja2: pip install 'axonn_jax\[hf\]'$"):
+        ids(chat_dir, prompt="x")

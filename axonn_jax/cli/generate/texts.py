@@ -33,10 +33,10 @@ def prompts_of(args: "Generate", tokenizer: Any, seq_len: int) -> list[Prompt]:
 
     For a file the error names the line.
     """
-    from axonn_jax.cli.generate.chat import ChatTemplate
+    from axonn_jax.data.instructions.chat import ChatTemplate
     from axonn_jax.data.prompts import file_line, ids_within
 
-    template = ChatTemplate(args.run_dir) if args.chat else None
+    template = ChatTemplate.of(args.run_dir, "--chat", True) if args.chat else None
     prompts, lines = [], {0: {"prompt": args.prompt or ""}} if args.prompts is None else _read(args.prompts, args.chat)
     for number, line in lines.items():
         text = "" if template else line["prompt"]  # an answer is shown without the template's text

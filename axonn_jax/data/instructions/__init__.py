@@ -1,0 +1,1 @@
+"""Instruction data: conversations, their templates, tokens and packed rows."""

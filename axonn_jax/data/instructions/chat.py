@@ -1,0 +1,141 @@
+"""Chat template: a program in jinja of a model's makers, run in a sandbox, that makes a text of messages."""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from axonn_jax.documents import read_bytes, read_json
+from axonn_jax.errors import UserError
+from axonn_jax.models.huggingface.pretrained import SETTINGS, root_of
+
+FILE = "chat_template.jinja"
+_MOST = 16 << 20
+_SPECIAL = "special_tokens_map.json"
+_ACCEPTED = "a model whose tokenizer has a chat template"
+
+
+class ChatTemplate:
+    """The template of a source text, with the texts of special tokens by name, such as `bos_token`.
+
+    Raises ``UserError``, which calls it `field` = `value`, for a text that is no template, or without jinja2.
+    """
+
+    def __init__(self, source: str, tokens: Mapping[str, str], field: str, value: object):
+        self.source, self._tokens = source, dict(tokens)
+        try:
+            from jinja2 import TemplateError
+        except ImportError:
+            raise UserError(field, value, "an installation with jinja2: pip install 'axonn_jax[hf]'") from None
+        try:
+            self._template = _environment().from_string(source)
+        except (TemplateError, RecursionError) as error:
+            raise UserError(field, value, f"a template in jinja; {_line(error)}") from None
+
+    @classmethod
+    def of(cls, directory: Path, field: str, value: object) -> "ChatTemplate":
+        """Read the template of a directory's tokenizer; raise ``UserError`` where there is none."""
+        source: Any = None
+        try:
+            if (directory / FILE).exists():
+                source = read_bytes(directory / FILE, _MOST, inside=root_of(directory)).decode()
+            elif (directory / SETTINGS).exists():
+                source = _object(directory / SETTINGS).get("chat_template")
+        except (OSError, ValueError) as error:
+            raise UserError(field, value, f"{_ACCEPTED}; {_line(error)}") from None
+        if isinstance(source, list):  # several by name
+            named = [entry.get("template") for entry in source if isinstance(entry, dict)]
+            names = [entry.get("name") for entry in source if isinstance(entry, dict)]
+            source = named[names.index("default")] if "default" in names else None
+        if not isinstance(source, str) or not source:
+            raise UserError(field, value, f"{_ACCEPTED}; {str(directory)!r} has none")
+        return cls(source, special_tokens(directory, field, value), field, value)
+
+    def text(self, messages: Any, *, answers: bool = True) -> str:
+        """Return the text of a conversation, by itself up to where the model answers.
+
+        Args:
+            messages: A list of objects with `role` and `content`, as for the template.
+            answers: True if the text ends where an answer begins.
+
+        Raises:
+            UserError: the messages are no such list, or the template refuses.
+        """
+        good = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
+        if not good:
+            raise UserError(
+                "messages", str(messages)[:80], 'a list of objects such as {"role": "user", "content": "hi"}'
+            )
+        given = {**self._tokens, "messages": messages, "tools": None, "documents": None}
+        try:
+            return self._template.render(**given, add_generation_prompt=answers)
+        except Exception as error:  # any exception of the template, a program of the model's makers
+            raise UserError("messages", str(messages)[:80], f"what the chat template takes; {_line(error)}") from None
+
+
+def special_tokens(directory: Path, field: str, value: object) -> dict[str, str]:
+    """Return the texts of a tokenizer's special tokens by name; raise ``UserError`` for an unreadable file."""
+    found = dict[str, str]()
+    for path in (directory / SETTINGS, directory / _SPECIAL):
+        try:
+            entries = _object(path) if path.exists() else {}
+        except (OSError, ValueError) as error:
+            raise UserError(field, value, f"{_ACCEPTED}; {_line(error)}") from None
+        for name, entry in entries.items():
+            text = entry.get("content") if isinstance(entry, dict) else entry
+            if name.endswith("_token") and isinstance(text, str):
+                found.setdefault(name, text)
+    return found
+
+
+def _object(path: Path) -> dict[str, Any]:
+    content = read_json(path, _MOST, inside=root_of(path.parent))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} is no object in JSON")
+    return content
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _environment() -> Any:
+    """Return jinja's sandbox with the names that transformers gives a chat template."""
+    from jinja2 import TemplateError
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        """The tags around answers, which mark nothing here: the text around each answer does."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    class Names(Namespace):
+        """Namespace without a way to the interpreter's own attributes."""
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise SecurityError(f"a namespace has no {name!r}")
+            super().__setitem__(name, value)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made.filters["tojson"] = tojson
+    made.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "namespace": Names,
+    }
+    return made

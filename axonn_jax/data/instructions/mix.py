@@ -1,0 +1,70 @@
+"""Mix of files of conversations, each with a weight."""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from axonn_jax.data.holdout import Holdout
+from axonn_jax.data.instructions.schemas import Messages, conversations
+from axonn_jax.data.prompts import file_line
+from axonn_jax.data.read import Document
+from axonn_jax.errors import UserError
+
+_MOST_WEIGHT = 100
+
+
+class MixedRow(NamedTuple):
+    """Conversation of one line of a file."""
+
+    field: str
+    """Argument that named the file."""
+    line: str
+    weight: float
+    messages: Messages
+    document: Document
+
+
+class Mix:
+    """Files of conversations, each with a weight."""
+
+    def __init__(self, source: Path, mix: Sequence[str], seed: int):
+        self.files = [(source, "SOURCE", 1.0), *map(_weighted, mix)]
+        self.unused = Counter[str]()
+        self._seed = f"{seed} mix\0".encode()
+
+    def rows(self, turn: int = 0) -> Iterator[MixedRow]:
+        """Yield the rows of the files whose weight is above `turn`."""
+        for path, field, weight in self.files:
+            if weight > turn:
+                for number, messages in conversations(path, field, self.unused):
+                    document = Document.of(json.dumps(messages, ensure_ascii=False, sort_keys=True))
+                    yield MixedRow(field, file_line(path, number), weight, messages, document)
+
+    def divided(self, held: Holdout) -> Iterator[tuple[str, MixedRow]]:
+        """Yield rows with their splits, each as often as its weight says, and at most once where it is held out.
+
+        The part of a weight behind the point is a share of the rows, chosen by a hash.
+        """
+        for turn in range(math.ceil(max(weight for _, _, weight in self.files))):
+            for row in self.rows(turn):
+                split = held.split_of(row.document)
+                place = int.from_bytes(hashlib.sha256(self._seed + row.document.digest).digest()[:8], "big") / 2**64
+                if turn < int(row.weight) + (place < row.weight % 1) and (turn == 0 or split == "train"):
+                    yield split, row
+
+
+def _weighted(text: str) -> tuple[Path, str, float]:
+    """Return the path, field and weight of FILE:WEIGHT."""
+    path, _, number = text.rpartition(":")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not path or not 0 < weight <= _MOST_WEIGHT:
+        accepted = f"FILE:WEIGHT with a weight above 0 and at most {_MOST_WEIGHT}, such as more.jsonl:0.5"
+        raise UserError("--mix", text, accepted)
+    return Path(path), "--mix", weight

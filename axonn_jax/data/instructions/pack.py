@@ -1,0 +1,68 @@
+"""Packing of documents into rows of one length: first-fit decreasing within windows."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+WINDOW = 1024
+"""Documents that are packed at a time."""
+
+
+class Marked(NamedTuple):
+    """Tokens of a document, and the targets among them."""
+
+    ids: NDArray[np.uint32]
+    counts: NDArray[np.bool_]
+    """True for each token that counts as a target."""
+    size: int
+    """Bytes of the document's text."""
+
+    @property
+    def targets(self) -> int:
+        """Number of targets; the first token is none."""
+        return int(self.counts[1:].sum())
+
+    def cut(self, length: int) -> "Marked":
+        """Return the first `length` tokens; the size stays."""
+        return Marked(self.ids[:length], self.counts[:length], self.size)
+
+
+class Packer:
+    """Packer of documents, of at most `width` tokens each, into rows of `width`."""
+
+    def __init__(self, width: int):
+        self._width = width
+        self._waiting: list[Marked] = []
+
+    def add(self, document: Marked) -> list[list[Marked]]:
+        """Take a document; return the rows of a window when it is full."""
+        self._waiting.append(document)
+        if len(self._waiting) < WINDOW:
+            return []
+        rows = first_fit([len(document.ids) for document in self._waiting], self._width)
+        # The row opened last has the most room: its documents wait for those of the next window.
+        kept = rows.pop() if len(rows) > 1 else []
+        full = [[self._waiting[at] for at in row] for row in rows]
+        self._waiting = [self._waiting[at] for at in kept]
+        return full
+
+    def rest(self) -> list[list[Marked]]:
+        """Return the rows of the documents that still wait."""
+        rows = first_fit([len(document.ids) for document in self._waiting], self._width)
+        waiting, self._waiting = self._waiting, []
+        return [[waiting[at] for at in row] for row in rows]
+
+
+def first_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
+    """Return the numbers of the documents in each row: the longest first, each in the first row that has room."""
+    rooms: NDArray[Any] = np.full(len(lengths), width)
+    rows: list[list[int]] = []
+    for at in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        row = int(np.argmax(rooms[: len(rows) + 1] >= lengths[at]))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(at)
+        rooms[row] -= lengths[at]
+    return rows

@@ -1,0 +1,230 @@
+"""Preparation of instruction data: conversations of files to packed rows, tokenizer and manifest."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from axonn_jax.data import tokenize
+from axonn_jax.data.holdout import Holdout
+from axonn_jax.data.instructions.marks import marked
+from axonn_jax.data.instructions.mix import Mix, MixedRow
+from axonn_jax.data.instructions.pack import Marked, Packer
+from axonn_jax.data.instructions.templates import Template, template_of
+from axonn_jax.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Split, checksum
+from axonn_jax.data.output import appearing
+from axonn_jax.data.prepare import (
+    PREPARED,
+    SHARD_TOKENS,
+    Report,
+    ShardWriter,
+    check_numbers,
+    put,
+    silent,
+    tools,
+    unigram_entropy,
+)
+from axonn_jax.errors import UserError
+from axonn_jax.options import InstructionLoss, TooLong
+
+_AT_ONCE = 512  # documents that the tokenizer encodes on all cores
+
+
+@dataclass(frozen=True)
+class InstructionOptions:
+    """Form of instruction data."""
+
+    seq_len: int
+    """Tokens of a row that are inputs: the model's model.seq_len."""
+    template: str = "alpaca"
+    """Name, or file, of the template (`templates.template_of`)."""
+    loss: InstructionLoss = "response"
+    """Targets that count: the answers' tokens, or all."""
+    too_long: TooLong = "drop"
+    """Fate of a document longer than a row."""
+    mix: Sequence[str] = ()
+    """More files with weights, each as FILE:WEIGHT."""
+    bos: bool = False
+    """True if documents begin with the tokenizer's begin token."""
+
+
+def prepare_instructions(
+    source: Path,
+    out: Path,
+    options: InstructionOptions,
+    *,
+    tokenizer: Path,
+    holdout: float = 0.05,
+    seed: int = 0,
+    force: bool = False,
+    shard_tokens: int = SHARD_TOKENS,
+    report: Report = silent,
+) -> tuple[Manifest, Counter[str]]:
+    """Write the prepared directory ``out`` of packed rows from conversations, at once whole or not at all.
+
+    Returns the manifest, and the number of rows by each key that was not read.
+
+    Raises:
+        UserError: an argument is out of range, a row is of no use, no document fits, ``out`` holds something else or
+            cannot be written, or another prepare writes there.
+    """
+    encoder, files, end = tokenize.load_given(tokenizer, "--tokenizer")
+    template = template_of(options.template, tokenizer)
+    begin = tokenize.begin_of(encoder) if options.bos else []
+    if options.bos and not begin:
+        raise UserError("--bos", True, "a --tokenizer whose post-processor adds a token before a text")
+    check_numbers(holdout, seed, shard_tokens)
+    mix = Mix(source, options.mix, seed)
+    encoder.encode_special_tokens = not template.special
+    vocab, width, out = max(encoder.get_vocab(with_added_tokens=True).values()) + 1, options.seq_len + 1, out.resolve()
+    with appearing(source.resolve(), out, PREPARED, force=force) as partial:
+        held, size = Holdout(holdout, seed), 0
+        for row in mix.rows():
+            held.see(row.document)
+            size += row.document.characters
+            report("reading", size, 0)
+        if held.alike:
+            raise UserError("SOURCE", str(source), "at least two rows that differ, one to hold out")
+        unused, mix.unused = mix.unused, Counter()  # the second reading counts nothing anew
+        with ExitStack() as stack:
+            rows = {
+                name: _Rows(
+                    stack.enter_context(
+                        ShardWriter(
+                            partial, name, np.dtype("uint32"), vocab, end, max(shard_tokens // width, 1) * width
+                        )
+                    ),
+                    options,
+                )
+                for name in SPLITS
+            }
+            done = 0
+            for split, document, characters in _encoded(encoder, begin, end, mix.divided(held), template, options):
+                rows[split].add(document)
+                done += characters
+                report("encoding", done, size)
+            splits = {name: of_split.close() for name, of_split in rows.items()}
+        left = rows["train"].left + rows["valid"].left
+        _check_filled(splits, rows, options, holdout)
+        for name, raw in files.items():
+            put(partial / name, raw)
+        manifest = Manifest(
+            path=out,
+            version=2,
+            kind="rows",
+            row=width,
+            vocab=vocab,
+            dtype="uint32",
+            eot_id=end,
+            splits=splits,
+            unigram_entropy=unigram_entropy(rows["valid"].writer.counts),
+            skipped=dict(sorted(left.items())),
+            options={
+                "template": options.template,
+                "template_sha256": hashlib.sha256(template.source.encode()).hexdigest(),
+                "loss": options.loss,
+                "too_long": options.too_long,
+                "mix": [*options.mix],
+                "bos": options.bos,
+                "holdout": holdout,
+                "seed": seed,
+            },
+            tools=tools(),
+            tokenizer_sha256=checksum(partial / TOKENIZER),
+        )
+        put(partial / MANIFEST, (json.dumps(manifest.as_json(), indent=1) + "\n").encode())
+    return manifest, unused
+
+
+class _Rows:
+    """Rows of one split on their way to its files."""
+
+    def __init__(self, writer: ShardWriter, options: InstructionOptions):
+        self.writer, self._options, self._width = writer, options, options.seq_len + 1
+        self.left = Counter[str]()
+        """Documents left out or cut, by kind."""
+        self.shortest: int | None = None
+        """Tokens of the shortest document."""
+        self._packer = Packer(self._width)
+        self._size = self._padding = self._counted = 0
+
+    def add(self, document: Marked) -> None:
+        """Take a document, or count it as one of no use."""
+        length = len(document.ids)
+        self.shortest = length if self.shortest is None else min(self.shortest, length)
+        if length > self._width:
+            if self._options.too_long == "drop":
+                self.left["too_long"] += 1
+                return
+            document = document.cut(self._width)
+        if not document.targets:
+            self.left["without_targets"] += 1
+            return
+        self.left["cut"] += length > self._width
+        for row in self._packer.add(document):
+            self._write(row)
+
+    def close(self) -> Split:
+        """Write the last rows; return the split."""
+        for row in self._packer.rest():
+            self._write(row)
+        shards = self.writer.close()
+        tokens = sum(shard.tokens for shard in shards)
+        return Split(self._size, tokens, shards, self._counted, self._padding)
+
+    def _write(self, row: list[Marked]) -> None:
+        from axonn_jax.models.packed import counted, pack, token_ids  # imports jax, a second
+
+        ids: Any = [document.ids for document in row]
+        counts: Any = [document.counts for document in row]
+        words = pack(ids, self._width, counts)
+        targets = token_ids(words[1:])[counted(words)]
+        self.writer.add(words.view(np.uint32), targets, len(row))
+        self._counted += len(targets)
+        self._padding += self._width - sum(len(document.ids) for document in row)
+        self._size += sum(document.size for document in row)
+
+
+def _encoded(
+    tokenizer: Any,
+    begin: Sequence[int],
+    end: int,
+    rows: Iterator[tuple[str, MixedRow]],
+    template: Template,
+    options: InstructionOptions,
+) -> Iterator[tuple[str, Marked, int]]:
+    """Yield documents with their splits and the characters of their rows."""
+    answers = options.loss == "response"
+    while batch := list(islice(rows, _AT_ONCE)):
+        passages = []
+        for _, row in batch:
+            try:
+                passages.append(template.passages(row.messages, marked=answers))
+            except UserError as error:
+                if error.field == "--template":
+                    raise UserError("--template", options.template, f"{error.accepted}; at {row.line}") from None
+                raise UserError(row.field, row.line, error.accepted) from None
+        for (split, row), document in zip(batch, marked(tokenizer, passages, begin, end), strict=True):
+            if not answers:
+                document.counts[:] = True
+            yield split, document, row.document.characters
+
+
+def _check_filled(splits: dict[str, Split], rows: dict[str, _Rows], options: InstructionOptions, share: float) -> None:
+    """Raise ``UserError`` where a split has no rows."""
+    empty = [name for name in SPLITS if not splits[name].tokens]
+    shortest = min(of_split.shortest or 0 for of_split in rows.values())
+    if len(empty) == 2 and shortest > options.seq_len + 1:
+        accepted = f"at least {shortest - 1}: the shortest document has {shortest} tokens; or --too-long cut"
+        raise UserError("--seq-len", options.seq_len, accepted)
+    if empty:
+        left = ", ".join(f"{count:,} {kind}" for kind, count in rows[empty[0]].left.items() if kind != "cut")
+        accepted = f"a split with a document in each part; of {empty[0]} all are left out ({left}); see --seq-len"
+        raise UserError("--holdout", share, accepted)
