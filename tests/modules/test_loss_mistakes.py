@@ -59,8 +59,17 @@ MADE = {
     "no grid": (lambda: ax.Trainer(net(), optax.sgd(0.1), None, loss=mean_loss), "^grid = NoneType: a grid"),
     "microbatches 0": (lambda: made(microbatches=0), "^microbatches = 0: "),
     "microbatches 2.0": (lambda: made(microbatches=2.0), "^microbatches = 2.0: "),
-    "recomputation": (lambda: made(memory=MEMORY(activations="full")), "^memory.activations = full: none with loss="),
-    "scanned layers": (lambda: made(tensor=TENSOR(scan_layers="yes")), "^tensor.scan_layers"),
+    "recomputation": (
+        lambda: made(memory=MEMORY(activations="full")),
+        "^memory.activations = full: none with loss=; nnx.remat",
+    ),
+    "weights kept": (lambda: made(memory=MEMORY(reshard_after="step")), "^memory.reshard_after = step: forward with"),
+    "sequences split": (
+        lambda: made(memory=MEMORY(sequence_parallel=True)),
+        "^memory.sequence_parallel = True: False with loss=",
+    ),
+    "scanned layers": (lambda: made(tensor=TENSOR(scan_layers="yes")), "^tensor.scan_layers = yes: auto with loss="),
+    "sub-batches": (lambda: made(tensor=TENSOR(sub_batches=2)), "^tensor.sub_batches = 2: 0 with loss="),
     "pruning": (lambda: made(prune=ax.PruneConfig(density=0.5)), "^prune.density = 0.5: 1 with loss="),
 }
 

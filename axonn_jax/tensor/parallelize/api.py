@@ -180,7 +180,7 @@ def _apply(model: Model, plans: Mapping[str, LayerPlan], mesh: Mesh) -> Model:
 
 
 def with_row_axes(model: nnx.Module, axes: tuple[str, ...]) -> None:
-    """Change the axes that split rows in every layer of a parallelized model.
+    """Change the axes that split rows in every layer of a parallelized model, and leave recomputation to the program.
 
     A program that maps over replicas by itself (``jax.vmap`` with ``spmd_axis_name="data"``) calls the model with one
     replica's rows, which lie over ``("z",)``: jax then splits the regions of all layers over `data`.
@@ -192,7 +192,7 @@ def with_row_axes(model: nnx.Module, axes: tuple[str, ...]) -> None:
     for module in modules(model).values():
         plan, convolve = getattr(module, PLAN, None), getattr(module, "conv_general_dilated", None)
         if plan is not None:
-            setattr(module, PLAN, replace(plan, row_axes=axes))
+            setattr(module, PLAN, replace(plan, row_axes=axes, regathers=False))
         if isinstance(convolve, ByRows):
             module.conv_general_dilated = replace(convolve, row_axes=axes)  # type: ignore[attr-defined]
 

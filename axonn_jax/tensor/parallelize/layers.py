@@ -62,7 +62,7 @@ def in_region(
     def run(x: jax.Array, held: dict[str, jax.Array]) -> jax.Array:
         return local(x, {**dict.fromkeys(params), **held}, split)
 
-    if split and plan.z_dim is not None and plan.size("z") > 1:
+    if split and plan.regathers and plan.z_dim is not None and plan.size("z") > 1:
         run = jax.checkpoint(run)  # nothing but the gather: the rest of the forward pass is dead code in the backward
     return shard_mapped(run, plan.mesh, (x_spec, specs), y_spec, among_others=True)(x, held)  # type: ignore[no-any-return]
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,8 +21,6 @@ PLAN = "axonn_plan"
 """Name of a layer's (static) attribute with the plan."""
 
 WHOLE = P()
-SPREAD = "spread_all_gather"
-"""Name of gathered parameters for policies of `jax.checkpoint`, as `save_anything_except_these_names(SPREAD)`."""
 
 _SMALL, _SLACK = 4096, 0.02
 Name = TypeVar("Name", bound=Hashable)
@@ -86,6 +83,9 @@ class LayerPlan:
     """Sizes of a stack's dims, in front of every parameter's own; whole on every device."""
     spread: tuple[tuple[str, P], ...] = ()
     """The layout of parameters that are split further where they are kept than where the layer computes."""
+    regathers: bool = True
+    """True if the backward pass gathers the kernel over `z` again in any case, not just where it recomputes the layer.
+    """
 
     @property
     def rows_known(self) -> bool:
@@ -156,11 +156,11 @@ def spread(shape: tuple[int, ...], mesh: Mesh, spec: P = WHOLE, first: int = 0) 
 
 
 def whole(value: jax.Array, mesh: Mesh, spec: P = WHOLE) -> jax.Array:
-    """Gather a parameter that is spread, under the name `SPREAD`; its gradient is summed so too, then spread again.
+    """Gather a parameter that is spread; its gradient is summed so too, then spread again.
 
     Left alone, XLA chooses between gathering a parameter and moving activations, and keeps what it has gathered.
     """
-    return checkpoint_name(lax.with_sharding_constraint(value, NamedSharding(mesh, spec)), SPREAD)
+    return lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
 
 
 def small_enough(sizes: Mapping[Name, int], total: int, parts: int) -> set[Name]:

@@ -78,12 +78,12 @@ class LinenLoss:
         return jax.tree.map(gather, params, self.specs, self.used)
 
     def with_row_axes(self, axes: tuple[str, ...], mapped_axis: str | None = None) -> "LinenLoss":
-        """Return the loss with rows split over these axes, slowest first, in every layer.
+        """Return the loss with rows split over these axes, slowest first, in every layer; it recomputes nothing.
 
         A program that maps over replicas by itself (``jax.vmap`` with ``spmd_axis_name="data"``) calls it with one
         replica's rows, which lie over ``("z",)``; ``mapped_axis`` is its ``axis_name``.
         """
-        plans = {key: replace(plan, row_axes=axes) for key, plan in self.plans.items()}
+        plans = {key: replace(plan, row_axes=axes, regathers=False) for key, plan in self.plans.items()}
         return replace(self, plans=plans, row_axes=axes, mapped_axis=mapped_axis)
 
     def with_dtype(self, dtype: Any) -> "LinenLoss":

@@ -1,5 +1,6 @@
 """Job of any Flax model and its loss, for an `SpmdEngine`."""
 
+from collections.abc import Mapping
 from functools import partial
 from inspect import isfunction, signature
 from typing import Any
@@ -80,6 +81,18 @@ def loss_job(
     return Job(params, optimizer, build, batches, apart.draws, owned=True, carried=carried, merge=apart.restored)
 
 
+_ACCEPTED: Mapping[str, tuple[Any, ...]] = {
+    "memory.reshard_after": ("forward",),
+    "memory.sequence_parallel": (False,),
+    "tensor.sub_batches": (0, 1),
+    "tensor.order": ("auto", "xla"),
+    "tensor.residual_comm": ("all_reduce", "auto"),
+    "tensor.scan_layers": ("auto", "no"),
+    "tensor.matmul_layouts": ("off", "auto"),
+}
+"""Values of settings of the package's own layers that any model can do with."""
+
+
 def _check_mesh(model: nnx.Module, grid: Grid) -> None:
     for module in modules(model).values():
         plan = getattr(module, PLAN, None)
@@ -120,8 +133,12 @@ def _check(
     if not isinstance(microbatches, int) or microbatches < 1:
         raise UserError("microbatches", microbatches, "an integer of at least 1")
     if memory.activations != "none":
-        raise UserError("memory.activations", memory.activations, "none with loss=; nnx.remat recomputes a module")
-    if tensor.scan_layers == "yes" or tensor.order == "package":
-        raise UserError("tensor.scan_layers, tensor.order", (tensor.scan_layers, tensor.order), "auto with loss=")
+        accepted = "none with loss=; nnx.remat, or nn.remat of Linen, around a model's blocks recomputes them"
+        raise UserError("memory.activations", memory.activations, accepted)
+    for name, values in _ACCEPTED.items():
+        table, _, key = name.partition(".")
+        value = getattr(memory if table == "memory" else tensor, key)
+        if value not in values:
+            raise UserError(name, value, f"{values[0]} with loss=")
     if prune.prunes:
         raise UserError("prune.density", prune.density, "1 with loss=")

@@ -17,7 +17,6 @@ from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
 from axonn_jax.tensor.collectives import all_reduce, axis_size
 from axonn_jax.tensor.parallelize.convolution import check_grouped
 from axonn_jax.tensor.parallelize.flow import MARK
-from axonn_jax.tensor.parallelize.layouts import SPREAD
 from axonn_jax.tensor.params import Params, Specs, global_norm
 from axonn_jax.tensor.specs import shard_mapped
 from axonn_jax.train.engines.on_mesh import OnMesh, StepResults
@@ -25,8 +24,6 @@ from axonn_jax.train.modules.apart import REPLICAS, Apart, LossResult
 from axonn_jax.train.modules.batches import is_replicated
 
 _FLOAT32 = jnp.dtype("float32")
-_GATHER_AGAIN = jax.checkpoint_policies.save_anything_except_these_names(SPREAD)
-"""Policy of a backward pass that gathers parameters without a sharded form again."""
 
 Weight = Callable[[Any], Any]
 """Function of a batch -> what its mean loss counts."""
@@ -161,7 +158,7 @@ class ReplicaProgram(OnMesh):
             loss = result.loss * share
             return loss if scale is None else loss * scale, result._replace(loss=loss)
 
-        backward = jax.value_and_grad(jax.checkpoint(part, policy=_GATHER_AGAIN), has_aux=True)
+        backward = jax.value_and_grad(part, has_aux=True)
 
         def add(carry: Any, microbatch: tuple[jax.Array, jax.Array, Any]) -> tuple[Any, Any]:
             total, sums, carried = carry
