@@ -106,6 +106,8 @@ class Run:
             for line in (*self.engine.explain(self.config.train.global_batch), *self.pruning.lines()):
                 self.say(line)
             self.say("compiling the step (the first time takes a while)")
+            if self.start == 0 and self.config.checkpoint.weights:
+                self._evaluate(0)  # what training makes better
             waiting: StepMetrics | None = None
             for step in range(self.start + 1, steps + 1):
                 if save_every > 0 and step % save_every == 0:

@@ -71,6 +71,13 @@ def test_a_run_begins_from_the_weights_and_goes_back(trained, capsys):
     assert json.loads((trained / "out" / "config.json").read_text()) == CONFIG  # which says float32
 
 
+def test_a_run_tells_the_loss_it_began_with(trained):
+    lines = [json.loads(line) for line in (trained / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    assert list(losses) == [0, 2]
+    assert losses[0] == pytest.approx(losses[2], rel=1e-6)  # the learning rate is nearly nothing
+
+
 def test_a_run_goes_on_without_what_it_began_from(trained, tmp_path, capsys):
     run = shutil.copytree(trained / "run", tmp_path / "run")
     gone = (trained / "base").rename(trained / "gone")
