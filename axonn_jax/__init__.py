@@ -10,6 +10,8 @@ from axonn_jax.version import __version__
 
 if TYPE_CHECKING:
     from axonn_jax import models
+    from axonn_jax.adapters.config import LoraConfig
+    from axonn_jax.adapters.layers import lora
     from axonn_jax.data.goldfish import goldfish
     from axonn_jax.data.loader import Loader
     from axonn_jax.distributed.bounded import in_flight
@@ -32,6 +34,7 @@ __all__ = [
     "Grid",
     "GridShape",
     "Loader",
+    "LoraConfig",
     "MemoryConfig",
     "MoeConfig",
     "PipelineConfig",
@@ -44,6 +47,7 @@ __all__ = [
     "goldfish",
     "in_flight",
     "init",
+    "lora",
     "models",
     "offload",
     "parallelize",
@@ -57,6 +61,7 @@ _HOME = {
     "Grid": "axonn_jax.grid",
     "GridShape": "axonn_jax.grid",
     "Loader": "axonn_jax.data.loader",
+    "LoraConfig": "axonn_jax.adapters.config",
     "MemoryConfig": "axonn_jax.train.config",
     "MoeConfig": "axonn_jax.experts.shape",
     "PipelineConfig": "axonn_jax.train.config",
@@ -69,6 +74,7 @@ _HOME = {
     "goldfish": "axonn_jax.data.goldfish",
     "in_flight": "axonn_jax.distributed.bounded",
     "init": "axonn_jax.distributed.initialize",
+    "lora": "axonn_jax.adapters.layers",
     "offload": "axonn_jax.memory.offload_transform",
     "parallelize": "axonn_jax.tensor.parallelize.api",
     "parallelize_linen": "axonn_jax.tensor.parallelize.linen",

@@ -55,21 +55,22 @@ def reduce_gradients(
     grad_specs: Specs,
     capacity: int,
     mesh: Mesh,
-    token_axes: Sequence[str] = BATCH_AXES,
+    sum_axes: Callable[[str], Sequence[str]] = lambda name: BATCH_AXES,
     *,
     in_turn: bool = True,
 ) -> Params:
     """Each device's sums of gradients -> the step's gradients, laid out by `grad_specs`; inside a manual region.
 
     `specs` are the parameters' layouts on `mesh`. Collectives, in buckets of `capacity` elements: an all-reduce over
-    those of `token_axes` (`data`, `expert`, `z`, with sequence parallelism `y`) over which a parameter is
-    replicated; of these a reduce-scatter over those that `grad_specs` split over. `in_turn` as for `in_buckets`.
+    those of `sum_axes` (`data`, `expert`, `z`, with sequence parallelism `y`; `SplitModule.sum_axes`) over which a
+    parameter is replicated; of these a reduce-scatter over those that `grad_specs` split over. `in_turn` as for
+    `in_buckets`.
     """
     split = splits(specs, {name: grad_specs[name] for name in sums})
 
     def axes_of(name: str) -> tuple[str, ...]:
         done = split[name][1] if name in split else ()
-        return tuple(axis for axis in reduced_axes(specs[name], token_axes) if axis not in done)
+        return tuple(axis for axis in reduced_axes(specs[name], sum_axes(name)) if axis not in done)
 
     parts = scatter_in_buckets({name: sums[name] for name in split}, split, capacity, in_turn=in_turn)
     return reduce_in_buckets(

@@ -51,7 +51,10 @@ class Reduction:
         Collectives: `reduce_gradients`, as in `StageProgram.gradients`.
         """
         sums = self._sums
-        axes = self._stages[0].model.token_axes
+        token_axes, parts = self._stages[0].model.token_axes, self._stages[0].parts
+
+        def axes(name: str) -> tuple[str, ...]:
+            return parts.sum_axes(name, token_axes)
 
         def local(sums: Params) -> Params:
             own = {name: value[0] for name, value in sums.items()}

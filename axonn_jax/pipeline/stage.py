@@ -30,8 +30,8 @@ class SegmentPrograms:
         traced = trace_whole(stretch)
         out = traced.closed.jaxpr.outvars
         skip = 1 if stretch.first else 2
-        gradients = {skip + i: name for i, name in enumerate(stretch.names)}
         parts = stretch.parts
+        gradients = dict(enumerate((name for name in stretch.names if name in parts.trained), skip))
         dtypes = {n: jnp.dtype(jnp.float32) if n in parts.roles else stretch.work.sums for n in gradients.values()}
         self.sums = {
             n: _as(crossing(out[i].aval, stretch.mesh, parts.specs[n]), dtypes[n]) for i, n in gradients.items()
@@ -146,7 +146,7 @@ class _Member:
 
     def sums(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the forms of the gradients' sums."""
-        return {own: self.programs.sums[name] for name, own in self._names.items()}
+        return {own: self.programs.sums[name] for name, own in self._names.items() if name in self.programs.sums}
 
     def run(self, name: str, given: Mapping[str, Any], arrived: jax.Array | None, kept: Kept, sums: Params) -> Result:
         """Start one program; see `Stage.run`."""
@@ -157,7 +157,7 @@ class _Member:
                 kept.arrived[DY] = arrived
             if self._offloads:
                 kept.arrived |= self._moved(kept, "device")
-        own = {their: sums[name] for their, name in self._names.items()}
+        own = {their: sums[name] for their, name in self._names.items() if their in self.programs.sums}
         ran = self.programs.chain.run(name, self._inputs(given, kept.arrived), kept.handed, own)
         sums.update((self._names[their], value) for their, value in ran.sums.items())
         reads = self.programs.chain.reads(name)

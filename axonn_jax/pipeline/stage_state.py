@@ -53,20 +53,22 @@ def stage_store(
     """
     specs = {name: parts.specs[name] for name in names}
     own = parts._replace(params={name: parts.params[name] for name in names}, specs=specs)
-    sizes = {name: p.shape for name, p in own.params.items()}
+    sizes = {name: p.shape for name, p in own.trained.items()}
+    trained = {name: specs[name] for name in sizes}
 
     def build(forms: Forms | None) -> tuple[Stack, Placement]:
         held = sizes if forms is None else sizes | dict(forms.value_shapes)
-        state_specs = split_over_replicas(held, specs, mesh) if options.split else specs
+        state_specs = split_over_replicas(held, trained, mesh) if options.split else trained
         settings = (options.precisions, options.bucket, forms)
-        update = DeviceOptimizer(options.optimizer, mesh, held, specs, state_specs, *settings)
+        update = DeviceOptimizer(options.optimizer, mesh, held, trained, state_specs, *settings)
         if not options.offload:
             return unstacked(own), update
         return unstacked(own), OffloadedOptimizer(update, shared=shared, progress=options.progress)
 
     chooser = None if options.chooser is None else options.chooser(specs, mesh)
     owned = not isinstance(model, nnx.Module)
-    return ParamStore(_made(model, specs, mesh, shared), options.optimizer, build, chooser, owned=owned)
+    dtype = options.precisions.compute
+    return ParamStore(_made(model, specs, mesh, shared), options.optimizer, build, chooser, owned=owned, dtype=dtype)
 
 
 def _made(model: Any, specs: Specs, mesh: Mesh, shared: Collection[str]) -> Params:

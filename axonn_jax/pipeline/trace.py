@@ -166,7 +166,10 @@ class Stretch:
         key = None
         if self.keyed:
             key = DropoutKey(given[KEY], given[LATER], given[MICROBATCH])
-        model: Any = self.parts.merge({**self.parts.params, **training(self._weights(given), params, self.work.sums)})
+        weights = self._weights(given)
+        frozen = {name: mark_varying(given[name], self.model.token_axes) for name in self.parts.frozen if name in given}
+        held = {**frozen, **training(weights, params, self.work.sums)}
+        model: Any = self.parts.merge({**self.parts.params, **held})
         if self.first:
             x = model.embed(inputs_of(model, given[TOKENS]), self.work.dtype, key)
         else:
@@ -178,14 +181,16 @@ class Stretch:
         return model.total_loss(x, *targets_of(model, given[TOKENS])), None
 
     def own(self, given: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Return the parameters, varying over the axes that split tokens: their gradients then stay unreduced."""
-        axes = self.model.token_axes
-        own = self._weights(given)
-        return {name: mark_varying(trained(weight, self.work.sums), axes) for name, weight in own.items()}
+        """Return the trained parameters, varying over the axes over which gradients then stay partial sums."""
+        axes, own, parts = self.model.token_axes, self._weights(given), self.parts
+        return {
+            name: mark_varying(trained(weight, self.work.sums), parts.sum_axes(name, axes))
+            for name, weight in own.items()
+        }
 
     def _weights(self, given: Mapping[str, Any]) -> Weights:
-        """Return the parameters among the given inputs."""
-        return {name: given[name] for name in self.parts.params if name in given}
+        """Return the trained parameters among the given inputs."""
+        return {name: given[name] for name in self.parts.trained if name in given}
 
     def whole(self, given: Mapping[str, Any], dy: jax.Array | None) -> list[jax.Array]:
         """Return the result, the gradient of `x` if there is one, and the gradients of parameters, on local shards."""

@@ -1,6 +1,7 @@
 """Store of all state of the parameters on one mesh: the one place where it is made, renamed, saved and loaded."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
@@ -17,6 +18,7 @@ from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer, ModelState
 from axonn_jax.memory.optimizer_traits import owner
 from axonn_jax.memory.report import StateBytes, all_finite, counted, report
 from axonn_jax.models.stacked import Stack
+from axonn_jax.state.frozen import FrozenWeights
 from axonn_jax.state.scanned import stack_state, unstack_params, unstack_state
 from axonn_jax.tensor.params import Params, Specs
 
@@ -67,12 +69,13 @@ class ParamStore:
     an array of.
 
     Args:
-        params: Float32 parameters on the mesh, under the layers' own names.
+        params: Float32 parameters on the mesh, under the layers' own names; those beside adapters are frozen.
         optimizer: The optimizer, for parameters under these names.
         build: Called at first, and again whenever the forms change.
         chooser: Choice of the parameters' forms; None: all are plain arrays.
         formed: True if parameters have the chooser's forms from the start.
         owned: True if `params` may be freed, one after another.
+        dtype: Dtype of frozen weights.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class ParamStore:
         *,
         formed: bool = True,
         owned: bool = True,
+        dtype: Any = np.float32,
     ):
         self._optimizer, self._build, self._chooser = optimizer, build, chooser
         chosen: Chosen | None = None
@@ -91,6 +95,9 @@ class ParamStore:
             chosen = chooser.chosen(chooser.masks(params))
             params = chosen.compressed(params, used_up=owned)
         self._begin(chosen)
+        frozen = {name: params[name] for name in self.stack.per_layer.frozen}
+        self.frozen = FrozenWeights(frozen, self.stack, self.mesh, dtype, owned=owned)
+        params = {name: value for name, value in params.items() if name not in frozen}
         params = self.stack.join(params, self.mesh, used_up=owned)
         self.model = self.placement.start(params, self._stacked_extra(chosen), owned=owned)
         """State that an update changes; a step's program uses it up and leaves the next one."""
@@ -106,11 +113,11 @@ class ParamStore:
     @property
     def weights(self) -> Weights:
         """The weights that layers read."""
-        return self.model.weights
+        return {**self.model.weights, **self.frozen.arrays}
 
     @property
     def masters(self) -> Params:
-        """The float32 weights by the layers' own names."""
+        """The float32 weights that are trained, by the layers' own names."""
         return self._whole(unstack_params(self.stack, self.placement.masters(self.model)))  # type: ignore[no-any-return]
 
     @property
@@ -129,8 +136,9 @@ class ParamStore:
 
     def memory(self, program: jax.stages.Compiled | None = None) -> dict[str, Any]:
         """Return the bytes of one device: planned, counted, and of the step's `program`; see `memory.report.report`."""
-        arrays = counted(jax.tree.leaves(self.model), self.mesh.local_devices[0])
-        return report(self.placement.bytes(), arrays, self.mesh, program)
+        arrays = counted(jax.tree.leaves((self.model, self.frozen.arrays)), self.mesh.local_devices[0])
+        planned = self.placement.bytes()
+        return report(replace(planned, weights=planned.weights + self.frozen.bytes), arrays, self.mesh, program)
 
     def apply(self, grads: Params, factor: float, loss: float) -> jax.Array:
         """Start an update with `factor` times the gradients; return an array that is ready when it has run."""
@@ -199,8 +207,8 @@ class ParamStore:
 
     @property
     def _like(self) -> Any:
-        """Shapes of the dense float32 weights, under the layers' own names."""
-        return {name: jax.ShapeDtypeStruct(p.shape, np.float32) for name, p in self.stack.per_layer.params.items()}
+        """Shapes of the dense float32 weights that are trained, under the layers' own names."""
+        return {name: jax.ShapeDtypeStruct(p.shape, np.float32) for name, p in self.stack.per_layer.trained.items()}
 
     @property
     def _extra(self) -> Mapping[str, Any]:

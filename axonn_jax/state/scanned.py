@@ -111,7 +111,7 @@ def unstack_state(optimizer: optax.GradientTransformation, stack: Stack, state: 
         name, layer = known[own]
         return LayerSlice(leaves[_renamed(path, own, name)], layer)
 
-    return tree_map_with_path(find, jax.eval_shape(optimizer.init, stack.per_layer.params))
+    return tree_map_with_path(find, jax.eval_shape(optimizer.init, stack.per_layer.trained))
 
 
 def stack_state(stack: Stack, state: Any, like: Any, *, used_up: bool = False) -> Any:

@@ -1,6 +1,6 @@
 """The 4D-sharded matmul: Agarwal's algorithm as a Flax layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -43,6 +43,7 @@ def matmul_4d(
     comm: Comm = "all_reduce",
     *,
     turned: bool = False,
+    adapter: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """`Y = X W` on local shards: tokens over `data` and `z`, contraction over `in_axis`, columns over the other.
 
@@ -52,12 +53,18 @@ def matmul_4d(
     all-reduce of dX over the other axis and reduce-scatter of dW over `z`. With `comm` "sequence" a product over `y` is
     reduce-scattered along the sequence dim of [batch, seq, n/Gx]. With "gather" a product over `x` takes [..., k] and
     gives [..., n/(Gy Gx)] without a collective; one over `y` is reduce-scattered over `x` along its features and then
-    all-reduced, [..., k/(Gy Gx)] -> [..., n/Gx].
+    all-reduced, [..., k/(Gy Gx)] -> [..., n/Gx]. An `adapter` gives further partial sums of [rows, k/Gin], which are
+    reduced with the others.
     Source: AxoNN 4D (arXiv 2305.13525), section on the 3D-parallel fully connected layer.
     """
     w = gather_weight(kernel, x.dtype)
     x = mark_varying(x, (swapped(in_axis),))
-    y = over_rows(lambda rows: matmul(rows, w, layouts, turned=turned), x)
+
+    def product(rows: jax.Array) -> jax.Array:
+        own = matmul(rows, w, layouts, turned=turned)
+        return own if adapter is None else own + adapter(rows)
+
+    y = over_rows(product, x)
     if comm == "gather":
         return y if in_axis == "x" else all_reduce(scatter_features(y), in_axis)
     return scatter_sequence(y) if comm == "sequence" and in_axis == "y" else all_reduce(y, in_axis)
@@ -97,10 +104,15 @@ class Linear(nnx.Module):
         """True if the kernel is held [out, in], as in generation on CPUs (`inference.cpu_kernels`)."""
         self.regather = False
         """True if the backward pass gathers a split sequence again instead of keeping the gathered one."""
+        self.adapter: Callable[[jax.Array], jax.Array] | None = None
         kernel_spec, bias_spec = _specs(in_axis, comm)
         padded = (in_features, out_features if columns is None else columns)
         self.kernel = normal_param(key, (in_features, out_features), std, kernel_spec, padded=padded)
         self.bias = constant_param((out_features,), 0.0, bias_spec) if bias else None
+
+    def adapt(self, adapter: Callable[[jax.Array], jax.Array] | None) -> None:
+        """Add the partial sums of a module to those of the layer from now on (`matmul_4d`); None: of none."""
+        self.adapter = nnx.data(adapter)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in/Gin] -> [..., out/Gout]; collectives as in `matmul_4d`, before them those of reading the stream."""
@@ -112,7 +124,8 @@ class Linear(nnx.Module):
 
     def apply_to_gathered(self, x: jax.Array, kernel: jax.Array | GatheredWeight) -> jax.Array:
         """Apply the layer to a gathered input, with `kernel` in place of the layer's own."""
-        y = matmul_4d(x, kernel, self.in_axis, self.layouts, self.comm, turned=self.turned)
+        how = (self.in_axis, self.layouts, self.comm)
+        y = matmul_4d(x, kernel, *how, turned=self.turned, adapter=self.adapter)
         return y if self.bias is None else add_bias(y, self.bias.get_value())
 
 

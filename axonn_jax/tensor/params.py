@@ -1,7 +1,7 @@
 """Parameters with a layout: born sharded, named by path, taken out of a module and merged again; gradients' norm."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -18,9 +18,10 @@ from axonn_jax.tensor.specs import spec_axes
 
 Params = dict[str, jax.Array]
 Specs = dict[str, PartitionSpec]
-Role = Literal["", "router", "load"]
-"""Role of a parameter, declared where it is made. A router's, and the bias whose gradient is its experts' `load`
-(`experts.load`), are float32 in every precision, as are their gradients; routers' are never pruned."""
+Role = Literal["", "router", "load", "adapter"]
+"""Role of a parameter, declared where it is made. Those with one are float32 in every precision, as are their
+gradients, and never pruned: a router's, the bias whose gradient is its experts' `load` (`experts.load`), and those of
+an `adapter` (`adapters.layers`), beside which no other parameter of a model is trained."""
 
 
 def normal_param(
@@ -39,6 +40,13 @@ def normal_param(
     return _param(_normal(shape, std, padded or shape), key, spec, role)
 
 
+def uniform_param(
+    key: jax.Array, shape: tuple[int, ...], bound: float, spec: PartitionSpec, *, role: Role = ""
+) -> nnx.Param[jax.Array]:
+    """A float32 parameter drawn evenly from -`bound` to `bound`, of global `shape`, laid out by `spec`."""
+    return _param(_uniform(shape, bound), key, spec, role)
+
+
 def constant_param(
     shape: tuple[int, ...], value: float, spec: PartitionSpec, *, role: Role = ""
 ) -> nnx.Param[jax.Array]:
@@ -53,6 +61,11 @@ def _normal(shape: tuple[int, ...], std: float, padded: tuple[int, ...]) -> Call
         return drawn if padded == shape else jnp.pad(drawn, [(0, b - a) for a, b in zip(shape, padded, strict=True)])
 
     return draw
+
+
+@functools.cache
+def _uniform(shape: tuple[int, ...], bound: float) -> Callable[[jax.Array], jax.Array]:
+    return lambda key: jax.random.uniform(key, shape, jnp.float32, -bound, bound)
 
 
 @functools.cache
@@ -87,6 +100,30 @@ class SplitModule(NamedTuple):
     def loads(self) -> frozenset[str]:
         """The parameters whose gradients are counts."""
         return frozenset(name for name, role in self.roles.items() if role == "load")
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """The parameters of adapters; where there are any, they alone are trained."""
+        return frozenset(name for name, role in self.roles.items() if role == "adapter")
+
+    @property
+    def trained(self) -> Params:
+        """The parameters that are trained, by name."""
+        own = self.adapters
+        return {name: p for name, p in self.params.items() if name in own} if own else self.params
+
+    @property
+    def frozen(self) -> Params:
+        """The parameters that no step changes, by name."""
+        own = self.trained
+        return {name: p for name, p in self.params.items() if name not in own}
+
+    def sum_axes(self, name: str, token_axes: Sequence[str]) -> tuple[str, ...]:
+        """Return the axes over which a device's gradient of a parameter is a partial sum, but for those that split it.
+
+        These are the axes that split tokens. The products inside an adapter are partial sums over all other axes too.
+        """
+        return MESH_AXES if name in self.adapters else tuple(token_axes)
 
 
 def split_module(module: nnx.Module) -> SplitModule:

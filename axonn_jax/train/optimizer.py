@@ -13,7 +13,7 @@ from axonn_jax.documents import parse_toml
 from axonn_jax.errors import UserError
 from axonn_jax.memory.optimizer_traits import check_offload, check_update
 from axonn_jax.models.protocol import Model
-from axonn_jax.tensor.params import Params
+from axonn_jax.tensor.params import SplitModule
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TrainConfig
 
 _OF_RATE = ("lr", "warmup", "steps", "schedule", "min_lr_ratio")
@@ -86,17 +86,20 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def check_optimizer(
-    optimizer: optax.GradientTransformation, model: Model, params: Params, memory: MemoryConfig, prune: PruneConfig
+    optimizer: optax.GradientTransformation, model: Model, parts: SplitModule, memory: MemoryConfig, prune: PruneConfig
 ) -> None:
     """Raise ``UserError`` where an optimizer asks for more than a step has, or offload or pruning of it at a time.
 
-    Of `params` shapes are enough.
+    Of the parameters shapes are enough.
     """
+    params = parts.trained
     check_update(optimizer, params)
     if memory.offload != "none":
         check_offload(optimizer, "memory.offload = optimizer", params)
     if not prune.prunes:
         return
+    if parts.adapters:
+        raise UserError("prune.density", prune.density, "1 with adapters, beside which no weight is trained")
     if not model.layer_period:
         raise UserError("prune.density", prune.density, "1 with a model other than a Transformer")
     if not check_offload(optimizer, "prune.density below 1", params):

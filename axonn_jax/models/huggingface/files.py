@@ -48,14 +48,14 @@ class FileSpan(NamedTuple):
 
 
 class TensorFiles:
-    """The tensors of a directory's `model.safetensors`, or of the files that its index names.
+    """The tensors of a directory's `model.safetensors`, or of the files that its index names; or of another `single`.
 
     Only headers are read at first. `field` names the directory in errors. Raises ``UserError`` where a file is missing,
     damaged, no regular file of this directory, or contradicts the index.
     """
 
-    def __init__(self, directory: Path, field: str):
-        self.directory, self._field = directory, field
+    def __init__(self, directory: Path, field: str, single: str = SINGLE):
+        self.directory, self._field, self._single = directory, field, single
         self.bytes_read = 0
         """Bytes of tensors that `read` has given."""
         self._open: dict[str, Any] = {}
@@ -63,7 +63,7 @@ class TensorFiles:
         self.tensors: dict[str, StoredTensor] = {}
         """All tensors, by the names in the files."""
         index = self._index()
-        for name in sorted(set(index.values())) if index is not None else [SINGLE]:
+        for name in sorted(set(index.values())) if index is not None else [single]:
             self.tensors |= self._header(name)
         if index is not None:
             self._compare(index)
@@ -110,7 +110,7 @@ class TensorFiles:
 
     def _index(self) -> dict[str, str] | None:
         """The file of each tensor, where there are several."""
-        if (self.directory / SINGLE).is_symlink() or (self.directory / SINGLE).exists():
+        if self._single != SINGLE or os.path.lexists(self.directory / SINGLE):
             return None
         try:
             raw = read_json(self.directory / INDEX, _MOST_INDEX, inside=root_of(self.directory))

@@ -19,27 +19,27 @@ from axonn_jax.train.engines.step import MeasuredStep, StepMetrics, TrainState, 
 class OffloadedStep:
     """Training step like `TrainStep`, with the optimizer's state streamed through the devices (`memory.offload`).
 
-    Where nothing is clipped, no loss scaled, no gradient scattered over `data`, no sequence split and no expert counts
-    its tokens, a bucket of gradients is reduced beside the update of the one before; else all are reduced first. Raises
-    ``UserError`` where the optimizer looks at all parameters together.
+    Where nothing is clipped, no loss scaled, no gradient scattered over `data`, no sequence split, no expert counts its
+    tokens and weights are trained and not adapters, a bucket of gradients is reduced beside the update of the one
+    before; else all are reduced first. Raises ``UserError`` where the optimizer looks at all parameters together.
     """
 
     def __init__(self, step: TrainStep, program: StageProgram):
         self.step, self.program = step, program
         self.update = OffloadedOptimizer(step.update)
         plain = step.clip == 0.0 and not step.precisions.scaled and program.token_axes == BATCH_AXES
-        measured_first = program.zero or bool(program.parts.loads)
+        measured_first = program.zero or bool(program.parts.loads or program.parts.adapters)
         self.interleaved = plain and not measured_first and program.grid.shape.replicas > 1
 
     def run(
-        self, measured: Any, state: TrainState, batch: Any, key: jax.Array | None
+        self, measured: Any, state: TrainState, batch: Any, key: jax.Array | None, frozen: Weights
     ) -> tuple[TrainState, StepMetrics]:
         """The state after a step, and the step's loss and gradient norm; `measured` is compiled for such a batch.
 
         Dispatches and returns early: waits only for the host's copy of a bucket where the devices have no room for
         another one.
         """
-        before: MeasuredStep = measured(state.model.weights, state.scale, state.carried, batch, key)
+        before: MeasuredStep = measured({**state.model.weights, **frozen}, state.scale, state.carried, batch, key)
         loss = before.metrics["loss"]
         if self.interleaved:
             model, norm = self.update.reducing(state.model, before.grads, loss, before.finite)

@@ -50,13 +50,13 @@ class OnMesh:
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes of gradients, masters and optimizer state."""
-        dense = {name: p.shape for name, p in self.parts.params.items()}
+        dense = {name: p.shape for name, p in self.parts.trained.items()}
         return dense if self.forms is None else dense | dict(self.forms.value_shapes)
 
     @property
     def grad_specs(self) -> Specs:
         """Layout of every gradient, the same as its parameter's."""
-        return self.parts.specs
+        return {name: self.parts.specs[name] for name in self.parts.trained}
 
     def check_traced(self, jaxpr: Any) -> None:
         """Accept every step: all collectives are the package's own."""

@@ -78,10 +78,10 @@ class PipelineEngine:
         self._segments = list(checked.segments)
         self.pipe_shape, self.ranges = check_pipeline(grid.shape.pipe, microbatches, pipeline, self._segments)
         self.grid, self.batches, self.pipeline = grid, TokenBatches(grid, microbatches, packed=checked.packed), pipeline
-        check_optimizer(optimizer, checked, split.params, memory, prune)
+        check_optimizer(optimizer, checked, split, memory, prune)
         zero, offloads, dtypes = masters(memory, grid, apart=prune.prunes)
         self.precisions = replace(dtypes, wide=frozenset(split.roles))
-        self.parts = shapes_of(split, dtypes.weights)
+        self.parts = shapes_of(split, dtypes.compute if split.adapters else dtypes.weights)
         self._scale, self.steps_done = HostScale(scaled=self.precisions.scaled), 0
         self._clip, self._bucket, self._activations = clip, memory.bucket, memory.activations
         self._seed, self._keyed, self._counts = seed, checked.drops_out, counts
@@ -93,9 +93,9 @@ class PipelineEngine:
         self.stores: Mapping[int, ParamStore] = {}
         # Which stage holds which parameters does not depend on the batch, so any small one will do.
         names = build.names_by_pp_rank(self._plan(grid.shape.batch_shards, (checked.seq_len or 2) + 1), self.pipe_shape)
-        self._shared = build.shared(names)
+        self._shared = {name: ranks for name, ranks in build.shared(names).items() if name in self.parts.trained}
         for pp_rank in grid.meshes:
-            check_separable(optimizer, self.parts.params, names[pp_rank])
+            check_separable(optimizer, self.parts.trained, [n for n in names[pp_rank] if n in self.parts.trained])
         prunable = prunable_of(prune, self.parts, checked.layer_list)
         settings = (self.precisions, memory.bucket, offloads, zero, choice_of_forms(prune, prunable), self._at)
         given = (StateOptions(optimizer, *settings), model, self._scale, prunable)

@@ -43,9 +43,9 @@ class PipelineState:
 
     @property
     def params(self) -> Params:
-        """The float32 weights by name; of one held at both ends of the pipe the first copy."""
+        """The weights by name, float32 or frozen; of one held at both ends of the pipe the first copy."""
         by_rank = sorted(self.stores.items(), reverse=True)
-        return {name: joined(p) for _, store in by_rank for name, p in store.masters.items()}
+        return {name: joined(p) for _, store in by_rank for name, p in {**store.masters, **store.frozen.own}.items()}
 
     @property
     def opt_state(self) -> dict[int, Any]:
@@ -75,7 +75,8 @@ class PipelineState:
             self._scale.restore(store.load(read, wanted, on_mesh(scale, store.mesh)))
 
     def _shapes(self, pp_rank: int) -> State:
-        sizes = {name: self._parts.params[name].shape for name in self._names[pp_rank]}
+        trained = self._parts.trained
+        sizes = {name: trained[name].shape for name in self._names[pp_rank] if name in trained}
         params: Any = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in sizes.items()}
         masked = [name for name in self._masked if name in sizes]
         return state_shapes(params, self._optimizer, self._scale.state, masked)

@@ -22,7 +22,7 @@ from axonn_jax.models.packed import counted_targets
 from axonn_jax.models.protocol import Counts, Model
 from axonn_jax.models.stacked import Stacked
 from axonn_jax.options import ReshardAfter
-from axonn_jax.tensor.collectives import all_reduce, mark_varying
+from axonn_jax.tensor.collectives import GatheredWeight, all_reduce, mark_varying
 from axonn_jax.tensor.elementwise import DropoutKey
 from axonn_jax.tensor.overlap.reorder import in_order
 from axonn_jax.tensor.params import Params, Specs, evaluating, global_norm, square_sum
@@ -89,6 +89,10 @@ class StageProgram(OnMesh):
     def token_axes(self) -> tuple[str, ...]:
         """Axes that split tokens, over which gradients of other parameters add up."""
         return self._model(self.parts.params).token_axes
+
+    def sum_axes(self, name: str) -> tuple[str, ...]:
+        """Return the axes over which a device's gradient of a parameter is a partial sum."""
+        return self.parts.sum_axes(name, self.token_axes)
 
     @property
     def grad_specs(self) -> Specs:
@@ -193,7 +197,7 @@ class StageProgram(OnMesh):
         def reduced(sums: Params) -> Params:
             # The order found has buckets one after the other as gradients come.
             in_turn = not self._last_apart
-            return reduce_gradients(sums, *layouts, self.bucket, self.grid.mesh, self.token_axes, in_turn=in_turn)
+            return reduce_gradients(sums, *layouts, self.bucket, self.grid.mesh, self.sum_axes, in_turn=in_turn)
 
         grads, loss = self._local_sums(params, tokens, key, scale, reduced)
         counted = {name: grad for name, grad in grads.items() if name not in self.parts.loads}
@@ -215,16 +219,20 @@ class StageProgram(OnMesh):
         """
         # Varying over the axes that split tokens, on purpose: autodiff then leaves gradients unreduced over them (the
         # gather of a z-sharded kernel reduce-scatters over z), and the sum over microbatches costs no communication.
-        shards = {name: mark_varying(trained(p, self.sums), self.token_axes) for name, p in params.items()}
+        shards = {name: mark_varying(trained(p, self.sums), self.sum_axes(name)) for name, p in params.items()}
         count = tokens.shape[0]
         once = self.reshard_after == "step" and count > 1
-        own: MaybeGathered = {**shards}
+        held: MaybeGathered = {**shards}
         if once:
             plain = {name: shards[name] for name, p in params.items() if isinstance(p, jax.Array)}
-            own |= gather_params(plain, self.parts.specs, self.dtype)
+            held |= gather_params(plain, self.parts.specs, self.dtype)
+        own = {name: held.pop(name) for name in self.parts.trained}
         # XLA moves these gathers out of the loop by itself on CPUs, not on GPUs.
         several = count > 1 and not once
-        wholes = gather_once(shards, self.parts.specs, self.dtype, f"{self._model(own).layer_list}.") if several else {}
+        layers = f"{self._model(params).layer_list}."
+        wholes = gather_once(shards, self.parts.specs, self.dtype, layers) if several else {}
+        # None of these has a gradient.
+        frozen = {name: GatheredWeight(wholes.pop(name)) if name in wholes else value for name, value in held.items()}
         targets = self._targets(tokens)
 
         def backward(p: MaybeGathered, index: jax.Array, batch: jax.Array) -> tuple[jax.Array, MaybeGathered]:
@@ -232,7 +240,7 @@ class StageProgram(OnMesh):
 
             def scaled(p: MaybeGathered) -> tuple[jax.Array, jax.Array]:
                 held = training(params, as_gathered(p, wholes, self.parts.specs), self.sums)
-                loss = self._loss_sum(held, batch, key_here) / targets
+                loss = self._loss_sum({**held, **frozen}, batch, key_here) / targets
                 return (loss if scale is None else loss * scale), loss
 
             p = cast_for_reduction(self.sums, p, self.parts.specs)

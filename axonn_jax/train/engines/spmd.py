@@ -17,6 +17,7 @@ from axonn_jax.distributed.bounded import InFlight
 from axonn_jax.grid import Grid
 from axonn_jax.memory.forms import FormChoice, Forms
 from axonn_jax.memory.host_arrays import joined
+from axonn_jax.memory.precision import precisions
 from axonn_jax.models.protocol import check_model
 from axonn_jax.models.stacked import Stack
 from axonn_jax.models.vocabulary import fit_vocabulary, padding_of, without_padding
@@ -80,7 +81,7 @@ def model_job(
     checked = check_model(model)
     checked.check_grid(grid.shape)
     made = split_module(model)
-    check_optimizer(optimizer, checked, made.params, memory, prune)
+    check_optimizer(optimizer, checked, made, memory, prune)
     parts = shapes_of(made)  # no array of the model's may live as long as the engine
     like = parts.merge(parts.params)
     choice = choice_of_forms(prune, prunable_of(prune, parts, checked.layer_list))
@@ -108,7 +109,8 @@ class SpmdEngine:
         self.grid, self.batches, self._offloads = grid, job.batches, memory.offload != "none"
         self._padding, self._build, self._carried, self._merge = job.padding, job.build, job.carried, job.merge
         self._key = jax.random.key(seed) if job.draws else None
-        self.store = ParamStore(job.params, job.optimizer, self._begin, job.chooser, formed=job.formed, owned=job.owned)
+        how: dict[str, Any] = {"formed": job.formed, "owned": job.owned, "dtype": precisions(memory.precision).compute}
+        self.store = ParamStore(job.params, job.optimizer, self._begin, job.chooser, **how)
         self.stores: Mapping[int, ParamStore] = {0: self.store}
         self._scale = self._step.first_scale()
         self.steps_done = 0
@@ -128,8 +130,11 @@ class SpmdEngine:
 
     @property
     def params(self) -> Params:
-        """The float32 weights by name, however layers are run; of scanned ones copies, with offload in host memory."""
-        return joined(self.store.masters)  # type: ignore[no-any-return]
+        """The float32 weights by name, and frozen ones in the compute dtype, however layers are run.
+
+        Of scanned ones copies, with offload in host memory.
+        """
+        return joined({**self.store.masters, **self.store.frozen.own})  # type: ignore[no-any-return]
 
     def merged(self, params: Params) -> Any:  # noqa: D102
         return self._merge(params, self._carried)
@@ -160,7 +165,7 @@ class SpmdEngine:
         self._in_step = True
         # One statement: Ctrl-C comes before all of it or after.
         ((self.store.model, self._scale, self._carried), metrics), self.steps_done = (
-            run(self.train_state, given, key),
+            run(self.train_state, given, key, self.store.frozen.arrays),
             self.steps_done + 1,
         )
         self._in_step = False
@@ -190,10 +195,10 @@ class SpmdEngine:
     def _compile(self, given: Any, key: jax.Array | None) -> jax.stages.Compiled:
         if (form := _form(given)) not in self._compiled:
             if self.offloaded is None:
-                traced = self._step.jitted().trace(self.train_state, given, key)
+                traced = self._step.jitted().trace(self.train_state, given, key, self.store.frozen.arrays)
             else:
                 state = self.train_state
-                traced = self.offloaded.measured.trace(state.model.weights, state.scale, state.carried, given, key)
+                traced = self.offloaded.measured.trace(self.store.weights, state.scale, state.carried, given, key)
             self.program.check_traced(traced.jaxpr.jaxpr)
             self._compiled[form] = traced.lower().compile()
             self._temporaries[form] = TemporariesInPlace(self._compiled[form], self.grid.mesh)

@@ -63,12 +63,18 @@ class TrainStep:
     bucket: int = 16_000_000
     """Elements gathered together over `data`, where masters are split over it."""
 
-    def __call__(self, state: TrainState, batch: Any, key: jax.Array | None) -> tuple[TrainState, StepMetrics]:
+    def __call__(
+        self,
+        state: TrainState,
+        batch: Any,
+        key: jax.Array | None,
+        frozen: Weights = {},  # noqa: B006
+    ) -> tuple[TrainState, StepMetrics]:
         """The state after a step, and the step's loss and gradient norm; collectives: gradients' and update's.
 
         Where loss or norm are not finite, which all devices know alike, weights and optimizer state stay as they were.
         """
-        measured = self.measured(state.model.weights, state.scale, state.carried, batch, key)
+        measured = self.measured({**state.model.weights, **frozen}, state.scale, state.carried, batch, key)
         loss = measured.metrics["loss"]
         model = self.update.after(state.model, measured.grads, measured.factor, loss, measured.finite)
         return TrainState(model, measured.scale, measured.carried), measured.metrics
@@ -90,7 +96,8 @@ class TrainStep:
     def update(self) -> DeviceOptimizer:
         """The optimizer's part."""
         program = self.program
-        shapes, layouts = program.state_shapes, (program.parts.specs, program.grad_specs)
+        shapes, specs = program.state_shapes, program.parts.specs
+        layouts = ({name: specs[name] for name in shapes}, program.grad_specs)
         mesh, forms = program.grid.mesh, program.forms
         return DeviceOptimizer(self.optimizer, mesh, shapes, *layouts, self.precisions, self.bucket, forms)
 

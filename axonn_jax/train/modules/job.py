@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from axonn_jax.adapters.layers import check_no_adapters
 from axonn_jax.checkpoint.naming import shapes
 from axonn_jax.errors import UserError
 from axonn_jax.grid import Grid
@@ -52,6 +53,7 @@ def loss_job(
     if isfunction(model) or isinstance(model, partial):
         model = parallelize(model, grid)
     if isinstance(model, nnx.Module):
+        check_no_adapters(model)
         _check_mesh(model, grid)
         if grid.shape.devices > 1 and not any(hasattr(module, PLAN) for module in modules(model).values()):
             model = parallelize(model, grid)

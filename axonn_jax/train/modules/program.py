@@ -73,7 +73,8 @@ class ReplicaProgram(OnMesh):
 
         def reduce(total: jax.Array, sums: Params, aux: Any, changed: Params) -> Any:
             own = {name: value[0] for name, value in sums.items()}
-            grads = reduce_gradients(own, self.parts.specs, self.grad_specs, self.bucket, self.grid.mesh, ("data",))
+            layouts = (self.parts.specs, self.grad_specs)
+            grads = reduce_gradients(own, *layouts, self.bucket, self.grid.mesh, lambda name: ("data",))
             # A replica's loss and numbers are shares of the mean; state is alike, or its mean counts.
             loss, aux = jax.tree.map(lambda value: all_reduce(value[0], ("data",)), (total, aux))
             return grads, global_norm(grads, self.grad_specs), loss, aux, jax.tree.map(_of_replicas, changed)

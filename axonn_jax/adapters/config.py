@@ -1,0 +1,107 @@
+"""Settings of low-rank adapters; no jax."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from axonn_jax.errors import UserError, nearest
+from axonn_jax.models.config import ModelShape
+from axonn_jax.options import CountOrZero, Positive
+
+Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
+"""Projections of a block: to queries, keys, values, from attention, and those of the MLP."""
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA): they alone are trained, beside the frozen weights of `checkpoint.weights`."""
+
+    rank: CountOrZero = 0
+    """Rank of every adapter. 0: no adapters, all weights are trained."""
+    alpha: Positive = 32.0
+    """Factor on what the adapters add, over the rank."""
+    targets: tuple[str, ...] = TARGETS
+    """Projections of the blocks that get adapters: q, k, v, o, gate, up, down; gate where the model has one."""
+    rslora: bool = False
+    """Divide alpha by the root of the rank instead of the rank (rsLoRA)."""
+
+    @property
+    def adapts(self) -> bool:
+        """True if there are adapters."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """Factor on the adapters' products."""
+        return float(self.alpha / (self.rank**0.5 if self.rslora else self.rank))
+
+    def check(self) -> None:
+        """Raise ``UserError`` for settings that contradict each other, and for an unknown target."""
+        if not self.adapts:
+            if self != LoraConfig():
+                raise UserError("lora.rank", self.rank, "at least 1 where other settings of [lora] are given")
+            return
+        if not self.targets:
+            raise UserError("lora.targets", list(self.targets), f"at least one of {', '.join(TARGETS)}")
+        for at, target in enumerate(self.targets):
+            if target not in TARGETS:
+                raise UserError("lora.targets", target, f"one of {', '.join(TARGETS)}{nearest(target, TARGETS)}")
+            if target in self.targets[:at]:
+                raise UserError("lora.targets", list(self.targets), f"each target once; {target} is there twice")
+
+
+class Columns(NamedTuple):
+    """Columns of a kernel that one adapter adds to: from `start` to `stop` in every `period` of them."""
+
+    start: int
+    stop: int
+    period: int
+
+
+PLACES: Mapping[str, tuple[Target, ...]] = {
+    "attention.qkv": ("q", "k", "v"), "attention.out": ("o",),
+    "mlp.gate": ("gate",), "mlp.up": ("up",), "mlp.down": ("down",),
+}  # fmt: skip
+"""Targets in a layer of a block, by the layer's attributes."""
+
+
+def places(shape: ModelShape, config: LoraConfig) -> dict[str, dict[Target, Columns | None]]:
+    """Return the layers of a block that get adapters, by attributes, and for each adapter its columns; None: all."""
+    size, queries = shape.head_dim, shape.heads // shape.kv_heads * shape.head_dim
+    period = queries + 2 * size  # of a KV head's queries, key and value
+    columns: dict[Target, Columns | None] = {
+        "q": Columns(0, queries, period), "k": Columns(queries, period - size, period),
+        "v": Columns(period - size, period, period),
+    }  # fmt: skip
+    known = {target for target in sides(shape) if target in config.targets}
+    made = {path: {target: columns.get(target) for target in own if target in known} for path, own in PLACES.items()}
+    return {path: own for path, own in made.items() if own}
+
+
+def sides(shape: ModelShape) -> dict[Target, tuple[int, int]]:
+    """Return input and output features of a model's projections, of those that it has."""
+    hidden, ffn, queries, keys = shape.hidden, shape.ffn, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    made: dict[Target, tuple[int, int]] = {
+        "q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden),
+        "gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden),
+    }  # fmt: skip
+    if shape.mlp_inputs == 1:
+        del made["gate"]
+    return made
+
+
+def check_shape(shape: ModelShape, config: LoraConfig) -> None:
+    """Raise ``UserError`` where a model of these sizes cannot have such adapters."""
+    if not config.adapts:
+        return
+    if shape.experts:
+        raise UserError("lora.rank", config.rank, "0 for a model with experts, whose layers take no adapters")
+    smaller = {target: min(pair) for target, pair in sides(shape).items() if target in config.targets}
+    if not smaller:
+        accepted = f"at least one of {', '.join(sides(shape))}, which the model has"
+        raise UserError("lora.targets", list(config.targets), accepted)
+    smallest = min(smaller, key=lambda target: smaller[target])
+    if config.rank > smaller[smallest]:
+        accepted = f"at most {smaller[smallest]}, the smaller side of the target {smallest}"
+        raise UserError("lora.rank", config.rank, accepted)

@@ -1,0 +1,168 @@
+"""Low-rank adapters in a transformer's projections: made, found again, and merged into the kernels."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from axonn_jax.adapters.config import TARGETS, Columns, LoraConfig, Target, check_shape, places
+from axonn_jax.errors import UserError
+from axonn_jax.models.transformer import Transformer
+from axonn_jax.options import typed
+from axonn_jax.tensor.linear import Linear
+from axonn_jax.tensor.matmul import multiply
+from axonn_jax.tensor.params import constant_param, layout, split_module, uniform_param
+
+
+class Adapter(nnx.Module):
+    """Adapters of one layer, `s (X A) B`: one for all columns of its kernel, or several for `Columns` each.
+
+    Several have their A [in, rank] side by side and their B [rank, out] in the columns of the kernel. A is split over
+    the axis of the layer's input and B over that of its output, so that products are partial sums as the layer's own.
+    Source: LoRA (Hu et al., arXiv 2106.09685).
+    """
+
+    def __init__(self, layer: Linear, targets: Mapping[Target, Columns | None], config: LoraConfig, key: jax.Array):
+        kernel = layer.kernel
+        rows, columns = kernel.get_value().shape
+        over_rows, over_columns = (*layout(kernel.get_metadata()), None)[:2]
+        self.targets, self.columns = tuple(targets), tuple(targets.values())
+        self.rank, self.alpha, self.rslora, self.scale = config.rank, config.alpha, config.rslora, config.scale
+        # `z` splits neither: layers would gather A, and so few numbers take no memory.
+        inner = tuple(axis for axis in (over_rows if isinstance(over_rows, tuple) else (over_rows,)) if axis != "z")
+        bound = rows**-0.5  # as in PEFT: Kaiming's uniform distribution with a = sqrt(5)
+        sizes = (rows, len(targets) * config.rank)
+        self.a = uniform_param(key, sizes, bound, P(inner or None, None), role="adapter")
+        self.b = constant_param((config.rank, columns), 0.0, P(None, over_columns), role="adapter")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[rows, in/Gin] -> partial sums [rows, out/Gout], in the dtype of `x`; no collectives."""
+        h = multiply(x, self.a.get_value().astype(x.dtype), "NN")
+        return multiply(h * jnp.asarray(self.scale, x.dtype), self.spread().astype(x.dtype), "NN")
+
+    def spread(self) -> jax.Array:
+        """Return B of all adapters below each other, [adapters * rank, out], zero where another one's columns are."""
+        return spread(self.b.get_value(), self.columns, jnp)
+
+    def delta(self) -> jax.Array:
+        """Return the sum [in, out], in float32, that a kernel with the same function has in it."""
+        full = jax.lax.Precision.HIGHEST
+        return self.scale * jnp.dot(self.a.get_value(), self.spread(), precision=full)
+
+
+def spread(b: Any, columns: Sequence[Columns | None], numbers: ModuleType) -> Any:
+    """Return B of adapters [rank, out] as `Adapter.spread` has it, in the arrays of jax.numpy or numpy."""
+    column = numbers.arange(b.shape[1])
+
+    def only(own: Columns | None) -> Any:
+        if own is None:
+            return b
+        at = column % own.period
+        return numbers.where((at >= own.start) & (at < own.stop), b, 0)
+
+    return numbers.concatenate([only(own) for own in columns])
+
+
+_STREAM = 0x10A  # numbers of the adapters' keys, apart from those of the model's layers
+
+
+def lora(
+    model: Any,
+    *,
+    rank: int,
+    alpha: float = LoraConfig.alpha,
+    targets: Sequence[str] = TARGETS,
+    rslora: bool = False,
+    seed: int = 0,
+) -> Any:
+    """Give a transformer low-rank adapters, which alone a `Trainer` then trains; at first they add nothing.
+
+    Args:
+        model: A `models.Transformer`, which is changed, or a function that makes one.
+        rank: Rank of every adapter.
+        alpha: Factor on what the adapters add, over the rank.
+        targets: Projections that get adapters, among q, k, v, o, gate, up and down; gate where the model has one.
+        rslora: True to divide alpha by the root of the rank instead of the rank.
+        seed: Seed of the adapters' first values.
+
+    Returns:
+        The model itself, or a function that makes it with adapters.
+
+    Raises:
+        UserError: A rank is above the smaller side of a target, a target is unknown, or the model cannot have adapters.
+    """
+    config = typed(LoraConfig, {"rank": rank, "alpha": alpha, "targets": list(targets), "rslora": rslora}, "lora")
+    if not config.adapts:
+        raise UserError("lora.rank", rank, "an integer of at least 1")
+    if callable(model) and not isinstance(model, nnx.Module):
+        make: Callable[[], Transformer] = model
+        return lambda: with_adapters(make(), config, seed)
+    return with_adapters(model, config, seed)
+
+
+def with_adapters(model: Transformer, config: LoraConfig, seed: int) -> Transformer:
+    """Return the model itself, whose layers now have adapters; raises ``UserError`` where they cannot."""
+    check_adaptable(model, config)
+    root = jax.random.fold_in(jax.random.key(seed), _STREAM)
+    for index, block in enumerate(model.blocks):
+        key = jax.random.fold_in(root, index)
+        for path, targets in places(model.shape, config).items():
+            layer: Linear = attrgetter(path)(block)
+            own = jax.random.fold_in(key, TARGETS.index(next(iter(targets))))
+            layer.adapt(Adapter(layer, targets, config, own))
+    return model
+
+
+def check_adaptable(model: object, config: LoraConfig) -> None:
+    """Raise ``UserError`` where a model cannot have such adapters."""
+    config.check()
+    if not isinstance(model, Transformer):
+        accepted = "a models.Transformer: no other model's layers take adapters, nor those of ax.parallelize"
+        raise UserError("lora", type(model).__name__, accepted)
+    check_shape(model.shape, config)
+    if settings_of(model) is not None:
+        raise UserError("lora", "a model with adapters", "a model without: adapters on adapters are not trained")
+
+
+def check_no_adapters(model: nnx.Module) -> None:
+    """Raise ``UserError`` for a model with adapters, to a trainer that would train all of its parameters."""
+    if settings_of(model) is not None:
+        raise UserError("loss", "a model with adapters", "left out: adapters are trained by the model's own loss")
+
+
+def settings_of(model: object) -> LoraConfig | None:
+    """Return the settings of a model's adapters; None of a model without."""
+    adapters = list(adapters_of(model))
+    if not adapters:
+        return None
+    used = {target for adapter in adapters for target in adapter.targets}
+    targets = tuple(target for target in TARGETS if target in used)
+    first = adapters[0]
+    return LoraConfig(first.rank, first.alpha, targets, first.rslora)
+
+
+def adapters_of(model: object) -> Iterator[Adapter]:
+    """Yield the adapters of a model."""
+    if isinstance(model, Transformer):
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, Adapter):
+                yield module
+
+
+def merged(model: Transformer) -> Transformer:
+    """Return a model without adapters that computes the same function; itself where it has none; no collectives."""
+    if settings_of(model) is None:
+        return model
+    parts = split_module(model)
+    made: Any = parts.merge(parts.params)
+    for _, layer in nnx.iter_modules(made):
+        if isinstance(layer, Linear) and isinstance(layer.adapter, Adapter):
+            kernel, delta = layer.kernel.get_value(), layer.adapter.delta()
+            layer.kernel.set_value((kernel.astype(jnp.float32) + delta).astype(kernel.dtype))
+            layer.adapt(None)
+    return made  # type: ignore[no-any-return]

@@ -1,0 +1,193 @@
+"""PEFT's files of adapters, `adapter_config.json` and `adapter_model.safetensors`, read and written; no torch."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from axonn_jax.adapters.config import PLACES, TARGETS, LoraConfig, Target, check_shape, places, sides
+from axonn_jax.documents import read_json
+from axonn_jax.errors import UserError, nearest
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.huggingface.entries import entries_of
+from axonn_jax.models.huggingface.files import TensorFiles
+from axonn_jax.models.huggingface.pretrained import root_of
+from axonn_jax.models.huggingface.tensor_map import Bounds, TensorMap
+from axonn_jax.options import typed
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_MOST_CONFIG = 1 << 20
+_MODULES: Mapping[Target, str] = {target: f"{target}_proj" for target in TARGETS}
+# Keys that change nothing of the function, whatever their values.
+_IDLE = frozenset({
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "task_type",
+})  # fmt: skip
+_READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights", "bias")
+_PLAIN_STARTS = (True, False, "gaussian")
+"""First values of adapters that leave the base as it is: others, such as "pissa", change it."""
+
+Arrays = Mapping[str, NDArray[Any]]
+"""Adapters' arrays by the names of parameters, as `blocks.0.attention.qkv.adapter.a`."""
+
+
+class StoredAdapter(NamedTuple):
+    """An adapter as it is stored."""
+
+    config: LoraConfig
+    arrays: Arrays
+    base: str
+    """Name or path of the base, as the adapter has it; empty: none."""
+
+
+class _Part(NamedTuple):
+    """One target's adapter among those of a layer of this package."""
+
+    ours: str
+    """Name of the layer's adapters."""
+    number: int
+    theirs: str
+    """Name of PEFT's module."""
+    columns: TensorMap
+    """Map of B, whose rows are as a weight's."""
+    rows: int
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return True if a directory has PEFT's files of an adapter."""
+    return os.path.lexists(directory / CONFIG)
+
+
+def read_config(directory: Path, field: str) -> tuple[LoraConfig, str]:
+    """Return the settings of a stored adapter, and its base; raises ``UserError`` for what is not applied here."""
+    path = directory / CONFIG
+    try:
+        raw = read_json(path, _MOST_CONFIG, inside=root_of(directory))
+    except OSError as error:
+        raise UserError(field, str(path), f"a file that can be read; {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(field, str(path), f"a config in JSON; {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(field, str(path), "an object in JSON")
+    if raw.get("peft_type") != "LORA":
+        raise UserError(f"{field}: peft_type", raw.get("peft_type"), "LORA: no other adapters are applied")
+    for key, value in raw.items():
+        if key not in _READ and key not in _IDLE and value:
+            accepted = "null, false or empty: what it asks for is not applied here"
+            raise UserError(f"{field}: {key}", value, accepted)
+    if raw.get("bias", "none") != "none":
+        raise UserError(f"{field}: bias", raw["bias"], "none: biases of adapters are not applied here")
+    if (start := raw.get("init_lora_weights", True)) not in _PLAIN_STARTS:
+        accepted = "true, false or gaussian: others change the base too, which is not applied here"
+        raise UserError(f"{field}: init_lora_weights", start, accepted)
+    targets = raw.get("target_modules")
+    if not isinstance(targets, list) or not targets:
+        raise UserError(f"{field}: target_modules", targets, "a list of names, as PEFT saves it")
+    known = {name: target for target, name in _MODULES.items()}
+    for name in targets:
+        if name not in known:
+            accepted = f"among {', '.join(known)}{nearest(str(name), known)}"
+            raise UserError(f"{field}: target_modules", name, accepted)
+    given = {"rank": raw.get("r"), "alpha": raw.get("lora_alpha"), "rslora": raw.get("use_rslora", False)}
+    chosen = [target for target, name in _MODULES.items() if name in targets]
+    config = typed(LoraConfig, {**given, "targets": chosen}, f"{field}: {CONFIG}")
+    if not config.adapts:
+        raise UserError(f"{field}: r", config.rank, "at least 1")
+    base = raw.get("base_model_name_or_path")
+    return config, base if isinstance(base, str) else ""
+
+
+def read_adapter(directory: Path, shape: ModelShape, field: str) -> StoredAdapter:
+    """Return a stored adapter of a model of these sizes.
+
+    Raises ``UserError`` for settings that are not applied here, and for a tensor that is missing, unexpected or of
+    another size.
+    """
+    config, base = read_config(directory, field)
+    check_shape(shape, config)
+    files = TensorFiles(directory, field, TENSORS)
+    left, arrays = set(files.tensors), dict[str, NDArray[Any]]()
+
+    def read_whole(name: str, size: tuple[int, ...]) -> NDArray[Any]:
+        if name not in files.tensors:
+            raise UserError(f"{field}: tensor {name}", None, f"an array of shape {size}")
+        if (stored := files.tensors[name].shape) != size:
+            raise UserError(f"{field}: shape of {name}", stored, f"{size}, for an adapter of this base")
+        left.discard(name)
+        return files.read(name, tuple((0, length) for length in size)).astype(np.float32)
+
+    for part in _parts(shape, config):
+        a, b, columns = f"{part.ours}.a", f"{part.ours}.b", part.columns
+        first = read_whole(f"{_PREFIX}{part.theirs}.lora_A.weight", (config.rank, part.rows))
+        second = {part.theirs: read_whole(f"{_PREFIX}{part.theirs}.lora_B.weight", columns.theirs[part.theirs])}
+        arrays[a] = np.concatenate([*([arrays[a]] if a in arrays else []), first.T], 1)
+        bounds = tuple((0, size) for size in columns.size)
+        zero = np.zeros(1, np.float32)
+
+        def read(name: str, bounds: Bounds, held: Mapping[str, Any] = second) -> NDArray[Any]:
+            shape = tuple(stop - start for start, stop in bounds)
+            return held[name][tuple(slice(*ends) for ends in bounds)] if name in held else np.zeros(shape, np.float32)
+
+        arrays[b] = arrays.get(b, zero) + columns.read(bounds, read, np.dtype(np.float32))
+    if left:
+        raise UserError(f"{field}: tensor {min(left)}", "not applied", "only those of the adapters of target_modules")
+    return StoredAdapter(config, arrays, base)
+
+
+def write_adapter(folder: Path, adapter: StoredAdapter, shape: ModelShape) -> None:
+    """Write an adapter as PEFT reads it; raises ``UserError`` for a family whose layers PEFT names otherwise."""
+    from safetensors.numpy import save_file
+
+    config, arrays = adapter.config, adapter.arrays
+    tensors = {}
+    for part in _parts(shape, config):
+        own = slice(part.number * config.rank, (part.number + 1) * config.rank)
+        b = dict(zip(part.columns.theirs, part.columns.split(arrays[f"{part.ours}.b"]), strict=True))
+        a = arrays[f"{part.ours}.a"][:, own].T
+        tensors[f"{_PREFIX}{part.theirs}.lora_A.weight"] = np.ascontiguousarray(a, np.float32)
+        tensors[f"{_PREFIX}{part.theirs}.lora_B.weight"] = np.ascontiguousarray(b[part.theirs], np.float32)
+    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+    alpha = config.alpha
+    written = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base or None,
+        "r": config.rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "target_modules": [
+            _MODULES[target] for target in TARGETS if target in config.targets and target in sides(shape)
+        ],
+        "use_rslora": config.rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+    (folder / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def _parts(shape: ModelShape, config: LoraConfig) -> Iterator[_Part]:
+    """Yield all adapters of a model, layer by layer."""
+    entries = {entry.ours: entry for entry in entries_of(shape)}
+    for layer in range(shape.layers):
+        for path, targets in places(shape, config).items():
+            entry = entries[f"blocks.{layer}.{path}.kernel"]
+            assert isinstance(entry, TensorMap)
+            rows, columns = entry.size
+            if not entry.transposed:
+                raise UserError(
+                    "adapter", "a model of GPT-2's family", "one whose projections PEFT knows by _proj names"
+                )
+            names = {name.removesuffix(".weight"): (size[0], config.rank) for name, size in entry.theirs.items()}
+            b = replace(entry, size=(config.rank, columns), theirs=names)
+            theirs = dict(zip(PLACES[path], names, strict=True))
+            for number, target in enumerate(targets):
+                yield _Part(f"blocks.{layer}.{path}.adapter", number, theirs[target], b, rows)
