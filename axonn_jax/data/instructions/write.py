@@ -222,7 +222,8 @@ def _check_filled(splits: dict[str, Split], rows: dict[str, _Rows], options: Ins
     empty = [name for name in SPLITS if not splits[name].tokens]
     shortest = min(of_split.shortest or 0 for of_split in rows.values())
     if len(empty) == 2 and shortest > options.seq_len + 1:
-        accepted = f"at least {shortest - 1}: the shortest document has {shortest} tokens; or --too-long cut"
+        hint = "or --too-long cut" if options.too_long == "drop" else "cut to a row, none has a target"
+        accepted = f"at least {shortest - 1}: the shortest document has {shortest} tokens; {hint}"
         raise UserError("--seq-len", options.seq_len, accepted)
     if empty:
         left = ", ".join(f"{count:,} {kind}" for kind, count in rows[empty[0]].left.items() if kind != "cut")
