@@ -29,6 +29,7 @@ COMMANDS = (
     Command("inspect", "list the checkpoints of a run, and check that they are sound"),
     Command("prepare", "turn text or code into tokenised shards"),
     Command("generate", "continue prompts with a trained model"),
+    Command("evaluate", "measure generated programs: built, right and fast, with ParEval's metrics and files"),
     Command("loki", "calibrate generation that ranks keys by a few features"),
     Command("convert", "convert a Hugging Face model to a directory to train from, or a run to a Hugging Face model"),
     Command("prune", "prune a run's kernels to their largest entries"),

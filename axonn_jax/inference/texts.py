@@ -1,6 +1,6 @@
 """Texts in and out: prompts through a tokenizer into a generator, and continuations as text, piece by piece."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from axonn_jax.inference.generator import Generator
@@ -79,19 +79,22 @@ def write(
     sampling: Sampling,
     *,
     stop: Sequence[str] = (),
+    until: Callable[[str], bool] | None = None,
     logs: bool = False,
 ) -> Iterator[TextPart]:
     """Yield texts on arrival; each ends at its number of tokens, at one of the generator's `stops` or before a `stop`
     string.
 
     A possible beginning of a stop string, or of a character with missing bytes, is held back. The token that completes
-    a stop string is a part's last. A stop string may be the text of a special token.
+    a stop string is a part's last. A stop string may be the text of a special token. A text also ends soon after
+    `until` (text so far) is True.
     """
     texts = [_Text(tokenizer, request.prompt, generator.programs.stops, stop) for request in requests]
     longest = max(map(len, stop), default=1) - 1
 
     def stopped(request: int, piece: Continuation) -> bool:
-        return texts[request].holds_stop(texts[request].ids + piece.ids)
+        text, ids = texts[request], texts[request].ids + piece.ids
+        return text.holds_stop(ids) or (until is not None and until(text.decoded(ids)[0]))
 
     for piece in generator.stream(requests, sampling, logs=logs, until=stopped):
         so_far = texts[piece.request]

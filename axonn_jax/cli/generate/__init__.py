@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from axonn_jax.cli_args import Arg, NotNegative
 from axonn_jax.errors import NOT_GIVEN, UserError
@@ -63,6 +63,17 @@ class Generate:
     """Print a JSON object a text instead of streaming texts."""
 
 
+def tokenizer_of(run_dir: Path, vocab: int) -> tuple[Any, int]:
+    """Return the tokenizer of a directory and its number of entries; raise ``UserError`` for more than `vocab`."""
+    from axonn_jax.data.tokenize import load
+
+    tokenizer = load(run_dir / "tokenizer.json", "RUN_DIR")
+    if (entries := 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())) > vocab:
+        accepted = f"a tokenizer.json of at most model.vocab = {vocab} entries in it; this one has {entries}"
+        raise UserError("RUN_DIR", str(run_dir), accepted)
+    return tokenizer, entries
+
+
 def run(args: Generate) -> int:
     """Print prompts and continuations, on the first process of a run; tokens a second go to stderr.
 
@@ -70,7 +81,7 @@ def run(args: Generate) -> int:
         UserError: the directory is not a run's, or an option is out of range.
     """
     from axonn_jax.cli.generate.texts import print_texts, prompts_of
-    from axonn_jax.data.tokenize import ends_of, load
+    from axonn_jax.data.tokenize import ends_of
     from axonn_jax.inference.sampling import Sampling
     from axonn_jax.inference.weights import check_grid, on_grid
     from axonn_jax.models.huggingface.pretrained import shape_of
@@ -94,10 +105,7 @@ def run(args: Generate) -> int:
         raise UserError("--attention", args.attention, f"full for a model with {rule}")
     if (args.slots or 0) % (replicas := args.grid.batch_shards):
         raise UserError("--slots", args.slots, f"a multiple of {args.grid.batch_rule} = {replicas}")
-    tokenizer = load(args.run_dir / "tokenizer.json", "RUN_DIR")
-    if (entries := 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())) > shape.vocab:
-        accepted = f"a tokenizer.json of at most model.vocab = {shape.vocab} entries in it; this one has {entries}"
-        raise UserError("RUN_DIR", str(args.run_dir), accepted)
+    tokenizer, entries = tokenizer_of(args.run_dir, shape.vocab)
     prompts = prompts_of(args, tokenizer, shape.seq_len)
 
     from axonn_jax.loki import components

@@ -1,0 +1,196 @@
+"""``axonn-jax evaluate``: programs of a model built, run and measured, with ParEval's files and metrics."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from axonn_jax.cli_args import Arg, NotNegative, Positive
+from axonn_jax.errors import NOT_GIVEN, UserError, nearest
+from axonn_jax.evaluate import suite
+from axonn_jax.evaluate.formats import Entry, judged, read_generations, read_prompts, read_results, write
+from axonn_jax.evaluate.metrics import Definition, Judged
+from axonn_jax.grid import GridShape
+from axonn_jax.terminal import Ticker, printable, say
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Measure generated programs: build@k, pass@k, speedup_n@k and efficiency_n@k, in the files of ParEval (HPDC 2024).
+
+    RUN_DIR --suite mini --execute generates, builds, runs and measures; --generations FILE --execute judges programs
+    of any tool; --results FILE measures without running. RUN_DIR --suite FILE.json writes generations alone, for
+    ParEval's own drivers.
+    """
+
+    run_dir: Annotated[Path | None, Arg(positional="RUN_DIR")] = None
+    """A directory left by `axonn-jax train` or `convert`, or a Hugging Face model's."""
+    suite: str = "mini"
+    """Prompts: mini, a problem of each of ParEval's 12 types for serial and omp; or a file of ParEval's prompts, which
+    is only continued."""
+    generations: Annotated[Path | None, Arg(default="made by RUN_DIR")] = None
+    """ParEval's generations for the suite, to judge without a model."""
+    results: Annotated[Path | None, Arg(default="made by --execute")] = None
+    """ParEval's results, to measure without running anything."""
+    execute: bool = False
+    """Compile and run the generated code on this machine, under limits: it may compute, read files and start threads,
+    and not write a file, start a process or use the network."""
+    as_root: bool = False
+    """Let programs run as root; by default root's programs run as the user nobody."""
+    out: Annotated[Path | None, Arg(default="RUN_DIR/evaluate.json, or FILE.results.json of --generations")] = None
+    """The file to write: results, or generations where nothing is run."""
+    samples: Annotated[int, Arg(least=1, most=100_000)] = 20
+    """Programs for each prompt."""
+    tokens: Positive = 1024
+    """Most new tokens of a program; the end of the function ends it earlier."""
+    temperature: float = 0.2
+    """Divisor of the scores before sampling among the 50 likeliest tokens; 0 always takes the likeliest."""
+    top_p: float = 0.95
+    """Sample among the fewest likeliest tokens whose probabilities add up to this."""
+    seed: NotNegative = 0
+    """Seed of the sampling."""
+    k: Annotated[tuple[int, ...], Arg(default="1, 5, 10 and 20, up to the samples", least=1)] = ()
+    """Numbers of samples drawn."""
+    metrics: Definition = "paper"
+    """Definition of the metrics: the paper's, or that of the published script, faults included (as-code)."""
+    seconds: Annotated[float, Arg(least=1, most=86_400)] = 20.0
+    """Most seconds of a run."""
+    memory: Annotated[float, Arg(least=0.1, most=1e6)] = 2.0
+    """Most GiB of a run, beside 0.16 a thread."""
+    compiler: Annotated[str | None, Arg(default="$CXX, c++ or g++")] = None
+    """The C++ compiler, with flags if needed."""
+    grid: GridShape = field(default_factory=GridShape)
+    json: bool = False
+    """Print one JSON object in the place of tables."""
+
+
+def run(args: Evaluate) -> int:
+    """Generate, judge and measure, as far as the command line asks for it, and print the figures.
+
+    Raises:
+        UserError: an option or a file is of no use, or the sandbox lacks its means.
+    """
+    sources = {"RUN_DIR": args.run_dir, "--generations": args.generations, "--results": args.results}
+    given = [name for name, path in sources.items() if path is not None]
+    if len(given) != 1:
+        accepted = "one of RUN_DIR, --generations FILE and --results FILE"
+        raise UserError(" and ".join(given) or "RUN_DIR", "(given)" if given else NOT_GIVEN, accepted)
+    if args.results is not None:
+        if args.execute:
+            raise UserError("--execute", True, "nothing with --results, which runs nothing")
+        return _print(args, _figures(args, read_results(args.results, "--results")))
+    if args.run_dir is not None and args.suite.endswith(".json"):
+        return _continue_file(args, args.run_dir)
+    return _judge(args)
+
+
+def _continue_file(args: Evaluate, run_dir: Path) -> int:
+    """Write the generations for a file of prompts."""
+    from axonn_jax.cli.evaluate.model import generated
+
+    if args.execute:
+        raise UserError("--execute", True, "a suite of this package; the drivers for a file of prompts are ParEval's")
+    prompts, out = read_prompts(Path(args.suite), "--suite"), _out(args, run_dir / "evaluate.json")
+    entries, first = generated(args, run_dir, prompts, alone=False)
+    if first:
+        write(out, entries, "--out")
+        _print(args, {"generations": str(out), "prompts": len(entries), "samples": args.samples})
+    return 0
+
+
+def _judge(args: Evaluate) -> int:
+    """Build and run the programs of a model or a file, write the results and print the figures."""
+    from axonn_jax.cli.evaluate.report import check_k, ends
+    from axonn_jax.evaluate.build import compiler
+    from axonn_jax.evaluate.judge import judge_all, judging
+    from axonn_jax.evaluate.sandbox import check_sandbox
+
+    suite.check_suite(args.suite)
+    known = suite.problems(args.suite)
+    if not args.execute:
+        accepted = "--execute, which compiles and runs the generated code on this machine, in a sandbox"
+        raise UserError("--execute", NOT_GIVEN, accepted)
+    check_sandbox(as_root=args.as_root)
+    command = compiler(args.compiler)
+    if args.generations is not None:
+        entries = _of_suite(args, known, read_generations(args.generations, "--generations"))
+        out = _out(args, args.generations.with_suffix(".results.json"))
+        check_k(args.k, min(len(entry["outputs"]) for entry in entries))
+    else:
+        from axonn_jax.cli.evaluate.model import generated
+
+        assert args.run_dir is not None
+        check_k(args.k, args.samples)
+        out = _out(args, args.run_dir / "evaluate.json")
+        entries, _ = generated(args, args.run_dir, _prompts(known), alone=True)
+        write(out, entries, "--out")  # kept where a later step fails
+    count, memory = sum(len(entry["outputs"]) for entry in entries), int(args.memory * 2**30)
+    with (
+        Ticker("judging", count) as ticker,
+        judging(args.suite, command, seconds=args.seconds, memory=memory, as_root=args.as_root) as judge,
+    ):
+        done = judge_all(judge, known, entries, lambda at, name: ticker.now(f"judging {name}", count, "programs", at))
+    write(out, done, "--out")
+    return _print(args, _figures(args, judged(done)) | {"suite": args.suite, "results": str(out), "ends": ends(done)})
+
+
+def _prompts(known: list[suite.Problem]) -> list[Entry]:
+    """Prompts of a suite as ParEval writes them."""
+    return [
+        {
+            "problem_type": problem.kind,
+            "language": "cpp",
+            "name": problem.name,
+            "parallelism_model": model,
+            "prompt": problem.prompt(model),
+        }
+        for problem in known
+        for model in suite.MODELS
+    ]
+
+
+def _of_suite(args: Evaluate, known: list[suite.Problem], entries: list[Entry]) -> list[Entry]:
+    """The entries of the suite's execution models; others are counted on standard error."""
+    names = [problem.name for problem in known]
+    for entry in entries:
+        if entry["name"] not in names:
+            accepted = f"a problem of the suite {args.suite}, such as {names[0]}{nearest(entry['name'], names)}"
+            raise UserError("--generations", entry["name"], accepted)
+    others = Counter(entry["parallelism_model"] for entry in entries if entry["parallelism_model"] not in suite.MODELS)
+    kept = [entry for entry in entries if entry["parallelism_model"] in suite.MODELS]
+    if not kept:
+        raise UserError("--generations", ", ".join(others), f"programs of one of {', '.join(suite.MODELS)}")
+    if others:
+        say(f"not judged: {', '.join(f'{count} of {model}' for model, count in others.items())}")
+    return kept
+
+
+def _out(args: Evaluate, default: Path) -> Path:
+    out = args.out or default
+    if not out.parent.is_dir() or out.is_dir():
+        raise UserError("--out", str(out), "a file in a directory that exists")
+    return out
+
+
+def _figures(args: Evaluate, problems: Sequence[Judged]) -> dict[str, Any]:
+    from axonn_jax.cli.evaluate.report import figures
+
+    return figures(problems, args.k, args.metrics)
+
+
+def _print(args: Evaluate, report: dict[str, Any]) -> int:
+    from axonn_jax.cli.evaluate.report import lines
+
+    if args.json:
+        print(json.dumps(report))
+        return 0
+    if "models" in report:
+        print("\n".join(lines(report)))
+    if "ends" in report:
+        print("\n" + printable(", ".join(f"{name}: {count}" for name, count in report["ends"].items())))
+    for name in ("generations", "results"):
+        if name in report:
+            print(printable(f"{name}: {report[name]}"))
+    return 0

@@ -1,0 +1,74 @@
+"""Generations of a model for a suite's prompts, on the grid of a command."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from axonn_jax.cli.generate import tokenizer_of
+from axonn_jax.errors import UserError
+from axonn_jax.terminal import Ticker, libraries_on_stderr
+
+if TYPE_CHECKING:
+    from axonn_jax.cli.evaluate import Evaluate
+    from axonn_jax.evaluate.formats import Entry
+
+_AT_ONCE = 16
+
+
+def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone: bool) -> "tuple[list[Entry], bool]":
+    """Return the prompts with outputs, and True on the first process of a run.
+
+    Args:
+        args: The command line.
+        run_dir: Directory of the model.
+        prompts: ParEval's prompts.
+        alone: True to refuse a run of several processes.
+
+    Raises:
+        UserError: the directory is no model's, or an option is out of range.
+    """
+    from axonn_jax.data.tokenize import ends_of
+    from axonn_jax.evaluate.continuations import requests_of
+    from axonn_jax.inference.sampling import Sampling
+    from axonn_jax.inference.weights import check_grid, on_grid
+    from axonn_jax.models.huggingface.pretrained import shape_of
+
+    sampling = Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    sampling.check()
+    check_grid(args.grid)
+    shape = shape_of(run_dir, "RUN_DIR")
+    on_grid(shape, args.grid)
+    tokenizer, entries = tokenizer_of(run_dir, shape.vocab)
+    requests = requests_of(prompts, tokenizer, shape.seq_len, samples=args.samples, tokens=args.tokens)
+    stops = ends_of(run_dir, tokenizer, "RUN_DIR")
+
+    from axonn_jax.distributed.initialize import start
+    from axonn_jax.evaluate.continuations import continuations
+    from axonn_jax.inference.generator import Generator
+
+    with libraries_on_stderr():
+        _, grid = start(args.grid)
+    if alone and grid.size > 1:
+        accepted = "one process; several write generations for --suite FILE.json, which --generations judges"
+        raise UserError("--execute", f"{grid.size} processes", accepted)
+    replicas = args.grid.batch_shards
+    slots = -(-min(_AT_ONCE, len(requests)) // replicas) * replicas
+    with Ticker("generating") as ticker:
+        generator = Generator(run_dir, grid, slots=slots, stops=stops, limit=entries)
+        texts = continuations(
+            generator,
+            tokenizer,
+            requests,
+            sampling,
+            lambda done: ticker.now("generating", len(requests), "texts", done),
+        )
+    facts: dict[str, Any] = {
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "do_sample": args.temperature > 0,
+        "max_new_tokens": args.tokens,
+        "prompted": False,
+    }
+    number = args.samples
+    return [
+        p | facts | {"outputs": texts[at * number : (at + 1) * number]} for at, p in enumerate(prompts)
+    ], grid.rank == 0

@@ -1,0 +1,96 @@
+"""Compiled programs: a problem's driver and a sample, by the site's C++ compiler, under limits."""
+
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from axonn_jax.errors import UserError
+from axonn_jax.evaluate import jail
+from axonn_jax.evaluate.sandbox import Ended, Limits, run
+from axonn_jax.evaluate.suite import Problem, headers
+
+FLAGS = {"serial": ("-std=c++17", "-O3"), "omp": ("-std=c++17", "-O3", "-fopenmp")}
+"""ParEval's flags for each execution model."""
+_LIMITS = Limits(seconds=30.0, memory=8 << 30, threads=4, file=256 << 20)
+_SHOWN = 600
+
+
+def compiler(given: str | None) -> list[str]:
+    """Return the words that start the compiler: given, of the variable CXX, or c++ or g++ on the path.
+
+    Raises:
+        UserError: there is none.
+    """
+    names = [given] if given else [name for name in (os.environ.get("CXX"), "c++", "g++") if name]
+    for name in names:
+        words = shlex.split(name)
+        if words and (path := shutil.which(words[0])):
+            return [str(Path(path).absolute()), *words[1:]]
+    raise UserError("--compiler", given or " or ".join(names), "a C++ compiler with OpenMP on the path, such as g++")
+
+
+class Built(NamedTuple):
+    """Program, or the reason why there is none."""
+
+    path: Path | None
+    error: str
+
+
+class Builder:
+    """Compiler in a folder of its own; headers and a problem's driver are compiled once."""
+
+    def __init__(self, suite: str, command: Sequence[str], folder: Path, *, as_root: bool):
+        self._command, self._folder, self._as_root = list(command), folder, as_root
+        self._drivers: dict[str, Path] = {}
+        for name, text in headers(suite).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        hand_over(folder, as_root=as_root)
+        (ready := folder / "prelude.hpp.gch").mkdir()
+        hand_over(ready, as_root=as_root)
+        for model, flags in FLAGS.items():  # a compiler without this form reads the header itself
+            self._run([*flags, "-x", "c++-header", "prelude.hpp", "-o", f"{ready.name}/{model}"])
+
+    def build(self, problem: Problem, model: str, source: str) -> Built:
+        """Compile a sample's source together with its problem's driver.
+
+        Raises:
+            UserError: the driver itself is not compiled.
+        """
+        driver = self._drivers.get(problem.name) or self._driver(problem)
+        program, file = self._folder / "sample", self._folder / "sample.cc"
+        program.unlink(missing_ok=True)
+        file.write_text(f'#include "prelude.hpp"\n#line 1 "sample"\n{source}\n', encoding="utf-8", errors="replace")
+        ended = self._run([*FLAGS[model], file.name, driver.name, "-o", program.name])
+        return Built(program, "") if ended.status == 0 and program.is_file() else Built(None, _line(ended))
+
+    def _driver(self, problem: Problem) -> Path:
+        source = self._folder / f"driver_{problem.kind}.cc"
+        source.write_text(problem.driver(), encoding="utf-8")
+        target = source.with_suffix(".o")
+        ended = self._run([*FLAGS["serial"], "-c", source.name, "-o", target.name])
+        if ended.status or not target.is_file():
+            accepted = f"a compiler that builds the suite's own programs; {_line(ended)}"
+            raise UserError("--compiler", shlex.join(self._command), accepted)
+        self._drivers[problem.name] = target
+        return target
+
+    def _run(self, words: Sequence[str]) -> Ended:
+        environ = {"TMPDIR": str(self._folder), "LC_ALL": "C"}
+        command = [*self._command, *words]
+        return run(command, self._folder, _LIMITS, filtered=False, as_root=self._as_root, environ=environ)
+
+
+def hand_over(folder: Path, *, as_root: bool) -> None:
+    """Give a folder to the user as whom programs run, where that is another one."""
+    if os.geteuid() == 0 and not as_root:
+        os.chown(folder, jail.NOBODY, jail.NOBODY)
+
+
+def _line(ended: Ended) -> str:
+    """Return the first error of a compiler."""
+    lines = [" ".join(line.split()) for line in ended.errors.splitlines()]
+    first = next((line for line in lines if "error" in line or "undefined" in line), "".join(lines[:1]))
+    return (ended.stopped or first or f"status {ended.status}")[:_SHOWN]

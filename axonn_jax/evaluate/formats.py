@@ -1,0 +1,163 @@
+"""Files of ParEval: prompts, generations and results, each a JSON list with an object for each problem and model."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from axonn_jax.documents import read_json, replace_whole
+from axonn_jax.errors import NOT_GIVEN, UserError
+from axonn_jax.evaluate.metrics import Judged, Sample, TimedRun
+
+_MOST_BYTES = 1 << 30
+_TEXTS = ("name", "problem_type", "parallelism_model", "prompt")
+Entry = dict[str, Any]
+
+
+def read_prompts(path: Path, field: str) -> list[Entry]:
+    """Read prompts; a file of generations or results holds them too.
+
+    Args:
+        path: The file.
+        field: Name of the flag in errors.
+
+    Returns:
+        The entries, without outputs.
+
+    Raises:
+        UserError: the file is not readable or not of this form.
+    """
+    entries = _read(path, field, "ParEval's prompts")
+    return [{key: value for key, value in entry.items() if key not in ("outputs", "raw_outputs")} for entry in entries]
+
+
+def read_generations(path: Path, field: str) -> list[Entry]:
+    """Read generations, each of whose outputs is a text; of results the generated texts alone.
+
+    Raises ``UserError`` as `read_prompts` does.
+    """
+    kind = "ParEval's generations"
+    entries = _read(path, field, kind)
+    for at, entry in enumerate(entries):
+        outputs = entry.get("outputs")
+        if not isinstance(outputs, list) or not outputs:
+            raise _other(path, field, kind, f"[{at}].outputs", outputs, "a list of at least one text")
+        texts = [output.get("generated_output") if isinstance(output, dict) else output for output in outputs]
+        for number, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise _other(path, field, kind, f"[{at}].outputs[{number}]", text, "a text")
+        entry["outputs"] = texts
+    return entries
+
+
+def read_results(path: Path, field: str) -> list[Judged]:
+    """Read the results of samples that were built and run, here or by ParEval's drivers.
+
+    Entries that were not judged are left out, as by ParEval's script.
+
+    Raises ``UserError`` as `read_prompts` does, and for a file without results.
+    """
+    kind = "ParEval's results"
+    entries = _read(path, field, kind)
+    read = _Results(path, field, kind)
+    problems = [read.problem(f"[{at}]", entry) for at, entry in enumerate(entries) if _is_judged(entry)]
+    if not problems:
+        raise UserError(field, str(path), f"{kind}: outputs that are objects with did_build and runs; none is here")
+    return problems
+
+
+def judged(entries: Sequence[Mapping[str, Any]]) -> list[Judged]:
+    """Return results, as written by this package, as problems."""
+    read = _Results(Path("results"), "results", "results")
+    return [read.problem(f"[{at}]", entry) for at, entry in enumerate(entries)]
+
+
+def write(path: Path, entries: Sequence[Entry], field: str) -> None:
+    """Write a file of ParEval's, whole or not at all; raises ``UserError`` where that is not possible."""
+    raw = json.dumps(entries, indent=4).encode("utf-8", "backslashreplace")
+    try:
+        replace_whole(path, raw)
+    except OSError as error:
+        raise UserError(field, str(path), f"a file that can be written; {error.strerror}") from None
+
+
+def _read(path: Path, field: str, kind: str) -> list[Entry]:
+    try:
+        value = read_json(path, _MOST_BYTES)
+    except OSError as error:
+        raise UserError(field, str(path), f"a file of {kind}, JSON; {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(field, str(path), f"a file of {kind}, JSON; {error}") from None
+    if not isinstance(value, list) or not value:
+        raise UserError(field, str(path), f"{kind}: a list with an object for each problem")
+    for at, entry in enumerate(value):
+        if not isinstance(entry, dict):
+            raise _other(path, field, kind, f"[{at}]", entry, "an object")
+        for key in _TEXTS:
+            if not isinstance(entry.get(key), str):
+                raise _other(path, field, kind, f"[{at}].{key}", entry.get(key, NOT_GIVEN), "a text")
+    return value
+
+
+def _other(path: Path, field: str, kind: str, where: str, value: object, accepted: str) -> UserError:
+    shown = " ".join(str(value).split())[:60]
+    return UserError(field, f"{path}{where}", f"{accepted}, as in {kind}; here {shown}")
+
+
+def _is_judged(entry: Entry) -> bool:
+    """True if a problem has outputs and all are objects: texts were never built."""
+    outputs = entry.get("outputs")
+    return isinstance(outputs, list) and bool(outputs) and all(isinstance(output, dict) for output in outputs)
+
+
+class _Results:
+    """Reader of the entries of a file of results."""
+
+    def __init__(self, path: Path, field: str, kind: str):
+        self._path, self._field, self._kind = path, field, kind
+
+    def problem(self, where: str, entry: Mapping[str, Any]) -> Judged:
+        """Read a problem and its samples."""
+        samples = [self._sample(f"{where}.outputs[{at}]", output) for at, output in enumerate(entry["outputs"])]
+        return Judged(entry["name"], entry["problem_type"], entry["parallelism_model"], tuple(samples))
+
+    def _sample(self, where: str, output: Mapping[str, Any]) -> Sample:
+        if not isinstance(built := output.get("did_build"), bool):
+            raise self._fault(f"{where}.did_build", output.get("did_build", NOT_GIVEN), "true or false")
+        runs = output.get("runs", NOT_GIVEN)
+        good = isinstance(runs, list) and bool(runs) and all(isinstance(run, dict) for run in runs)
+        if runs is not None and not good:
+            raise self._fault(f"{where}.runs", runs, "a list of at least one object, or null")
+        sequential = self._seconds(where, output, "best_sequential_runtime")
+        read = tuple(self._run(f"{where}.runs[{at}]", run) for at, run in enumerate(runs or ()))
+        if sequential is None and any(run.valid for run in read):
+            raise self._fault(f"{where}.best_sequential_runtime", None, "a number of seconds beside a valid run")
+        return Sample(built, read, sequential)
+
+    def _run(self, where: str, run: Mapping[str, Any]) -> TimedRun:
+        if not isinstance(valid := run.get("is_valid", NOT_GIVEN), bool | None):
+            raise self._fault(f"{where}.is_valid", valid, "true, false or null")
+        seconds = self._seconds(where, run, "runtime")
+        if valid and seconds is None:
+            raise self._fault(f"{where}.runtime", None, "a number of seconds for a valid run")
+        return TimedRun(
+            bool(valid), seconds, self._count(where, run, "num_procs"), self._count(where, run, "num_threads")
+        )
+
+    def _seconds(self, where: str, values: Mapping[str, Any], key: str) -> float | None:
+        value = values.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (0 <= value < math.inf):
+            raise self._fault(f"{where}.{key}", value, "a number of seconds, or null")
+        return float(value)
+
+    def _count(self, where: str, values: Mapping[str, Any], key: str) -> int | None:
+        value = values.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**31):
+            raise self._fault(f"{where}.{key}", value, "an integer of at least 1")
+        return value
+
+    def _fault(self, where: str, value: object, accepted: str) -> UserError:
+        return _other(self._path, self._field, self._kind, where, value, accepted)

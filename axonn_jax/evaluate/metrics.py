@@ -1,0 +1,181 @@
+"""Metrics of ParEval: build@k, pass@k, speedup_n@k and efficiency_n@k, by the paper or as its script computes them.
+
+The script (analysis/metrics.py of ParEval) differs from the paper: it counts a build once for each of its runs, takes
+the worst of k draws for the best, leaves failed samples out, gives 1 for binomials of too few samples, and divides
+OpenMP's speed-up with 32 threads by 8.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+Definition = Literal["paper", "as-code"]
+"""Definition of the metrics: the paper's, or that of the script published with it."""
+NAMES = ("build", "pass", "speedup", "efficiency")
+_LEAST_S = 1e-8
+_PAPERS_N: Mapping[str, int] = {"omp": 32, "kokkos": 32, "mpi": 512, "mpi+omp": 256}
+_ON_DEVICES = ("cuda", "hip")
+_CODE: Mapping[str, tuple[tuple[int | None, int | None], int]] = {
+    "kokkos": ((None, 32), 32),
+    "omp": ((None, 32), 8),
+    "mpi": ((512, None), 512),
+    "mpi+omp": ((4, 64), 256),
+}
+"""The script's processes and threads of the runs that count, and what it divides by, for each execution model."""
+
+
+class TimedRun(NamedTuple):
+    """Run of a built sample, with the time of the generated function."""
+
+    valid: bool
+    seconds: float | None
+    """Time of the generated function; None for a failed run."""
+    processes: int | None = None
+    threads: int | None = None
+
+    @property
+    def resources(self) -> int:
+        """Threads of all processes."""
+        return (self.processes or 1) * (self.threads or 1)
+
+
+class Sample(NamedTuple):
+    """Generated program."""
+
+    built: bool
+    runs: tuple[TimedRun, ...] = ()
+    sequential: float | None = None
+    """Time of the best sequential program, in seconds."""
+
+    @property
+    def correct(self) -> bool:
+        """True if there are runs and all are valid."""
+        return self.built and bool(self.runs) and all(run.valid for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Problem in one execution model, with its samples."""
+
+    name: str
+    kind: str
+    model: str
+    samples: tuple[Sample, ...]
+
+    @property
+    def sequential(self) -> float:
+        """The least time of the sequential program, in seconds; 0 if none was measured."""
+        return min((sample.sequential for sample in self.samples if sample.sequential is not None), default=0.0)
+
+
+def pass_at_k(samples: int, good: int, k: int) -> float:
+    """Return the probability that one of k samples, drawn without putting back, is good.
+
+    Args:
+        samples: Number of samples.
+        good: Number of good ones.
+        k: Number of draws, at most `samples`.
+    """
+    draws = comb(samples, k)
+    return (draws - comb(samples - good, k)) / draws
+
+
+def best_of_k(values: Sequence[float], k: int) -> float:
+    """Return the expected largest of k values, drawn without putting back."""
+    ordered, draws = sorted(values), comb(len(values), k)
+    return sum(comb(j, k - 1) / draws * value for j, value in enumerate(ordered))
+
+
+def resources_of(problems: Sequence[Judged]) -> int:
+    """Return the threads of all processes of the runs whose speed counts.
+
+    The paper's number for the execution model, or the largest number where no run has the paper's.
+    """
+    used = {run.resources for problem in problems for sample in problem.samples for run in sample.runs}
+    papers = _PAPERS_N.get(problems[0].model, 1)
+    return papers if papers in used else max(used, default=1)
+
+
+def measure(
+    problems: Sequence[Judged], k: int, resources: int, definition: Definition = "paper"
+) -> dict[str, float | None]:
+    """Return the metrics of problems of one execution model, each a mean over problems.
+
+    Args:
+        problems: At least one problem, with at least k samples each.
+        k: Number of samples drawn.
+        resources: Threads of all processes of the runs whose speed counts, by the paper's definition.
+        definition: Paper's or script's.
+
+    Returns:
+        A value for each of `NAMES`; no efficiency for programs of a GPU, whose threads the files do not hold.
+    """
+    values = [_PROBLEM[definition](problem, k, resources) for problem in problems]
+    means: dict[str, float | None] = {name: _mean(value[name] for value in values) for name in NAMES}
+    return means | ({"efficiency": None} if problems[0].model in _ON_DEVICES else {})
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    """Mean of the known values; 0 without any."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else 0.0
+
+
+def _by_paper(problem: Judged, k: int, resources: int) -> dict[str, float | None]:
+    number = len(problem.samples)
+    speedups = [_speedup(sample, problem.sequential, resources) for sample in problem.samples]
+    speedup = best_of_k(speedups, k)
+    return {
+        "build": pass_at_k(number, sum(sample.built for sample in problem.samples), k),
+        "pass": pass_at_k(number, sum(sample.correct for sample in problem.samples), k),
+        "speedup": speedup,
+        "efficiency": speedup / resources,
+    }
+
+
+def _speedup(sample: Sample, sequential: float, resources: int) -> float:
+    times = [run.seconds for run in sample.runs if run.resources == resources and run.seconds is not None]
+    return sequential / max(min(times), _LEAST_S) if sample.correct and times else 0.0
+
+
+def _by_code(problem: Judged, k: int, resources: int) -> dict[str, float | None]:
+    wanted, divisor = _CODE.get(problem.model, ((None, None), 1))
+    samples = [sample._replace(runs=_counted(problem.model, sample.runs)) for sample in problem.samples]
+    builds = [sample.built for sample in samples for _ in sample.runs or (None,)]
+    chosen = [(sample, [run for run in sample.runs if run.valid and _is_chosen(run, wanted)]) for sample in samples]
+    times = sorted(run.seconds or 0.0 for _, runs in chosen for run in runs)
+    sequential = min((sample.sequential or 0.0 for sample, runs in chosen if runs), default=0.0)
+    draws = _binomial(len(times), k)
+    terms = [_binomial(j, k - 1) * sequential / (draws * max(time, _LEAST_S)) for j, time in enumerate(times)]
+    speedup = sum(terms) if terms else None  # a problem without a valid run is not in the script's mean
+    return {
+        "build": _script_pass(len(builds), sum(builds), k),
+        "pass": _script_pass(len(samples), sum(sample.correct for sample in samples), k),
+        "speedup": speedup,
+        "efficiency": None if speedup is None else speedup / divisor,
+    }
+
+
+def _counted(model: str, runs: tuple[TimedRun, ...]) -> tuple[TimedRun, ...]:
+    return tuple(run for run in runs if model != "kokkos" or run.threads != 64)
+
+
+def _is_chosen(run: TimedRun, wanted: tuple[int | None, int | None]) -> bool:
+    pairs = zip((run.processes, run.threads), wanted, strict=True)
+    return all(number is None or own == number for own, number in pairs)
+
+
+def _binomial(number: int, chosen: int) -> int:
+    return 1 if number < chosen else comb(number, chosen)
+
+
+def _script_pass(samples: int, good: int, k: int) -> float:
+    return 1.0 if samples - good < k else pass_at_k(samples, good, k)
+
+
+_PROBLEM: dict[Definition, Callable[[Judged, int, int], dict[str, float | None]]] = {
+    "paper": _by_paper,
+    "as-code": _by_code,
+}

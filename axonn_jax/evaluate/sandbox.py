@@ -1,0 +1,188 @@
+"""Programs under limits: time, memory, threads, size of files, and for a sample's program a filter of system calls."""
+
+import contextlib
+import json
+import os
+import platform
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from axonn_jax.errors import UserError
+from axonn_jax.evaluate import jail
+
+_TURN_S = 0.02
+_KEPT = 8_192
+"""Bytes kept of a program's errors and of its results."""
+_MOST_THREADS = 256
+_FULL = 0.8
+"""Share of the memory above which a crash is put down to the limit."""
+_PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "LANG", "TZ")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Most that a program may take."""
+
+    seconds: float
+    """Wall-clock time, in seconds."""
+    memory: int
+    """Address space, in bytes."""
+    threads: int = 1
+    file: int = 0
+    """Size of a written file, in bytes."""
+
+
+class Ended(NamedTuple):
+    """End of a program."""
+
+    status: int
+    """Exit status; negative for a signal."""
+    results: str
+    errors: str
+    stopped: str
+    """Reason for which the program was stopped or died; empty for an end of its own."""
+
+
+def check_sandbox(*, as_root: bool) -> None:
+    """Raise ``UserError`` where programs cannot be run under limits, or would run as root."""
+    if not sys.platform.startswith("linux") or (machine := platform.machine()) not in jail.MACHINES:
+        known = " or ".join(jail.MACHINES)
+        raise UserError("--execute", True, f"Linux on {known}, whose system calls the sandbox knows; not {machine}")
+    if os.geteuid() == 0 and not as_root:
+        try:
+            import pwd
+
+            pwd.getpwuid(jail.NOBODY)
+        except KeyError:
+            accepted = f"a user other than root, or one with the number {jail.NOBODY} to change to, or --as-root"
+            raise UserError("--execute", True, accepted) from None
+
+
+def run(
+    command: Sequence[str],
+    folder: Path,
+    limits: Limits,
+    *,
+    filtered: bool,
+    as_root: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> Ended:
+    """Run a program in a folder until its end, or until a limit.
+
+    Args:
+        command: Path of the program, and its arguments.
+        folder: Current directory of the program.
+        limits: Most that the program may take.
+        filtered: True for a filter of system calls: no files to write, no processes, no network.
+        as_root: True to leave root's rights to a program started by root; else it becomes nobody.
+        environ: Environment variables beyond the few that are passed on; without a filter, beyond all.
+
+    Raises:
+        UserError: the system refuses a limit or the filter.
+    """
+    ours = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} if filtered else os.environ
+    out, results = os.pipe()
+    given = {
+        "results": results,
+        "nobody": os.geteuid() == 0 and not as_root,
+        "memory": limits.memory,
+        "cpu": int(limits.seconds * limits.threads) + 1,
+        "file": limits.file,
+        "filtered": filtered,
+    }
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", jail.__file__, json.dumps(given), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env={**ours, **(environ or {})},
+            pass_fds=(results,),
+            start_new_session=True,
+        )
+    finally:
+        os.close(results)
+    with process, open(out, "rb", buffering=0) as pipe:
+        try:
+            texts, stopped, peak = _watch(process, pipe.fileno(), limits)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # not waited for yet: the number is still this program's
+            _, code, usage = os.wait4(process.pid, 0)
+            process.returncode = status = os.waitstatus_to_exitcode(code)
+    lines, errors = (bytes(text).decode(errors="replace") for text in texts)
+    if status == jail.FAILED and lines.startswith("Jail: "):
+        raise UserError("--execute", True, f"a system that gives the sandbox its means; missing: {lines[6:].strip()}")
+    return Ended(
+        status, lines, errors, stopped or _reason(status, lines, errors, max(peak, 1024 * usage.ru_maxrss), limits)
+    )
+
+
+def _watch(process: "subprocess.Popen[bytes]", results: int, limits: Limits) -> tuple[list[bytearray], str, int]:
+    """Read what a program writes until its end or a limit: texts, the reason for a stop, the most memory seen."""
+    assert process.stderr is not None
+    end, peak = time.monotonic() + limits.seconds, 0
+    texts = {results: bytearray(), process.stderr.fileno(): bytearray()}
+    with selectors.DefaultSelector() as selector:
+        for file in texts:
+            os.set_blocking(file, False)
+            selector.register(file, selectors.EVENT_READ)
+        stopped = ""
+        while not stopped:
+            over = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            ready = selector.select(0 if over else _TURN_S)
+            for key, _ in ready:
+                raw = os.read(key.fd, 65_536)
+                texts[key.fd] += raw[: _KEPT - len(texts[key.fd])]
+                if not raw:
+                    selector.unregister(key.fd)
+            if over and not ready:
+                break
+            if not over and not selector.get_map():
+                time.sleep(_TURN_S)
+            threads, memory = _usage(process.pid)
+            peak = max(peak, memory)
+            if threads > _MOST_THREADS:
+                stopped = f"threads: over {_MOST_THREADS}"
+            elif time.monotonic() > end:
+                stopped = f"time: over {limits.seconds:g} s"
+    return list(texts.values()), stopped, peak
+
+
+def _usage(process: int) -> tuple[int, int]:
+    """Threads of a process, and the most bytes of its address space so far; zeros at its end."""
+    try:
+        text = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0, 0
+    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return int(lines.get("Threads", "0")), 1024 * int(lines.get("VmPeak", "0 kB").split()[0])
+
+
+def _reason(status: int, results: str, errors: str, peak: int, limits: Limits) -> str:
+    """Reason for the end of a program; empty if it ended by itself."""
+    for line in results.splitlines():
+        name, _, value = line.partition(": ")
+        if name == "Forbidden" and value.isdecimal():
+            return f"forbidden: {jail.purpose(int(value))}"
+        if name == "Forbidden":
+            return f"memory: over {limits.memory / 2**30:g} GiB"
+    if status >= 0:
+        return ""
+    if "bad_alloc" in errors or (peak > _FULL * limits.memory and status in (-signal.SIGSEGV, -signal.SIGABRT)):
+        return f"memory: over {limits.memory / 2**30:g} GiB"
+    reasons = {
+        signal.SIGSYS: "forbidden: a system call",
+        signal.SIGXCPU: f"time: over {limits.seconds:g} s on each thread",
+        signal.SIGKILL: "time: killed",
+        signal.SIGXFSZ: f"file: over {limits.file:,} bytes",
+    }
+    return reasons.get(signal.Signals(-status), f"crash: {signal.Signals(-status).name}")
