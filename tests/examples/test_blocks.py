@@ -11,6 +11,7 @@ import tomllib
 from collections import defaultdict
 from pathlib import Path
 
+import instruction_data
 import pretrained
 import pytest
 from launched import AXONN, MPIRUN, environment
@@ -145,6 +146,8 @@ def checkout(text, tmp_path):
         (tmp_path / "runs" / name).symlink_to(text)
     model = pretrained.write_model(tmp_path / "runs/qwen3", QWEN, pretrained.weights(QWEN))
     shutil.copy(text / "tokenizer.json", model)
+    (tmp_path / "runs/instructions").mkdir()
+    instruction_data.write(tmp_path / "runs/instructions/functions.jsonl", instruction_data.rows(20))
     commands = tmp_path / "commands"
     commands.mkdir()
     short = f'case " $* " in *" train "*) set -- "$@" {SHORT} --train.steps "$STEPS";; esac'
@@ -178,7 +181,7 @@ def test_the_python_of_a_page_runs(page, checkout):
 def test_the_commands_of_a_page_run(page, checkout):
     prepared = [shlex.split(line)[3] for line in lines(page) if line.startswith("axonn-jax prepare")]
     for name in prepared:
-        (checkout / name).unlink()
+        (checkout / name).unlink(missing_ok=True)
     if not prepared and "axonn-jax train" not in lines(page)[0]:
         assert run("axonn-jax train examples/gpt-tiny.toml --data.path runs/text", checkout)[0] == 0
     for step, line in enumerate(lines(page), 2):

@@ -76,7 +76,7 @@ class ChatTemplate:
 
 def special_tokens(directory: Path, field: str, value: object) -> dict[str, str]:
     """Return the texts of a tokenizer's special tokens by name; raise ``UserError`` for an unreadable file."""
-    found = dict[str, str]()
+    texts = dict[str, str]()
     for path in (directory / SETTINGS, directory / _SPECIAL):
         try:
             entries = _object(path) if path.exists() else {}
@@ -85,8 +85,8 @@ def special_tokens(directory: Path, field: str, value: object) -> dict[str, str]
         for name, entry in entries.items():
             text = entry.get("content") if isinstance(entry, dict) else entry
             if name.endswith("_token") and isinstance(text, str):
-                found.setdefault(name, text)
-    return found
+                texts.setdefault(name, text)
+    return texts
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def _answers(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, in
     # Some tokenizers leave spaces out of a token's characters: one of spaces alone reaches back to the token before.
     before = np.maximum.accumulate(np.concatenate([[0], behind]))[:-1]
     first = np.where(first == behind, np.minimum(before, first), first)
-    found = np.zeros(len(first), bool)
+    answered = np.zeros(len(first), bool)
     for begin, end in answers:
-        found |= (first < end) & (behind > begin)
-    return found
+        answered |= (first < end) & (behind > begin)
+    return answered
