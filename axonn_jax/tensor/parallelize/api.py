@@ -88,6 +88,8 @@ def _parallelized(model: Model, grid: Grid, call: Callable[[Model], Any] | None,
         if own_call(type(layer)) and not (wraps(type(layer)) if call is None else path in known)
     }
     plans = plans_by_order(chooser, layers.items(), chosen, known | strange)
+    if call is not None:
+        plans |= {path: replace(plan, calls=()) for path, plan in plans.items() if path not in known}
     for path, module in members.items():
         if path not in plans and own_variables(module):
             plans[path] = chooser.plan(module, None, None)

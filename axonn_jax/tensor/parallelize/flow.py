@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from axonn_jax.tensor.parallelize.convolution import bodies
 from axonn_jax.tensor.parallelize.layouts import ActivationSplit
@@ -14,8 +15,18 @@ MARK = "axonn_layer"
 """Beginning of the name of an equation that is one call of a layer."""
 
 Shape = tuple[int, ...]
-AtLayer = Callable[["Marked", int, ActivationSplit | None], ActivationSplit | None]
-"""The layout that leaves a layer: for its call, the size of its output, and the layout that arrives."""
+
+
+class Activation(NamedTuple):
+    """Knowledge of an activation."""
+
+    split: ActivationSplit | None = None
+    trained: bool = False
+    """True if it depends on a parameter in a way that has a gradient."""
+
+
+AtLayer = Callable[["Marked", int, Activation], ActivationSplit | None]
+"""The layout that leaves a layer: for its call, the size of its output, and the input."""
 
 
 class Marked(NamedTuple):
@@ -28,7 +39,7 @@ class Marked(NamedTuple):
 
 
 def mark(call: Callable[..., Any], number: int, method: str, x: jax.Array) -> Callable[..., Any]:
-    """Return a function that is traced as one equation, named after the call of a layer on `x`."""
+    """Return a function that is traced as one equation, named after the call of a layer on `x`, its last argument."""
 
     def layer(*args: Any) -> Any:
         return call(*args)
@@ -52,28 +63,48 @@ def _inner(eqn: Any) -> Any | None:
     return next((body for body in bodies(eqn) if (len(body.invars), len(body.outvars)) == sizes), None)
 
 
-def follow_layouts(jaxpr: Any, splits: list[ActivationSplit | None], at_layer: AtLayer) -> list[ActivationSplit | None]:
+def follow_layouts(jaxpr: Any, activations: list[Activation], at_layer: AtLayer) -> list[Activation]:
     """Carry layouts through a jaxpr's equations, from inputs to outputs."""
-    known: dict[Any, ActivationSplit | None] = dict(zip(jaxpr.invars, splits, strict=True))
+    known: dict[Any, Activation] = dict(zip(jaxpr.invars, activations, strict=True))
 
-    def of(var: Any) -> ActivationSplit | None:
-        return None if hasattr(var, "val") else known.get(var)  # a literal has a value and is not hashable
+    def of(var: Any) -> Activation:
+        # A literal has a value and is not hashable.
+        return Activation() if hasattr(var, "val") else known.get(var, Activation())
 
     for eqn in jaxpr.eqns:
         arrive = [of(var) for var in eqn.invars]
-        leave = [next((split for split in arrive if split is not None), None)] * len(eqn.outvars)
+        split = next((each.split for each in arrive if each.split is not None), None)
+        trained = any(each.trained for each in arrive) and eqn.primitive.name != "stop_gradient"
+        leave = [Activation(split, trained)] * len(eqn.outvars)
         layer, inner = marked(eqn), _inner(eqn)
         if layer is not None:
             if eqn.outvars:  # else nothing uses the result
                 out_size = math.prod(eqn.outvars[0].aval.shape)
-                leave = [at_layer(layer, out_size, leave[0])] * len(eqn.outvars)
+                split = at_layer(layer, out_size, Activation(split, arrive[-1].trained))
+                leave = [Activation(split, trained)] * len(eqn.outvars)
         elif inner is not None:
-            leave = follow_layouts(inner, arrive, at_layer)
+            leave = follow_layouts(inner, _carried(eqn, inner, arrive), at_layer)
         elif eqn.primitive.name == "cond":  # branches give values of one shape
-            for branch in bodies(eqn):
-                leave = follow_layouts(branch, arrive[1:], at_layer)
-        known.update(zip(eqn.outvars, leave, strict=True))
+            each = [follow_layouts(branch, arrive[1:], at_layer) for branch in bodies(eqn)]
+            leave = [Activation(one[-1].split, any(a.trained for a in one)) for one in zip(*each, strict=True)]
+        for var, activation in zip(eqn.outvars, leave, strict=True):
+            is_float = hasattr(var.aval, "dtype") and jnp.issubdtype(var.aval.dtype, jnp.inexact)
+            known[var] = activation if is_float else Activation(activation.split)
     return [of(var) for var in jaxpr.outvars]
+
+
+def _carried(eqn: Any, inner: Any, arrive: list[Activation]) -> list[Activation]:
+    """The inputs of a scan's body in any of its runs: trained if they are so in one."""
+    if eqn.primitive.name != "scan":
+        return arrive
+    first, count = eqn.params["num_consts"], eqn.params["num_carry"]
+    while True:
+        leave = follow_layouts(inner, arrive, lambda call, out_size, x: x.split)
+        carry = zip(arrive[first : first + count], leave[:count], strict=True)
+        merged = [Activation(before.split, before.trained or after.trained) for before, after in carry]
+        if merged == arrive[first : first + count]:
+            return arrive
+        arrive = [*arrive[:first], *merged, *arrive[first + count :]]
 
 
 @dataclass(frozen=True)

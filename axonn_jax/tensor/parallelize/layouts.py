@@ -1,7 +1,7 @@
 """Layouts of a layer: the plan of its arrays, of its parameters where it computes and where they are kept."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,6 +53,21 @@ class Dims:
     """Dims of the output less dims of the input."""
 
 
+class Call(NamedTuple):
+    """One call of a layer, or of all entries of a stack."""
+
+    in_size: int
+    """Elements of the input."""
+    out_size: int
+    """Elements of the output."""
+    rows: int | None
+    """Rows, 1 for ids of one dim; None if the call is not known but supposed."""
+    input_grad: bool = True
+    """True if the input has a gradient: it depends on a parameter."""
+    attend: bool = False
+    """True if the axes of input and output are each other's, as in logits by a table."""
+
+
 @dataclass(frozen=True)
 class LayerPlan:
     """Layout of one layer on the mesh.
@@ -73,10 +88,10 @@ class LayerPlan:
     """The kernel's dim split once more over `z`."""
     note: str = ""
     """Reason against splitting the layer, or a part."""
-    sizes: tuple[int, int] = (1, 1)
-    """Elements of input and output of all known calls together, or of one row."""
-    rows: int | None = None
-    """Rows of the last known call, 1 for ids of one dim; None if no call is known."""
+    features: tuple[int, int] = (1, 1)
+    """Elements of input and output a row has."""
+    calls: tuple[Call, ...] | None = None
+    """All calls in a training call; None if they are not known."""
     row_axes: tuple[str, ...] = BATCH_AXES
     """Axes that split rows: fewer where a program maps over the others by itself."""
     stack: tuple[int, ...] = ()
@@ -87,15 +102,9 @@ class LayerPlan:
     """True if the backward pass gathers the kernel over `z` again in any case, not just where it recomputes the layer.
     """
 
-    @property
-    def rows_known(self) -> bool:
-        """True if a call of the layer is known."""
-        return self.rows is not None
-
-    @property
-    def rows_split(self) -> bool:
-        """True if the rows of the last known call divide over `row_axes`."""
-        return self.rows is None or self.rows % self.size(*self.row_axes) == 0
+    def splits(self, call: Call) -> bool:
+        """True if the rows of a call divide over `row_axes`."""
+        return call.rows is None or call.rows % self.size(*self.row_axes) == 0
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -120,12 +129,6 @@ class LayerPlan:
         for axis in axes:
             count *= 1 if axis is None else self.mesh.shape[axis]
         return count
-
-    def called_with(self, in_size: int, out_size: int, rows: int) -> "LayerPlan":
-        """The plan with one more call on record."""
-        before = self.sizes if self.rows_known else (0, 0)
-        sizes = (before[0] + in_size, before[1] + out_size)
-        return replace(self, sizes=sizes, rows=rows)
 
 
 def spec_of(ndim: int, *axes: tuple[int, str | tuple[str, ...] | None]) -> P:

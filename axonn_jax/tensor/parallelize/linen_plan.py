@@ -97,14 +97,14 @@ class Trace:
         return call.by_rows(self.mesh, BATCH_AXES)
 
     def _mark(self, call: LayerCall) -> Any:
-        def layer(x: Any, held: dict[str, Any]) -> Any:
+        def layer(held: dict[str, Any], x: Any) -> Any:
             again = replace(call, x=x, held=held)
             return again.run(again.layer)
 
         shapes = {name: call.held[name].shape for name in sorted(call.held)}  # as jax flattens them
         dtype = call.module.param_dtype if call.dtype is None else call.dtype
         self.uses.append(Use(call.key, call.base.__name__, call.layer, shapes, dtype))
-        return mark(layer, len(self.uses) - 1, call.entry, call.x)(call.x, call.held)
+        return mark(layer, len(self.uses) - 1, call.entry, call.x)(call.held, call.x)
 
     def holder(self, leaf: TreeParam, use: Use | None, plans: Mapping[Key, LayerPlan]) -> Holder:
         """Return the layer, or the other module, that holds a leaf, without parameters."""
@@ -121,7 +121,7 @@ class Trace:
         if call is not None:
             use = self.uses[call.number]
             if len(origins) == 1 + len(use.shapes) and not use.origins:  # more of them in a derivative
-                use.origins.update(zip(use.shapes, origins[1:], strict=True))
+                use.origins.update(zip(use.shapes, origins[:-1], strict=True))
         mesh = getattr(eqn.params.get("sharding"), "mesh", None)
         if mesh is not None and mesh.shape_tuple != self.mesh.shape_tuple:
             raise UserError(
@@ -169,7 +169,7 @@ def plan_loss(
     uses = _by_path(trace.uses, leaves)
     chosen = choose({path: use.layer for path, use in uses.items()})
     overrides = {use.key: chosen[path] for path, use in uses.items() if path in chosen}
-    plans = _plans(Chooser(mesh), jaxpr, trace.uses, overrides)
+    plans = _plans(Chooser(mesh), jaxpr, [leaf.trained for leaf in leaves], trace.uses, overrides)
     held = _layouts(trace.uses, plans, leaves)
     free = {index for index, leaf in enumerate(leaves) if leaf.trained and chosen.get(leaf.owner) != "replicated"}
     apart = _further(leaves, held, free, mesh)
@@ -218,10 +218,12 @@ def _check_scalar(result: Any) -> None:
         raise UserError("loss", f"a function that returns {given}", "one that returns a scalar, or (scalar, aux)")
 
 
-def _plans(chooser: Chooser, jaxpr: Any, uses: Sequence[Use], overrides: Mapping[Key, str]) -> dict[Key, LayerPlan]:
+def _plans(
+    chooser: Chooser, jaxpr: Any, trained: Sequence[bool], uses: Sequence[Use], overrides: Mapping[Key, str]
+) -> dict[Key, LayerPlan]:
     """The plan of every layer; one that the layouts of activations do not come to has an input that is not split."""
     calls, times = [(use.key, use.layer) for use in uses], [use.times for use in uses]
-    plans = plans_of_calls(chooser, jaxpr, calls, overrides, times)
+    plans = plans_of_calls(chooser, jaxpr, trained, calls, overrides, times)
     others = {use.key: chooser.plan(use.layer, None, overrides.get(use.key)) for use in uses if use.key not in plans}
     return {use.key: replace((plans | others)[use.key], kind=use.kind) for use in uses}
 

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from axonn_jax.ops.layers import TensorAxis
 from axonn_jax.tensor.linear import swapped
 from axonn_jax.tensor.parallelize.convolution import check_grouped
-from axonn_jax.tensor.parallelize.flow import MARK, Marked, follow_layouts, mark
+from axonn_jax.tensor.parallelize.flow import MARK, Activation, Marked, follow_layouts, mark
 from axonn_jax.tensor.parallelize.kinds import CALLS, Kernel, Norm, Side, base_of, describe, in_place_of_base
-from axonn_jax.tensor.parallelize.layouts import ActivationSplit, LayerPlan, spec_of
+from axonn_jax.tensor.parallelize.layouts import ActivationSplit, Call, LayerPlan, spec_of
 
 
 class Chooser:
@@ -81,7 +81,7 @@ class Chooser:
             note = _uneven("features", norm.features, axis, self.mesh.shape[axis])
             return LayerPlan(kind, self.mesh, False, note=note)
         specs = tuple((name, P(axis)) for name in norm.names)
-        return LayerPlan(kind, self.mesh, True, axis, axis, specs, sizes=(norm.features, norm.features))
+        return LayerPlan(kind, self.mesh, True, axis, axis, specs, features=(norm.features, norm.features))
 
     def _grouped(
         self, kind: str, kernel: Kernel, arrives: ActivationSplit | None, axis: TensorAxis, *, forced: bool
@@ -94,7 +94,7 @@ class Chooser:
             return self._by_rows(kind, kernel, _uneven("groups", kernel.groups, axis, self.mesh.shape[axis]))
         specs = ((kernel.name, spec_of(len(kernel.shape), (side_out.kernel, axis))), ("bias", P(axis)))
         dims = kernel.dims(side_in, side_out)
-        return LayerPlan(kind, self.mesh, True, axis, axis, specs, dims, sizes=kernel.features)
+        return LayerPlan(kind, self.mesh, True, axis, axis, specs, dims, features=kernel.features)
 
     def _by_rows(self, kind: str, layer: Kernel | Norm, note: str) -> LayerPlan:
         """Whole parameters on every device; rows of a layer with a kernel are split by hand all the same.
@@ -104,7 +104,7 @@ class Chooser:
         """
         if isinstance(layer, Norm):
             return LayerPlan(kind, self.mesh, False, note=note)
-        return LayerPlan(kind, self.mesh, True, dims=layer.dims(None, None), note=note, sizes=layer.features)
+        return LayerPlan(kind, self.mesh, True, dims=layer.dims(None, None), note=note, features=layer.features)
 
     def _kernel(self, kind: str, kernel: Kernel, in_axis: TensorAxis, out_axis: TensorAxis) -> LayerPlan:
         ends = ("vocabulary", "features") if kernel.name == "embedding" else ("input", "output")
@@ -219,37 +219,42 @@ def plans_by_flow(
         setattr(layer, _INDEX, index)
         layer.__class__ = _probe(type(layer))
     graphdef, state = nnx.split(model)
-    jaxpr = jax.make_jaxpr(lambda state: jax.tree.leaves(call(nnx.merge(graphdef, state))))(state).jaxpr
+    params, rest = nnx.split_state(state, nnx.Param, ...)
+    jaxpr = jax.make_jaxpr(lambda *state: jax.tree.leaves(call(nnx.merge(graphdef, *state))))(params, rest).jaxpr
     check_grouped(jaxpr, chooser.mesh, MARK)
     for layer, kind in zip(layers.values(), kinds, strict=True):
         layer.__class__ = kind
-    return plans_of_calls(chooser, jaxpr, list(layers.items()), overrides)
+    trained = [True] * len(jax.tree.leaves(params))
+    return plans_of_calls(chooser, jaxpr, trained, list(layers.items()), overrides)
 
 
 def plans_of_calls(
     chooser: Chooser,
     jaxpr: Any,
+    trained: Sequence[bool],
     calls: Sequence[tuple[Key, Any]],
     overrides: Mapping[Key, str],
     times: Sequence[int] = (),
 ) -> dict[Key, LayerPlan]:
     """Return a plan for each layer with a marked equation in a jaxpr, with the sizes of its calls.
 
-    `calls` has key and layer for each mark's number; such a call runs as many `times`.
+    `trained` says of the first inputs that they are parameters with a gradient. `calls` has key and layer for each
+    mark's number; such a call runs as many `times`.
     """
     plans: dict[Key, LayerPlan] = {}
 
-    def at_layer(call: Marked, out_size: int, arrives: ActivationSplit | None) -> ActivationSplit | None:
+    def at_layer(call: Marked, out_size: int, x: Activation) -> ActivationSplit | None:
         key, layer = calls[call.number]
-        if key not in plans:
-            plans[key] = chooser.plan(layer, arrives, overrides.get(key))
+        plan = plans[key] if key in plans else chooser.plan(layer, x.split, overrides.get(key))
         # As layers do: the first dim, and ids of one dim are positions. A stack's entries run in one equation.
         rows = call.shape[0] if len(call.shape) > 1 else 1
-        runs = times[call.number] if times else math.prod(plans[key].stack)
-        plans[key] = plans[key].called_with(runs * math.prod(call.shape), runs * out_size, rows)
-        return chooser.leaves(layer, plans[key], arrives, call.entry)
+        runs = times[call.number] if times else math.prod(plan.stack)
+        one = Call(runs * math.prod(call.shape), runs * out_size, rows, x.trained, call.entry == "attend")
+        plans[key] = replace(plan, calls=(*(plan.calls or ()), one))
+        return chooser.leaves(layer, plan, x.split, call.entry)
 
-    follow_layouts(jaxpr, [None] * len(jaxpr.invars), at_layer)
+    others = [Activation()] * (len(jaxpr.invars) - len(trained))
+    follow_layouts(jaxpr, [*(Activation(None, each) for each in trained), *others], at_layer)
     return plans
 
 

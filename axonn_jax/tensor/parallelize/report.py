@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax.tensor.parallelize.api import modules, own_variables
-from axonn_jax.tensor.parallelize.layouts import PLAN, LayerPlan
+from axonn_jax.tensor.parallelize.layouts import PLAN, Call, LayerPlan
 from axonn_jax.tensor.parallelize.linen import LinenLoss
 from axonn_jax.tensor.parallelize.linen_plan import Holder
 from axonn_jax.tensor.specs import spec_axes
@@ -33,49 +33,73 @@ class Transfer(NamedTuple):
 
 def transfers(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[Transfer]:
     """Return every collective of a forward and backward pass over the layer's calls; `shapes` are the parameters'."""
-    if not plan.sharded:
+    # One row where the calls are not known; a lookup's ids have no gradient.
+    supposed = Call(*plan.features, rows=None, input_grad=plan.kind != "Embed")
+    calls = (supposed,) if plan.calls is None else plan.calls
+    if not plan.sharded or not calls:
         return []
-    each = _norm(plan, shapes) if plan.kind in ("LayerNorm", "RMSNorm") else _contraction(plan, shapes, itemsize)
-    return [transfer for transfer in each if transfer.bytes]
+    if plan.kind in ("LayerNorm", "RMSNorm"):
+        each = [_norm(plan, call, shapes) for call in calls]
+    else:
+        gathered = _gathered(plan, shapes, itemsize)
+        each = [gathered, *(_contraction(plan, call, shapes, itemsize) for call in calls)]
+    return [transfer for call in each for transfer in call if transfer.bytes]
 
 
-def _contraction(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: int) -> Iterator[Transfer]:
-    embed = plan.kind == "Embed"
-    kernel = "embedding" if embed else "kernel"
-    weight = _local(plan, shapes[kernel], kernel) * (1 if plan.z_dim is None else plan.size("z"))
-    split = plan.size(*plan.row_axes) if plan.rows_known and plan.rows_split else 1
-    x_size, y_size = (size // split for size in plan.sizes)
+def _gathered(plan: LayerPlan, shapes: dict[str, tuple[int, ...]], itemsize: int) -> Iterator[Transfer]:
+    """Gathers of the forward pass, which all calls have in common."""
     for name, spec in plan.spread:  # gathered where the region begins
         yield _transfer(plan, "all-gather", _more(plan, name, spec), False, _local(plan, shapes[name], name) * 4)
     if plan.z_dim is not None:
-        yield _transfer(plan, "all-gather", ("z",), False, weight * itemsize)
-        if not embed and plan.rows_split:  # a lookup's backward does not need the table
-            yield _transfer(plan, "all-gather", ("z",), True, weight * itemsize)
-        if plan.rows_split:
-            yield _transfer(plan, "reduce-scatter", ("z",), True, weight * itemsize)
-    alone = plan.in_axis == plan.out_axis  # groups of features that do not mix, or none split
-    if plan.in_axis is not None and not alone:
-        yield _transfer(plan, "all-reduce", (plan.in_axis,), False, y_size // plan.size(plan.out_axis) * itemsize)
-    if plan.out_axis is not None and not alone and not embed:
-        yield _transfer(plan, "all-reduce", (plan.out_axis,), True, x_size // plan.size(plan.in_axis) * itemsize)
-    if not plan.rows_split:  # every device of data and z has the whole gradient
+        yield _transfer(plan, "all-gather", ("z",), False, _weight(plan, shapes) * itemsize)
+
+
+def _contraction(plan: LayerPlan, call: Call, shapes: dict[str, tuple[int, ...]], itemsize: int) -> Iterator[Transfer]:
+    split, weight = plan.splits(call), _weight(plan, shapes) * itemsize
+    x_size, y_size = _local_sizes(plan, call)
+    in_axis, out_axis = (plan.out_axis, plan.in_axis) if call.attend else (plan.in_axis, plan.out_axis)
+    if plan.z_dim is not None and split:
+        if call.input_grad:
+            yield _transfer(plan, "all-gather", ("z",), True, weight)
+        yield _transfer(plan, "reduce-scatter", ("z",), True, weight)
+    alone = in_axis == out_axis  # groups of features that do not mix, or none split
+    if in_axis is not None and not alone:
+        yield _transfer(plan, "all-reduce", (in_axis,), False, y_size // plan.size(out_axis) * itemsize)
+    if out_axis is not None and not alone and call.input_grad:
+        yield _transfer(plan, "all-reduce", (out_axis,), True, x_size // plan.size(in_axis) * itemsize)
+    if not split:  # every device of data and z has the whole gradient
         return
     for name, shape in shapes.items():
-        axes = plan.replica_axes if name == kernel and plan.z_dim is not None else plan.row_axes
+        axes = plan.replica_axes if name in _KERNELS and plan.z_dim is not None else plan.row_axes
         yield _transfer(plan, "all-reduce", axes, True, _local(plan, shape, name) * 4)
 
 
-def _norm(plan: LayerPlan, shapes: dict[str, tuple[int, ...]]) -> Iterator[Transfer]:
+def _norm(plan: LayerPlan, call: Call, shapes: dict[str, tuple[int, ...]]) -> Iterator[Transfer]:
     assert plan.in_axis is not None
-    split = plan.size(*plan.row_axes) if plan.rows_known and plan.rows_split else 1
-    features = max((prod(shape) for shape in shapes.values()), default=plan.sizes[0])
-    rows = max(1, plan.sizes[0] // features // split)
+    features = max((prod(shape) for shape in shapes.values()), default=plan.features[0])
+    rows = max(1, _local_sizes(plan, call)[0] // features)
     # LayerNorm combines mean, centred and squared sums; backward, the cotangents of mean and factor.
     forward, backward = (3, 2) if plan.kind == "LayerNorm" else (1, 1)
     yield _transfer(plan, "all-reduce", (plan.in_axis,), False, forward * rows * 4)
-    yield _transfer(plan, "all-reduce", (plan.in_axis,), True, backward * rows * 4)
+    if call.input_grad:
+        yield _transfer(plan, "all-reduce", (plan.in_axis,), True, backward * rows * 4)
     for name, shape in shapes.items():
         yield _transfer(plan, "all-reduce", plan.row_axes, True, _local(plan, shape, name) * 4)
+
+
+def _local_sizes(plan: LayerPlan, call: Call) -> tuple[int, int]:
+    """Elements of a call's input and output on the devices that have the same rows."""
+    parts = plan.size(*plan.row_axes) if call.rows is not None and plan.splits(call) else 1
+    return call.in_size // parts, call.out_size // parts
+
+
+_KERNELS = ("kernel", "embedding")
+
+
+def _weight(plan: LayerPlan, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Elements of the weight on one device, gathered over `z`."""
+    name = next(name for name in _KERNELS if name in shapes)
+    return _local(plan, shapes[name], name) * (1 if plan.z_dim is None else plan.size("z"))
 
 
 def _local(plan: LayerPlan, shape: tuple[int, ...], name: str) -> int:
@@ -167,7 +191,7 @@ class ShardingReport:
         return dict(total)
 
     def __str__(self) -> str:
-        known = any(entry.plan.rows_known for entry in self.entries)
+        known = any(entry.plan.calls for entry in self.entries)
         unit = "B a call, ring" if known else "B a row and its weights, ring; pass call= for a call's"
         head = ("layer", "type", "roles", "B a device", "of B", f"forward ({unit})", "backward")
         lines = table(head, [_row(entry) for entry in self.entries], left=range(len(head)))
@@ -195,7 +219,8 @@ def sharding_report(model: nnx.Module | LinenLoss) -> ShardingReport:
     Of a loss from `parallelize_linen` it lists layers in the order of the parameters' tree.
 
     Communication covers forward and backward of one call, by ring formulas, for `call`'s inputs, or else for one row,
-    without gradient reductions of replicated layers, which XLA places.
+    without gradient reductions of replicated layers, which XLA places. With `call`, a layer on inputs that depend on no
+    parameter has no gradient of its input.
     """
     holders = model.holders if isinstance(model, LinenLoss) else _holders(model)
     return ShardingReport(tuple(_entry(holder) for holder in holders))
