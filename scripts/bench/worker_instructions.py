@@ -46,14 +46,14 @@ class Step:
 
 def step_of() -> Step:
     """The step: rows drawn from a packing of documents whose lengths are as skewed as those of instruction data."""
-    from axonn_jax.data.instructions.pack import Marked, Packer
+    from axonn_jax.data.instructions.pack import MarkedTokens, Packer
 
     draw, packer = np.random.default_rng(0), Packer(SEQ + 1)
-    packed: list[list[Marked]] = []
+    packed: list[list[MarkedTokens]] = []
     lengths = draw.lognormal(4.2, 0.9, DOCUMENTS).astype(int).clip(12, SEQ + 1)
     for length in lengths:
         ids = draw.integers(1, SIZES["vocab_size"], length).astype(np.uint32)
-        packed += packer.add(Marked(ids, np.arange(length) >= length * 2 // 5, 0))
+        packed += packer.add(MarkedTokens(ids, np.arange(length) >= length * 2 // 5, 0))
     chosen = draw.choice(len(packed), ROWS, replace=False)
     return Step([[(each.ids.astype(np.int64), int(each.counts.argmax())) for each in packed[at]] for at in chosen])
 

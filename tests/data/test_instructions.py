@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from axonn_jax.cli.main import main
 from axonn_jax.data.instructions.marks import marked
-from axonn_jax.data.instructions.pack import WINDOW, Marked, Packer, first_fit
+from axonn_jax.data.instructions.pack import WINDOW, MarkedTokens, Packer, first_fit
 from axonn_jax.data.instructions.schemas import messages_of
 from axonn_jax.data.instructions.templates import Alpaca, template_of
 from axonn_jax.data.instructions.write import InstructionOptions, prepare_instructions
@@ -237,7 +237,7 @@ def test_fill_of_skewed_lengths_is_at_least_97_percent():
     lengths, packer = skewed(20_000), Packer(2049)
     rows = []
     for number, length in enumerate(lengths):
-        rows += packer.add(Marked(np.full(length, number, np.uint32), np.ones(length, bool), 0))
+        rows += packer.add(MarkedTokens(np.full(length, number, np.uint32), np.ones(length, bool), 0))
     rows += packer.rest()
     used = [sum(len(document.ids) for document in row) for row in rows]
     assert sorted(document.ids[0] for row in rows for document in row) == list(range(len(lengths)))

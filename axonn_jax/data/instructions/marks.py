@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from axonn_jax.data.instructions.pack import Marked
+from axonn_jax.data.instructions.pack import MarkedTokens
 from axonn_jax.data.instructions.templates import Passage
 
 
-def marked(tokenizer: Any, documents: Sequence[list[Passage]], begin: Sequence[int], end: int) -> list[Marked]:
+def marked(tokenizer: Any, documents: Sequence[list[Passage]], begin: Sequence[int], end: int) -> list[MarkedTokens]:
     """Return the tokens of documents; a token counts if one of its characters is an answer's.
 
     Args:
@@ -24,7 +24,7 @@ def marked(tokenizer: Any, documents: Sequence[list[Passage]], begin: Sequence[i
     return [_document([(passage, next(encodings)) for passage in document], begin, end) for document in documents]
 
 
-def _document(passages: Iterable[tuple[Passage, Any]], begin: Sequence[int], end: int) -> Marked:
+def _document(passages: Iterable[tuple[Passage, Any]], begin: Sequence[int], end: int) -> MarkedTokens:
     ids, counts, size = list[int](), list[NDArray[np.bool_]](), 0
     for passage, encoding in passages:
         ids += encoding.ids
@@ -36,7 +36,7 @@ def _document(passages: Iterable[tuple[Passage, Any]], begin: Sequence[int], end
     if ids[: len(begin)] != [*begin]:
         ids = [*begin, *ids]
         counts = [np.zeros(len(begin), bool), *counts]
-    return Marked(np.asarray(ids, np.uint32), np.concatenate(counts), size)
+    return MarkedTokens(np.asarray(ids, np.uint32), np.concatenate(counts), size)
 
 
 def _answers(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:

@@ -10,7 +10,7 @@ WINDOW = 1024
 """Documents that are packed at a time."""
 
 
-class Marked(NamedTuple):
+class MarkedTokens(NamedTuple):
     """Tokens of a document, and the targets among them."""
 
     ids: NDArray[np.uint32]
@@ -24,9 +24,9 @@ class Marked(NamedTuple):
         """Number of targets; the first token is none."""
         return int(self.counts[1:].sum())
 
-    def cut(self, length: int) -> "Marked":
+    def cut(self, length: int) -> "MarkedTokens":
         """Return the first `length` tokens; the size stays."""
-        return Marked(self.ids[:length], self.counts[:length], self.size)
+        return MarkedTokens(self.ids[:length], self.counts[:length], self.size)
 
 
 class Packer:
@@ -34,9 +34,9 @@ class Packer:
 
     def __init__(self, width: int):
         self._width = width
-        self._waiting: list[Marked] = []
+        self._waiting: list[MarkedTokens] = []
 
-    def add(self, document: Marked) -> list[list[Marked]]:
+    def add(self, document: MarkedTokens) -> list[list[MarkedTokens]]:
         """Take a document; return the rows of a window when it is full."""
         self._waiting.append(document)
         if len(self._waiting) < WINDOW:
@@ -48,7 +48,7 @@ class Packer:
         self._waiting = [self._waiting[at] for at in kept]
         return full
 
-    def rest(self) -> list[list[Marked]]:
+    def rest(self) -> list[list[MarkedTokens]]:
         """Return the rows of the documents that still wait."""
         rows = first_fit([len(document.ids) for document in self._waiting], self._width)
         waiting, self._waiting = self._waiting, []

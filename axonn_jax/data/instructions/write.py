@@ -16,7 +16,7 @@ from axonn_jax.data import tokenize
 from axonn_jax.data.holdout import Holdout
 from axonn_jax.data.instructions.marks import marked
 from axonn_jax.data.instructions.mix import Mix, MixedRow
-from axonn_jax.data.instructions.pack import Marked, Packer
+from axonn_jax.data.instructions.pack import MarkedTokens, Packer
 from axonn_jax.data.instructions.templates import Template, template_of
 from axonn_jax.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Split, checksum
 from axonn_jax.data.output import appearing
@@ -155,7 +155,7 @@ class _Rows:
         self._packer = Packer(self._width)
         self._size = self._padding = self._counted = 0
 
-    def add(self, document: Marked) -> None:
+    def add(self, document: MarkedTokens) -> None:
         """Take a document, or count it as one of no use."""
         length = len(document.ids)
         self.shortest = length if self.shortest is None else min(self.shortest, length)
@@ -179,7 +179,7 @@ class _Rows:
         tokens = sum(shard.tokens for shard in shards)
         return Split(self._size, tokens, shards, self._counted, self._padding)
 
-    def _write(self, row: list[Marked]) -> None:
+    def _write(self, row: list[MarkedTokens]) -> None:
         from axonn_jax.models.packed import counted, pack, token_ids  # imports jax, a second
 
         ids: Any = [document.ids for document in row]
@@ -199,7 +199,7 @@ def _encoded(
     rows: Iterator[tuple[str, MixedRow]],
     template: Template,
     options: InstructionOptions,
-) -> Iterator[tuple[str, Marked, int]]:
+) -> Iterator[tuple[str, MarkedTokens, int]]:
     """Yield documents with their splits and the characters of their rows."""
     answers = options.loss == "response"
     while batch := list(islice(rows, _AT_ONCE)):
