@@ -40,18 +40,17 @@ class Built(NamedTuple):
 
 
 class Builder:
-    """Compiler in a folder of its own; headers and a problem's driver are compiled once."""
+    """Compiler in a folder of its own; headers for an execution model and a problem's driver are compiled once."""
 
     def __init__(self, suite: str, command: Sequence[str], folder: Path, *, as_root: bool):
         self._command, self._folder, self._as_root = list(command), folder, as_root
         self._drivers: dict[str, Path] = {}
+        self._headers: set[str] = set()
         for name, text in headers(suite).items():
             (folder / name).write_text(text, encoding="utf-8")
         hand_over(folder, as_root=as_root)
         (ready := folder / "prelude.hpp.gch").mkdir()
         hand_over(ready, as_root=as_root)
-        for model, flags in FLAGS.items():  # a compiler without this form reads the header itself
-            self._run([*flags, "-x", "c++-header", "prelude.hpp", "-o", f"{ready.name}/{model}"])
 
     def build(self, problem: Problem, model: str, source: str) -> Built:
         """Compile a sample's source together with its problem's driver.
@@ -59,6 +58,9 @@ class Builder:
         Raises:
             UserError: the driver itself is not compiled.
         """
+        if model not in self._headers:  # a compiler without this form reads the header itself
+            self._run([*FLAGS[model], "-x", "c++-header", "prelude.hpp", "-o", f"prelude.hpp.gch/{model}"])
+            self._headers.add(model)
         driver = self._drivers.get(problem.name) or self._driver(problem)
         program, file = self._folder / "sample", self._folder / "sample.cc"
         program.unlink(missing_ok=True)
@@ -71,6 +73,7 @@ class Builder:
         source.write_text(problem.driver(), encoding="utf-8")
         target = source.with_suffix(".o")
         ended = self._run([*FLAGS["serial"], "-c", source.name, "-o", target.name])
+        source.unlink()  # out of a sample's reach: it has the reference solution
         if ended.status or not target.is_file():
             accepted = f"a compiler that builds the suite's own programs; {_line(ended)}"
             raise UserError("--compiler", shlex.join(self._command), accepted)

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,18 +52,18 @@ class Ended(NamedTuple):
 
 
 def check_sandbox(*, as_root: bool) -> None:
-    """Raise ``UserError`` where programs cannot be run under limits, or would run as root."""
+    """Run a program of no effect; raise ``UserError`` where none can be run under limits."""
     if not sys.platform.startswith("linux") or (machine := platform.machine()) not in jail.MACHINES:
         known = " or ".join(jail.MACHINES)
         raise UserError("--execute", True, f"Linux on {known}, whose system calls the sandbox knows; not {machine}")
-    if os.geteuid() == 0 and not as_root:
-        try:
-            import pwd
+    limits = Limits(seconds=30.0, memory=1 << 30)
+    ended = run([shutil.which("true") or "/bin/true"], Path("/"), limits, filtered=True, as_root=as_root)
+    if ended.status:
+        raise UserError("--execute", True, f"a system whose programs start in the sandbox; `true`: {_shown(ended)}")
 
-            pwd.getpwuid(jail.NOBODY)
-        except KeyError:
-            accepted = f"a user other than root, or one with the number {jail.NOBODY} to change to, or --as-root"
-            raise UserError("--execute", True, accepted) from None
+
+def _shown(ended: Ended) -> str:
+    return " ".join(f"{ended.stopped} {ended.errors}".split()) or f"status {ended.status}"
 
 
 def run(
@@ -120,7 +121,9 @@ def run(
             process.returncode = status = os.waitstatus_to_exitcode(code)
     lines, errors = (bytes(text).decode(errors="replace") for text in texts)
     if status == jail.FAILED and lines.startswith("Jail: "):
-        raise UserError("--execute", True, f"a system that gives the sandbox its means; missing: {lines[6:].strip()}")
+        hint = "; or --as-root" if given["nobody"] else ""
+        accepted = f"a system that gives the sandbox its means{hint}; missing: {lines[6:].strip()}"
+        raise UserError("--execute", True, accepted)
     return Ended(
         status, lines, errors, stopped or _reason(status, lines, errors, max(peak, 1024 * usage.ru_maxrss), limits)
     )

@@ -119,14 +119,13 @@ def judge():
         yield made
 
 
-@pytest.mark.parametrize("kind", ["graph", "sort"])
-def test_a_reference_passes_and_a_broken_solution_does_not(judge, kind):
-    for model in MODELS:
-        check(judge, next(one for one in problems("mini") if one.kind == kind), model)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_reference_passes_and_a_broken_solution_does_not(judge, model):
+    check(judge, next(one for one in problems("mini") if one.kind == "sort"), model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(KINDS - {"graph", "sort"}))
+@pytest.mark.parametrize("kind", sorted(KINDS - {"sort"}))
 def test_other_references_pass_and_broken_solutions_do_not(judge, kind):
     for model in MODELS:
         check(judge, next(one for one in problems("mini") if one.kind == kind), model)

@@ -1,19 +1,23 @@
 """``axonn-jax evaluate``: programs of a model built, run and measured, with ParEval's files and metrics."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from axonn_jax.cli_args import Arg, NotNegative, Positive
+from axonn_jax.cli_args import Arg, NotNegative, Positive, default_of
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
-from axonn_jax.evaluate import suite
 from axonn_jax.evaluate.formats import Entry, judged, read_generations, read_prompts, read_results, write
 from axonn_jax.evaluate.metrics import Definition, Judged
+from axonn_jax.evaluate.suite import MODELS, Problem, TemplateName, check_suite, problems
 from axonn_jax.grid import GridShape
 from axonn_jax.terminal import Ticker, printable, say
+
+_OF_A_MODEL = ("template", "samples", "tokens", "temperature", "top_p", "seed", "grid")
+_OF_RUNS = ("execute", "as_root", "seconds", "memory", "compiler")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,9 @@ class Evaluate:
     """Let programs run as root; by default root's programs run as the user nobody."""
     out: Annotated[Path | None, Arg(default="RUN_DIR/evaluate.json, or FILE.results.json of --generations")] = None
     """The file to write: results, or generations where nothing is run."""
+    template: TemplateName = "none"
+    """Form of the prompts: none leaves the function to be continued; alpaca (as HPC-Coder-V2) and chat (the tokenizer's
+    template) ask for it."""
     samples: Annotated[int, Arg(least=1, most=100_000)] = 20
     """Programs for each prompt."""
     tokens: Positive = 1024
@@ -76,22 +83,30 @@ def run(args: Evaluate) -> int:
     given = [name for name, path in sources.items() if path is not None]
     if len(given) != 1:
         accepted = "one of RUN_DIR, --generations FILE and --results FILE"
-        raise UserError(" and ".join(given) or "RUN_DIR", "(given)" if given else NOT_GIVEN, accepted)
+        raise UserError(" and ".join(given) or "RUN_DIR", "together" if given else NOT_GIVEN, accepted)
     if args.results is not None:
-        if args.execute:
-            raise UserError("--execute", True, "nothing with --results, which runs nothing")
+        _check_unused(args, "--results", (*_OF_A_MODEL, *_OF_RUNS, "out", "suite"))
         return _print(args, _figures(args, read_results(args.results, "--results")))
     if args.run_dir is not None and args.suite.endswith(".json"):
+        _check_unused(args, "--suite FILE.json, which is only continued", (*_OF_RUNS, "k", "metrics"))
         return _continue_file(args, args.run_dir)
+    if args.generations is not None:
+        _check_unused(args, "--generations", _OF_A_MODEL)
     return _judge(args)
+
+
+def _check_unused(args: Evaluate, source: str, names: Sequence[str]) -> None:
+    """Raise ``UserError`` for a given option that nothing would read."""
+    for option in fields(args):
+        if option.name in names and (value := getattr(args, option.name)) != default_of(option):
+            flag = f"--{option.name.replace('_', '-')}"
+            raise UserError(flag, value, f"not given with {source}")
 
 
 def _continue_file(args: Evaluate, run_dir: Path) -> int:
     """Write the generations for a file of prompts."""
     from axonn_jax.cli.evaluate.model import generated
 
-    if args.execute:
-        raise UserError("--execute", True, "a suite of this package; the drivers for a file of prompts are ParEval's")
     prompts, out = read_prompts(Path(args.suite), "--suite"), _out(args, run_dir / "evaluate.json")
     entries, first = generated(args, run_dir, prompts, alone=False)
     if first:
@@ -107,8 +122,8 @@ def _judge(args: Evaluate) -> int:
     from axonn_jax.evaluate.judge import judge_all, judging
     from axonn_jax.evaluate.sandbox import check_sandbox
 
-    suite.check_suite(args.suite)
-    known = suite.problems(args.suite)
+    check_suite(args.suite)
+    known = problems(args.suite)
     if not args.execute:
         accepted = "--execute, which compiles and runs the generated code on this machine, in a sandbox"
         raise UserError("--execute", NOT_GIVEN, accepted)
@@ -136,7 +151,7 @@ def _judge(args: Evaluate) -> int:
     return _print(args, _figures(args, judged(done)) | {"suite": args.suite, "results": str(out), "ends": ends(done)})
 
 
-def _prompts(known: list[suite.Problem]) -> list[Entry]:
+def _prompts(known: list[Problem]) -> list[Entry]:
     """Prompts of a suite as ParEval writes them."""
     return [
         {
@@ -147,21 +162,21 @@ def _prompts(known: list[suite.Problem]) -> list[Entry]:
             "prompt": problem.prompt(model),
         }
         for problem in known
-        for model in suite.MODELS
+        for model in MODELS
     ]
 
 
-def _of_suite(args: Evaluate, known: list[suite.Problem], entries: list[Entry]) -> list[Entry]:
+def _of_suite(args: Evaluate, known: list[Problem], entries: list[Entry]) -> list[Entry]:
     """The entries of the suite's execution models; others are counted on standard error."""
     names = [problem.name for problem in known]
     for entry in entries:
         if entry["name"] not in names:
             accepted = f"a problem of the suite {args.suite}, such as {names[0]}{nearest(entry['name'], names)}"
             raise UserError("--generations", entry["name"], accepted)
-    others = Counter(entry["parallelism_model"] for entry in entries if entry["parallelism_model"] not in suite.MODELS)
-    kept = [entry for entry in entries if entry["parallelism_model"] in suite.MODELS]
+    others = Counter(entry["parallelism_model"] for entry in entries if entry["parallelism_model"] not in MODELS)
+    kept = [entry for entry in entries if entry["parallelism_model"] in MODELS]
     if not kept:
-        raise UserError("--generations", ", ".join(others), f"programs of one of {', '.join(suite.MODELS)}")
+        raise UserError("--generations", ", ".join(others), f"programs of one of {', '.join(MODELS)}")
     if others:
         say(f"not judged: {', '.join(f'{count} of {model}' for model, count in others.items())}")
     return kept
@@ -169,8 +184,9 @@ def _of_suite(args: Evaluate, known: list[suite.Problem], entries: list[Entry]) 
 
 def _out(args: Evaluate, default: Path) -> Path:
     out = args.out or default
-    if not out.parent.is_dir() or out.is_dir():
-        raise UserError("--out", str(out), "a file in a directory that exists")
+    folder = out.parent.is_dir()
+    if out.is_dir() or (args.out and not folder) or (folder and not os.access(out.parent, os.W_OK)):
+        raise UserError("--out", str(out), "a file in a directory that exists and can be written")
     return out
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from axonn_jax.cli.evaluate import Evaluate
     from axonn_jax.evaluate.formats import Entry
 
-_AT_ONCE = 16
+_AT_ONCE, _NOW = 16, "generating"
 
 
 def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone: bool) -> "tuple[list[Entry], bool]":
@@ -28,6 +28,7 @@ def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone:
     """
     from axonn_jax.data.tokenize import ends_of
     from axonn_jax.evaluate.continuations import requests_of
+    from axonn_jax.evaluate.forms import form_of
     from axonn_jax.inference.sampling import Sampling
     from axonn_jax.inference.weights import check_grid, on_grid
     from axonn_jax.models.huggingface.pretrained import shape_of
@@ -38,7 +39,8 @@ def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone:
     shape = shape_of(run_dir, "RUN_DIR")
     on_grid(shape, args.grid)
     tokenizer, entries = tokenizer_of(run_dir, shape.vocab)
-    requests = requests_of(prompts, tokenizer, shape.seq_len, samples=args.samples, tokens=args.tokens)
+    form = form_of(args.template, run_dir)
+    requests = requests_of(prompts, tokenizer, form, shape.seq_len, samples=args.samples, tokens=args.tokens)
     stops = ends_of(run_dir, tokenizer, "RUN_DIR")
 
     from axonn_jax.distributed.initialize import start
@@ -52,23 +54,23 @@ def generated(args: "Evaluate", run_dir: Path, prompts: "list[Entry]", *, alone:
         raise UserError("--execute", f"{grid.size} processes", accepted)
     replicas = args.grid.batch_shards
     slots = -(-min(_AT_ONCE, len(requests)) // replicas) * replicas
-    with Ticker("generating") as ticker:
+    with Ticker(_NOW) as ticker:
         generator = Generator(run_dir, grid, slots=slots, stops=stops, limit=entries)
         texts = continuations(
             generator,
             tokenizer,
+            prompts,
+            form,
             requests,
             sampling,
-            lambda done: ticker.now("generating", len(requests), "texts", done),
+            lambda done: ticker.now(_NOW, len(requests), "texts", done),
         )
     facts: dict[str, Any] = {
         "temperature": args.temperature,
         "top_p": args.top_p,
         "do_sample": args.temperature > 0,
         "max_new_tokens": args.tokens,
-        "prompted": False,
+        "prompted": form.prompted,
     }
-    number = args.samples
-    return [
-        p | facts | {"outputs": texts[at * number : (at + 1) * number]} for at, p in enumerate(prompts)
-    ], grid.rank == 0
+    made = [prompt | facts | {"outputs": outputs} for prompt, outputs in zip(prompts, texts, strict=True)]
+    return made, grid.rank == 0

@@ -1,0 +1,93 @@
+"""Bodies of functions in generated text, bare or as an answer, and texts that end behind one."""
+
+import types
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from axonn_jax.data.instructions.templates import Alpaca
+from axonn_jax.evaluate.continuations import continuations, requests_of
+from axonn_jax.evaluate.cut import body_of, cut
+from axonn_jax.evaluate.forms import form_of
+from axonn_jax.evaluate.suite import problems
+from axonn_jax.inference.sampling import Sampling
+from axonn_jax.inference.slots import Continuation
+
+PROMPT = "/* Add. */\nint add(int a, int b) {"
+BODIES = {
+    "  return a + b;\n}": "\nint main() { }",
+    "if (a) { return b; } else { while (b) {} }\n}": " }}}",
+    "// ends with a }\n  return 1;\n}": "x",
+    "/* } */ return \"}\\\"}\"[0] + '}' + '\\'';\n}": " int c;",
+    "return 1'000 + 0x1'f;\n}": " '}'",
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_body_ends_with_its_own_brace(body):
+    assert cut(body + BODIES[body]) == body
+    assert cut(body[:-1]) is None
+    assert form_of("none", None).body(PROMPT, body + BODIES[body]) == body
+
+
+ANSWERS = {
+    "a function": "Here it is:\n```c++\nint add(int a, int b) {\n  return a + b;\n}\n```\nIt adds.",
+    "without its first line": "```cpp\n  return a + b;\n}\n```",
+    "behind another": "```\n#include <vector>\n```\nand\n```c++\nint two() { return 2; }\nint add(int a,\n int b)\n{\n"
+    "  return a + b;\n}\n```",
+    "not closed": "```c++\nint add(int a, int b) {\n  return a + b;\n}\nint main() {}",
+    "without a fence": "int add(int a, int b) {\n  return a + b;\n}",
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_the_body_of_an_answer(case):
+    form = form_of("alpaca", None)
+    assert form.body(PROMPT, ANSWERS[case]).strip() == "return a + b;\n}"
+    assert form.ended(ANSWERS[case]) == (case in ("a function", "without its first line", "behind another"))
+    assert not form.ended(ANSWERS[case].partition("\n")[0])
+
+
+def test_a_body_of_nothing_is_nothing():
+    assert (body_of("add", ""), body_of("", "}"), cut("")) == ("", "}", None)
+
+
+@pytest.mark.parametrize("problem", problems("mini"), ids=lambda problem: problem.kind)
+def test_a_request_names_the_function_and_is_in_the_form_of_the_training_data(problem):
+    text = form_of("alpaca", None).text(problem.prompt("omp"))
+    name = problem.signature.partition("(")[0].split()[-1]
+    assert f"```\nWrite only the function {name} and no other code." in text
+    user = {"role": "user", "content": text.partition("### Instruction:\n")[2].removesuffix("\n\n### Response:\n")}
+    (trained,) = Alpaca().passages([user, {"role": "assistant", "content": "ANSWER"}], marked=True)
+    assert text + "ANSWER" == trained.text
+
+
+def test_a_text_ends_behind_its_function():
+    vocab = {"<end>": 256, **{f"<0x{byte:02X}>": byte for byte in range(256)}}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    body, made = "\n  return a + b;\n}", 0
+
+    def stream(requests, sampling, *, logs, until):
+        nonlocal made
+        for request in range(len(requests)):
+            for at in range(0, 99, 4):
+                piece = Continuation(
+                    request, list((body + "\nint main() { }" * 9).encode()[at : at + 4]), [0.0] * 4, False
+                )
+                made += 4
+                if until(request, piece):
+                    yield piece._replace(ended=True)
+                    break
+                yield piece
+
+    generator = types.SimpleNamespace(stream=stream, programs=types.SimpleNamespace(stops=()))
+    form, entries = form_of("none", None), [{"prompt": "}", "name": "a", "parallelism_model": "serial"}] * 2
+    requests = requests_of(entries, tokenizer, form, 200, samples=3, tokens=500)
+    assert [(request.sample, request.tokens) for request in requests] == [(at, 199) for at in range(6)]
+    counts = []
+    found = continuations(generator, tokenizer, entries, form, requests, Sampling(), counts.append)
+    assert found == [[body] * 3] * 2
+    assert counts[-1] == 6
+    assert made == 6 * (len(body) + -len(body) % 4)

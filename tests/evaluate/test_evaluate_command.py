@@ -1,0 +1,105 @@
+"""`axonn-jax evaluate` from a model's directory to its figures, on the files that ParEval's scripts read and write."""
+
+import json
+
+import pytest
+from pretrained import CONFIGS, bpe, weights, write_model
+
+from axonn_jax.cli.main import main
+from axonn_jax.evaluate.suite import MODELS, problems
+
+GENERATED = {
+    "problem_type", "language", "name", "parallelism_model", "prompt", "temperature", "top_p", "do_sample",
+    "max_new_tokens", "prompted", "outputs",
+}  # fmt: skip
+KIND = "reduce"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with a model of random weights."""
+    folder = tmp_path_factory.mktemp("evaluate") / "model"
+    config = CONFIGS["llama"] | {"max_position_embeddings": 1024}
+    write_model(folder, config, weights(config))
+    bpe(301, ["<|endoftext|>"]).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """A file of a problem's prompts for both execution models."""
+    entries = [
+        {
+            "problem_type": one.kind,
+            "language": "cpp",
+            "name": one.name,
+            "parallelism_model": kind,
+            "prompt": one.prompt(kind),
+        }
+        for one in problems("mini")
+        if one.kind == KIND
+        for kind in MODELS
+    ]
+    (tmp_path / "prompts.json").write_text(json.dumps(entries))
+    return tmp_path / "prompts.json"
+
+
+def evaluated(capsys, *words):
+    assert main(["evaluate", *map(str, words), "--json"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("template", ["none", "alpaca"])
+def test_a_models_generations_are_judged(model, prompts, tmp_path, capsys, template):
+    file, more = tmp_path / "generations.json", ["--samples", "2", "--tokens", "6", "--seed", "3"]
+    found = evaluated(capsys, model, "--suite", prompts, "--out", file, "--template", template, *more)
+    assert found == {"generations": str(file), "prompts": 2, "samples": 2}
+    entries = json.loads(file.read_text())
+    for entry, asked in zip(entries, json.loads(prompts.read_text()), strict=True):
+        assert set(entry) == GENERATED
+        assert {key: entry[key] for key in asked} == asked
+        assert [entry[key] for key in ("temperature", "top_p", "max_new_tokens")] == [0.2, 0.95, 6]
+        assert entry["prompted"] == (template != "none")
+        assert len(entry["outputs"]) == 2
+        assert all(isinstance(text, str) for text in entry["outputs"])
+    grid = ["--grid.data", "2", "--grid.y", "2", "--out", tmp_path / "other.json"]
+    evaluated(
+        capsys, model, "--suite", file, *grid, "--template", template, *more
+    )  # of a file with outputs: its prompts
+    assert json.loads((tmp_path / "other.json").read_text()) == entries
+    if template == "none":
+        found = evaluated(capsys, "--generations", file, "--execute", "--k", "2")
+        assert found["ends"] == {"not built": 4}  # random tokens
+        values = {"build": 0.0, "pass": 0.0, "speedup": 0.0, "efficiency": 0.0}
+        assert {name: one["types"]["all"]["2"] for name, one in found["models"].items()} == dict.fromkeys(
+            MODELS, values
+        )
+
+
+def test_right_programs_are_measured(prompts, tmp_path, capsys):
+    entries, known = json.loads(prompts.read_text()), {one.name: one for one in problems("mini")}
+    for entry in entries:
+        right = known[entry["name"]].reference(entry["parallelism_model"])
+        entry |= {"outputs": [right, "return 1; }", "nothing(); }"], "temperature": 0.2}
+    extra = {**entries[0], "parallelism_model": "kokkos"}
+    (tmp_path / "made.json").write_text(json.dumps([*entries, extra]))
+    assert main(["evaluate", "--generations", str(tmp_path / "made.json"), "--execute"]) == 0
+    out, err = capsys.readouterr()
+    assert "not judged: 1 of kokkos\n" in err
+    assert "right: 2, wrong result: 2, not built: 2\n" in out
+    file = tmp_path / "made.results.json"
+    assert out.endswith(f"results: {file}\n")
+    for entry in json.loads(file.read_text()):
+        assert [output["did_build"] for output in entry["outputs"]] == [True, True, False]
+        assert [output["are_all_valid"] for output in entry["outputs"]] == [True, False, False]
+        assert entry["outputs"][0]["best_sequential_runtime"] > 0
+    found = evaluated(capsys, "--results", file)
+    for one in found["models"].values():
+        for kind in ("all", KIND):
+            values = one["types"][kind]["1"]
+            assert values["build"] == pytest.approx(2 / 3)
+            assert values["pass"] == pytest.approx(1 / 3)
+            assert values["speedup"] > 0
+            assert values["efficiency"] == pytest.approx(values["speedup"] / one["n"])
