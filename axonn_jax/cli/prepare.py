@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from axonn_jax.cli_args import Arg
-from axonn_jax.errors import NOT_GIVEN, UserError, first_of
+from axonn_jax.errors import NOT_GIVEN, UserError
 from axonn_jax.options import InstructionLoss, TooLong
 from axonn_jax.terminal import Ticker, printable, say
 
 if TYPE_CHECKING:
     from axonn_jax.data.manifest import Manifest
     from axonn_jax.data.source import Source
-
-
-_LEFT = {"too_long": "longer than a row", "cut": "cut", "without_targets": "without a target that counts"}
 
 
 @dataclass(frozen=True)
@@ -160,7 +157,7 @@ def _instructions(args: Prepare) -> int:
         args.seq_len, args.template or "alpaca", args.loss or "response", args.too_long or "drop", args.mix, args.bos
     )
     with terminated(), Ticker("reading") as ticker:
-        manifest, unused = prepare_instructions(
+        manifest, notes = prepare_instructions(
             args.source,
             args.out,
             options,
@@ -171,11 +168,8 @@ def _instructions(args: Prepare) -> int:
             shard_tokens=args.shard_tokens,
             report=lambda phase, done, total: ticker.now(phase, total >> 20, "MiB", done >> 20),
         )
-    if unused:
-        say(printable(f"keys not read: {first_of([f'{key} ({rows:,} rows)' for key, rows in sorted(unused.items())])}"))
-    for kind, number in manifest.skipped.items():
-        if number:
-            say(f"{_LEFT[kind]}: {number:,} conversations")
+    for line in notes:
+        say(printable(line))
     _print(args, manifest, time.perf_counter() - began)
     return 0
 

@@ -39,10 +39,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prepared(folder):
     source = instruction_data.write(folder.parent / "data.jsonl", instruction_data.rows(300))
-    manifest, unused = prepare_instructions(
+    manifest, notes = prepare_instructions(
         source, folder.parent / "out", InstructionOptions(SEQ, mix=[]), tokenizer=folder, holdout=0.2
     )
-    assert unused == {"lang": 100}
+    assert notes[0] == "keys not read: lang (100 rows)"
+    assert notes[-1] == "conversations begin without <s>, the tokenizer's begin token: --bos adds it"
     return manifest
 
 
@@ -192,6 +193,9 @@ def test_a_file_is_a_template_and_need_not_open_answers(folder, tmp_path):
     (passage,) = template.passages(TALK, marked=True)
     answers = [passage.text[begin:end] for begin, end in passage.answers]
     assert answers == [f"{TALK[at]['content'].strip()}<|endoftext|>\n" for at in (1, 3)]
+    short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "s"}]  # as in "assistant", "</s>"
+    (passage,) = template.passages(short, marked=True)
+    assert [passage.text[begin:end] for begin, end in passage.answers] == ["s<|endoftext|>\n"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from axonn_jax.documents import read_bytes
 from axonn_jax.errors import UserError, nearest
 
 _MOST = 1 << 20
+_PLACE = "\uf8ff"  # of private use: no template knows it
 _TASK = "Below is an instruction that describes a task"
 _INTRO = f"{_TASK}. Write a response that appropriately completes the request."
 _INTRO_INPUT = (
@@ -90,18 +91,17 @@ class Jinja:
 
     def _answer(self, text: str, messages: Messages, at: int) -> tuple[int, int]:
         """Return the characters of the answer that message number `at` is."""
-        before, content = messages[:at], messages[at]["content"].strip()
+        before = messages[:at]
         head = self._template.text(before) if before else ""
         closed = self._template.text(messages[: at + 1], answers=False)
+        place = self._template.text([*before, messages[at] | {"content": _PLACE}], answers=False).rfind(_PLACE)
+        if place < 0:
+            raise UserError("--template", text[-80:], "a template with a place for the response")
         if not (text.startswith(closed) and closed.startswith(head)):
             accepted = "a template that leaves the text of earlier turns as it is; or --loss all"
             raise UserError("--template", text[-80:], accepted)
-        begin = len(head)
-        if content[-40:] not in closed[begin:]:
-            raise UserError("--template", text[-80:], "a template with a place for the response")
-        if not before or head == self._template.text(before, answers=False):  # it does not open an answer
-            begin = max(closed.rfind(content, begin), begin)
-        return begin, len(closed)
+        opened = before and head != self._template.text(before, answers=False)
+        return len(head) if opened else max(place, len(head)), len(closed)
 
 
 def template_of(name: str, tokenizer: Path) -> Template:

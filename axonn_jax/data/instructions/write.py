@@ -31,7 +31,7 @@ from axonn_jax.data.prepare import (
     tools,
     unigram_entropy,
 )
-from axonn_jax.errors import UserError
+from axonn_jax.errors import UserError, first_of
 from axonn_jax.options import InstructionLoss, TooLong
 
 _AT_ONCE = 512  # documents that the tokenizer encodes on all cores
@@ -66,10 +66,10 @@ def prepare_instructions(
     force: bool = False,
     shard_tokens: int = SHARD_TOKENS,
     report: Report = silent,
-) -> tuple[Manifest, Counter[str]]:
+) -> tuple[Manifest, list[str]]:
     """Write the prepared directory ``out`` of packed rows from conversations, at once whole or not at all.
 
-    Returns the manifest, and the number of rows by each key that was not read.
+    Returns the manifest, and lines on surprises.
 
     Raises:
         UserError: an argument is out of range, a row is of no use, no document fits, ``out`` holds something else or
@@ -140,7 +140,7 @@ def prepare_instructions(
             tokenizer_sha256=checksum(partial / TOKENIZER),
         )
         put(partial / MANIFEST, (json.dumps(manifest.as_json(), indent=1) + "\n").encode())
-    return manifest, unused
+    return manifest, [*_notes(manifest, unused), *_ends(encoder, tokenizer, rows)]
 
 
 class _Rows:
@@ -152,12 +152,15 @@ class _Rows:
         """Documents left out or cut, by kind."""
         self.shortest: int | None = None
         """Tokens of the shortest document."""
+        self.first: int | None = None
+        """First token of the first document."""
         self._packer = Packer(self._width)
         self._size = self._padding = self._counted = 0
 
     def add(self, document: MarkedTokens) -> None:
         """Take a document, or count it as one of no use."""
         length = len(document.ids)
+        self.first = int(document.ids[0]) if self.first is None else self.first
         self.shortest = length if self.shortest is None else min(self.shortest, length)
         if length > self._width:
             if self._options.too_long == "drop":
@@ -229,3 +232,23 @@ def _check_filled(splits: dict[str, Split], rows: dict[str, _Rows], options: Ins
         left = ", ".join(f"{count:,} {kind}" for kind, count in rows[empty[0]].left.items() if kind != "cut")
         accepted = f"a split with a document in each part; of {empty[0]} all are left out ({left}); see --seq-len"
         raise UserError("--holdout", share, accepted)
+
+
+def _notes(manifest: Manifest, unused: Counter[str]) -> Iterator[str]:
+    """Yield lines on keys that were not read, and on conversations that were left out or cut."""
+    if unused:
+        yield f"keys not read: {first_of([f'{key} ({count:,} rows)' for key, count in sorted(unused.items())])}"
+    names = {"too_long": "longer than a row", "cut": "cut", "without_targets": "without a target that counts"}
+    for kind, count in manifest.skipped.items():
+        if count:
+            yield f"{names[kind]}: {count:,} conversations"
+
+
+def _ends(encoder: Any, tokenizer: Path, rows: dict[str, _Rows]) -> Iterator[str]:
+    """Yield lines on the tokens that begin and end a text, where conversations go without."""
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    ends, train = tokenize.ends_of(folder, encoder, "--tokenizer"), rows["train"]
+    if not train.writer.counts[[*ends]].any():
+        yield f"no target is {' or '.join(map(encoder.id_to_token, ends))}, at which generation ends"
+    if (begin := tokenize.begin_of(encoder)) and train.first not in (None, begin[0]):
+        yield f"conversations begin without {encoder.id_to_token(begin[0])}, the tokenizer's begin token: --bos adds it"
