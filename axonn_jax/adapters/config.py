@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.config import ModelShape
-from axonn_jax.options import CountOrZero, Positive
+from axonn_jax.options import CountOrZero, Positive, typed
 
 Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
 """Projections of a block: to queries, keys, values, from attention, and those of the MLP."""
+LORA = "lora"
+"""Key of the facts of adapters in a checkpoint's manifest."""
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 
@@ -89,6 +91,72 @@ def sides(shape: ModelShape) -> dict[Target, tuple[int, int]]:
     if shape.mlp_inputs == 1:
         del made["gate"]
     return made
+
+
+class Layer(NamedTuple):
+    """A layer with adapters: targets with their columns, and global shapes of its A and its B."""
+
+    name: str
+    """Name before `.kernel` and `.adapter.a` of parameters, as `blocks.0.attention.qkv`."""
+    targets: Mapping[Target, Columns | None]
+    a: tuple[int, int]
+    b: tuple[int, int]
+
+    @property
+    def ends(self) -> tuple[tuple[str, tuple[int, int]], ...]:
+        """The last word of both parameters' names, and their shapes."""
+        return ("a", self.a), ("b", self.b)
+
+
+def layers_of(shape: ModelShape, config: LoraConfig) -> list[Layer]:
+    """Return all layers with adapters of a model of these sizes, in order."""
+    size, made = sides(shape), []
+    for index in range(shape.layers):
+        for path, targets in places(shape, config).items():
+            rows = size[next(iter(targets))][0]
+            columns = sum(size[target][1] for target in PLACES[path])  # of the kernel, whatever the targets
+            a, b = (rows, len(targets) * config.rank), (config.rank, columns)
+            made.append(Layer(f"blocks.{index}.{path}", targets, a, b))
+    return made
+
+
+def trained_params(shape: ModelShape, config: LoraConfig) -> int:
+    """Return the number of trained parameters."""
+    pairs = (pair for target, pair in sides(shape).items() if target in config.targets)
+    return shape.layers * config.rank * sum(rows + columns for rows, columns in pairs)
+
+
+@dataclass(frozen=True)
+class StoredLora:
+    """Facts of adapters in a checkpoint's manifest."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    rslora: bool
+    base: str
+    """Path of the base; empty where it was given from Python."""
+    checksum: str
+    """Checksum of the base (`merge.checksum`)."""
+
+    @property
+    def config(self) -> LoraConfig:
+        """The settings."""
+        return LoraConfig(self.rank, self.alpha, self.targets, self.rslora)
+
+
+def stored_in(run: Mapping[str, Any]) -> StoredLora | None:
+    """Return the facts of adapters among those of a checkpoint's run; None where it holds a whole model.
+
+    Raises ``ValueError`` for facts that no save has written.
+    """
+    if LORA not in run:
+        return None
+    stored = typed(StoredLora, run[LORA], LORA)
+    stored.config.check()
+    if not stored.config.adapts:
+        raise ValueError(f"{LORA}.rank = {stored.rank}")
+    return stored
 
 
 def check_shape(shape: ModelShape, config: LoraConfig) -> None:

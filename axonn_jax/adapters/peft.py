@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axonn_jax.adapters.config import PLACES, TARGETS, LoraConfig, Target, check_shape, places, sides
+from axonn_jax.adapters.export import Arrays
 from axonn_jax.documents import read_json
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.config import ModelShape
@@ -32,9 +33,6 @@ _IDLE = frozenset({
 _READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights", "bias")
 _PLAIN_STARTS = (True, False, "gaussian")
 """First values of adapters that leave the base as it is: others, such as "pissa", change it."""
-
-Arrays = Mapping[str, NDArray[Any]]
-"""Adapters' arrays by the names of parameters, as `blocks.0.attention.qkv.adapter.a`."""
 
 
 class StoredAdapter(NamedTuple):

@@ -50,6 +50,16 @@ class StoredParameters:
     def span(self, name: str) -> None:
         """Nowhere: no file has a tensor as Hugging Face lays it out."""
 
+    def read(self, ours: str, bounds: Bounds, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """A part of one of this package's parameters."""
+        entry = next(entry for entry in self._entries if entry.ours == ours)
+        return self._part(entry, bounds).astype(dtype)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Sizes of this package's parameters."""
+        return {entry.ours: entry.size for entry in self._entries}
+
     def pieces(self, name: str) -> Iterator[NDArray[Any]]:
         """Return a tensor in pieces along the first dim; quick where tensors are asked for in order."""
         entry, number = self._homes[name]

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from axonn_jax.cli.adapters import write_adapter_of
 from axonn_jax.cli.prepare import terminated
 from axonn_jax.cli_args import Arg
 from axonn_jax.errors import UserError
@@ -33,12 +34,13 @@ class Convert:
 
     The kind of SOURCE decides the direction. DEST appears complete or not at all. Both sides have config.json,
     safetensors and the tokenizer's files, byte for byte; a directory to train from also a config.toml with the whole
-    [model] and, where positions are rotary, seq_len at most 2,048.
+    [model] and, where positions are rotary, seq_len at most 2,048. Of a run that trained adapters (LoRA), they are
+    written as PEFT has them (--adapter), or are added to their base (--merge).
     """
 
     source: Annotated[Path, Arg(positional="SOURCE")]
-    """A Hugging Face directory (config.json and safetensors), a converted one, a run directory, or one of its
-    step_N."""
+    """A Hugging Face directory (config.json and safetensors), a converted one, a run directory, or one of its step_N;
+    with --merge also PEFT's directory of an adapter."""
     dest: Annotated[Path, Arg(positional="DEST")]
     """The directory to write; new, or empty."""
     dtype: Dtype = "keep"
@@ -46,6 +48,12 @@ class Convert:
     check: bool = False
     """Also compare logits of 64 random tokens: of this package's model of one side, and of transformers (in torch) on
     the other; print the largest difference. Both must be installed."""
+    adapter: bool = False
+    """Write the adapters of a run in PEFT's format."""
+    merge: bool = False
+    """Add the adapters in SOURCE to their base, and write the Hugging Face model."""
+    base: Path | None = None
+    """The base of the adapters in SOURCE, if it is not where they say."""
     shard_size: float = 5.0
     """The most GB in one file."""
     force: bool = False
@@ -64,12 +72,19 @@ def run(args: Convert) -> int:
         raise UserError("--shard-size", args.shard_size, "a number of GB, from 0.000001 to 1000000")
     if args.check and (missing := [name for name in ("torch", "transformers") if find_spec(name) is None]):
         raise UserError("--check", True, f"{' and '.join(missing)} installed beside this package; or no --check")
+    if args.adapter and (args.merge or args.check or args.dtype != "keep"):
+        raise UserError("--adapter", True, "without --merge, --check and --dtype: it writes adapters alone, in fp32")
+    if args.base is not None and not args.merge:
+        raise UserError("--base", str(args.base), "left out without --merge")
     if not args.source.is_dir():
         raise UserError("SOURCE", str(args.source), "a directory of a Hugging Face model or of a run")
     began = time.perf_counter()
     with terminated(), Ticker("reading") as ticker:
-        side = _opened(args.source)
-        result = _write(side, args, ticker)
+        if args.adapter:
+            result = write_adapter_of(args.source, args.dest, force=args.force)
+        else:
+            side = _merged(args) if args.merge else _opened(args.source)
+            result = _write(side, args, ticker)
         if args.check:
             ticker.now("comparing logits")
             run_side, theirs_at = (args.dest, args.source) if side.to_run else (args.source, args.dest)
@@ -105,12 +120,15 @@ def _opened(source: Path) -> Conversion:
 
 
 def _opened_run(source: Path) -> Conversion:
+    from axonn_jax.adapters.merge import adapters_in
     from axonn_jax.checkpoint.export import StoredParameters
     from axonn_jax.checkpoint.restore import named_checkpoint, stored_shape
     from axonn_jax.distributed.host_sync import LocalSync
     from axonn_jax.models.huggingface.pretrained import FOLDER, check_shape, shape_of, small_files
 
     checkpoint = named_checkpoint(source, LocalSync(), say, "SOURCE")
+    if adapters_in(checkpoint, "SOURCE") is not None:
+        raise UserError("SOURCE", str(source), "a whole model; of adapters alone, --adapter or --merge")
     folder = checkpoint.path.absolute().parent
     folder = folder.parent if folder.name == "checkpoints" else folder
     shape = stored_shape(checkpoint, "SOURCE") or shape_of(folder, "SOURCE")
@@ -119,6 +137,34 @@ def _opened_run(source: Path) -> Conversion:
         check_shape(shape, folder / FOLDER, "SOURCE")
         return Conversion(shape, weights, dict(small_files(folder / FOLDER, "SOURCE")), False, trained=True)
     return Conversion(shape, weights, _own_small_files(folder, shape), False, trained=True)
+
+
+def _merged(args: Convert) -> Conversion:
+    """The base of adapters, to which they are added."""
+    from axonn_jax.adapters.export import MergedTensors, checked_base, stored_adapters
+    from axonn_jax.adapters.merge import adapters_in, base_of
+    from axonn_jax.adapters.peft import is_adapter, read_adapter, read_config
+    from axonn_jax.checkpoint.restore import named_checkpoint
+    from axonn_jax.distributed.host_sync import LocalSync
+
+    if is_adapter(args.source):
+        named = read_config(args.source, "SOURCE")[1]
+        folder = args.base or Path(named)
+        if (not named and args.base is None) or not folder.is_dir():
+            raise UserError("--base", str(args.base or ""), f"the directory of the adapter's base, {named!r} to it")
+        if args.check:
+            raise UserError("--check", True, "left out with an adapter of PEFT: it compares with a run")
+        side = _opened(folder)
+        config, arrays, _ = read_adapter(args.source, side.shape, "SOURCE")
+    else:
+        checkpoint = named_checkpoint(args.source, LocalSync(), say, "SOURCE")
+        if (stored := adapters_in(checkpoint, "SOURCE")) is None:
+            raise UserError("--merge", True, f"for adapters; {args.source} is a whole model")
+        folder = args.base or base_of(stored, checkpoint, "SOURCE")
+        side = _opened(folder)
+        checked_base(side.weights, stored, str(folder))
+        config, arrays = stored.config, stored_adapters(checkpoint, stored, side.shape, "SOURCE")
+    return replace(side, weights=MergedTensors(side.weights, side.shape, config, arrays), to_run=False)
 
 
 def _own_small_files(folder: Path, shape: "ModelShape") -> dict[str, bytes]:
@@ -219,6 +265,10 @@ def _json(value: object) -> bytes:
 
 
 def _lines(result: Mapping[str, Any]) -> str:
+    if result["to"] == "adapter":
+        base = result["base"] or "a model given from Python"
+        written = printable(f"{result['path']} is an adapter as PEFT has it, of {base}")
+        return f"{result['parameters']:,} parameters of adapters, {size(result['bytes'])}\n{written}"
     count, stored = f"{result['parameters']:,} parameters", f"{size(result['bytes'])} of {result['dtype']}"
     noun = "a directory to train from" if result["to"] == "run" else "a Hugging Face model"
     lines = [f"{count}, {stored} in {result['files']} file(s)"]

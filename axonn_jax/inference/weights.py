@@ -13,6 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
+from axonn_jax.adapters.config import check_shape
+from axonn_jax.adapters.layers import merged
+from axonn_jax.adapters.merge import adapters_in, merged_weights
 from axonn_jax.backend.traits import copies_kernels
 from axonn_jax.checkpoint.naming import PARAMS
 from axonn_jax.checkpoint.restore import check_model, load_weights, named_checkpoint
@@ -159,7 +162,7 @@ def of_model(model: Transformer, grid: Grid, dtype: Any) -> Loaded:
     """Return a live model's weights, from any meshes, cast and laid out; no collectives."""
     plan = _Plan(model.shape, grid, dtype)
     with jax.set_mesh(Mesh(np.empty((), object), ())):  # each array has its own
-        given = split_module(fit_vocabulary(model, grid.shape)).params
+        given = split_module(fit_vocabulary(merged(model), grid.shape)).params
         params = {name: given[name].astype(want.dtype) for name, want in plan.read.items()}
     return plan.loaded(jax.device_put(params, {name: want.sharding for name, want in plan.read.items()}))
 
@@ -198,5 +201,8 @@ def of_run(
     if pretrained:
         return plan.loaded(load_into(pretrained, plan.read))
     assert checkpoint is not None
-    sizes = {PARAMS + name: want.shape for name, want in plan.read.items()}
-    return plan.loaded(load_weights(checkpoint, plan.read, without_padding(sizes, padding_of(plan.model))))
+    sizes = without_padding({PARAMS + name: want.shape for name, want in plan.read.items()}, padding_of(plan.model))
+    if (stored := adapters_in(checkpoint, "RUN_DIR")) is None:
+        return plan.loaded(load_weights(checkpoint, plan.read, sizes))
+    check_shape(shape, stored.config)
+    return plan.loaded(merged_weights(checkpoint, stored, shape, plan.read, sizes, grid.mesh, host_sync(grid)))

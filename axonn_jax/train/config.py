@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from axonn_jax.adapters.config import LoraConfig
 from axonn_jax.data.goldfish import GoldfishConfig as GoldfishConfig
 from axonn_jax.experts.shape import MoeConfig
 from axonn_jax.grid import GridShape
@@ -225,6 +226,8 @@ class Config:
     """Training of experts; used where model.experts is set."""
     prune: PruneConfig = field(default_factory=PruneConfig)
     """Pruning of the blocks' kernels: entries outside the mask are zero and stay zero (SAMO)."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters (LoRA): they alone are trained, beside the frozen weights of `checkpoint.weights`."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints of a run; see docs/checkpoints.md."""
     log: LogConfig = field(default_factory=LogConfig)

@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from axonn_jax.documents import TOML_BYTES, parse_toml, read_bytes
 from axonn_jax.errors import NOT_GIVEN, UserError, nearest
@@ -27,8 +27,8 @@ def tables() -> Mapping[str, Mapping[str, Any]]:
 def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]]:
     """Return the arguments without a flag, and every flag's dotted name with the value, in order.
 
-    A text is kept unchanged; another value is a number or a boolean where it reads as one. A boolean is true where no
-    value follows; any other flag then has the value `NOT_GIVEN`.
+    A text is kept unchanged, a list has commas; another value is a number or a boolean where it reads as one. A boolean
+    is true where no value follows; any other flag then has the value `NOT_GIVEN`.
 
     Raises:
         UserError: an argument starts with a single dash.
@@ -36,6 +36,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
     kinds = {f"{table}.{key}": not_none(kind) for table, keys in tables().items() for key, kind in keys.items()}
     texts = [name for name, kind in kinds.items() if kind is str or isinstance((get_args(kind) or (0,))[0], str)]
     switches = [name for name, kind in kinds.items() if kind is bool]
+    lists = [name for name, kind in kinds.items() if get_origin(kind) is tuple]
     rest: list[str] = []
     flags: list[tuple[str, object]] = []
     words = list(reversed(argv))
@@ -54,7 +55,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]
         if not equals and words and not words[-1].startswith("--") and not file_next:
             equals, text = "=", words.pop()
         if equals:
-            value = text if name in texts else _scalar(text)
+            value = text if name in texts else text.split(",") if name in lists else _scalar(text)
         elif name in switches:
             value = True
         flags.append((name, value))
@@ -188,6 +189,8 @@ def table_toml(name: str, values: Mapping[str, object]) -> str:
 def _literal(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_literal, value))}]"
     if isinstance(value, str):
         # JSON's escapes are TOML's, except that TOML also wants DEL escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from axonn_jax import compat
+from axonn_jax.adapters.layers import with_adapters
 from axonn_jax.backend.traits import fused_attention_expected
 from axonn_jax.channels.choose import choose
 from axonn_jax.data.manifest import MANIFEST, Manifest, checksum
@@ -75,7 +76,8 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     make = model_of(config, comm=comm, packed=data.packed)
 
     def model() -> Transformer:
-        return with_layouts(make(), layouts)
+        made = with_layouts(make(), layouts)
+        return with_adapters(made, config.lora, config.train.seed) if config.lora.adapts else made
 
     trainer = Trainer(
         model,

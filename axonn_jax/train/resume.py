@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from axonn_jax.adapters.config import LORA
+from axonn_jax.adapters.merge import not_whole
 from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint, all_steps, name_of, step_of
 from axonn_jax.checkpoint.naming import CARRIED, MASKS, PARAMS, SCALE
 from axonn_jax.checkpoint.orbax import reason
@@ -17,11 +19,11 @@ from axonn_jax.data.manifest import Manifest as DataManifest
 from axonn_jax.distributed.host_sync import HostSync, host_sync
 from axonn_jax.errors import UserError
 from axonn_jax.experts.upcycle import biases_left_over, dense_sources, is_of_router, other_function, upcycled
-from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.pretrained import FOLDER as PRETRAINED
-from axonn_jax.models.huggingface.pretrained import TOKENIZER, check_shape, is_pretrained, keep_small_files
+from axonn_jax.models.huggingface.pretrained import TOKENIZER, is_pretrained, keep_small_files
 from axonn_jax.train.config import Config
 from axonn_jax.train.config_file import to_toml
+from axonn_jax.train.engines.base import check_adapters, facts_of, shape_of, take_base
 from axonn_jax.train.engines.engine import Engine
 from axonn_jax.train.engines.pretrained import agree, packed, take_pretrained
 from axonn_jax.train.engines.pruning import prune_for
@@ -39,7 +41,7 @@ def save_as(engine: Engine, directory: Path, step: int, facts: Mapping[str, Any]
     """
     sync = host_sync(engine.grid)
     saver = Saver(directory, engine.grid, sync, keep=2**31, sizes=engine.state_shapes())
-    _begin_save(saver, engine, sync, step, facts)
+    _begin_save(saver, engine, sync, step, {**facts_of(engine, sync, ""), **facts})
     with engine.saving():
         error = saver.settle()
         saver.close()
@@ -52,16 +54,10 @@ def _begin_save(saver: Saver, engine: Engine, sync: HostSync, step: int, facts: 
     """Begin to save all of an engine's state, or refuse infinite or NaN values anywhere in the run."""
     with engine.saving() as progress:
         if finite(engine, sync):
-            shape = _shape_of(engine)
+            shape = shape_of(engine)
             saver.save(step, engine.state(), {**facts, "model": asdict(shape)} if shape else facts, progress)
         else:
             saver.refuse(step, "weights or optimizer state are not finite numbers")
-
-
-def _shape_of(engine: Engine) -> ModelShape | None:
-    """The sizes of an engine's transformer; None of another model."""
-    shape = getattr(engine.parts.merge(engine.parts.params), "shape", None)
-    return shape if isinstance(shape, ModelShape) else None
 
 
 def finite(engine: Engine, sync: HostSync) -> bool:
@@ -75,23 +71,11 @@ def load_checkpoint(engine: Engine, path: Path, *, weights_only: bool) -> int:
     if is_pretrained(path):
         if not weights_only:
             raise UserError("checkpoint", str(path), "a checkpoint; or weights_only=True for a pretrained directory")
-        _take_pretrained(engine, path, sync, "checkpoint")
+        take_pretrained(engine, path, sync, "checkpoint")
         return 0
     checkpoint = named_checkpoint(path, sync, lambda line: None, "checkpoint")
     _take(engine, checkpoint, sync, "checkpoint", weights_only=weights_only)
     return checkpoint.manifest.step
-
-
-def _take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> None:
-    """Put the weights of a pretrained directory into an engine whose model is the one there, on all processes."""
-    fault = ""
-    try:
-        if shape := _shape_of(engine):
-            check_shape(shape, path, field)
-    except UserError as error:
-        fault = packed(error)
-    agree(sync, fault)
-    take_pretrained(engine, path, sync, field)
 
 
 def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> int:
@@ -99,6 +83,10 @@ def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *,
 
     Raises ``CorruptCheckpoint`` on all processes if one cannot read.
     """
+    check_adapters(engine, checkpoint, sync, field, weights_only=weights_only)
+    if engine.parts.adapters and LORA not in checkpoint.manifest.run:
+        take_base(engine, checkpoint, sync, field)
+        return 0
     only = (PARAMS, CARRIED) if weights_only else ""
     has = checkpoint.manifest.arrays
     if not weights_only:
@@ -115,7 +103,7 @@ def _take(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *,
     if sources:  # routers stay as they were made
         rest = {name: shape for name, shape in names.items() if name not in sources and not is_of_router(name)}
         names = rest | {dense: has[dense].shape for dense in sources.values()}
-    check_model(checkpoint, _shape_of(engine), field, upcycles=bool(sources))
+    check_model(checkpoint, shape_of(engine), field, upcycles=bool(sources))
     check_shapes(checkpoint, names, field, only=only)
     fault = ""
     try:
@@ -141,6 +129,7 @@ class Checkpoints:
         self.saver = Saver(self.directory, engine.grid, sync, warn=say, sizes=engine.state_shapes(), **often)
         self.saved_step = 0
         """Newest step whose state was given to the saver, or resumed."""
+        self._lora: Mapping[str, Any] = {}
 
     def resume(self) -> int:
         """Go on where the configuration says; return the data position. 0: a new run.
@@ -151,10 +140,14 @@ class Checkpoints:
         if (fault := self._sync.gather(self._unwritable() if self._sync.rank == 0 else "")[0]) != "":
             raise UserError("log.dir", self._config.log.dir, f"a directory that checkpoints can be written in: {fault}")
         self.saver.clean()
+        weights = self._config.checkpoint.weights
+        if self._engine.parts.adapters:  # adapters alone are in checkpoints
+            self._start_from(Path(weights))
+            self._lora = facts_of(self._engine, self._sync, str(Path(weights).absolute()))
         checkpoint = self._resumed(where)
         step = checkpoint.manifest.step if checkpoint is not None else 0
-        if checkpoint is None and self._config.checkpoint.weights:
-            self._start_from(Path(self._config.checkpoint.weights))
+        if checkpoint is None and weights and not self._engine.parts.adapters:
+            self._start_from(Path(weights))
         self._set_aside(step)
         if checkpoint is None:
             return 0
@@ -216,12 +209,15 @@ class Checkpoints:
         _take(self._engine, checkpoint, self._sync, "checkpoint.resume", weights_only=False)
 
     def _start_from(self, path: Path) -> None:
+        anew = "adapters beside them" if self._engine.parts.adapters else "optimizer and data start anew"
         if is_pretrained(path):
-            _take_pretrained(self._engine, path, self._sync, "checkpoint.weights")
+            take_pretrained(self._engine, path, self._sync, "checkpoint.weights")
             self._keep_small_files(path)
-            self._say(f"parameters from {path}; optimizer and data start anew")
+            self._say(f"parameters from {path}; {anew}")
             return
         checkpoint = named_checkpoint(path, self._sync, self._say, "checkpoint.weights")
+        if LORA in checkpoint.manifest.run:
+            raise not_whole(checkpoint, "checkpoint.weights")
         try:
             copied = _take(self._engine, checkpoint, self._sync, "checkpoint.weights", weights_only=True)
         except CorruptCheckpoint as fault:
@@ -230,9 +226,7 @@ class Checkpoints:
         if copied and (moe := self._config.model.shape().moe) is not None:
             setting = other_function(moe, self._config.moe)
             new += f"; with {setting} the experts compute another function than the dense layer" if setting else ""
-        self._say(
-            f"parameters of step {checkpoint.manifest.step} from {checkpoint.path}; optimizer and data start anew{new}"
-        )
+        self._say(f"parameters of step {checkpoint.manifest.step} from {checkpoint.path}; {anew}{new}")
         run = checkpoint.path.parent.parent if checkpoint.path.parent.name == FOLDER else checkpoint.path.parent
         if (run / PRETRAINED).is_dir():
             self._keep_small_files(run / PRETRAINED)
@@ -277,6 +271,7 @@ class Checkpoints:
             "model.seq_len": config.model.seq_len,
             "data": DataManifest.load(config.data.path).fingerprint("train"),
             "config": to_toml(config),
+            **self._lora,
         }
 
     def _unwritable(self) -> str:

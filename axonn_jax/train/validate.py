@@ -7,6 +7,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
+from axonn_jax.adapters.config import check_shape as check_adaptable
 from axonn_jax.checkpoint.manifest import all_steps
 from axonn_jax.data.manifest import TOKENIZER, Manifest
 from axonn_jax.errors import UserError
@@ -68,6 +69,7 @@ def check(config: Config) -> Config:
     residual_comm_of(config, shape)
     check_settings(config.grid.pipe, config.memory, config.tensor)
     check_prune(config.prune, config.grid.pipe, goes_on=goes_on)
+    check_lora(config, shape)
     config.goldfish.check()
     if config.goldfish.k and config.goldfish.h >= shape.seq_len:
         raise UserError("goldfish.h", config.goldfish.h, f"below model.seq_len, which is {shape.seq_len}")
@@ -161,6 +163,20 @@ def check_prune(prune: PruneConfig, pipe: int, *, goes_on: bool = False) -> None
         raise UserError("prune.scope", prune.scope, "layer where grid.pipe is above 1: no stage has all weights")
     if prune.mask_file and not goes_on and not Path(prune.mask_file).is_file():
         raise UserError("prune.mask_file", prune.mask_file, "an .npz file of arrays of booleans by parameter")
+
+
+def check_lora(config: Config, shape: ModelShape) -> None:
+    """Raise ``UserError`` where a run cannot train adapters as asked for; its base must be there to resume, too."""
+    config.lora.check()
+    check_adaptable(shape, config.lora)
+    if not config.lora.adapts:
+        return
+    if config.prune.prunes:
+        raise UserError("lora.rank", config.lora.rank, "0 where weights are pruned")
+    weights = config.checkpoint.weights
+    if not weights or not Path(weights).is_dir():
+        accepted = "the directory of the base, a checkpoint or a pretrained one, as lora.rank is above 0"
+        raise UserError("checkpoint.weights", weights, accepted)
 
 
 def _goes_on(checkpoint: CheckpointConfig, log: LogConfig) -> bool:

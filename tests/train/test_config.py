@@ -4,7 +4,7 @@ import subprocess
 import sys
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -113,6 +113,7 @@ def optional(strategy):
 
 
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+words = text.filter(lambda word: "," not in word)  # of lists, as a flag has them
 numbers = st.floats(allow_nan=False)
 integers = st.integers(-(2**63), 2**63 - 1)
 
@@ -122,6 +123,8 @@ def values(cls):
 
     def of(annotation, name):
         arguments = getattr(annotation, "__args__", ())
+        if get_origin(annotation) is tuple:
+            return st.lists(words, min_size=1, max_size=3).map(tuple)
         if type(None) in arguments:
             return optional(of(arguments[0], name))
         if arguments:
@@ -150,7 +153,9 @@ def test_flags_say_the_same_as_a_file(config):
     for table in fields(Config):
         for key in fields(getattr(config, table.name)):
             value = getattr(getattr(config, table.name), key.name)
-            if value is not None:
+            if isinstance(value, tuple):
+                flags.append(f"--{table.name}.{key.name}={','.join(value)}")
+            elif value is not None:
                 flags.append(f"--{table.name}.{key.name}={str(value).lower() if isinstance(value, bool) else value}")
     rest, read = config_file.split_argv(flags)
     assert rest == []

@@ -29,6 +29,7 @@ _MOST_CONFIG = 16 << 20
 _MOST_SMALL = 256 << 20
 _MOST_MANIFEST = 64 << 20
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_MERGE = "a whole model: merge the adapter into its base first, by `axonn-jax convert --merge`"
 _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -55,7 +56,7 @@ def no_model(directory: Path, field: str, missing: str) -> UserError:
             return UserError(field, str(directory / pickle), accepted)
     for adapter in _ADAPTERS:
         if os.path.lexists(directory / adapter):
-            return UserError(field, str(directory / adapter), "a whole model: merge the adapter into its base first")
+            return UserError(field, str(directory / adapter), _MERGE)
     if missing != CONFIG and (parts := sorted(path.name for path in directory.glob("*.safetensors"))):
         index = f"{_WEIGHTS[1]}, which names the file of each tensor, beside {parts[0]}"
         return UserError(field, str(directory), f"{missing}, or {index}; there is neither")

@@ -36,6 +36,11 @@ class Pretrained:
         names = [name for entry in self.entries.values() for name in entry.theirs]
         return [(name, *self.files.tensors[self._names[name]][1:]) for name in names]
 
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Sizes of this package's parameters."""
+        return {ours: entry.size for ours, entry in self.entries.items()}
+
     def pieces(self, name: str) -> Iterator[NDArray[Any]]:
         """The tensor of a full name in pieces; raises ``UserError`` where a tied head is not the table."""
         table = next(iter(self.entries[TABLE].theirs))

@@ -8,20 +8,25 @@ from axonn_jax.checkpoint.naming import PARAMS
 from axonn_jax.distributed.host_sync import HostSync
 from axonn_jax.errors import UserError
 from axonn_jax.models.huggingface.load import load_into
+from axonn_jax.models.huggingface.pretrained import check_shape
 from axonn_jax.models.huggingface.reader import Pretrained
+from axonn_jax.train.engines.base import load_whole, shape_of, whole_sizes
 from axonn_jax.train.engines.engine import Engine
 
 
 def take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> None:
     """Put a pretrained directory's weights into an engine, each process the parts that its devices hold.
 
-    Raises ``UserError`` on all processes where one finds a fault, before anything of the engine's has changed.
+    Adapters stay as they are. Raises ``UserError`` on all processes where one finds a fault, before anything of the
+    engine's has changed.
     """
     pretrained, fault = None, ""
     try:
+        if shape := shape_of(engine):
+            check_shape(shape, path, field)
         pretrained = Pretrained(path, field)
         theirs = {PARAMS + name: entry.size for name, entry in pretrained.entries.items()}
-        ours = {name: size for name, size in engine.state_shapes().items() if name.startswith(PARAMS)}
+        ours = whole_sizes(engine)
         if wrong := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
             least = wrong[0].removeprefix(PARAMS)
             raise UserError(field, str(path), f"a model of the same parameters; {len(wrong)} differ, such as {least}")
@@ -35,7 +40,7 @@ def take_pretrained(engine: Engine, path: Path, sync: HostSync, field: str) -> N
         return {PARAMS + name: value for name, value in loaded.items()}
 
     try:
-        engine.load(read, lambda name: name.startswith(PARAMS))
+        load_whole(engine, read)
     except UserError as error:  # a head that is not tied, in a shard of this process
         fault = packed(error)
     agree(sync, fault)

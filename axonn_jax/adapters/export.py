@@ -1,0 +1,115 @@
+"""Export of adapters: those of a checkpoint on the host, and the tensors of a base with adapters added to them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from axonn_jax.adapters.config import Layer, LoraConfig, StoredLora, layers_of
+from axonn_jax.adapters.layers import spread
+from axonn_jax.adapters.merge import checksum_of_files
+from axonn_jax.checkpoint.naming import PARAMS
+from axonn_jax.checkpoint.orbax import reason, stored_array
+from axonn_jax.checkpoint.restore import Checkpoint, check_shapes
+from axonn_jax.errors import UserError
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.huggingface.entries import entries_of
+from axonn_jax.models.huggingface.files import FileSpan
+from axonn_jax.models.huggingface.tensor_map import Bounds, TensorMap
+
+Arrays = Mapping[str, NDArray[Any]]
+"""Adapters' arrays by the names of parameters, as `blocks.0.attention.qkv.adapter.a`."""
+
+
+class BaseTensors(Protocol):
+    """Tensors of a whole model; `Pretrained` and `StoredParameters` are the two kinds."""
+
+    @property
+    def tensors(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
+        """Name, dtype and shape of each tensor."""
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Sizes of this package's parameters."""
+
+    def span(self, name: str) -> FileSpan | None:
+        """Place of a tensor in a file; None where there is none."""
+
+    def pieces(self, name: str) -> Iterator[NDArray[Any]]:
+        """A tensor in pieces along its first dim."""
+
+    def read(self, ours: str, bounds: Bounds, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """A part of one of this package's parameters."""
+
+
+def weights_of(base: BaseTensors) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield this package's parameters of a base in float32, one after another."""
+    for name, size in base.sizes.items():
+        yield name, base.read(name, tuple((0, length) for length in size), np.dtype(np.float32))
+
+
+def checked_base(base: BaseTensors, stored: StoredLora, path: str) -> None:
+    """Raise ``UserError`` where a base is not the one that adapters were trained on."""
+    if checksum_of_files(weights_of(base)) != stored.checksum:
+        raise UserError("base", path, "the base that the adapters were trained on; this one's checksum is another")
+
+
+def stored_adapters(
+    checkpoint: Checkpoint, stored: StoredLora, shape: ModelShape, field: str
+) -> dict[str, NDArray[Any]]:
+    """Read the adapters of a checkpoint; raises ``UserError`` where they are not there or cannot be read."""
+    layers = layers_of(shape, stored.config)
+    sizes = {f"{layer.name}.adapter.{end}": size for layer in layers for end, size in layer.ends}
+    check_shapes(checkpoint, {PARAMS + name: size for name, size in sizes.items()}, field, only=PARAMS)
+    read = {}
+    for name, size in sizes.items():
+        part = checkpoint.path / checkpoint.manifest.arrays[PARAMS + name].part
+        try:
+            array = stored_array(part, PARAMS + name, 8 * size[0] * size[1])
+            read[name] = np.asarray(array.read().result())
+        except (ValueError, IndexError, OSError) as error:
+            why = f"a valid checkpoint; {name}: {reason(error)}"
+            raise UserError(field, str(checkpoint.path), why) from None
+    return read
+
+
+class MergedTensors:
+    """Tensors of a base under Hugging Face's names, to which adapters are added, one parameter in memory at a time."""
+
+    def __init__(self, base: BaseTensors, shape: ModelShape, config: LoraConfig, arrays: Arrays):
+        self._base, self._scale, self._arrays = base, config.scale, arrays
+        self._homes: dict[str, tuple[Layer, TensorMap, int]] = {}
+        entries = {entry.ours: entry for entry in entries_of(shape)}
+        for layer in layers_of(shape, config):
+            entry = entries[f"{layer.name}.kernel"]
+            assert isinstance(entry, TensorMap)
+            self._homes |= {name: (layer, entry, number) for number, name in enumerate(entry.theirs)}
+        self._open: tuple[str, list[NDArray[Any]]] = ("", [])
+
+    @property
+    def tensors(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
+        """Name, dtype and shape of each tensor, those of the base."""
+        return self._base.tensors
+
+    def span(self, name: str) -> FileSpan | None:
+        """Place of a tensor in the base's files; None for one that adapters are added to."""
+        return None if name in self._homes else self._base.span(name)
+
+    def pieces(self, name: str) -> Iterator[NDArray[Any]]:
+        """Return a tensor in pieces along its first dim, of those that adapters are added to in float32."""
+        if name not in self._homes:
+            yield from self._base.pieces(name)
+            return
+        delta, at = self._delta(*self._homes[name]), 0
+        for piece in self._base.pieces(name):
+            yield piece.astype(np.float32) + delta[at : at + len(piece)]
+            at += len(piece)
+
+    def _delta(self, layer: Layer, entry: TensorMap, number: int) -> NDArray[Any]:
+        if self._open[0] != layer.name:
+            self._open = ("", [])  # the one before is freed first
+            a, b = (self._arrays[f"{layer.name}.adapter.{end}"] for end, _ in layer.ends)
+            delta = np.float32(self._scale) * (a @ spread(b, tuple(layer.targets.values()), np))
+            self._open = (layer.name, entry.split(delta.astype(np.float32)))
+        return self._open[1][number]

@@ -1,0 +1,104 @@
+"""Base of a run's adapters: frozen weights put into an engine, and the facts by which checkpoints know them again."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from axonn_jax.adapters.config import LORA, LoraConfig, StoredLora
+from axonn_jax.adapters.layers import settings_of
+from axonn_jax.adapters.merge import adapters_in, checksum, not_whole
+from axonn_jax.checkpoint.manifest import CorruptCheckpoint
+from axonn_jax.checkpoint.naming import PARAMS, State
+from axonn_jax.checkpoint.restore import Checkpoint, check_model, check_shapes, load
+from axonn_jax.distributed.host_sync import HostSync
+from axonn_jax.errors import UserError
+from axonn_jax.models.config import ModelShape
+from axonn_jax.models.vocabulary import padding_of, without_padding
+from axonn_jax.train.engines.engine import Engine
+
+
+def shape_of(engine: Engine) -> ModelShape | None:
+    """The sizes of an engine's transformer; None of another model."""
+    shape = getattr(engine.parts.merge(engine.parts.params), "shape", None)
+    return shape if isinstance(shape, ModelShape) else None
+
+
+def adapters_of(engine: Engine) -> LoraConfig | None:
+    """The settings of an engine's adapters; None where all weights are trained."""
+    return settings_of(engine.parts.merge(engine.parts.params)) if engine.parts.adapters else None
+
+
+def whole_sizes(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """Sizes, by name of state, of a whole model's parameters: without adapters, and without padding."""
+    if not engine.parts.adapters:
+        return {name: size for name, size in engine.state_shapes().items() if name.startswith(PARAMS)}
+    sizes = {PARAMS + name: p.shape for name, p in engine.parts.frozen.items()}
+    return without_padding(sizes, padding_of(engine.parts.merge(engine.parts.params)))
+
+
+def load_whole(engine: Engine, read: Callable[[State], State]) -> None:
+    """Replace the parameters of a model, or those beside its adapters, by what `read` makes for names of state."""
+    if not engine.parts.adapters:
+        engine.load(read, lambda name: name.startswith(PARAMS))
+        return
+
+    def named(abstract: Mapping[str, Any]) -> State:
+        made = read({PARAMS + name: want for name, want in abstract.items()})
+        return {name.removeprefix(PARAMS): value for name, value in made.items()}
+
+    for store in engine.stores.values():
+        store.frozen.load(named)
+
+
+def take_base(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str) -> None:
+    """Put a whole model's checkpoint beside an engine's adapters.
+
+    Raises ``UserError`` for one of another model, ``CorruptCheckpoint`` on all processes if one cannot read.
+    """
+    check_model(checkpoint, shape_of(engine), field)
+    check_shapes(checkpoint, whole_sizes(engine), field, only=PARAMS)
+    fault = ""
+    try:
+        load_whole(engine, lambda abstract: load(checkpoint, abstract))
+    except CorruptCheckpoint as error:
+        fault = str(error)
+    if faults := [text for text in sync.gather(fault) if text]:
+        raise CorruptCheckpoint(faults[0])
+
+
+def facts_of(engine: Engine, sync: HostSync, base: str) -> dict[str, Any]:
+    """Return the facts of adapters for a checkpoint: settings, path and checksum of the base; none without adapters.
+
+    Every process must call it. Collectives: an all-reduce of a number a frozen parameter.
+    """
+    config = adapters_of(engine)
+    if config is None:
+        return {}
+    return {LORA: asdict(StoredLora(**asdict(config), base=base, checksum=_checksum(engine, sync)))}
+
+
+def _checksum(engine: Engine, sync: HostSync) -> str:
+    frozen = [pair for store in engine.stores.values() for pair in store.frozen.own.items()]
+    return checksum(frozen, sync)
+
+
+def check_adapters(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> None:
+    """Raise ``UserError``, on all processes, where a checkpoint's adapters are not those of an engine and its base."""
+    stored, config = adapters_in(checkpoint, field), adapters_of(engine)
+    path = str(checkpoint.path)
+    if stored is None:
+        if config is not None and not weights_only:
+            raise UserError(field, path, "a checkpoint of adapters, as [lora] asks for; this one is of a whole model")
+        return
+    if config is None:
+        raise not_whole(checkpoint, field)
+    for key, value in asdict(config).items():
+        if (then := getattr(stored, key)) != value:
+            raise UserError(f"lora.{key}", _shown(value), f"{_shown(then)}, as in {path}")
+    if stored.checksum != _checksum(engine, sync):
+        theirs = stored.base or "given from Python"
+        raise UserError(field, path, f"adapters of this base, by its checksum; theirs was {theirs}")
+
+
+def _shown(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,209 @@
+"""Runs that train adapters: small checkpoints, resumed on another grid, generated from, exported to PEFT and merged."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pretrained
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from axonn_jax.checkpoint.manifest import read
+from axonn_jax.cli.main import main
+
+CONFIG = pretrained.CONFIGS["llama"]
+SHORT = ["--train.global_batch", "4", "--train.microbatches", "2", "--train.eval_batches", "1", "--model.seq_len", "16"]
+LORA = ["--lora.rank", "4", "--lora.alpha", "8", "--train.lr", "0.01", "--train.eps", "0.001"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A pretrained model, its converted directory, data, and a LoRA run of two steps on `pipe` and `y`."""
+    root = tmp_path_factory.mktemp("lora")
+    source = pretrained.write_model(root / "hf", CONFIG, pretrained.weights(CONFIG))
+    (source / "tokenizer.json").write_text(pretrained.bpe(290, ["<pad>", "<|endoftext|>"]).to_str())
+    (root / "text").mkdir()
+    for number in range(4):
+        (root / "text" / f"{number}.txt").write_text("the token of the mesh and the shard\n" * (20 + number))
+    assert (
+        main(["prepare", str(root / "text"), str(root / "data"), "--tokenizer", str(source), "--holdout", "0.3"]) == 0
+    )
+    assert main(["convert", str(source), str(root / "base")]) == 0
+    assert train(root, "run", "--grid.pipe", "2", "--grid.y", "2", "--train.steps", "2", "--checkpoint.every", "1") == 0
+    return root
+
+
+def train(root: Path, run: str, *flags: str) -> int:
+    config = str(root / "base" / "config.toml")
+    return main(
+        ["train", config, "--data.path", str(root / "data"), "--log.dir", str(root / run), *SHORT, *LORA, *flags]
+    )
+
+
+def params(step: Path) -> dict[str, np.ndarray]:
+    from axonn_jax.checkpoint.orbax import stored_array
+
+    arrays = read(step).arrays
+    names = [name for name in arrays if name.startswith("params.")]
+    return {name: np.asarray(stored_array(step / arrays[name].part, name, 1 << 20).read().result()) for name in names}
+
+
+def refused(capsys, *says: str) -> None:
+    line = capsys.readouterr().err
+    assert line.startswith("error: ")
+    assert line.count("\n") == 1, line
+    for text in says:
+        assert text in line
+
+
+def test_a_checkpoint_has_adapters_alone_and_names_its_base(root):
+    manifest = read(root / "run" / "checkpoints" / "step_00000002")
+    assert all(".adapter." in name for name in manifest.arrays if name.startswith(("params.", "optimizer.0.mu.")))
+    facts = manifest.run["lora"]
+    assert (facts["rank"], facts["alpha"], facts["rslora"]) == (4, 8.0, False)
+    assert facts["base"] == str(root / "base")
+    assert len(facts["checksum"]) == 64
+
+
+def test_a_run_goes_on_on_another_grid_in_another_precision(root, tmp_path):
+    """As the run that was not interrupted, which the checkpoint of its first step goes on to."""
+    run = tmp_path / "run"
+    shutil.copytree(root / "run", run)
+    shutil.rmtree(run / "checkpoints" / "step_00000002")
+    assert (
+        train(root, str(run), "--grid.data", "2", "--grid.z", "2", "--train.microbatches", "1", "--train.steps", "2")
+        == 0
+    )
+    got, want = (params(folder / "checkpoints" / "step_00000002") for folder in (run, root / "run"))
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert np.abs(got[name] - value).max() < 1e-5 * np.abs(value).max(), name
+    shutil.rmtree(run / "checkpoints" / "step_00000002")
+    assert (
+        train(root, str(run), "--memory.precision", "bf16", "--memory.offload", "optimizer", "--train.steps", "2") == 0
+    )
+
+
+def test_an_export_is_what_peft_reads_and_merged_it_is_the_run(root, capsys, tmp_path):
+    out, one, two = tmp_path / "adapter", tmp_path / "merged", tmp_path / "from_peft"
+    assert main(["convert", str(root / "run"), str(out), "--adapter", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["to"] == "adapter"
+    config, tensors = (
+        json.loads((out / "adapter_config.json").read_text()),
+        load_file(out / "adapter_model.safetensors"),
+    )
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(root / "base"))
+    assert main(["convert", str(root / "run"), str(one), "--merge", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["to"] == "huggingface"
+    assert main(["convert", str(out), str(two), "--merge"]) == 0
+    capsys.readouterr()
+    merged, base = pretrained.read_model(one), pretrained.weights(CONFIG)
+    again = pretrained.read_model(two)
+    for name, value in base.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in tensors:
+            value = value + 2.0 * tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
+        np.testing.assert_allclose(merged[name], value, rtol=0, atol=1e-6, err_msg=name)
+        assert np.array_equal(merged[name], again[name])
+    assert not np.array_equal(merged["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
+    texts = []
+    for folder, *grid in ((root / "run",), (one,), (root / "run", "--grid.y", "2")):
+        argv = ["generate", str(folder), "--prompt", "the ", "--tokens", "8", "--temperature", "0", "--json"]
+        assert main([*argv, *grid]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1] == texts[2] != ""
+
+
+@pytest.fixture(scope="module")
+def another(root):
+    """A base of the same sizes with other weights, and an adapter of the run as PEFT has it."""
+    state = pretrained.weights(CONFIG)
+    state["model.layers.1.mlp.up_proj.weight"] = -state["model.layers.1.mlp.up_proj.weight"]
+    other = pretrained.write_model(root / "other", CONFIG, state)
+    shutil.copy(root / "hf" / "tokenizer.json", other)
+    assert main(["convert", str(root / "run"), str(root / "adapter"), "--adapter"]) == 0
+    return other
+
+
+BAD_RUNS = {
+    "rank": (["--lora.rank", "17"], "lora.rank = 17: at most 16, the smaller side of the target k"),
+    "target": (["--lora.targets", "q,vv"], "lora.targets = 'vv': one of q, k, v"),
+    "alpha": (["--lora.alpha", "0"], "lora.alpha = 0"),
+    "off": (["--lora.rank", "0"], "lora.rank = 0: at least 1 where other settings of [lora] are given"),
+    "pruned": (["--prune.density", "0.5"], "lora.rank = 4: 0 where weights are pruned"),
+    "no base": (["--checkpoint.weights", ""], "checkpoint.weights = '': the directory of the base"),
+    "peft": (["--checkpoint.weights", "ADAPTER"], "merge the adapter into its base first"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RUNS)
+def test_runs_that_cannot_be_are_one_line(root, another, capsys, name):
+    flags, says = BAD_RUNS[name]
+    assert train(root, "no", *(str(root / "adapter") if flag == "ADAPTER" else flag for flag in flags)) == 2
+    refused(capsys, says)
+    assert not (root / "no").exists()
+
+
+GOES_ON = {
+    "base": (["--checkpoint.weights", "OTHER"], "adapters of this base, by its checksum"),
+    "alpha": (["--lora.alpha", "16"], "lora.alpha = 16.0: 8.0, as in "),
+    "targets": (["--lora.targets", "q,v"], "lora.targets = ['q', 'v']: ['q', 'k', 'v'"),
+}
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_a_run_does_not_go_on_with_other_adapters(root, another, capsys, name):
+    flags, says = GOES_ON[name]
+    flags = [str(another) if flag == "OTHER" else flag for flag in flags]
+    assert train(root, "run", "--train.steps", "3", *flags) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert says in next(line for line in lines if line.startswith("error: "))
+
+
+def test_adapters_are_no_whole_model(root, another, capsys, tmp_path):
+    data = ["--data.path", str(root / "data"), "--log.dir", str(tmp_path / "run"), *SHORT]
+    assert main(["train", str(root / "base" / "config.toml"), *data, "--checkpoint.weights", str(root / "run")]) == 2
+    assert "this checkpoint has adapters alone" in capsys.readouterr().err
+    assert train(root, str(tmp_path / "run"), "--checkpoint.weights", str(root / "run")) == 2
+    assert "this checkpoint has adapters alone" in capsys.readouterr().err
+    assert main(["convert", str(root / "run"), str(tmp_path / "out")]) == 2
+    refused(capsys, "--adapter", "--merge")
+    assert main(["convert", str(root / "base"), str(tmp_path / "out"), "--adapter"]) == 2
+    capsys.readouterr()
+    assert main(["convert", str(root / "run"), str(tmp_path / "out"), "--merge", "--base", str(another)]) == 2
+    refused(capsys, "the base that the adapters were trained on")
+
+
+BAD_ADAPTERS = {
+    "dora": ({"use_dora": True}, "use_dora = True: null, false or empty"),
+    "modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
+    "unknown": ({"use_nothing": 1}, "use_nothing = 1"),
+    "kind": ({"peft_type": "LOHA"}, "peft_type = 'LOHA': LORA"),
+    "start": ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+    "rank": ({"r": 0}, "r = 0: at least 1"),
+    "text": ({"target_modules": "all-linear"}, "target_modules = 'all-linear': a list of names"),
+    "target": ({"target_modules": ["q_proj", "up_prj"]}, "target_modules = 'up_prj': among q_proj"),
+    "left over": ({"target_modules": ["q_proj", "v_proj"]}, "only those of the adapters of target_modules"),
+    "another rank": ({"r": 5}, "(4, 48): (5, 48), for an adapter of this base"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ADAPTERS)
+def test_adapters_that_are_not_applied_are_one_line(root, another, capsys, tmp_path, name):
+    changes, says = BAD_ADAPTERS[name]
+    folder = shutil.copytree(root / "adapter", tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--merge"]) == 2
+    refused(capsys, says)
+
+
+def test_an_adapter_without_a_tensor_is_one_line(root, another, capsys, tmp_path):
+    folder = shutil.copytree(root / "adapter", tmp_path / "adapter")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    gone = tensors.pop("base_model.model.model.layers.1.mlp.down_proj.lora_B.weight")
+    save_file(tensors, folder / "adapter_model.safetensors")
+    assert gone.shape == (48, 4)
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--merge"]) == 2
+    refused(capsys, "layers.1.mlp.down_proj.lora_B.weight = None: an array of shape (48, 4)")
