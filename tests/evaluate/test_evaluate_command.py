@@ -69,13 +69,20 @@ def test_a_models_generations_are_judged(model, prompts, tmp_path, capsys, templ
         capsys, model, "--suite", file, *grid, "--template", template, *more
     )  # of a file with outputs: its prompts
     assert json.loads((tmp_path / "other.json").read_text()) == entries
-    if template == "none":
-        found = evaluated(capsys, "--generations", file, "--execute", "--k", "2")
-        assert found["ends"] == {"not built": 4}  # random tokens
-        values = {"build": 0.0, "pass": 0.0, "speedup": 0.0, "efficiency": 0.0}
-        assert {name: one["types"]["all"]["2"] for name, one in found["models"].items()} == dict.fromkeys(
-            MODELS, values
-        )
+
+
+def test_a_model_is_judged(model, tmp_path, monkeypatch, capsys):
+    reduce = [one for one in problems("mini") if one.kind == KIND]
+    monkeypatch.setattr("axonn_jax.cli.evaluate.problems", lambda suite: reduce)
+    out = tmp_path / "made.json"
+    words = ["--suite", "mini", "--execute", "--samples", "2", "--tokens", "6", "--out", out, "--k", "2"]
+    found = evaluated(capsys, model, *words)
+    assert found["ends"] == {"not built": 4}  # random tokens
+    values = {"build": 0.0, "pass": 0.0, "speedup": 0.0, "efficiency": 0.0}
+    assert {name: one["types"]["all"]["2"] for name, one in found["models"].items()} == dict.fromkeys(MODELS, values)
+    again = evaluated(capsys, "--generations", out, "--execute", "--out", tmp_path / "again.json")
+    assert again["ends"] == found["ends"]
+    assert (tmp_path / "again.json").read_text() == out.read_text()
 
 
 def test_right_programs_are_measured(prompts, tmp_path, capsys):

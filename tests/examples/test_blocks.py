@@ -39,6 +39,7 @@ NOT_RUN = {  # what a line begins with, and why
     "lm-eval": "another project's",
     "unshare": "needs user namespaces",
     "axonn-jax calibrate": "measures for a minute; tests/cli/test_calibrate_command.py runs it",
+    "axonn-jax evaluate": "prompts are longer than seq_len; tests/evaluate/test_evaluate_command.py runs the lines",
     "axonn-jax plan --model gpt2 --machine here.toml": "needs calibrate's file",
 }
 # What takes a second or two: these run in the default suite, in the order of the pages.
