@@ -93,7 +93,7 @@ def sides(shape: ModelShape) -> dict[Target, tuple[int, int]]:
     return made
 
 
-class Layer(NamedTuple):
+class AdaptedLayer(NamedTuple):
     """A layer with adapters: targets with their columns, and global shapes of its A and its B."""
 
     name: str
@@ -108,7 +108,7 @@ class Layer(NamedTuple):
         return ("a", self.a), ("b", self.b)
 
 
-def layers_of(shape: ModelShape, config: LoraConfig) -> list[Layer]:
+def layers_of(shape: ModelShape, config: LoraConfig) -> list[AdaptedLayer]:
     """Return all layers with adapters of a model of these sizes, in order."""
     size, made = sides(shape), []
     for index in range(shape.layers):
@@ -116,7 +116,7 @@ def layers_of(shape: ModelShape, config: LoraConfig) -> list[Layer]:
             rows = size[next(iter(targets))][0]
             columns = sum(size[target][1] for target in PLACES[path])  # of the kernel, whatever the targets
             a, b = (rows, len(targets) * config.rank), (config.rank, columns)
-            made.append(Layer(f"blocks.{index}.{path}", targets, a, b))
+            made.append(AdaptedLayer(f"blocks.{index}.{path}", targets, a, b))
     return made
 
 

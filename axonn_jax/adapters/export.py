@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from axonn_jax.adapters.config import Layer, LoraConfig, StoredLora, layers_of
+from axonn_jax.adapters.config import AdaptedLayer, LoraConfig, StoredLora, layers_of
 from axonn_jax.adapters.layers import spread
 from axonn_jax.adapters.merge import checksum_of_files
 from axonn_jax.checkpoint.naming import PARAMS
@@ -79,7 +79,7 @@ class MergedTensors:
 
     def __init__(self, base: BaseTensors, shape: ModelShape, config: LoraConfig, arrays: Arrays):
         self._base, self._scale, self._arrays = base, config.scale, arrays
-        self._homes: dict[str, tuple[Layer, TensorMap, int]] = {}
+        self._homes: dict[str, tuple[AdaptedLayer, TensorMap, int]] = {}
         entries = {entry.ours: entry for entry in entries_of(shape)}
         for layer in layers_of(shape, config):
             entry = entries[f"{layer.name}.kernel"]
@@ -106,7 +106,7 @@ class MergedTensors:
             yield piece.astype(np.float32) + delta[at : at + len(piece)]
             at += len(piece)
 
-    def _delta(self, layer: Layer, entry: TensorMap, number: int) -> NDArray[Any]:
+    def _delta(self, layer: AdaptedLayer, entry: TensorMap, number: int) -> NDArray[Any]:
         if self._open[0] != layer.name:
             self._open = ("", [])  # the one before is freed first
             a, b = (self._arrays[f"{layer.name}.adapter.{end}"] for end, _ in layer.ends)

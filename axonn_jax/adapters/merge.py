@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from axonn_jax.adapters.config import Columns, Layer, StoredLora, layers_of, stored_in
+from axonn_jax.adapters.config import Columns, AdaptedLayer, StoredLora, layers_of, stored_in
 from axonn_jax.adapters.layers import spread
 from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint
 from axonn_jax.checkpoint.naming import PARAMS
@@ -85,7 +85,7 @@ def merged_weights(
     return params
 
 
-def adapter_arrays(checkpoint: Checkpoint, layer: Layer, sharding: Any) -> tuple[jax.Array, jax.Array]:
+def adapter_arrays(checkpoint: Checkpoint, layer: AdaptedLayer, sharding: Any) -> tuple[jax.Array, jax.Array]:
     """Return A and B of a layer in a checkpoint, float32; raises ``UserError`` where they cannot be read."""
     wanted = {
         f"{PARAMS}{layer.name}.adapter.{end}": jax.ShapeDtypeStruct(size, jnp.float32, sharding=sharding)
