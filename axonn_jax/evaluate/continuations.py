@@ -6,7 +6,7 @@ from typing import Any
 from axonn_jax.data.prompts import ids_within
 from axonn_jax.errors import UserError
 from axonn_jax.evaluate.formats import Entry
-from axonn_jax.evaluate.forms import Form
+from axonn_jax.evaluate.forms import PromptForm
 from axonn_jax.inference.generator import Generator
 from axonn_jax.inference.sampling import Sampling
 from axonn_jax.inference.slots import Request, numbered
@@ -14,7 +14,7 @@ from axonn_jax.inference.texts import write
 
 
 def requests_of(
-    entries: Sequence[Entry], tokenizer: Any, form: Form, seq_len: int, *, samples: int, tokens: int
+    entries: Sequence[Entry], tokenizer: Any, form: PromptForm, seq_len: int, *, samples: int, tokens: int
 ) -> list[Request]:
     """Return requests for samples of every prompt.
 
@@ -44,7 +44,7 @@ def continuations(
     generator: Generator,
     tokenizer: Any,
     entries: Sequence[Entry],
-    form: Form,
+    form: PromptForm,
     requests: Sequence[Request],
     sampling: Sampling,
     progress: Callable[[int], None] = lambda done: None,

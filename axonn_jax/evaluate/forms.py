@@ -14,7 +14,7 @@ _BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _NAME = re.compile(r"(\w+)\s*\([^()]*\)\s*\{?\s*\Z")
 
 
-class Form(Protocol):
+class PromptForm(Protocol):
     """Form of a prompt."""
 
     prompted: bool
@@ -80,7 +80,7 @@ class Asked:
         return body_of(name, block)
 
 
-def form_of(template: TemplateName, folder: Path) -> Form:
+def form_of(template: TemplateName, folder: Path) -> PromptForm:
     """Return the form of a template; raise ``UserError`` for a directory without a chat template."""
     if template == "none":
         return Bare()
@@ -89,5 +89,5 @@ def form_of(template: TemplateName, folder: Path) -> Form:
 
 def _name(prompt: str) -> str:
     """Return the name of the function that a prompt ends with."""
-    found = _NAME.search(prompt.strip().splitlines()[-1])
-    return found[1] if found else ""
+    match = _NAME.search(prompt.strip().splitlines()[-1])
+    return match[1] if match else ""
