@@ -18,7 +18,7 @@ INTRO += "response that appropriately completes the request.\n\n### Instruction:
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
-def tokenizer(folder: Path, *, template: str | None = CHATML, trim: bool = False, spaces: bool = False) -> Path:
+def tokenizer(folder: Path, *, template: str | list | None = CHATML, trim: bool = False, spaces: bool = False) -> Path:
     """A directory with a BPE whose post-processor adds <s>; its pieces are of bytes, or of letters and a metaspace."""
     made = Tokenizer(models.BPE(unk_token="<unk>" if spaces else None))
     if spaces:

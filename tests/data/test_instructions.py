@@ -198,6 +198,51 @@ def test_a_file_is_a_template_and_need_not_open_answers(folder, tmp_path):
     assert [passage.text[begin:end] for begin, end in passage.answers] == ["s<|endoftext|>\n"]
 
 
+FORMS = {  # as of models that many use: the text of a conversation with an answer between the marks
+    "llama 2": (
+        "{% for m in messages %}{% if m['role'] == 'user' %}"
+        "{{ bos_token + '[INST] ' + m['content'].strip() + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
+        "<s>[INST] a [/INST] {s <|endoftext|>}<s>[INST] b [/INST] {t <|endoftext|>}",
+    ),
+    "llama 3": (
+        "{% set loop_messages = messages %}{% for m in loop_messages %}"
+        "{% set content = '<|h|>' + m['role'] + '<|e|>\n\n' + m['content'] | trim + '<|eot|>' %}"
+        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
+        "{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|h|>assistant<|e|>\n\n' }}{% endif %}",
+        "<s><|h|>user<|e|>\n\na<|eot|><|h|>assistant<|e|>\n\n{s<|eot|>}<|h|>user<|e|>\n\nb<|eot|>"
+        "<|h|>assistant<|e|>\n\n{t<|eot|>}",
+    ),
+    "deepseek-coder": (
+        "{% set ns = namespace(found=false) %}{%- for m in messages %}"
+        "{%- if m['role'] == 'system' %}{%- set ns.found = true %}{%- endif %}{%- endfor %}{{ bos_token }}{%- if not ns.found %}{{ 'You are an assistant.\n' }}{%- endif %}"
+        "{%- for m in messages %}{%- if m['role'] == 'user' %}{{ '### Instruction:\n' + m['content'] + '\n' }}"
+        "{%- else %}{{ '### Response:\n' + m['content'] + '\n<|EOT|>\n' }}{%- endif %}{%- endfor %}"
+        "{% if add_generation_prompt %}{{ '### Response:' }}{% endif %}",
+        "<s>You are an assistant.\n### Instruction:\na\n### Response:{\ns\n<|EOT|>\n}### Instruction:\nb\n"
+        "### Response:{\nt\n<|EOT|>\n}",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_of_templates_in_use(tmp_path, form):
+    source, want = FORMS[form]
+    folder = instruction_data.tokenizer(tmp_path / "t", template=[{"name": "default", "template": source}])
+    talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "asbt", strict=True)]
+    (passage,) = template_of("chat", folder).passages(talk, marked=True)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert passage.text == theirs.apply_chat_template(talk, tokenize=False) == want.replace("{", "").replace("}", "")
+    marks = {place for begin, end in passage.answers for place in range(begin, end)}
+    clean = [(letter, inside) for letter, inside in zip(want, inside_of(want), strict=True) if letter not in "{}"]
+    assert marks == {place for place, (_, inside) in enumerate(clean) if inside}
+
+
+def inside_of(text):
+    """Whether each character is between braces."""
+    return [text.count("{", 0, at + 1) > text.count("}", 0, at + 1) for at in range(len(text))]
+
+
 @pytest.mark.parametrize(
     ("row", "want"),
     [

@@ -88,7 +88,7 @@ def prepare_instructions(
         held, size = Holdout(holdout, seed), 0
         for row in mix.rows():
             held.see(row.document)
-            size += row.document.characters
+            size += round(row.document.characters * row.weight)
             report("reading", size, 0)
         if held.alike:
             raise UserError("SOURCE", str(source), "at least two rows that differ, one to hold out")
