@@ -215,7 +215,8 @@ FORMS = {  # as of models that many use: the text of a conversation with an answ
     ),
     "deepseek-coder": (
         "{% set ns = namespace(found=false) %}{%- for m in messages %}"
-        "{%- if m['role'] == 'system' %}{%- set ns.found = true %}{%- endif %}{%- endfor %}{{ bos_token }}{%- if not ns.found %}{{ 'You are an assistant.\n' }}{%- endif %}"
+        "{%- if m['role'] == 'system' %}{%- set ns.found = true %}{%- endif %}{%- endfor %}"
+        "{{ bos_token }}{%- if not ns.found %}{{ 'You are an assistant.\n' }}{%- endif %}"
         "{%- for m in messages %}{%- if m['role'] == 'user' %}{{ '### Instruction:\n' + m['content'] + '\n' }}"
         "{%- else %}{{ '### Response:\n' + m['content'] + '\n<|EOT|>\n' }}{%- endif %}{%- endfor %}"
         "{% if add_generation_prompt %}{{ '### Response:' }}{% endif %}",
