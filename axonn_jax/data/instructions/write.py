@@ -34,6 +34,7 @@ from axonn_jax.data.prepare import (
 from axonn_jax.errors import UserError, first_of
 from axonn_jax.options import InstructionLoss, TooLong
 
+_WORD = np.dtype("uint32")
 _AT_ONCE = 512  # documents that the tokenizer encodes on all cores
 
 
@@ -84,6 +85,7 @@ def prepare_instructions(
     mix = Mix(source, options.mix, seed)
     encoder.encode_special_tokens = not template.special
     vocab, width, out = max(encoder.get_vocab(with_added_tokens=True).values()) + 1, options.seq_len + 1, out.resolve()
+    limit = max(shard_tokens // width, 1) * width  # whole rows in each file
     with appearing(source.resolve(), out, PREPARED, force=force) as partial:
         held, size = Holdout(holdout, seed), 0
         for row in mix.rows():
@@ -94,17 +96,8 @@ def prepare_instructions(
             raise UserError("SOURCE", str(source), "at least two rows that differ, one to hold out")
         unused, mix.unused = mix.unused, Counter()  # the second reading counts nothing anew
         with ExitStack() as stack:
-            rows = {
-                name: _Rows(
-                    stack.enter_context(
-                        ShardWriter(
-                            partial, name, np.dtype("uint32"), vocab, end, max(shard_tokens // width, 1) * width
-                        )
-                    ),
-                    options,
-                )
-                for name in SPLITS
-            }
+            made = {name: ShardWriter(partial, name, _WORD, vocab, end, limit) for name in SPLITS}
+            rows = {name: _Rows(stack.enter_context(writer), options) for name, writer in made.items()}
             done = 0
             for split, document, characters in _encoded(encoder, begin, end, mix.divided(held), template, options):
                 rows[split].add(document)
@@ -121,7 +114,7 @@ def prepare_instructions(
             kind="rows",
             row=width,
             vocab=vocab,
-            dtype="uint32",
+            dtype=_WORD.name,
             eot_id=end,
             splits=splits,
             unigram_entropy=unigram_entropy(rows["valid"].writer.counts),
