@@ -14,8 +14,8 @@ import pytest
 
 from axonn_jax.cli import prepare as command
 from axonn_jax.cli_args import parse
-from axonn_jax.data import tokenize
 from axonn_jax.data import prepare as preparing
+from axonn_jax.data import tokenize
 from axonn_jax.data.manifest import Manifest
 from axonn_jax.data.prepare import prepare, unigram_entropy
 from axonn_jax.errors import UserError
