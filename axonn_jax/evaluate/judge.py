@@ -122,7 +122,9 @@ def judge_all(
     judge: Judge,
     known: Sequence[Problem],
     entries: Sequence[dict[str, Any]],
-    progress: Callable[[int, str], None] = lambda done, name: None,
+    *,
+    progress: Callable[[int, str], None],
+    keep: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     """Return the results of all entries of a file of generations.
 
@@ -131,6 +133,7 @@ def judge_all(
         known: Problems of the suite.
         entries: Entries of ParEval's generations, of execution models of the suite.
         progress: Takes the number of samples done and the name of the next one's problem.
+        keep: Takes the results so far, with the entries that are still to judge.
     """
     by_name = {problem.name: problem for problem in known}
     results, done = [], 0
@@ -143,4 +146,5 @@ def judge_all(
             outputs.append(judge.output(problem, model, entry["prompt"], text))
             done += 1
         results.append(entry | {"outputs": outputs})
+        keep([*results, *entries[len(results) :]])
     return results

@@ -17,6 +17,7 @@ NAMES = ("build", "pass", "speedup", "efficiency")
 _LEAST_S = 1e-8
 _PAPERS_N: Mapping[str, int] = {"omp": 32, "kokkos": 32, "mpi": 512, "mpi+omp": 256}
 _ON_DEVICES = ("cuda", "hip")
+_ALL = ((None, None), 1)
 _CODE: Mapping[str, tuple[tuple[int | None, int | None], int]] = {
     "kokkos": ((None, 32), 32),
     "omp": ((None, 32), 8),
@@ -98,6 +99,16 @@ def resources_of(problems: Sequence[Judged]) -> int:
     return papers if papers in used else max(used, default=1)
 
 
+def has_script_runs(problems: Iterable[Judged]) -> bool:
+    """Return True if a run has the processes and threads that the script takes for its execution model."""
+    return any(
+        _is_chosen(run, _CODE.get(problem.model, _ALL)[0])
+        for problem in problems
+        for sample in problem.samples
+        for run in sample.runs
+    )
+
+
 def measure(
     problems: Sequence[Judged], k: int, resources: int, definition: Definition = "paper"
 ) -> dict[str, float | None]:
@@ -141,7 +152,7 @@ def _speedup(sample: Sample, sequential: float, resources: int) -> float:
 
 
 def _by_code(problem: Judged, k: int, resources: int) -> dict[str, float | None]:
-    wanted, divisor = _CODE.get(problem.model, ((None, None), 1))
+    wanted, divisor = _CODE.get(problem.model, _ALL)
     samples = [sample._replace(runs=_counted(problem.model, sample.runs)) for sample in problem.samples]
     builds = [sample.built for sample in samples for _ in sample.runs or (None,)]
     chosen = [(sample, [run for run in sample.runs if run.valid and _is_chosen(run, wanted)]) for sample in samples]

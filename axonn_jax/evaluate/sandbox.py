@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import selectors
 import shutil
 import signal
@@ -113,26 +114,23 @@ def run(
         os.close(results)
     with process, open(out, "rb", buffering=0) as pipe:
         try:
-            texts, stopped, peak = _watch(process, pipe.fileno(), limits)
+            texts, stopped = _watch(process, pipe.fileno(), limits)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # not waited for yet: the number is still this program's
-            _, code, usage = os.wait4(process.pid, 0)
-            process.returncode = status = os.waitstatus_to_exitcode(code)
+            status = process.wait()
     lines, errors = (bytes(text).decode(errors="replace") for text in texts)
     if status == jail.FAILED and lines.startswith("Jail: "):
         hint = "; or --as-root" if given["nobody"] else ""
         accepted = f"a system that gives the sandbox its means{hint}; missing: {lines[6:].strip()}"
         raise UserError("--execute", True, accepted)
-    return Ended(
-        status, lines, errors, stopped or _reason(status, lines, errors, max(peak, 1024 * usage.ru_maxrss), limits)
-    )
+    return Ended(status, lines, errors, stopped or _reason(status, lines, errors, limits))
 
 
-def _watch(process: "subprocess.Popen[bytes]", results: int, limits: Limits) -> tuple[list[bytearray], str, int]:
-    """Read what a program writes until its end or a limit: texts, the reason for a stop, the most memory seen."""
+def _watch(process: "subprocess.Popen[bytes]", results: int, limits: Limits) -> tuple[list[bytearray], str]:
+    """Read what a program writes until its end or a limit: its texts, and the reason for a stop."""
     assert process.stderr is not None
-    end, peak = time.monotonic() + limits.seconds, 0
+    end = time.monotonic() + limits.seconds
     texts = {results: bytearray(), process.stderr.fileno(): bytearray()}
     with selectors.DefaultSelector() as selector:
         for file in texts:
@@ -151,26 +149,23 @@ def _watch(process: "subprocess.Popen[bytes]", results: int, limits: Limits) -> 
                 break
             if not over and not selector.get_map():
                 time.sleep(_TURN_S)
-            threads, memory = _usage(process.pid)
-            peak = max(peak, memory)
-            if threads > _MOST_THREADS:
+            if _threads(process.pid) > _MOST_THREADS:
                 stopped = f"threads: over {_MOST_THREADS}"
             elif time.monotonic() > end:
                 stopped = f"time: over {limits.seconds:g} s"
-    return list(texts.values()), stopped, peak
+    return list(texts.values()), stopped
 
 
-def _usage(process: int) -> tuple[int, int]:
-    """Threads of a process, and the most bytes of its address space so far; zeros at its end."""
+def _threads(process: int) -> int:
+    """Threads of a process; 0 at its end."""
     try:
-        text = Path(f"/proc/{process}/status").read_text()
+        match = re.search(r"^Threads:\s*(\d+)", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
     except OSError:
-        return 0, 0
-    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return int(lines.get("Threads", "0")), 1024 * int(lines.get("VmPeak", "0 kB").split()[0])
+        return 0
+    return int(match[1]) if match else 0
 
 
-def _reason(status: int, results: str, errors: str, peak: int, limits: Limits) -> str:
+def _reason(status: int, results: str, errors: str, limits: Limits) -> str:
     """Reason for the end of a program; empty if it ended by itself."""
     for line in results.splitlines():
         name, _, value = line.partition(": ")
@@ -180,7 +175,8 @@ def _reason(status: int, results: str, errors: str, peak: int, limits: Limits) -
             return f"memory: over {limits.memory / 2**30:g} GiB"
     if status >= 0:
         return ""
-    if "bad_alloc" in errors or (peak > _FULL * limits.memory and status in (-signal.SIGSEGV, -signal.SIGABRT)):
+    peak = re.search(r"^VmPeak:\s*(\d+) kB", results, re.MULTILINE)
+    if "bad_alloc" in errors or (peak and 1024 * int(peak[1]) > _FULL * limits.memory):
         return f"memory: over {limits.memory / 2**30:g} GiB"
     reasons = {
         signal.SIGSYS: "forbidden: a system call",

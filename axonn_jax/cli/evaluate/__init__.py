@@ -118,6 +118,8 @@ def _continue_file(args: Evaluate, run_dir: Path) -> int:
 def _judge(args: Evaluate) -> int:
     """Build and run the programs of a model or a file, write the results and print the figures."""
     from axonn_jax.cli.evaluate.report import check_k, ends
+    from axonn_jax.cli.main import rank_of
+    from axonn_jax.cli.prepare import terminated
     from axonn_jax.evaluate.build import compiler
     from axonn_jax.evaluate.judge import judge_all, judging
     from axonn_jax.evaluate.sandbox import check_sandbox
@@ -130,6 +132,8 @@ def _judge(args: Evaluate) -> int:
     check_sandbox(as_root=args.as_root)
     command = compiler(args.compiler)
     if args.generations is not None:
+        if rank_of(os.environ)[0]:
+            return 0  # the first process judges
         entries = _of_suite(args, known, read_generations(args.generations, "--generations"))
         out = _out(args, args.generations.with_suffix(".results.json"))
         check_k(args.k, min(len(entry["outputs"]) for entry in entries))
@@ -140,14 +144,20 @@ def _judge(args: Evaluate) -> int:
         check_k(args.k, args.samples)
         out = _out(args, args.run_dir / "evaluate.json")
         entries, _ = generated(args, args.run_dir, _prompts(known), alone=True)
-        write(out, entries, "--out")  # kept where a later step fails
+        write(out, entries, "--out")
     count, memory = sum(len(entry["outputs"]) for entry in entries), int(args.memory * 2**30)
     with (
+        terminated(),
         Ticker("judging", count) as ticker,
         judging(args.suite, command, seconds=args.seconds, memory=memory, as_root=args.as_root) as judge,
     ):
-        done = judge_all(judge, known, entries, lambda at, name: ticker.now(f"judging {name}", count, "programs", at))
-    write(out, done, "--out")
+        done = judge_all(
+            judge,
+            known,
+            entries,
+            progress=lambda at, name: ticker.now(f"judging {name}", count, "programs", at),
+            keep=lambda results: write(out, results, "--out"),
+        )
     return _print(args, _figures(args, judged(done)) | {"suite": args.suite, "results": str(out), "ends": ends(done)})
 
 

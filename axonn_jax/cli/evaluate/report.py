@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from axonn_jax.errors import UserError
-from axonn_jax.evaluate.metrics import NAMES, Definition, Judged, measure, resources_of
-from axonn_jax.terminal import printable, table
+from axonn_jax.evaluate.metrics import NAMES, Definition, Judged, has_script_runs, measure, resources_of
+from axonn_jax.terminal import printable, say, table
 
 _USUAL = (1, 5, 10, 20)
 
@@ -56,6 +56,8 @@ def figures(problems: Sequence[Judged], k: Sequence[int], definition: Definition
         models[model] = {"problems": len(own), "samples": samples, "n": resources} | {"types": values}
         if definition == "as-code":
             del models[model]["n"]  # the script has its own
+            if not has_script_runs(own):
+                say(f"warning: no run of {model} has the script's threads and processes: its speedup is 0")
     return {"metrics": definition, "k": list(counted), "models": models}
 
 
