@@ -128,6 +128,12 @@ def joined(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.joined() if hasattr(leaf, "joined") else leaf, tree)
 
 
+def on_device(leaf: Any) -> jax.Array:
+    """Return a leaf of the state as one array in device memory: itself, joined, or a copy of one in host memory."""
+    array: jax.Array = joined(leaf)
+    return transferred(array, "device") if array.sharding.memory_kind == HOST else array  # type: ignore[no-any-return]
+
+
 def cut(array: jax.Array, dim: int, start: int, count: int) -> jax.Array:
     """A copy of `count` rows along `dim` of every device's shard."""
     sharding: Any = array.sharding

@@ -13,7 +13,7 @@ from jax.tree_util import tree_map_with_path
 
 from axonn_jax.checkpoint.naming import MASKS, PARAMS, State, flatten, shapes, unflatten, unflatten_scale
 from axonn_jax.memory.forms import Chosen, FormArray, FormChoice, Forms, Weights
-from axonn_jax.memory.host_arrays import joined, replicated
+from axonn_jax.memory.host_arrays import on_device, replicated
 from axonn_jax.memory.optimizer_state import Apply, DeviceOptimizer, ModelState
 from axonn_jax.memory.optimizer_traits import owner
 from axonn_jax.memory.report import StateBytes, all_finite, counted, report
@@ -179,7 +179,7 @@ class ParamStore:
         """Return masks of the entries that would be trained, by the present weights and the chooser."""
         assert self._chooser is not None
         masters = self.masters
-        return self._chooser.masks({name: joined(masters[name]) for name in self._chooser.names})
+        return self._chooser.masks({name: on_device(masters[name]) for name in self._chooser.names})
 
     def reform(self) -> None:
         """Give the parameters, which are plain arrays, the forms that `masks` ask for."""
@@ -190,7 +190,7 @@ class ParamStore:
             name = owner(path, chosen.extra)
             if name is None or not leaf.shape:
                 return leaf
-            return chosen.compressed({name: joined(leaf)}, used_up=True)[name]
+            return chosen.compressed({name: on_device(leaf)}, used_up=True)[name]
 
         params, optimizer = tree_map_with_path(compressed, (self.masters, self.opt_state))
         self._take_over(params, optimizer, chosen)
