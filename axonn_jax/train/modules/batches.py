@@ -46,12 +46,15 @@ class TreeBatches:
     def __init__(self, grid: Grid, microbatches: int):
         self.grid, self.microbatches = grid, microbatches
         self._replicas = grid.shape.data
+        apart = grid.mesh.local_mesh.shape["z"] < grid.shape.z
+        self._parts = grid.shape.z if apart else 1
+        """Devices of `z`, where a process has some of them only: rows then divide, as it has others than its peers."""
         self._local: dict[int, list[int]] = {}
 
     @property
     def least(self) -> int:
-        """Rows of the smallest global batch: one a replica and microbatch."""
-        return self._replicas * self.microbatches
+        """Rows of the smallest global batch: one a replica and microbatch, or a part of `z` in another process."""
+        return self._replicas * self.microbatches * self._parts
 
     @property
     def share(self) -> int:
@@ -61,7 +64,8 @@ class TreeBatches:
     def local(self, rows: int) -> list[int]:
         """Return the numbers of the rows of a global batch that this process's devices hold, ascending."""
         if rows % self.least or rows <= 0:
-            accepted = f"a multiple of data * microbatches = {self._replicas} * {self.microbatches}"
+            z = f" * z = {self._parts} *" if self._parts > 1 else " ="
+            accepted = f"a multiple of data * microbatches{z} {self._replicas} * {self.microbatches}"
             raise UserError("global batch", rows, accepted)
         if rows not in self._local:
             numbers = self._numbers(rows)
