@@ -112,7 +112,8 @@ class PrunedLayout:
             return {name: taken(weight.dense, weight.index) for name, weight in weights.items()}
 
         specs = {name: self.specs[name] for name in weights}
-        return shard_mapped(local, self.mesh, (specs,), specs, differentiated=False)(weights)  # type: ignore[no-any-return]
+        region = shard_mapped(local, self.mesh, (specs,), specs, differentiated=False, among_others=True)
+        return region(weights)  # type: ignore[no-any-return]
 
     def extra(self, weights: Mapping[str, Any]) -> Params:
         """Positions of the weights' kept entries."""

@@ -34,6 +34,10 @@ class PrunedWeight:
         """Return a tap in `dtype`, the array that is differentiated."""
         return mark_varying(jnp.zeros(self.index.shape, dtype), compat.varying_axes(self.index))
 
+    def holding(self, dense: jax.Array) -> "PrunedWeight":
+        """Return the weight with another array, as of gradients, in the place of the dense part."""
+        return replace(self, dense=dense)
+
     def training(self, trained: jax.Array, dtype: jnp.dtype) -> "PrunedWeight":
         """Return the weight with `trained` as its tap; a gradient that is reduced over `z` is so in `dtype`."""
         return replace(self, dense=self.dense.astype(dtype) if axis_size("z") > 1 else self.dense, tap=trained)

@@ -74,6 +74,9 @@ class WeightForm(Protocol):
     def trained(self, dtype: jnp.dtype) -> jax.Array:
         """Return the array, in `dtype`, whose gradient is that of the trained values."""
 
+    def holding(self, dense: jax.Array) -> "WeightForm":
+        """Return the form with another array, as of gradients, in the place of the dense one."""
+
     def training(self, trained: jax.Array, dtype: jnp.dtype) -> "WeightForm":
         """Return the form whose shard hands its gradient on to `trained`, reduced over `z` in `dtype`."""
 

@@ -96,12 +96,15 @@ def check_optimizer(
     check_update(optimizer, params)
     if memory.offload != "none":
         check_offload(optimizer, "memory.offload = optimizer", params)
-    if not prune.prunes:
-        return
-    if parts.adapters:
+    if prune.prunes and parts.adapters:
         raise UserError("prune.density", prune.density, "1 with adapters, beside which no weight is trained")
-    if not model.layer_period:
+    if prune.prunes and not model.layer_period:
         raise UserError("prune.density", prune.density, "1 with a model other than a Transformer")
-    if not check_offload(optimizer, "prune.density below 1", params):
+    check_elementwise(optimizer, params, prune)
+
+
+def check_elementwise(optimizer: optax.GradientTransformation, params: Mapping[str, Any], prune: PruneConfig) -> None:
+    """Raise ``UserError`` where an optimizer looks at whole parameters, of which pruning leaves some entries."""
+    if prune.prunes and not check_offload(optimizer, "prune.density below 1", params):
         accepted = "one that treats every element by itself where prune.density is below 1"
         raise UserError("optimizer", "a transformation that looks at whole parameters", accepted)

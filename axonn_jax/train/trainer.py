@@ -66,7 +66,7 @@ class Trainer:
             `sequence_parallel` is the one it was made with.
         tensor: Table [tensor]; for a module, `residual_comm` and `matmul_layouts` are those it was made with.
         pipeline: Table [pipeline], used where the grid's `pipe` is above 1.
-        prune: Table [prune].
+        prune: Table [prune]; with `loss` of the kernels of all layers that can be split.
 
     Raises:
         UserError: An argument is out of range, or arguments contradict each other.

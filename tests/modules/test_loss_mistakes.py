@@ -70,7 +70,14 @@ MADE = {
     ),
     "scanned layers": (lambda: made(tensor=TENSOR(scan_layers="yes")), "^tensor.scan_layers = yes: auto with loss="),
     "sub-batches": (lambda: made(tensor=TENSOR(sub_batches=2)), "^tensor.sub_batches = 2: 0 with loss="),
-    "pruning": (lambda: made(prune=ax.PruneConfig(density=0.5)), "^prune.density = 0.5: 1 with loss="),
+    "pruning without kernels": (
+        lambda: made(model=lambda: nnx.LayerNorm(6, rngs=nnx.Rngs(0)), prune=ax.PruneConfig(density=0.5)),
+        "^prune.density = 0.5: 1 where no layer with a kernel is known",
+    ),
+    "pruning with a norm of whole parameters": (
+        lambda: made(optimizer=optax.lamb(0.1), prune=ax.PruneConfig(density=0.5)),
+        "^optimizer = .*whole parameters: one that treats every element by itself",
+    ),
 }
 
 STEPS = {

@@ -28,10 +28,10 @@ def loss(model, batch):
     return jnp.mean(losses), {"small": jnp.mean(losses < 1)}
 
 
-def trainer_on(grid):
+def trainer_on(grid, density):
     model = ax.parallelize(Net(nnx.Rngs(0)), grid)
-    memory = ax.MemoryConfig(zero=1)
-    return ax.Trainer(model, optax.adam(1e-2), grid, loss=loss, microbatches=2, memory=memory)
+    options = {"memory": ax.MemoryConfig(zero=1), "prune": ax.PruneConfig(density=density)}
+    return ax.Trainer(model, optax.adam(1e-2), grid, loss=loss, microbatches=2, **options)
 
 
 def batches(trainer, first, last):
@@ -43,10 +43,10 @@ def batches(trainer, first, last):
 
 
 def curve(grids, folder):
-    """Losses, numbers and an evaluation of a run that goes on from grid to grid."""
+    """Losses, numbers and an evaluation of a run that goes on from grid to grid, pruned on the last."""
     found, done = [], 0
     for grid in grids:
-        trainer = trainer_on(grid)
+        trainer = trainer_on(grid, 0.5 if done == 2 * STEPS else 1.0)
         if done:
             assert trainer.load(folder) == done
         for batch in batches(trainer, done, done + STEPS):
@@ -59,7 +59,7 @@ def curve(grids, folder):
 
 
 if __name__ == "__main__":
-    meshes = [ax.init(data=2), ax.init(x=2)]
+    meshes = [ax.init(data=2), ax.init(x=2), ax.init(z=2)]
     lines = curve(meshes, Path(sys.argv[1]))
     if meshes[0].rank == 0:
         print(json.dumps(lines), flush=True)

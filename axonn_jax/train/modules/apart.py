@@ -14,8 +14,10 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from axonn_jax.errors import UserError
 from axonn_jax.models.sequential import seeded
 from axonn_jax.tensor.parallelize.api import gather_spread, modules, with_row_axes
+from axonn_jax.tensor.parallelize.kinds import Kernel, describe
 from axonn_jax.tensor.parallelize.layouts import PLAN
 from axonn_jax.tensor.parallelize.linen import LinenLoss, takes_key
+from axonn_jax.tensor.parallelize.linen_layers import COUNTERPARTS
 from axonn_jax.tensor.params import Params, Specs, copied
 
 REPLICAS = "axonn_replicas"
@@ -46,6 +48,8 @@ class Apart(Protocol):
     specs: Specs
     carried: Params
     """State that is no parameter and that calls may change, by path."""
+    kernels: tuple[str, ...]
+    """Names of the kernels of layers that have a sharded form, tables of embeddings left out."""
     draws: bool
     """True if the loss draws random numbers."""
 
@@ -84,10 +88,14 @@ class ModuleApart:
         self.draws = self._streamed or self._keyed
         self._flat = {n: (path, _filled(var, None)) for n, (path, var) in {**flat, **others}.items()}
         """Path and empty variable of all state but random streams."""
-        held = {id(variable) for module in modules(model).values() for variable in _cast_by_layer(module)}
-        paths = ((path, value) for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Variable))
+        members = modules(model).values()
+        held = {id(variable) for module in members for variable in _cast_by_layer(module)}
+        kernels = {id(variable) for module in members for variable in _kernel(module)}
+        paths = [(path, value) for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Variable)]
         self._in_layers = {".".join(map(str, path)) for path, value in paths if id(value) in held}
         """Parameters of split layers, which cast them by themselves, behind the reduction of their gradients."""
+        named = (".".join(map(str, path)) for path, value in paths if id(value) in kernels)
+        self.kernels = tuple(name for name in named if name in self.params)
 
     def run(
         self, params: Mapping[str, jax.Array], carried: Params, key: Any, rows: Any, *, training: bool
@@ -158,6 +166,10 @@ class TreeApart:
         self.specs = {name: _spec(value) for name, value in arrays.items() if name not in state}
         replicated = NamedSharding(mesh, P())
         self.carried = {name: copied(arrays[name], replicated) for name in state}
+        holders = loss.holders if isinstance(loss, LinenLoss) else ()
+        split = [(holder.path, holder.plan.kind) for holder in holders if holder.plan.sharded]
+        named = (f"{path}.{_LINEN_KERNELS[kind]}" for path, kind in split if kind in _LINEN_KERNELS)
+        self.kernels = tuple(name for name in named if name in self.params)
         self.draws = self._keyed = takes_key(loss)
 
     def run(
@@ -179,6 +191,14 @@ class TreeApart:
         """Return the tree with these parameters, in the dtypes that it had, and this state."""
         values = {**carried, **params}
         return jax.tree.unflatten(self._tree, [_as(values[name], self._dtypes[name]) for name in self._names])
+
+
+_LINEN_KERNELS = {
+    base.__name__: form.params[0]
+    for base, form in COUNTERPARTS.items()
+    if not form.norm and not issubclass(form.kind, nnx.Embed)
+}
+"""Name of the kernel by Linen's type of a layer."""
 
 
 def takes_batch(loss: Loss) -> bool:
@@ -226,6 +246,12 @@ def _plans_dtype(module: Any) -> bool:
 def _as(value: Any, dtype: Any) -> Any:
     """Return an array, or a shape, in another dtype."""
     return jax.ShapeDtypeStruct(value.shape, dtype) if isinstance(value, jax.ShapeDtypeStruct) else value.astype(dtype)
+
+
+def _kernel(module: Any) -> list[Any]:
+    """Return the kernel of a layer that has a sharded form; empty for an embedding or another module."""
+    described = describe(module)
+    return [vars(module)[described.name]] if isinstance(described, Kernel) and not isinstance(module, nnx.Embed) else []
 
 
 def _cast_by_layer(module: Any) -> list[Any]:

@@ -22,11 +22,13 @@ from axonn_jax.tensor.parallelize.api import modules, parallelize
 from axonn_jax.tensor.parallelize.layouts import PLAN
 from axonn_jax.tensor.params import SplitModule, copied, shapes_of
 from axonn_jax.train.config import MemoryConfig, PruneConfig, TensorConfig
+from axonn_jax.train.engines.pruning import choice_of_forms
 from axonn_jax.train.engines.spmd import Job
 from axonn_jax.train.engines.step import TrainStep, masters
 from axonn_jax.train.modules.apart import Apart, Loss, ModuleApart, TreeApart, takes_batch
 from axonn_jax.train.modules.batches import TreeBatches
 from axonn_jax.train.modules.program import ReplicaProgram, Weight
+from axonn_jax.train.optimizer import check_elementwise
 
 
 def loss_job(
@@ -46,8 +48,8 @@ def loss_job(
 
     Raises ``UserError`` for settings that need layers in a row, and for an optimizer that does not go with the others.
     """
-    _check(grid, loss, weight, microbatches, memory, tensor, prune)
-    zero, offloads, dtypes = masters(memory, grid)
+    _check(grid, loss, weight, microbatches, memory, tensor)
+    _, offloads, dtypes = masters(memory, grid)
     compute = None if dtypes.compute == jnp.float32 else dtypes.compute
     apart: Apart
     if isfunction(model) or isinstance(model, partial):
@@ -66,6 +68,10 @@ def loss_job(
     check_update(optimizer, apart.params)
     if offloads:
         check_offload(optimizer, "memory.offload = optimizer", apart.params)
+    check_elementwise(optimizer, apart.params, prune)
+    if prune.prunes and not apart.kernels:
+        accepted = "1 where no layer with a kernel is known: no nnx.Linear or the like, no loss of ax.parallelize_linen"
+        raise UserError("prune.density", prune.density, accepted)
     # Steps use arrays up, the user's stay.
     params = {n: copied(value, NamedSharding(grid.mesh, apart.specs[n])) for n, value in apart.params.items()}
     carried = apart.carried
@@ -74,13 +80,26 @@ def loss_job(
     apart.params, apart.carried = parts.params, state  # no array of the model's may live as long as the engine
 
     def build(forms: Forms | None) -> tuple[Stack, ReplicaProgram, TrainStep]:
+        zero, _, dtypes = masters(memory, grid, apart=forms is not None)
+        sums = dtypes.grad_dtype
         program = ReplicaProgram(
-            parts, grid, dtypes.compute, apart, weight, memory.bucket, dtypes.grad_dtype, zero, carried=state
+            parts, grid, dtypes.compute, apart, weight, memory.bucket, sums, zero, forms=forms, carried=state
         )
         return unstacked(parts), program, TrainStep(program, optimizer, clip, dtypes, memory.bucket)
 
-    batches = TreeBatches(grid, microbatches)
-    return Job(params, optimizer, build, batches, apart.draws, owned=True, carried=carried, merge=apart.restored)
+    choice = choice_of_forms(prune, apart.kernels)
+    return Job(
+        params,
+        optimizer,
+        build,
+        TreeBatches(grid, microbatches),
+        apart.draws,
+        owned=True,
+        merge=apart.restored,
+        chooser=None if choice is None else choice(apart.specs, grid.mesh),
+        formed=not prune.later,
+        carried=carried,
+    )
 
 
 _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
@@ -116,7 +135,6 @@ def _check(
     microbatches: int,
     memory: MemoryConfig,
     tensor: TensorConfig,
-    prune: PruneConfig,
 ) -> None:
     if not callable(loss):
         raise UserError("loss", type(loss).__name__, "a function of (model, batch)")
@@ -142,5 +160,3 @@ def _check(
         value = getattr(memory if table == "memory" else tensor, key)
         if value not in values:
             raise UserError(name, value, f"{values[0]} with loss=")
-    if prune.prunes:
-        raise UserError("prune.density", prune.density, "1 with loss=")

@@ -1,6 +1,6 @@
 """Program of the gradients of any Flax model: replicas side by side, and one reduction over them a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,7 +69,8 @@ class ReplicaProgram(OnMesh):
         some numbers; with BatchNorm its statistics, a layer and microbatch. The others are the layers'.
         """
         shares, _ = self._shares(batch)
-        total, sums, aux, changed = self._mapped(self._local, params, carried, batch, shares, key, scale)
+        local = partial(self._local, {} if self.forms is None else {name: params[name] for name in self.forms.shapes})
+        total, sums, aux, changed = self._mapped(local, params, carried, batch, shares, key, scale)
 
         def reduce(total: jax.Array, sums: Params, aux: Any, changed: Params) -> Any:
             own = {name: value[0] for name, value in sums.items()}
@@ -134,7 +135,8 @@ class ReplicaProgram(OnMesh):
         replicas = self.grid.shape.data
 
         def copies(name: str, value: Any) -> jax.Array:
-            stacked = jnp.broadcast_to(value.astype(jnp.float32), (replicas, *value.shape))
+            dense = value if isinstance(value, jax.Array) else value.shard()
+            stacked = jnp.broadcast_to(dense.astype(jnp.float32), (replicas, *dense.shape))
             return lax.with_sharding_constraint(stacked, NamedSharding(self.grid.mesh, self._stacked[name]))
 
         def replica(*given: Any) -> Any:
@@ -147,9 +149,20 @@ class ReplicaProgram(OnMesh):
         return run(own, carried, batch, shares, jnp.arange(replicas))
 
     def _local(
-        self, params: Params, carried: Params, batch: Any, shares: jax.Array, replica: Any, key: Any, scale: Any
+        self,
+        formed: Mapping[str, Any],
+        params: Params,
+        carried: Params,
+        batch: Any,
+        shares: jax.Array,
+        replica: Any,
+        key: Any,
+        scale: Any,
     ) -> tuple[jax.Array, Params, Any, Params]:
-        """Return one replica's part of the mean loss, its sums of gradients, of numbers, and the changed state."""
+        """Return one replica's part of the mean loss, its sums of gradients, of numbers, and the changed state.
+
+        `formed` has the weights that are in another form, of whose gradients the trained values' alone add up.
+        """
         changed: set[str] = set()
 
         def part(params: Params, carried: Params, number: Any, share: Any, rows: Any) -> tuple[jax.Array, LossResult]:
@@ -165,11 +178,13 @@ class ReplicaProgram(OnMesh):
             total, sums, carried = carry
             number, share, rows = microbatch
             (_, result), grads = backward(params, carried, number, share, rows)
+            if self.forms is not None:
+                grads |= self.forms.values({name: weight.holding(grads[name]) for name, weight in formed.items()})
             sums = {name: self._laid(name, sums[name] + grads[name].astype(self.sums)) for name in sums}
             aux = jax.tree.map(partial(_number, share), result.aux)
             return (total + result.loss, sums, {**carried, **result.carried}), aux
 
-        zeros = {name: self._laid(name, jnp.zeros_like(value, self.sums)) for name, value in params.items()}
+        zeros = {name: self._laid(name, jnp.zeros(shape, self.sums)) for name, shape in self.state_shapes.items()}
         microbatches = (jnp.arange(shares.shape[0]), shares, _rows_of(batch))
         (total, sums, carried), aux = lax.scan(add, (jnp.zeros(()), zeros, carried), microbatches)
         aux = jax.tree.map(lambda values: jnp.sum(values, 0), aux)
