@@ -17,8 +17,7 @@ device, and once a grid through `ax.parallelize` or `ax.parallelize_linen`. Four
 
 *Loss*: largest relative error of all grids. *Rounding*: the first figure for the plain model beside itself, with
 parameters and inputs moved by a unit in the last place: no program can be expected to be closer. The third figure is
-below 1 where the first layer is large in these small sizes: its input needs no gradient, and the report counts one; it
-is above 1 where two uses of a tied table each reduce its gradient."""
+above 1 where XLA gathers an activation's gradient at a layer's border: that counts as the layer's."""
 
 
 def page(figures: Mapping[str, Any]) -> str:
