@@ -79,3 +79,9 @@ def test_doctor_and_train(axonn):
     assert (work / "runs/run/metrics.jsonl").read_text().count('"loss"') >= 2
     assert run("generate", "runs/run", "--prompt", "the", "--tokens", "3").startswith("the")
     assert not list(site.glob("axonn_jax/**/*.part"))
+
+
+def test_evaluate_finds_its_programs(axonn):
+    _, site, _ = axonn
+    folder = Path("axonn_jax/evaluate/mini")
+    assert {path.name for path in (site / folder).iterdir()} == {path.name for path in (ROOT / folder).iterdir()}

@@ -17,8 +17,6 @@ from typing import Any
 
 RESULTS = 3
 """Descriptor of a program's results."""
-FAILED = 126
-"""Exit status of a jail that could not be built; its reason is on `RESULTS`."""
 NOBODY = 65534
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables below, and the kernel's number, of each kind of processor."""
@@ -144,8 +142,9 @@ def enter(given: dict[str, Any], program: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    orders = json.loads(sys.argv[1])
     try:
-        enter(json.loads(sys.argv[1]), sys.argv[2:])
-    except (OSError, KeyError) as fault:
-        os.write(RESULTS, f"Jail: {fault}\n".encode())
-        os._exit(FAILED)
+        enter(orders, sys.argv[2:])
+    except OSError as fault:  # said with a word that the program cannot know
+        os.write(RESULTS, f"{orders['failed']}{fault}\n".encode())
+        os._exit(1)

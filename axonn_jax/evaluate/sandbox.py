@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import selectors
 import shutil
 import signal
@@ -93,6 +94,7 @@ def run(
     out, results = os.pipe()
     given = {
         "results": results,
+        "failed": (failed := f"{secrets.token_hex(8)}: "),
         "nobody": os.geteuid() == 0 and not as_root,
         "memory": limits.memory,
         "cpu": int(limits.seconds * limits.threads) + 1,
@@ -120,9 +122,9 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)  # not waited for yet: the number is still this program's
             status = process.wait()
     lines, errors = (bytes(text).decode(errors="replace") for text in texts)
-    if status == jail.FAILED and lines.startswith("Jail: "):
+    if lines.startswith(failed):
         hint = "; or --as-root" if given["nobody"] else ""
-        accepted = f"a system that gives the sandbox its means{hint}; missing: {lines[6:].strip()}"
+        accepted = f"a system that gives the sandbox its means{hint}; missing: {lines.removeprefix(failed).strip()}"
         raise UserError("--execute", True, accepted)
     return Ended(status, lines, errors, stopped or _reason(status, lines, errors, limits))
 

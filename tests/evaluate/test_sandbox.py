@@ -60,6 +60,7 @@ CASES = {
     "opens a local socket": ("socket(AF_UNIX, SOCK_DGRAM, 0);", NETWORK),
     "ignores the signal": ("signal(SIGSYS, SIG_IGN); socket(AF_INET, SOCK_STREAM, 0);", "forbidden: "),
     "ends early": ("_exit(0);", ""),
+    "speaks for the sandbox": ('write(3, "Jail: no means\\n", 15); _exit(126);', ""),
     "crashes": ("*(volatile int *) 0 = 1;", "crash: SIGSEGV"),
     "aborts": ("abort();", "crash: SIGABRT"),
     "reads a limit": ("if (sysconf(_SC_NPROCESSORS_ONLN) < 1) abort();", ""),
