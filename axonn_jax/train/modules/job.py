@@ -1,6 +1,6 @@
 """Job of any Flax model and its loss, for an `SpmdEngine`."""
 
-from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
 from inspect import isfunction, signature
 from typing import Any
@@ -102,16 +102,8 @@ def loss_job(
     )
 
 
-_ACCEPTED: Mapping[str, tuple[Any, ...]] = {
-    "memory.reshard_after": ("forward",),
-    "memory.sequence_parallel": (False,),
-    "tensor.sub_batches": (0, 1),
-    "tensor.order": ("auto", "xla"),
-    "tensor.residual_comm": ("all_reduce", "auto"),
-    "tensor.scan_layers": ("auto", "no"),
-    "tensor.matmul_layouts": ("off", "auto"),
-}
-"""Values of settings of the package's own layers that any model can do with."""
+_HONOURED = {"precision", "accumulate", "offload", "zero", "bucket"}
+"""Settings that count for any model; the others of their tables are of the package's own layers."""
 
 
 def _check_mesh(model: nnx.Module, grid: Grid) -> None:
@@ -155,8 +147,8 @@ def _check(
     if memory.activations != "none":
         accepted = "none with loss=; nnx.remat, or nn.remat of Linen, around a model's blocks recomputes them"
         raise UserError("memory.activations", memory.activations, accepted)
-    for name, values in _ACCEPTED.items():
-        table, _, key = name.partition(".")
-        value = getattr(memory if table == "memory" else tensor, key)
-        if value not in values:
-            raise UserError(name, value, f"{values[0]} with loss=")
+    for table, settings in (("memory", memory), ("tensor", tensor)):
+        for each in fields(settings):
+            value = getattr(settings, each.name)
+            if each.name not in _HONOURED and value != each.default:
+                raise UserError(f"{table}.{each.name}", value, f"{each.default} with loss=")
