@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from axonn_jax import compat
+from axonn_jax.adapters.config import trained_params
 from axonn_jax.adapters.layers import with_adapters
 from axonn_jax.backend.traits import fused_attention_expected
 from axonn_jax.channels.choose import choose
@@ -65,6 +66,10 @@ def _train(config: Config, world: World, grid: Grid, sync: HostSync) -> int:
     lines += data.lines()
     lines += [str(form)] if kernel != "auto" or fused_attention_expected(jax.default_backend()) else []
 
+    if config.lora.adapts:
+        lines.append(
+            f"lora: {trained_params(shape, config.lora):,} parameters of adapters are trained, all others frozen"
+        )
     why = why_not_exported(shape, biases_move=config.moe.balance_rate > 0) if shape.experts else ""
     lines += [f"note: `axonn-jax convert` cannot make a Hugging Face model of this run: {why}"] if why else []
 
