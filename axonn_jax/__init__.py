@@ -10,7 +10,6 @@ from axonn_jax.version import __version__
 
 if TYPE_CHECKING:
     from axonn_jax import models
-    from axonn_jax.adapters.config import LoraConfig
     from axonn_jax.adapters.layers import lora
     from axonn_jax.data.goldfish import goldfish
     from axonn_jax.data.loader import Loader
@@ -34,7 +33,6 @@ __all__ = [
     "Grid",
     "GridShape",
     "Loader",
-    "LoraConfig",
     "MemoryConfig",
     "MoeConfig",
     "PipelineConfig",
@@ -61,7 +59,6 @@ _HOME = {
     "Grid": "axonn_jax.grid",
     "GridShape": "axonn_jax.grid",
     "Loader": "axonn_jax.data.loader",
-    "LoraConfig": "axonn_jax.adapters.config",
     "MemoryConfig": "axonn_jax.train.config",
     "MoeConfig": "axonn_jax.experts.shape",
     "PipelineConfig": "axonn_jax.train.config",
