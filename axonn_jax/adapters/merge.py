@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from axonn_jax.adapters.config import Columns, AdaptedLayer, StoredLora, layers_of, stored_in
+from axonn_jax.adapters.config import AdaptedLayer, Columns, StoredLora, layers_of, stored_in
 from axonn_jax.adapters.layers import spread
 from axonn_jax.checkpoint.manifest import MANIFEST, CorruptCheckpoint
 from axonn_jax.checkpoint.naming import PARAMS
