@@ -171,9 +171,13 @@ def apart(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
 def trainer(case: Case) -> Trainer:
     """A trainer of the case, whose optimizer keeps the last gradients beside AdamW's state."""
     comm = BlockComm(case.comm == "gather", case.comm == "gather", case.comm == "sequence")
+
+    def make() -> ax.models.Transformer:
+        return ax.models.Transformer(SHAPES[case.model], rngs=nnx.Rngs(0), comm=comm)
+
     options: dict[str, Any] = {"sub_batches": 2, "order": "package"} if case.parts == "halves" else {}
     return make_trainer(
-        lambda: ax.models.Transformer(SHAPES[case.model], rngs=nnx.Rngs(0), comm=comm),
+        ax.lora(make, rank=4) if case.weights == "lora" else make,
         optax.chain(optax.trace(0.0), optax.adamw(3e-3, weight_decay=0.1, mask=decayed)),
         grids.lay(case.grid),
         microbatches=MICROBATCHES,

@@ -49,7 +49,8 @@ class Trainer:
     Args:
         model: A module, whose arrays are the trainer's from then on (`trainer.model` is the trained one), or a function
             that makes one: each process of a pipeline then makes only the parameters of its own stages. With `loss`:
-            any Flax module as `parallelize` returns it, or the parameters that `parallelize_linen` returns.
+            any Flax module as `parallelize` returns it, or the parameters that `parallelize_linen` returns. Where it
+            has adapters (`lora`), these alone are trained.
         optimizer: An optax transformation of gradients and parameters, which may ask for the loss, named `value`; not
             one that evaluates the model again (`optax.lbfgs`) or keeps parameters of its own (`optax.lookahead`). It
             sees global arrays; with `memory.offload` and with a pipeline it must treat every parameter by itself.

@@ -1,8 +1,11 @@
 """Adapters (LoRA): steps are those of PEFT in torch, on every grid; nothing but adapters is trained."""
 
+import functools
 from collections import Counter
+from dataclasses import replace
 
 import adapted
+import cases
 import numpy as np
 import optax
 import pytest
@@ -86,6 +89,23 @@ def test_steps_with_another_communication_are_those_of_one_device(first, alone, 
     memory = ax.MemoryConfig(sequence_parallel=comm.sequence_split)
     got, _ = adapted.run(adapted.adapted(first, comm=comm), grid, 4, memory=memory)
     assert np.abs(got / alone[0][:4] - 1).max() < 64 * EPS
+
+
+@functools.cache
+def _steps(case):
+    trainer = cases.trainer(replace(case, weights="lora"))
+    results = [trainer.step(batch) for batch in cases.batches(case.model, 3)]
+    trainer.close()
+    return np.array([[float(r["loss"]), float(r["grad_norm"])] for r in results])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in cases.CASES if case.model != "experts"], ids=str)
+def test_adapters_meet_every_setting_of_a_step(case):
+    """With adapters, the steps of the cases in which any two settings meet are those of one device."""
+    want = _steps(cases.case(f"{case.model} {case.precision}"))
+    tolerance = {"fp32": 64 * EPS, "fp16": 1e-3, "bf16": 8e-3}[case.precision]
+    assert np.abs(_steps(case)[:2] / want[:2] - 1).max() < tolerance
 
 
 def test_half_precision_keeps_the_base_in_two_bytes_and_the_adapters_in_four(first, alone):
