@@ -50,7 +50,8 @@ def base_of(stored: StoredLora, checkpoint: Checkpoint, field: str) -> Path:
     """Return the directory of the base of a checkpoint's adapters; raises ``UserError`` where it is not there."""
     if not stored.base or not Path(stored.base).is_dir():
         gone = f"it is no longer at {stored.base}" if stored.base else "it was given from Python"
-        raise UserError(field, str(checkpoint.path), f"adapters whose base is known: {gone}")
+        instead = "`axonn-jax convert --merge --base DIR` takes it from anywhere"
+        raise UserError(field, str(checkpoint.path), f"adapters whose base is there; {gone}; {instead}")
     return Path(stored.base)
 
 

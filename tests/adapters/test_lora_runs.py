@@ -175,6 +175,21 @@ def test_adapters_are_no_whole_model(root, another, capsys, tmp_path):
     refused(capsys, "the base that the adapters were trained on")
 
 
+def test_a_base_that_has_gone_or_changed_is_one_line(root, another, capsys, tmp_path):
+    generate = ["generate", str(root / "run"), "--prompt", "the ", "--tokens", "1"]
+    (root / "base").rename(root / "gone")
+    try:
+        assert main(generate) == 2
+        refused(capsys, f"it is no longer at {root / 'base'}", "--merge --base DIR")
+        shutil.copytree(another, root / "base")
+        assert main(generate) == 2
+        refused(capsys, "it has changed since, by its checksum")
+        shutil.rmtree(root / "base")
+        assert main(["convert", str(root / "run"), str(tmp_path / "out"), "--merge", "--base", str(root / "gone")]) == 0
+    finally:
+        (root / "gone").rename(root / "base")
+
+
 BAD_ADAPTERS = {
     "dora": ({"use_dora": True}, "use_dora = True: null, false or empty"),
     "modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
