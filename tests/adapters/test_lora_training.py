@@ -25,8 +25,7 @@ GRIDS = {
     "pipe y": GridShape(pipe=2, y=2),
 }  # fmt: skip
 SETTINGS = {
-    "zero": (GridShape(data=2, y=2), {"memory": ax.MemoryConfig(zero=1)}),
-    "offload": (GridShape(data=2), {"memory": ax.MemoryConfig(offload="optimizer")}),
+    "zero offload": (GridShape(data=2, y=2), {"memory": ax.MemoryConfig(zero=1, offload="optimizer")}),
     "scanned": (
         GridShape(z=2),
         {"memory": ax.MemoryConfig(activations="full"), "tensor": ax.TensorConfig(scan_layers="yes")},
@@ -76,11 +75,9 @@ def test_steps_on_a_grid_are_those_of_one_device(first, alone, name):
 def test_steps_with_other_settings_are_those_of_one_device(first, alone, name):
     grid, options = SETTINGS[name]
     results = alone[0]
-    got, trainer = adapted.run(adapted.adapted(first), grid, 4, microbatches=2, **options)
+    got, trainer = adapted.run(adapted.adapted(first), grid, 6, microbatches=2, **options)
     trainer.close()
-    assert np.abs(got / results[:4] - 1).max() < 64 * EPS
-    _, same = adapted.run(adapted.adapted(first), steps=4)
-    assert adapted.far(adapted.arrays(trainer), adapted.arrays(same)) < 256 * EPS
+    assert np.abs(got / results[:6] - 1).max() < 64 * EPS
 
 
 @pytest.mark.parametrize("name", COMMS)

@@ -18,7 +18,7 @@ def test_the_base_configuration_is_good(write_config, capsys):
     assert "training was started" in capsys.readouterr().err
 
 
-TABLES = "model, data, grid, train, pipeline, memory, tensor, moe, prune, checkpoint, log"
+TABLES = "model, data, grid, train, goldfish, pipeline, memory, tensor, moe, prune, lora, checkpoint, log"
 
 LONG = "9" * 5000
 # Keys with values that are wrong beside others: name, value as typed, value as shown, what the line says besides.
@@ -165,7 +165,7 @@ COMMANDS = {
     "unknown command": (
         ["trian"],
         [
-            "command = 'trian': one of train, launch, inspect, prepare, generate, loki, convert, prune, timeline, ",
+            "command = 'trian': one of train, launch, inspect, prepare, generate, evaluate, loki, convert, prune, ",
             "did you mean 'train'?",
         ],
     ),
