@@ -66,23 +66,29 @@ def test_a_checkpoint_has_adapters_alone_and_names_its_base(root):
     assert len(facts["checksum"]) == 64
 
 
-def test_a_run_goes_on_on_another_grid_in_another_precision(root, tmp_path):
-    """As the run that was not interrupted, which the checkpoint of its first step goes on to."""
-    run = tmp_path / "run"
-    shutil.copytree(root / "run", run)
+def resumed(root: Path, folder: Path, *flags: str) -> dict[str, np.ndarray]:
+    """The adapters of a run that went on from its first step to the second."""
+    run = shutil.copytree(root / "run", folder / "run")
     shutil.rmtree(run / "checkpoints" / "step_00000002")
-    assert (
-        train(root, str(run), "--grid.data", "2", "--grid.z", "2", "--train.microbatches", "1", "--train.steps", "2")
-        == 0
-    )
-    got, want = (params(folder / "checkpoints" / "step_00000002") for folder in (run, root / "run"))
+    assert train(root, str(run), "--train.steps", "2", *flags) == 0
+    return params(run / "checkpoints" / "step_00000002")
+
+
+def test_a_run_goes_on_on_another_grid(root, tmp_path):
+    """As the run that was not interrupted, which the checkpoint of its first step goes on to."""
+    got = resumed(root, tmp_path, "--grid.data", "2", "--grid.z", "2", "--train.microbatches", "1")
+    want = params(root / "run" / "checkpoints" / "step_00000002")
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert np.abs(got[name] - value).max() < 1e-5 * np.abs(value).max(), name
-    shutil.rmtree(run / "checkpoints" / "step_00000002")
-    assert (
-        train(root, str(run), "--memory.precision", "bf16", "--memory.offload", "optimizer", "--train.steps", "2") == 0
-    )
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_precision(root, tmp_path):
+    """The base's checksum is that of weights rounded to bfloat16, so it is the same."""
+    got = resumed(root, tmp_path, "--memory.precision", "bf16", "--memory.offload", "optimizer")
+    for name, value in params(root / "run" / "checkpoints" / "step_00000002").items():
+        assert np.abs(got[name] - value).max() < 0.1 * np.abs(value).max(), name
 
 
 def test_an_export_is_what_peft_reads_and_merged_it_is_the_run(root, capsys, tmp_path):
