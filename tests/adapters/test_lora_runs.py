@@ -9,8 +9,10 @@ import pretrained
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from axonn_jax.adapters.merge import checksum, checksum_of_files
 from axonn_jax.checkpoint.manifest import read
 from axonn_jax.cli.main import main
+from axonn_jax.distributed.host_sync import HostSync, LocalSync
 
 CONFIG = pretrained.CONFIGS["llama"]
 SHORT = ["--train.global_batch", "4", "--train.microbatches", "2", "--train.eval_batches", "1", "--model.seq_len", "16"]
@@ -81,6 +83,46 @@ def test_a_run_goes_on_on_another_grid(root, tmp_path):
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert np.abs(got[name] - value).max() < 1e-5 * np.abs(value).max(), name
+
+
+def test_a_pipeline_knows_the_base_of_one_mesh(root, tmp_path):
+    """Each stage has a part of the weights, and a text longer than `HostSync.gather` takes would name them all."""
+    got = resumed(root, tmp_path, "--grid.pipe", "2", "--grid.y", "2")
+    for name, value in params(root / "run" / "checkpoints" / "step_00000002").items():
+        assert np.abs(got[name] - value).max() < 1e-5 * np.abs(value).max(), name
+
+
+class Processes(HostSync):
+    """Processes of which each is given its numbers before."""
+
+    def __init__(self, rows):
+        self._rows = rows
+
+    def _all_gather(self, own):
+        return np.concatenate([self._rows, own[None]])
+
+    def any_before(self, flag):
+        raise NotImplementedError
+
+
+def test_the_checksum_is_of_every_weight_wherever_it_is_held():
+    weights = {f"blocks.{at}.attention.out.kernel": np.full((4, 2), 1.0 + at, np.float32) for at in range(120)}
+    whole = checksum(weights.items(), weights, LocalSync())
+    assert whole == checksum_of_files(weights.items()) == checksum_of_files(reversed(weights.items()))
+    last = list(weights)[-1]
+    assert whole != checksum((weights | {last: -weights[last]}).items(), weights, LocalSync())
+    assert whole != checksum_of_files((weights | {last: weights[last].T.reshape(4, 2) + 1}).items())
+
+    # Of two processes, both with the table in the middle.
+    class Kept(LocalSync):
+        def _all_gather(self, own):
+            self.own = own
+            return own[None]
+
+    first, kept = dict(list(weights.items())[:60]), Kept()
+    checksum(first.items(), weights, kept)
+    rest = dict(list(weights.items())[59:])
+    assert whole == checksum(rest.items(), weights, Processes(kept.own[None]))
 
 
 @pytest.mark.slow

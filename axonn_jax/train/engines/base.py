@@ -79,7 +79,7 @@ def facts_of(engine: Engine, sync: HostSync, base: str) -> dict[str, Any]:
 
 def _checksum(engine: Engine, sync: HostSync) -> str:
     frozen = [pair for store in engine.stores.values() for pair in store.frozen.own.items()]
-    return checksum(frozen, sync)
+    return checksum(frozen, engine.parts.frozen, sync)
 
 
 def check_adapters(engine: Engine, checkpoint: Checkpoint, sync: HostSync, field: str, *, weights_only: bool) -> None:
