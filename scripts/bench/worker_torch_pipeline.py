@@ -134,4 +134,5 @@ def main() -> None:
     serve(step)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Contestant of the survey: a name and a function that builds its step; and the files that hold them."""
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surveying.workloads import Data, Workload
+
+FOLDER = Path(__file__).resolve().parents[1] / "survey_contestants"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The part of one process in a contestant's run."""
+
+    workload: Workload
+    data: Data
+    rows: int
+    """Rows of a global batch."""
+    rank: int
+    world: int
+    port: str
+    """Free port of loopback, the same for all processes."""
+    choice: Mapping[str, Any]
+    """Answer of the planner, for contestants that ask."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A contestant in one process, ready to step."""
+
+    step: Callable[[Any], float]
+    """Global batch -> mean loss of all its rows before the update, which has then run too."""
+    evaluate: Callable[[Any], float]
+    """Rows -> mean loss of all."""
+    state_bytes: Callable[[], int]
+    """Bytes of weights and optimizer state that this process holds, from the sizes of its arrays."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train a workload."""
+
+    name: str
+    framework: str
+    build: Callable[[Job], Runner]
+    follows: str
+    """Official example or page that the set-up follows."""
+    workloads: tuple[str, ...]
+    code: tuple[Callable[..., Any] | type, ...]
+    """Functions and classes that a user writes for this, beside model, loss and data."""
+    ranks: int = 2
+    mpi: bool = False
+    """True if mpirun starts the processes."""
+    peers: tuple[str, ...] = ()
+    """Contestants that it is compared with."""
+    serial: str = ""
+    """Contestant of the same framework in one process; it is its own where empty."""
+    asks_planner: bool = False
+
+
+def found() -> dict[str, Contestant]:
+    """All contestants of all files, by name."""
+    files = sorted(path.stem for path in FOLDER.glob("*.py"))
+    modules = [importlib.import_module(f"survey_contestants.{name}") for name in files]
+    return {one.name: one for module in modules for one in module.CONTESTANTS}
+
+
+def lines_of_code(parts: tuple[Callable[..., Any] | type, ...]) -> int:
+    """Lines of statements in functions and classes: no blank lines, comments and docstrings."""
+    count = 0
+    for part in parts:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
+        taken: set[int] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.stmt) and not _is_text(node):
+                first = node.body[0].lineno if hasattr(node, "body") else (node.end_lineno or node.lineno) + 1
+                taken.update(range(node.lineno, max(first, node.lineno + 1)))
+        count += len(taken)
+    return count
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
