@@ -108,8 +108,4 @@ CONTESTANTS = (
     _made("ours-x", {"x": 2}, ("torch-tp", "jax-tensor"), LANGUAGE),
     _made("ours-pipe", {"pipe": 2}, ("torch-pp-1f1b", "torch-pp-interleaved", "torch-pp-zbv"), ("L1", "L2")),
     _made("ours-pipe-offload", {"pipe": 2}, ("torch-pp-1f1b",), ("L1",), offload="optimizer"),
-    Contestant(
-        "ours-best", "axonn_jax", planned, "docs/plan.md", ("L1",), (train,), mpi=True, serial="ours-serial",
-        asks_planner=True,
-    ),
 )  # fmt: skip

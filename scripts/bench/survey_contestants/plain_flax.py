@@ -52,7 +52,11 @@ def build(job: Job, *, layout: str) -> Runner:
 
         zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
         count = jax.tree.leaves(batch)[0].shape[0]
-        loss, grads = jax.tree.map(lambda sum_: sum_ / count, jax.lax.scan(add, zeros, batch)[0])
+        if count == 1:  # without a loop, in which XLA's CPU backend has slow convolutions
+            sums, _ = add(zeros, jax.tree.map(lambda a: a[0], batch))
+        else:
+            sums, _ = jax.lax.scan(add, zeros, batch)
+        loss, grads = jax.tree.map(lambda sum_: sum_ / count, sums)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 

@@ -16,10 +16,10 @@ from axonn_jax.errors import UserError
 if TYPE_CHECKING:
     from axonn_jax.models.config import ModelShape
 
-RATE, WARM_UP, LAST, LEAST = 1e-3, 10, 200, 0.1
+RATE, WARM_UP, LAST, LEAST = 1e-4, 10, 200, 0.1
+"""At a rate of 1e-3 rounding alone parts the losses of the image task by 1e-2 within 20 steps."""
 BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 HELD_OUT_ROWS = 32
-_LLAMA = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": "none", "tied": False}
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,7 @@ WORKLOADS = {
     one.name: one
     for one in (
         Workload("L1", "GPT, 8 layers of width 256", 16, 8, _sizes(8, 256, 8, 1024)),
-        Workload("L2", "Llama, 12 layers of width 512, grouped queries", 8, 4, _sizes(12, 512, 4, 1408, **_LLAMA)),
         Workload("V1", "VGG of 8 convolutions on scikit-learn's digits", 64, 1),
-        Workload("M1", "L1 with 8 experts, 2 a token", 16, 8, _sizes(8, 256, 8, 512, **_LLAMA, experts=8)),
     )
 }
 
