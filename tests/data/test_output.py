@@ -21,6 +21,8 @@ from axonn_jax.errors import UserError
 PACKAGE = Path(__file__).resolve().parents[2] / "axonn_jax"
 IN_ITS_PLACE = {  # what writes files in their places, and why
     "documents.py": "it is what all others call",
+    "adapters/peft.py": "as convert",
+    "evaluate/build.py": "into a directory of its own, which it removes",
     "cli/convert.py": "into a directory that is not there yet",
     "models/huggingface/export.py": "as convert",
     "train/metrics.py": "beside, and renames",

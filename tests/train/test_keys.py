@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from types import NoneType
-from typing import get_args
+from typing import get_args, get_origin
 
 import pytest
 
@@ -28,11 +28,14 @@ RANGES = {
     ),
     "an integer from 0 to 2147483647": (
         "train.warmup train.eval_every train.sample_every pipeline.in_flight tensor.sub_batches checkpoint.every "
-        "checkpoint.keep_every prune.at_step goldfish.k",
+        "checkpoint.keep_every prune.at_step goldfish.k lora.rank",
         [-1, 2**31],
     ),
     "an integer from 0 to 4294967295": ("train.seed data.seed prune.seed", [-1, 2**32]),
-    "a finite number above 0": ("train.lr train.eps pipeline.stall_timeout moe.capacity", [0.0, -0.001, NAN, INF]),
+    "a finite number above 0": (
+        "train.lr train.eps pipeline.stall_timeout moe.capacity lora.alpha",
+        [0.0, -0.001, NAN, INF],
+    ),
     "a finite number of at least 0": (
         "train.weight_decay train.clip moe.balance_weight moe.balance_rate",
         [-0.1, NAN, INF],
@@ -78,6 +81,11 @@ NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a te
 @pytest.mark.parametrize("table", config_file.tables())
 def test_every_key_takes_values_of_its_type_alone(table):
     for key, annotation in config_file.tables()[table].items():
+        if get_origin(annotation) is tuple:
+            for value, accepted in ((5, "a list"), ("q", "a list"), ([5], "a text")):
+                with pytest.raises(UserError, match=rf"^{table}.{key}(\[0\])? = .*: {accepted}$"):
+                    config_file.loads("", [(f"{table}.{key}", value)])
+            continue
         kind = next((k for k in get_args(annotation) if NoneType in get_args(annotation)), annotation)
         choices = get_args(kind)
         accepted = f"one of {', '.join(map(str, choices))}" if choices else NOUNS[kind]

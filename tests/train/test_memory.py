@@ -41,6 +41,7 @@ def test_fp32_is_the_same_with_offload_and_zero(grid, way):
         np.testing.assert_allclose(weights[name], value, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("grid", "options"),
     [

@@ -14,7 +14,8 @@ from axonn_jax.memory.precision import CLEAN_STEPS, FIRST, SMALLEST, first_scale
 def poke(trainer, name, value):
     """Sets a weight's first entry, which one device has; returns what it was."""
     scanned = name.replace(".1.", ".every.")
-    weights = next(s.weights for s in trainer.engine.stores.values() if {name, scanned} & s.weights.keys())
+    held = [store.model.weights for store in trainer.engine.stores.values()]
+    weights = next(weights for weights in held if {name, scanned} & weights.keys())
     name = name if name in weights else scanned
     array = weights[name]
     first = (0,) * array.ndim

@@ -6,7 +6,7 @@ from typing import Any
 from surveying.contestant import Contestant, Job, Runner
 from surveying.workloads import BETAS, CLIP, DECAY, rate
 
-LANGUAGE = ("L1", "L2", "M1")
+LANGUAGE = ("L1",)
 
 
 def train(job: Job, axes: dict[str, int], memory: dict[str, Any]) -> Any:
@@ -18,7 +18,7 @@ def train(job: Job, axes: dict[str, int], memory: dict[str, Any]) -> Any:
     import axonn_jax as ax
 
     grid = ax.init(**axes, **joined(job, axes))
-    model = partial(ax.models.Transformer, job.workload.shape(), **balance(job))
+    model = partial(ax.models.Transformer, job.workload.shape())
     optimizer = optax.adamw(lambda step: rate(step, jnp), *BETAS, weight_decay=DECAY)
     return ax.Trainer(
         lambda: model(rngs=nnx.Rngs(job.data.seed)),
@@ -35,13 +35,6 @@ def joined(job: Job, axes: dict[str, int]) -> dict[str, Any]:
     if job.world == 1 or axes.get("pipe", 1) > 1:
         return {}
     return {"coordinator": f"127.0.0.1:{job.port}", "num_processes": job.world, "process_id": job.rank}
-
-
-def balance(job: Job) -> dict[str, Any]:
-    """No loss that evens out experts' loads: not all contestants have the same one."""
-    from axonn_jax.experts.shape import MoeConfig
-
-    return {"moe": MoeConfig(balance_weight=0.0)} if job.workload.name == "M1" else {}
 
 
 def microbatches(job: Job, axes: dict[str, int]) -> int:
@@ -85,12 +78,6 @@ def check_weights(job: Job, params: Any) -> None:
                 raise RuntimeError(f"{name} is not as in {path.name}")
 
 
-def planned(job: Job) -> Runner:
-    """A step on the grid that `axonn-jax plan` picks."""
-    axes = {name: size for name, size in job.choice["axes"].items() if size > 1}
-    return build(job, axes=axes, memory=dict(job.choice["memory"]))
-
-
 def _made(name: str, axes: dict[str, int], peers: tuple[str, ...], where: tuple[str, ...], **memory: Any) -> Contestant:
     made = partial(build, axes=axes, memory=memory)
     return Contestant(
@@ -106,6 +93,6 @@ CONTESTANTS = (
     _made("ours-z", {"z": 2}, ("torch-fsdp2", "torch-ddp", "jax-fsdp"), LANGUAGE),
     _made("ours-y", {"y": 2}, ("torch-tp", "jax-tensor"), LANGUAGE),
     _made("ours-x", {"x": 2}, ("torch-tp", "jax-tensor"), LANGUAGE),
-    _made("ours-pipe", {"pipe": 2}, ("torch-pp-1f1b", "torch-pp-interleaved", "torch-pp-zbv"), ("L1", "L2")),
-    _made("ours-pipe-offload", {"pipe": 2}, ("torch-pp-1f1b",), ("L1",), offload="optimizer"),
+    _made("ours-pipe", {"pipe": 2}, ("torch-pp-1f1b", "torch-pp-interleaved", "torch-pp-zbv"), LANGUAGE),
+    _made("ours-pipe-offload", {"pipe": 2}, ("torch-pp-1f1b",), LANGUAGE, offload="optimizer"),
 )  # fmt: skip

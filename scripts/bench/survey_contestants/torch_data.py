@@ -6,7 +6,7 @@ from typing import Any
 
 from surveying.contestant import Contestant, Job, Runner
 
-ALL = ("L1", "L2", "V1", "M1")
+ALL = ("L1", "V1")
 DOCS = "https://docs.pytorch.org/docs/2.13/"
 TUTORIALS = "https://docs.pytorch.org/tutorials/"
 
@@ -73,8 +73,6 @@ def fsdp2(job: Job) -> Runner:
 
 def blocks_of(model: Any) -> Any:
     """The repeated layers of the survey's models."""
-    if hasattr(model, "model"):
-        return model.model.layers
     return model.blocks if hasattr(model, "blocks") else [*model.convolutions, *model.dense]
 
 

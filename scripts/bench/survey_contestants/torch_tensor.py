@@ -17,11 +17,9 @@ def tensor(job: Job) -> Runner:
     side.start(job)
     model: Any = side.model_of(job)
     mesh = init_device_mesh("cpu", (2,))
-    if job.workload.name == "L1":
-        model = split_gpt(model, job)
-    parallelize_module(model, mesh, plan_of(job))
-    if job.workload.name == "L1":
-        model.head.weight = model.table.weight  # tied again: both are split over rows
+    model = split_gpt(model, job)
+    parallelize_module(model, mesh, plan_of())
+    model.head.weight = model.table.weight  # tied again: both are split over rows
     split, whole = divided(model)
     optimizer = side.adamw([{"params": split}, {"params": whole}], foreach=False)
 
@@ -51,24 +49,16 @@ def divided(model: Any) -> tuple[list[Any], list[Any]]:
     return [one for one, split in pairs if split], [one for one, split in pairs if not split]
 
 
-def plan_of(job: Job) -> dict[str, Any]:
+def plan_of() -> dict[str, Any]:
     """Layouts by module, as in the tutorial's Llama."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     rows = RowwiseParallel(input_layouts=Replicate())
     last = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    if job.workload.name == "L1":
-        block = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
-        block |= {name: RowwiseParallel() for name in ("out", "down")}
-        return {"table": rows, "head": last, **{f"blocks.*.{name}": style for name, style in block.items()}}
-    block = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
-    block |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")} | {"mlp.down_proj": RowwiseParallel()}
-    return {
-        "model.embed_tokens": rows,
-        "lm_head": last,
-        **{f"model.layers.*.{name}": style for name, style in block.items()},
-    }
+    block = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
+    block |= {name: RowwiseParallel() for name in ("out", "down")}
+    return {"table": rows, "head": last, **{f"blocks.*.{name}": style for name, style in block.items()}}
 
 
 def split_gpt(model: Any, job: Job) -> Any:
@@ -120,7 +110,7 @@ def split_gpt(model: Any, job: Job) -> Any:
 
 CONTESTANTS = (
     Contestant(
-        "torch-tp", "torch", tensor, "https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html", ("L1", "L2"),
+        "torch-tp", "torch", tensor, "https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html", ("L1",),
         (tensor, plan_of, split_gpt), serial="torch-serial",
     ),
 )  # fmt: skip

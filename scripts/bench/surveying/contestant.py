@@ -4,7 +4,7 @@ import ast
 import importlib
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ class Job:
     world: int
     port: str
     """Free port of loopback, the same for all processes."""
-    choice: Mapping[str, Any]
-    """Answer of the planner, for contestants that ask."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ class Contestant:
     """Contestants that it is compared with."""
     serial: str = ""
     """Contestant of the same framework in one process; it is its own where empty."""
-    asks_planner: bool = False
 
 
 def found() -> dict[str, Contestant]:

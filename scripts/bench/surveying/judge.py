@@ -92,24 +92,8 @@ def _peers(works: Mapping[str, Figures]) -> list[str]:
             rows.append((key, one["ours"], one["peer"], f"{middle:.2f} ({low:.2f} to {high:.2f})"))
             if middle < 1:
                 below.append(f"{key} {one['ours']} over {one['peer']}")
-        if best := _planned(work):
-            rows.append((key, "ours-best", best[0], f"{best[1]:.2f}"))
     said = f"Below 1: {', '.join(below)}." if below else "None is below 1."
     return [*_markdown(("workload", "ours", "over", "speed, round by round"), rows), "", said]
-
-
-def _planned(work: Figures) -> tuple[str, float] | None:
-    """The fastest of this package's other contestants in two processes, and the planner's choice over it."""
-    timed = _timed(work)
-    ours = [
-        name for name in timed if work["facts"][name]["framework"] == "axonn_jax" and work["facts"][name]["ranks"] > 1
-    ]
-    others = [name for name in ours if not work["facts"][name]["planned"]]
-    chosen = [name for name in ours if work["facts"][name]["planned"]]
-    if not (others and chosen):
-        return None
-    best = min(others, key=lambda name: seconds_of(work, name))
-    return best, seconds_of(work, best) / seconds_of(work, chosen[0])
 
 
 def _memory(works: Mapping[str, Figures]) -> list[str]:

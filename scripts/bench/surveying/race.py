@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -180,14 +180,12 @@ class Settings:
     steps: int
     rounds: int
     folder: Path
-    choice: Mapping[str, Any] = field(default_factory=dict)
 
 
 def survey(workload: Workload, contestants: Sequence[Contestant], settings: Settings, say: Say) -> dict[str, Any]:
     """All figures of a workload: the check of each, then the heats, with ratios of steps in the same round."""
     spec = {
         "workload": workload.name, "folder": str(settings.folder), "seed": 0, "rows": workload.rows,
-        "choice": settings.choice,
     }  # fmt: skip
     rows: dict[str, Any] = {}
     failed: dict[str, str] = {}
@@ -233,7 +231,7 @@ def survey(workload: Workload, contestants: Sequence[Contestant], settings: Sett
     facts = {
         one.name: {
             "framework": one.framework, "ranks": one.ranks, "follows": one.follows, "lines": lines_of_code(one.code),
-            "serial": one.serial, "planned": one.asks_planner, "mpi": one.mpi,
+            "serial": one.serial, "mpi": one.mpi,
         }
         for one in contestants
     }  # fmt: skip
@@ -253,5 +251,5 @@ def write_weights(workload: Workload, folder: Path, seed: int, writer: Contestan
     """Have a contestant that makes the model write its first weights."""
     if (folder / f"{workload.name}-{seed}.npz").exists():
         return
-    spec = {"workload": workload.name, "folder": str(folder), "seed": seed, "rows": workload.rows, "choice": {}}
+    spec = {"workload": workload.name, "folder": str(folder), "seed": seed, "rows": workload.rows}
     Entrant(writer, spec).close()

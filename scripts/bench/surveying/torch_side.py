@@ -34,54 +34,16 @@ def model_of(job: Job) -> nn.Module:
         model = GPT(Task())
         load(model, str(job.data.weights()), Task())
         return model
-    if job.workload.name == "V1":
-        from surveying.vgg_torch import VGG
+    from surveying.vgg_torch import VGG
 
-        return VGG(weights)
-    return _of_transformers(job, weights)
-
-
-def _of_transformers(job: Job, weights: dict[str, np.ndarray]) -> nn.Module:
-    import transformers
-
-    from axonn_jax.models.huggingface import to_huggingface
-
-    shape = job.workload.shape()
-    sizes: dict[str, Any] = {
-        "num_hidden_layers": shape.layers, "hidden_size": shape.hidden, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "intermediate_size": shape.ffn, "vocab_size": shape.vocab,
-        "max_position_embeddings": shape.seq_len, "rms_norm_eps": shape.norm_eps, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-    }  # fmt: skip
-    if job.workload.name == "M1":
-        experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
-        config: Any = transformers.MixtralConfig(**sizes, **experts)
-    else:
-        config = transformers.LlamaConfig(**sizes)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="sdpa", dtype=torch.float32
-    )
-    named = {name.replace("block_sparse_moe", "mlp"): a for name, a in to_huggingface(weights, shape).items()}
-    for name, param in model.named_parameters():
-        home, _, kind = name.rpartition(".")
-        value = named.get(name)
-        if value is None:  # transformers holds all experts' matrices in one tensor, files hold them one by one
-            parts = ("w1", "w3") if kind == "gate_up_proj" else ("w2",)
-            each = [[named[f"{home}.{e}.{part}.weight"] for part in parts] for e in range(8)]
-            value = np.stack([np.concatenate(one) for one in each])
-        with torch.no_grad():
-            param.copy_(torch.from_numpy(np.array(value)))
-    return model
+    return VGG(weights)
 
 
 def loss_of(job: Job, model: nn.Module, rows: Any) -> torch.Tensor:
     """Mean loss of rows."""
     if job.workload.name == "L1":
         return model(rows)
-    if job.workload.name == "V1":
-        return F.cross_entropy(model(rows["image"]), rows["label"].long())
-    logits = model(input_ids=rows[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    return F.cross_entropy(model(rows["image"]), rows["label"].long())
 
 
 def adamw(parameters: Any, **more: Any) -> torch.optim.Optimizer:
