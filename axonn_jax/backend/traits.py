@@ -47,6 +47,11 @@ def copies_kernels(platform: str) -> bool:
     return platform == _CPU
 
 
+def convolves_slowly_in_loops(platform: str) -> bool:
+    """True if a loop's convolutions take many times as long as the same ones outside of it."""
+    return platform == _CPU
+
+
 def keeps_score_gradients(platform: str) -> bool:
     """True if a block's scores and their gradients are at work at once: XLA runs blocks beside each other."""
     return platform == _CPU

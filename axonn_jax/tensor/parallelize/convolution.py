@@ -81,6 +81,11 @@ def _check(jaxpr: Any, computed: set[Any], layer: str) -> None:
             )  # fmt: skip
 
 
+def convolves(jaxpr: Any) -> bool:
+    """True if a jaxpr, or one that it runs, has a convolution."""
+    return any(eqn.primitive.name == "conv_general_dilated" or any(map(convolves, bodies(eqn))) for eqn in jaxpr.eqns)
+
+
 def bodies(eqn: Any) -> Iterator[Any]:
     """Return the jaxprs run by an equation."""
     for param in eqn.params.values():

@@ -11,11 +11,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.backend.traits import convolves_slowly_in_loops
 from axonn_jax.errors import UserError
 from axonn_jax.memory.forms import Weights
 from axonn_jax.memory.zero import reduce_gradients, split_over_replicas
 from axonn_jax.tensor.collectives import all_reduce, axis_size
-from axonn_jax.tensor.parallelize.convolution import check_grouped
+from axonn_jax.tensor.parallelize.convolution import check_grouped, convolves
 from axonn_jax.tensor.parallelize.flow import MARK
 from axonn_jax.tensor.params import Params, Specs, global_norm
 from axonn_jax.tensor.specs import shard_mapped
@@ -98,7 +99,7 @@ class ReplicaProgram(OnMesh):
                 result = self.model.run(params, carried, None, _with(batch, rows), training=False)
                 return total + share * result.loss, None
 
-            return lax.scan(add, jnp.zeros(()), (shares, _rows_of(batch)))[0]
+            return _each(add, jnp.zeros(()), (shares, _rows_of(batch)))[0]
 
         return jnp.sum(self._mapped(local, params, carried, batch, shares, None, None)), weight
 
@@ -186,12 +187,26 @@ class ReplicaProgram(OnMesh):
 
         zeros = {name: self._laid(name, jnp.zeros(shape, self.sums)) for name, shape in self.state_shapes.items()}
         microbatches = (jnp.arange(shares.shape[0]), shares, _rows_of(batch))
-        (total, sums, carried), aux = lax.scan(add, (jnp.zeros(()), zeros, carried), microbatches)
+        (total, sums, carried), aux = _each(add, (jnp.zeros(()), zeros, carried), microbatches)
         aux = jax.tree.map(lambda values: jnp.sum(values, 0), aux)
         return total, sums, aux, {name: carried[name] for name in sorted(changed)}
 
     def _laid(self, name: str, value: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(value, NamedSharding(self.grid.mesh, self.parts.specs[name]))
+
+
+def _each(add: Callable[[Any, Any], tuple[Any, Any]], carry: Any, microbatches: Any) -> tuple[Any, Any]:
+    """`lax.scan`, without a loop for one microbatch, and where convolutions would be slow in it."""
+    count = len(jax.tree.leaves(microbatches)[0])
+    parts = [jax.tree.map(lambda value: value[at], microbatches) for at in range(count)]  # noqa: B023 (used at once)
+    slow = convolves_slowly_in_loops(jax.default_backend())
+    if count > 1 and not (slow and convolves(jax.make_jaxpr(add)(carry, parts[0]).jaxpr)):
+        return lax.scan(add, carry, microbatches)
+    results = []
+    for part in parts:
+        carry, result = add(carry, part)
+        results.append(result)
+    return carry, jax.tree.map(lambda *values: jnp.stack(values), *results)
 
 
 def _of_replicas(value: jax.Array) -> jax.Array:
