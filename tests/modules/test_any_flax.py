@@ -112,6 +112,7 @@ def test_collections_of_linen_are_carried():
     np.testing.assert_allclose(*(jax.tree.leaves(each)[0] for each in (trainer.model["batch_stats"], state)), rtol=1e-5)
 
 
+@pytest.mark.bits
 def test_convolutions_are_in_no_loop_over_microbatches():
     """XLA's CPU backend takes more than 30 times as long for them there."""
     options = {"loss": models.pictures_loss, "microbatches": 2}
