@@ -198,13 +198,16 @@ class ReplicaProgram(OnMesh):
 def _each(add: Callable[[Any, Any], tuple[Any, Any]], carry: Any, microbatches: Any) -> tuple[Any, Any]:
     """`lax.scan`, without a loop for one microbatch, and where convolutions would be slow in it."""
     count = len(jax.tree.leaves(microbatches)[0])
-    parts = [jax.tree.map(lambda value: value[at], microbatches) for at in range(count)]  # noqa: B023 (used at once)
+
+    def part(at: int) -> Any:
+        return jax.tree.map(lambda value: value[at], microbatches)
+
     slow = convolves_slowly_in_loops(jax.default_backend())
-    if count > 1 and not (slow and convolves(jax.make_jaxpr(add)(carry, parts[0]).jaxpr)):
+    if count > 1 and not (slow and convolves(jax.make_jaxpr(add)(carry, part(0)).jaxpr)):
         return lax.scan(add, carry, microbatches)
     results = []
-    for part in parts:
-        carry, result = add(carry, part)
+    for at in range(count):
+        carry, result = add(carry, part(at))
         results.append(result)
     return carry, jax.tree.map(lambda *values: jnp.stack(values), *results)
 
