@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from axonn_jax.adapters.config import PLACES, TARGETS, LoraConfig, Target, check_shape, places, sides
 from axonn_jax.adapters.export import Arrays
-from axonn_jax.documents import read_json
 from axonn_jax.errors import UserError, nearest
 from axonn_jax.models.config import ModelShape
 from axonn_jax.models.huggingface.entries import entries_of
 from axonn_jax.models.huggingface.files import TensorFiles
-from axonn_jax.models.huggingface.pretrained import root_of
+from axonn_jax.models.huggingface.pretrained import read_object
 from axonn_jax.models.huggingface.tensor_map import Bounds, TensorMap
 from axonn_jax.options import typed
 
@@ -64,15 +63,7 @@ def is_adapter(directory: Path) -> bool:
 
 def read_config(directory: Path, field: str) -> tuple[LoraConfig, str]:
     """Return the settings of a stored adapter, and its base; raises ``UserError`` for what is not applied here."""
-    path = directory / CONFIG
-    try:
-        raw = read_json(path, _MOST_CONFIG, inside=root_of(directory))
-    except OSError as error:
-        raise UserError(field, str(path), f"a file that can be read; {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(field, str(path), f"a config in JSON; {error}") from None
-    if not isinstance(raw, dict):
-        raise UserError(field, str(path), "an object in JSON")
+    raw = read_object(directory / CONFIG, field, _MOST_CONFIG)
     if raw.get("peft_type") != "LORA":
         raise UserError(f"{field}: peft_type", raw.get("peft_type"), "LORA: no other adapters are applied")
     for key, value in raw.items():

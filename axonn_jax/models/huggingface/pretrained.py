@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -65,18 +65,22 @@ def no_model(directory: Path, field: str, missing: str) -> UserError:
 
 def read_config(directory: Path, field: str) -> dict[str, Any]:
     """The content of config.json; raises ``UserError``, which calls the directory `field`."""
-    path = directory / CONFIG
+    return read_object(directory / CONFIG, field, _MOST_CONFIG, lambda: no_model(directory, field, CONFIG))
+
+
+def read_object(path: Path, field: str, most: int, missing: Callable[[], UserError] | None = None) -> dict[str, Any]:
+    """The object in a JSON file of at most `most` bytes; raises ``UserError``, or `missing` where there is no file."""
     try:
-        config = read_json(path, _MOST_CONFIG, inside=root_of(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        raise no_model(directory, field, CONFIG) from None
+        content = read_json(path, most, inside=root_of(path.parent))
     except OSError as error:
+        if missing is not None and isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise missing() from None
         raise UserError(field, str(path), f"a file that can be read; {error.strerror}") from None
     except ValueError as error:
         raise UserError(field, str(path), f"a config in JSON; {error}") from None
-    if not isinstance(config, dict):
+    if not isinstance(content, dict):
         raise UserError(field, str(path), "an object in JSON")
-    return config
+    return content
 
 
 def shape_of(directory: str | Path, field: str = "directory") -> ModelShape:
