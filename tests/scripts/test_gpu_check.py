@@ -48,6 +48,11 @@ def rows(found: dict[str, Any], section: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in found["sections"][section]["rows"]}
 
 
+def test_a_training_row_runs_without_a_gpu():
+    done = check("--quick", "--only", "device,training", "--activations", "full", "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_rehearsal_runs_every_section_and_succeeds_without_a_gpu(rehearsal):
     done, found = rehearsal

@@ -16,7 +16,7 @@ from checks.sizes import TrainConfig, offload_plan, offload_shape, to_spec, trai
 from checks.summary import paste_lines
 
 _POLICIES = ("full", "none", "dots")
-_GUESS_S = {"training": 90.0, "torch": 110.0, "offload": 90.0}
+_GUESS_S = {"training": 60.0, "torch": 75.0, "offload": 80.0}
 """What a row is taken to need before one was seen: start, initial weights, compilation, steps. The time for one
 PyTorch row is kept back from all training rows but the first, so that the comparison is made."""
 _GRACE_S = 60.0
@@ -42,7 +42,7 @@ def options(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=None, help="timed steps a row (default: 6)")
     parser.add_argument(
-        "--minutes", type=float, default=7.5, help="start no row it may not finish (default: %(default)s)"
+        "--minutes", type=float, default=9.0, help="start no row it may not finish (default: %(default)s)"
     )
     parser.add_argument("--only", default=",".join(SECTIONS), metavar="SECTION,...", help="of: %(default)s")
     parser.add_argument("--xla-flags", default="", metavar="'--xla_...'", help="added to XLA_FLAGS")
@@ -188,12 +188,12 @@ class Check:
             compare = "torch" in self.given.only and "torch" in device["versions"]
             later = self._train(plan, common, _GUESS_S["torch"] if compare else 0.0)
             self.done("training")
-        if self.section("offload"):
-            self._offload(common)
-            self.done("offload")
         if self.section("torch"):
             self._torch(plan, common)
             self.done("torch")
+        if self.section("offload"):
+            self._offload(common)
+            self.done("offload")
         if later:
             print(header("training"), flush=True)
             for config in self._train(later, common, 0.0):

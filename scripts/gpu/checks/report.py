@@ -20,8 +20,8 @@ SECTIONS = {
     "parity": "parity: this package on the device against the CPU",
     "matmul": "matmul ceiling: bf16, many dependent products in one program",
     "training": "training throughput: bf16, AdamW, clipping",
-    "offload": "optimizer state on the host: bf16, AdamW, 8 microbatches",
     "torch": "the same model in PyTorch: autocast bf16, fused AdamW, clipping",
+    "offload": "optimizer state on the host: bf16, AdamW, 8 microbatches",
     "program": "where it goes: the compiled steps",
 }
 

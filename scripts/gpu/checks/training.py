@@ -43,34 +43,28 @@ def _measure(config: TrainConfig, spec: dict[str, Any], trace: str | None, emit:
         memory=axonn_jax.MemoryConfig(precision="bf16", activations=config.activations),
     )
     batch = np.random.default_rng(0).integers(0, shape.vocab, (sequences, shape.seq_len + 1), dtype=np.int32)
-    tokens = trainer.engine.batches.shard(batch)
     jax.block_until_ready(trainer.engine.train_state)
     ready = time.perf_counter()
     compiled = trainer.engine.compiled_step(batch)
     compile_s = time.perf_counter() - ready
     attempt(emit, "program", config.name, lambda: _program(config, compiled))
 
-    # The compiled step itself, so that no version of jax compiles it a second time for the call.
-    state, metrics = compiled(trainer.engine.train_state, tokens, None)
-    del trainer
-    first_loss = float(metrics["loss"])
-    for _ in range(spec["warm_up"] - 1):
-        state, metrics = compiled(state, tokens, None)
-    jax.block_until_ready(metrics)
+    def step() -> float:
+        metrics = trainer.step(batch)
+        jax.block_until_ready(trainer.engine.train_state)
+        return float(metrics["loss"])
+
+    first_loss = [step() for _ in range(spec["warm_up"])][0]
     times = []
     for _ in range(spec["steps"]):
         begin = time.perf_counter()
-        state, metrics = compiled(state, tokens, None)
-        jax.block_until_ready(metrics)
+        last_loss = step()
         times.append(time.perf_counter() - begin)
     if trace is not None:
         with jax.profiler.trace(trace):
-            for _ in range(2):
-                state, metrics = compiled(state, tokens, None)
-            jax.block_until_ready((state, metrics))
+            last_loss = [step() for _ in range(2)][-1]
 
     stats = device.memory_stats() or {}
-    last_loss = float(metrics["loss"])
     figures = {
         **rates(shape, sequences, config.activations, statistics.median(times), spec),
         "activations": config.activations,
@@ -81,7 +75,7 @@ def _measure(config: TrainConfig, spec: dict[str, Any], trace: str | None, emit:
         "compile_s": compile_s,
         "peak_bytes": stats.get("peak_bytes_in_use"),
         "bytes_limit": stats.get("bytes_limit"),
-        "parameters": sum(math.prod(p.shape) for p in state.model.weights.values()),
+        "parameters": shape.params(),
         "losses": [first_loss, last_loss],
     }
     # The loss of one repeated batch must fall: a fast step that computes nonsense is no result.
