@@ -54,7 +54,9 @@ def _measure(config: TrainConfig, spec: dict[str, Any], trace: str | None, emit:
         jax.block_until_ready(trainer.engine.train_state)
         return float(metrics["loss"])
 
-    first_loss = [step() for _ in range(spec["warm_up"])][0]
+    first_loss = step()
+    for _ in range(spec["warm_up"] - 1):
+        step()
     times = []
     for _ in range(spec["steps"]):
         begin = time.perf_counter()
