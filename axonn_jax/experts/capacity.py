@@ -17,6 +17,7 @@ from axonn_jax.experts.router import Routing
 from axonn_jax.experts.shape import slots_of
 from axonn_jax.tensor.collectives import (
     SEQUENCE_AXIS,
+    all_gather,
     all_reduce,
     axis_size,
     gather_features,
@@ -101,7 +102,7 @@ def _exchanged(x: jax.Array, *, split: int, joined: int) -> jax.Array:
 def _gathered(slots: jax.Array) -> jax.Array:
     if axis_size(SEQUENCE_AXIS) == 1:
         return slots
-    return checkpoint_name(lax.all_gather(slots, SEQUENCE_AXIS, axis=1, tiled=True), "tokens_all_gather")
+    return checkpoint_name(all_gather(slots, SEQUENCE_AXIS, 1), "tokens_all_gather")
 
 
 def _scattered(sums: jax.Array) -> jax.Array:

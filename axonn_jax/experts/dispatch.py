@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from axonn_jax.experts.router import Routing
 from axonn_jax.tensor.collectives import (
     SEQUENCE_AXIS,
+    all_gather,
     all_reduce,
     assume_replicated,
     axis_index,
@@ -69,7 +70,7 @@ def scatter_tokens(sums: jax.Array, *, sequence_split: bool) -> jax.Array:
 def _gather(x: jax.Array, axis: str) -> jax.Array:
     if axis_size(axis) == 1:
         return x
-    return checkpoint_name(lax.all_gather(x, axis, axis=0, tiled=True), "tokens_all_gather")
+    return checkpoint_name(all_gather(x, axis, 0), "tokens_all_gather")
 
 
 def _scatter(sums: jax.Array, axis: str) -> jax.Array:

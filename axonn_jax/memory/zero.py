@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axonn_jax import compat
+from axonn_jax.backend.repairs import reduce_scatter
 from axonn_jax.backend.traits import reduces_in_place
 from axonn_jax.grid import BATCH_AXES, REPLICA_AXES
 from axonn_jax.memory.buckets import (
@@ -120,7 +121,7 @@ def scatter_in_buckets(
     for name, g in grads.items():
         if g.size > capacity:
             dim, axes = split[name]
-            out[name] = lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
+            out[name] = reduce_scatter(g, axes, dim)
     leaves = [
         Leaf(name, g.size, (split[name][1], g.dtype, compat.varying_axes(g)))
         for name, g in in_backward_order(grads).items()
@@ -132,7 +133,7 @@ def scatter_in_buckets(
         return in_parts(grads[name], dim, _size(axes))
 
     def send(flat: jax.Array, name: str) -> jax.Array:
-        return lax.psum_scatter(flat, split[name][1], scatter_dimension=0)
+        return reduce_scatter(flat, split[name][1], 0)[0]
 
     for name, part in in_buckets(leaves, capacity, pack, send, in_turn=in_turn):
         shape, (dim, axes) = grads[name].shape, split[name]

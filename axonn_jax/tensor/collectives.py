@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from axonn_jax import compat
+from axonn_jax.backend import repairs
 
 BLOCK_REDUCTIONS = (
     *("x_all_reduce", "y_all_reduce", "y_reduce_scatter", "x_reduce_scatter", "x_all_gather"),
@@ -118,7 +119,22 @@ def reduce_scatter(g: jax.Array, axis: str = "z", dim: int = 0) -> jax.Array:
 
     Bytes a device on a ring: `(G-1)/G * size * itemsize`.
     """
-    return g if axis_size(axis) == 1 else lax.psum_scatter(g, axis, scatter_dimension=dim, tiled=True)
+    return g if axis_size(axis) == 1 else repairs.reduce_scatter(g, axis, dim)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """All-gather along `dim` over a live `axis`; the transpose is `reduce_scatter`, of the same bytes.
+
+    Bytes a device on a ring: `(G-1)/G * size of the result * itemsize`.
+    """
+    return lax.all_gather(x, axis, axis=dim, tiled=True)
+
+
+all_gather.defvjp(
+    lambda x, axis, dim: (all_gather(x, axis, dim), None),
+    lambda axis, dim, _, g: (reduce_scatter(g, axis, dim),),
+)
 
 
 def all_reduce(y: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
@@ -192,7 +208,7 @@ def local_sequence(full: jax.Array, dim: int) -> jax.Array:
 def _gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
     if axis_size(axis) == 1:
         return x
-    return checkpoint_name(lax.all_gather(x, axis, axis=dim, tiled=True), f"{axis}_all_gather")
+    return checkpoint_name(all_gather(x, axis, dim), f"{axis}_all_gather")
 
 
 def _scatter(sums: jax.Array, axis: str, dim: int) -> jax.Array:

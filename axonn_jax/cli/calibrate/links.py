@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from axonn_jax.backend.repairs import reduce_scatter
 from axonn_jax.cli.calibrate.timing import Arrays, repeated, seconds, together
 from axonn_jax.distributed.initialize import meet
 from axonn_jax.planner.machines.machine import Measured
@@ -57,7 +58,7 @@ def collective_seconds(kind: Measured, mesh: Mesh, elements: Sequence[int], roun
             return (lax.psum(a, "group") / size,)
         if kind == "all-gather":
             return (lax.all_gather(a, "group", axis=0, tiled=True)[: a.shape[0]],)
-        part = lax.psum_scatter(a, "group", scatter_dimension=0, tiled=True) / size
+        part = reduce_scatter(a, "group", 0) / size
         return (lax.dynamic_update_slice(a, part, (0,)),)
 
     if jax.process_count() > 1:
